@@ -61,7 +61,9 @@ def measure_bandwidth(
             yield f"{number}-{mbps:g}", measure(number, mbps, num_buckets)
 
 
-def measure(num_members: int, mbps: float, num_buckets: int, bucket_bytes: int = _BUCKET_BYTES) -> dict[str, Any]:
+def measure(
+    num_members: int, mbps: float, num_buckets: int, bucket_bytes: int = _BUCKET_BYTES
+) -> dict[str, Any]:
     """Let so many members sum so many buckets.
 
     Returns:
@@ -91,7 +93,9 @@ def measure(num_members: int, mbps: float, num_buckets: int, bucket_bytes: int =
     try:
         rounds = json.loads(told)
     except ValueError:
-        raise BenchError(f"member 0 ended without figures, with exit status {members[0].returncode}") from None
+        raise BenchError(
+            f"member 0 ended without figures, with exit status {members[0].returncode}"
+        ) from None
     megabytes = num_buckets * bucket_bytes / 1e6
     ratios = [bare / ours for bare, ours in rounds]
     figures = {
@@ -102,7 +106,9 @@ def measure(num_members: int, mbps: float, num_buckets: int, bucket_bytes: int =
         "ours": megabytes / statistics.median(ours for _, ours in rounds),
         "ratio": {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)},
     }
-    progress(f"{num_members} members at {mbps:g} Mbit/s: {figures['ours']:.1f} of {figures['bare']:.1f} MB/s")
+    progress(
+        f"{num_members} members at {mbps:g} Mbit/s: {figures['ours']:.1f} of {figures['bare']:.1f} MB/s"
+    )
     return figures
 
 
@@ -125,7 +131,9 @@ class _Membership:
         self.process_group.abort()
 
 
-def take_part(port: int, rank: int, num_members: int, mbps: float, num_buckets: int, bucket_bytes: int) -> None:
+def take_part(
+    port: int, rank: int, num_members: int, mbps: float, num_buckets: int, bucket_bytes: int
+) -> None:
     """Be a member; the first one prints the seconds of each round, those of bare Gloo and ours."""
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -167,9 +175,12 @@ def take_part(port: int, rank: int, num_members: int, mbps: float, num_buckets: 
         return time.monotonic() - began
 
     rounds = [
-        (time_it(sum_bare), time_it(lambda: exchange_with(exchange, lambda _: ([0.0], b"")))) for _ in range(ROUNDS)
+        (time_it(sum_bare), time_it(lambda: exchange_with(exchange, lambda _: ([0.0], b""))))
+        for _ in range(ROUNDS)
     ]
-    bare.allreduce([torch.zeros(1)], AllreduceOptions()).wait()  # nobody leaves before all have ended
+    bare.allreduce(
+        [torch.zeros(1)], AllreduceOptions()
+    ).wait()  # nobody leaves before all have ended
     if rank == 0:
         print(json.dumps(rounds[1:]), flush=True)
 
@@ -177,7 +188,9 @@ def take_part(port: int, rank: int, num_members: int, mbps: float, num_buckets: 
 def main(argv: Sequence[str]) -> None:
     """Be a member."""
     port, rank, num_members, mbps, num_buckets, bucket_bytes = argv
-    take_part(int(port), int(rank), int(num_members), float(mbps), int(num_buckets), int(bucket_bytes))
+    take_part(
+        int(port), int(rank), int(num_members), float(mbps), int(num_buckets), int(bucket_bytes)
+    )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,12 @@ STEPS = 100_000
 
 
 def run_campaign(
-    base: Mapping[str, Any], work_dir: Path, minutes: float, seed: int, num_groups: int, num_ranks: int
+    base: Mapping[str, Any],
+    work_dir: Path,
+    minutes: float,
+    seed: int,
+    num_groups: int,
+    num_ranks: int,
 ) -> dict[str, Any]:
     """Run one campaign and return its figures.
 
@@ -54,13 +59,18 @@ def run_campaign(
             skipped = sum(not killed for killed in _kill_on(run, seed, minutes))
             progress("no more kills; waiting for all groups")
             with contextlib.suppress(BenchError):
-                run.wait_for(lambda record: _all_up(run, record), "return of all groups", RETURN_SECONDS)
+                run.wait_for(
+                    lambda record: _all_up(run, record), "return of all groups", RETURN_SECONDS
+                )
             run.sleep(began + 60.0 * minutes - time.time())
         except BenchError as error:
             ended = str(error)
             progress(ended)
         until = time.time()
-    return describe(job, read_run(job.run_dir), (began, until), skipped) | {"seed": seed, "ended": ended}
+    return describe(job, read_run(job.run_dir), (began, until), skipped) | {
+        "seed": seed,
+        "ended": ended,
+    }
 
 
 def describe(job: Job, whole: RunRecord, span: tuple[float, float], skipped: int) -> dict[str, Any]:
@@ -74,13 +84,15 @@ def describe(job: Job, whole: RunRecord, span: tuple[float, float], skipped: int
     """
     began, until = span
     # The starts before it say which attempts there were.
-    record = RunRecord(e for e in whole.events if e.time <= until and (e.time >= began or isinstance(e, WorkerStarted)))
+    record = RunRecord(
+        e
+        for e in whole.events
+        if e.time <= until and (e.time >= began or isinstance(e, WorkerStarted))
+    )
     if not record.of(StepCommitted):
         raise BenchError("nothing was committed in the campaign")
     good, kills, crashes = goodput(record), injected(record), num_crashes(record)
-    faults = (
-        f"{len(kills)} SIGKILLs of a group{f' ({skipped} skipped)' if skipped else ''}, {crashes} crashes of its own"
-    )
+    faults = f"{len(kills)} SIGKILLs of a group{f' ({skipped} skipped)' if skipped else ''}, {crashes} crashes of its own"
     length = {"length (min)": f"{(until - began) / 60:.1f}", "faults injected": faults}
     return {
         "groups": job.num_groups,
@@ -105,7 +117,9 @@ def _kill_on(run: Run, seed: int, minutes: float) -> Iterator[bool]:
     for number in range(1, int((60.0 * minutes - quiet) / KILL_EVERY_SECONDS) + 1):
         after = number * KILL_EVERY_SECONDS
         run.sleep(began + after - time.time())
-        draw = choice.random()  # also for a kill that is skipped, so that a seed says what comes next
+        draw = (
+            choice.random()
+        )  # also for a kill that is skipped, so that a seed says what comes next
         up = sorted(groups_up(run, run.record()))
         if len(up) < 2:
             progress(f"{after:g} s: skipped, up is only {up}")
@@ -119,11 +133,14 @@ def _kill_on(run: Run, seed: int, minutes: float) -> Iterator[bool]:
 
 def groups_up(run: Run, record: RunRecord) -> dict[int, int]:
     """Return the latest attempt of each group that lives and has contributed in it."""
-    contributed = {(event.replica, event.attempt) for event in record.of(StepCommitted) if event.contributed}
+    contributed = {
+        (event.replica, event.attempt) for event in record.of(StepCommitted) if event.contributed
+    }
     return {
         replica: attempt
         for replica, attempt in latest_attempts(record.events).items()
-        if (replica, attempt) in contributed and run.workers(replica) == latest_workers(record.events, replica)
+        if (replica, attempt) in contributed
+        and run.workers(replica) == latest_workers(record.events, replica)
     }
 
 
@@ -138,7 +155,11 @@ def _all_up(run: Run, record: RunRecord) -> bool | None:
 
 def format_campaign(campaign: Mapping[str, Any], against: Path | None) -> list[str]:
     """Return the figures as a Markdown table, beside those of a campaign of titan_ft where one is given."""
-    columns = {"torchtitan.experiments.ft, {groups} groups x {ranks} ranks".format(**campaign): campaign["figures"]}
+    columns = {
+        "torchtitan.experiments.ft, {groups} groups x {ranks} ranks".format(**campaign): campaign[
+            "figures"
+        ]
+    }
     if against is not None:
         columns[f"titan_ft ({against})"] = figures(read_run(against))
     lines = table(columns)

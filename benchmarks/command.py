@@ -97,35 +97,73 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = Path(__file__).parents[1] / "configs" / "llama3_debug.toml"
-    parser.add_argument("--config", type=Path, default=default, help="TOML of the model, the data and the exchange")
-    parser.add_argument("--rounds", type=_at_least(1), default=7, help="runs of each system for the step time")
-    parser.add_argument(
-        "--steps", type=_at_least(WARMUP_STEPS + LOG_FREQ), default=40, help=f"of each, {WARMUP_STEPS} for warm-up"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=_at_least(1), default=6, help="SIGKILLs of a group, each with its return")
-    parser.add_argument("--recoveries", type=_at_least(1), default=3, help="of each kind of recovery")
+    default = Path(__file__).parents[1] / "configs" / "llama3_debug.toml"
+    parser.add_argument(
+        "--config", type=Path, default=default, help="TOML of the model, the data and the exchange"
+    )
+    parser.add_argument(
+        "--rounds", type=_at_least(1), default=7, help="runs of each system for the step time"
+    )
+    parser.add_argument(
+        "--steps",
+        type=_at_least(WARMUP_STEPS + LOG_FREQ),
+        default=40,
+        help=f"of each, {WARMUP_STEPS} for warm-up",
+    )
+    parser.add_argument(
+        "--kills", type=_at_least(1), default=6, help="SIGKILLs of a group, each with its return"
+    )
+    parser.add_argument(
+        "--recoveries", type=_at_least(1), default=3, help="of each kind of recovery"
+    )
     choices = (*PARTS, TRANSFER, EXCHANGE, REOPENING, CONTROL, "rounds", *ROUNDS)
-    parser.add_argument("--only", choices=choices, help="one part; failure and rejoin come from the same kills")
-    parser.add_argument("--skip-peer", action="store_true", help="without torchtitan.experiments.ft")
+    parser.add_argument(
+        "--only", choices=choices, help="one part; failure and rejoin come from the same kills"
+    )
+    parser.add_argument(
+        "--skip-peer", action="store_true", help="without torchtitan.experiments.ft"
+    )
     peer = parser.add_argument_group("campaign of torchtitan.experiments.ft")
     peer.add_argument("--campaign-peer", action="store_true", help="run it, and nothing else")
-    peer.add_argument("--minutes", type=float, default=10.0, help="how long it takes, without the start")
-    peer.add_argument("--seed", type=int, help="of the choice of groups to kill; a random one, printed, if left out")
+    peer.add_argument(
+        "--minutes", type=float, default=10.0, help="how long it takes, without the start"
+    )
+    peer.add_argument(
+        "--seed",
+        type=int,
+        help="of the choice of groups to kill; a random one, printed, if left out",
+    )
     peer.add_argument("--peer-groups", type=_at_least(2), default=2)
-    peer.add_argument("--peer-ranks", type=_at_least(1), default=2, help="of each group; with 1 it exchanges nothing")
-    peer.add_argument("--against", type=Path, metavar="RUN_DIR", help="show a titan_ft campaign beside it")
+    peer.add_argument(
+        "--peer-ranks",
+        type=_at_least(1),
+        default=2,
+        help="of each group; with 1 it exchanges nothing",
+    )
+    peer.add_argument(
+        "--against", type=Path, metavar="RUN_DIR", help="show a titan_ft campaign beside it"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    parser.add_argument("--go-on", action="store_true", help="of rounds: leave out what --json has from an earlier run")
-    parser.add_argument("--work-dir", type=Path, help="folder for the runs, to be made; a temporary one if left out")
+    parser.add_argument(
+        "--go-on",
+        action="store_true",
+        help="of rounds: leave out what --json has from an earlier run",
+    )
+    parser.add_argument(
+        "--work-dir", type=Path, help="folder for the runs, to be made; a temporary one if left out"
+    )
     options = parser.parse_args(argv)
     if options.work_dir is not None and options.work_dir.exists():
         parser.error(f"--work-dir must not exist yet, got {options.work_dir}")
     if options.minutes < 1:
         parser.error(f"--minutes must be at least 1, got {options.minutes:g}")
     if options.against is not None and not any(options.against.glob("events/*.jsonl")):
-        parser.error(f"--against must be the folder of a run, with events/*.jsonl, got {options.against}")
+        parser.error(
+            f"--against must be the folder of a run, with events/*.jsonl, got {options.against}"
+        )
     if options.go_on and options.json is None:
         parser.error("--go-on must come with --json FILE, which has the figures so far")
     return options
@@ -140,7 +178,9 @@ def _at_least(least: int) -> Any:
     return number
 
 
-def measure_parts(options: argparse.Namespace, parts: Sequence[str], report: dict[str, Any]) -> None:
+def measure_parts(
+    options: argparse.Namespace, parts: Sequence[str], report: dict[str, Any]
+) -> None:
     """Fill the report, and its file after each part, so that what is measured stays whatever comes after."""
     base = load_toml(options.config)
     systems = [STOCK, OURS] if options.skip_peer else [STOCK, OURS, PEER]
@@ -157,7 +197,9 @@ def measure_parts(options: argparse.Namespace, parts: Sequence[str], report: dic
     if options.campaign_peer:
         seed = random.randrange(2**31) if options.seed is None else options.seed
         progress(f"seed {seed}")
-        campaign = run_campaign(base, work_dir, options.minutes, seed, options.peer_groups, options.peer_ranks)
+        campaign = run_campaign(
+            base, work_dir, options.minutes, seed, options.peer_groups, options.peer_ranks
+        )
         report["campaign_peer"] = campaign
         report["campaign_table"] = format_campaign(campaign, options.against)
         _save(report, options.json)
@@ -197,9 +239,13 @@ def measure_rounds(
         return
     found = report["rounds"] = {"settings": rounds.SETTINGS}
     if options.go_on and options.json.exists():
-        found = report["rounds"] = json.loads(options.json.read_text(encoding="utf-8")).get("rounds", found)
+        found = report["rounds"] = json.loads(options.json.read_text(encoding="utf-8")).get(
+            "rounds", found
+        )
         if found["settings"] != rounds.SETTINGS:
-            raise BenchError(f"--go-on must have figures of {rounds.SETTINGS}, got those of {found['settings']}")
+            raise BenchError(
+                f"--go-on must have figures of {rounds.SETTINGS}, got those of {found['settings']}"
+            )
     for part in wanted:
         done = found.setdefault(part, {})
         for name, figures in _ROUNDS_PARTS[part](base, work_dir, done):
@@ -227,7 +273,9 @@ def describe_machine() -> dict[str, str | int | float]:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": model[1] if model else platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 0,
         "memory_gib": round(memory_bytes / 2**30, 1),
         "load": round(os.getloadavg()[0], 2),
         "platform": platform.platform(),

@@ -23,7 +23,9 @@ def split_cores(cores: Collection[int], num_groups: int) -> list[set[int]]:
     """
     each = len(cores) // num_groups
     if not each:
-        raise BenchError(f"recovery is measured with a core for each of {num_groups} groups, got {len(cores)}")
+        raise BenchError(
+            f"recovery is measured with a core for each of {num_groups} groups, got {len(cores)}"
+        )
     ordered = sorted(cores)
     return [set(ordered[group * each : (group + 1) * each]) for group in range(num_groups)]
 
@@ -38,7 +40,10 @@ def pin_groups(run: Run, events: Sequence[Event]) -> None:
         raise BenchError("recovery is measured with pinned groups, which needs Linux")
     for replica, share in enumerate(split_cores(os.sched_getaffinity(0), run.job.num_groups)):
         agent = agent_of(latest_workers(events, replica))
-        for pid in (agent, *children(agent)):  # in this order: what it starts meanwhile inherits its cores
+        for pid in (
+            agent,
+            *children(agent),
+        ):  # in this order: what it starts meanwhile inherits its cores
             for thread in Path(f"/proc/{pid}/task").glob("*"):
                 with contextlib.suppress(ProcessLookupError):  # the thread ended meanwhile
                     os.sched_setaffinity(int(thread.name), share)
@@ -60,4 +65,8 @@ def children(parent: int) -> list[int]:
     """Return the pids of the processes that `parent` started and that run."""
     pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
     found = ((pid, read_status(pid)) for pid in pids)
-    return [pid for pid, status in found if status is not None and status.parent == parent and not status.ended]
+    return [
+        pid
+        for pid, status in found
+        if status is not None and status.parent == parent and not status.ended
+    ]

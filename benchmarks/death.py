@@ -34,9 +34,23 @@ def _die_in_set_up(owner: type) -> None:
         global_ranks: list[int],
     ) -> None:
         attempt = int(os.environ.get("TITAN_FT_ATTEMPT", "0"))
-        if world_size > 1 and attempt == DEADLY_ATTEMPT and global_ranks[rank] // group_world_size == VICTIM:
+        if (
+            world_size > 1
+            and attempt == DEADLY_ATTEMPT
+            and global_ranks[rank] // group_world_size == VICTIM
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
-        configure(self, store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks)
+        configure(
+            self,
+            store_addr,
+            replica_id,
+            rank,
+            world_size,
+            quorum_id,
+            group_rank,
+            group_world_size,
+            global_ranks,
+        )
 
     owner.configure = wrapped  # type: ignore[attr-defined]
 

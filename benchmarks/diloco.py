@@ -31,7 +31,9 @@ TIMEOUT_SECONDS = 900.0
 """Of a run; several times what it takes without trouble."""
 
 
-def measure_diloco(base: Mapping[str, Any], work_dir: Path, done: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def measure_diloco(
+    base: Mapping[str, Any], work_dir: Path, done: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
     """Run each system with and without kills, except what is `done`; yields name and figures."""
     for kills in ((), KILLED_BEHIND):
         for system in (OURS, PEER):
@@ -76,18 +78,26 @@ def describe(record: RunRecord, losses: Mapping[int, float]) -> dict[str, Any]:
     """
     tries = [event for event in record.events if isinstance(event, StepTried)]
     made, kept = (_steps_of_peer if tries else _steps_of_ours)(record)
-    failed = [event for event in tries if not event.committed and (event.replica, event.rank) == (SURVIVOR, 0)]
+    failed = [
+        event
+        for event in tries
+        if not event.committed and (event.replica, event.rank) == (SURVIVOR, 0)
+    ]
     return {
         "loss": losses.get(SURVIVOR),
         "losses": {str(group): loss for group, loss in losses.items()},
-        "rounds_committed": len({event.step for event in record.commits if event.replica == SURVIVOR}),
+        "rounds_committed": len(
+            {event.step for event in record.commits if event.replica == SURVIVOR}
+        ),
         "rounds_failed": len(failed),
         "steps_made": made,
         "steps_thrown_away": made - kept,
         "rounds_mixed": num_mixed(tries),
         "digests": compare_digests(record),
         "crashes": num_crashes(record),
-        "groups_finished": len({event.replica for event in record.of(TrainingFinished)}) if not tries else len(losses),
+        "groups_finished": len({event.replica for event in record.of(TrainingFinished)})
+        if not tries
+        else len(losses),
     }
 
 
@@ -101,7 +111,10 @@ def _steps_of_ours(record: RunRecord) -> tuple[float, float]:
     """Return the same of a run of ours; of a group that died in its steps about so many as its time allowed."""
     told = [event for event in record.of(StepCommitted) if event.rank == 0]
     kept = sum(event.inner_steps or 0 for event in told if event.contributed)
-    per_step = next((e.data.num_batches / e.inner_steps for e in told if e.data is not None and e.inner_steps), 1.0)
+    per_step = next(
+        (e.data.num_batches / e.inner_steps for e in told if e.data is not None and e.inner_steps),
+        1.0,
+    )
     batches = audit(record)
     return kept + (batches.num_void + batches.num_cut_short) / per_step, kept
 
@@ -111,5 +124,7 @@ def num_mixed(tries: list[StepTried]) -> int:
     ranks: dict[tuple[int, int, int], set[bool]] = {}
     for event in tries:
         if event.committed:
-            ranks.setdefault((event.replica, event.attempt, event.step), set()).add(event.contributed)
+            ranks.setdefault((event.replica, event.attempt, event.step), set()).add(
+                event.contributed
+            )
     return sum(len(contributed) > 1 for contributed in ranks.values())

@@ -34,17 +34,27 @@ def figures(record: RunRecord, until: int | None = None) -> dict[str, str]:
     lost = sum(not event.committed and event.rank == 0 for event in record.of(StepTried))
     losses = {event.step: event.loss for event in record.commits if event.loss is not None}
     last = [losses[step] for step in sorted(losses) if until is None or step <= until][-LOSS_STEPS:]
-    stalls = [failure.stall_seconds for failure in find_failures(record) if failure.stall_seconds is not None]
+    stalls = [
+        failure.stall_seconds
+        for failure in find_failures(record)
+        if failure.stall_seconds is not None
+    ]
     share = good.effective_training_time_in_training
     counts = f"{batches.num_lost}, {batches.num_repeated}"
     return {
         "length (min)": f"{good.wall_us / 60e6:.1f}",
         "faults injected": f"{len(faults)} of {len({fault.fault for fault in faults})} kinds",
-        "exchanges committed of attempted": part_of(good.exchanges_committed, good.exchanges_attempted),
+        "exchanges committed of attempted": part_of(
+            good.exchanges_committed, good.exchanges_attempted
+        ),
         "forward passes for nothing": part_of(good.num_wasted + lost, good.forward_passes + lost),
         "effective training time": "-" if share is None else f"{100 * share:.1f} %",
-        "batches lost, repeated": counts if batches.verdict == "holds" else f"{counts} ({batches.verdict})",
-        "stall per failure (s), median (max)": f"{median(stalls):.2f} ({max(stalls):.2f})" if stalls else "-",
+        "batches lost, repeated": counts
+        if batches.verdict == "holds"
+        else f"{counts} ({batches.verdict})",
+        "stall per failure (s), median (max)": f"{median(stalls):.2f} ({max(stalls):.2f})"
+        if stalls
+        else "-",
         "weights after the last step that all have": compare_digests(record),
         "loss of the last steps that all runs have": f"{fmean(last):.3f}" if last else "-",
     }
@@ -54,15 +64,22 @@ def table(columns: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Return a Markdown table with a column for each run, named by its key."""
     names = dict.fromkeys(name for column in columns.values() for name in column)
     return markdown(
-        [["", *columns], *([name, *(column.get(name, "-") for column in columns.values())] for name in names)]
+        [
+            ["", *columns],
+            *([name, *(column.get(name, "-") for column in columns.values())] for name in names),
+        ]
     )
 
 
 def main() -> int:
     """Return 0, or 1 for a folder without events, or without the faults that are expected."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
-    parser.add_argument("--expect-faults", action="store_true", help="fail if the first run had no fault")
+    parser.add_argument(
+        "--expect-faults", action="store_true", help="fail if the first run had no fault"
+    )
     options = parser.parse_args()
     runs = {}
     for run_dir in options.run_dirs:
@@ -71,7 +88,9 @@ def main() -> int:
             print(f"benchmarks.figures: {run_dir} has no events (events/*.jsonl)", file=sys.stderr)
             return 1
         runs[str(run_dir)] = record
-    until = min(max((event.step for event in record.commits), default=0) for record in runs.values())
+    until = min(
+        max((event.step for event in record.commits), default=0) for record in runs.values()
+    )
     print("\n".join(table({name: figures(record, until) for name, record in runs.items()})))
     if lines := side_by_side(next(iter(runs.values()))):
         print("\n" + "\n".join(lines))

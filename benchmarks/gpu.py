@@ -77,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not plan.on_cpu:
         listed = listed_gpus() or [str(index) for index in range(len(gpus.names))]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(listed[: plan.num_gpus])
-    work_dir = (options.work_dir or ROOT / "outputs" / time.strftime("check-gpu-%Y%m%d-%H%M%S")).absolute()
+    work_dir = (
+        options.work_dir or ROOT / "outputs" / time.strftime("check-gpu-%Y%m%d-%H%M%S")
+    ).absolute()
     progress(f"{plan.describe()}; runs in {work_dir}")
     machine = describe_machine() | {"interpreter": sys.executable}
     report = Report(work_dir / "figures.json", machine | asdict(gpus))
@@ -85,7 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     measure_runs(plan, base, work_dir, report)
     name = Path(options.recipe).stem
     what = f"{name}: two groups"
-    report.attempt(what, partial(measure_recipe, plan, recipe, name, gpus.memory_gb, work_dir, report))
+    report.attempt(
+        what, partial(measure_recipe, plan, recipe, name, gpus.memory_gb, work_dir, report)
+    )
     run_gpu_tests(plan, report)
     print(format_report(report, plan, machine, gpus))
     return 1 if report.problems else 0
@@ -93,13 +97,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs to use; all if left out, with --cpu 2 ranks")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="GPUs to use; all if left out, with --cpu 2 ranks"
+    )
     parser.add_argument("--cpu", action="store_true", help="without a GPU, and with Gloo alone")
-    parser.add_argument("--small", action="store_true", help="fewer steps and less memory, for slow kernels")
-    parser.add_argument("--config", type=Path, default=Path("llama3_debug"), help="TOML of the model and the data")
-    parser.add_argument("--recipe", type=Path, default=Path("llama3_1b"), help="TOML of the run at size")
-    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="folder for the runs, to be made")
+    parser.add_argument(
+        "--small", action="store_true", help="fewer steps and less memory, for slow kernels"
+    )
+    parser.add_argument(
+        "--config", type=Path, default=Path("llama3_debug"), help="TOML of the model and the data"
+    )
+    parser.add_argument(
+        "--recipe", type=Path, default=Path("llama3_1b"), help="TOML of the run at size"
+    )
+    parser.add_argument(
+        "--work-dir", type=Path, metavar="DIR", help="folder for the runs, to be made"
+    )
     options = parser.parse_args(argv)
     if options.work_dir is not None and options.work_dir.exists():
         parser.error(f"--work-dir must not exist yet, got {options.work_dir}")
@@ -134,13 +150,22 @@ def measure_collectives(what: str, plan: Plan, report: Report) -> None:
 def measure_reconfigurations(what: str, plan: Plan, report: Report) -> None:
     """Build communicators one after the other, and look at what they leave behind."""
     found = run_probe("reconfigure", plan.num_gpus, LAST_COMMUNICATORS)
-    grown = {name: max(each["after"][name] - each["before"][name] for each in found) for name in found[0]["before"]}
+    grown = {
+        name: max(each["after"][name] - each["before"][name] for each in found)
+        for name in found[0]["before"]
+    }
     least = {"MiB": MOST_LEFT_MIB}
-    verdict = "holds" if all(number <= least.get(name, 0) for name, number in grown.items()) else "does not hold"
+    verdict = (
+        "holds"
+        if all(number <= least.get(name, 0) for name, number in grown.items())
+        else "does not hold"
+    )
     seconds = text_of([seconds for each in found for seconds in each["seconds"]])
     left = ", ".join(f"{number:+d} {name}" for name, number in grown.items())
     report.judge(
-        what, verdict, f"{POOL + LAST_COMMUNICATORS}, {seconds} s each; by the last {LAST_COMMUNICATORS} {left}"
+        what,
+        verdict,
+        f"{POOL + LAST_COMMUNICATORS}, {seconds} s each; by the last {LAST_COMMUNICATORS} {left}",
     )
 
 
@@ -150,9 +175,14 @@ def measure_pinning(what: str, plan: Plan, report: Report) -> None:
     (found,) = run_probe("pin", 1, mebibytes)
     still = max(found["pin, still"], found["give back, still"])
     times = ", ".join(
-        f"{name} {found[name]:.2f} s (still for {found[f'{name}, still']:.2f})" for name in ("pin", "give back")
+        f"{name} {found[name]:.2f} s (still for {found[f'{name}, still']:.2f})"
+        for name in ("pin", "give back")
     )
-    report.judge(what, "holds" if still <= MOST_STILL_SECONDS else "does not hold", f"{mebibytes} MiB: {times}")
+    report.judge(
+        what,
+        "holds" if still <= MOST_STILL_SECONDS else "does not hold",
+        f"{mebibytes} MiB: {times}",
+    )
 
 
 def measure_runs(plan: Plan, base: Config, work_dir: Path, report: Report) -> None:
@@ -168,7 +198,10 @@ def measure_runs(plan: Plan, base: Config, work_dir: Path, report: Report) -> No
         report.judge(f"nccl: {what}", why)
     more: dict[str, Callable[[], None]] = {
         "nccl: the steps of stock torchtitan, with NVLS": trajectories.compare_undetermined,
-        **{f"nccl: {form}, as over Gloo": partial(trajectories.compare_form, form) for form in FORMS},
+        **{
+            f"nccl: {form}, as over Gloo": partial(trajectories.compare_form, form)
+            for form in FORMS
+        },
     }
     for what, compare in more.items():
         if why:
@@ -194,7 +227,9 @@ def run_gpu_tests(plan: Plan, report: Report) -> None:
     progress(what)
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *GPU_TESTS]
     try:
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TEST_SECONDS)
+        ended = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=TEST_SECONDS
+        )
     except subprocess.TimeoutExpired:
         ended = subprocess.CompletedProcess(command, 1, f"not over within {TEST_SECONDS:g} s", "")
     last = ((ended.stdout.strip() or ended.stderr.strip()).splitlines() or ["no word"])[-1]

@@ -96,7 +96,10 @@ class Plan:
         """Return who runs where, in a line."""
         if self.on_cpu:
             return f"{NUM_GROUPS} groups x {self.num_ranks} ranks on the CPU: nothing of this says anything about a GPU"
-        return "; ".join(f"group {replica} on GPU {', '.join(self.gpus(replica))}" for replica in range(NUM_GROUPS))
+        return "; ".join(
+            f"group {replica} on GPU {', '.join(self.gpus(replica))}"
+            for replica in range(NUM_GROUPS)
+        )
 
     def stock(self, run_dir: Path, same_steps: bool) -> Job:
         """Return the job of stock torchtitan that the groups are compared with: one of as many ranks.
@@ -112,7 +115,10 @@ class Plan:
 
     def describe_stock(self) -> str:
         """Return what the groups are compared with, in a line."""
-        alone, ranks = "one rank that does the work of both groups", f"{NUM_GROUPS} x {self.num_ranks} ranks"
+        alone, ranks = (
+            "one rank that does the work of both groups",
+            f"{NUM_GROUPS} x {self.num_ranks} ranks",
+        )
         if self._alone(same_steps=False):
             return f"stock torchtitan: {alone}"
         if self._alone(same_steps=True):
@@ -132,7 +138,9 @@ def probe() -> Gpus:
     """
     asked = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True)
     if asked.returncode != 0:
-        raise ConfigError(f"torch of {sys.executable} fails: {(asked.stderr.strip() or 'no word').splitlines()[-1]}")
+        raise ConfigError(
+            f"torch of {sys.executable} fails: {(asked.stderr.strip() or 'no word').splitlines()[-1]}"
+        )
     return replace(Gpus(**json.loads(asked.stdout.splitlines()[-1])), driver=_driver())
 
 
@@ -164,9 +172,13 @@ def make_plan(wanted: int | None, on_cpu: bool, gpus: Gpus, small: bool = False)
         return Plan(wanted or CPU_RANKS, on_cpu=True, small=True)
     if not gpus.names:
         built = f"was built for {gpus.cuda}" if gpus.cuda else "was built for CPUs"
-        raise ConfigError(f"needs a GPU, and torch of {sys.executable} finds none ({built}); --cpu tries it without")
+        raise ConfigError(
+            f"needs a GPU, and torch of {sys.executable} finds none ({built}); --cpu tries it without"
+        )
     if (wanted or 1) > len(gpus.names):
-        raise ConfigError(f"--gpus must be at most {len(gpus.names)}, which torch finds here, got {wanted}")
+        raise ConfigError(
+            f"--gpus must be at most {len(gpus.names)}, which torch finds here, got {wanted}"
+        )
     num_gpus = wanted or len(gpus.names)
     used = num_gpus if num_gpus == 1 else num_gpus // NUM_GROUPS * NUM_GROUPS
     return Plan(used, has_nccl=bool(gpus.nccl), small=small)
@@ -178,13 +190,19 @@ def base_config(given: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: it asks for more, which nothing here compares.
     """
-    config = {table: {} for table in ("training", "parallelism", "fault_tolerance")} | copy.deepcopy(dict(given))
+    config = {
+        table: {} for table in ("training", "parallelism", "fault_tolerance")
+    } | copy.deepcopy(dict(given))
     for name in DEGREES:
         if (degree := config["parallelism"].get(f"{name}_degree", 1)) != 1:
-            raise ConfigError(f"parallelism.{name}_degree must be 1 for this comparison, got {degree}; remove it")
+            raise ConfigError(
+                f"parallelism.{name}_degree must be 1 for this comparison, got {degree}; remove it"
+            )
     for table, name in (("fault_tolerance", "semi_sync_method"), ("experimental", "custom_import")):
         if value := config.get(table, {}).get(name):
-            raise ConfigError(f"{table}.{name} must be left out of this comparison, got {value!r}; remove it")
+            raise ConfigError(
+                f"{table}.{name} must be left out of this comparison, got {value!r}; remove it"
+            )
     config["parallelism"]["data_parallel_shard_degree"] = -1
     config["training"].setdefault("local_batch_size", 8)  # torchtitan's default
     config["training"].pop("global_batch_size", None)
@@ -209,7 +227,9 @@ def recipe_config(given: Mapping[str, Any]) -> Config:
     return config
 
 
-def job_config(base: Config, job: Job, backend: str, steps: int, log_freq: int, **tables: Config) -> Config:
+def job_config(
+    base: Config, job: Job, backend: str, steps: int, log_freq: int, **tables: Config
+) -> Config:
     """Return what a run reads.
 
     Args:
@@ -220,7 +240,9 @@ def job_config(base: Config, job: Job, backend: str, steps: int, log_freq: int, 
     if job.system == OURS:
         config["fault_tolerance"]["process_group"] = backend
     elif job.num_groups == 1:
-        config["training"]["global_batch_size"] = NUM_GROUPS * config["training"]["local_batch_size"]
+        config["training"]["global_batch_size"] = (
+            NUM_GROUPS * config["training"]["local_batch_size"]
+        )
     for table, values in tables.items():
         config[table] = {**config.get(table, {}), **values}
     return config

@@ -58,9 +58,21 @@ def run_probe(name: str, num_ranks: int, *sizes: int) -> list[dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         ranks = []
         for rank in range(num_ranks):
-            command = [sys.executable, "-m", "benchmarks.gpu_probes", name, str(store.port), str(rank), str(num_ranks)]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.gpu_probes",
+                name,
+                str(store.port),
+                str(rank),
+                str(num_ranks),
+            ]
             process = subprocess.Popen(
-                [*command, *map(str, sizes)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                [*command, *map(str, sizes)],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
             stack.callback(process.wait)
             stack.callback(process.kill)
@@ -72,7 +84,9 @@ def run_probe(name: str, num_ranks: int, *sizes: int) -> list[dict[str, Any]]:
             except subprocess.TimeoutExpired:
                 raise BenchError(f"rank {rank} was not done after {PROBE_SECONDS:g} s") from None
             if process.returncode != 0:
-                said = [line for line in (errors + output).splitlines() if line.strip()] or ["no word"]
+                said = [line for line in (errors + output).splitlines() if line.strip()] or [
+                    "no word"
+                ]
                 raise BenchError(f"rank {rank} ended with status {process.returncode}: {said[-1]}")
             found.append(json.loads(output.splitlines()[-1]))
     return found
@@ -113,7 +127,11 @@ def check_collectives(port: int, rank: int, num_ranks: int, numel: int) -> dict[
     members = tuple(Member(slot, 1.0, f"{slot}", "same") for slot in range(num_ranks))
     membership: Any = _Membership(group, Quorum("probe", rank, members, max_step=0))
     where = device.exchange_device("nccl")
-    forms: dict[str, dict[str, Any]] = {"fp32": {}, "bfloat16": {"dtype": torch.bfloat16}, "8 bits": {"quantize": True}}
+    forms: dict[str, dict[str, Any]] = {
+        "fp32": {},
+        "bfloat16": {"dtype": torch.bfloat16},
+        "8 bits": {"quantize": True},
+    }
     for form, settings in forms.items():
         parameter = nn.Parameter(torch.zeros(numel, device=where))
         parameter.grad = torch.full_like(parameter, rank + 1.0)
@@ -128,9 +146,16 @@ def check_collectives(port: int, rank: int, num_ranks: int, numel: int) -> dict[
             seconds[form] = time.monotonic() - began
             expected = num_ranks * (num_ranks + 1) / 2
             error = float((parameter.grad / expected - 1).abs().max())
-            _expect(error <= (_QUANTIZED if form == "8 bits" else 0.0), f"sums are wrong by {error:.2g}")
-            _expect(reduced.rows == [[float(other)] for other in range(num_ranks)], f"rows are {reduced.rows}")
-            _expect(reduced.messages == [b"message"] * num_ranks, f"messages are {reduced.messages}")
+            _expect(
+                error <= (_QUANTIZED if form == "8 bits" else 0.0), f"sums are wrong by {error:.2g}"
+            )
+            _expect(
+                reduced.rows == [[float(other)] for other in range(num_ranks)],
+                f"rows are {reduced.rows}",
+            )
+            _expect(
+                reduced.messages == [b"message"] * num_ranks, f"messages are {reduced.messages}"
+            )
     own = torch.full((numel,), float(rank), device=where)
     with _named("all-reduce"):
         summed = own.clone()
@@ -223,7 +248,9 @@ def _ticking(found: dict[str, float], what: str) -> Iterator[None]:
 
 def _configure(group: Any, port: int, number: int, rank: int, num_ranks: int) -> None:
     ranks = list(range(num_ranks))
-    group.configure(f"127.0.0.1:{port}/{number}", f"member {rank}", rank, num_ranks, number, 0, 1, ranks)
+    group.configure(
+        f"127.0.0.1:{port}/{number}", f"member {rank}", rank, num_ranks, number, 0, 1, ranks
+    )
 
 
 def _usage() -> dict[str, int]:
@@ -243,7 +270,9 @@ def _named(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise BenchError(f"{what}: {(str(error).strip() or type(error).__name__).splitlines()[0]}") from error
+        raise BenchError(
+            f"{what}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+        ) from error
 
 
 def _expect(right: bool, otherwise: str) -> None:
@@ -266,7 +295,10 @@ def main(argv: Sequence[str]) -> None:
     torch.accelerator.set_device_index(int(rank))
     status = 0
     try:
-        print(json.dumps(_PROBES[name](int(port), int(rank), int(num_ranks), *map(int, sizes))), flush=True)
+        print(
+            json.dumps(_PROBES[name](int(port), int(rank), int(num_ranks), *map(int, sizes))),
+            flush=True,
+        )
     except Exception as error:  # noqa: BLE001  # process edge: the caller reports the last line
         traceback.print_exc()
         print((str(error).strip() or type(error).__name__).splitlines()[0], flush=True)

@@ -81,7 +81,9 @@ class Report:
         except Exception as error:  # noqa: BLE001  # a part that crashes must not cost the figures of the others
             if not isinstance(error, OSError | RuntimeError):
                 traceback.print_exc()
-            self.judge(what, FAILED, why=(str(error).strip() or type(error).__name__).splitlines()[0])
+            self.judge(
+                what, FAILED, why=(str(error).strip() or type(error).__name__).splitlines()[0]
+            )
             progress(self.problems[-1])
             return None
         finally:
@@ -91,19 +93,28 @@ class Report:
         self.rows.append(row)
         if self.kept_in is not None:
             self.kept_in.parent.mkdir(parents=True, exist_ok=True)
-            kept = {"rows": [asdict(each) for each in self.rows], "problems": self.problems, "machine": self.about}
+            kept = {
+                "rows": [asdict(each) for each in self.rows],
+                "problems": self.problems,
+                "machine": self.about,
+            }
             self.kept_in.write_text(json.dumps(kept, indent=2), encoding="utf-8")
 
 
 def format_report(report: Report, plan: Plan, machine: Mapping[str, Any], gpus: Gpus) -> str:
     """Return the text to paste: machine, table, and the rows that are problems."""
-    rows = [["", "figure", "verdict"], *([row.what, row.figure or "-", row.verdict or "-"] for row in report.rows)]
+    rows = [
+        ["", "figure", "verdict"],
+        *([row.what, row.figure or "-", row.verdict or "-"] for row in report.rows),
+    ]
     used = f"{plan.num_gpus} x {gpus.names[0]}" if gpus.names else "no GPU"
     driver = f"driver {gpus.driver}, " if gpus.driver else ""
     lines = [
         "{cpu}, {cores} cores, {memory_gib} GiB, load {load}; {platform}".format(**machine),
         f"{used}; {driver}CUDA {gpus.cuda or '-'}, NCCL {gpus.nccl or '-'}; {plan.describe()}",
-        "Python {python}, torch {torch}, torchtitan {torchtitan}, torchft {torchft}; {interpreter}".format(**machine)
+        "Python {python}, torch {torch}, torchtitan {torchtitan}, torchft {torchft}; {interpreter}".format(
+            **machine
+        )
         + time.strftime("; %Y-%m-%d"),
         "",
         *markdown(rows),

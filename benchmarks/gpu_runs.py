@@ -16,7 +16,14 @@ from benchmarks.gpu_plan import DEADLY_ATTEMPT, Plan, job_config
 from benchmarks.gpu_report import LEFT_OUT, Report, text_of
 from benchmarks.kills import MAX_RESTARTS, costs, kill_repeatedly
 from benchmarks.parity import Witness, compare_with_stock, read_host_waits, read_witnesses
-from benchmarks.record import compare_digests, injected, longest_delay, read_run, survivor_gaps, usual_step
+from benchmarks.record import (
+    compare_digests,
+    injected,
+    longest_delay,
+    read_run,
+    survivor_gaps,
+    usual_step,
+)
 from benchmarks.recovery import STEPS as ENDLESS
 from benchmarks.run import VICTIM, BenchError, Run
 from benchmarks.steady import LOG_FREQ, compare, logged_steps, step_seconds, time_steps
@@ -46,7 +53,9 @@ RECIPE_STEPS = 10
 LEAST_SEQ_LEN = 2048
 _MEMORY = re.compile(r"memory:\s*([\d.]+GiB\([\d.]+%\))")
 """In torchtitan's line of a step."""
-WITNESS, DEATH = ({"experimental": {"custom_import": f"benchmarks.{name}"}} for name in ("witness", "death"))
+WITNESS, DEATH = (
+    {"experimental": {"custom_import": f"benchmarks.{name}"}} for name in ("witness", "death")
+)
 FORMS: Mapping[str, Config] = {
     "gradients in bfloat16": {"exchange_dtype": "bfloat16"},
     "gradients in 8 bits": {"should_quantize": True},
@@ -71,7 +80,9 @@ class Trajectories:
         what = f"stock torchtitan: {self._steps} steps"
         self._stock = self._report.attempt(what, partial(self._train, job, "", DETERMINISTIC))
         for backend in self._plan.backends if self._stock else []:
-            self._report.attempt(f"{backend}: the steps of stock torchtitan", partial(self._compare, backend))
+            self._report.attempt(
+                f"{backend}: the steps of stock torchtitan", partial(self._compare, backend)
+            )
 
     def compare_undetermined(self) -> None:
         """Compare the steps over NCCL without deterministic kernels: with those torch switches NCCL's NVLS off."""
@@ -85,26 +96,35 @@ class Trajectories:
     def compare_form(self, form: str) -> None:
         """Compare gradients that travel in fewer bits over NCCL with the same over Gloo: of two groups, bit for bit."""
         gloo, nccl = (
-            self._groups(backend, form.replace(" ", "-"), fault_tolerance=FORMS[form]) for backend in ("gloo", "nccl")
+            self._groups(backend, form.replace(" ", "-"), fault_tolerance=FORMS[form])
+            for backend in ("gloo", "nccl")
         )
         found = compare_with_stock(gloo, nccl, self._plan.num_ranks)
-        self._report.judge(f"nccl: {form}, as over Gloo", "holds" if found.holds else "does not hold", found.text)
+        self._report.judge(
+            f"nccl: {form}, as over Gloo", "holds" if found.holds else "does not hold", found.text
+        )
 
     def stock_step_seconds(self) -> float:
         """Return the time of a step of the config as it is."""
-        log = first_log(self._plan.stock(self._work_dir / "parity-stock", same_steps=True)).read_text(errors="replace")
+        log = first_log(
+            self._plan.stock(self._work_dir / "parity-stock", same_steps=True)
+        ).read_text(errors="replace")
         return median(step_seconds(logged_steps(log), self._steps // 2))
 
     def _compare(self, backend: str) -> None:
         assert self._stock is not None
-        judge_parity(self._stock, self._groups(backend, "parity"), self._plan, backend, self._report)
+        judge_parity(
+            self._stock, self._groups(backend, "parity"), self._plan, backend, self._report
+        )
 
     def _groups(self, backend: str, name: str, **tables: Config) -> list[Witness]:
         job = self._plan.groups(self._work_dir / f"{name}-{backend}")
         return self._train(job, backend, **{"debug": DETERMINISTIC, **tables})
 
     def _train(self, job: Job, backend: str, debug: Config, **tables: Config) -> list[Witness]:
-        config = job_config(self._base, job, backend, self._steps, 1, debug=debug, **WITNESS, **tables)
+        config = job_config(
+            self._base, job, backend, self._steps, 1, debug=debug, **WITNESS, **tables
+        )
         with Run(job, config) as run:
             run.wait(RUN_SECONDS)
         if job.system == STOCK:  # one group of all ranks
@@ -112,12 +132,16 @@ class Trajectories:
         return read_witnesses(job.run_dir, job.num_groups, job.num_ranks)
 
 
-def judge_parity(stock: list[Witness], ours: list[Witness], plan: Plan, backend: str, report: Report) -> None:
+def judge_parity(
+    stock: list[Witness], ours: list[Witness], plan: Plan, backend: str, report: Report
+) -> None:
     """Enter whether the groups made the steps of stock torchtitan."""
     found = compare_with_stock(stock, ours, plan.num_ranks)
     verdict = "holds" if found.holds else "does not hold"
     report.judge(f"{backend}: the steps of stock torchtitan", verdict, found.text)
-    report.enter(f"{backend}: a digest (ms)", text_of([1e3 * witness.digest_seconds for witness in ours]))
+    report.enter(
+        f"{backend}: a digest (ms)", text_of([1e3 * witness.digest_seconds for witness in ours])
+    )
 
 
 def measure_steps(plan: Plan, base: Config, work_dir: Path, report: Report) -> None:
@@ -133,7 +157,10 @@ def measure_steps(plan: Plan, base: Config, work_dir: Path, report: Report) -> N
     else:
         first = timed.lengthen()
         report.enter("stock: tokens of a rank in a step that is timed", timed.size)
-    samples: dict[str, list[list[float]]] = {STOCK: [first], **{backend: [] for backend in plan.backends}}
+    samples: dict[str, list[list[float]]] = {
+        STOCK: [first],
+        **{backend: [] for backend in plan.backends},
+    }
     folders = {STOCK: timed.last}
     for number in range(rounds):
         for column in [column for column in samples if len(samples[column]) == number]:
@@ -145,11 +172,16 @@ def measure_steps(plan: Plan, base: Config, work_dir: Path, report: Report) -> N
             samples[column].append(seconds)
             folders[column] = timed.last
     for column, found in compare(samples, STOCK).items() if STOCK in samples else ():
-        report.enter(f"{column}: step (ms)", text_of([1e3 * median(values) for values in found["rounds"]]))
+        report.enter(
+            f"{column}: step (ms)", text_of([1e3 * median(values) for values in found["rounds"]])
+        )
         if column != STOCK:
             judge_ratio(found["ratio"], column, plan, report)
     if plan.small:
-        report.judge("host waits for the GPU in a step", f"{LEFT_OUT}: the profiler needs a GPU's own libraries")
+        report.judge(
+            "host waits for the GPU in a step",
+            f"{LEFT_OUT}: the profiler needs a GPU's own libraries",
+        )
     elif STOCK in samples:
         judge_waits({column: _host_waits(folders[column]) for column in samples}, plan, report)
 
@@ -162,10 +194,19 @@ class StepTimes:
     """
 
     def __init__(self, plan: Plan, base: Config, steps: int, work_dir: Path) -> None:
-        self._plan, self._base, self._steps, self._work_dir = plan, copy.deepcopy(base), steps, work_dir
+        self._plan, self._base, self._steps, self._work_dir = (
+            plan,
+            copy.deepcopy(base),
+            steps,
+            work_dir,
+        )
         self.last = work_dir
         behind = TRACE_WARMUP + TRACE_STEPS
-        profiler = {"profiler_warmup": TRACE_WARMUP, "profiler_active": TRACE_STEPS, "profile_freq": steps + behind}
+        profiler = {
+            "profiler_warmup": TRACE_WARMUP,
+            "profiler_active": TRACE_STEPS,
+            "profile_freq": steps + behind,
+        }
         self._tables: dict[str, Config] = {}
         if not plan.small:
             self._tables = {"profiling": {"enable_profiling": True, **profiler}}
@@ -196,14 +237,18 @@ class StepTimes:
         """
         training = self._base["training"]
         training["seq_len"] = max(training.get("seq_len", 0), TIMED_SEQ_LEN)
-        training["local_batch_size"] = max(training["local_batch_size"], TIMED_TOKENS // training["seq_len"])
+        training["local_batch_size"] = max(
+            training["local_batch_size"], TIMED_TOKENS // training["seq_len"]
+        )
         for number in range(LENGTH_TRIES):
             found = self.time(STOCK, f"length-{number}")
             if (seconds := median(found)) >= LEAST_STEP_SECONDS:
                 return found
             # Of a short step much is not the GPU's time: it grows by less than the batch does.
             training["local_batch_size"] *= math.ceil(1.25 * LEAST_STEP_SECONDS / seconds)
-        raise BenchError(f"a step of {self.size} tokens is not known to take {LEAST_STEP_SECONDS:g} s")
+        raise BenchError(
+            f"a step of {self.size} tokens is not known to take {LEAST_STEP_SECONDS:g} s"
+        )
 
 
 def judge_ratio(ratio: Mapping[str, float], column: str, plan: Plan, report: Report) -> None:
@@ -216,7 +261,13 @@ def judge_ratio(ratio: Mapping[str, float], column: str, plan: Plan, report: Rep
         report.enter(what, _spread(ratio))
         return
     low, middle = ratio["low"], ratio["median"]
-    verdict = "holds" if middle <= MOST_RATIO else "does not hold" if low > MOST_RATIO else "cannot be told"
+    verdict = (
+        "holds"
+        if middle <= MOST_RATIO
+        else "does not hold"
+        if low > MOST_RATIO
+        else "cannot be told"
+    )
     report.judge(f"{what}, at most {MOST_RATIO:g}", verdict, _spread(ratio))
 
 
@@ -224,7 +275,11 @@ def judge_waits(found: Mapping[str, tuple[float, float] | str], plan: Plan, repo
     """Judge how often the training thread waits for the GPU in a step, beside stock torchtitan's."""
     most = MOST_WAITS + (plan.num_ranks > 1)
     for column, waits in found.items():
-        text = waits if isinstance(waits, str) else f"{waits[0]:.1f}, {waits[1]:.1f} by the training thread"
+        text = (
+            waits
+            if isinstance(waits, str)
+            else f"{waits[0]:.1f}, {waits[1]:.1f} by the training thread"
+        )
         what = f"{column}: host waits for the GPU in a step"
         if column == STOCK:
             report.enter(what, text)
@@ -273,7 +328,9 @@ def measure_kills(plan: Plan, base: Config, backend: str, work_dir: Path, report
         raise BenchError(f"a group that was killed did not come back ({len(kills)} kills)")
     report.enter(f"{what}: survivors' stall (s)", text_of([kills[0]["stall_seconds"]]))
     report.enter(f"{what}: until it contributes again (s)", text_of([kills[0]["rejoin_seconds"]]))
-    report.enter(f"{what}: steps lost by both kills", text_of([sum(kill["steps_lost"] for kill in kills)]))
+    report.enter(
+        f"{what}: steps lost by both kills", text_of([sum(kill["steps_lost"] for kill in kills)])
+    )
     report.enter(f"{what}: workers are forks, with all imports done", find_forks(run_dir))
     enter_rates(record, backend, report)
     starts = {event.attempt for event in record.of(WorkerStarted) if event.replica == VICTIM}
@@ -281,7 +338,9 @@ def measure_kills(plan: Plan, base: Config, backend: str, work_dir: Path, report
         raise BenchError(f"no attempt died in set-up, of {sorted(starts)}")
     gaps = survivor_gaps(record, injected(record)[-1].time, math.inf)
     longest = longest_delay(gaps, usual_step(record))
-    report.judge(f"{backend}: SIGKILL in set-up", "holds", f"survivors' longest stall {longest:.3g} s")
+    report.judge(
+        f"{backend}: SIGKILL in set-up", "holds", f"survivors' longest stall {longest:.3g} s"
+    )
 
 
 def find_forks(run_dir: Path) -> str:
@@ -305,8 +364,17 @@ def judge_run(record: RunRecord, what: str, report: Report) -> None:
     asked = [each for each in verdicts.judgements if each.asked]
     asked = [each for each in asked if each.promise is not None or each.verdict != "holds"]
     worse = [each for each in asked if each.verdict != "holds"]
-    why = "; ".join(f"{each.name}: {'; '.join(each.details(verdicts.start, verdicts.unit.noun)[:3])}" for each in worse)
-    verdict = "holds" if not worse else "does not hold" if verdicts.verdict == "does not hold" else "cannot be told"
+    why = "; ".join(
+        f"{each.name}: {'; '.join(each.details(verdicts.start, verdicts.unit.noun)[:3])}"
+        for each in worse
+    )
+    verdict = (
+        "holds"
+        if not worse
+        else "does not hold"
+        if verdicts.verdict == "does not hold"
+        else "cannot be told"
+    )
     noted = [f"{each.name}: {each.reservation}" for each in asked if each.reservation]
     figure = "; ".join([f"{len(asked) - len(worse)} of {len(asked)}", *noted])
     report.judge(f"{what}: promises of `titan-ft check`", verdict, figure, why)
@@ -322,14 +390,21 @@ def enter_rates(record: RunRecord, backend: str, report: Report) -> None:
     rates = {
         "state of a rank (MB)": [event.bytes / 1e6 for event in fetched],
         "donor's copy of it (GB/s)": [event.bytes / 1e9 / event.copy_seconds for event in served],
-        "joiner's fetch of it (Mbit/s)": [event.bytes * 8 / 1e6 / event.fetch_seconds for event in fetched],
+        "joiner's fetch of it (Mbit/s)": [
+            event.bytes * 8 / 1e6 / event.fetch_seconds for event in fetched
+        ],
     }
     for figure, values in rates.items():
         report.enter(f"{backend}: {figure}", text_of(values) if values else "-")
 
 
 def measure_recipe(
-    plan: Plan, recipe: Config, name: str, memory_gb: Sequence[float], work_dir: Path, report: Report
+    plan: Plan,
+    recipe: Config,
+    name: str,
+    memory_gb: Sequence[float],
+    work_dir: Path,
+    report: Report,
 ) -> None:
     """Make some steps of a recipe by two groups, over the process group that it names.
 
@@ -340,7 +415,9 @@ def measure_recipe(
     training = recipe["training"] = dict(recipe["training"])
     while not plan.small and (needed := _recipe_gb(plan, training["seq_len"])) > min(memory_gb):
         if training["seq_len"] <= LEAST_SEQ_LEN:
-            report.judge(what, f"{LEFT_OUT}: needs {needed:.0f} GB of a GPU", f"{min(memory_gb):.0f} GB")
+            report.judge(
+                what, f"{LEFT_OUT}: needs {needed:.0f} GB of a GPU", f"{min(memory_gb):.0f} GB"
+            )
             return
         training["seq_len"] //= 2
     job = plan.groups(work_dir / "recipe")
@@ -349,7 +426,10 @@ def measure_recipe(
         run.wait(RUN_SECONDS)
     log = first_log(job).read_text(errors="replace")
     size = f"{training['local_batch_size']} x {training['seq_len']} tokens a rank"
-    report.enter(f"{what}: step (s)", f"{text_of(step_seconds(logged_steps(log), 2))}; {size}, over {backend}")
+    report.enter(
+        f"{what}: step (s)",
+        f"{text_of(step_seconds(logged_steps(log), 2))}; {size}, over {backend}",
+    )
     if held := _MEMORY.findall(log):
         report.enter(f"{what}: memory of a GPU that a rank holds", held[-1])
     judge_run(read_run(job.run_dir), what, report)

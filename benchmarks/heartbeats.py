@@ -38,7 +38,11 @@ def lighthouse(has_gate: bool) -> Iterator[tuple[int, str]]:
     command = [sys.executable, "-m", "titan_ft", "lighthouse", "--bind", "127.0.0.1:0"]
     token = _TOKEN if has_gate else ""
     process = subprocess.Popen(
-        command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "TITAN_FT_TOKEN": token}
+        command,
+        cwd=_ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TITAN_FT_TOKEN": token},
     )
     try:
         assert process.stdout is not None
@@ -77,7 +81,10 @@ def main() -> None:
         for _ in range(_ROUNDS):
             for has_gate in (False, True):
                 cost = measure_beats(num_groups, has_gate)
-                print(f"{num_groups} groups, {_name(has_gate)}: {cost:.3f} ms of CPU a heartbeat", flush=True)
+                print(
+                    f"{num_groups} groups, {_name(has_gate)}: {cost:.3f} ms of CPU a heartbeat",
+                    flush=True,
+                )
 
 
 def _name(has_gate: bool) -> str:

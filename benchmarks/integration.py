@@ -53,9 +53,17 @@ FUNCTION = ("llama3", "llama3_debugmodel")
 GRAPHS = "--training.disable_cuda_graphs"
 """Replica groups have none. torchtitan 0.3 refuses them with a pipeline, where its tests leave the flag out."""
 ENABLE = "--fault_tolerance.enable"
-_DROPPED = ("--training.steps", "--training.local_batch_size", "--validation.dataset", "--validator.dataloader.dataset")
+_DROPPED = (
+    "--training.steps",
+    "--training.local_batch_size",
+    "--validation.dataset",
+    "--validator.dataloader.dataset",
+)
 """Flags of the tests in whose place this module has its own: their data is in torchtitan's checkout."""
-_SELECTIVE = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2")
+_SELECTIVE = (
+    "--activation_checkpoint.mode=selective",
+    "--activation_checkpoint.selective_ac_option=2",
+)
 
 
 class Verdict(StrEnum):
@@ -160,7 +168,12 @@ def format_schedule(num_microbatches: int = MICROBATCHES) -> str:
     """
     last = 2 * num_microbatches
     begins = {"0F": 0, "1F": 1, "2F": num_microbatches, "3F": num_microbatches + 1}
-    begins |= {"3B": last + 1, "2B": last + 2, "1B": last + 1 + num_microbatches, "0B": last + 2 + num_microbatches}
+    begins |= {
+        "3B": last + 1,
+        "2B": last + 2,
+        "1B": last + 1 + num_microbatches,
+        "0B": last + 2 + num_microbatches,
+    }
     rows = [["" for _ in range(2 * last + 2)] for _ in range(2)]
     for name, begin in begins.items():
         for microbatch in range(num_microbatches):
@@ -202,10 +215,25 @@ class Trial:
         refused, config, flags = self._config(number, run)
         if refused is not None:
             return refused
-        sizes = ["--replicas", "2", "--ranks-per-replica", str(self.test.ranks), "--run-dir", str(run_dir)]
-        command = [*_titan_ft("launch"), str(config), *sizes, *(["--resume"] if resume else []), "--"]
+        sizes = [
+            "--replicas",
+            "2",
+            "--ranks-per-replica",
+            str(self.test.ranks),
+            "--run-dir",
+            str(run_dir),
+        ]
+        command = [
+            *_titan_ft("launch"),
+            str(config),
+            *sizes,
+            *(["--resume"] if resume else []),
+            "--",
+        ]
         victim = Victim(run_dir, self.test.ranks - 1)
-        return self._run([*command, *flags, f"--training.steps={steps}"], f"launch-{number}", victim.look)
+        return self._run(
+            [*command, *flags, f"--training.steps={steps}"], f"launch-{number}", victim.look
+        )
 
     def _config(self, number: int, run: str) -> tuple[Ended | None, Path, list[str]]:
         """Return the job's TOML and the flags over it; first, how it was refused, if it was.
@@ -221,7 +249,15 @@ class Trial:
             module, function = theirs[1], theirs[3]
             theirs = theirs[4:]
         config = self.folder / f"job-{number}.toml"
-        reader = [sys.executable, "-m", "titan_ft.training.module_config", module, function, GRAPHS, *theirs]
+        reader = [
+            sys.executable,
+            "-m",
+            "titan_ft.training.module_config",
+            module,
+            function,
+            GRAPHS,
+            *theirs,
+        ]
         ended = self._run(reader, f"config-{number}", output=config)
         return (None if ended.status == 0 else ended), config, ours
 
@@ -229,16 +265,29 @@ class Trial:
         """Run the test as stock torchtitan does, without replica groups, for a few steps: does it fail here too?"""
         _, config, flags = self._config(0, self.test.runs[0])
         flags = ["--fault_tolerance.no-enable" if flag == ENABLE else flag for flag in flags]
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={self.test.ranks}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc_per_node={self.test.ranks}",
+        ]
         command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "-m", "titan_ft.train"]
-        command += [f"--job.config_file={config}", f"--job.dump_folder={self.folder / 'stock'}", *flags]
+        command += [
+            f"--job.config_file={config}",
+            f"--job.dump_folder={self.folder / 'stock'}",
+            *flags,
+        ]
         stock = self._run([*command, f"--training.steps={STOCK_STEPS}"], "stock")
         if stock.status == 0:
             return Verdict.FAILS, ended.reason
         return Verdict.STOCK_FAILS, stock.reason
 
     def _run(
-        self, command: Sequence[str], name: str, look: Callable[[], None] = lambda: None, output: Path | None = None
+        self,
+        command: Sequence[str],
+        name: str,
+        look: Callable[[], None] = lambda: None,
+        output: Path | None = None,
     ) -> Ended:
         """Run a command to its end, and end it when its time is over.
 
@@ -247,7 +296,10 @@ class Trial:
             output: what its stdout goes to; the log, without one.
         """
         log = self.folder / f"{name}.log"
-        with log.open("wb") as errors, (output or log).open("ab" if output is None else "wb") as out:
+        with (
+            log.open("wb") as errors,
+            (output or log).open("ab" if output is None else "wb") as out,
+        ):
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, cwd=ROOT, env=self.env,
                 start_new_session=True,
@@ -274,7 +326,10 @@ class Victim:
     def look(self) -> None:
         """Kill the rank if it has made its steps."""
         for event in self._tail.poll():
-            if not isinstance(event, StepCommitted) or (event.replica, event.rank) != (1, self._rank):
+            if not isinstance(event, StepCommitted) or (event.replica, event.rank) != (
+                1,
+                self._rank,
+            ):
                 continue
             self._steps += 1
             if self._steps == KILL_AFTER:
@@ -327,10 +382,14 @@ def select(tests: Iterable[Case], names: Sequence[str], known: Iterable[str]) ->
 def main(args: Sequence[str]) -> int:
     """Try tests, and print a row for each; returns the exit status: 0 none fails, 1 one does, 2 bad usage."""
     parser = argparse.ArgumentParser(
-        prog="integration", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="integration",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder of the logs and results")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="tests; all that have no result yet")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="tests; all that have no result yet"
+    )
     options = parser.parse_args(args)
     out, release = options.out.resolve(), series()
     out.mkdir(parents=True, exist_ok=True)

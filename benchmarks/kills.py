@@ -13,7 +13,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import injected, longest_delay, read_run, steps_lost, survivor_gaps, usual_step
+from benchmarks.record import (
+    injected,
+    longest_delay,
+    read_run,
+    steps_lost,
+    survivor_gaps,
+    usual_step,
+)
 from benchmarks.run import SURVIVOR, VICTIM, BenchError, Run, TooLateError, progress
 from benchmarks.systems import PEER, Job, derive_config
 from titan_ft.history.record.run_record import RunRecord
@@ -41,7 +48,9 @@ def costs(record: RunRecord) -> list[dict[str, Any]]:
     """
     kills, usual = injected(record), usual_step(record)
     ends = [*(kill.time for kill in kills[1:]), float("inf")]
-    starts = [event for event in record.of(WorkerStarted) if (event.replica, event.rank) == (VICTIM, 0)]
+    starts = [
+        event for event in record.of(WorkerStarted) if (event.replica, event.rank) == (VICTIM, 0)
+    ]
     found = []
     for kill, end in zip(kills, ends, strict=True):
         if kill.stall_seconds is None:
@@ -49,7 +58,11 @@ def costs(record: RunRecord) -> list[dict[str, Any]]:
         back = kill.time + (kill.rejoin_seconds or 0.0)
         since = [event.time for event in starts if kill.time < event.time <= back]
         # Not the gap of the kill itself, in which a fork may have been there already.
-        gaps = [gap for gap in survivor_gaps(record, min(since), back) if gap[0] >= min(since)] if since else []
+        gaps = (
+            [gap for gap in survivor_gaps(record, min(since), back) if gap[0] >= min(since)]
+            if since
+            else []
+        )
         found.append(
             {
                 "stall_seconds": kill.stall_seconds,
@@ -63,7 +76,10 @@ def costs(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def kill_repeatedly(
-    run: Run, num_kills: int, before_kill: Callable[[], None] = lambda: None, settle_steps: int = SETTLE_STEPS
+    run: Run,
+    num_kills: int,
+    before_kill: Callable[[], None] = lambda: None,
+    settle_steps: int = SETTLE_STEPS,
 ) -> None:
     """Kill the victim `num_kills` times, and let it come back after each; no more once it does not.
 
@@ -93,7 +109,9 @@ def wait_phase(run: Run, share: float) -> None:
     time.sleep((last + share * step - time.time()) % step)
 
 
-def measure_kills(num_kills: int, base: Mapping[str, Any], system: str, work_dir: Path) -> list[dict[str, Any]]:
+def measure_kills(
+    num_kills: int, base: Mapping[str, Any], system: str, work_dir: Path
+) -> list[dict[str, Any]]:
     """Kill a group of one run again and again; return what each kill cost."""
     flags = OBSERVE_FLAGS if system == PEER else ()
     job = Job(system, work_dir / f"kills-{system}", max_restarts=MAX_RESTARTS, flags=flags)

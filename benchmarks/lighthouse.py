@@ -82,7 +82,9 @@ def measure(num_groups: int, num_former: int, num_quorums: int = QUORUMS) -> dic
         stack.callback(stop.set)
         for share in _shares(names):
             threading.Thread(target=_beat, args=(address, share, stop), daemon=True).start()
-        groups = call_for_each(lambda _: LighthouseClient(address, _LIMIT), names, "connect", _AT_ONCE)
+        groups = call_for_each(
+            lambda _: LighthouseClient(address, _LIMIT), names, "connect", _AT_ONCE
+        )
         _make_quorums(groups, names, _WARMUP)
         before = read_cpu(process.pid)
         seconds = _make_quorums(groups, names, num_quorums)
@@ -140,7 +142,9 @@ def _beat(address: str, names: Sequence[str], stop: threading.Event) -> None:
         stop.wait(_BEAT_SECONDS)
 
 
-def _make_quorums(groups: Sequence[LighthouseClient], names: Sequence[str], num_quorums: int) -> list[float]:
+def _make_quorums(
+    groups: Sequence[LighthouseClient], names: Sequence[str], num_quorums: int
+) -> list[float]:
     """Let all groups ask together; return the seconds of each quorum."""
     barrier = threading.Barrier(len(groups))
     times: list[list[tuple[float, float]]] = []
@@ -159,7 +163,10 @@ def _make_quorums(groups: Sequence[LighthouseClient], names: Sequence[str], num_
         times.append(own)
 
     call_for_each(ask, range(len(groups)), "ask", len(groups))
-    return [max(end for _, end in quorum) - min(began for began, _ in quorum) for quorum in zip(*times, strict=True)]
+    return [
+        max(end for _, end in quorum) - min(began for began, _ in quorum)
+        for quorum in zip(*times, strict=True)
+    ]
 
 
 def read_cpu(pid: int) -> float:

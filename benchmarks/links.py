@@ -37,10 +37,14 @@ MEASURE_SECONDS = 20.0
 STEPS = 100_000
 """More than is measured."""
 
-_SO_MAX_PACING_RATE = 47  # <asm-generic/socket.h>; bytes per second, 64 bits of them on 64-bit kernels
+_SO_MAX_PACING_RATE = (
+    47  # <asm-generic/socket.h>; bytes per second, 64 bits of them on 64-bit kernels
+)
 _NO_RATE = 2**64 - 1
 _PIDFD_GETFD = 438  # the same on all architectures
-_BYTES_SENT = slice(200, 208)  # of struct tcp_info, <linux/tcp.h>; what is sent again is counted again
+_BYTES_SENT = slice(
+    200, 208
+)  # of struct tcp_info, <linux/tcp.h>; what is sent again is counted again
 
 
 class Links:
@@ -57,9 +61,13 @@ class Links:
         """Return the group and the process of each end of a connection, by the inode of its socket."""
         connections, found = connections_here(), {}
         for group, pids in self._workers.items():
-            others = {pid for other, theirs in self._workers.items() if other != group for pid in theirs}
+            others = {
+                pid for other, theirs in self._workers.items() if other != group for pid in theirs
+            }
             afar = connected_to(others, connections)
-            found.update({inode: (group, pid) for pid in pids for inode in sockets_of(pid) if inode in afar})
+            found.update(
+                {inode: (group, pid) for pid in pids for inode in sockets_of(pid) if inode in afar}
+            )
         return found
 
     def throttle(self, mbps: float) -> None:
@@ -91,7 +99,9 @@ class Links:
 
 def pace(connection: socket.socket, bytes_per_second: int) -> None:
     """Let a socket send no faster."""
-    connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("Q", bytes_per_second))
+    connection.setsockopt(
+        socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("Q", bytes_per_second)
+    )
 
 
 @contextlib.contextmanager
@@ -113,7 +123,9 @@ def socket_of(pid: int, inode: int) -> Iterator[socket.socket | None]:
                 copy = libc.syscall(_PIDFD_GETFD, pidfd, int(entry.name), 0)
                 if copy < 0:
                     reason = os.strerror(ctypes.get_errno())
-                    raise BenchError(f"links cannot be throttled: {reason}; kernel.yama.ptrace_scope must be 0 or 1")
+                    raise BenchError(
+                        f"links cannot be throttled: {reason}; kernel.yama.ptrace_scope must be 0 or 1"
+                    )
                 with socket.socket(fileno=copy) as borrowed:
                     if os.fstat(copy).st_ino == inode:  # else the number was given away meanwhile
                         yield borrowed
@@ -125,7 +137,10 @@ def socket_of(pid: int, inode: int) -> Iterator[socket.socket | None]:
 
 def measure_rate(mbps: float, seconds: float = 2.0) -> float:
     """Return the Mbit/s that a connection of this host really has when it is paced so: whether pacing works here."""
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as sender,
+    ):
         receiver, _ = server.accept()
         pace(sender, int(mbps * 1e6 / 8))
         deadline = time.monotonic() + seconds
@@ -139,7 +154,10 @@ def measure_rate(mbps: float, seconds: float = 2.0) -> float:
         thread.start()
         with receiver:
             receiver.recv(2**20)
-            received, began = 0, time.monotonic()  # behind the first bytes: a connection starts slowly
+            received, began = (
+                0,
+                time.monotonic(),
+            )  # behind the first bytes: a connection starts slowly
             while time.monotonic() < deadline:
                 received += len(receiver.recv(2**20))
             took = time.monotonic() - began
@@ -197,16 +215,24 @@ def _measure(run: Run, mbps: float) -> dict[str, Any]:
         samples = throughput(_commits(run), since)
         return samples if sum(seconds for seconds, _ in samples) >= MEASURE_SECONDS else None
 
-    samples = run.wait_for(enough, f"{MEASURE_SECONDS:g} s of training at {mbps:g} Mbit/s", TIMEOUT_SECONDS)
+    samples = run.wait_for(
+        enough, f"{MEASURE_SECONDS:g} s of training at {mbps:g} Mbit/s", TIMEOUT_SECONDS
+    )
     sent = links.bytes_sent(SURVIVOR)
     if max(sent, key=sent.__getitem__) not in sent_before:
-        raise BenchError("the groups changed the connection of their exchange while it was measured")
+        raise BenchError(
+            "the groups changed the connection of their exchange while it was measured"
+        )
     num_commits = sum(event.time > first.time for event in _commits(run))
     return {
         "mbps": mbps,
-        "tokens_per_second": sum(tokens for _, tokens in samples) / sum(seconds for seconds, _ in samples),
+        "tokens_per_second": sum(tokens for _, tokens in samples)
+        / sum(seconds for seconds, _ in samples),
         "exchanges": len(samples),
-        "bytes_per_exchange": sum(number - sent_before.get(inode, 0) for inode, number in sent.items()) / num_commits,
+        "bytes_per_exchange": sum(
+            number - sent_before.get(inode, 0) for inode, number in sent.items()
+        )
+        / num_commits,
         "load": os.getloadavg()[0],
     }
 

@@ -72,7 +72,10 @@ class Job:
 
     def start(self, slots: Sequence[int]) -> None:
         """Start groups, or start them again."""
-        shares = [[slot for slot in slots if slot % self._num_processes == each] for each in range(self._num_processes)]
+        shares = [
+            [slot for slot in slots if slot % self._num_processes == each]
+            for each in range(self._num_processes)
+        ]
         answers = self._order([{"start": share} for share in shares])
         for share, names in zip(shares, answers, strict=True):
             self._names.update(zip(share, names, strict=True))
@@ -103,7 +106,9 @@ class Job:
         return answers
 
 
-def measure_meetings(sizes: Sequence[tuple[int, int]] = SIZES) -> Iterator[tuple[str, dict[str, Any]]]:
+def measure_meetings(
+    sizes: Sequence[tuple[int, int]] = SIZES,
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield name and figures of each size of a job, by each way, and the formula that they follow."""
     found = []
     for num_groups, num_ranks in sizes:
@@ -119,7 +124,9 @@ def measure_meetings(sizes: Sequence[tuple[int, int]] = SIZES) -> Iterator[tuple
     yield "meeting-formula", fit(found)
 
 
-def measure(kind: str, num_groups: int, num_ranks: int, num_changes: int = CHANGES) -> dict[str, Any]:
+def measure(
+    kind: str, num_groups: int, num_ranks: int, num_changes: int = CHANGES
+) -> dict[str, Any]:
     """Let groups meet, die and return.
 
     Returns:
@@ -149,7 +156,9 @@ def measure(kind: str, num_groups: int, num_ranks: int, num_changes: int = CHANG
         "return": statistics.median(returns),
         "rank_cpu": 1000 * cpu,
     }
-    progress(f"{kind}, {num_groups} groups of {num_ranks}: {figures['death']:.3f} s, {figures['return']:.3f} s")
+    progress(
+        f"{kind}, {num_groups} groups of {num_ranks}: {figures['death']:.3f} s, {figures['return']:.3f} s"
+    )
     return figures
 
 

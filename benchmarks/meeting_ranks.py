@@ -69,15 +69,23 @@ class Rank:
     def __init__(self, kind: str, rank: int, num_ranks: int, own: Member, port: int) -> None:
         self._rank, self._own = rank, own
         self._orders: SimpleQueue[Any] = SimpleQueue()
-        connect = partial(TCPStore, _HOST, port, is_master=False, wait_for_workers=False, timeout=_LIMIT)
+        connect = partial(
+            TCPStore, _HOST, port, is_master=False, wait_for_workers=False, timeout=_LIMIT
+        )
         self.control: Any
         self._meeting: Any
         if kind == STORE:
-            self.control = StoreAgreement(connect, "agreed", group_rank=rank, group_world_size=num_ranks)
-            self._meeting = StoreMeeting(_LIMIT.total_seconds(), group_rank=rank, address=f"{_HOST}:{rank}")
+            self.control = StoreAgreement(
+                connect, "agreed", group_rank=rank, group_world_size=num_ranks
+            )
+            self._meeting = StoreMeeting(
+                _LIMIT.total_seconds(), group_rank=rank, address=f"{_HOST}:{rank}"
+            )
         else:
             store = connect() if num_ranks > 1 else None
-            self.control = ControlTree(rank, num_ranks, host=_HOST, token="t", store=store, key="tree")
+            self.control = ControlTree(
+                rank, num_ranks, host=_HOST, token="t", store=store, key="tree"
+            )
             self._meeting = Rendezvous(
                 GlooProcessGroup(_LIMIT, _HOST) if kind == GLOO else NoProcessGroup(),
                 _LIMIT,
@@ -114,7 +122,9 @@ class Rank:
         time.sleep(max(0.0, order["at"] - time.monotonic()))
         names = self._announce(json.dumps(order["members"]))
         members = admit(self._own, json.loads(names)).members
-        error = self._meeting.configure(f"quorum {order['id']}", order["id"], members, self._own, order["id"])
+        error = self._meeting.configure(
+            f"quorum {order['id']}", order["id"], members, self._own, order["id"]
+        )
         if error is not None:
             raise RuntimeError(error)
         return time.monotonic()
@@ -139,7 +149,14 @@ class Groups:
         for rank in former:
             rank.end()
         store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-        member = Member(slot, round(time.time(), 6), uuid.uuid4().hex, "c0ffee", "bench", f"{_HOST}:{store.port}")
+        member = Member(
+            slot,
+            round(time.time(), 6),
+            uuid.uuid4().hex,
+            "c0ffee",
+            "bench",
+            f"{_HOST}:{store.port}",
+        )
         start = partial(self._start_rank, member, store.port)
         ranks = call_for_each(start, range(self._num_ranks), "start", self._num_ranks)
         self._groups[slot] = member, ranks, store
@@ -169,7 +186,11 @@ def main(argv: Sequence[str]) -> None:
     groups = Groups(kind, int(num_ranks))
     for line in sys.stdin:
         order = json.loads(line)
-        answer: Any = [groups.start(slot) for slot in order["start"]] if "start" in order else groups.meet(order)
+        answer: Any = (
+            [groups.start(slot) for slot in order["start"]]
+            if "start" in order
+            else groups.meet(order)
+        )
         print(json.dumps(answer), flush=True)
     os._exit(0)  # hundreds of threads and stores would end one after the other
 

@@ -24,7 +24,9 @@ class MemberFacts:
         return self.tell(quorum)
 
 
-def exchange_with(exchange: GradientExchange, tell: Tell, gives: bool = True, due: bool = True) -> Reduced:
+def exchange_with(
+    exchange: GradientExchange, tell: Tell, gives: bool = True, due: bool = True
+) -> Reduced:
     """Complete an exchange; make a whole one of the local gradients if none is under way."""
     if not exchange.is_launched:
         exchange.launch(0 if gives else None, may_update=due)

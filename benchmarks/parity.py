@@ -63,7 +63,11 @@ def read_witnesses(run_dir: Path, num_groups: int, num_ranks: int) -> list[Witne
         BenchError: one has left nothing.
     """
     found = []
-    for path in (witness_file(run_dir, replica, rank) for replica in range(num_groups) for rank in range(num_ranks)):
+    for path in (
+        witness_file(run_dir, replica, rank)
+        for replica in range(num_groups)
+        for rank in range(num_ranks)
+    ):
         if not path.is_file():
             raise BenchError(f"a rank did not reach its end: there is no {path}")
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -91,19 +95,31 @@ def compare_with_stock(stock: list[Witness], ours: list[Witness], num_ranks: int
     loss = norm = excess = 0.0
     for theirs, mine in pairs:
         if theirs.logged.keys() != mine.logged.keys() or not mine.logged:
-            raise BenchError(f"stock torchtitan logged {len(theirs.logged)} steps, the groups {len(mine.logged)}")
+            raise BenchError(
+                f"stock torchtitan logged {len(theirs.logged)} steps, the groups {len(mine.logged)}"
+            )
         for step, values in mine.logged.items():
-            differences = [_relative(*pair) for pair in zip(values, theirs.logged[step], strict=True)]
+            differences = [
+                _relative(*pair) for pair in zip(values, theirs.logged[step], strict=True)
+            ]
             loss, norm = max(loss, differences[0]), max(norm, differences[1])
-            excess = max(excess, *(each - min(ROUNDING * step, MOST_ROUNDING) for each in differences))
+            excess = max(
+                excess, *(each - min(ROUNDING * step, MOST_ROUNDING) for each in differences)
+            )
     num_differing = sum(theirs.digest != mine.digest for theirs, mine in pairs)
     equal = num_differing == 0 and loss <= 2 * FLOAT32_ULP
     how = f"loss to {loss:.1e}, gradient norm to {norm:.1e} at most"
     steps = f"{max(ours[0].logged)} steps"
     if equal:
         return Parity(True, f"bit for bit, {steps}")
-    states = f"the states of {num_differing} of {len(pairs)} ranks differ" if num_differing else "the states are equal"
-    return Parity(num_ranks > MOST_EXACT_RANKS and excess <= 0, f"{states} after {steps}; {how}", excess <= 0)
+    states = (
+        f"the states of {num_differing} of {len(pairs)} ranks differ"
+        if num_differing
+        else "the states are equal"
+    )
+    return Parity(
+        num_ranks > MOST_EXACT_RANKS and excess <= 0, f"{states} after {steps}; {how}", excess <= 0
+    )
 
 
 def _relative(mine: float, theirs: float) -> float:
@@ -120,7 +136,9 @@ def read_host_waits(run_dir: Path) -> tuple[float, float]:
     Raises:
         BenchError: there is no trace of it.
     """
-    found = sorted(run_dir.glob("profile_traces/**/rank0_trace.json"))  # torchtitan's default; the first group's
+    found = sorted(
+        run_dir.glob("profile_traces/**/rank0_trace.json")
+    )  # torchtitan's default; the first group's
     if not found:
         raise BenchError(f"the profiler left no trace in {run_dir / 'profile_traces'}")
     return host_waits(json.loads(found[0].read_text(encoding="utf-8"))["traceEvents"])
@@ -138,10 +156,16 @@ def host_waits(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
         BenchError: no step is marked, or no call of CUDA was seen.
     """
     spans = [event for event in events if event.get("ph") == "X"]
-    steps = [s for s in spans if s.get("cat") == "user_annotation" and s["name"].startswith("ProfilerStep#")]
+    steps = [
+        s
+        for s in spans
+        if s.get("cat") == "user_annotation" and s["name"].startswith("ProfilerStep#")
+    ]
     if not steps:
         raise BenchError("no step is marked in the profiler's trace")
-    if not any(span.get("cat") == "cuda_runtime" for span in spans):  # it may lack the right to see them
+    if not any(
+        span.get("cat") == "cuda_runtime" for span in spans
+    ):  # it may lack the right to see them
         raise BenchError("no call of CUDA is in the profiler's trace")
     total = training = 0
     for span in spans:

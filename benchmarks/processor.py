@@ -97,9 +97,13 @@ class ProcessorClock:
             BenchError: there is no /proc.
         """
         if not any(self._samples):
-            raise BenchError("the processor time of a step is read from /proc, which only Linux has")
+            raise BenchError(
+                "the processor time of a step is read from /proc, which only Linux has"
+            )
         first, last = self._at(begin), self._at(end)
-        taken = {pid: _subtract(seconds, first[pid]) for pid, seconds in last.items() if pid in first}
+        taken = {
+            pid: _subtract(seconds, first[pid]) for pid, seconds in last.items() if pid in first
+        }
         ordered = sorted(taken.values(), key=lambda seconds: seconds.total, reverse=True)
         ranks, others = ordered[:num_ranks], ordered[num_ranks:]
         threads: defaultdict[str, float] = defaultdict(float)
@@ -134,7 +138,9 @@ def _between(early: Seconds, late: Seconds, share: float) -> Seconds:
 
 
 def _subtract(late: Seconds, early: Seconds) -> Seconds:
-    threads = {name: seconds - early.threads.get(name, 0.0) for name, seconds in late.threads.items()}
+    threads = {
+        name: seconds - early.threads.get(name, 0.0) for name, seconds in late.threads.items()
+    }
     return Seconds(late.user - early.user, late.system - early.system, threads)
 
 
@@ -156,4 +162,6 @@ def _read_stat(folder: Path) -> _Stat | None:
         return None
     fields: Sequence[str] = tail.split()
     ticks = os.sysconf("SC_CLK_TCK")
-    return _Stat(int(fields[1]), head.partition("(")[2], int(fields[11]) / ticks, int(fields[12]) / ticks)
+    return _Stat(
+        int(fields[1]), head.partition("(")[2], int(fields[11]) / ticks, int(fields[12]) / ticks
+    )

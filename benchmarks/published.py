@@ -49,7 +49,11 @@ class Published:
 
 
 _HARDER = Published(15, 268, 888)
-BLOG = {"blog_15s.toml": _HARDER, "blog_60s.toml": Published(60, 5145, 6249), "every_5s.toml": _HARDER}
+BLOG = {
+    "blog_15s.toml": _HARDER,
+    "blog_60s.toml": Published(60, 5145, 6249),
+    "every_5s.toml": _HARDER,
+}
 """By the file of the plan that does the same, or more of it."""
 
 
@@ -63,9 +67,14 @@ def side_by_side(record: RunRecord) -> list[str]:
     known = [BLOG[plan] for plan in sorted(plans) if plan in BLOG]
     if len(plans) != 1 or not known:
         return []
-    rows = [["", "published: torchft + torchtitan", "this campaign"], *_rows(known[0], record, goodput(record))]
+    rows = [
+        ["", "published: torchft + torchtitan", "this campaign"],
+        *_rows(known[0], record, goodput(record)),
+    ]
     again = find_rework(record).describe()
-    counted = [f"Counted as attempted, and not as committed, in both rows: {again}."] if again else []
+    counted = (
+        [f"Counted as attempted, and not as committed, in both rows: {again}."] if again else []
+    )
     return [*markdown(rows), "", *counted, COMPARABLE, NOT_COMPARABLE]
 
 
@@ -91,6 +100,10 @@ def _rows(published: Published, record: RunRecord, good: Goodput) -> list[list[s
             part_of(good.steps_committed, good.steps_begun),
         ],
         ["recoveries", published.recoveries, f"{back} of {len(failures)} groups that died"],
-        ["batches lost, repeated", NOT_TOLD, counts if batches.verdict == "holds" else f"{counts} ({batches.verdict})"],
+        [
+            "batches lost, repeated",
+            NOT_TOLD,
+            counts if batches.verdict == "holds" else f"{counts} ({batches.verdict})",
+        ],
         ["weights after the last step that all have", NOT_TOLD, compare_digests(record)],
     ]

@@ -35,7 +35,9 @@ def injected(record: RunRecord) -> list[Incident]:
 
 def num_crashes(record: RunRecord) -> int:
     """Return how many attempts of groups ended although nobody had injected a fault."""
-    incidents = [incident for incident in find_incidents(record) if incident.ended and not incident.injected]
+    incidents = [
+        incident for incident in find_incidents(record) if incident.ended and not incident.injected
+    ]
     return sum(bool(incident.failures) for incident in incidents)
 
 
@@ -59,7 +61,9 @@ def survivor_gaps(record: RunRecord, begin: float, end: float) -> list[Gap]:
 
 def longest_delay(gaps: Iterable[Gap], usual: float) -> float:
     """Return by how many seconds the latest of some commits was behind its time; 0 if none was."""
-    return max((after - before - usual for before, after in gaps if after - before > usual), default=0.0)
+    return max(
+        (after - before - usual for before, after in gaps if after - before > usual), default=0.0
+    )
 
 
 def steps_lost(record: RunRecord, replica: int, begin: float, end: float) -> int:
@@ -85,8 +89,14 @@ def compare_digests(record: RunRecord) -> str:
     Returns:
         "equal", "differ" or "unknown", for the last state of which all groups have a digest; and what differs in all.
     """
-    hashed = [e for e in record.events if isinstance(e, StepCommitted | Drained | TrainingFinished) and e.digest]
-    found = digests.compare_digests(((e.lineage or "", e.rank), e.replica, e.digest) for e in hashed)
+    hashed = [
+        e
+        for e in record.events
+        if isinstance(e, StepCommitted | Drained | TrainingFinished) and e.digest
+    ]
+    found = digests.compare_digests(
+        ((e.lineage or "", e.rank), e.replica, e.digest) for e in hashed
+    )
     num_groups = len({event.replica for event in hashed})
     whole = {state for (state, _), groups in found.groups.items() if len(groups) == num_groups > 1}
     verdict = "unknown"

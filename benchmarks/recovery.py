@@ -54,7 +54,9 @@ Figures = dict[str, Any]
 E = TypeVar("E", bound=Event)
 
 
-def measure_recovery(number: int, base: Mapping[str, Any], work_dir: Path) -> Iterator[tuple[str, Any]]:
+def measure_recovery(
+    number: int, base: Mapping[str, Any], work_dir: Path
+) -> Iterator[tuple[str, Any]]:
     """Measure each kind of recovery `number` times; yields name and figures of each, as they are known.
 
     Args:
@@ -63,7 +65,9 @@ def measure_recovery(number: int, base: Mapping[str, Any], work_dir: Path) -> It
     launched = partial(_launched, base, work_dir)
     returns, mbps = [], 0.0
     for num_ranks, forked in ((1, False), (1, True), (2, False), (2, True)):
-        with launched(f"returns-{num_ranks}-{'forked' if forked else 'cold'}", num_ranks, forked) as run:
+        with launched(
+            f"returns-{num_ranks}-{'forked' if forked else 'cold'}", num_ranks, forked
+        ) as run:
             returns.append(measure_returns(run, number))
             # The transfer's rate follows from what the first of these runs has shown.
             mbps = mbps or throttle(run.record())
@@ -89,7 +93,12 @@ def measure_recovery(number: int, base: Mapping[str, Any], work_dir: Path) -> It
 
 @contextlib.contextmanager
 def _launched(
-    base: Mapping[str, Any], work_dir: Path, name: str, num_ranks: int = 1, forked: bool = True, **fields: Any
+    base: Mapping[str, Any],
+    work_dir: Path,
+    name: str,
+    num_ranks: int = 1,
+    forked: bool = True,
+    **fields: Any,
 ) -> Iterator[Run]:
     """Run a launch with pinned groups; `fields` are of the [fault_tolerance] table."""
     flags = () if forked else (PLAIN,)
@@ -144,13 +153,19 @@ def _wait_over(run: Run, fault: FaultInjected, end: type[Event]) -> RunRecord:
 
     def settled(record: RunRecord) -> RunRecord | None:
         over = first_after(record, end, fault.time)
-        made = [e for e in record.commits if e.replica == SURVIVOR and over is not None and e.time > over.time]
+        made = [
+            e
+            for e in record.commits
+            if e.replica == SURVIVOR and over is not None and e.time > over.time
+        ]
         return record if len(made) >= SETTLE_STEPS else None
 
     return run.wait_for(settled, f"end of {fault.fault}")
 
 
-def _describe(what: str, describe: Callable[[RunRecord, Incident], Figures], record: RunRecord) -> list[Figures]:
+def _describe(
+    what: str, describe: Callable[[RunRecord, Incident], Figures], record: RunRecord
+) -> list[Figures]:
     """Return the figures of each fault that was injected."""
     found = [describe(record, fault) for fault in injected(record)]
     for figures in found:
@@ -186,7 +201,9 @@ def rejoin_after(record: RunRecord, kill: Incident) -> Figures:
         "stall": _pause(longest_delay(around, usual), usual),
         "return_stall": _pause(longest_delay(later, usual), usual),
         "replayed": kill.heal.replayed,
-        "replay_rate": kill.heal.replayed / replaying * usual if kill.heal.replayed >= MIN_STEPS else None,
+        "replay_rate": kill.heal.replayed / replaying * usual
+        if kill.heal.replayed >= MIN_STEPS
+        else None,
     }
 
 

@@ -91,7 +91,11 @@ def configure(base: Mapping[str, Any], job: Job, case: Case, steps: int = STEPS)
 
 
 def measure_losses(
-    base: Mapping[str, Any], work_dir: Path, done: Mapping[str, Any], cases: Sequence[Case] = CASES, steps: int = STEPS
+    base: Mapping[str, Any],
+    work_dir: Path,
+    done: Mapping[str, Any],
+    cases: Sequence[Case] = CASES,
+    steps: int = STEPS,
 ) -> Iterator[tuple[str, Any]]:
     """Run each case that is not `done`; yields its name and figures."""
     for case in cases:
@@ -123,7 +127,9 @@ def describe(run_dir: Path, case: Case, steps: int = STEPS) -> dict[str, Any]:
         raise BenchError(f"{case.name}: not all groups were in step {absent[0]}; see {run_dir}")
     losses = final_losses(run_dir, steps)
     if len(losses) != case.num_groups or len(set(losses.values())) != 1:
-        raise BenchError(f"{case.name}: the groups' losses at the end must be one, got {losses}; see {run_dir}")
+        raise BenchError(
+            f"{case.name}: the groups' losses at the end must be one, got {losses}; see {run_dir}"
+        )
     return {
         "loss": losses[SURVIVOR],
         "tokens": sum(event.tokens for event in commits),
@@ -160,8 +166,14 @@ def bytes_per_step(record: RunRecord, parameters: int, case: Case) -> float:
     By `wire_bytes` of the events where they have it; else those of an all-reduce of fp32: each of n members sends
     2 (n - 1) / n of it.
     """
-    commits = [event for event in record.of(StepCommitted) if (event.replica, event.rank) == (SURVIVOR, 0)]
-    told = [bytes_sent for event in commits if (bytes_sent := getattr(event, "wire_bytes", None)) is not None]
+    commits = [
+        event for event in record.of(StepCommitted) if (event.replica, event.rank) == (SURVIVOR, 0)
+    ]
+    told = [
+        bytes_sent
+        for event in commits
+        if (bytes_sent := getattr(event, "wire_bytes", None)) is not None
+    ]
     if told and len(told) == len(commits):
         return float(sum(told)) / commits[-1].titan_step
     return 2 * (case.num_groups - 1) / case.num_groups * 4 * parameters / case.sync_steps

@@ -86,7 +86,10 @@ class Run:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for _, process in reversed(self._started):
             if process.poll() is None:
@@ -96,7 +99,9 @@ class Run:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # workers end by themselves once their parent is gone
+                os.killpg(
+                    process.pid, signal.SIGKILL
+                )  # workers end by themselves once their parent is gone
                 process.wait()
         if self._faults is not None:
             self._faults.close()
@@ -120,7 +125,9 @@ class Run:
             if code or (code is not None and command.service):
                 line = last_error_line(self._log(command))
                 raise BenchError(self._say(f"{command.name} ended with status {code}; {line}"))
-        return any(process.poll() is None for command, process in self._started if not command.service)
+        return any(
+            process.poll() is None for command, process in self._started if not command.service
+        )
 
     def wait(self, timeout_seconds: float, look: Callable[[], object] = lambda: None) -> None:
         """Wait until the training processes have finished.
@@ -155,7 +162,12 @@ class Run:
         self._events = sorted([*self._events, *self._tail.poll()], key=lambda event: event.time)
         return RunRecord(translate(self._events))
 
-    def wait_for(self, look: Callable[[RunRecord], T | None], what: str, timeout_seconds: float = RETURN_SECONDS) -> T:
+    def wait_for(
+        self,
+        look: Callable[[RunRecord], T | None],
+        what: str,
+        timeout_seconds: float = RETURN_SECONDS,
+    ) -> T:
         """Look at the record until it shows something, and return it.
 
         Raises:
@@ -173,7 +185,11 @@ class Run:
         """Wait until all of two groups together have made some steps since a moment; return the record."""
 
         def look(record: RunRecord) -> RunRecord | None:
-            made = [e for e in record.commits if e.replica == SURVIVOR and len(e.participants) == NUM_GROUPS]
+            made = [
+                e
+                for e in record.commits
+                if e.replica == SURVIVOR and len(e.participants) == NUM_GROUPS
+            ]
             return record if sum(event.time > since for event in made) >= num_steps else None
 
         return self.wait_for(look, f"{num_steps} steps of all groups")
@@ -181,9 +197,15 @@ class Run:
     def workers(self, replica: int) -> list[int]:
         """Return the pids of a group's workers that still run; a pid that is another program's by now is not."""
         mark = PEER_MODULE if self.job.system == PEER else "titan_ft"
-        return [pid for pid in latest_workers(self.record().events, replica) if is_running_worker(pid, mark)]
+        return [
+            pid
+            for pid in latest_workers(self.record().events, replica)
+            if is_running_worker(pid, mark)
+        ]
 
-    def inject(self, fault: str, target: Target, pids: Iterable[int], signum: signal.Signals) -> FaultInjected:
+    def inject(
+        self, fault: str, target: Target, pids: Iterable[int], signum: signal.Signals
+    ) -> FaultInjected:
         """Signal some processes; the run's events tell of it, as for any other fault."""
         if self._faults is None:
             self._faults = EventLog(self.paths.events_file(f"bench-{os.getpid()}"))

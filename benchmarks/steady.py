@@ -30,7 +30,8 @@ _STEP = re.compile(
 def logged_steps(log: str) -> list[tuple[int, float]]:
     """Return step and Unix seconds of each line with a loss; torchtitan writes it when the step is over."""
     times = [
-        (match["step"], datetime.strptime(match["stamp"], "%Y-%m-%d %H:%M:%S,%f")) for match in _STEP.finditer(log)
+        (match["step"], datetime.strptime(match["stamp"], "%Y-%m-%d %H:%M:%S,%f"))
+        for match in _STEP.finditer(log)
     ]
     return [(int(step), time.timestamp()) for step, time in times]  # the log is in local time
 
@@ -86,7 +87,9 @@ def compare(samples: Mapping[str, list[list[float]]], reference: str) -> dict[st
     return found
 
 
-def compare_processor(samples: Mapping[str, list[SteadyRun]], reference: str) -> dict[str, dict[str, Any]]:
+def compare_processor(
+    samples: Mapping[str, list[SteadyRun]], reference: str
+) -> dict[str, dict[str, Any]]:
     """Compare the processor time of a step, round by round, with that of the reference.
 
     Returns:
@@ -101,7 +104,9 @@ def compare_processor(samples: Mapping[str, list[SteadyRun]], reference: str) ->
             "user": spread([run.processor["user"] for run in runs]),
             "system": spread([run.processor["system"] for run in runs]),
             "others": spread([run.processor["others"] for run in runs]),
-            "processor_ratio": spread([run.processor_seconds / other.processor_seconds for run, other in pairs]),
+            "processor_ratio": spread(
+                [run.processor_seconds / other.processor_seconds for run, other in pairs]
+            ),
             "processor": [run.processor for run in runs],
         }
     return found
@@ -121,9 +126,13 @@ def time_steps(job: Job, config: Mapping[str, Any], timeout_seconds: float) -> S
     if not seconds:
         raise BenchError(f"{job.system}: no steps in the log of {job.run_dir}")
     (first, begin), *_, (last, end) = [(step, when) for step, when in steps if step >= WARMUP_STEPS]
-    made = SteadyRun(seconds, clock.per_step(begin, end, last - first, job.num_groups * job.num_ranks))
+    made = SteadyRun(
+        seconds, clock.per_step(begin, end, last - first, job.num_groups * job.num_ranks)
+    )
     text = " ".join(f"{value:.3f}" for value in seconds)
-    progress(f"{job.run_dir.name}: {text} s a step; {made.processor_seconds:.3f} CPU s of all ranks")
+    progress(
+        f"{job.run_dir.name}: {text} s a step; {made.processor_seconds:.3f} CPU s of all ranks"
+    )
     return made
 
 
@@ -140,6 +149,8 @@ def measure_steady(
             job = Job(system, work_dir / f"steady-{number}-{system}")
             config = derive_config(base, job, steps, LOG_FREQ)
             samples[system].append(time_steps(job, config, timeout_seconds=120 + 30 * steps))
-    times = compare({system: [run.seconds for run in runs] for system, runs in samples.items()}, STOCK)
+    times = compare(
+        {system: [run.seconds for run in runs] for system, runs in samples.items()}, STOCK
+    )
     processor = compare_processor(samples, STOCK)
     return {system: times[system] | processor[system] for system in systems}

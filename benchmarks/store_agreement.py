@@ -27,7 +27,9 @@ class StoreAgreement:
         key: prefix of the keys in it.
     """
 
-    def __init__(self, connect: Callable[[], TCPStore], key: str, *, group_rank: int, group_world_size: int) -> None:
+    def __init__(
+        self, connect: Callable[[], TCPStore], key: str, *, group_rank: int, group_world_size: int
+    ) -> None:
         self._store = connect()
         self._key, self._group_rank, self._group_world_size = key, group_rank, group_world_size
         self.number = 0

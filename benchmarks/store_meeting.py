@@ -27,24 +27,36 @@ class StoreMeeting:
     def __init__(self, limit: float, *, group_rank: int, address: str) -> None:
         self._limit = limit
         self._group_rank, self._address = group_rank, address
-        self._kept: tuple[Member, TCPStore] | None = None  # whose store the members met at last, and the connection
+        self._kept: tuple[Member, TCPStore] | None = (
+            None  # whose store the members met at last, and the connection
+        )
         self.addresses: dict[str, str] = {}
         """State servers of the members, by their unique names."""
 
-    def configure(self, key: str, quorum_id: int, members: tuple[Member, ...], own: Member, step: int) -> str | None:
+    def configure(
+        self, key: str, quorum_id: int, members: tuple[Member, ...], own: Member, step: int
+    ) -> str | None:
         """Meet the members of a quorum; returns nothing went wrong, or raises."""
         prefix, rank = f"titan_ft/{key}/{quorum_id}/{self._group_rank}", members.index(own)
-        found = call_within(2 * self._limit, lambda: self._exchange(members[0], prefix, rank, len(members), step))
-        self.addresses = {member.unique: text.split(" ")[0] for member, text in zip(members, found, strict=True)}
+        found = call_within(
+            2 * self._limit, lambda: self._exchange(members[0], prefix, rank, len(members), step)
+        )
+        self.addresses = {
+            member.unique: text.split(" ")[0] for member, text in zip(members, found, strict=True)
+        }
         return None
 
-    def _exchange(self, host: Member, prefix: str, rank: int, world_size: int, step: int) -> list[str]:
+    def _exchange(
+        self, host: Member, prefix: str, rank: int, world_size: int, step: int
+    ) -> list[str]:
         timeout = timedelta(seconds=self._limit)
         before, self._kept = self._kept, None
         if before is not None and before[0].unique == host.unique:
             kept = before[1]
         else:
-            kept = TCPStore(*split_address(host.store), is_master=False, wait_for_workers=False, timeout=timeout)
+            kept = TCPStore(
+                *split_address(host.store), is_master=False, wait_for_workers=False, timeout=timeout
+            )
         store = PrefixStore(prefix, kept)
         store.set(str(rank), f"{self._address} {step}")
         store.wait([str(rank) for rank in range(world_size)], timeout)

@@ -27,7 +27,13 @@ TITLES = {
     PEER: "torchtitan.experiments.ft, 2 groups x 2 ranks",
 }
 PEER_MODULE = "benchmarks.peer"
-PEER_FIELDS = ("enable", "process_group", "process_group_timeout_ms", "group_size", "min_replica_size")
+PEER_FIELDS = (
+    "enable",
+    "process_group",
+    "process_group_timeout_ms",
+    "group_size",
+    "min_replica_size",
+)
 """What torchtitan's own [fault_tolerance] table knows of ours."""
 DIGEST_EVERY = 10
 """Five times as often as by default, so that each measured interval pays for one."""
@@ -73,10 +79,17 @@ def derive_config(base: Mapping[str, Any], job: Job, steps: int, log_freq: int) 
     config["model"]["hf_assets_path"] = resolve(config["model"].get("hf_assets_path", ""))
     config["training"]["steps"] = steps
     config["metrics"]["log_freq"] = log_freq
-    config["fault_tolerance"] |= {"enable": True, "group_size": job.num_groups, "digest_every": DIGEST_EVERY}
+    config["fault_tolerance"] |= {
+        "enable": True,
+        "group_size": job.num_groups,
+        "digest_every": DIGEST_EVERY,
+    }
     if job.system == STOCK:
         del config["fault_tolerance"]
-        degrees = {"data_parallel_replicate_degree": job.num_groups, "data_parallel_shard_degree": job.num_ranks}
+        degrees = {
+            "data_parallel_replicate_degree": job.num_groups,
+            "data_parallel_shard_degree": job.num_ranks,
+        }
         config["parallelism"] |= degrees
     elif job.system == PEER:
         config["job"]["custom_config_module"] = "torchtitan.components.ft.config"
@@ -90,7 +103,11 @@ def commands(job: Job) -> list[Command]:
     config = RunPaths(job.run_dir).config
     if job.system == STOCK:
         torchrun = _torchrun(job, 0, job.num_groups * job.num_ranks)
-        return [Command(STOCK, [*torchrun, "titan_ft.train", f"--job.config_file={config}"], TORCHRUN_ENV)]
+        return [
+            Command(
+                STOCK, [*torchrun, "titan_ft.train", f"--job.config_file={config}"], TORCHRUN_ENV
+            )
+        ]
     if job.system == OURS:
         launch = ["-m", "titan_ft", "launch", str(config), f"--replicas={job.num_groups}"]
         launch += [f"--ranks-per-replica={job.num_ranks}", f"--max-restarts={job.max_restarts}"]
@@ -98,17 +115,36 @@ def commands(job: Job) -> list[Command]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         bind = f"127.0.0.1:{probe.getsockname()[1]}"
     # torchft's own program with its own defaults; a group may go on alone, as in ours.
-    lighthouse = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", bind, "--min_replicas", "1"]
+    lighthouse = [
+        str(Path(sys.executable).with_name("torchft_lighthouse")),
+        "--bind",
+        bind,
+        "--min_replicas",
+        "1",
+    ]
     started = [Command("lighthouse", lighthouse, service=True)]
     for replica in range(job.num_groups):
-        worker = [PEER_MODULE, *job.flags, f"--job.config_file={config}", f"--fault_tolerance.replica_id={replica}"]
+        worker = [
+            PEER_MODULE,
+            *job.flags,
+            f"--job.config_file={config}",
+            f"--fault_tolerance.replica_id={replica}",
+        ]
         env = {**TORCHRUN_ENV, "TORCHFT_LIGHTHOUSE": f"http://{bind}"}
-        started.append(Command(f"group-{replica}", [*_torchrun(job, replica, job.num_ranks), *worker], env))
+        started.append(
+            Command(f"group-{replica}", [*_torchrun(job, replica, job.num_ranks), *worker], env)
+        )
     return started
 
 
 def _torchrun(job: Job, replica: int, num_ranks: int) -> list[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={num_ranks}",
+    ]
     command += ["--redirects=3", f"--log-dir={job.run_dir / 'logs' / f'replica-{replica}'}"]
     return [*command, f"--max-restarts={job.max_restarts}", "-m"]
 
@@ -120,7 +156,9 @@ def first_log(job: Job) -> Path:
         FileNotFoundError: it has not been written.
     """
     own = RunPaths(job.run_dir).logs(0, 0, 0)
-    found = [own] if job.system == OURS else job.run_dir.glob("logs/replica-0/*/attempt_0/0/stdout.log")
+    found = (
+        [own] if job.system == OURS else job.run_dir.glob("logs/replica-0/*/attempt_0/0/stdout.log")
+    )
     for path in found:
         if path.is_file():
             return path

@@ -27,7 +27,9 @@ def format_report(report: Mapping[str, Any], parts: Sequence[str]) -> str:
     machine = report["machine"]
     lines = [
         "{cpu}, {cores} cores, {memory_gib} GiB, load {load}; {platform}".format(**machine),
-        "Python {python}, torch {torch}, torchtitan {torchtitan}, torchft {torchft}".format(**machine),
+        "Python {python}, torch {torch}, torchtitan {torchtitan}, torchft {torchft}".format(
+            **machine
+        ),
         report["command"],
     ]
     if "steady" in report:
@@ -56,8 +58,21 @@ def format_report(report: Mapping[str, Any], parts: Sequence[str]) -> str:
 def _steady_rows(steady: Mapping[str, Any]) -> list[str]:
     rows = [["without failures", "step (s)", "ratio of medians", "ratio of means"]]
     for system, figures in steady.items():
-        rows.append([TITLES[system], *(_spread(figures[name]) for name in ("seconds", "ratio", "mean_ratio"))])
-    times = [["CPU seconds of a step", "user, all ranks", "system, all ranks", "ratio of both", "other processes"]]
+        rows.append(
+            [
+                TITLES[system],
+                *(_spread(figures[name]) for name in ("seconds", "ratio", "mean_ratio")),
+            ]
+        )
+    times = [
+        [
+            "CPU seconds of a step",
+            "user, all ranks",
+            "system, all ranks",
+            "ratio of both",
+            "other processes",
+        ]
+    ]
     for system, figures in steady.items():
         names = ("user", "system", "processor_ratio", "others")
         times.append([TITLES[system], *(_spread(figures[name]) for name in names)])
@@ -67,17 +82,29 @@ def _steady_rows(steady: Mapping[str, Any]) -> list[str]:
 def _thread_rows(steady: Mapping[str, Any]) -> list[str]:
     """Return the CPU time of the ranks' threads, the median of the rounds."""
     rows = [["CPU ms of a step, all ranks", *(TITLES[system] for system in steady)]]
-    of_rounds = {system: [single["threads"] for single in figures["processor"]] for system, figures in steady.items()}
+    of_rounds = {
+        system: [single["threads"] for single in figures["processor"]]
+        for system, figures in steady.items()
+    }
     names = sorted({name for rounds in of_rounds.values() for single in rounds for name in single})
     for name in names:
-        values = [median(single.get(name, 0.0) for single in rounds) * 1000 for rounds in of_rounds.values()]
+        values = [
+            median(single.get(name, 0.0) for single in rounds) * 1000
+            for rounds in of_rounds.values()
+        ]
         if max(values) >= _LEAST_THREAD_MS:
             rows.append([name, *(f"{value:.0f}" for value in values)])
     return markdown(rows)
 
 
 def _transfer_table(transfers: Mapping[str, Any]) -> list[str]:
-    head = ["donors of a state", "Mbit/s", "of all links", "CPU s for each GB that one gives", "its steps / before"]
+    head = [
+        "donors of a state",
+        "Mbit/s",
+        "of all links",
+        "CPU s for each GB that one gives",
+        "its steps / before",
+    ]
     rows: list[list[str]] = []
     for name, figures in transfers.items():
         if name == "copies":
@@ -101,7 +128,13 @@ def _transfer_table(transfers: Mapping[str, Any]) -> list[str]:
 
 
 def _reopening_table(reopenings: Mapping[str, Any]) -> list[str]:
-    head = ["shuffle buffer", "opened after", "seconds", "examples read again", "bytes of the state"]
+    head = [
+        "shuffle buffer",
+        "opened after",
+        "seconds",
+        "examples read again",
+        "bytes of the state",
+    ]
     return markdown([head, *map(_reopening_row, reopenings.values())])
 
 
@@ -112,7 +145,14 @@ def _reopening_row(figures: Mapping[str, Any]) -> list[str]:
 
 
 def _bandwidth_table(exchanges: Mapping[str, Any]) -> list[str]:
-    rows = [["gradients summed over Gloo, MB/s", "bare, 4 in flight", "an exchange", "bare's time / ours"]]
+    rows = [
+        [
+            "gradients summed over Gloo, MB/s",
+            "bare, 4 in flight",
+            "an exchange",
+            "bare's time / ours",
+        ]
+    ]
     for figures in exchanges.values():
         link = f"{figures['mbps']:g} Mbit/s" if figures["mbps"] else "not throttled"
         speeds = [f"{figures[name]:.4g}" for name in ("bare", "ours")]
@@ -126,7 +166,10 @@ def _control_table(control: Mapping[str, Any]) -> list[str]:
     trees = [figures for figures in measured if figures["kind"] == "tree"]
     stores = {figures["ranks"]: figures for figures in measured if figures["kind"] == "store"}
     delays = sorted({figures["delay_ms"] for figures in trees})
-    heads = [f"by the tree (ms), links of {delay:g} ms" if delay else "by the tree (ms)" for delay in delays]
+    heads = [
+        f"by the tree (ms), links of {delay:g} ms" if delay else "by the tree (ms)"
+        for delay in delays
+    ]
     head = ["an agreement of", "depth", *heads, "CPU of a rank (us)", "of rank 0 (us)"]
     rows = [[*head, "by one TCPStore (ms)", "CPU of a rank (us)"]]
     for size in sorted({figures["ranks"] for figures in trees}):
@@ -136,7 +179,9 @@ def _control_table(control: Mapping[str, Any]) -> list[str]:
         cpu = [f"{first['rank_cpu']:.0f}", f"{first['root_cpu']:.0f}"]
         store = stores.get(size)
         store_cpu = "-" if store is None else f"{store['rank_cpu']:.0f}"
-        rows.append([f"{size:,} ranks", str(first["depth"]), *times, *cpu, _control_time(store), store_cpu])
+        rows.append(
+            [f"{size:,} ranks", str(first["depth"]), *times, *cpu, _control_time(store), store_cpu]
+        )
     lines = markdown(rows)
     if formula := control.get("formula"):
         lines += [
@@ -155,15 +200,27 @@ def _meeting_table(control: Mapping[str, Any]) -> list[str]:
     for figures in measured:
         by_size.setdefault((figures["groups"], figures["ranks"]), {})[figures["kind"]] = figures
     columns = ("first meeting (s)", "after a death", "after a return", "CPU of a rank (ms)")
-    rows = [["groups x ranks", *columns, *(f"by one store: {name}" for name in columns), "with Gloo: after a return"]]
+    rows = [
+        [
+            "groups x ranks",
+            *columns,
+            *(f"by one store: {name}" for name in columns),
+            "with Gloo: after a return",
+        ]
+    ]
     for (groups, ranks), kinds in by_size.items():
         cells = [f"{groups} x {ranks}"]
         for kind in ("columns", "store"):
-            cells += [_seconds(kinds.get(kind), name) for name in ("first", "death", "return", "rank_cpu")]
+            cells += [
+                _seconds(kinds.get(kind), name) for name in ("first", "death", "return", "rank_cpu")
+            ]
         rows.append([*cells, _seconds(kinds.get("gloo"), "return")])
     lines = markdown(rows)
     if formula := control.get("meeting-formula"):
-        sizes = ", ".join(f"{size.replace('-', ' x ')}: {seconds:.1f} s" for size, seconds in formula["shared"].items())
+        sizes = ", ".join(
+            f"{size.replace('-', ' x ')}: {seconds:.1f} s"
+            for size, seconds in formula["shared"].items()
+        )
         lines += [
             "",
             f"The slower one of a death and a return: {formula['a']:.3f} s + {1000 * formula['b']:.3f} ms x all ranks, "
@@ -178,7 +235,14 @@ def _seconds(figures: Mapping[str, Any] | None, name: str) -> str:
 
 def _lighthouse_table(control: Mapping[str, Any]) -> list[str]:
     """Return a row for each number of groups, and of ended processes that the lighthouse knows."""
-    head = ["groups", "ended processes", "quorum (ms)", "longest", "CPU of the lighthouse", "page (MB)"]
+    head = [
+        "groups",
+        "ended processes",
+        "quorum (ms)",
+        "longest",
+        "CPU of the lighthouse",
+        "page (MB)",
+    ]
     rows = [[*head, "CPU of its reader (ms)", "memory of the lighthouse (MB)"]]
     for figures in control.values():
         if "former" not in figures:
@@ -199,7 +263,8 @@ def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return an aligned Markdown table; the first row is the head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in rows
     ]
     return [lines[0], "| " + " | ".join("-" * width for width in widths) + " |", *lines[1:]]
 
@@ -215,7 +280,9 @@ def _table(corner: str, columns: Mapping[str, str], rows: Mapping[str, Costs]) -
         columns: heads, and what is below them; see `_cell`.
         rows: titles, and the cases of each.
     """
-    body = [[title, *(_cell(costs, form) for form in columns.values())] for title, costs in rows.items()]
+    body = [
+        [title, *(_cell(costs, form) for form in columns.values())] for title, costs in rows.items()
+    ]
     return markdown([[corner, *columns], *body])
 
 
@@ -227,7 +294,11 @@ def _cell(costs: Costs, form: str) -> str:
     known: list[Any] = [value for value in values if value is not None]
     if form.startswith("sum "):
         return str(sum(known))
-    never = f", {len(values) - len(known)} never" if form.startswith("rejoin") and len(known) < len(values) else ""
+    never = (
+        f", {len(values) - len(known)} never"
+        if form.startswith("rejoin") and len(known) < len(values)
+        else ""
+    )
     return (_spread(spread(known)) if known else "-") + never
 
 
@@ -236,8 +307,13 @@ def _kill_table(kills: Mapping[str, Costs], parts: Sequence[str]) -> list[str]:
     if "failure" in parts:
         columns |= {"survivors' stall (s)": "stall_seconds", "steps lost, in all": "sum steps_lost"}
     if "rejoin" in parts:
-        columns |= {"kill to contributing (s)": "rejoin_seconds", "stall at the return (s)": "rejoin_stall_seconds"}
-    return _table("SIGKILL of a group", columns, {TITLES[system]: costs for system, costs in kills.items()})
+        columns |= {
+            "kill to contributing (s)": "rejoin_seconds",
+            "stall at the return (s)": "rejoin_stall_seconds",
+        }
+    return _table(
+        "SIGKILL of a group", columns, {TITLES[system]: costs for system, costs in kills.items()}
+    )
 
 
 def _return_table(returns: Costs) -> list[str]:
@@ -245,8 +321,14 @@ def _return_table(returns: Costs) -> list[str]:
     for case in returns:
         ranks = "1 rank" if case["num_ranks"] == 1 else f"{case['num_ranks']} ranks"
         rows[f"{ranks} a group, {'forked' if case['forked'] else 'new processes'}"] = case["kills"]
-    columns = {"kills": "number", "kill to contributing (s)": "rejoin_seconds", "survivors' stall (s)": "stall_seconds"}
-    return _table("SIGKILL of a group", {**columns, "at the return (s)": "rejoin_stall_seconds"}, rows)
+    columns = {
+        "kills": "number",
+        "kill to contributing (s)": "rejoin_seconds",
+        "survivors' stall (s)": "stall_seconds",
+    }
+    return _table(
+        "SIGKILL of a group", {**columns, "at the return (s)": "rejoin_stall_seconds"}, rows
+    )
 
 
 def _rejoin_table(rejoins: Mapping[str, Any]) -> list[str]:
@@ -259,7 +341,11 @@ def _rejoin_table(rejoins: Mapping[str, Any]) -> list[str]:
         "when it is back (s)": "return_stall.seconds",
         "updates replayed in a step": "replay_rate",
     }
-    rows = {f"{how}, {len(rejoins[how])} times": rejoins[how] for how in ("replay", "wait") if rejoins.get(how)}
+    rows = {
+        f"{how}, {len(rejoins[how])} times": rejoins[how]
+        for how in ("replay", "wait")
+        if rejoins.get(how)
+    }
     return _table(f"return at {rejoins['transfer_max_mbps']:.1f} Mbit/s", columns, rows)
 
 
@@ -267,11 +353,17 @@ def _drain_table(drains: Costs) -> list[str]:
     in_order = sum(drain["in_order"] for drain in drains)
     columns = {"survivors' stall (s)": "stall.seconds", "in steps": "stall.steps"}
     columns["until it had left (s)"] = "leave_seconds"
-    return _table("SIGTERM to a group", columns, {f"{len(drains)} drains, {in_order} in order": drains})
+    return _table(
+        "SIGTERM to a group", columns, {f"{len(drains)} drains, {in_order} in order": drains}
+    )
 
 
 def _outage_table(outages: Costs) -> list[str]:
-    columns = {"pause (s)": "stall.seconds", "in steps": "stall.steps", "lighthouse away (s)": "away_seconds"}
+    columns = {
+        "pause (s)": "stall.seconds",
+        "in steps": "stall.steps",
+        "lighthouse away (s)": "away_seconds",
+    }
     columns["groups restarted"] = "sum num_restarts"
     return _table("SIGKILL of the lighthouse", columns, {f"{len(outages)} times": outages})
 
@@ -286,17 +378,29 @@ _RECOVERY_TABLES: Mapping[str, Callable[[Any], list[str]]] = {
 
 def _loss_table(done: Mapping[str, Any]) -> list[str]:
     """Return loss and bytes of each way to meet; those of the runs that are missing are left out."""
-    heads = [part for num in NUMS_GROUPS for part in (f"loss, {num} groups", "to synchronous", "MB per step and group")]
+    heads = [
+        part
+        for num in NUMS_GROUPS
+        for part in (f"loss, {num} groups", "to synchronous", "MB per step and group")
+    ]
     rows = [[SETTINGS, *heads]]
     for case in CASES:
         if case.num_groups != NUMS_GROUPS[0]:
             continue
-        title = "synchronous" if case.outer_lr is None else f"rounds of {case.sync_steps}, outer LR {case.outer_lr:g}"
+        title = (
+            "synchronous"
+            if case.outer_lr is None
+            else f"rounds of {case.sync_steps}, outer LR {case.outer_lr:g}"
+        )
         row = [title + ("" if case.seed == SEED else f", seed {case.seed}")]
         for num in NUMS_GROUPS:
             same = replace(case, num_groups=num)
             figures, other = done.get(same.name), done.get(same.reference)
-            row += ["-"] * 3 if figures is None else [f"{figures['loss']:.4f}", "-", _megabytes(figures)]
+            row += (
+                ["-"] * 3
+                if figures is None
+                else [f"{figures['loss']:.4f}", "-", _megabytes(figures)]
+            )
             if figures is not None and other is not None:
                 row[-2] = f"{100 * (figures['loss'] / other['loss'] - 1):+.2f} %"
         rows.append(row)
@@ -311,18 +415,31 @@ def _links_table(done: Mapping[str, Any]) -> list[str]:
     """Return tokens per second of each mode at each rate, and as a multiple of the synchronous mode's."""
     modes = [case for case in MODES if case.name in done]
     rows = [
-        ["tokens/s, 2 groups", *("synchronous" if c.sync_steps == 1 else f"rounds of {c.sync_steps}" for c in modes)]
+        [
+            "tokens/s, 2 groups",
+            *("synchronous" if c.sync_steps == 1 else f"rounds of {c.sync_steps}" for c in modes),
+        ]
     ]
     rates = [UNTHROTTLED, *RATES_MBPS] if modes else []
     for index, mbps in enumerate(rates):
         cells = []
         for case in modes:
-            speed, usual = (done[c.name]["rates"][index]["tokens_per_second"] for c in (case, modes[0]))
-            cells.append(f"{speed:,.0f}" + (f" ({speed / usual:.2g}x)" if case.name != modes[0].name else ""))
-        paced = f"{mbps:g} Mbit/s (measured {done['paced'][f'{mbps:g}']:.4g})" if mbps else "not throttled"
+            speed, usual = (
+                done[c.name]["rates"][index]["tokens_per_second"] for c in (case, modes[0])
+            )
+            cells.append(
+                f"{speed:,.0f}" + (f" ({speed / usual:.2g}x)" if case.name != modes[0].name else "")
+            )
+        paced = (
+            f"{mbps:g} Mbit/s (measured {done['paced'][f'{mbps:g}']:.4g})"
+            if mbps
+            else "not throttled"
+        )
         rows.append([paced, *cells])
     sizes = (done[case.name]["rates"][0]["bytes_per_exchange"] / case.sync_steps for case in modes)
-    rows.append(["MB per step and group, by TCP's counter", *(f"{size / 1e6:.3g}" for size in sizes)])
+    rows.append(
+        ["MB per step and group, by TCP's counter", *(f"{size / 1e6:.3g}" for size in sizes)]
+    )
     loads = ([rate["load"] for rate in done[case.name]["rates"]] for case in modes)
     rows.append(["load of the machine", *(f"{min(load):.1f} to {max(load):.1f}" for load in loads)])
     return markdown(rows)
@@ -331,12 +448,17 @@ def _links_table(done: Mapping[str, Any]) -> list[str]:
 def _diloco_table(done: Mapping[str, Any]) -> list[str]:
     """Return what became of each run of the two DiLoCos."""
     names = {OURS: "titan_ft", PEER: "torchtitan's own"}
-    heads = [f"{names[name.split('-')[0]]}, {figures['kills'] or 'no'} SIGKILLs" for name, figures in done.items()]
+    heads = [
+        f"{names[name.split('-')[0]]}, {figures['kills'] or 'no'} SIGKILLs"
+        for name, figures in done.items()
+    ]
     length = f"{DILOCO_STEPS // DILOCO.sync_steps} rounds of {DILOCO.sync_steps} steps"
     rows = [[f"DiLoCo, 2 groups x 2 ranks, {length}", *heads]]
     texts: Mapping[str, Callable[[Any], str]] = {
         # The JSON has the victim's too: ours has validated less often by then, and so on other text.
-        "the survivor's loss at the end": lambda f: "-" if f["loss"] is None else f"{f['loss']:.4f}",
+        "the survivor's loss at the end": lambda f: (
+            "-" if f["loss"] is None else f"{f['loss']:.4f}"
+        ),
         "rounds committed, and failed": lambda f: f"{f['rounds_committed']}, {f['rounds_failed']}",
         "steps made by the groups": lambda f: f"{f['steps_made']:g}",
         "of them thrown away": lambda f: f"{f['steps_thrown_away']:g}",
@@ -347,7 +469,9 @@ def _diloco_table(done: Mapping[str, Any]) -> list[str]:
         "seconds": lambda f: f"{f['seconds']:.0f}",
         "ended early": lambda f: "no" if f["ended"] is None else f["ended"],
     }
-    rows += [[title, *(text(figures) for figures in done.values())] for title, text in texts.items()]
+    rows += [
+        [title, *(text(figures) for figures in done.values())] for title, text in texts.items()
+    ]
     return markdown(rows)
 
 

@@ -75,7 +75,9 @@ def measure_transfers(
     yield "copies", measure_copies(size)
 
 
-def measure(state: Path, number: int, mbps: float, kill: bool = False, tls: bool = False) -> dict[str, Any]:
+def measure(
+    state: Path, number: int, mbps: float, kill: bool = False, tls: bool = False
+) -> dict[str, Any]:
     """Fetch the bytes of a file from so many donors.
 
     Args:
@@ -105,7 +107,13 @@ def measure(state: Path, number: int, mbps: float, kill: bool = False, tls: bool
         started = time.monotonic()
         addresses = [f"127.0.0.1:{donor.port}" for donor in donors]
         fetched = fetch(
-            addresses, token, _STEP, "1", CONNECTIONS, _TIMEOUT_SECONDS, lose=lambda place, _: lost.append(place)
+            addresses,
+            token,
+            _STEP,
+            "1",
+            CONNECTIONS,
+            _TIMEOUT_SECONDS,
+            lose=lambda place, _: lost.append(place),
         )
         seconds = time.monotonic() - started
         killer.cancel()
@@ -114,8 +122,13 @@ def measure(state: Path, number: int, mbps: float, kill: bool = False, tls: bool
         raise BenchError("other bytes came than were sent")
     rate = size * 8e-6 / seconds
     gb = size / number / 1e9
-    costs = [(now.cpu_seconds - then.cpu_seconds) / gb for then, now in zip(before, after, strict=not kill)]
-    slowness = [now.step_seconds / then.step_seconds for then, now in zip(before, after, strict=not kill)]
+    costs = [
+        (now.cpu_seconds - then.cpu_seconds) / gb
+        for then, now in zip(before, after, strict=not kill)
+    ]
+    slowness = [
+        now.step_seconds / then.step_seconds for then, now in zip(before, after, strict=not kill)
+    ]
     details = f"{', one killed' if kill else ''}{', no limit' if not mbps else ''}{', TLS' if tls else ''}"
     progress(f"transfer from {number} donors{details}: {rate:.0f} Mbit/s")
     return {
@@ -151,7 +164,11 @@ def measure_copies(size: int) -> dict[str, Any]:
         seconds.append(time.monotonic() - began)
         state.reuse(snapshot)
     first, *later = seconds
-    return {"bytes": snapshot.payload.numel(), "first_seconds": first, "later_seconds": statistics.median(later)}
+    return {
+        "bytes": snapshot.payload.numel(),
+        "first_seconds": first,
+        "later_seconds": statistics.median(later),
+    }
 
 
 class _NoCounters:
@@ -175,7 +192,14 @@ class _Donor:
 
     def __init__(self, state: Path, mbps: float, token: str, tls: bool) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.transfers", str(state), str(mbps), *(["tls"] if tls else [])],
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.transfers",
+                str(state),
+                str(mbps),
+                *(["tls"] if tls else []),
+            ],
             cwd=_ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -245,7 +269,10 @@ def serve(state: Path, mbps: float, certificate: Certificate | None) -> None:
     for _ in sys.stdin:
         made = [steps.get() for _ in range(steps.qsize())]
         stepping = max([stepping, *(used for _, used in made)])
-        print(json.dumps([time.process_time() - stepping, [seconds for seconds, _ in made]]), flush=True)
+        print(
+            json.dumps([time.process_time() - stepping, [seconds for seconds, _ in made]]),
+            flush=True,
+        )
 
 
 def _make_steps(told: Callable[[float, float], None]) -> None:

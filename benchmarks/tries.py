@@ -73,12 +73,16 @@ def translate(events: Sequence[Event]) -> list[Event]:
         who, head = (event.replica, event.rank, event.step), _header(event)
         if not event.committed:
             failed[who] += 1
-            found.append(ExchangeFailed(**head, error="not committed", seconds=0.0, step=event.step - 1))
+            found.append(
+                ExchangeFailed(**head, error="not committed", seconds=0.0, step=event.step - 1)
+            )
             continue
         if state[0] not in begun:
             begun.add(state[0])
             found.append(StartedAnew(**head, step=0))
-        found.append(_commit(event, state, sorted(makers[state]), losses.get(state), 1 + failed.pop(who, 0)))
+        found.append(
+            _commit(event, state, sorted(makers[state]), losses.get(state), 1 + failed.pop(who, 0))
+        )
     return sorted(found, key=lambda event: event.time)
 
 
@@ -105,7 +109,10 @@ def _losses(tries: Sequence[StepTried], states: Sequence[State]) -> dict[State, 
         if event.contributed and event.own_loss is not None:
             shares[state][event.replica].append(event.own_loss)
     num_ranks = max(event.rank for event in tries) + 1
-    whole = {state: [sum(g) for g in groups.values() if len(g) == num_ranks] for state, groups in shares.items()}
+    whole = {
+        state: [sum(g) for g in groups.values() if len(g) == num_ranks]
+        for state, groups in shares.items()
+    }
     return {state: fmean(losses) for state, losses in whole.items() if losses}
 
 
@@ -118,16 +125,26 @@ def _ends(events: Sequence[Event]) -> list[Event]:
             last = latest.setdefault(event.replica, event)
             if event.attempt > last.attempt:
                 head = {**_header(event), "rank": last.rank, "attempt": last.attempt}
-                end: dict[str, Any] = {"reason": "the next attempt started", "stopped": False, "signal": "SIGKILL"}
+                end: dict[str, Any] = {
+                    "reason": "the next attempt started",
+                    "stopped": False,
+                    "signal": "SIGKILL",
+                }
                 found.append(WorkerExited(**head, worker_pid=last.pid, **end))
                 latest[event.replica] = event
     return found
 
 
-def _commit(event: StepTried, state: State, participants: list[int], loss: float | None, tries: int) -> StepCommitted:
+def _commit(
+    event: StepTried, state: State, participants: list[int], loss: float | None, tries: int
+) -> StepCommitted:
     lost, step = state
-    absent: dict[str, Any] = dict.fromkeys(("tokens", "own_tokens"), 0) | dict.fromkeys(("grad_norm", "lr", "data"))
-    absent |= dict.fromkeys(("seconds", "exchange_seconds", "compute_seconds", "apply_seconds"), 0.0)
+    absent: dict[str, Any] = dict.fromkeys(("tokens", "own_tokens"), 0) | dict.fromkeys(
+        ("grad_norm", "lr", "data")
+    )
+    absent |= dict.fromkeys(
+        ("seconds", "exchange_seconds", "compute_seconds", "apply_seconds"), 0.0
+    )
     return StepCommitted(
         **_header(event),
         **absent,

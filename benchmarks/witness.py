@@ -47,7 +47,9 @@ def _before(owner: type, name: str, act: Callable[..., None]) -> None:
     setattr(owner, name, wrapped)
 
 
-def _log(_: Any, step: int, loss: Any, max_loss: Any, grad_norm: Any, extra_metrics: Any = None) -> None:
+def _log(
+    _: Any, step: int, loss: Any, max_loss: Any, grad_norm: Any, extra_metrics: Any = None
+) -> None:
     _logged[step] = (float(loss), float(grad_norm))
 
 
@@ -60,7 +62,9 @@ def _deal(trainer: Any, num_shards: int) -> Any:
     """Return the batches of all shards of the data in turn."""
     shared = {"tokenizer": trainer.tokenizer, "job_config": trainer.job_config}
     build = trainer.train_spec.build_dataloader_fn
-    shards = [build(dp_world_size=num_shards, dp_rank=shard, **shared) for shard in range(num_shards)]
+    shards = [
+        build(dp_world_size=num_shards, dp_rank=shard, **shared) for shard in range(num_shards)
+    ]
     return (batch for batches in zip(*shards, strict=True) for batch in batches)
 
 
@@ -72,7 +76,9 @@ def _end(trainer: Any) -> None:
         started = time.perf_counter()
         found = state.digest()  # the host reads its sums, so that it is over when it returns
         seconds.append(time.perf_counter() - started)
-    path = witness_file(Path(trainer.job_config.job.dump_folder), _replica(trainer), dist.get_rank())
+    path = witness_file(
+        Path(trainer.job_config.job.dump_folder), _replica(trainer), dist.get_rank()
+    )
     path.write_text(json.dumps(asdict(Witness(_logged, found, median(seconds)))), encoding="utf-8")
 
 

@@ -35,12 +35,18 @@ def markdown() -> str:
     source = CONFIG.read_text()
     headings = dict(re.findall(r"^    # (.*)()\n", source, re.MULTILINE))
     lines, parts = source.splitlines(), [HEAD]
-    table = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "FaultTolerance")
+    table = next(
+        n
+        for n in ast.parse(source).body
+        if isinstance(n, ast.ClassDef) and n.name == "FaultTolerance"
+    )
     for node, meaning in zip(table.body, [*table.body[1:], None], strict=True):
         if not isinstance(node, ast.AnnAssign):
             continue
         if (above := lines[node.lineno - 3].removeprefix("    # ")) in headings:
-            parts.append(f"\n## {above.rstrip('.')}\n\n| field | type | default | meaning |\n| --- | --- | --- | --- |")
+            parts.append(
+                f"\n## {above.rstrip('.')}\n\n| field | type | default | meaning |\n| --- | --- | --- | --- |"
+            )
         name = ast.unparse(node.target)
         match meaning:
             case ast.Expr(value=ast.Constant(value=str(text))):

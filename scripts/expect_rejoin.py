@@ -31,7 +31,9 @@ def shortfalls(summary: RunSummary) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run_dir", type=Path, help="the folder of the finished job")
     found = shortfalls(summarize(RunRecord.read(parser.parse_args().run_dir / "events")))
     if found:

@@ -26,14 +26,19 @@ POLL_SECONDS = 0.1
 
 def has_committed(events: Iterable[Event], replica: int, step: int) -> bool:
     """Tell whether the group has committed `step` or a later one."""
-    return any(isinstance(event, StepCommitted) and event.replica == replica and event.step >= step for event in events)
+    return any(
+        isinstance(event, StepCommitted) and event.replica == replica and event.step >= step
+        for event in events
+    )
 
 
 def kill_group(run_dir: Path, replica: int, at_step: int, timeout_seconds: float) -> str | None:
     """Wait for the step, then kill. Return what went wrong, or None."""
     events_folder = run_dir / "events"
     deadline = time.monotonic() + timeout_seconds
-    while not has_committed(events := read_events(events_folder) if events_folder.is_dir() else [], replica, at_step):
+    while not has_committed(
+        events := read_events(events_folder) if events_folder.is_dir() else [], replica, at_step
+    ):
         if time.monotonic() > deadline:
             return f"group {replica} did not commit step {at_step} within {timeout_seconds:g} s"
         time.sleep(POLL_SECONDS)
@@ -46,16 +51,25 @@ def kill_group(run_dir: Path, replica: int, at_step: int, timeout_seconds: float
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
     log.close()
-    print(f"kill_group.py: SIGKILL to group {replica} (pids {', '.join(map(str, workers))})", flush=True)
+    print(
+        f"kill_group.py: SIGKILL to group {replica} (pids {', '.join(map(str, workers))})",
+        flush=True,
+    )
     return None
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run_dir", type=Path, help="the folder of the running job")
     parser.add_argument("--replica", type=int, required=True, help="the group to kill")
-    parser.add_argument("--at-step", type=int, default=0, help="wait until the group has committed this step")
-    parser.add_argument("--timeout-seconds", type=float, default=300.0, help="give up after this time")
+    parser.add_argument(
+        "--at-step", type=int, default=0, help="wait until the group has committed this step"
+    )
+    parser.add_argument(
+        "--timeout-seconds", type=float, default=300.0, help="give up after this time"
+    )
     args = parser.parse_args()
     problem = kill_group(args.run_dir, args.replica, args.at_step, args.timeout_seconds)
     if problem is not None:

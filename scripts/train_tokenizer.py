@@ -24,7 +24,9 @@ def train(folder: Path) -> None:
 
     tokenizer = Tokenizer(models.BPE())
     # As Llama 3 does: words with their leading blank, numbers in threes, punctuation, runs of blanks; then bytes.
-    words = Regex(r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+")
+    words = Regex(
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(words, behavior="isolated"),
@@ -49,12 +51,16 @@ def train(folder: Path) -> None:
         "eos_token": EOS,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=TOKENIZER, help="folder to write (default: the package's own)")
+    parser.add_argument(
+        "--out", type=Path, default=TOKENIZER, help="folder to write (default: the package's own)"
+    )
     train(parser.parse_args().out)
 
 

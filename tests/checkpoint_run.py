@@ -99,7 +99,9 @@ class Run:
         self.position = Position()
         self.is_writer, self.heals = True, False
         self.strategy, self.outer, self.per_round = self, None, 1
-        self.lend_agreed_weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.lend_agreed_weights: Callable[[], contextlib.AbstractContextManager[None]] = (
+            contextlib.nullcontext
+        )
         self.gathered: list[int] = []
         self.claimed = -1  # step that this group said it can load
         self.loaded: list[int] = []  # steps, as the state is when `on_load` is called
@@ -107,7 +109,9 @@ class Run:
             model=SimpleNamespace(name="llama3", flavor=flavor),
             training=SimpleNamespace(dataset=dataset, seq_len=32),
             checkpoint=SimpleNamespace(load_step=load_step),
-            fault_tolerance=FaultTolerance(replica_id=slot, job_id=job_id, drain_timeout_seconds=10.0, **method),
+            fault_tolerance=FaultTolerance(
+                replica_id=slot, job_id=job_id, drain_timeout_seconds=10.0, **method
+            ),
         )
         self.checkpoints = ReplicaCheckpoints(
             dataloader=object(),
@@ -115,11 +119,15 @@ class Run:
             optimizers=optimizers,
             lr_schedulers=schedulers,
             states={"train_state": self.progress},
-            checkpoint_config=Checkpoint(**{"enable": True, "interval": 5, "last_save_model_only": False, **more}),
+            checkpoint_config=Checkpoint(
+                **{"enable": True, "interval": 5, "last_save_model_only": False, **more}
+            ),
             sd_adapter=adapter,
             base_folder=str(base),
         )
-        self.folder = Path(self.checkpoints.folder) if more.get("enable", True) else base / "checkpoint"
+        self.folder = (
+            Path(self.checkpoints.folder) if more.get("enable", True) else base / "checkpoint"
+        )
         self.checkpoints.attach(self)  # type: ignore[arg-type]
 
     # The host
@@ -233,7 +241,9 @@ class Gate:
 class Ranks:
     """The ranks of one group, which load at the same time; reading the data itself is left out."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, make_run: Callable[..., Run], number: int = 2) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, make_run: Callable[..., Run], number: int = 2
+    ) -> None:
         self.runs = [make_run() for _ in range(number)]
         self.loaded: list[str | None] = [None] * number  # name of the folder
         self._rank = threading.local()
@@ -300,7 +310,9 @@ class Exporter:
     def from_hf(self, state: dict[str, Any]) -> dict[str, Any]:
         return {name.removeprefix("model."): value for name, value in state.items()}
 
-    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
+    def get_hf_storage_reader(
+        self, path: str, from_quantized: bool = False
+    ) -> HuggingFaceStorageReader:
         return HuggingFaceStorageReader(path)
 
 

@@ -40,7 +40,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _machine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """Let a test that is marked `alone` have the machine for itself, where several run at a time."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         yield
@@ -48,11 +50,15 @@ def _machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.getbasetemp().parent  # of all workers
     alone = request.node.get_closest_marker("alone") is not None
     with (folder / "door").open("w") as door, (folder / "machine").open("w") as machine:
-        fcntl.flock(door, fcntl.LOCK_EX)  # kept by who waits to be alone, so that no further test begins
+        fcntl.flock(
+            door, fcntl.LOCK_EX
+        )  # kept by who waits to be alone, so that no further test begins
         fcntl.flock(machine, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(door, fcntl.LOCK_UN)
         yield
-        fcntl.flock(machine, fcntl.LOCK_UN)  # here, and not with the file: a forked child may have it open
+        fcntl.flock(
+            machine, fcntl.LOCK_UN
+        )  # here, and not with the file: a forked child may have it open
 
 
 @pytest.fixture
@@ -115,6 +121,8 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
 def _no_worker_is_left() -> Iterator[None]:
     """End the data loaders' workers that a failed test has left: they ignore SIGTERM, and Python waits for them."""
     yield
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would take their end for a failure
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # torch's handler would take their end for a failure
     for child in multiprocessing.active_children():
         child.kill()

@@ -47,7 +47,13 @@ def build(kind: type[E], /, **fields: Any) -> E:
     Raises:
         ValueError: the class has no such field, or a value is not of the field's type.
     """
-    usual: dict[str, Any] = {"time": 0.0, "mono": fields.get("time", 0.0), "pid": 1, "exchanges": 1, "in_order": True}
+    usual: dict[str, Any] = {
+        "time": 0.0,
+        "mono": fields.get("time", 0.0),
+        "pid": 1,
+        "exchanges": 1,
+        "in_order": True,
+    }
     header = {field.name: field.default for field in _fields_of(kind)}
     usual |= {name: 0 for name in ("replica", "rank", "attempt") if header[name] is not None}
     if "step" in kind.__struct_fields__ and "lineage" in kind.__struct_fields__:
@@ -59,7 +65,9 @@ def build(kind: type[E], /, **fields: Any) -> E:
 
 def typed(fields: Mapping[str, Any]) -> Any:
     """Return the event that a dict tells of, whose `event` is its name; see `build`."""
-    return build(named(fields["event"]), **{name: value for name, value in fields.items() if name != "event"})
+    return build(
+        named(fields["event"]), **{name: value for name, value in fields.items() if name != "event"}
+    )
 
 
 def change(told: Event, **fields: Any) -> None:
@@ -71,7 +79,9 @@ def change(told: Event, **fields: Any) -> None:
 
 def like(told: Event, name: str, /, **fields: Any) -> Any:
     """Return an event of a name that was told by whom, and when, another one was."""
-    return event(name, **{**{each: getattr(told, each) for each in Event.__struct_fields__}, **fields})
+    return event(
+        name, **{**{each: getattr(told, each) for each in Event.__struct_fields__}, **fields}
+    )
 
 
 def untyped(told: Event) -> dict[str, Any]:
@@ -82,11 +92,15 @@ def untyped(told: Event) -> dict[str, Any]:
 def _fill(kind: type[Any], fields: Mapping[str, Any]) -> Any:
     unknown = fields.keys() - set(kind.__struct_fields__)
     if unknown:
-        raise ValueError(f"{kind.__name__} must have the field {min(unknown)}, and has not; see docs/events.md")
+        raise ValueError(
+            f"{kind.__name__} must have the field {min(unknown)}, and has not; see docs/events.md"
+        )
     values = {}
     for field in _fields_of(kind):
         if field.name in fields:
-            values[field.name] = _convert(field.type, fields[field.name], f"{kind.__name__}.{field.name}")
+            values[field.name] = _convert(
+                field.type, fields[field.name], f"{kind.__name__}.{field.name}"
+            )
         elif field.required:
             values[field.name] = _zero(field.type)
     return kind(**values)
@@ -94,7 +108,10 @@ def _fill(kind: type[Any], fields: Mapping[str, Any]) -> Any:
 
 def _convert(form: Any, value: Any, where: str) -> Any:
     options = typing.get_args(form) if isinstance(form, types.UnionType) else (form,)
-    part = next((each for each in options if isinstance(each, type) and issubclass(each, msgspec.Struct)), None)
+    part = next(
+        (each for each in options if isinstance(each, type) and issubclass(each, msgspec.Struct)),
+        None,
+    )
     if part is not None and isinstance(value, Mapping):
         return _fill(part, value)
     if typing.get_origin(form) is list and isinstance(value, list | tuple):

@@ -40,13 +40,28 @@ class Hosts:
         self._in(self._switch, "link set br0 up")
         for number, name in enumerate(self._names):
             port = f"port{number}"
-            self._ip("link", "add", "eth7", "netns", name, "type", "veth", "peer", "name", port, "netns", self._switch)
+            self._ip(
+                "link",
+                "add",
+                "eth7",
+                "netns",
+                name,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                port,
+                "netns",
+                self._switch,
+            )
             self._in(self._switch, f"link set {port} master br0")
             self._in(self._switch, f"link set {port} up")
             self._in(name, "link set lo up")
             self._in(name, "link set eth7 up")
             usable_at_once = " nodad" if ":" in self._network else ""
-            self._in(name, f"address add {self._network.format(number + 1)} dev eth7{usable_at_once}")
+            self._in(
+                name, f"address add {self._network.format(number + 1)} dev eth7{usable_at_once}"
+            )
 
     def address(self, host: int) -> str:
         return self._network.format(host + 1).partition("/")[0]
@@ -54,7 +69,14 @@ class Hosts:
     def command(self, host: int) -> list[str]:
         """Return the words that run a command on a host."""
         name = self._names[host]
-        renamed = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"host-{'abc'[host]}"]
+        renamed = [
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            'hostname "$0" && exec "$@"',
+            f"host-{'abc'[host]}",
+        ]
         return ["ip", "netns", "exec", name, *renamed]
 
     def plug(self, host: int, state: str) -> None:
@@ -73,10 +95,14 @@ class Hosts:
             for pid in self._pids(name):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=60, check=False)
+            subprocess.run(
+                ["ip", "netns", "del", name], capture_output=True, timeout=60, check=False
+            )
 
     def _pids(self, name: str) -> list[int]:
-        done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            ["ip", "netns", "pids", name], capture_output=True, text=True, timeout=60, check=False
+        )
         return [int(pid) for pid in done.stdout.split()]
 
     def _in(self, name: str, words: str) -> None:
@@ -84,7 +110,9 @@ class Hosts:
 
     @staticmethod
     def _ip(*words: str) -> None:
-        done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            ["ip", *words], capture_output=True, text=True, timeout=60, check=False
+        )
         if done.returncode:
             raise OSError(f"ip {' '.join(words)}: {done.stderr}")
 

@@ -37,7 +37,9 @@ def test_help_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_a_command(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_of_a_command(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It names values by what they are, not by their type, and has an example that would be accepted."""
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as ended:
@@ -78,22 +80,33 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_knows_commands_and_options(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_knows_commands_and_options(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of all commands, by all names of an option."""
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     missing = [word for name in COMMANDS for word in name.split() if word not in script]
     options = [
-        option for command in COMMANDS.values() for option in read_options(command) if option.name.startswith("--")
+        option
+        for command in COMMANDS.values()
+        for option in read_options(command)
+        if option.name.startswith("--")
     ]
-    missing += [name for option in options for name in option.names if name.removeprefix("--") not in script]
+    missing += [
+        name for option in options for name in option.names if name.removeprefix("--") not in script
+    ]
     assert missing == []
 
 
 def test_bash_completes(tmp_path: Path) -> None:
     """What a shell offers after the script was read: the commands, then the options of one."""
     script = subprocess.run(
-        [sys.executable, "-m", "titan_ft", "completion", "bash"], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-m", "titan_ft", "completion", "bash"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     (tmp_path / "complete").write_text(script.stdout)
     ask = """source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); function=$(complete -p titan-ft)
@@ -119,16 +132,39 @@ def test_one_option_has_the_same_names_everywhere(words: str) -> None:
     """Ours, and those of torchrun and of a cluster's scripts, with = or a space, CONFIG as an option, too."""
     for config in (["llama3_debug"], ["--config", "llama3_debug"], ["--config=llama3_debug"]):
         launch = parse(["launch", "--run-dir", "run", *words.split(), *config])
-        assert (launch.config, launch.replicas, launch.ranks_per_replica) == (Path("llama3_debug"), 2, 3)
-        group = parse(["group", *config, "--run-dir=run", "--group", "1", "--nnodes=1", *words.split()])
+        assert (launch.config, launch.replicas, launch.ranks_per_replica) == (
+            Path("llama3_debug"),
+            2,
+            3,
+        )
+        group = parse(
+            ["group", *config, "--run-dir=run", "--group", "1", "--nnodes=1", *words.split()]
+        )
         ranks = find_ranks_per_node(group.ranks_per_node, group.ranks_per_replica, 1)
-        assert (group.config, group.replica, group.replicas, ranks) == (Path("llama3_debug"), 1, 2, 3)
+        assert (group.config, group.replica, group.replicas, ranks) == (
+            Path("llama3_debug"),
+            1,
+            2,
+            3,
+        )
 
 
 def test_two_names_of_an_option_must_not_contradict_each_other() -> None:
     """The last one would be taken without a word."""
-    words = ["launch", "llama3_debug", "--run-dir", "run", "--ranks-per-replica", "1", "--replicas", "2"]
-    with pytest.raises(ConfigError, match=r"--groups must be the same as --replicas \(2\), got 3; give one of the two"):
+    words = [
+        "launch",
+        "llama3_debug",
+        "--run-dir",
+        "run",
+        "--ranks-per-replica",
+        "1",
+        "--replicas",
+        "2",
+    ]
+    with pytest.raises(
+        ConfigError,
+        match=r"--groups must be the same as --replicas \(2\), got 3; give one of the two",
+    ):
         parse([*words, "--groups=3"])
     assert parse([*words, "--groups=2"]).replicas == 2
     assert parse([*words, "--replicas=3"]).replicas == 3  # a script's own value, replaced
@@ -150,7 +186,8 @@ def test_version(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Ours, and those of what it stands on."""
     assert main([option]) == 0
     assert re.fullmatch(
-        r"titan-ft \d\S* \(torchtitan 0\.2\.2, torchft 0\.2\.0, torch 2\.\S+\)\n", capsys.readouterr().out
+        r"titan-ft \d\S* \(torchtitan 0\.2\.2, torchft 0\.2\.0, torch 2\.\S+\)\n",
+        capsys.readouterr().out,
     )
 
 
@@ -178,7 +215,9 @@ def test_output_that_cannot_be_written(command: str) -> None:
         )
     assert ran.returncode == 2
     (line,) = ran.stderr.splitlines()
-    assert line.startswith("titan-ft: the output must go where it can be written, got an error of its disk (No space")
+    assert line.startswith(
+        "titan-ft: the output must go where it can be written, got an error of its disk (No space"
+    )
 
 
 def test_dry_run_says_what_would_be_started(
@@ -187,7 +226,9 @@ def test_dry_run_says_what_would_be_started(
     """Groups, ports, folders, environment and the workers' command; no file, no process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    flags = "--replicas 2 --ranks-per-replica 1 --run-dir run --lighthouse-port 4711 --chaos every_15s"
+    flags = (
+        "--replicas 2 --ranks-per-replica 1 --run-dir run --lighthouse-port 4711 --chaos every_15s"
+    )
     flags += " --dry-run --link-gbps 50"
     assert main(["launch", "llama3_debug", *flags.split(), "--", "--training.steps=3"]) == 0
     shown = capsys.readouterr().out
@@ -220,13 +261,20 @@ def test_dry_run_says_what_would_be_started(
 
 @pytest.mark.parametrize(("donors", "seconds"), [("8", "2"), ("2", "3"), ("1", "5.9")])
 def test_dry_run_of_throttled_donors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], donors: str, seconds: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    donors: str,
+    seconds: str,
 ) -> None:
     """A joiner gets 592 Mbit from three others at most, each of which sends 100 Mbit/s."""
     monkeypatch.chdir(tmp_path)
     command = "launch llama3_debug --replicas 4 --ranks-per-replica 1 --run-dir run --dry-run"
     settings = (f"heal_donors={donors}", "transfer_max_mbps=100")
-    assert main([*command.split(), "--", *(f"--fault_tolerance.{setting}" for setting in settings)]) == 0
+    assert (
+        main([*command.split(), "--", *(f"--fault_tolerance.{setting}" for setting in settings)])
+        == 0
+    )
     assert f"in which the donors stand still; {seconds} s of transfer," in capsys.readouterr().out
 
 
@@ -242,10 +290,14 @@ def test_dry_run_of_a_bounded_queue(
     assert "for each update that it queues" not in shown
 
 
-def test_dry_run_of_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_of_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With a semi-synchronous method: bytes per round and per step, the anchors, and what a heal moves besides."""
     monkeypatch.chdir(tmp_path)
-    command = "launch llama3_debug_diloco --replicas 4 --ranks-per-replica 1 --run-dir run --dry-run"
+    command = (
+        "launch llama3_debug_diloco --replicas 4 --ranks-per-replica 1 --run-dir run --dry-run"
+    )
     assert main([*command.split(), "--", "--training.steps=25"]) == 0
     shown = capsys.readouterr().out
     for part in (
@@ -269,11 +321,16 @@ def test_dry_run_of_fragments_in_8_bits(
 ) -> None:
     """Each of 4 groups sends 1 byte and 1/64 of each value of a half to 3 others, and holds what rounding leaves."""
     monkeypatch.chdir(tmp_path)
-    command = "launch llama3_debug_diloco --replicas 4 --ranks-per-replica 1 --run-dir run --dry-run"
+    command = (
+        "launch llama3_debug_diloco --replicas 4 --ranks-per-replica 1 --run-dir run --dry-run"
+    )
     names = ("should_quantize", "num_fragments=2", "fragment_sync_delay=3")
     assert main([*command.split(), "--", *(f"--fault_tolerance.{name}" for name in names)]) == 0
     shown = capsys.readouterr().out
-    assert "a round moves 11.76 MiB of each rank's changes: 8.96 MiB out and in (a ring of 4, in 8 bits), " in shown
+    assert (
+        "a round moves 11.76 MiB of each rank's changes: 8.96 MiB out and in (a ring of 4, in 8 bits), "
+        in shown
+    )
     assert "1.79 MiB for each of its 5 steps\n" in shown
     assert "in which training stands still, but for the transfer, beside 3 steps\n" in shown
     assert "buckets of the exchange 23.51 MiB, what rounding leaves 47.03 MiB\n" in shown
@@ -335,11 +392,15 @@ def test_check_json_holds_the_audit(tmp_path: Path, capsys: pytest.CaptureFixtur
     checked = json.loads(capsys.readouterr().out)
     assert checked["verdict"] == checked["audit"]["verdict"] == "unknown"
     assert (checked["outcome"], checked["colour"]) == (None, "amber")
-    assert all("must be a JSON object" in judgement["unknown"][0] for judgement in checked["judgements"])
+    assert all(
+        "must be a JSON object" in judgement["unknown"][0] for judgement in checked["judgements"]
+    )
 
 
 @pytest.mark.parametrize("command", [["check"], ["check", "--json"], ["report"]])
-def test_a_folder_without_events(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_events(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nothing was run there: one sentence, and the status of a mistake in the usage."""
     assert main([*command, str(tmp_path)]) == 2
     told = capsys.readouterr()
@@ -374,7 +435,9 @@ def test_a_wheel_has_what_the_commands_read(monkeypatch: pytest.MonkeyPatch) -> 
     wheel.set_defaults()
     build = wheel.get_command_obj("build_py")
     build.ensure_finalized()  # type: ignore[attr-defined]
-    packed = {Path(folder, name) for _, folder, _, names in build._get_data_files() for name in names}  # type: ignore[attr-defined]
+    packed = {
+        Path(folder, name) for _, folder, _, names in build._get_data_files() for name in names
+    }  # type: ignore[attr-defined]
     configs = ROOT / "configs"
     wanted = {Path("titan_ft/configs", path.relative_to(configs)) for path in configs.rglob("*.*")}
     assert {path for path in packed if "configs" in path.parts} == wanted

@@ -36,7 +36,9 @@ def make_config(changes: dict[str, Any] | None = None) -> Any:
         fault_tolerance=FaultTolerance(enable=True, group_size=2),
         training=SimpleNamespace(local_batch_size=8, global_batch_size=-1, dtype="float32"),
         parallelism=SimpleNamespace(
-            data_parallel_replicate_degree=1, data_parallel_shard_degree=-1, context_parallel_degree=1
+            data_parallel_replicate_degree=1,
+            data_parallel_shard_degree=-1,
+            context_parallel_degree=1,
         ),
         optimizer=SimpleNamespace(early_step_in_backward=False),
         checkpoint=SimpleNamespace(enable=False, create_seed_checkpoint=False),
@@ -63,8 +65,12 @@ def test_defaults_with_a_group_size_are_valid() -> None:
     validate(make_config())
 
 
-@pytest.mark.parametrize(("replicate", "shard", "context"), [(1, 1, 1), (2, -1, 1), (2, 2, 1), (2, 1, 2)])
-def test_copies_inside_a_group_that_shards_are_valid(replicate: int, shard: int, context: int) -> None:
+@pytest.mark.parametrize(
+    ("replicate", "shard", "context"), [(1, 1, 1), (2, -1, 1), (2, 2, 1), (2, 1, 2)]
+)
+def test_copies_inside_a_group_that_shards_are_valid(
+    replicate: int, shard: int, context: int
+) -> None:
     """torchtitan trains these with FSDP; a shard degree of -1 is known to the worker alone."""
     parallelism = {
         "data_parallel_replicate_degree": replicate,
@@ -76,7 +82,11 @@ def test_copies_inside_a_group_that_shards_are_valid(replicate: int, shard: int,
 
 def test_nothing_is_checked_when_disabled() -> None:
     """With `enable = false` torchtitan's own rules are the only ones."""
-    validate(make_config({"enable": False, "group_size": 0, "process_group": "mpi", "checkpoint.enable": True}))
+    validate(
+        make_config(
+            {"enable": False, "group_size": 0, "process_group": "mpi", "checkpoint.enable": True}
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +101,10 @@ def test_nothing_is_checked_when_disabled() -> None:
             "fault_tolerance.replica_id must be < group_size (2), got 2; number the groups from 0, or raise group_size",
         ),
         (
-            {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 1},
+            {
+                "parallelism.data_parallel_replicate_degree": 2,
+                "parallelism.data_parallel_shard_degree": 1,
+            },
             "parallelism.data_parallel_replicate_degree must be 1 in a group that does not shard the model "
             "(data_parallel_shard_degree and context_parallel_degree are 1), got 2; set it to 1 and start 2 times as "
             "many groups (fault_tolerance.group_size), or shard: data_parallel_shard_degree >= 2",
@@ -103,7 +116,9 @@ def test_nothing_is_checked_when_disabled() -> None:
         ),
     ],
 )
-def test_error_is_one_line_of_field_rule_value_and_remedy(changes: dict[str, Any], line: str) -> None:
+def test_error_is_one_line_of_field_rule_value_and_remedy(
+    changes: dict[str, Any], line: str
+) -> None:
     """An error says which field breaks which rule with which value, and what to do."""
     assert error_of(changes) == line
 
@@ -119,7 +134,10 @@ def test_error_is_one_line_of_field_rule_value_and_remedy(changes: dict[str, Any
         ({"transfer_max_mbps": -0.5}, ["transfer_max_mbps must be >= 0", "-0.5"]),
         ({"catch_up_max_gb": -1.0}, ["catch_up_max_gb must be >= 0"]),
         ({"batch_policy": "grow"}, ["batch_policy must be one of shrink, constant"]),
-        ({"semi_sync_method": "LocalSGD"}, ["semi_sync_method must be one of", "did you mean local_sgd?"]),
+        (
+            {"semi_sync_method": "LocalSGD"},
+            ["semi_sync_method must be one of", "did you mean local_sgd?"],
+        ),
         ({"semi_sync_method": "easgd"}, ["semi_sync_method must be one of", "'easgd'; without it"]),
         ({"lr_policy": "log"}, ["lr_policy must be one of none, sqrt, linear"]),
         ({"hang_timeout_seconds": -1.0}, ["hang_timeout_seconds must be >= 0"]),
@@ -127,21 +145,45 @@ def test_error_is_one_line_of_field_rule_value_and_remedy(changes: dict[str, Any
         ({"digest_every": -5}, ["digest_every must be >= 0"]),
         ({"bucket_size_mb": 0}, ["bucket_size_mb must be > 0"]),
         ({"heartbeat_timeout_ms": 49}, ["heartbeat_timeout_ms must be >= 50", "49", "every 20 ms"]),
-        ({"heartbeat_timeout_ms": 10000}, ["heartbeat_timeout_ms", "< process_group_timeout_ms (10000)"]),
-        ({"process_group_timeout_ms": 500}, ["heartbeat_timeout_ms", "< process_group_timeout_ms (500)"]),
+        (
+            {"heartbeat_timeout_ms": 10000},
+            ["heartbeat_timeout_ms", "< process_group_timeout_ms (10000)"],
+        ),
+        (
+            {"process_group_timeout_ms": 500},
+            ["heartbeat_timeout_ms", "< process_group_timeout_ms (500)"],
+        ),
         ({"join_timeout_ms": 0}, ["join_timeout_ms must be > 0"]),
-        ({"optimizer.early_step_in_backward": True}, ["optimizer.early_step_in_backward is not supported yet"]),
-        ({"checkpoint.create_seed_checkpoint": True}, ["checkpoint.create_seed_checkpoint is not supported yet"]),
+        (
+            {"optimizer.early_step_in_backward": True},
+            ["optimizer.early_step_in_backward is not supported yet"],
+        ),
+        (
+            {"checkpoint.create_seed_checkpoint": True},
+            ["checkpoint.create_seed_checkpoint is not supported yet"],
+        ),
         ({"comm.mode": "fake_backend"}, ['comm.mode must be "default"', "'fake_backend'"]),
         ({"training.global_batch_size": 0}, ["training.global_batch_size must be > 0, or -1"]),
-        ({"training.global_batch_size": 17}, ["divisible by fault_tolerance.group_size (2)", "17", "all groups"]),
-        ({"training.global_batch_size": 24}, ["multiple of", "group_size (2) x training.local_batch_size (8)", "24"]),
+        (
+            {"training.global_batch_size": 17},
+            ["divisible by fault_tolerance.group_size (2)", "17", "all groups"],
+        ),
+        (
+            {"training.global_batch_size": 24},
+            ["multiple of", "group_size (2) x training.local_batch_size (8)", "24"],
+        ),
         (
             {"training.global_batch_size": 48, "parallelism.data_parallel_shard_degree": 2},
             ["multiple of", "x the data-parallel degree of a group (2)", "48"],
         ),
-        ({"lighthouse": "localhost"}, ["fault_tolerance.lighthouse must look like http://host:port", "'localhost'"]),
-        ({"advertise_address": "node7"}, ["advertise_address must be a numeric address", "'node7'"]),
+        (
+            {"lighthouse": "localhost"},
+            ["fault_tolerance.lighthouse must look like http://host:port", "'localhost'"],
+        ),
+        (
+            {"advertise_address": "node7"},
+            ["advertise_address must be a numeric address", "'node7'"],
+        ),
         ({"advertise_address": "0.0.0.0"}, ["advertise_address", "can reach", "leave it out"]),
     ],
 )
@@ -170,7 +212,13 @@ def test_broken_rule_is_named(changes: dict[str, Any], parts: list[str]) -> None
         {"lighthouse": "file:/shared/run 1/lighthouse.json"},
         {"advertise_address": "fe80::1"},
         {"sync_steps": 20, "num_fragments": 3},
-        {"sync_steps": 0, "should_quantize": True, "outer_lr": 0.0, "outer_momentum": 2.0, "hang_timeout_seconds": 0},
+        {
+            "sync_steps": 0,
+            "should_quantize": True,
+            "outer_lr": 0.0,
+            "outer_momentum": 2.0,
+            "hang_timeout_seconds": 0,
+        },
     ],
 )
 def test_values_at_the_limits_are_valid(changes: dict[str, Any]) -> None:
@@ -193,8 +241,14 @@ SEMI_SYNC = {"semi_sync_method": "diloco"}
         ),
         ({"fragment_update_alpha": 1.0}, ["fragment_update_alpha must be >= 0 and < 1", "1.0"]),
         ({"num_fragments": 0}, ["num_fragments must be >= 1", "0"]),
-        ({"num_fragments": 2}, ["sync_steps must be a multiple of the number of fragments (2)", "5"]),
-        ({"module_fqns_per_model_fragment": [["a"], []]}, ["module_fqns_per_model_fragment must name a module"]),
+        (
+            {"num_fragments": 2},
+            ["sync_steps must be a multiple of the number of fragments (2)", "5"],
+        ),
+        (
+            {"module_fqns_per_model_fragment": [["a"], []]},
+            ["module_fqns_per_model_fragment must name a module"],
+        ),
         (
             {"module_fqns_per_model_fragment": [["a"], ["b", "a"]]},
             ["must name a module or more in each list, and none"],
@@ -205,11 +259,24 @@ SEMI_SYNC = {"semi_sync_method": "diloco"}
         ),
         (
             {"should_quantize": True, "exchange_dtype": "bfloat16"},
-            ['exchange_dtype must be "float32" with should_quantize', "'bfloat16'", "leave one out"],
+            [
+                'exchange_dtype must be "float32" with should_quantize',
+                "'bfloat16'",
+                "leave one out",
+            ],
         ),
-        ({"sync_deadline_seconds": -1.0}, ["sync_deadline_seconds must be >= 0", "0 makes all steps of a round"]),
-        ({"semi_sync_method": "local_sgd", "fragment_sync_delay": 1}, ["fragment_sync_delay is not used", '"diloco"']),
-        ({"semi_sync_method": "local_sgd", "num_fragments": 5}, ["num_fragments is not used", '"local_sgd"', "5"]),
+        (
+            {"sync_deadline_seconds": -1.0},
+            ["sync_deadline_seconds must be >= 0", "0 makes all steps of a round"],
+        ),
+        (
+            {"semi_sync_method": "local_sgd", "fragment_sync_delay": 1},
+            ["fragment_sync_delay is not used", '"diloco"'],
+        ),
+        (
+            {"semi_sync_method": "local_sgd", "num_fragments": 5},
+            ["num_fragments is not used", '"local_sgd"', "5"],
+        ),
         ({"outer_lr": 0}, ["outer_lr must be > 0", "0.7"]),
         ({"outer_momentum": -0.1}, ["outer_momentum must be >= 0 and < 1", "-0.1"]),
         ({"outer_momentum": 1}, ["outer_momentum must be >= 0 and < 1", "0.9"]),
@@ -217,18 +284,32 @@ SEMI_SYNC = {"semi_sync_method": "diloco"}
             {"semi_sync_method": "local_sgd", "should_quantize": True},
             ["should_quantize is not used", '"local_sgd"', "got True", '"diloco"'],
         ),
-        ({"semi_sync_method": "local_sgd", "outer_lr": 1.0}, ["outer_lr is not used", '"local_sgd"', '"diloco"']),
-        ({"semi_sync_method": "local_sgd", "outer_momentum": 0.0}, ["outer_momentum is not used", "left out"]),
-        ({"batch_policy": "constant"}, ['batch_policy must be "shrink" with semi_sync_method', "'constant'"]),
+        (
+            {"semi_sync_method": "local_sgd", "outer_lr": 1.0},
+            ["outer_lr is not used", '"local_sgd"', '"diloco"'],
+        ),
+        (
+            {"semi_sync_method": "local_sgd", "outer_momentum": 0.0},
+            ["outer_momentum is not used", "left out"],
+        ),
+        (
+            {"batch_policy": "constant"},
+            ['batch_policy must be "shrink" with semi_sync_method', "'constant'"],
+        ),
         ({"lr_policy": "sqrt"}, ['lr_policy must be "none" with semi_sync_method', "'sqrt'"]),
-        ({"hang_timeout_seconds": 0}, ["hang_timeout_seconds must be > 0 with semi_sync_method", "hangs"]),
+        (
+            {"hang_timeout_seconds": 0},
+            ["hang_timeout_seconds must be > 0 with semi_sync_method", "hangs"],
+        ),
         (
             {"training.dtype": "bfloat16"},
             ['training.dtype must be "float32" with', "'bfloat16'", "mixed_"],
         ),
     ],
 )
-def test_broken_rule_of_semi_synchronous_training_is_named(changes: dict[str, Any], parts: list[str]) -> None:
+def test_broken_rule_of_semi_synchronous_training_is_named(
+    changes: dict[str, Any], parts: list[str]
+) -> None:
     """What a semi-synchronous method needs, cannot do, or would not look at is one line as well."""
     line = error_of({**SEMI_SYNC, **changes})
     for part in parts:
@@ -253,7 +334,8 @@ def test_semi_synchronous_training_is_valid(changes: dict[str, Any]) -> None:
 DURATIONS = [
     f.name
     for f in dataclasses.fields(FaultTolerance)
-    if f.name.endswith(("_ms", "_seconds")) and f.name not in ("hang_timeout_seconds", "sync_deadline_seconds")
+    if f.name.endswith(("_ms", "_seconds"))
+    and f.name not in ("hang_timeout_seconds", "sync_deadline_seconds")
 ]
 
 
@@ -272,7 +354,10 @@ def test_durations_are_positive(name: str, value: int) -> None:
         ({"group_size": 2.0}, ["fault_tolerance.group_size must be a whole number", "2.0"]),
         ({"bucket_size_mb": False}, ["fault_tolerance.bucket_size_mb must be a number", "False"]),
         ({"bucket_size_mb": math.nan}, ["fault_tolerance.bucket_size_mb must be finite", "nan"]),
-        ({"start_timeout_seconds": math.inf}, ["fault_tolerance.start_timeout_seconds must be finite", "inf"]),
+        (
+            {"start_timeout_seconds": math.inf},
+            ["fault_tolerance.start_timeout_seconds must be finite", "inf"],
+        ),
         ({"enable": "no"}, ["fault_tolerance.enable must be true or false", "'no'"]),
         (
             {"lighthouse": "file:run"},
@@ -281,7 +366,10 @@ def test_durations_are_positive(name: str, value: int) -> None:
         ({"lighthouse": 29510}, ["fault_tolerance.lighthouse must be a string", "29510"]),
         ({"semi_sync_method": 1}, ["fault_tolerance.semi_sync_method must be of type str | None"]),
         ({"module_fqns_per_model_fragment": ["a"]}, ["must be of type list[list[str]]"]),
-        ({"training.global_batch_size": "64"}, ["training.global_batch_size must be a whole number", "'64'"]),
+        (
+            {"training.global_batch_size": "64"},
+            ["training.global_batch_size must be a whole number", "'64'"],
+        ),
     ],
 )
 def test_wrong_types_are_named(changes: dict[str, Any], parts: list[str]) -> None:
@@ -313,9 +401,13 @@ def test_nesterov_without_momentum_is_plain_sgd() -> None:
     """torch refuses that pair; outer_momentum = 0 alone is enough to ask for plain SGD."""
     import torch
 
-    lr, momentum, nesterov = outer_optimizer(FaultTolerance(semi_sync_method="diloco", outer_momentum=0.0))
+    lr, momentum, nesterov = outer_optimizer(
+        FaultTolerance(semi_sync_method="diloco", outer_momentum=0.0)
+    )
     assert not nesterov
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr, momentum=momentum, nesterov=nesterov)
+    torch.optim.SGD(
+        [torch.nn.Parameter(torch.zeros(1))], lr=lr, momentum=momentum, nesterov=nesterov
+    )
 
 
 def test_unknown_key_names_the_closest_one() -> None:
@@ -326,23 +418,33 @@ def test_unknown_key_names_the_closest_one() -> None:
         "fault_tolerance.min_replicas_size is not a valid key; did you mean min_replica_size? titan-ft config "
         "llama3_debug --json prints all of them"
     )
-    with pytest.raises(ConfigError, match=r"fault_tolerance\.zzz is not a valid key; titan-ft config llama3_debug "):
+    with pytest.raises(
+        ConfigError, match=r"fault_tolerance\.zzz is not a valid key; titan-ft config llama3_debug "
+    ):
         check_toml({"fault_tolerance": {"zzz": 1}})
 
 
 def test_misspelt_or_malformed_table_is_named() -> None:
     """A table that is none, or whose name is misspelt, is refused; other tables are torchtitan's matter."""
-    with pytest.raises(ConfigError, match=r"fault_tolerance must be a table, got True; write \[fault_tolerance\]"):
+    with pytest.raises(
+        ConfigError, match=r"fault_tolerance must be a table, got True; write \[fault_tolerance\]"
+    ):
         check_toml({"fault_tolerance": True})
-    with pytest.raises(ConfigError, match=r"\[fault_tolerence\] is no table .* did you mean \[fault_tolerance\]\?"):
+    with pytest.raises(
+        ConfigError, match=r"\[fault_tolerence\] is no table .* did you mean \[fault_tolerance\]\?"
+    ):
         check_toml({"fault_tolerence": {"enable": True}})
     check_toml({"job": {"anything": 1}, "training": {}})
 
 
 def test_wrong_type_in_toml_is_named() -> None:
     """Types are checked in the TOML already; a whole number may stand for a float."""
-    check_toml({"fault_tolerance": {"bucket_size_mb": 4, "module_fqns_per_model_fragment": [["a", "b"]]}})
-    with pytest.raises(ConfigError, match=r"fault_tolerance\.group_size must be a whole number, got 'two'"):
+    check_toml(
+        {"fault_tolerance": {"bucket_size_mb": 4, "module_fqns_per_model_fragment": [["a", "b"]]}}
+    )
+    with pytest.raises(
+        ConfigError, match=r"fault_tolerance\.group_size must be a whole number, got 'two'"
+    ):
         check_toml({"fault_tolerance": {"group_size": "two"}})
 
 
@@ -389,7 +491,9 @@ def test_lighthouse_comes_from_the_config_first() -> None:
     assert resolve_lighthouse(ft, "http://other:2") == "http://10.0.0.1:1"
     assert resolve_lighthouse(FaultTolerance(), "http://other:2") == "http://other:2"
     for fallback in (None, ""):
-        with pytest.raises(ConfigError, match=r"fault_tolerance\.lighthouse must be set.*TORCHFT_LIGHTHOUSE"):
+        with pytest.raises(
+            ConfigError, match=r"fault_tolerance\.lighthouse must be set.*TORCHFT_LIGHTHOUSE"
+        ):
             resolve_lighthouse(FaultTolerance(), fallback)
 
 
@@ -411,8 +515,22 @@ def test_a_removed_setting_is_refused_with_its_remedy(name: str, tmp_path: Path)
 @pytest.mark.parametrize(
     "address",
     [
-        *("localhost", "localhost:29510", "http://localhost", "http://:29510", "http://h:0", "http://h:70000"),
-        *("http://h:x", "https://h:1", "http://h:1/path", "http://h:1?q", "http://u@h:1", "http://a b:1"),
+        *(
+            "localhost",
+            "localhost:29510",
+            "http://localhost",
+            "http://:29510",
+            "http://h:0",
+            "http://h:70000",
+        ),
+        *(
+            "http://h:x",
+            "https://h:1",
+            "http://h:1/path",
+            "http://h:1?q",
+            "http://u@h:1",
+            "http://a b:1",
+        ),
         "http://[::1:1",
     ],
 )
@@ -420,7 +538,9 @@ def test_malformed_lighthouse_is_named_with_its_source(address: str) -> None:
     """A malformed address says whether the config or the environment holds it."""
     with pytest.raises(ConfigError, match=r"^TORCHFT_LIGHTHOUSE must look like http://host:port"):
         resolve_lighthouse(FaultTolerance(), address)
-    with pytest.raises(ConfigError, match=r"^fault_tolerance\.lighthouse must look like http://host:port"):
+    with pytest.raises(
+        ConfigError, match=r"^fault_tolerance\.lighthouse must look like http://host:port"
+    ):
         resolve_lighthouse(FaultTolerance(lighthouse=address), None)
 
 
@@ -436,7 +556,11 @@ def test_every_field_has_a_docstring() -> None:
 def test_field_types_are_objects() -> None:
     """torchtitan's merge reads the types as objects, so the module must not postpone annotations."""
     assert not hasattr(config_module, "annotations")
-    assert all(not isinstance(f.type, str) for cls in (JobConfig, FaultTolerance) for f in dataclasses.fields(cls))
+    assert all(
+        not isinstance(f.type, str)
+        for cls in (JobConfig, FaultTolerance)
+        for f in dataclasses.fields(cls)
+    )
 
 
 # What follows imports torchtitan's config package.
@@ -477,11 +601,20 @@ def test_merged_defaults_are_ours() -> None:
 def test_merged_config_takes_toml_and_flags(tmp_path: Path) -> None:
     """Our fields come from TOML and flags, flags first; torchtitan's other tables are untouched; all validates."""
     flag = write_toml(
-        tmp_path, "[training]\nsteps = 7\n[fault_tolerance]\nenable = true\ngroup_size = 3\nbucket_size_mb = 4\n"
+        tmp_path,
+        "[training]\nsteps = 7\n[fault_tolerance]\nenable = true\ngroup_size = 3\nbucket_size_mb = 4\n",
     )
-    config = parse([flag, "--fault_tolerance.replica_id=2", "--fault_tolerance.bucket_size_mb", "8"])
+    config = parse(
+        [flag, "--fault_tolerance.replica_id=2", "--fault_tolerance.bucket_size_mb", "8"]
+    )
     ft = config.fault_tolerance
-    assert (ft.enable, ft.group_size, ft.replica_id, ft.bucket_size_mb, ft.digest_every) == (True, 3, 2, 8.0, 50)
+    assert (ft.enable, ft.group_size, ft.replica_id, ft.bucket_size_mb, ft.digest_every) == (
+        True,
+        3,
+        2,
+        8.0,
+        50,
+    )
     assert config.training.steps == 7
     validate(config)
 
@@ -530,6 +663,7 @@ def test_module_extends_plain_torchtitan(tmp_path: Path) -> None:
     from torchtitan.config.manager import ConfigManager
 
     flag = write_toml(
-        tmp_path, '[job]\ncustom_config_module = "titan_ft.config"\n[fault_tolerance]\ndigest_every = 9\n'
+        tmp_path,
+        '[job]\ncustom_config_module = "titan_ft.config"\n[fault_tolerance]\ndigest_every = 9\n',
     )
     assert ConfigManager().parse_args([flag]).fault_tolerance.digest_every == 9

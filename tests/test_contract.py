@@ -35,7 +35,8 @@ def parameters(function: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("package", "version"), [("torchtitan", "0.2.2"), ("torchft", "0.2.0"), ("torch", "2.13"), ("tyro", "1.0.16")]
+    ("package", "version"),
+    [("torchtitan", "0.2.2"), ("torchft", "0.2.0"), ("torch", "2.13"), ("tyro", "1.0.16")],
 )
 def test_pinned_versions(package: str, version: str) -> None:
     """The rest of this file holds for these releases."""
@@ -65,7 +66,11 @@ class Options:
         ("x --number 1 --flag=yes", "UnrecognizedArgs", ["yes"]),
         ("x --number", "BadValue", ("too_few_values", ["--count", "--number"], int)),
         ("x --number 1 --choice c", "InvalidChoice", ("c", ("a", "b"), ["--choice"])),
-        ("x --count one", "InstantiationFailure", ("invalid literal", ["--count", "--number"], int)),
+        (
+            "x --count one",
+            "InstantiationFailure",
+            ("invalid literal", ["--count", "--number"], int),
+        ),
         ("x --number -1", "InstantiationFailure", ("must be >= 0", None, None)),
     ],
 )
@@ -167,10 +172,19 @@ def test_torchtitan_trainer_has_the_seams() -> None:
     from torchtitan.train import Trainer
 
     source = inspect.getsource(Trainer.train)
-    loop, step, call = "while self.should_continue_training()", "self.step += 1", "self.train_step(data_iterator)"
+    loop, step, call = (
+        "while self.should_continue_training()",
+        "self.step += 1",
+        "self.train_step(data_iterator)",
+    )
     assert source.index(loop) < source.index(step) < source.index(call)
     assert parameters(Trainer.train_step) == ["self", "data_iterator"]
-    assert parameters(Trainer.forward_backward_step) == ["self", "input_dict", "labels", "global_valid_tokens"]
+    assert parameters(Trainer.forward_backward_step) == [
+        "self",
+        "input_dict",
+        "labels",
+        "global_valid_tokens",
+    ]
     assert "self.ntokens_seen += ntokens_batch" in inspect.getsource(Trainer.batch_generator)
 
 
@@ -180,7 +194,9 @@ def test_torchtitan_s_trainer_is_recorded() -> None:
 
     for function, names in ((Trainer.__init__, ["self", "job_config"]), (Trainer.train, ["self"])):
         wrapped = inspect.unwrap(function)
-        assert function.__globals__["__name__"] == "torch.distributed.elastic.multiprocessing.errors"
+        assert (
+            function.__globals__["__name__"] == "torch.distributed.elastic.multiprocessing.errors"
+        )
         assert wrapped.__globals__["__name__"] == "torchtitan.train"
         assert parameters(wrapped) == names
 
@@ -190,8 +206,14 @@ def test_torchtitan_uses_global_valid_tokens_only_as_a_divisor() -> None:
     from torchtitan.train import Trainer
 
     source = inspect.getsource(Trainer.forward_backward_step)
-    uses = [line.strip() for line in source.splitlines() if "global_valid_tokens" in line and "#" not in line]
-    assert all("/ global_valid_tokens" in line or line.startswith("global_valid_tokens:") for line in uses), uses
+    uses = [
+        line.strip()
+        for line in source.splitlines()
+        if "global_valid_tokens" in line and "#" not in line
+    ]
+    assert all(
+        "/ global_valid_tokens" in line or line.startswith("global_valid_tokens:") for line in uses
+    ), uses
 
 
 def test_torchtitan_s_pipelines_go_backward_from_the_sum() -> None:
@@ -201,7 +223,9 @@ def test_torchtitan_s_pipelines_go_backward_from_the_sum() -> None:
 
     assert "scale_grads=False" in inspect.getsource(build_pipeline_schedule)
     source = inspect.getsource(Trainer.forward_backward_step)
-    pipeline = source[source.index("if parallel_dims.pp_enabled") : source.index("# Non-PP forward / backward")]
+    pipeline = source[
+        source.index("if parallel_dims.pp_enabled") : source.index("# Non-PP forward / backward")
+    ]
     backward, told = pipeline.split("# accumulate losses across pipeline microbatches")
     assert "self.pp_schedule.step(" in backward
     assert "global_valid_tokens" not in backward
@@ -228,7 +252,9 @@ def test_torchtitan_dist_utils() -> None:
     """The functions that _apply and _heal call as torchtitan's train_step does."""
     from torchtitan.distributed import utils
 
-    assert {"max_norm", "foreach", "pp_mesh", "ep_enabled"} <= set(parameters(utils.clip_grad_norm_))
+    assert {"max_norm", "foreach", "pp_mesh", "ep_enabled"} <= set(
+        parameters(utils.clip_grad_norm_)
+    )
     assert parameters(utils.set_pg_timeouts) == ["timeout", "parallel_dims"]
     assert "barrier(device_ids=" in inspect.getsource(utils.set_pg_timeouts)
 
@@ -238,10 +264,16 @@ def test_a_store_answers_pings() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         store = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listener.fileno()),
         )
     with socket.create_connection(("127.0.0.1", port), timeout=5.0) as connection:
-        connection.sendall(control_pings._VALIDATE + control_pings._PING.pack(control_pings._PING_TYPE, 77))
+        connection.sendall(
+            control_pings._VALIDATE + control_pings._PING.pack(control_pings._PING_TYPE, 77)
+        )
         assert connection.recv(64) == control_pings._ANSWER.pack(77)
     assert store.port == port
 
@@ -251,7 +283,11 @@ def test_torchft_coordination() -> None:
     from torchft.coordination import LighthouseServer, ManagerClient, ManagerServer
 
     lighthouse = LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100, quorum_tick_ms=20, heartbeat_timeout_ms=500
+        bind="127.0.0.1:0",
+        min_replicas=1,
+        join_timeout_ms=100,
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=500,
     )
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     address = f"http://127.0.0.1:{lighthouse.address().rsplit(':', 1)[1]}"
@@ -305,7 +341,9 @@ def test_coordination_alone_is_used_of_torchft() -> None:
                 modules |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 modules.add(node.module or "")
-    assert {name for name in modules if name.partition(".")[0] == "torchft"} == {"torchft.coordination"}
+    assert {name for name in modules if name.partition(".")[0] == "torchft"} == {
+        "torchft.coordination"
+    }
 
 
 def test_fsdp_calls_post_accumulate_hooks_on_sharded_parameters() -> None:
@@ -338,8 +376,19 @@ def test_torchtitan_checkpoints() -> None:
         "from_hf",
         "from_quantized",
     ]
-    assert parameters(CheckpointManager.dcp_save)[:4] == ["self", "state_dict", "checkpoint_id", "async_mode"]
-    for name in ("_should_save", "_async_wait", "_find_load_step", "_purge_stale_checkpoints", "_create_checkpoint_id"):
+    assert parameters(CheckpointManager.dcp_save)[:4] == [
+        "self",
+        "state_dict",
+        "checkpoint_id",
+        "async_mode",
+    ]
+    for name in (
+        "_should_save",
+        "_async_wait",
+        "_find_load_step",
+        "_purge_stale_checkpoints",
+        "_create_checkpoint_id",
+    ):
         assert callable(getattr(CheckpointManager, name)), name
 
 
@@ -349,7 +398,9 @@ def test_torchtitan_loader_is_a_stateful_data_loader() -> None:
     from torchtitan.components.dataloader import ParallelAwareDataloader
 
     assert issubclass(ParallelAwareDataloader, StatefulDataLoader)
-    assert "pickle.dumps(super().state_dict())" in inspect.getsource(ParallelAwareDataloader.state_dict)
+    assert "pickle.dumps(super().state_dict())" in inspect.getsource(
+        ParallelAwareDataloader.state_dict
+    )
 
 
 def test_torchft_native_module_loads_alone() -> None:
@@ -374,13 +425,18 @@ def test_torch_merges_files_of_hugging_faces_format_between_collectives() -> Non
     from torch.distributed.checkpoint import _consolidate_hf_safetensors as merging
 
     source = inspect.getsource(merging.consolidate_safetensors_files_on_every_rank)
-    calls = ("_consolidate_safetensors_files(", "dist.gather_object(", "_write_overall_metadata_file(", "dist.barrier(")
+    calls = (
+        "_consolidate_safetensors_files(",
+        "dist.gather_object(",
+        "_write_overall_metadata_file(",
+        "dist.barrier(",
+    )
     places = [source.index(call) for call in calls]
     assert places == sorted(places)
 
 
 def test_launch_seams_of_torch_elastic() -> None:
     """Workers meet at the agent's store because of a variable that torchrun's agent sets."""
-    assert "TORCHELASTIC_USE_AGENT_STORE" in inspect.getsource(dist.rendezvous.__globals__["_create_c10d_store"]) or (
-        "TORCHELASTIC_USE_AGENT_STORE" in inspect.getsource(inspect.getmodule(dist.rendezvous))
-    )
+    assert "TORCHELASTIC_USE_AGENT_STORE" in inspect.getsource(
+        dist.rendezvous.__globals__["_create_c10d_store"]
+    ) or ("TORCHELASTIC_USE_AGENT_STORE" in inspect.getsource(inspect.getmodule(dist.rendezvous)))

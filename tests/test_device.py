@@ -73,7 +73,9 @@ def test_barrier_takes_device_ids() -> None:
 def test_nccl_without_a_gpu_is_refused_in_one_line() -> None:
     """The message names field, rule, value and remedy."""
     device.require("gloo", local_rank=7)
-    with pytest.raises(ConfigError, match=r'process_group must be "gloo".*got "nccl"; set it to "gloo"') as caught:
+    with pytest.raises(
+        ConfigError, match=r'process_group must be "gloo".*got "nccl"; set it to "gloo"'
+    ) as caught:
         device.require("nccl", local_rank=0)
     assert "\n" not in str(caught.value)
 
@@ -81,11 +83,17 @@ def test_nccl_without_a_gpu_is_refused_in_one_line() -> None:
 def test_torch_leaves_a_lost_peer_to_us() -> None:
     """Everything by which torch ends a process, or keeps it waiting, is off; what does no harm stays the user's."""
     made = device.nccl_environment({"HOME": "/"}, 10500)
-    assert int(made.pop("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")) > 1000  # torch looks once a second whether to dump
+    assert (
+        int(made.pop("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")) > 1000
+    )  # torch looks once a second whether to dump
     assert made.pop("TORCH_NCCL_NONBLOCKING_TIMEOUT") == "11"
     assert made.pop("CUDA_DEVICE_MAX_CONNECTIONS") == "32"
     assert set(made.values()) == {"0"}
-    assert {"TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_PROPAGATE_ERROR"} <= set(made)
+    assert {
+        "TORCH_NCCL_ENABLE_MONITORING",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "TORCH_NCCL_PROPAGATE_ERROR",
+    } <= set(made)
     assert device.ASYNC_ERROR_HANDLING not in made  # torchtitan would write over it, with a warning
     own = {
         "TORCH_NCCL_NONBLOCKING_TIMEOUT": "30",
@@ -104,7 +112,11 @@ def test_torch_leaves_a_lost_peer_to_us() -> None:
 @pytest.mark.parametrize("value", ["1", "2", "3"])
 def test_error_handling_that_is_overwritten_is_not_refused(name: str, value: str) -> None:
     """torchrun and many scripts set it; torchtitan overwrites it for its communicators, `AbortableNccl` for its own."""
-    assert device.nccl_environment({name: value}, 10000).keys().isdisjoint({name, device.ASYNC_ERROR_HANDLING})
+    assert (
+        device.nccl_environment({name: value}, 10000)
+        .keys()
+        .isdisjoint({name, device.ASYNC_ERROR_HANDLING})
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,12 +134,16 @@ def test_error_handling_that_is_overwritten_is_not_refused(name: str, value: str
         ("TORCH_NCCL_NONBLOCKING_TIMEOUT", "9", "a whole number of seconds >= 10"),
     ],
 )
-def test_a_setting_that_ends_survivors_is_refused_in_one_line(name: str, value: str, rule: str) -> None:
+def test_a_setting_that_ends_survivors_is_refused_in_one_line(
+    name: str, value: str, rule: str
+) -> None:
     """It names the variable, the rule, the value, the reason and the remedy."""
     with pytest.raises(ConfigError) as caught:
         device.nccl_environment({name: value}, 10000)
     line = str(caught.value)
-    assert line.startswith(f'{name} must be {rule} with fault_tolerance.process_group = "nccl", got {value!r}: ')
+    assert line.startswith(
+        f'{name} must be {rule} with fault_tolerance.process_group = "nccl", got {value!r}: '
+    )
     assert line.endswith("; unset it")
     assert "\n" not in line
 
@@ -137,7 +153,9 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(device, "on_cpu", lambda: False)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     device.require("gloo", local_rank=1)
-    with pytest.raises(ConfigError, match=r"^LOCAL_RANK must be < the GPUs .* \(2\), got 2; start fewer ranks"):
+    with pytest.raises(
+        ConfigError, match=r"^LOCAL_RANK must be < the GPUs .* \(2\), got 2; start fewer ranks"
+    ):
         device.require("gloo", local_rank=2)
 
 
@@ -217,5 +235,8 @@ def test_context_parallelism_on_cpu_needs_an_attention_that_it_knows() -> None:
     from torchtitan.models.attention import FlexAttentionWrapper, ScaledDotProductAttentionWrapper
 
     cpu.adapt_attention(torch.nn.Sequential(ScaledDotProductAttentionWrapper()), "headtail")
-    with pytest.raises(ConfigError, match=r"context_parallel_degree must be 1 on CPU .* got Sequential; use a flavor"):
+    with pytest.raises(
+        ConfigError,
+        match=r"context_parallel_degree must be 1 on CPU .* got Sequential; use a flavor",
+    ):
         cpu.adapt_attention(torch.nn.Sequential(FlexAttentionWrapper()), "headtail")

@@ -31,7 +31,9 @@ PAGES = (
     "tests/README.md",
     *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
 )
-RESULTS = tuple(f"benchmarks/results/{path.name}" for path in sorted((ROOT / "benchmarks/results").glob("*.md")))
+RESULTS = tuple(
+    f"benchmarks/results/{path.name}" for path in sorted((ROOT / "benchmarks/results").glob("*.md"))
+)
 PRINTED = (("docs/settings.py", "docs/settings.md"),)
 _REQUIRED = ("--replicas", "2", "--ranks-per-replica", "1", "--run-dir", "DIR")
 _PARSERS = {
@@ -50,8 +52,15 @@ _WORD = r"[A-Za-z_]\w*"
 @cache
 def _files() -> frozenset[str]:
     """Return the paths of all files and folders of the sources, below the repository's root."""
-    paths = (path for folder in _SOURCES for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts)
-    return frozenset(f"/{path.relative_to(ROOT).as_posix()}{'/' if path.is_dir() else ''}" for path in paths)
+    paths = (
+        path
+        for folder in _SOURCES
+        for path in (ROOT / folder).rglob("*")
+        if "__pycache__" not in path.parts
+    )
+    return frozenset(
+        f"/{path.relative_to(ROOT).as_posix()}{'/' if path.is_dir() else ''}" for path in paths
+    )
 
 
 @cache
@@ -91,7 +100,9 @@ def _stands(quoted: str) -> bool:
         return (ROOT / quoted).exists() or any(path.endswith(f"/{quoted}") for path in _files())
     if re.fullmatch(r"[\w.-]+/([\w.-]+/)*", quoted):
         return (ROOT / quoted).is_dir() or any(path.endswith(f"/{quoted}") for path in _files())
-    quoted = re.sub(r"^titan_ft_(\w+?)(_info|_total)?$", r"\1", quoted)  # a metric: its name begins with the project's
+    quoted = re.sub(
+        r"^titan_ft_(\w+?)(_info|_total)?$", r"\1", quoted
+    )  # a metric: its name begins with the project's
     called = re.match(rf"({_WORD}(?:\.{_WORD})*)(?:\(.*)?$", quoted)
     if called is None or quoted.startswith(("torch.", "torchft.")):
         return True
@@ -114,12 +125,22 @@ def test_a_name_that_is_gone_is_noticed() -> None:
 
 def _commands(page: str) -> Iterator[list[str]]:
     """Yield the words of each command that a page's blocks of bash hold."""
-    for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE):
+    for block in re.findall(
+        r"^```bash\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
+    ):
         for line in block.replace("\\\n", " ").splitlines():
-            line = re.sub(r"\[[^]:]*\]|^\w+=\S* ", "", line)  # what may be left out, and the environment
+            line = re.sub(
+                r"\[[^]:]*\]|^\w+=\S* ", "", line
+            )  # what may be left out, and the environment
             line = re.sub(r"--module \w+ --config \w+", "CONFIG.toml", line)
-            line = line.replace("CONFIG.toml", "llama3_debug").replace(" ... ", f" {' '.join(_REQUIRED)} ")
-            yield list(itertools.takewhile(lambda word: word not in ("&&", "|"), shlex.split(line, comments=True)))
+            line = line.replace("CONFIG.toml", "llama3_debug").replace(
+                " ... ", f" {' '.join(_REQUIRED)} "
+            )
+            yield list(
+                itertools.takewhile(
+                    lambda word: word not in ("&&", "|"), shlex.split(line, comments=True)
+                )
+            )
 
 
 def _complaint(words: list[str]) -> str:
@@ -143,7 +164,9 @@ def _complaint(words: list[str]) -> str:
                 "--help",
                 *re.findall(r"--[\w-]+", (ROOT / _PARSERS.get(script, script)).read_text()),
             }
-            unknown = [word for word in options if re.fullmatch(r"--[\w-]+", word) and word not in known]
+            unknown = [
+                word for word in options if re.fullmatch(r"--[\w-]+", word) and word not in known
+            ]
             return f"no options of {script}: {unknown}" if unknown else ""
     return ""
 
@@ -180,7 +203,9 @@ def test_every_command_is_listed_with_what_runs_it() -> None:
     listed = [command.replace("\\|", "|") for command, _ in rows]
     shown = set()
     for page in PAGES:
-        for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE):
+        for block in re.findall(
+            r"^```bash\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
+        ):
             for line in block.replace("\\\n", " ").splitlines():
                 shown.add(" ".join(re.sub(r"\s#.*$", "", line).split()))
     assert sorted(listed) == sorted(shown - {""})
@@ -197,23 +222,34 @@ def test_links_lead_somewhere(page: str) -> None:
             text = file.read_text() if heading else ""
             titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
             anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-            assert not heading or heading in anchors.union(re.findall(r'<a id="(\w+)">', text)), target
+            assert not heading or heading in anchors.union(re.findall(r'<a id="(\w+)">', text)), (
+                target
+            )
 
 
 @pytest.mark.parametrize(("script", "page"), PRINTED)
 def test_what_is_printed_is_current(script: str, page: str) -> None:
     """The settings' page is what its script prints."""
-    printed = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, script], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert printed == (ROOT / page).read_text(), f"run: python {script} > {page}"
 
 
 def test_every_environment_variable_is_listed() -> None:
     """The table has each variable of this project that the package or a script reads, and no other one."""
-    page = (ROOT / "docs/operations.md").read_text().partition("## Environment variables")[2].partition("\n## ")[0]
+    page = (
+        (ROOT / "docs/operations.md")
+        .read_text()
+        .partition("## Environment variables")[2]
+        .partition("\n## ")[0]
+    )
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     listed = {name for row in rows for name in re.findall(r"TITAN_FT_[A-Z_]+", row)}
     files = [ROOT / path.removeprefix("/") for path in _files() if not path.startswith("/tests/")]
-    texts = [path.read_text() for path in files if path.suffix in (".py", ".sh", ".sbatch", ".yaml")]
+    texts = [
+        path.read_text() for path in files if path.suffix in (".py", ".sh", ".sbatch", ".yaml")
+    ]
     used = {name for text in texts for name in re.findall(r"\bTITAN_FT_[A-Z_]*[A-Z]\b", text)}
     assert listed == used - {
         "TITAN_FT_TEST_HOOKS",
@@ -238,7 +274,9 @@ def _functions_of(file: str) -> set[str]:
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
 
 
-def test_each_promise_and_fault_has_a_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_promise_and_fault_has_a_test(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The table has a row for all that is judged and all that can be injected, and each row names a test."""
     header = {"time": 1.0, "mono": 1.0, "pid": 1}
     started = {
@@ -267,12 +305,15 @@ def test_the_faults_are_listed() -> None:
     rows = []
     for name, fault in FAULTS.items():
         params = ", ".join(
-            f"`{param}` {'drawn' if value == 'random' else value}" for param, value in list_params(fault)
+            f"`{param}` {'drawn' if value == 'random' else value}"
+            for param, value in list_params(fault)
         )
         needs = ", ".join(need.label for need in Need if need in fault.needs)
         rows.append(f"| `{name}` | {fault.summary()} | {params} | {needs} |")
     page = (ROOT / "docs/chaos.md").read_text()
-    listed = [line for line in page.partition("## The faults")[2].splitlines() if line.startswith("| `")]
+    listed = [
+        line for line in page.partition("## The faults")[2].splitlines() if line.startswith("| `")
+    ]
     assert listed == rows
     assert f"{len(rows)} kinds" in page
 
@@ -288,7 +329,9 @@ def test_the_page_of_a_package_index_stands_alone() -> None:
     """
     (name,) = re.findall(r'^readme = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     page, readme = (ROOT / name).read_text(), (ROOT / "README.md").read_text()
-    targets = re.findall(r"""\]\(([^)]+)\)|^\[[^]]+\]: *(\S+)|(?:src|href)=["']?([^"'\s>]+)""", page, re.MULTILINE)
+    targets = re.findall(
+        r"""\]\(([^)]+)\)|^\[[^]]+\]: *(\S+)|(?:src|href)=["']?([^"'\s>]+)""", page, re.MULTILINE
+    )
     assert targets
     assert all("".join(target).startswith("https://") for target in targets)
     assert _plain(page.split("\n\n")[1]) in _plain(readme)

@@ -18,7 +18,9 @@ import kubernetes_validate
 import pytest
 import tomli
 import yaml
-from kubeflow_trainer_api.models.jobset_v1alpha2_failure_policy_rule import JobsetV1alpha2FailurePolicyRule
+from kubeflow_trainer_api.models.jobset_v1alpha2_failure_policy_rule import (
+    JobsetV1alpha2FailurePolicyRule,
+)
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from titan_ft.cli.command_line import parse
@@ -34,7 +36,13 @@ FOLDER = ROOT / "kubernetes"
 # The first release in which all that is used here is stable or on by default, and the newest that is known here.
 VERSIONS = ("1.31", "1.37")
 
-GIVEN = ("kubernetes", "llama3_8b", "--image=registry.example.com/titan-ft:1", "--replicas=8", "--ranks-per-node=8")
+GIVEN = (
+    "kubernetes",
+    "llama3_8b",
+    "--image=registry.example.com/titan-ft:1",
+    "--replicas=8",
+    "--ranks-per-node=8",
+)
 
 
 def documents(*options: str) -> dict[str, dict[str, Any]]:
@@ -93,7 +101,9 @@ def test_a_field_that_the_schema_does_not_know_is_found(job_set: dict[str, Any])
     job_set["spec"]["restartPolicy"] = "Never"
     model = JobsetV1alpha2JobSet.from_dict(job_set)
     assert model is not None
-    assert {line.partition(":")[0].rpartition(".")[2] for line in differences(job_set, model.to_dict())} == {
+    assert {
+        line.partition(":")[0].rpartition(".")[2] for line in differences(job_set, model.to_dict())
+    } == {
         "comand",
         "retries",
         "restartPolicy",
@@ -109,8 +119,20 @@ def test_all_else_is_what_kubernetes_schemas_say(version: str, job_set: dict[str
     objects = [each for kind, each in documents().items() if kind != "JobSet"]
     (groups,) = job_set["spec"]["replicatedJobs"]
     template = groups["template"]
-    objects.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "titan-ft-groups-0"}, **template})
-    assert {each["kind"] for each in objects} >= {"Deployment", "Service", "PersistentVolumeClaim", "Job"}
+    objects.append(
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": "titan-ft-groups-0"},
+            **template,
+        }
+    )
+    assert {each["kind"] for each in objects} >= {
+        "Deployment",
+        "Service",
+        "PersistentVolumeClaim",
+        "Job",
+    }
     for each in objects:
         kubernetes_validate.validate(each, version, strict=True)
     objects[-1]["spec"]["template"]["spec"]["containers"][0]["comand"] = ["x"]
@@ -124,7 +146,9 @@ def test_a_group_is_brought_back_by_its_own_job(job_set: dict[str, Any]) -> None
     (groups,) = job_set["spec"]["replicatedJobs"]
     policy = job_set["spec"]["failurePolicy"]
     assert policy == {"maxRestarts": 0}
-    assert "RestartJob," in str(JobsetV1alpha2FailurePolicyRule.model_fields["action"].description)  # a newer way
+    assert "RestartJob," in str(
+        JobsetV1alpha2FailurePolicyRule.model_fields["action"].description
+    )  # a newer way
     job = child_job(job_set)
     assert groups["replicas"] > 1
     assert job["completionMode"] == "Indexed"
@@ -136,7 +160,10 @@ def test_a_group_is_brought_back_by_its_own_job(job_set: dict[str, Any]) -> None
     assert final["action"] == "FailJob"
     assert final["onExitCodes"]["values"] == [CONFIG_ERROR_CODE, FINAL_CODE]
     assert final["onExitCodes"]["containerName"] == pod(job_set)["containers"][0]["name"]
-    assert evicted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert evicted == {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
 
 
 def test_a_pod_has_the_time_to_leave_in_order(job_set: dict[str, Any]) -> None:
@@ -148,19 +175,27 @@ def test_a_pod_has_the_time_to_leave_in_order(job_set: dict[str, Any]) -> None:
 
 def test_the_numbers_are_those_that_were_given() -> None:
     """Groups, hosts and GPUs; no GPU where none is asked for."""
-    job_set = documents("--nodes=2", "--replicas=5", "--ranks-per-group=16", "--gpu-resource=amd.com/gpu")["JobSet"]
+    job_set = documents(
+        "--nodes=2", "--replicas=5", "--ranks-per-group=16", "--gpu-resource=amd.com/gpu"
+    )["JobSet"]
     job, container = child_job(job_set), pod(job_set)["containers"][0]
     options = arguments(container["command"])
     assert job_set["spec"]["replicatedJobs"][0]["replicas"] == int(options["--replicas"]) == 5
     assert job["completions"] == job["parallelism"] == int(options["--nodes"]) == 2
-    assert container["resources"]["limits"] == {"amd.com/gpu": int(options["--ranks-per-node"])} == {"amd.com/gpu": 8}
+    assert (
+        container["resources"]["limits"]
+        == {"amd.com/gpu": int(options["--ranks-per-node"])}
+        == {"amd.com/gpu": 8}
+    )
     assert "resources" not in pod(documents("--gpu-resource=")["JobSet"])["containers"][0]
 
 
 def test_the_config_is_the_file(tmp_path: Path) -> None:
     """Each byte of it, in a pod that has nothing else of this host; its lighthouse settings reach the lighthouse."""
     config = tmp_path / "mine.toml"
-    config.write_text("  # one\n\n[fault_tolerance]\n\theartbeat_timeout_ms = 900 # \"two\": 'three'\n")
+    config.write_text(
+        "  # one\n\n[fault_tolerance]\n\theartbeat_timeout_ms = 900 # \"two\": 'three'\n"
+    )
     printed = render(parse([GIVEN[0], str(config), *GIVEN[2:]]), [])
     found = {each["kind"]: each for each in yaml.safe_load_all(printed)}
     assert found["ConfigMap"]["data"]["config.toml"] == config.read_text()
@@ -187,8 +222,13 @@ def test_the_command_takes_what_a_pod_gives_it(tmp_path: Path) -> None:
     found = documents("--nodes=2")
     container = pod(found["JobSet"])["containers"][0]
     known = {"GROUP": "3"}
-    assert set(known) | {"TITAN_FT_TOKEN_FILE", "HOME"} == {each["name"] for each in container["env"]}
-    command = [re.sub(r"(?<!\$)\$\((\w+)\)", lambda name: known[name[1]], word) for word in container["command"]]
+    assert set(known) | {"TITAN_FT_TOKEN_FILE", "HOME"} == {
+        each["name"] for each in container["env"]
+    }
+    command = [
+        re.sub(r"(?<!\$)\$\((\w+)\)", lambda name: known[name[1]], word)
+        for word in container["command"]
+    ]
     assert command[:4] == ["tini", "--", "titan-ft", "group"]
     (tmp_path / "config.toml").write_text(found["ConfigMap"]["data"]["config.toml"])
     assert command[4] == "/etc/titan_ft/config.toml"
@@ -204,7 +244,9 @@ def test_the_command_takes_what_a_pod_gives_it(tmp_path: Path) -> None:
     )
     assert dry_run.returncode == 0, dry_run.stderr
     words = shlex.split(dry_run.stdout)
-    assert {"--hosts=2", "--ranks=8", "--rendezvous=titan-ft-groups-3-0.titan-ft:29400"} <= set(words)
+    assert {"--hosts=2", "--ranks=8", "--rendezvous=titan-ft-groups-3-0.titan-ft:29400"} <= set(
+        words
+    )
     assert {"--fault_tolerance.replica_id=3", "--fault_tolerance.group_size=8"} <= set(words)
     assert "TITAN_FT_METRICS_PORT=[::]:9464" in words
     assert words[-2:] == ["--training.steps=7", "--job.description=$$(x)"]  # $$( is $( to a pod
@@ -213,7 +255,11 @@ def test_the_command_takes_what_a_pod_gives_it(tmp_path: Path) -> None:
 def test_pods_find_each_other_and_the_lighthouse(job_set: dict[str, Any]) -> None:
     """Names, ports, labels, the Secret and the volume that one document names are those of another one."""
     found = documents()
-    container, service, deployment = pod(job_set)["containers"][0], found["Service"], found["Deployment"]
+    container, service, deployment = (
+        pod(job_set)["containers"][0],
+        found["Service"],
+        found["Deployment"],
+    )
     (port,) = service["spec"]["ports"]
     options = arguments(container["command"])
     assert options["--lighthouse"] == f"http://{service['metadata']['name']}:{port['port']}"
@@ -222,10 +268,16 @@ def test_pods_find_each_other_and_the_lighthouse(job_set: dict[str, Any]) -> Non
     assert selector <= lighthouse["metadata"]["labels"].items()
     assert not selector <= child_job(job_set)["template"]["metadata"]["labels"].items()
     (server,) = lighthouse["spec"]["containers"]
-    assert split_bind(arguments(server["command"])["--bind"]) == ("::", server["ports"][0]["containerPort"])
+    assert split_bind(arguments(server["command"])["--bind"]) == (
+        "::",
+        server["ports"][0]["containerPort"],
+    )
     assert split_bind(Lighthouse().bind)[1] == port["port"]
     assert port["targetPort"] == server["ports"][0]["name"]
-    assert (deployment["spec"]["replicas"], deployment["spec"]["strategy"]["type"]) == (1, "Recreate")
+    assert (deployment["spec"]["replicas"], deployment["spec"]["strategy"]["type"]) == (
+        1,
+        "Recreate",
+    )
     allowed = found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"].items()
     for template in (lighthouse, child_job(job_set)["template"]):
         assert allowed <= template["metadata"]["labels"].items()
@@ -236,10 +288,16 @@ def test_pods_find_each_other_and_the_lighthouse(job_set: dict[str, Any]) -> Non
     _, metrics = split_address(options["--metrics-port"])
     annotations = child_job(job_set)["template"]["metadata"]["annotations"]
     assert annotations == {"prometheus.io/scrape": "true", "prometheus.io/port": str(metrics)}
-    volumes, mounts = pod(job_set)["volumes"], {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    volumes, mounts = (
+        pod(job_set)["volumes"],
+        {each["name"]: each["mountPath"] for each in container["volumeMounts"]},
+    )
     assert mounts.keys() == {each["name"] for each in volumes}
     sources = {each["name"]: each for each in volumes}
-    assert sources["run"]["persistentVolumeClaim"]["claimName"] == found["PersistentVolumeClaim"]["metadata"]["name"]
+    assert (
+        sources["run"]["persistentVolumeClaim"]["claimName"]
+        == found["PersistentVolumeClaim"]["metadata"]["name"]
+    )
     assert sources["config"]["configMap"]["name"] == found["ConfigMap"]["metadata"]["name"]
     assert container["command"][4].startswith(f"{mounts['config']}/")
     assert options["--run-dir"].startswith(f"{mounts['run']}/")
@@ -277,7 +335,10 @@ def test_the_token_is_a_file_that_one_user_reads(job_set: dict[str, Any]) -> Non
     assert not any("secretKeyRef" in str(each) for each in container["env"])
     secret = next(each["secret"] for each in pod(job_set)["volumes"] if each["name"] == "token")
     assert secret["defaultMode"] == 0o400
-    assert next(each for each in container["volumeMounts"] if each["name"] == "token")["readOnly"] is True
+    assert (
+        next(each for each in container["volumeMounts"] if each["name"] == "token")["readOnly"]
+        is True
+    )
 
 
 def test_other_pods_reach_nothing_but_figures_and_those_prometheus_alone() -> None:
@@ -310,14 +371,20 @@ def test_two_jobs_fit_in_one_namespace() -> None:
 def test_the_image_has_what_the_pods_start() -> None:
     """Its base and torch's index are arguments; what it copies and what the manifests run from it is there."""
     text = (FOLDER / "Dockerfile").read_text()
-    instructions = [line.split(maxsplit=1) for line in text.replace("\\\n", " ").splitlines() if line[:1].isupper()]
+    instructions = [
+        line.split(maxsplit=1)
+        for line in text.replace("\\\n", " ").splitlines()
+        if line[:1].isupper()
+    ]
     assert instructions[:2] == [["ARG", "BASE=python:3.11-slim-bookworm"], ["FROM", "${BASE}"]]
     assert ["ARG", 'TORCH_INDEX=""'] in instructions
     for name, rest in instructions:
         if name == "COPY":
             assert all((ROOT / source).exists() for source in rest.split()[:-1]), rest
     assert ["WORKDIR", "/opt/titan_ft"] in instructions
-    assert 'ENV PATH="/opt/titan_ft/.venv/bin:$PATH"' in text  # where the pods' command finds titan-ft
+    assert (
+        'ENV PATH="/opt/titan_ft/.venv/bin:$PATH"' in text
+    )  # where the pods' command finds titan-ft
     assert "tini" in text
     (uid,) = re.findall(r"^USER (\d+)$", text, re.M)
     for each in (documents()["Deployment"]["spec"]["template"]["spec"], pod(documents()["JobSet"])):

@@ -20,7 +20,9 @@ def test_the_layers_hold() -> None:
 
     In a process of its own: import-linter sets up the logging of its process, and switches off loggers.
     """
-    run("from importlinter import cli; raise SystemExit(cli.lint_imports(no_cache=True, is_debug_mode=True))")
+    run(
+        "from importlinter import cli; raise SystemExit(cli.lint_imports(no_cache=True, is_debug_mode=True))"
+    )
 
 
 _BREAKERS = """
@@ -53,7 +55,12 @@ def test_what_is_loaded(tmp_path: Path) -> None:
     And each module exists that is loaded before the workers are forked. Else each worker would start as a process of
     its own, which takes seconds, and nothing would fail.
     """
-    assert run(_LAUNCH + _TRAINER + _FORKS, cwd=tmp_path).splitlines() == ["launch", "trainer", "ctypes", "gone"]
+    assert run(_LAUNCH + _TRAINER + _FORKS, cwd=tmp_path).splitlines() == [
+        "launch",
+        "trainer",
+        "ctypes",
+        "gone",
+    ]
 
 
 def test_mutmut_changes_and_runs_files_that_exist() -> None:
@@ -125,6 +132,8 @@ def run(code: str, cwd: Path = ROOT) -> str:
     """Return what Python code prints, in a process of its own."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd, env=env)
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd, env=env
+    )
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout.strip()

@@ -557,10 +557,15 @@ GIVEN: dict[str, Callable[[], None]] = {
 
 
 @pytest.mark.parametrize(
-    "mistake", [*COMMAND_LINE, *LAUNCHES, *CONFIGS, *HISTORIES], ids=lambda mistake: mistake.toml or mistake.command
+    "mistake",
+    [*COMMAND_LINE, *LAUNCHES, *CONFIGS, *HISTORIES],
+    ids=lambda mistake: mistake.toml or mistake.command,
 )
 def test_a_mistake_is_answered_by_one_line(
-    mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mistake: Mistake,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The line as in the table and no other, the exit status, and no file more than before."""
     monkeypatch.chdir(tmp_path)
@@ -602,7 +607,10 @@ def test_groups_that_share_gpus_are_told(
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(launch_plan, "num_gpus", lambda: 1)
     assert main([*LAUNCH.split(), "--dry-run"]) == 0
-    assert capsys.readouterr().err == "titan-ft: 2 groups x 1 ranks share the 1 GPUs of this host, and their memory\n"
+    assert (
+        capsys.readouterr().err
+        == "titan-ft: 2 groups x 1 ranks share the 1 GPUs of this host, and their memory\n"
+    )
 
 
 def test_wandb_that_is_missing_is_said_by_the_launch(
@@ -641,7 +649,10 @@ def test_a_worker_that_nobody_has_started(tmp_path: Path) -> None:
     """One line at once, before torch is imported; it was a KeyError after half a minute."""
     ended = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "titan_ft.train", "--job.config_file=a.toml"],
-        env={**{name: value for name, value in os.environ.items() if name != "RANK"}, "PYTHONPATH": str(ROOT)},
+        env={
+            **{name: value for name, value in os.environ.items() if name != "RANK"},
+            "PYTHONPATH": str(ROOT),
+        },
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -46,14 +46,20 @@ parametrize = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: reci
 
 def resolve(recipe: Recipe) -> Any:
     """Return the config as workers read it, with a tokenizer that is here."""
-    return read_config(f"--job.config_file={CONFIGS / recipe.name}.toml", "--model.hf_assets_path=titan_ft://tokenizer")
+    return read_config(
+        f"--job.config_file={CONFIGS / recipe.name}.toml",
+        "--model.hf_assets_path=titan_ft://tokenizer",
+    )
 
 
 DEBUG = {"llama3_debug", "llama3_debug_diloco"}
 
 
 def test_every_config_but_the_debug_model_is_a_recipe() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.toml")} == {*DEBUG, *(recipe.name for recipe in RECIPES)}
+    assert {path.stem for path in CONFIGS.glob("*.toml")} == {
+        *DEBUG,
+        *(recipe.name for recipe in RECIPES),
+    }
 
 
 def test_the_debug_model_with_diloco_trains_the_same() -> None:
@@ -77,7 +83,10 @@ def test_a_recipe_resolves_and_builds_the_published_model(recipe: Recipe) -> Non
     from titan_ft.host.titan import build_model
 
     model, _ = build_model(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) - recipe.not_tied == recipe.parameters
+    assert (
+        sum(parameter.numel() for parameter in model.parameters()) - recipe.not_tied
+        == recipe.parameters
+    )
 
 
 @parametrize
@@ -85,7 +94,9 @@ def test_a_recipe_says_where_each_hyperparameter_comes_from(recipe: Recipe) -> N
     """A comment in brackets on its line names one of the sources that the head of the file lists."""
     text = (CONFIGS / f"{recipe.name}.toml").read_text()
     head = text.partition("\n[")[0]
-    sources = {line.split("[")[1].split("]")[0] for line in head.splitlines() if line.startswith("#   [")}
+    sources = {
+        line.split("[")[1].split("]")[0] for line in head.splitlines() if line.startswith("#   [")
+    }
     assert {"ours"} < sources
     values = tomli.loads(text)
     for table in ("optimizer", "lr_scheduler", "training"):
@@ -122,7 +133,14 @@ def test_a_narrow_llama_learns() -> None:
     from torchtitan.components.optimizer import build_optimizers
     from torchtitan.models.llama3 import Transformer, llama3_args
 
-    narrow = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 64, "max_seq_len": 16}
+    narrow = {
+        "dim": 64,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "vocab_size": 64,
+        "max_seq_len": 16,
+    }
     torch.manual_seed(0)
     model = Transformer(dataclasses.replace(llama3_args[config.model.flavor], **narrow))
     with torch.no_grad():
@@ -166,8 +184,18 @@ def test_a_narrow_model_of_a_recipe_trains(recipe: Recipe, tmp_path: Path) -> No
     """One step of two groups, with the recipe's optimizer, schedule, batch and activation checkpointing."""
     (tmp_path / "narrow.py").write_text(NARROW)
     config = tmp_path / "recipe.toml"
-    config.write_text((CONFIGS / f"{recipe.name}.toml").read_text().replace('converters = ["float8"]', ""))
-    launch = [sys.executable, "-m", "titan_ft", "launch", str(config), "--replicas=2", "--ranks-per-replica=1"]
+    config.write_text(
+        (CONFIGS / f"{recipe.name}.toml").read_text().replace('converters = ["float8"]', "")
+    )
+    launch = [
+        sys.executable,
+        "-m",
+        "titan_ft",
+        "launch",
+        str(config),
+        "--replicas=2",
+        "--ranks-per-replica=1",
+    ]
     ended = subprocess.run(
         [*launch, f"--run-dir={tmp_path / 'run'}", "--", *ON_CPU.split()],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
@@ -177,5 +205,9 @@ def test_a_narrow_model_of_a_recipe_trains(recipe: Recipe, tmp_path: Path) -> No
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    commits = [event for event in read_events(tmp_path / "run" / "events") if isinstance(event, StepCommitted)]
+    commits = [
+        event
+        for event in read_events(tmp_path / "run" / "events")
+        if isinstance(event, StepCommitted)
+    ]
     assert sorted((event.replica, event.step) for event in commits) == [(0, 1), (1, 1)]

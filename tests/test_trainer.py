@@ -38,7 +38,9 @@ def trainer(**parts: Any) -> Any:
     return SimpleNamespace(**parts)
 
 
-def test_the_links_are_closed_although_the_watchdog_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_links_are_closed_although_the_watchdog_cannot_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """However training ends, also while the replica dimension is still being built: the others stop waiting."""
     closed: list[str] = []
 
@@ -69,11 +71,18 @@ def test_a_hang_is_told_to_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(FILE_ENV, str(path))
     emitted: list[Event] = []
     config = SimpleNamespace(fault_tolerance=FaultTolerance(hang_timeout_seconds=20))
-    this = trainer(job_config=config, _events=SimpleNamespace(emit=emitted.append), _position=SimpleNamespace(step=7))
+    this = trainer(
+        job_config=config,
+        _events=SimpleNamespace(emit=emitted.append),
+        _position=SimpleNamespace(step=7),
+    )
     ReplicaTrainer._tell_hang(this)
     read = read_error(path)
     assert read is not None
-    assert read.text == "HungError: no progress of the training thread for 20 s; its log has the stacks"
+    assert (
+        read.text
+        == "HungError: no progress of the training thread for 20 s; its log has the stacks"
+    )
     assert not read.transient
     assert emitted == [Hung(step=7)]
 
@@ -82,7 +91,12 @@ class Step:
     """A trainer in its step: notes what it does, in order."""
 
     def __init__(
-        self, committed: Any, leaving: bool = False, heals: Sequence[bool] = (), step: int = 4, **settings: int
+        self,
+        committed: Any,
+        leaving: bool = False,
+        heals: Sequence[bool] = (),
+        step: int = 4,
+        **settings: int,
     ) -> None:
         self.done: list[str] = []
         self.dropped: list[set[int]] = []
@@ -95,8 +109,12 @@ class Step:
             apply=note("apply", 1.0),
             state=SimpleNamespace(reserve=note("reserve")),
             steps_of=lambda updates: updates,
-            meet_after_update=lambda: self.done.append("meet") or bool(self.heals and self.heals.pop(0)),
-            resume_after_heal=lambda: self.done.append("resume") or bool(self.heals and self.heals.pop(0)),
+            meet_after_update=lambda: (
+                self.done.append("meet") or bool(self.heals and self.heals.pop(0))
+            ),
+            resume_after_heal=lambda: (
+                self.done.append("resume") or bool(self.heals and self.heals.pop(0))
+            ),
         )
         replica = SimpleNamespace(
             commit=lambda contribution, train, discard: committed,
@@ -117,7 +135,9 @@ class Step:
             step=step,
             _local=SimpleNamespace(clear_gradients=lambda: None),
             optimizers=SimpleNamespace(zero_grad=lambda: None),
-            checkpointer=SimpleNamespace(maybe_wait_for_staging=lambda: None, withdraw=lambda: None),
+            checkpointer=SimpleNamespace(
+                maybe_wait_for_staging=lambda: None, withdraw=lambda: None
+            ),
             metrics_processor=SimpleNamespace(ntokens_since_last_log=1),
             parallel_dims=None,
             _checkpoint_host=SimpleNamespace(participants=None),
@@ -132,7 +152,9 @@ class Step:
             _feed=SimpleNamespace(drop=self.dropped.append),
             job_config=SimpleNamespace(
                 comm=SimpleNamespace(train_timeout_seconds=7),
-                fault_tolerance=SimpleNamespace(**{"replica_id": 0, "group_size": 2, "heal_donors": 8, **settings}),
+                fault_tolerance=SimpleNamespace(
+                    **{"replica_id": 0, "group_size": 2, "heal_donors": 8, **settings}
+                ),
             ),
         )
 
@@ -153,7 +175,9 @@ def test_a_commit_is_applied_and_recorded() -> None:
     assert step.dropped == [{0}]
 
 
-@pytest.mark.parametrize("settings", [{"heal_donors": 1}, {"group_size": 1}], ids=["shared host", "nobody to serve"])
+@pytest.mark.parametrize(
+    "settings", [{"heal_donors": 1}, {"group_size": 1}], ids=["shared host", "nobody to serve"]
+)
 def test_no_memory_is_reserved_where_it_may_be_too_much(settings: dict[str, int]) -> None:
     """A host may have no room for a copy of each of its groups; and a group alone never serves one."""
     step = Step(COMMITTED, **settings)
@@ -176,14 +200,17 @@ def test_a_group_heals_until_it_has_the_state_of_the_others() -> None:
     assert step.done[-5:] == ["meet", "heal", "resume", "heal", "resume"]
 
 
-@pytest.mark.parametrize(("first", "heals", "shortened"), [(1, [True], True), (1, [], False), (4, [True], False)])
+@pytest.mark.parametrize(
+    ("first", "heals", "shortened"), [(1, [True], True), (1, [], False), (4, [True], False)]
+)
 def test_the_timeouts_are_shortened_after_the_first_update(
     first: int, heals: list[bool], shortened: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchtitan does so after its step 1, which a group that heals, or makes rounds, does not end on."""
     seconds: list[float] = []
     monkeypatch.setattr(
-        "titan_ft.trainer.set_pg_timeouts", lambda timeout, dims: seconds.append(timeout.total_seconds())
+        "titan_ft.trainer.set_pg_timeouts",
+        lambda timeout, dims: seconds.append(timeout.total_seconds()),
     )
     Step(COMMITTED, heals=heals, step=first).make()
     assert seconds == [7.0] * shortened
@@ -211,7 +238,9 @@ class Leave:
         self.this = this = ReplicaTrainer.__new__(ReplicaTrainer)
         note = lambda what, result=None: lambda *_: self.done.append(what) or result  # noqa: E731
         vars(this).update(
-            _replica=SimpleNamespace(find_last_to_leave=lambda: last, await_turn=note("turn", turn)),
+            _replica=SimpleNamespace(
+                find_last_to_leave=lambda: last, await_turn=note("turn", turn)
+            ),
             _links=SimpleNamespace(membership=SimpleNamespace(close=note("close"))),
             checkpointer=SimpleNamespace(
                 lacks_state=lambda: lacks,
@@ -223,7 +252,9 @@ class Leave:
             _watchdog=SimpleNamespace(paused=contextlib.nullcontext),
             _drain=SimpleNamespace(seconds_left=17.0),
             _position=SimpleNamespace(step=3),
-            _strategy=SimpleNamespace(steps_of=lambda updates: updates, go_back_to_update=note("go back")),
+            _strategy=SimpleNamespace(
+                steps_of=lambda updates: updates, go_back_to_update=note("go back")
+            ),
             _emit_drained=note("tell"),
             step=4,
             job_config=SimpleNamespace(fault_tolerance=FaultTolerance()),
@@ -238,7 +269,12 @@ LAST = LastToLeave((0, 1), agreed=True)
     ("last", "lacks", "turn", "done"),
     [
         (None, True, True, ["close", "withdraw", "tell"]),  # others train on: they wait for nothing
-        (LAST, False, True, ["close", "withdraw", "tell"]),  # the state is saved, or checkpoints are off
+        (
+            LAST,
+            False,
+            True,
+            ["close", "withdraw", "tell"],
+        ),  # the state is saved, or checkpoints are off
         (LAST, True, False, ["withdraw", "turn", "close", "tell"]),  # another group has saved it
         (LAST, True, True, ["withdraw", "turn", "go back", "save 3 in 17.0", "close", "tell"]),
         (
@@ -276,7 +312,11 @@ def test_a_rank_that_the_timeout_ends_in_its_save_says_so() -> None:
     [
         (Departure("SIGTERM", True), True, []),
         (Departure("SIGTERM", True, [Reading(Entry(1, 30, 1, b""), [], "c5")]), True, [(1, 30, 1)]),
-        (Departure("SIGTERM: too late", False, [Reading(Entry(1, 8, 3, b""), [], "c5")]), False, [(1, 8, 3)]),
+        (
+            Departure("SIGTERM: too late", False, [Reading(Entry(1, 8, 3, b""), [], "c5")]),
+            False,
+            [(1, 8, 3)],
+        ),
     ],
 )
 def test_a_group_that_leaves_says_which_batches_are_void(
@@ -293,19 +333,29 @@ def test_a_group_that_leaves_says_which_batches_are_void(
     vars(this).update(
         _events=SimpleNamespace(emit=told.append, is_stalled=False),
         _position=SimpleNamespace(step=3, lineage=5),
-        _strategy=SimpleNamespace(describe_departure=lambda: departure, state=SimpleNamespace(digest=lambda: "d1ge57")),
+        _strategy=SimpleNamespace(
+            describe_departure=lambda: departure, state=SimpleNamespace(digest=lambda: "d1ge57")
+        ),
     )
     this._emit_drained()
     (event,) = told
     assert (event.step, event.reason, event.in_order) == (3, departure.reason, in_order)
-    assert (event.digest, event.lineage) == (("d1ge57", "000000000005") if in_order else (None, None))
+    assert (event.digest, event.lineage) == (
+        ("d1ge57", "000000000005") if in_order else (None, None)
+    )
     assert [(each.slot, each.first_batch, each.num_batches) for each in event.void or ()] == void
     assert ("too late; void: 3 from batch 8 of slot 1" in caplog.text) is not in_order
 
 
 @pytest.mark.parametrize(
     ("readings", "line"),
-    [([], ""), ([Reading(Entry(1, 8, 6, b""), [], "c5")], "titan_ft: SIGTERM: void: 6 from batch 8 of slot 1\n")],
+    [
+        ([], ""),
+        (
+            [Reading(Entry(1, 8, 6, b""), [], "c5")],
+            "titan_ft: SIGTERM: void: 6 from batch 8 of slot 1\n",
+        ),
+    ],
 )
 def test_a_rank_that_the_timeout_ends_names_its_void_batches(
     readings: list[Reading], line: str, capfd: pytest.CaptureFixture[str]
@@ -329,13 +379,17 @@ def test_a_rank_that_the_timeout_ends_before_it_trains_names_no_batches() -> Non
     """It may have no model yet."""
     told: list[Any] = []
     this: Any = ReplicaTrainer.__new__(ReplicaTrainer)
-    vars(this).update(_events=SimpleNamespace(emit=told.append, is_stalled=False), _position=Position())
+    vars(this).update(
+        _events=SimpleNamespace(emit=told.append, is_stalled=False), _position=Position()
+    )
     this._abandon("too early")
     assert [(event.step, event.void) for event in told] == [(0, None)]
 
 
 @pytest.mark.parametrize(("healed", "goes_on"), [(5, True), (7, False)])
-def test_a_group_that_heals_at_the_end_trains_on_from_an_earlier_state(healed: int, goes_on: bool) -> None:
+def test_a_group_that_heals_at_the_end_trains_on_from_an_earlier_state(
+    healed: int, goes_on: bool
+) -> None:
     """All that held the final state may have died meanwhile, and the others have begun anew."""
     digests = ["d1ge57", None]
     finished: list[str] = []
@@ -354,7 +408,9 @@ def test_a_group_that_heals_at_the_end_trains_on_from_an_earlier_state(healed: i
         _position=SimpleNamespace(step=7, lineage=0),
         _heal=heal,
         checkpointer=SimpleNamespace(
-            withdraw=lambda: None, finish=lambda step: None, raise_last_failure=lambda: finished.append("raised")
+            withdraw=lambda: None,
+            finish=lambda step: None,
+            raise_last_failure=lambda: finished.append("raised"),
         ),
         _events=SimpleNamespace(emit=lambda event: finished.append(event.digest)),
         _step_log=SimpleNamespace(flush=lambda: None),

@@ -68,9 +68,21 @@ def _run(*words: str, folder: Path, timeout: float = 150) -> str:
 
 def _index_answers(folder: Path) -> bool:
     """Say whether pip reaches a package index."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--dest", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--no-cache-dir",
+        "--dest",
+        str(folder),
+    ]
     try:
-        probe = subprocess.run([*command, INDEX_PROBE], env=_environment(), capture_output=True, timeout=60)
+        probe = subprocess.run(
+            [*command, INDEX_PROBE], env=_environment(), capture_output=True, timeout=60
+        )
     except subprocess.TimeoutExpired:
         return False
     return probe.returncode == 0
@@ -82,7 +94,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     sources = folder / "sources"
     for name in ("titan_ft", "configs"):
-        shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, sources / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     (sources / "docs").mkdir()
     for name in ("pyproject.toml", "docs/pypi.md", "LICENSE"):
         shutil.copy(ROOT / name, sources / name)
@@ -100,24 +114,50 @@ def _install(wheel: Path, folder: Path, *, with_dependencies: bool) -> Path:
     """
     environment = folder / "environment"
     _run(
-        sys.executable, "-m", "venv", *([] if with_dependencies else ["--without-pip"]), str(environment), folder=folder
+        sys.executable,
+        "-m",
+        "venv",
+        *([] if with_dependencies else ["--without-pip"]),
+        str(environment),
+        folder=folder,
     )
     python = environment / "bin" / "python"
     if with_dependencies:
-        pip = (str(python), "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt"))
+        pip = (
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--constraint",
+            str(ROOT / "constraints.txt"),
+        )
         _run(*pip, str(wheel), folder=folder, timeout=1500)
     else:
         version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
         packages = environment / "lib" / version / "site-packages" / "others.pth"
         packages.write_text(sysconfig.get_paths()["purelib"] + "\n")
-        pip = (sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps")
+        pip = (
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(python),
+            "install",
+            "--quiet",
+            "--no-deps",
+        )
         _run(*pip, str(wheel), folder=folder)
     return environment / "bin"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_dependencies", [False, True], ids=["beside-these-packages", "in-an-empty-environment"])
-def test_the_readme_works_from_a_wheel(wheel: Path, tmp_path: Path, with_dependencies: bool) -> None:
+@pytest.mark.parametrize(
+    "with_dependencies", [False, True], ids=["beside-these-packages", "in-an-empty-environment"]
+)
+def test_the_readme_works_from_a_wheel(
+    wheel: Path, tmp_path: Path, with_dependencies: bool
+) -> None:
     """Every `titan-ft` command of the README succeeds as it stands, and so does its TOML with a stock config."""
     if with_dependencies and not _index_answers(tmp_path):
         pytest.skip("no package index is reached")
@@ -125,7 +165,9 @@ def test_the_readme_works_from_a_wheel(wheel: Path, tmp_path: Path, with_depende
     folder = tmp_path / "empty"
     folder.mkdir()
     where = "import pathlib, titan_ft; print(pathlib.Path(titan_ft.__file__).parents[4])"
-    assert _run(str(bin_folder / "python"), "-c", where, folder=folder).strip() == str(bin_folder.parent)
+    assert _run(str(bin_folder / "python"), "-c", where, folder=folder).strip() == str(
+        bin_folder.parent
+    )
 
     commands = list(_commands())
     assert {words[1] for words in commands} >= {"launch", "check", "report"}
@@ -138,9 +180,21 @@ def test_the_readme_works_from_a_wheel(wheel: Path, tmp_path: Path, with_depende
     config.write_text(f"{_stock_config()}\n{table}")
     groups = load_toml(config)["fault_tolerance"]["group_size"]
     launch = next(words for words in commands if words[1] == "launch")
-    assert launch[launch.index("--replicas") + 1] == str(groups)  # the README has one set of numbers
-    options = ("--replicas", str(groups), "--ranks-per-replica", "1", "--run-dir", "runs/mine", "--dry-run")
-    assert "group 1" in _run(str(bin_folder / "titan-ft"), "launch", str(config), *options, folder=folder)
+    assert launch[launch.index("--replicas") + 1] == str(
+        groups
+    )  # the README has one set of numbers
+    options = (
+        "--replicas",
+        str(groups),
+        "--ranks-per-replica",
+        "1",
+        "--run-dir",
+        "runs/mine",
+        "--dry-run",
+    )
+    assert "group 1" in _run(
+        str(bin_folder / "titan-ft"), "launch", str(config), *options, folder=folder
+    )
 
 
 def _stock_config() -> str:

@@ -95,7 +95,9 @@ def check_folder(name: str, folder: Path, what: str = "a run") -> None:
 def unwritable(name: str, folder: Path, error: OSError) -> ConfigError:
     """Return what a command says of a folder that it was given, and cannot write."""
     got = f"got {folder} ({error.strerror})"
-    return ConfigError(f"{name} must be a folder that can be written, {got}; make room, or give another")
+    return ConfigError(
+        f"{name} must be a folder that can be written, {got}; make room, or give another"
+    )
 
 
 @dataclass
@@ -351,15 +353,24 @@ def load_toml(path: str | Path) -> dict[str, Any]:
             return tomli.load(file)
     except OSError as error:
         remedy = "give the path of an existing TOML file"
-        raise ConfigError(f"config file must be readable, got {path} ({error.strerror}); {remedy}") from error
+        raise ConfigError(
+            f"config file must be readable, got {path} ({error.strerror}); {remedy}"
+        ) from error
     except tomli.TOMLDecodeError as error:
-        raise ConfigError(f"config file must be valid TOML, got {path}: {error}; correct that line") from error
+        raise ConfigError(
+            f"config file must be valid TOML, got {path}: {error}; correct that line"
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"config file must be valid TOML, got {path} (not UTF-8 at byte {error.start}); save it as UTF-8"
         ) from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a key of thousands of parts
-        raise ConfigError(f"config file must be valid TOML, got {path}: {error}; correct it") from error
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number of thousands of digits, a key of thousands of parts
+        raise ConfigError(
+            f"config file must be valid TOML, got {path}: {error}; correct it"
+        ) from error
 
 
 def check_toml(values: Mapping[str, Any], schema: type = FaultTolerance) -> None:
@@ -406,13 +417,17 @@ def check_table(name: str, table: Any, schema: Any) -> None:
         annotation = annotations[key]
         if is_dataclass(annotation):
             check_table(full, value, annotation)
-        elif not (annotation is int and isinstance(value, float) and value.is_integer() and name != TABLE):
+        elif not (
+            annotation is int and isinstance(value, float) and value.is_integer() and name != TABLE
+        ):
             _check_type(full, value, annotation)  # torchtitan works with 1e4 for a whole number
 
 
 def _require_table(name: str, table: Any) -> None:
     if not isinstance(table, Mapping):
-        raise ConfigError(f"{name} must be a table, got {table!r}; write [{name}] with the keys below it")
+        raise ConfigError(
+            f"{name} must be a table, got {table!r}; write [{name}] with the keys below it"
+        )
 
 
 def resolve_lighthouse(ft: FaultTolerance, fallback: str | None) -> str:
@@ -464,7 +479,9 @@ def validate(config: Any) -> None:
                 raise ConfigError(f"{field_name} {rule}, got {value!r}; {remedy}")
     parallel = config.parallelism
     check_replicate(
-        parallel.data_parallel_replicate_degree, parallel.data_parallel_shard_degree, parallel.context_parallel_degree
+        parallel.data_parallel_replicate_degree,
+        parallel.data_parallel_shard_degree,
+        parallel.context_parallel_degree,
     )
     if ft.lighthouse:
         check_lighthouse(f"{TABLE}.lighthouse", ft.lighthouse)
@@ -519,23 +536,56 @@ def _group_rules(ft: FaultTolerance) -> Iterator[Rule]:
         value = getattr(ft, name)
         rule = f"must be one of {', '.join(choices)}"
         yield value in choices, f"{TABLE}.{name}", rule, value, f"the default is {choices[0]}"
-    method, rule = ft.semi_sync_method, f"must be one of {', '.join(SEMI_SYNC_METHODS)}, or left out"
+    method, rule = (
+        ft.semi_sync_method,
+        f"must be one of {', '.join(SEMI_SYNC_METHODS)}, or left out",
+    )
     hint = closest(str(method).lower().replace("-", "_"), SEMI_SYNC_METHODS)
     known = method is None or method in SEMI_SYNC_METHODS
-    yield known, f"{TABLE}.semi_sync_method", rule, method, f"{hint}without it gradients are exchanged at each step"
+    yield (
+        known,
+        f"{TABLE}.semi_sync_method",
+        rule,
+        method,
+        f"{hint}without it gradients are exchanged at each step",
+    )
     rule = "must be without spaces and slashes"
-    yield not set(ft.job_id) & set("/ \t\n"), f"{TABLE}.job_id", rule, ft.job_id, "use letters, digits and dashes"
+    yield (
+        not set(ft.job_id) & set("/ \t\n"),
+        f"{TABLE}.job_id",
+        rule,
+        ft.job_id,
+        "use letters, digits and dashes",
+    )
     size = ft.group_size
     name = f"{TABLE}.group_size"
     yield size >= 1, name, "must be >= 1", size, "set it to the number of replica groups"
     name = f"{TABLE}.replica_id"
     yield ft.replica_id >= 0, name, "must be >= 0", ft.replica_id, "number the groups from 0"
     rule = f"must be < group_size ({size})"
-    yield ft.replica_id < size, name, rule, ft.replica_id, "number the groups from 0, or raise group_size"
+    yield (
+        ft.replica_id < size,
+        name,
+        rule,
+        ft.replica_id,
+        "number the groups from 0, or raise group_size",
+    )
     name = f"{TABLE}.min_replica_size"
-    yield ft.min_replica_size >= 1, name, "must be >= 1", ft.min_replica_size, "1 lets a single group go on alone"
+    yield (
+        ft.min_replica_size >= 1,
+        name,
+        "must be >= 1",
+        ft.min_replica_size,
+        "1 lets a single group go on alone",
+    )
     rule = f"must be <= group_size ({size})"
-    yield ft.min_replica_size <= size, name, rule, ft.min_replica_size, "lower it, or raise group_size"
+    yield (
+        ft.min_replica_size <= size,
+        name,
+        rule,
+        ft.min_replica_size,
+        "lower it, or raise group_size",
+    )
 
 
 _ZERO_MEANS = {
@@ -553,7 +603,13 @@ def _number_rules(ft: FaultTolerance) -> Iterator[Rule]:
     for f in fields(FaultTolerance):
         value = getattr(ft, f.name)
         if f.name.endswith(("_seconds", "_ms", "_mb")) and f.name not in _ZERO_MEANS:
-            yield value > 0, f"{TABLE}.{f.name}", "must be > 0", value, f"the default is {f.default}"
+            yield (
+                value > 0,
+                f"{TABLE}.{f.name}",
+                "must be > 0",
+                value,
+                f"the default is {f.default}",
+            )
     for name, meaning in _ZERO_MEANS.items():
         value = getattr(ft, name)
         yield value >= 0, f"{TABLE}.{name}", "must be >= 0", value, f"0 {meaning}"
@@ -591,13 +647,23 @@ def _batch_rules(config: Any) -> Iterator[Rule]:
         ("parallelism", "data_parallel_shard_degree"),
     ):
         _check_type(f"{section}.{key}", getattr(getattr(config, section), key), int)
-    size, total, name = config.fault_tolerance.group_size, training.global_batch_size, "training.global_batch_size"
+    size, total, name = (
+        config.fault_tolerance.group_size,
+        training.global_batch_size,
+        "training.global_batch_size",
+    )
     rule = "must be > 0, or -1 for one microbatch per rank"
     yield total != 0, name, rule, total, "set it to -1 or to a positive number"
     if total < 0:
         return
     remedy = "it counts the sequences of all groups"
-    yield total % size == 0, name, f"must be divisible by {TABLE}.group_size ({size})", total, remedy
+    yield (
+        total % size == 0,
+        name,
+        f"must be divisible by {TABLE}.group_size ({size})",
+        total,
+        remedy,
+    )
     # A shard degree of -1 is known only to the worker; torchtitan checks the rest there.
     local = training.local_batch_size
     degree = parallel.data_parallel_replicate_degree * max(parallel.data_parallel_shard_degree, 1)
@@ -606,7 +672,13 @@ def _batch_rules(config: Any) -> Iterator[Rule]:
     factors = f"{TABLE}.group_size ({size}) x training.local_batch_size ({local})"
     if degree > 1:
         factors += f" x the data-parallel degree of a group ({degree})"
-    yield total // size % (local * degree) == 0, name, f"must be a multiple of {factors}", total, remedy
+    yield (
+        total // size % (local * degree) == 0,
+        name,
+        f"must be a multiple of {factors}",
+        total,
+        remedy,
+    )
 
 
 def check_lighthouse(name: str, address: str) -> None:
@@ -621,11 +693,15 @@ def check_lighthouse(name: str, address: str) -> None:
     try:
         parts = urlsplit(address)
         ok = parts.scheme == "http" and bool(parts.hostname) and bool(parts.port)
-        ok = ok and parts.path in ("", "/") and not (parts.query or parts.fragment or parts.username)
+        ok = (
+            ok and parts.path in ("", "/") and not (parts.query or parts.fragment or parts.username)
+        )
     except ValueError:  # a port that is no number or out of range, or a broken IPv6 address
         ok = False
     if not ok or any(c.isspace() for c in address):
-        raise ConfigError(f"{name} must look like http://host:port, got {address!r}; for example http://10.0.0.1:29510")
+        raise ConfigError(
+            f"{name} must look like http://host:port, got {address!r}; for example http://10.0.0.1:29510"
+        )
 
 
 def _check_advertised(address: str) -> None:
@@ -638,7 +714,9 @@ def _check_advertised(address: str) -> None:
         raise ConfigError(f"{name} must be a numeric address, got {address!r}; {remedy}") from error
     if unspecified:
         remedy = "give the one of the network that the groups share, or leave it out"
-        raise ConfigError(f"{name} must be an address that other hosts can reach, got {address!r}; {remedy}")
+        raise ConfigError(
+            f"{name} must be an address that other hosts can reach, got {address!r}; {remedy}"
+        )
 
 
 def _check_type(name: str, value: Any, annotation: Any) -> None:
@@ -652,9 +730,12 @@ def _check_type(name: str, value: Any, annotation: Any) -> None:
         return
     if not _is_instance(value, annotation):
         expected = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-        expected = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a string"}.get(
-            expected, f"of type {expected}"
-        )
+        expected = {
+            "bool": "true or false",
+            "int": "a whole number",
+            "float": "a number",
+            "str": "a string",
+        }.get(expected, f"of type {expected}")
         raise ConfigError(f"{name} must be {expected}, got {value!r}; correct its value")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name} must be finite, got {value!r}; correct its value")
@@ -667,7 +748,9 @@ def _is_instance(value: Any, annotation: Any) -> bool:
     if isinstance(annotation, UnionType):
         return any(_is_instance(value, part) for part in get_args(annotation))
     if get_origin(annotation) is list:
-        return isinstance(value, list) and all(_is_instance(item, get_args(annotation)[0]) for item in value)
+        return isinstance(value, list) and all(
+            _is_instance(item, get_args(annotation)[0]) for item in value
+        )
     if annotation in (bool, int, str, NoneType):
         return type(value) is annotation
     if annotation is float:

@@ -125,7 +125,10 @@ A lost group is no hang, and torch writes one flight record in the life of a pro
 delay the end of a broken communicator.
 """
 
-_MIN_CONNECTIONS, _MAX_CONNECTIONS = 8, 32  # queues of a GPU: CUDA's own default, and the most there are
+_MIN_CONNECTIONS, _MAX_CONNECTIONS = (
+    8,
+    32,
+)  # queues of a GPU: CUDA's own default, and the most there are
 
 
 def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, str]:
@@ -152,9 +155,13 @@ def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, s
             if environ.get(each, "0").strip() != "0":
                 raise refuse(each, "0", why)
     if environ.get("TORCH_DISTRIBUTED_DEBUG", "").strip().upper() == "DETAIL":
-        raise refuse("TORCH_DISTRIBUTED_DEBUG", "OFF or INFO", f"it turns {ASYNC_ERROR_HANDLING} on")
+        raise refuse(
+            "TORCH_DISTRIBUTED_DEBUG", "OFF or INFO", f"it turns {ASYNC_ERROR_HANDLING} on"
+        )
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    if (number := environ.get(name)) is not None and not (number.isdecimal() and int(number) >= _MIN_CONNECTIONS):
+    if (number := environ.get(name)) is not None and not (
+        number.isdecimal() and int(number) >= _MIN_CONNECTIONS
+    ):
         why = "the exchange and a collective of the group could wait for each other in one queue"
         raise refuse(name, f">= {_MIN_CONNECTIONS}", why)
     name = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
@@ -166,7 +173,9 @@ def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, s
     return {
         "CUDA_DEVICE_MAX_CONNECTIONS": str(_MAX_CONNECTIONS),
         "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(least),
-        **{each: environ[each] for each in ("CUDA_DEVICE_MAX_CONNECTIONS", name) if each in environ},
+        **{
+            each: environ[each] for each in ("CUDA_DEVICE_MAX_CONNECTIONS", name) if each in environ
+        },
         _DUMPS: environ.get(_DUMPS, "0"),  # torchtitan sets it with comm.trace_buf_size
         _DUMP_TIME: environ.get(_DUMP_TIME, str(_DUMP_MS)),
         **dict.fromkeys(_NCCL_OFF, "0"),
@@ -186,7 +195,10 @@ def empty_host(numel: int, dtype: torch.dtype, *, keep: bool = False) -> torch.T
     if not on_cpu():
         try:
             return _pin(numel, dtype, keep)
-        except (RuntimeError, OSError) as error:  # neither torch nor Python has a narrower one for it
+        except (
+            RuntimeError,
+            OSError,
+        ) as error:  # neither torch nor Python has a narrower one for it
             reason = str(error).split("\n", 1)[0]
             if reason not in _unpinned:  # each bucket of each queued update may fail alike
                 _unpinned.add(reason)
@@ -223,7 +235,9 @@ def free_bytes(where: torch.device) -> int:
     if where.type == "cpu":
         return 0
     free, _ = torch.accelerator.get_memory_info(where)
-    return int(free + torch.accelerator.memory_reserved(where) - torch.accelerator.memory_allocated(where))
+    return int(
+        free + torch.accelerator.memory_reserved(where) - torch.accelerator.memory_allocated(where)
+    )
 
 
 def in_background(make: Callable[[], _T], name: str) -> Future[_T]:
@@ -247,7 +261,9 @@ def empty_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
         return empty_host(numel, dtype, keep=True)
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
-    settings.fill_uninitialized_memory = False  # which deterministic algorithms (torchtitan's `debug`) have torch do
+    settings.fill_uninitialized_memory = (
+        False  # which deterministic algorithms (torchtitan's `debug`) have torch do
+    )
     try:
         return torch.empty(numel, dtype=dtype, device=device)
     finally:
@@ -300,7 +316,9 @@ def record_event(timed: bool = False) -> torch.Event | None:
     """
     if on_cpu():
         return None
-    return torch.accelerator.current_stream().record_event(torch.Event(enable_timing=True) if timed else None)
+    return torch.accelerator.current_stream().record_event(
+        torch.Event(enable_timing=True) if timed else None
+    )
 
 
 def record_time() -> torch.Event | None:

@@ -375,7 +375,9 @@ class Report(_OfRun):
     Example: titan-ft report runs/1
     """
 
-    other: Annotated[tyro.conf.Positional[Path | None], _unset("[RUN_DIR2]", name="run_dir2")] = None
+    other: Annotated[tyro.conf.Positional[Path | None], _unset("[RUN_DIR2]", name="run_dir2")] = (
+        None
+    )
     """Another run to compare with."""
     json: Annotated[bool, _FLAG] = False
     """Print the figures as JSON, and write no page."""

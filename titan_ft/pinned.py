@@ -61,7 +61,9 @@ class PinnedMemory:
         block = None
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, args=(device,), name="titan_ft_unpin", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._serve, args=(device,), name="titan_ft_unpin", daemon=True
+                )
                 self._thread.start()
             if keep and self._kept[num_bytes]:
                 block = self._kept[num_bytes].pop()

@@ -41,7 +41,9 @@ def resolve_earlier(flags: Sequence[str]) -> dict[str, Any]:
     try:
         config = parse_config(flags, toml)
     except ConfigError as error:
-        raise ConfigError(f"--resume must be able to read the config of the earlier launch, got: {error}") from error
+        raise ConfigError(
+            f"--resume must be able to read the config of the earlier launch, got: {error}"
+        ) from error
     method = config.fault_tolerance.semi_sync_method
     config.fault_tolerance.semi_sync_method = method and method.lower()  # as the check does
     return dict(flat_values(config.to_dict()))

@@ -84,19 +84,37 @@ def rules(ft: FaultTolerance) -> Iterator[Rule]:
     method = ft.semi_sync_method
     if method is None:
         return
-    yield ft.sync_steps >= 1, "sync_steps", "must be >= 1", ft.sync_steps, "1 exchanges at each step"
+    yield (
+        ft.sync_steps >= 1,
+        "sync_steps",
+        "must be >= 1",
+        ft.sync_steps,
+        "1 exchanges at each step",
+    )
     if method == "diloco":
         name, remedy = "outer_lr", f"the default is {ft.__class__.outer_lr}"
         yield ft.outer_lr > 0, name, "must be > 0", ft.outer_lr, remedy
-        name, remedy = "outer_momentum", f"the default is {ft.__class__.outer_momentum}, 0 keeps none"
+        name, remedy = (
+            "outer_momentum",
+            f"the default is {ft.__class__.outer_momentum}, 0 keeps none",
+        )
         yield 0 <= ft.outer_momentum < 1, name, "must be >= 0 and < 1", ft.outer_momentum, remedy
         name, rule = "exchange_dtype", 'must be "float32" with should_quantize'
-        yield not ft.should_quantize or ft.exchange_dtype == "float32", name, rule, ft.exchange_dtype, "leave one out"
+        yield (
+            not ft.should_quantize or ft.exchange_dtype == "float32",
+            name,
+            rule,
+            ft.exchange_dtype,
+            "leave one out",
+        )
         yield from _fragment_rules(ft)
     else:
         unused = type(ft)()
         for name in _DILOCO_ONLY:
-            value, rule = getattr(ft, name), f'is not used with semi_sync_method = "{method}" and must be left out'
+            value, rule = (
+                getattr(ft, name),
+                f'is not used with semi_sync_method = "{method}" and must be left out',
+            )
             remedy = 'remove it, or set semi_sync_method = "diloco"'
             yield value == getattr(unused, name), name, rule, value, remedy
     for name, (only, reason) in _SEMI_SYNC_WANTS.items():
@@ -114,18 +132,39 @@ def rules(ft: FaultTolerance) -> Iterator[Rule]:
 def _fragment_rules(ft: FaultTolerance) -> Iterator[Rule]:
     """Yield the rules for Streaming DiLoCo. The worker checks that the model has such modules."""
     name = "num_fragments"
-    yield ft.num_fragments >= 1, name, "must be >= 1", ft.num_fragments, "1 exchanges the whole model at once"
+    yield (
+        ft.num_fragments >= 1,
+        name,
+        "must be >= 1",
+        ft.num_fragments,
+        "1 exchanges the whole model at once",
+    )
     modules, number = ft.module_fqns_per_model_fragment, num_fragments(ft)
-    rule, remedy = f"must be {number}, or be left out, with as many lists of modules", "leave it out"
+    rule, remedy = (
+        f"must be {number}, or be left out, with as many lists of modules",
+        "leave it out",
+    )
     yield not modules or ft.num_fragments in (1, number), name, rule, ft.num_fragments, remedy
     listed = [module for fragment in modules for module in fragment]
     rule = "must name a module or more in each list, and none twice"
     name = "module_fqns_per_model_fragment"
-    yield all(modules) and len(set(listed)) == len(listed), name, rule, modules, "correct it, or use num_fragments"
-    rule, remedy = f"must be a multiple of the number of fragments ({number})", "one is exchanged after so many steps"
+    yield (
+        all(modules) and len(set(listed)) == len(listed),
+        name,
+        rule,
+        modules,
+        "correct it, or use num_fragments",
+    )
+    rule, remedy = (
+        f"must be a multiple of the number of fragments ({number})",
+        "one is exchanged after so many steps",
+    )
     yield ft.sync_steps % number == 0, "sync_steps", rule, ft.sync_steps, remedy
     delay, most = ft.fragment_sync_delay, ft.sync_steps // number - 1
-    rule, remedy = f"must be >= 0 and <= {most}, less than the steps between two exchanges", "0 waits for each"
+    rule, remedy = (
+        f"must be >= 0 and <= {most}, less than the steps between two exchanges",
+        "0 waits for each",
+    )
     yield 0 <= delay <= most, "fragment_sync_delay", rule, delay, remedy
     name, alpha = "fragment_update_alpha", ft.fragment_update_alpha
     yield 0 <= alpha < 1, name, "must be >= 0 and < 1", alpha, "0 takes the global parameters"

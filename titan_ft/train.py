@@ -149,7 +149,9 @@ def preload(args: Sequence[str]) -> None:
             job_config = prepare_config(*args)
             from titan_ft.host.titan import get_train_spec
 
-            with contextlib.suppress(ValueError, ImportError):  # of a model that the user registers, perhaps
+            with contextlib.suppress(
+                ValueError, ImportError
+            ):  # of a model that the user registers, perhaps
                 get_train_spec(job_config.model.name)
             with contextlib.suppress(FileNotFoundError):
                 load_text(job_config.training.dataset, job_config.training.dataset_path)
@@ -164,7 +166,9 @@ def _check_environment(args: Sequence[str], environ: Mapping[str, str]) -> None:
     Raises:
         ConfigError: a person has.
     """
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    missing = [
+        name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environ
+    ]
     if missing and not {"-h", "--help"} & set(args):
         raise ConfigError(
             "python -m titan_ft.train must be started by titan-ft launch, titan-ft group or torchrun, got no "
@@ -186,35 +190,51 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
         from titan_ft.training.worker import WorkerSetup
 
         check_ranks(job_config, int(environ["WORLD_SIZE"]))
-        if job_config.fault_tolerance.process_group == "nccl":  # before CUDA, or a communicator, reads it
+        if (
+            job_config.fault_tolerance.process_group == "nccl"
+        ):  # before CUDA, or a communicator, reads it
             timeout_ms = job_config.fault_tolerance.process_group_timeout_ms
             os.environ.update(device.nccl_environment(environ, timeout_ms))
-        device.require(job_config.fault_tolerance.process_group, int(environ.get("LOCAL_RANK", "0")))
+        device.require(
+            job_config.fault_tolerance.process_group, int(environ.get("LOCAL_RANK", "0"))
+        )
         mark_training()
         titan.take_off_record()
         faulthandler.enable(2)  # as `record` does: the log of a crash in native code has the stacks
-        lighthouse = ft_config.resolve_lighthouse(job_config.fault_tolerance, environ.get("TORCHFT_LIGHTHOUSE"))
+        lighthouse = ft_config.resolve_lighthouse(
+            job_config.fault_tolerance, environ.get("TORCHFT_LIGHTHOUSE")
+        )
         token = read_token(environ)
-        own_host = job_config.fault_tolerance.advertise_address or "localhost"  # else the route to the lighthouse
-        check_token(token, is_local=is_loopback(lighthouse) and is_loopback(join_address(own_host, 0)))
+        own_host = (
+            job_config.fault_tolerance.advertise_address or "localhost"
+        )  # else the route to the lighthouse
+        check_token(
+            token, is_local=is_loopback(lighthouse) and is_loopback(join_address(own_host, 0))
+        )
         os.environ.pop(TOKEN_ENV, None)  # what a worker starts, such as a loader, has no use for it
         launch = WorkerSetup(
             rank=int(environ["RANK"]),
             store=(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])),
             lighthouse=lighthouse,
             token=token,
-            attempt=int(environ.get("TITAN_FT_ATTEMPT") or environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
+            attempt=int(
+                environ.get("TITAN_FT_ATTEMPT") or environ.get("TORCHELASTIC_RESTART_COUNT") or 0
+            ),
             config_digest=digest_config(job_config),
             slurm=_slurm_step(environ),
             store_pid=int(environ.get(store_server.PID_ENV) or os.getppid()),
             arguments=tuple(args),
-            ranks_on_host=int(environ.get("TITAN_FT_RANKS_ON_HOST") or environ.get("LOCAL_WORLD_SIZE") or 1),
+            ranks_on_host=int(
+                environ.get("TITAN_FT_RANKS_ON_HOST") or environ.get("LOCAL_WORLD_SIZE") or 1
+            ),
         )
         if job_config.metrics.enable_wandb:
             os.environ.update(wandb_environment(environ, job_config, launch.rank))
         trainer_class = type("Trainer", (ReplicaTrainer,), {"launch": launch})
     else:
-        spec.register(job_config.model.name, job_config.fault_tolerance, job_config.experimental.custom_import)
+        spec.register(
+            job_config.model.name, job_config.fault_tolerance, job_config.experimental.custom_import
+        )
 
     end_at_exit()  # last, after the handlers of all that is imported
     try:
@@ -226,7 +246,9 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
 
 def _slurm_step(environ: Mapping[str, str]) -> dict[str, str] | None:
     """Return what `scancel` and `srun --jobid` call the job step that this process belongs to, and Slurm the node."""
-    job, step, node = (environ.get(f"SLURM{name}", "") for name in ("_JOB_ID", "_STEP_ID", "D_NODENAME"))
+    job, step, node = (
+        environ.get(f"SLURM{name}", "") for name in ("_JOB_ID", "_STEP_ID", "D_NODENAME")
+    )
     found = {"job": job, "step": step, "node": node}
     return {name: value for name, value in found.items() if value} if job and step else None
 

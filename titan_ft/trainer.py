@@ -25,7 +25,14 @@ from titan_ft.engine.round_strategy import RoundStrategy
 from titan_ft.engine.step import ReplicaDimension
 from titan_ft.engine.strategy import StepStrategy
 from titan_ft.engine.watchdog import Watchdog
-from titan_ft.host.titan import HostTrainer, JobConfig, ParallelDims, logger, read_batches, set_pg_timeouts
+from titan_ft.host.titan import (
+    HostTrainer,
+    JobConfig,
+    ParallelDims,
+    logger,
+    read_batches,
+    set_pg_timeouts,
+)
 from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.protocol.decision import LastToLeave
 from titan_ft.protocol.errors import HungError, JobFinished, Leaving
@@ -70,12 +77,18 @@ class ReplicaTrainer(HostTrainer):
     def __init__(self, job_config: JobConfig) -> None:
         config = job_config.fault_tolerance
         self._events = begin_events(job_config, self.launch)
-        loaders = spec.register(job_config.model.name, config, job_config.experimental.custom_import)
+        loaders = spec.register(
+            job_config.model.name, config, job_config.experimental.custom_import
+        )
         if job_config.debug.seed is None:
             # All groups must begin with the same weights, whenever they come; torchtitan would draw a seed in each.
             job_config.debug.seed = int(self.launch.config_digest[:8], 16)
-            logger.info(f"debug.seed is not set: using {job_config.debug.seed}, the same in all groups of this config")
-        if job_config.training.global_batch_size > 0:  # counts all groups; torchtitan's Trainer sees only this one
+            logger.info(
+                f"debug.seed is not set: using {job_config.debug.seed}, the same in all groups of this config"
+            )
+        if (
+            job_config.training.global_batch_size > 0
+        ):  # counts all groups; torchtitan's Trainer sees only this one
             job_config.training.global_batch_size //= config.group_size
         keep_curves(job_config, self.launch.rank)
         keep_traces(job_config, self.launch.attempt)
@@ -86,11 +99,15 @@ class ReplicaTrainer(HostTrainer):
         self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)
         self._group = GroupCollectives(self.device, loss_group(self.parallel_dims))
         self._loaders = loaders
-        self._feed = Feed(self._ledger, loaders.open, partial(read_batches, self), self._events.emit)
+        self._feed = Feed(
+            self._ledger, loaders.open, partial(read_batches, self), self._events.emit
+        )
         self._step_log = StepLog(self._events, self.metrics_processor, config.replica_id)
         # Made after the model is built: how long that may take is unknown, and it must not count as a hang.
         self._watchdog = Watchdog(config.hang_timeout_seconds, self._tell_hang)
-        self._local = LocalTraining(self, feed=self._feed, group=self._group, watchdog=self._watchdog)
+        self._local = LocalTraining(
+            self, feed=self._feed, group=self._group, watchdog=self._watchdog
+        )
         with self._watchdog.paused():
             self._strategy = self._build_strategy()
         if job_config.validation.enable:
@@ -98,7 +115,9 @@ class ReplicaTrainer(HostTrainer):
             validate_updates(self, self._strategy)
             if self.parallel_dims.pp_enabled:
                 share_loss(self, self._group)
-        self._replica: ReplicaDimension | None = None  # joined when the group is ready to train, see _join_job
+        self._replica: ReplicaDimension | None = (
+            None  # joined when the group is ready to train, see _join_job
+        )
         self._behind = self._begun = False
         self._stepped = 0.0  # when the last step was over; 0 if something else than a step was last
         self._chaos: ChaosAgent | None = None
@@ -160,7 +179,9 @@ class ReplicaTrainer(HostTrainer):
         try:
             mark_finished(mark, self.launch.config_digest, self._position.step)
         except OSError as error:
-            logger.warning(f"{mark} cannot be written ({error}): a group that comes back would begin the job anew")
+            logger.warning(
+                f"{mark} cannot be written ({error}): a group that comes back would begin the job anew"
+            )
 
     def _build_strategy(self) -> StepStrategy:
         config, model = self.job_config.fault_tolerance, self.job_config.model
@@ -206,7 +227,11 @@ class ReplicaTrainer(HostTrainer):
     def _tell_hang(self) -> None:
         """Say that this rank ends because of a hang, to the run and to whoever may start it again."""
         seconds = self.job_config.fault_tolerance.hang_timeout_seconds
-        write_error(HungError(f"no progress of the training thread for {seconds:g} s; its log has the stacks"))
+        write_error(
+            HungError(
+                f"no progress of the training thread for {seconds:g} s; its log has the stacks"
+            )
+        )
         self._events.emit(Hung(step=self._position.step))
 
     def _leave(self) -> None:
@@ -254,7 +279,10 @@ class ReplicaTrainer(HostTrainer):
             void=[reading.describe() for reading in departure.void] or None,
         )
         if departure.in_order:
-            event.digest, event.lineage = self._strategy.state.digest(), f"{self._position.lineage:012x}"
+            event.digest, event.lineage = (
+                self._strategy.state.digest(),
+                f"{self._position.lineage:012x}",
+            )
         else:
             logger.warning(f"{departure.reason}; {_name_void(departure.void)}")
         announce_left(self._events, event)
@@ -265,7 +293,10 @@ class ReplicaTrainer(HostTrainer):
         if self._saving is not None:
             reason = f"{reason}, before the checkpoint of step {self._saving} was complete"
         batches = [reading.describe() for reading in void] or None
-        announce_left(self._events, Drained(step=self._position.step, reason=reason, in_order=False, void=batches))
+        announce_left(
+            self._events,
+            Drained(step=self._position.step, reason=reason, in_order=False, void=batches),
+        )
         if void:
             print_line(f"SIGTERM: {_name_void(void)}")
 
@@ -284,21 +315,36 @@ class ReplicaTrainer(HostTrainer):
             self.checkpointer.finish(self.step)
             lineage = f"{self._position.lineage:012x}"
             self._events.emit(
-                TrainingFinished(step=self._position.step, tokens=self.ntokens_seen, digest=digest, lineage=lineage)
+                TrainingFinished(
+                    step=self._position.step,
+                    tokens=self.ntokens_seen,
+                    digest=digest,
+                    lineage=lineage,
+                )
             )
             self._mark_finished()
             self.checkpointer.raise_last_failure()
         return False
 
-    def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+    def train_step(
+        self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
+    ) -> None:
         """Make one committed update, whatever happens to the other groups; or heal, which ends on one too."""
         first = self.step == 1
         self._make_update()
-        if first and self.step != 1:  # torchtitan shortens the timeouts after step 1: in the midst of a round or heal
-            set_pg_timeouts(timedelta(seconds=self.job_config.comm.train_timeout_seconds), self.parallel_dims)
+        if (
+            first and self.step != 1
+        ):  # torchtitan shortens the timeouts after step 1: in the midst of a round or heal
+            set_pg_timeouts(
+                timedelta(seconds=self.job_config.comm.train_timeout_seconds), self.parallel_dims
+            )
 
     def _make_update(self) -> None:
-        started, config, strategy = time.monotonic(), self.job_config.fault_tolerance, self._strategy
+        started, config, strategy = (
+            time.monotonic(),
+            self.job_config.fault_tolerance,
+            self._strategy,
+        )
         replica = self._join_job()
         if not self._begun and not self._begin(replica):
             self._heal(replica)
@@ -309,9 +355,13 @@ class ReplicaTrainer(HostTrainer):
         work = strategy.start_update()
         stepped, self._stepped = self._stepped, 0.0
         work.between_seconds = started - stepped if stepped else 0.0
-        started -= work.compute_seconds  # of what was made of it while the last exchange was under way
+        started -= (
+            work.compute_seconds
+        )  # of what was made of it while the last exchange was under way
         made = strategy.train(replica.slots_to_read(), replica.arm)
-        committed = replica.commit(replace(made, activity=work.main_activity), strategy.train, strategy.discard)
+        committed = replica.commit(
+            replace(made, activity=work.main_activity), strategy.train, strategy.discard
+        )
         if committed is None:
             self._heal(replica)
             return
@@ -327,7 +377,9 @@ class ReplicaTrainer(HostTrainer):
         self._step_log.log(committed, work, self.step, self.ntokens_seen, replica.heal_seconds)
         if self._position.leaving:
             raise Leaving
-        if config.group_size > 1 and config.heal_donors != 1:  # with 1, groups may share a host without room for it
+        if (
+            config.group_size > 1 and config.heal_donors != 1
+        ):  # with 1, groups may share a host without room for it
             strategy.state.reserve()
         replica.offer()
         if strategy.meet_after_update():
@@ -362,13 +414,17 @@ class ReplicaTrainer(HostTrainer):
             return False
         if self.launch.attempt > 0 and self.step == 1:
             # Without checkpoints there is nothing to come back to when every group is lost; but not silently.
-            logger.warning("no group holds the state of the earlier attempt: training starts anew from step 0")
+            logger.warning(
+                "no group holds the state of the earlier attempt: training starts anew from step 0"
+            )
             self._events.emit(StartedAnew(step=0))
         return True
 
     def _check_loader(self) -> None:
         """Return whether this rank's data go on exactly where a group that comes back opens them."""
-        with self._watchdog.paused():  # nobody beats while batches are read, and a slow loader would be killed
+        with (
+            self._watchdog.paused()
+        ):  # nobody beats while batches are read, and a slow loader would be killed
             found = self._loaders.check()
         if not found.exact:
             logger.warning(
@@ -405,11 +461,17 @@ class ReplicaTrainer(HostTrainer):
             exchanged=self._strategy.exchanged(),
             fragments=self._strategy.fragments,
             gradient_scale=self._strategy.gradient_scale,
-            num_microbatches=self.pp_schedule._n_microbatches if self.parallel_dims.pp_enabled else 0,
+            num_microbatches=self.pp_schedule._n_microbatches
+            if self.parallel_dims.pp_enabled
+            else 0,
         )
         position, state = self._position, self._strategy.state
         links.call_roll(lambda: None if position.leaving else tuple(position.left))
-        shared: dict[str, Any] = {"position": position, "group": self._group, "events": self._events}
+        shared: dict[str, Any] = {
+            "position": position,
+            "group": self._group,
+            "events": self._events,
+        }
         rounds = Rounds(
             config,
             links.membership,
@@ -443,7 +505,9 @@ class ReplicaTrainer(HostTrainer):
         )
 
     def _build_chaos_agent(self) -> ChaosAgent:
-        from titan_ft.chaos.inside.agent import start_agent  # what breaks a worker is loaded where it is asked for
+        from titan_ft.chaos.inside.agent import (
+            start_agent,
+        )  # what breaks a worker is loaded where it is asked for
 
         return start_agent(
             self.job_config,
@@ -480,5 +544,8 @@ class _Counters:
 
 def _name_void(readings: Sequence[Reading]) -> str:
     entries = [reading.entry for reading in readings]
-    void = (f"{entry.num_batches} from batch {entry.first_batch} of slot {entry.slot}" for entry in entries)
+    void = (
+        f"{entry.num_batches} from batch {entry.first_batch} of slot {entry.slot}"
+        for entry in entries
+    )
     return f"void: {', '.join(void)}"

@@ -82,12 +82,12 @@ def _explain(
         case MissingArgs():
             names = [_name(missing.arg) for missing in event.missing_arguments]
             text = " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
-            return f"{text} must be given, got nothing{f'; for example: {example}' if example else ''}"
+            return (
+                f"{text} must be given, got nothing{f'; for example: {example}' if example else ''}"
+            )
         case BadValue(reason="too_few_values"):
             written, _ = _last_value(event.argument, args)
-            return (
-                f"{written} must be followed by {_kind(event.argument)}, got nothing; give it, or leave {written} out"
-            )
+            return f"{written} must be followed by {_kind(event.argument)}, got nothing; give it, or leave {written} out"
         case InvalidChoice():
             written, _ = _last_value(event.argument, args)
             rule = f"must be one of {', '.join(event.choices)}"
@@ -100,14 +100,24 @@ def _explain(
     return f"the arguments are wrong ({type(event).__name__}); see --help"
 
 
-def _unrecognized(token: str, args: Sequence[str], unknown: Callable[[str], str], places: Sequence[str]) -> str:
+def _unrecognized(
+    token: str, args: Sequence[str], unknown: Callable[[str], str], places: Sequence[str]
+) -> str:
     if token.startswith("-") and not re.match(r"-[\d.]", token):
         return unknown(token.partition("=")[0].replace("_", "-"))
     # Of --resume=yes tyro takes the option, which has no value, and refuses the "yes".
-    flag = next((word for word in args if word.startswith("--") and word.endswith(f"={token}")), None)
+    flag = next(
+        (word for word in args if word.startswith("--") and word.endswith(f"={token}")), None
+    )
     if flag is not None and token not in args:
-        return f"{flag.partition('=')[0]} must be without a value, got {token!r}; leave the value out"
-    remedy = f"what has no -- before it is {' '.join(places)}" if places else "every option begins with --"
+        return (
+            f"{flag.partition('=')[0]} must be without a value, got {token!r}; leave the value out"
+        )
+    remedy = (
+        f"what has no -- before it is {' '.join(places)}"
+        if places
+        else "every option begins with --"
+    )
     return f"{token!r} is one argument too many; {remedy}"
 
 

@@ -18,7 +18,17 @@ from titan_ft.forecast.table import NAMES, percentages
 
 FOLDER = Path(__file__).parents[1]
 STALLS = ["180 s", "20 s", "2 s"]
-COLOURS = ("#2b66ab", "#9c1c12", "#f5cf4e", "#b6bdc5", "#cdb7ea", "#2fb18c", "#e2e5e9", "#87909b", "#d23f31")
+COLOURS = (
+    "#2b66ab",
+    "#9c1c12",
+    "#f5cf4e",
+    "#b6bdc5",
+    "#cdb7ea",
+    "#2fb18c",
+    "#e2e5e9",
+    "#87909b",
+    "#d23f31",
+)
 LEFT, WIDTH, HEIGHT, BAR = 250, 560, 46, 26
 
 
@@ -29,9 +39,15 @@ def forecasts() -> Iterator[tuple[str, Forecast]]:
     values["job"]["groups"] = 12
     values["groups"]["stall"] = STALLS
     cases = compare(read_scenarios(values, FOLDER))
-    yield "restarts", next(each for each in cases[0].forecasts if each.candidate.strategy == "restart")
+    yield (
+        "restarts",
+        next(each for each in cases[0].forecasts if each.candidate.strategy == "restart"),
+    )
     for stall, case in zip(STALLS, cases, strict=True):
-        yield f"12 groups, stall {stall}", next(each for each in case.forecasts if each.candidate.strategy == "groups")
+        yield (
+            f"12 groups, stall {stall}",
+            next(each for each in case.forecasts if each.candidate.strategy == "groups"),
+        )
 
 
 def draw() -> Iterator[str]:

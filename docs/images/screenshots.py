@@ -56,7 +56,9 @@ def draw_top(record: RunRecord, name: str, seconds: float) -> str:
     for event in record.events:
         if event.time <= now:
             run.observe(event)
-    console = Console(width=COLUMNS, record=True, file=io.StringIO(), force_terminal=True, highlight=False)
+    console = Console(
+        width=COLUMNS, record=True, file=io.StringIO(), force_terminal=True, highlight=False
+    )
     console.print(frame(run, name, now, Screen(COLUMNS)), "")
     svg = console.export_svg(title="titan-ft top", theme=MONOKAI, unique_id="top")
     # Its fonts would be fetched from elsewhere; a reader's own will do.
@@ -66,7 +68,10 @@ def draw_top(record: RunRecord, name: str, seconds: float) -> str:
 
 def chart_failure(record: RunRecord) -> Chart:
     """Return the page's chart of what each group did, around the first failure of a group; each commit is a line."""
-    failure = next((incident for incident in find_incidents(record) if incident.ended and incident.replicas), None)
+    failure = next(
+        (incident for incident in find_incidents(record) if incident.ended and incident.replicas),
+        None,
+    )
     chart = groups_over_time(record)
     if failure is None or chart is None:
         raise SystemExit("screenshots.py: no group of this run failed")
@@ -75,13 +80,16 @@ def chart_failure(record: RunRecord) -> Chart:
     times = {event.step: event.time - record.begin for event in record.commits}
     commits = Rules([time for time in times.values() if begin <= time <= end], MIDDLE)
     seen = [layer for layer in chart.layers if _is_seen(layer, begin, end)]
-    return replace(chart, x=replace(chart.x, label="", bounds=(begin, end)), layers=[commits, *seen])
+    return replace(
+        chart, x=replace(chart.x, label="", bounds=(begin, end)), layers=[commits, *seen]
+    )
 
 
 def _is_seen(layer: Layer, begin: float, end: float) -> bool:
     if isinstance(layer, Boxes):
         return any(
-            start < end and start + width > begin for start, width in zip(layer.starts, layer.widths, strict=True)
+            start < end and start + width > begin
+            for start, width in zip(layer.starts, layer.widths, strict=True)
         )
     return isinstance(layer, Marks) and any(begin <= x <= end for x in layer.x)
 
@@ -90,8 +98,12 @@ def photograph_failure(record: RunRecord, image: Path) -> None:
     """Write the chart of a failure as PNG."""
     chart = chart_failure(record)
     keys = [("commit", MIDDLE, "│"), *(entry for line in legend(chart) for entry in line)]
-    spans = "".join(f'<span><i style="color: {colour}">{glyph}</i>{text}</span>' for text, colour, glyph in keys)
-    page = FAILURE_PAGE.format(legend=spans, plotly=get_plotlyjs(), figure=json.dumps(figure(chart)))
+    spans = "".join(
+        f'<span><i style="color: {colour}">{glyph}</i>{text}</span>' for text, colour, glyph in keys
+    )
+    page = FAILURE_PAGE.format(
+        legend=spans, plotly=get_plotlyjs(), figure=json.dumps(figure(chart))
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "failure.html"
         path.write_text(page)
@@ -107,13 +119,31 @@ def photograph_page(record: RunRecord, run_dir: Path, image: Path) -> None:
 
 def photograph(page: Path, image: Path, size: tuple[int, int]) -> None:
     """Write a page as PNG, as a browser shows it in a window of that width and height."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    chromium = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if chromium is None:
-        raise SystemExit("screenshots.py: chromium is not installed, and the pictures of pages need it")
+        raise SystemExit(
+            "screenshots.py: chromium is not installed, and the pictures of pages need it"
+        )
     with tempfile.TemporaryDirectory() as profile:
-        quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}")
-        shot = (f"--window-size={size[0]},{size[1]}", "--virtual-time-budget=8000", f"--screenshot={image}")
-        subprocess.run([chromium, *quiet, *shot, page.as_uri()], capture_output=True, timeout=120, check=True)
+        quiet = (
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--user-data-dir={profile}",
+        )
+        shot = (
+            f"--window-size={size[0]},{size[1]}",
+            "--virtual-time-budget=8000",
+            f"--screenshot={image}",
+        )
+        subprocess.run(
+            [chromium, *quiet, *shot, page.as_uri()], capture_output=True, timeout=120, check=True
+        )
 
 
 def main() -> None:
@@ -124,7 +154,9 @@ def main() -> None:
     record = RunRecord.read(RunPaths(run_dir).events)
     end = record.events[-1].time - record.begin
     photograph_failure(record, FOLDER / "failure.png")
-    (FOLDER / "top.svg").write_text(draw_top(record, f"runs/{run_dir.name}", float((sys.argv[2:] or [end])[0])))
+    (FOLDER / "top.svg").write_text(
+        draw_top(record, f"runs/{run_dir.name}", float((sys.argv[2:] or [end])[0]))
+    )
     photograph_page(record, run_dir, FOLDER / "page.png")
 
 

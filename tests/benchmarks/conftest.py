@@ -18,8 +18,13 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return what says which programs a run starts instead of its system."""
 
     def start(*codes: str, services: tuple[str, ...] = ()) -> None:
-        started = [Command(f"worker-{index}", [sys.executable, "-c", code]) for index, code in enumerate(codes)]
-        started += [Command("service", [sys.executable, "-c", code], service=True) for code in services]
+        started = [
+            Command(f"worker-{index}", [sys.executable, "-c", code])
+            for index, code in enumerate(codes)
+        ]
+        started += [
+            Command("service", [sys.executable, "-c", code], service=True) for code in services
+        ]
         monkeypatch.setattr(benchmarks.run, "commands", lambda job: started)
 
     return start

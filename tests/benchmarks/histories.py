@@ -8,7 +8,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from tests.event_builder import build
-from titan_ft.run.events import Event, FaultInjected, StepCommitted, Target, WorkerExited, WorkerStarted
+from titan_ft.run.events import (
+    Event,
+    FaultInjected,
+    StepCommitted,
+    Target,
+    WorkerExited,
+    WorkerStarted,
+)
 
 
 def commit(time: float, step: int, replica: int = 0, **fields: Any) -> Event:
@@ -17,12 +24,18 @@ def commit(time: float, step: int, replica: int = 0, **fields: Any) -> Event:
     return build(StepCommitted, time=time, step=step, replica=replica, **{**usual, **fields})
 
 
-def commits(times: Iterable[float], replica: int = 0, first_step: int = 1, **fields: Any) -> list[Event]:
+def commits(
+    times: Iterable[float], replica: int = 0, first_step: int = 1, **fields: Any
+) -> list[Event]:
     """One commit of a group after the other."""
-    return [commit(time, step, replica, **fields) for step, time in enumerate(times, start=first_step)]
+    return [
+        commit(time, step, replica, **fields) for step, time in enumerate(times, start=first_step)
+    ]
 
 
-def killed(time: float, attempt: int = 0, shot: int = 0, exited: float | None = None) -> list[Event]:
+def killed(
+    time: float, attempt: int = 0, shot: int = 0, exited: float | None = None
+) -> list[Event]:
     """A SIGKILL of group 1, and its agent's word."""
     end: dict[str, Any] = {"signal": "SIGKILL", "replica": 1, "attempt": attempt}
     return [

@@ -34,7 +34,9 @@ def test_only_a_group_that_lives_and_has_contributed_is_up() -> None:
     events += [started(2.0, 1, attempt=1, pid=21), tried(3.0, 2, 1, attempt=1, contributed=False)]
 
     def up(*dead: int) -> dict[int, int]:
-        workers = lambda replica: [pid for pid in latest_workers(events, replica) if pid not in dead]  # noqa: E731
+        def workers(replica: int) -> list[int]:
+            return [pid for pid in latest_workers(events, replica) if pid not in dead]
+
         return groups_up(SimpleNamespace(workers=workers), RunRecord(translate(events)))  # type: ignore[arg-type]
 
     assert up() == {0: 0, 2: 0}
@@ -49,8 +51,17 @@ def campaign_of(*events: Event, span: tuple[float, float] = (0.0, 120.0)) -> dic
 
 
 def test_steps_before_the_campaign_do_not_count() -> None:
-    events = [started(0.5, 0), tried(1.0, 1, **LOST), tried(1.2, 1), tried(2.0, 2, **LOST), tried(3.0, 2)]
-    assert campaign_of(*events, span=(1.5, 9.0))["figures"]["exchanges committed of attempted"] == "1 of 2 (50.0 %)"
+    events = [
+        started(0.5, 0),
+        tried(1.0, 1, **LOST),
+        tried(1.2, 1),
+        tried(2.0, 2, **LOST),
+        tried(3.0, 2),
+    ]
+    assert (
+        campaign_of(*events, span=(1.5, 9.0))["figures"]["exchanges committed of attempted"]
+        == "1 of 2 (50.0 %)"
+    )
     with pytest.raises(BenchError, match="nothing was committed"):
         campaign_of(*events, span=(3.5, 9.0))
 
@@ -73,7 +84,8 @@ def test_the_table_stands_beside_a_run_of_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--minutes", "0.5"], ["--peer-groups", "1"], ["--peer-ranks", "0"], ["--against", "/no/run"]]
+    "arguments",
+    [["--minutes", "0.5"], ["--peer-groups", "1"], ["--peer-ranks", "0"], ["--against", "/no/run"]],
 )
 def test_bad_usage_is_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -81,18 +93,35 @@ def test_bad_usage_is_refused(arguments: list[str]) -> None:
     assert ended.value.code == 2
 
 
-def test_the_campaign_is_all_that_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+def test_the_campaign_is_all_that_is_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
     """Its figures are saved, and its table is printed; the seed is told."""
     calls = []
 
-    def run_campaign(base: Any, work_dir: Path, minutes: float, seed: int, groups: int, ranks: int) -> dict[str, Any]:
+    def run_campaign(
+        base: Any, work_dir: Path, minutes: float, seed: int, groups: int, ranks: int
+    ) -> dict[str, Any]:
         calls.append((minutes, seed, groups, ranks))
         return campaign_of(tried(1.0, 1))
 
     monkeypatch.setattr(command, "run_campaign", run_campaign)
     figures = tmp_path / "figures.json"
-    arguments = ["--campaign-peer", "--minutes", "2", "--seed", "9", "--peer-groups", "3", "--peer-ranks", "1"]
-    assert command.main([*arguments, "--json", str(figures), "--work-dir", str(tmp_path / "work")]) == 0
+    arguments = [
+        "--campaign-peer",
+        "--minutes",
+        "2",
+        "--seed",
+        "9",
+        "--peer-groups",
+        "3",
+        "--peer-ranks",
+        "1",
+    ]
+    assert (
+        command.main([*arguments, "--json", str(figures), "--work-dir", str(tmp_path / "work")])
+        == 0
+    )
     assert calls == [(2.0, 9, 3, 1)]
     output = capsys.readouterr()
     assert "seed 9" in output.err

@@ -21,7 +21,14 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "bench.py"
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--steps", "15"], ["--kills", "0"], ["--recoveries", "0"], ["--rounds", "x"], ["--only", "all"]]
+    "arguments",
+    [
+        ["--steps", "15"],
+        ["--kills", "0"],
+        ["--recoveries", "0"],
+        ["--rounds", "x"],
+        ["--only", "all"],
+    ],
 )
 def test_bad_usage_is_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -29,7 +36,9 @@ def test_bad_usage_is_refused(arguments: list[str]) -> None:
     assert ended.value.code == 2
 
 
-def test_a_config_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_is_not_there_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command.main(["--config", str(tmp_path / "none.toml")]) == 2
     assert "none.toml" in capsys.readouterr().err
 
@@ -50,14 +59,21 @@ def fake_rounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     return calls
 
 
-def test_rounds_go_on_from_the_figures_so_far(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rounds_go_on_from_the_figures_so_far(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """They are measured only if they are asked for; figures of other runs are refused."""
     calls, figures = fake_rounds(monkeypatch), tmp_path / "figures.json"
     assert not {"rounds", *command.ROUNDS} & set(command.PARTS)
     arguments = ["--json", str(figures), "--work-dir", str(tmp_path / "work"), "--only"]
     assert command.main([*arguments, "rounds-loss"]) == 0
     assert command.main([*arguments, "rounds", "--go-on"]) == 0
-    assert calls == [("rounds-loss", []), ("rounds-loss", ["a"]), ("rounds-diloco", []), ("rounds-links", [])]
+    assert calls == [
+        ("rounds-loss", []),
+        ("rounds-loss", ["a"]),
+        ("rounds-diloco", []),
+        ("rounds-links", []),
+    ]
     found = json.loads(figures.read_text())
     assert all("a" in found["rounds"][part] for part in command.ROUNDS)
     found["rounds"]["settings"] = "3 steps"

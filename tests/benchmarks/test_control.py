@@ -49,14 +49,31 @@ def test_each_number_of_ranks_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def measure(kind: str, size: int, delay_ms: float = 0.0) -> dict[str, object]:
         cpu = {"rank_cpu": 50.0, "root_cpu": 300.0 if kind == "tree" else None}
-        return {"kind": kind, "ranks": size, "depth": 2, "delay_ms": delay_ms, "median": 1.0, "p90": 2.0, **cpu}
+        return {
+            "kind": kind,
+            "ranks": size,
+            "depth": 2,
+            "delay_ms": delay_ms,
+            "median": 1.0,
+            "p90": 2.0,
+            **cpu,
+        }
 
     monkeypatch.setattr(control, "measure", measure)
     found = dict(measure_agreements([64, 1024]))
-    assert list(found) == ["tree-64-0", "tree-64-10", "store-64", "tree-1024-0", "tree-1024-10", "formula"]
+    assert list(found) == [
+        "tree-64-0",
+        "tree-64-10",
+        "store-64",
+        "tree-1024-0",
+        "tree-1024-10",
+        "formula",
+    ]
     _, _, first, second, *rest = table._control_table(found)
     assert [cell.strip() for cell in first.split("|")[1:3]] == ["64 ranks", "2"]
     assert first.split("|")[-3].strip() == "1.00 (p90 2.00)"
     assert [cell.strip() for cell in second.split("|")[-3:-1]] == ["-", "-"]
     assert "Extrapolated to 8,192 ranks" in rest[-1]
-    assert table._control_table({"tree-64-0": found["tree-64-0"]}), "a run that was cut off shows its figures"
+    assert table._control_table({"tree-64-0": found["tree-64-0"]}), (
+        "a run that was cut off shows its figures"
+    )

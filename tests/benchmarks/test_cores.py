@@ -69,14 +69,18 @@ def test_groups_are_pinned_to_different_cores(starts: Callable[..., None], tmp_p
     """All workers and their agents, whichever of the workers tell where they run."""
     starts("import signal; signal.pause()")
     pipe = subprocess.PIPE
-    agents = [subprocess.Popen([sys.executable, "-c", AGENT], stdin=pipe, stdout=pipe) for _ in range(2)]
+    agents = [
+        subprocess.Popen([sys.executable, "-c", AGENT], stdin=pipe, stdout=pipe) for _ in range(2)
+    ]
     try:
         workers = []
         for agent in agents:
             assert agent.stdout is not None
             workers.append([int(pid) for pid in agent.stdout.readline().split()])
         with Run(Job(OURS, tmp_path / "run"), {}) as run:
-            pin_groups(run, [started(0.0, replica, pid=pids[0]) for replica, pids in enumerate(workers)])
+            pin_groups(
+                run, [started(0.0, replica, pid=pids[0]) for replica, pids in enumerate(workers)]
+            )
         shares = split_cores(os.sched_getaffinity(0), 2)
         for agent, pids, share in zip(agents, workers, shares, strict=True):
             assert [os.sched_getaffinity(pid) for pid in (agent.pid, *pids)] == [share] * 3
@@ -86,7 +90,9 @@ def test_groups_are_pinned_to_different_cores(starts: Callable[..., None], tmp_p
             agent.communicate()
 
 
-def test_a_launch_without_workers_cannot_be_pinned(starts: Callable[..., None], tmp_path: Path) -> None:
+def test_a_launch_without_workers_cannot_be_pinned(
+    starts: Callable[..., None], tmp_path: Path
+) -> None:
     starts("import signal; signal.pause()")
     with (
         pytest.raises(BenchError, match=r"has no process|a core for each"),

@@ -40,7 +40,9 @@ def test_rounds_of_the_peer_that_are_in_no_model_are_counted() -> None:
     """In round 1 each group gets one rank's state from the other; round 2 fails; group 1 dies in its round 3."""
     events = [e for g, r in RANKS for e in round_of(1.0, 1, g, r, contributed=g == r)]
     events += [e for g, r in RANKS for e in round_of(2.0, 2, g, r, **LOST, digest=None)]
-    events += [e for r in (0, 1) for e in [*inner(4, 2.5, 1, r), *round_of(4.0, 2, 0, r, digest=f"own{r}")]]
+    events += [
+        e for r in (0, 1) for e in [*inner(4, 2.5, 1, r), *round_of(4.0, 2, 0, r, digest=f"own{r}")]
+    ]
     found = describe(RunRecord(translate(in_order(events))), {0: 5.0})
     assert found["steps_made"] == 20 + 20 + 4 + 10
     assert found["steps_thrown_away"] == 10 + 20 + 4
@@ -52,37 +54,51 @@ def test_rounds_of_the_peer_that_are_in_no_model_are_counted() -> None:
 
 def test_groups_of_the_peer_that_end_differently_are_told() -> None:
     events = [e for g, r in RANKS for e in round_of(1.0, 1, g, r, digest=f"{g}{r}")]
-    assert describe(RunRecord(translate(in_order(events))), {})["digests"].startswith("differ (step 1)")
+    assert describe(RunRecord(translate(in_order(events))), {})["digests"].startswith(
+        "differ (step 1)"
+    )
 
 
 def test_the_steps_of_ours_that_count_are_those_of_its_contributions() -> None:
     commits = [
-        commit(float(n), n, g, inner_step=10 * n, inner_steps=10, batches={g: (n, 1)}) for n in (1, 2) for g in (0, 1)
+        commit(float(n), n, g, inner_step=10 * n, inner_steps=10, batches={g: (n, 1)})
+        for n in (1, 2)
+        for g in (0, 1)
     ]
     finished = [build(TrainingFinished, time=3.0, step=2, replica=g) for g in (0, 1)]
     found = describe(RunRecord([*commits, *finished]), {0: 5.0, 1: 5.0})
     assert (found["steps_made"], found["steps_thrown_away"]) == (40, 0)
-    assert (found["rounds_committed"], found["rounds_failed"], found["groups_finished"]) == (2, 0, 2)
+    assert (found["rounds_committed"], found["rounds_failed"], found["groups_finished"]) == (
+        2,
+        0,
+        2,
+    )
 
 
 def test_the_victim_dies_half_a_round_behind_the_survivors_commits() -> None:
     record = RunRecord([commit(4.0 * n, n) for n in range(1, 5)])
     done: list[Any] = []
 
-    def wait_for(look: Callable[[RunRecord], RunRecord | None], what: str, timeout: float) -> RunRecord:
+    def wait_for(
+        look: Callable[[RunRecord], RunRecord | None], what: str, timeout: float
+    ) -> RunRecord:
         found = look(record)
         if found is None:
             raise BenchError(f"no {what}")
         return found
 
-    run: Any = SimpleNamespace(wait_for=wait_for, sleep=done.append, kill=lambda who: done.append(f"kill {who}"))
+    run: Any = SimpleNamespace(
+        wait_for=wait_for, sleep=done.append, kill=lambda who: done.append(f"kill {who}")
+    )
     diloco._kill_behind(run, (2, 4), 1e12)
     assert done == [2.0, "kill 1", 2.0, "kill 1"]
     with pytest.raises(BenchError, match="no round 5"):
         diloco._kill_behind(run, (5,), 1e12)
 
 
-def test_a_run_that_breaks_is_a_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, starts: Any) -> None:
+def test_a_run_that_breaks_is_a_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, starts: Any
+) -> None:
     """What is done is not run again."""
     starts("raise SystemExit(3)")
     assert Run is diloco.Run

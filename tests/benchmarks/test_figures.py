@@ -51,28 +51,48 @@ def test_figures_of_a_short_history() -> None:
     # 4 steps of 1 s in 6 s.
     assert shown["effective training time"] == "66.7 %"
     assert shown["stall per failure (s), median (max)"] == "2.00 (2.00)"
-    assert shown["weights after the last step that all have"] == "equal (step 5); differ in 4 of 5 comparisons"
+    assert (
+        shown["weights after the last step that all have"]
+        == "equal (step 5); differ in 4 of 5 comparisons"
+    )
     assert shown["loss of the last steps that all runs have"] == "6.000"
-    assert figures(RunRecord(events), until=3)["loss of the last steps that all runs have"] == "7.000"
+    assert (
+        figures(RunRecord(events), until=3)["loss of the last steps that all runs have"] == "7.000"
+    )
 
 
 def digest(step: int, replica: int, value: str, rank: int = 0) -> Event:
-    return build(StepCommitted, time=float(step), step=step, replica=replica, rank=rank, digest=value)
+    return build(
+        StepCommitted, time=float(step), step=step, replica=replica, rank=rank, digest=value
+    )
 
 
 def test_digests_are_compared_by_rank_and_state() -> None:
-    same = [digest(5, 0, "a"), digest(5, 1, "a"), digest(5, 0, "b", rank=1), digest(5, 1, "b", rank=1)]
+    same = [
+        digest(5, 0, "a"),
+        digest(5, 1, "a"),
+        digest(5, 0, "b", rank=1),
+        digest(5, 1, "b", rank=1),
+    ]
     assert compare_digests(RunRecord(same)) == "equal (step 5)"
     # At the last step only one group has one.
     assert compare_digests(RunRecord([*same, digest(10, 0, "c")])) == "equal (step 5)"
-    differ = [*same, digest(10, 0, "c", rank=1), digest(10, 1, "d", rank=1), digest(10, 0, "e"), digest(10, 1, "e")]
+    differ = [
+        *same,
+        digest(10, 0, "c", rank=1),
+        digest(10, 1, "d", rank=1),
+        digest(10, 0, "e"),
+        digest(10, 1, "e"),
+    ]
     assert compare_digests(RunRecord(differ)) == "differ (step 10); differ in 1 of 4 comparisons"
     assert compare_digests(RunRecord([digest(5, 0, "a")])) == "unknown"
     assert compare_digests(RunRecord([])) == "unknown"
 
 
 @pytest.fixture
-def run_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+def run_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
     """Runs the command in this process; returns its exit status, and its errors or else its table."""
 
     def run(*arguments: str) -> tuple[int, str]:

@@ -58,7 +58,9 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Plan]]:
         monkeypatch.setattr(gpu, "measure_runs", measure)
         monkeypatch.setattr(gpu, "measure_gpu", lambda plan, report: report.judge("NCCL", "holds"))
         monkeypatch.setattr(gpu, "measure_recipe", lambda *_: None)
-        monkeypatch.setattr(gpu, "run_gpu_tests", lambda plan, report: report.judge("tests", "holds", "3 passed"))
+        monkeypatch.setattr(
+            gpu, "run_gpu_tests", lambda plan, report: report.judge("tests", "holds", "3 passed")
+        )
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         return plans
 
@@ -123,7 +125,9 @@ def test_gpus_are_taken_from_those_that_are_visible(
 
 def all_hold(report: Report) -> None:
     for backend in ("gloo", "nccl"):
-        report.judge(f"{backend}: SIGKILL of a group", "holds", "7 of 7; no work lost: a step was made again")
+        report.judge(
+            f"{backend}: SIGKILL of a group", "holds", "7 of 7; no work lost: a step was made again"
+        )
     report.enter("gloo: step (ms)", "12.5")
     report.judge("FSDP", "needs 4 GPUs")
     report.judge("llama3_1b", "left out: needs 76 GB of a GPU")
@@ -131,7 +135,9 @@ def all_hold(report: Report) -> None:
 
 def one_broken(report: Report) -> None:
     all_hold(report)
-    report.judge("nccl: promises", "does not hold", "6 of 7", why="every batch once: batch 7 was lost")
+    report.judge(
+        "nccl: promises", "does not hold", "6 of 7", why="every batch once: batch 7 was lost"
+    )
 
 
 def one_unknown(report: Report) -> None:
@@ -177,9 +183,14 @@ def test_the_exit_status_follows_the_promises(
     assert gpu.main(["--work-dir", str(tmp_path / "work")]) == status
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == last
-    assert any(line.startswith("4 x GPU of number 0; CUDA 13.0, NCCL 2.28.3; group 0 on GPU 0, 1; ") for line in lines)
+    assert any(
+        line.startswith("4 x GPU of number 0; CUDA 13.0, NCCL 2.28.3; group 0 on GPU 0, 1; ")
+        for line in lines
+    )
     assert any(gpu.sys.executable in line for line in lines)
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")
+    ]
     assert ["gloo: step (ms)", "12.5", "-"] in rows
     assert ["FSDP", "-", "needs 4 GPUs"] in rows
     assert ["tests", "3 passed", "holds"] in rows
@@ -236,9 +247,18 @@ def test_a_rank_of_a_probe_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("tables", "told"),
     [
-        ({"parallelism": {"tensor_parallel_degree": 2}}, "parallelism.tensor_parallel_degree must be 1"),
-        ({"fault_tolerance": {"semi_sync_method": "diloco"}}, "fault_tolerance.semi_sync_method must be left out"),
-        ({"experimental": {"custom_import": "mine"}}, "experimental.custom_import must be left out"),
+        (
+            {"parallelism": {"tensor_parallel_degree": 2}},
+            "parallelism.tensor_parallel_degree must be 1",
+        ),
+        (
+            {"fault_tolerance": {"semi_sync_method": "diloco"}},
+            "fault_tolerance.semi_sync_method must be left out",
+        ),
+        (
+            {"experimental": {"custom_import": "mine"}},
+            "experimental.custom_import must be left out",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_compared_is_refused(tables: Config, told: str) -> None:
@@ -248,7 +268,9 @@ def test_a_config_that_cannot_be_compared_is_refused(tables: Config, told: str) 
 
 def test_a_recipe_runs_without_its_assets(tmp_path: Path) -> None:
     """The packaged text and tokenizer stand in for them; nothing is loaded from elsewhere."""
-    recipe = recipe_config({"model": {"hf_assets_path": str(tmp_path / "none")}, "training": {"dataset": "c4"}})
+    recipe = recipe_config(
+        {"model": {"hf_assets_path": str(tmp_path / "none")}, "training": {"dataset": "c4"}}
+    )
     assert recipe["model"]["hf_assets_path"] == "titan_ft://tokenizer"
     assert recipe["training"]["dataset"] == "austen"
     kept = recipe_config({"model": {"hf_assets_path": str(tmp_path)}})
@@ -260,9 +282,13 @@ def test_a_difference_to_stock_torchtitan_breaks_the_promise() -> None:
     report = Report()
     judge_parity([witness], [witness] * 2, Plan(2), "gloo", report)
     judge_parity([witness], [witness, replace(witness, digest="bb")], Plan(2), "nccl", report)
-    assert report.rows[0] == Row("gloo: the steps of stock torchtitan", "bit for bit, 1 steps", "holds")
+    assert report.rows[0] == Row(
+        "gloo: the steps of stock torchtitan", "bit for bit, 1 steps", "holds"
+    )
     (problem,) = report.problems
-    assert problem.startswith("nccl: the steps of stock torchtitan: does not hold; the states of 1 of 2 ranks differ")
+    assert problem.startswith(
+        "nccl: the steps of stock torchtitan: does not hold; the states of 1 of 2 ranks differ"
+    )
     assert [row.figure for row in report.rows if "digest" in row.what] == ["2", "2"]
 
 
@@ -276,7 +302,9 @@ def test_the_digests_after_the_kills_must_be_equal(digest: str | None, told: str
         events.append(event)
     report = Report()
     judge_run(RunRecord(events), "gloo", report)
-    assert any(line.startswith(f"gloo: groups' digests: does not hold; {told}") for line in report.problems)
+    assert any(
+        line.startswith(f"gloo: groups' digests: does not hold; {told}") for line in report.problems
+    )
 
 
 def test_an_agent_that_makes_no_forks_is_named(tmp_path: Path) -> None:
@@ -316,9 +344,15 @@ def test_every_promise_of_a_run_is_judged(
 
 @pytest.mark.parametrize(
     ("ratio", "verdict"),
-    [((0.99, 1.05, 1.2), "holds"), ((1.04, 1.06, 1.2), "cannot be told"), ((1.06, 1.07, 1.2), "does not hold")],
+    [
+        ((0.99, 1.05, 1.2), "holds"),
+        ((1.04, 1.06, 1.2), "cannot be told"),
+        ((1.06, 1.07, 1.2), "does not hold"),
+    ],
 )
-def test_a_step_may_take_little_longer_than_stocks(ratio: tuple[float, float, float], verdict: str) -> None:
+def test_a_step_may_take_little_longer_than_stocks(
+    ratio: tuple[float, float, float], verdict: str
+) -> None:
     """Where the rounds lie on both sides of the bar, the machine is too noisy to tell; that is a problem too."""
     spread = dict(zip(("low", "median", "high"), ratio, strict=True))
     report = Report()
@@ -340,7 +374,9 @@ def test_a_step_may_take_little_longer_than_stocks(ratio: tuple[float, float, fl
         ((1.0, 1.0), "not measured: no trace", 1, "cannot be told"),
     ],
 )
-def test_training_may_wait_for_what_it_must_know(stock: Any, ours: Any, ranks: int, verdict: str) -> None:
+def test_training_may_wait_for_what_it_must_know(
+    stock: Any, ours: Any, ranks: int, verdict: str
+) -> None:
     """What the groups must read of a step, on top of stock torchtitan's; without a trace nothing is known."""
     report = Report()
     judge_waits({STOCK: stock, "nccl": ours}, Plan(2 * ranks), report)
@@ -351,7 +387,11 @@ def test_training_may_wait_for_what_it_must_know(stock: Any, ours: Any, ranks: i
 def test_no_file_with_tests_that_need_a_gpu_is_missing() -> None:
     """But this one, a test of which starts the script that starts them."""
     marked = "pytest.mark." + "gpu"
-    found = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if marked in path.read_text()}
+    found = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if marked in path.read_text()
+    }
     assert found - {str(Path(__file__).relative_to(ROOT))} == set(gpu.GPU_TESTS)
 
 

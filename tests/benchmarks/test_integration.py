@@ -34,7 +34,9 @@ PROCESS = "import time; time.sleep(600)"
 def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Return what judges a test whose programs end with these statuses; with the verdict come the calls."""
 
-    def judge(test: Case, release: str = "0.2", line: str = "", **statuses: int) -> tuple[Verdict, str, list[str]]:
+    def judge(
+        test: Case, release: str = "0.2", line: str = "", **statuses: int
+    ) -> tuple[Verdict, str, list[str]]:
         calls, python = tmp_path / "calls", tmp_path / "python"
         calls.write_text("")
         given = {"config": 0, "launch": 0, "stock": 0, "check": 0, **statuses}
@@ -65,19 +67,29 @@ def test_the_flags_of_a_run() -> None:
         *("--a.b", "/hf"),
         *("--c.d", "/csv"),
     ]
-    assert "--training.seq_len=512" in integration.own_flags("--parallelism.context_parallel_degree=4", "0.3")
-    assert "--training.seq_len=128" in integration.own_flags("--parallelism.tensor_parallel_degree 2", "0.3")
+    assert "--training.seq_len=512" in integration.own_flags(
+        "--parallelism.context_parallel_degree=4", "0.3"
+    )
+    assert "--training.seq_len=128" in integration.own_flags(
+        "--parallelism.tensor_parallel_degree 2", "0.3"
+    )
 
 
 def test_the_schedule_is_one_of_torch() -> None:
     from torch.distributed.pipelining.schedules import _Action, _validate_schedule
 
     rows = [line.split(",") for line in integration.format_schedule(4).splitlines()]
-    actions = {rank: [_Action.from_str(cell) if cell else None for cell in row] for rank, row in enumerate(rows)}
+    actions = {
+        rank: [_Action.from_str(cell) if cell else None for cell in row]
+        for rank, row in enumerate(rows)
+    }
     assert _validate_schedule(actions, 2, 4, 4) == {0: 0, 1: 1, 2: 0, 3: 1}
     begins = {cell: step for row in rows for step, cell in enumerate(row) if cell}
     for microbatch in range(4):
-        chain = [begins[f"{name}{microbatch}"] for name in ("0F", "1F", "2F", "3F", "3B", "2B", "1B", "0B")]
+        chain = [
+            begins[f"{name}{microbatch}"]
+            for name in ("0F", "1F", "2F", "3F", "3B", "2B", "1B", "0B")
+        ]
         assert chain == sorted(set(chain))
 
 
@@ -133,7 +145,9 @@ def test_the_victim_dies_once_after_its_steps(tmp_path: Path) -> None:
 
         def commit(replica: int, rank: int) -> None:
             with path.open("ab") as file:
-                file.write(encode(event("step_committed", replica=replica, rank=rank, pid=process.pid)))
+                file.write(
+                    encode(event("step_committed", replica=replica, rank=rank, pid=process.pid))
+                )
 
         commit(1, 1)
         victim = Victim(tmp_path, rank=1)
@@ -152,17 +166,25 @@ def test_the_victim_dies_once_after_its_steps(tmp_path: Path) -> None:
         process.wait()
 
 
-def test_results_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A second call tries what has no result; an unknown name is refused."""
     tried = []
-    monkeypatch.setattr(integration, "read_tests", lambda release: [Case("a", 2, [""]), Case("b", 2, [""])])
-    monkeypatch.setattr(Trial, "judge", lambda trial: tried.append(trial.test.name) or (Verdict.FAILS, "x | y"))
+    monkeypatch.setattr(
+        integration, "read_tests", lambda release: [Case("a", 2, [""]), Case("b", 2, [""])]
+    )
+    monkeypatch.setattr(
+        Trial, "judge", lambda trial: tried.append(trial.test.name) or (Verdict.FAILS, "x | y")
+    )
     assert integration.main([str(tmp_path), "a"]) == 1
     assert capsys.readouterr().out == "| a | 2 | fails | x \\| y |\n"
     assert integration.main([str(tmp_path)]) == 1
     assert integration.main([str(tmp_path)]) == 0
     assert tried == ["a", "b"]
-    assert integration.read_results(tmp_path / "results.jsonl")["b"] == Result("b", 2, Verdict.FAILS, "x | y", 0)
+    assert integration.read_results(tmp_path / "results.jsonl")["b"] == Result(
+        "b", 2, Verdict.FAILS, "x | y", 0
+    )
     with pytest.raises(SystemExit) as ended:
         integration.main([str(tmp_path), "c"])
     assert ended.value.code == 2

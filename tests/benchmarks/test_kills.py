@@ -14,7 +14,11 @@ from titan_ft.history.record.run_record import RunRecord
 
 def test_the_cost_of_a_kill() -> None:
     """Steps of 1 s; a kill at 3.9 that stalls the next step but one for 3 s; a return at 12.5 that costs 0.5 s."""
-    events = [*commits([0.0, 1.0, 2.0, 3.0, 4.0]), *commits([0.0, 1.0, 2.0, 3.0], replica=1), *killed(3.9, exited=4.1)]
+    events = [
+        *commits([0.0, 1.0, 2.0, 3.0, 4.0]),
+        *commits([0.0, 1.0, 2.0, 3.0], replica=1),
+        *killed(3.9, exited=4.1),
+    ]
     events += commits([8.0], first_step=6, participants=[0], forward_passes=2)
     events += commits([9.0, 10.0, 11.5], first_step=7, participants=[0])
     events += commits([12.5, 13.5], first_step=10)
@@ -34,18 +38,37 @@ def test_lost_steps_belong_to_the_kill_before_them() -> None:
     survivor = commits(float(time) for time in range(20))
     for late, passes in ((3, 2), (12, 3), (14, 2)):
         survivor[late].forward_passes = passes
-    victim = [*commits([0.0, 1.0], replica=1), *commits([8.0, 9.0], replica=1, first_step=9, attempt=1)]
-    events = [*survivor, *victim, started(7.0, attempt=1), *killed(2.1), *killed(11.1, attempt=1, shot=1)]
+    victim = [
+        *commits([0.0, 1.0], replica=1),
+        *commits([8.0, 9.0], replica=1, first_step=9, attempt=1),
+    ]
+    events = [
+        *survivor,
+        *victim,
+        started(7.0, attempt=1),
+        *killed(2.1),
+        *killed(11.1, attempt=1, shot=1),
+    ]
     first, second = costs(RunRecord(events))
     assert (first["steps_lost"], second["steps_lost"]) == (1, 2)
     assert first["rejoin_seconds"] == pytest.approx(5.9)
-    assert (second["rejoin_seconds"], second["rejoin_stall_seconds"], second["num_starts"]) == (None, None, None)
+    assert (second["rejoin_seconds"], second["rejoin_stall_seconds"], second["num_starts"]) == (
+        None,
+        None,
+        None,
+    )
 
 
 def test_a_process_that_is_there_within_the_stall_does_not_count_it_twice() -> None:
     times = [0.0, 1.0, 2.0, 5.0, 6.0, 7.0]
     back = commits([6.0, 7.0], replica=1, first_step=5, attempt=1)
-    events = [*commits(times), *commits([0.0, 1.0, 2.0], replica=1), *killed(2.5), started(3.0, attempt=1), *back]
+    events = [
+        *commits(times),
+        *commits([0.0, 1.0, 2.0], replica=1),
+        *killed(2.5),
+        started(3.0, attempt=1),
+        *back,
+    ]
     (cost,) = costs(RunRecord(events))
     assert (cost["stall_seconds"], cost["rejoin_stall_seconds"]) == (pytest.approx(2.0), 0.0)
 

@@ -22,7 +22,9 @@ from titan_ft.config import load_toml
 from titan_ft.run.events import StepCommitted
 from titan_ft.system.process import own_sockets
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd_getfd and SO_MAX_PACING_RATE")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="needs pidfd_getfd and SO_MAX_PACING_RATE"
+)
 MAX_PACING_RATE = slice(112, 120)  # of struct tcp_info
 
 PEER = """
@@ -52,7 +54,9 @@ def start() -> Iterator[Start]:
 
     def run(port: int) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        process = subprocess.Popen([sys.executable, "-c", PEER, str(port)], stdin=pipe, stdout=pipe, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", PEER, str(port)], stdin=pipe, stdout=pipe, text=True
+        )
         started.append(process)
         return process
 
@@ -126,7 +130,14 @@ def test_only_exchanges_that_were_throttled_as_a_whole_count() -> None:
     """The rate is set at 10: behind the first commit, in time for the exchange of the second."""
 
     def made(time: float, step: int, exchange_seconds: float) -> StepCommitted:
-        found = commit(time, step, inner_steps=4, compute_seconds=8.0, exchange_seconds=exchange_seconds, tokens=100)
+        found = commit(
+            time,
+            step,
+            inner_steps=4,
+            compute_seconds=8.0,
+            exchange_seconds=exchange_seconds,
+            tokens=100,
+        )
         assert isinstance(found, StepCommitted)
         return found
 
@@ -138,7 +149,9 @@ def test_only_exchanges_that_were_throttled_as_a_whole_count() -> None:
 
 
 @pytest.mark.slow
-def test_a_real_run_is_slower_behind_a_slow_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_real_run_is_slower_behind_a_slow_link(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """24.7 MB at 40 Mbit/s take five seconds, a hundred times what they take on loopback."""
     monkeypatch.setattr(links, "RATES_MBPS", (40.0,))
     monkeypatch.setattr(links, "MEASURE_SECONDS", 3.0)

@@ -18,7 +18,10 @@ from benchmarks.run import BenchError
 def test_groups_meet_after_a_death_and_a_return(kind: str) -> None:
     """By each way; the process of the dead group is another one when it returns."""
     figures = measure(kind, 2, 2, num_changes=2)
-    assert all(0 < figures[name] < meeting._AHEAD_SECONDS * 100 for name in ("first", "death", "return", "rank_cpu"))
+    assert all(
+        0 < figures[name] < meeting._AHEAD_SECONDS * 100
+        for name in ("first", "death", "return", "rank_cpu")
+    )
 
 
 def test_groups_that_end_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

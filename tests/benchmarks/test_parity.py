@@ -37,7 +37,9 @@ def test_groups_of_one_rank_are_compared_with_the_rank_that_did_the_work_of_both
 def test_ranks_are_compared_one_by_one() -> None:
     """Rank i of group g is rank 2 g + i of stock HSDP; the last bit of a loss may differ."""
     last_bit = replace(OTHER, logged={1: (8.0 * (1 + FLOAT32_ULP), 0.5), 2: (7.5, 0.25)})
-    assert compare_with_stock([STOCK, OTHER, STOCK, OTHER], [STOCK, OTHER, STOCK, last_bit], 2).holds
+    assert compare_with_stock(
+        [STOCK, OTHER, STOCK, OTHER], [STOCK, OTHER, STOCK, last_bit], 2
+    ).holds
     found = compare_with_stock([STOCK, OTHER, STOCK, OTHER], [STOCK, OTHER, OTHER, OTHER], 2)
     assert not found.holds
     assert found.text.startswith("the states of 1 of 4 ranks differ after 2 steps")
@@ -51,7 +53,9 @@ def test_equal_states_with_other_losses_are_not_equal(loss: float, norm: float) 
     assert "the states are equal" in found.text
 
 
-@pytest.mark.parametrize(("loss", "norm", "holds"), [(1e-5, 1e-5, True), (1e-2, 0.0, False), (0.0, 1e-2, False)])
+@pytest.mark.parametrize(
+    ("loss", "norm", "holds"), [(1e-5, 1e-5, True), (1e-2, 0.0, False), (0.0, 1e-2, False)]
+)
 def test_more_ranks_may_add_in_another_order(loss: float, norm: float, holds: bool) -> None:
     """Their weights may differ, their losses and norms by rounding; of two ranks, neither may."""
     near = replace(OTHER, logged={1: (8.0, 0.5), 2: (7.5 * (1 + loss), 0.25 * (1 + norm))})
@@ -73,7 +77,9 @@ def test_what_ranks_leave_is_read_group_by_group(tmp_path: Path) -> None:
         read_witnesses(tmp_path, 2, 2)
 
 
-def span(name: str, ts: float, dur: float = 1.0, tid: int = 7, cat: str = "cuda_runtime") -> dict[str, Any]:
+def span(
+    name: str, ts: float, dur: float = 1.0, tid: int = 7, cat: str = "cuda_runtime"
+) -> dict[str, Any]:
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid}
 
 
@@ -112,14 +118,18 @@ def test_a_trace_of_torch_s_profiler_is_read(tmp_path: Path) -> None:
     with torch.profiler.profile(
         activities=activities,
         schedule=schedule,
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(folder / "rank0_trace.json")),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(
+            str(folder / "rank0_trace.json")
+        ),
     ) as profiler:
         for _ in range(6):
             torch.ones(8).sum()
             profiler.step()
     path = folder / "rank0_trace.json"
     trace = json.loads(path.read_text())
-    steps = [event for event in trace["traceEvents"] if event.get("name", "").startswith("ProfilerStep#")]
+    steps = [
+        event for event in trace["traceEvents"] if event.get("name", "").startswith("ProfilerStep#")
+    ]
     assert len(steps) == 3
     with pytest.raises(BenchError, match="no call of CUDA"):
         read_host_waits(tmp_path)

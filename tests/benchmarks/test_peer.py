@@ -50,7 +50,12 @@ def test_the_observed_trainer_tells_votes_losses_and_digests(tmp_path: Path) -> 
     for _ in range(4):
         trainer.train_step(None)
     events = [untyped(event) for event in read_events(tmp_path)]
-    assert [(event["step"], event["committed"]) for event in events] == [(1, True), (2, False), (2, True), (3, True)]
+    assert [(event["step"], event["committed"]) for event in events] == [
+        (1, True),
+        (2, False),
+        (2, True),
+        (3, True),
+    ]
     assert [event["contributed"] for event in events] == [True, False, True, True]
     assert [event["own_loss"] for event in events][:2] == [12.0, pytest.approx(-6.0)]
     assert ["digest" in event for event in events] == [False, False, True, False]
@@ -89,7 +94,10 @@ def test_the_observed_trainer_tells_of_rounds(tmp_path: Path) -> None:
     """A round that healed is committed, and what this rank had trained for it is not in it."""
     log = EventLog(tmp_path / "events.jsonl", replica=0, rank=0, attempt=0)
     config = SimpleNamespace(votes=[True, False, True], heals=[True, False, False])
-    config.fault_tolerance, config.validation = SimpleNamespace(sync_steps=2), SimpleNamespace(enable=False)
+    config.fault_tolerance, config.validation = (
+        SimpleNamespace(sync_steps=2),
+        SimpleNamespace(enable=False),
+    )
     trainer = peer.observed_rounds(FakeSemiSyncTrainer, log, 2)(config)
     for _ in range(7):
         trainer.train_step(None)

@@ -33,7 +33,9 @@ input()
 
 def test_a_rank_has_the_time_of_its_main_thread_and_of_threads_that_ended() -> None:
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdin=pipe, stdout=pipe, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD], stdin=pipe, stdout=pipe, text=True
+    ) as parent:
         assert parent.stdin is not None
         assert parent.stdout is not None
         clock = ProcessorClock([parent.pid])

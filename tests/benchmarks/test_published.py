@@ -43,14 +43,24 @@ def history(plan: str = "blog_15s.toml") -> list[Event]:
 def test_a_campaign_stands_beside_the_run_that_it_repeats() -> None:
     """Their count and ours, each with its name, and what of it may be compared."""
     shown = "\n".join(side_by_side(RunRecord(history())))
-    votes = re.search(r"^\| steps committed of attempted, .*votes *\| (.*?) *\| (.*?) *\|$", shown, re.M)
+    votes = re.search(
+        r"^\| steps committed of attempted, .*votes *\| (.*?) *\| (.*?) *\|$", shown, re.M
+    )
     assert votes, shown
     assert votes.groups() == ("268 of 888 (30.2 %)", "5 of 6 (83.3 %)")
     assert re.search(r"^\| a group is killed each *\| 15 s *\| 15 s \(2 in all\) *\|$", shown, re.M)
-    assert re.search(r"^\| recoveries *\| over 1,200, in all their runs *\| 1 of 2 groups that died *\|$", shown, re.M)
-    assert re.search(r"^\| groups x ranks *\| 30 x 10 \(L40S\), Llama 3 1B *\| 2 x 1 *\|$", shown, re.M)
+    assert re.search(
+        r"^\| recoveries *\| over 1,200, in all their runs *\| 1 of 2 groups that died *\|$",
+        shown,
+        re.M,
+    )
+    assert re.search(
+        r"^\| groups x ranks *\| 30 x 10 \(L40S\), Llama 3 1B *\| 2 x 1 *\|$", shown, re.M
+    )
     assert re.search(r"^Comparable: .*\nNot comparable: ", shown, re.M)
-    (milder,) = [line for line in side_by_side(RunRecord(history("blog_60s.toml"))) if ": votes" in line]
+    (milder,) = [
+        line for line in side_by_side(RunRecord(history("blog_60s.toml"))) if ": votes" in line
+    ]
     assert "5,145 of 6,249 (82.3 %)" in milder
 
 
@@ -65,7 +75,10 @@ def test_what_a_resumed_campaign_made_again_is_told() -> None:
     campaign = build(ChaosStarted, time=0.5, seed=1, plan="blog_15s.toml", schedule="in words")
     shown = "\n".join(side_by_side(RunRecord([campaign, *Loop().again(7, code=0).events])))
     assert "7 of 10 (70.0 %)" in shown
-    assert "\nCounted as attempted, and not as committed, in both rows: 3 steps were made again: training went" in shown
+    assert (
+        "\nCounted as attempted, and not as committed, in both rows: 3 steps were made again: training went"
+        in shown
+    )
     assert "Counted" not in "\n".join(side_by_side(RunRecord(history())))
 
 
@@ -84,7 +97,9 @@ def test_the_campaigns_figures_end_with_it(
 ) -> None:
     folder = tmp_path / "run" / "events"
     folder.mkdir(parents=True)
-    (folder / "launcher-1.jsonl").write_bytes(b"".join(encode(event) + b"\n" for event in history()))
+    (folder / "launcher-1.jsonl").write_bytes(
+        b"".join(encode(event) + b"\n" for event in history())
+    )
     monkeypatch.setattr(sys, "argv", ["figures", "--expect-faults", str(tmp_path / "run")])
     assert main() == 0
     assert "268 of 888" in capsys.readouterr().out

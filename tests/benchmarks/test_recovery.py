@@ -61,25 +61,36 @@ def test_a_rejoin_with_wait(done: float) -> None:
     Its commit at the end comes a moment before or after the joiner's word.
     """
     events = [*commits(BEFORE), *commits(BEFORE, replica=1), *killed(10.2)]
-    events += [*commits([12.0, 22.0], first_step=12, participants=[0]), *commits([23.0, 24.0], first_step=14)]
+    events += [
+        *commits([12.0, 22.0], first_step=12, participants=[0]),
+        *commits([23.0, 24.0], first_step=14),
+    ]
     events += [started(11.5, attempt=1), healed(done, done - 12.1, replayed=1)]
     events += commits([23.0, 24.0], replica=1, first_step=14, attempt=1)
     record = RunRecord(events)
     rejoin = rejoin_after(record, *injected(record))
-    assert (rejoin["stall"]["seconds"], rejoin["stall"]["steps"]) == (pytest.approx(9.0), pytest.approx(9.0))
+    assert (rejoin["stall"]["seconds"], rejoin["stall"]["steps"]) == (
+        pytest.approx(9.0),
+        pytest.approx(9.0),
+    )
     assert rejoin["step_ratio"] is rejoin["replay_rate"] is None
     assert rejoin["steps_made"] == (done > 22.0)
     assert rejoin["return_stall"]["seconds"] == 0.0
 
 
 def test_a_group_that_does_not_return_is_no_figure() -> None:
-    record = RunRecord([*commits(BEFORE), *commits(BEFORE[:4], replica=1), *killed(3.2), started(5.0, attempt=1)])
+    record = RunRecord(
+        [*commits(BEFORE), *commits(BEFORE[:4], replica=1), *killed(3.2), started(5.0, attempt=1)]
+    )
     with pytest.raises(BenchError, match="did not contribute again"):
         rejoin_after(record, *injected(record))
 
 
 def test_a_drain_stalls_in_the_step_after_the_one_that_is_finished() -> None:
-    events = [*commits([0.0, 1.0, 2.0, 3.0, 4.0, 6.5, 7.0]), *commits([0.0, 1.0, 2.0, 3.0, 4.0], replica=1)]
+    events = [
+        *commits([0.0, 1.0, 2.0, 3.0, 4.0, 6.5, 7.0]),
+        *commits([0.0, 1.0, 2.0, 3.0, 4.0], replica=1),
+    ]
     events.append(disturbed(3.2, "term_group", Target(1)))
     events += [build(Drained, time=3.95 + rank / 100, replica=1, rank=rank) for rank in (0, 1)]
     record = RunRecord(events)
@@ -93,7 +104,10 @@ def test_a_drain_stalls_in_the_step_after_the_one_that_is_finished() -> None:
 
 
 def test_an_outage_is_the_pause_of_the_group_hit_hardest() -> None:
-    events = [*commits([0.0, 1.0, 2.0, 3.0, 5.0, 6.0]), *commits([0.0, 1.0, 2.0, 3.0, 5.5, 6.0], replica=1)]
+    events = [
+        *commits([0.0, 1.0, 2.0, 3.0, 5.0, 6.0]),
+        *commits([0.0, 1.0, 2.0, 3.0, 5.5, 6.0], replica=1),
+    ]
     events.append(disturbed(3.2, "kill_lighthouse", Target(lighthouse=True)))
     events += [
         build(LighthouseRestarted, time=1.5, seconds=9.0),

@@ -39,7 +39,9 @@ def test_all_cases_train_as_many_tokens_in_whole_rounds() -> None:
         assert config["training"]["local_batch_size"] * case.num_groups == GLOBAL_BATCH
         assert (config["training"]["seq_len"], config["training"]["steps"]) == (SEQ_LEN, STEPS)
         assert STEPS % case.sync_steps == 0
-        assert config["fault_tolerance"].get("semi_sync_method") == (None if case.outer_lr is None else "diloco")
+        assert config["fault_tolerance"].get("semi_sync_method") == (
+            None if case.outer_lr is None else "diloco"
+        )
         check_toml(config)
     assert len({case.name for case in CASES}) == len(CASES) == 2 + 12 + 1
     assert {case.seed for case in CASES} == {42, OTHER_SEED}
@@ -56,9 +58,7 @@ def test_the_peer_gets_only_the_fields_that_it_knows() -> None:
 
 
 def logged(step: int, loss: float) -> str:
-    return (
-        f"[titan] 2026-01-02 03:04:05,678 - root - INFO - \x1b[36mvalidate step: {step:2}  \x1b[32mloss: {loss:7.4f}\n"
-    )
+    return f"[titan] 2026-01-02 03:04:05,678 - root - INFO - \x1b[36mvalidate step: {step:2}  \x1b[32mloss: {loss:7.4f}\n"
 
 
 def make_run(folder: Path, events: list[Event], **losses: float) -> Path:
@@ -66,7 +66,9 @@ def make_run(folder: Path, events: list[Event], **losses: float) -> Path:
     (folder / "events").mkdir(parents=True)
     (folder / "events" / "a.jsonl").write_bytes(b"".join(map(encode, events)))
     for group, loss in losses.items():
-        log = folder / "logs" / f"replica-{group.removeprefix('group')}" / "attempt-0" / "rank-0.log"
+        log = (
+            folder / "logs" / f"replica-{group.removeprefix('group')}" / "attempt-0" / "rank-0.log"
+        )
         log.parent.mkdir(parents=True)
         size = "\x1b[34mModel llama3 debugmodel \x1b[31msize: 6,163,712 total parameters\x1b[39m\n"
         log.write_text(size + logged(1, 8.0) + logged(4, loss))
@@ -93,7 +95,11 @@ def test_the_figures_of_a_run(tmp_path: Path) -> None:
     [
         (rounds_of(2, 2), {"group0": 5.0, "group1": 5.0}, "did not end with step 4"),
         ([], {"group0": 5.0, "group1": 5.0}, "did not end with step 4"),
-        (rounds_of(2, 4, participants=[0]), {"group0": 5.0, "group1": 5.0}, "not all groups were in step 1"),
+        (
+            rounds_of(2, 4, participants=[0]),
+            {"group0": 5.0, "group1": 5.0},
+            "not all groups were in step 1",
+        ),
         (rounds_of(2, 4), {"group0": 5.0, "group1": 5.5}, "must be one, got"),
         (rounds_of(2, 4), {"group0": 5.0}, "must be one, got"),
     ],

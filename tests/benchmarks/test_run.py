@@ -22,7 +22,9 @@ from titan_ft.run.log import encode, read_events
 WAIT = "import signal; signal.pause()"
 
 
-def test_a_run_ends_with_its_training_and_takes_the_services_along(starts: Callable[..., None], tmp_path: Path) -> None:
+def test_a_run_ends_with_its_training_and_takes_the_services_along(
+    starts: Callable[..., None], tmp_path: Path
+) -> None:
     starts("pass", "pass", services=(WAIT,))
     with Run(Job(OURS, tmp_path / "run"), {"job": {}}) as run:
         run.wait(30.0)
@@ -31,19 +33,27 @@ def test_a_run_ends_with_its_training_and_takes_the_services_along(starts: Calla
     assert all(process.poll() is not None for process in processes)
 
 
-@pytest.mark.parametrize(("codes", "services"), [((WAIT, "raise ValueError('no')"), ()), ((WAIT,), ("pass",))])
+@pytest.mark.parametrize(
+    ("codes", "services"), [((WAIT, "raise ValueError('no')"), ()), ((WAIT,), ("pass",))]
+)
 def test_a_process_that_ends_early_ends_the_run(
     codes: tuple[str, ...], services: tuple[str, ...], starts: Callable[..., None], tmp_path: Path
 ) -> None:
     starts(*codes, services=services)
-    with pytest.raises(BenchError, match="ended with status"), Run(Job(OURS, tmp_path / "run"), {}) as run:
+    with (
+        pytest.raises(BenchError, match="ended with status"),
+        Run(Job(OURS, tmp_path / "run"), {}) as run,
+    ):
         run.wait(30.0)
     assert all(process.poll() is not None for _, process in run._started)
 
 
 def test_a_run_that_takes_too_long_is_stopped(starts: Callable[..., None], tmp_path: Path) -> None:
     starts(WAIT)
-    with pytest.raises(TooLateError, match="did not finish within"), Run(Job(OURS, tmp_path / "run"), {}) as run:
+    with (
+        pytest.raises(TooLateError, match="did not finish within"),
+        Run(Job(OURS, tmp_path / "run"), {}) as run,
+    ):
         run.wait(0.0)
     assert all(process.poll() is not None for _, process in run._started)
 
@@ -74,7 +84,8 @@ def test_only_workers_are_killed_and_the_run_tells_of_it(
     starts(WAIT)
     code = "print(flush=True); " + WAIT
     processes = [
-        subprocess.Popen([sys.executable, "-c", code, name], stdout=subprocess.PIPE) for name in (mark, "other", mark)
+        subprocess.Popen([sys.executable, "-c", code, name], stdout=subprocess.PIPE)
+        for name in (mark, "other", mark)
     ]
     try:
         for process in processes:
@@ -85,14 +96,18 @@ def test_only_workers_are_killed_and_the_run_tells_of_it(
             path = run.paths.events_file("workers")
             path.parent.mkdir()
             told = [started(1.0, pid=earlier.pid), started(2.0, attempt=1, pid=worker.pid)]
-            path.write_bytes(b"".join(map(encode, [*told, started(2.0, attempt=1, rank=1, pid=other.pid)])))
+            path.write_bytes(
+                b"".join(map(encode, [*told, started(2.0, attempt=1, rank=1, pid=other.pid)]))
+            )
             before = time.time()
             kill = run.kill(1)
             assert worker.wait(10.0) == -signal.SIGKILL
             assert [other.poll(), earlier.poll()] == [None, None]
             assert before <= kill.time <= time.time()
             run.inject("kill_lighthouse", Target(lighthouse=True), [worker.pid], signal.SIGKILL)
-        first, second = [event for event in read_events(run.paths.events) if isinstance(event, FaultInjected)]
+        first, second = [
+            event for event in read_events(run.paths.events) if isinstance(event, FaultInjected)
+        ]
         assert (first.fault, first.target, first.shot) == ("sigkill_group", Target(1), 0)
         assert (second.fault, second.shot) == ("kill_lighthouse", 1)
     finally:

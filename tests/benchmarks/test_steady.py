@@ -17,7 +17,11 @@ def line(seconds: float, name: str, message: str) -> str:
 
 
 def step_line(seconds: float, step: int) -> str:
-    return line(seconds, "root", f"\x1b[31mstep: {step:2}  \x1b[32mloss:  8.05838  \x1b[38;2;180;60;0mgrad_norm:  0.5")
+    return line(
+        seconds,
+        "root",
+        f"\x1b[31mstep: {step:2}  \x1b[32mloss:  8.05838  \x1b[38;2;180;60;0mgrad_norm:  0.5",
+    )
 
 
 def of_run(processor_seconds: float) -> SteadyRun:
@@ -45,7 +49,9 @@ def test_step_times_come_from_the_lines_with_a_loss_and_leave_out_the_warmup() -
 
 def test_ratios_compare_runs_of_the_same_round() -> None:
     """A machine that gets twice as slow between the rounds changes no ratio."""
-    figures = compare({STOCK: [[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]], OURS: [[1.1, 1.1, 2.0], [2.2, 2.2, 4.0]]}, STOCK)
+    figures = compare(
+        {STOCK: [[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]], OURS: [[1.1, 1.1, 2.0], [2.2, 2.2, 4.0]]}, STOCK
+    )
     names = ("median", "low", "high")
     assert figures[OURS]["ratio"] == pytest.approx(dict.fromkeys(names, 1.1))
     assert figures[OURS]["mean_ratio"] == pytest.approx(dict.fromkeys(names, 1.4))
@@ -55,8 +61,12 @@ def test_ratios_compare_runs_of_the_same_round() -> None:
 
 def test_the_processor_time_of_all_ranks_is_compared_in_the_same_round() -> None:
     """User and system time count alike; other processes have a figure of their own."""
-    figures = compare_processor({STOCK: [of_run(1.0), of_run(2.0)], OURS: [of_run(1.1), of_run(1.9)]}, STOCK)
-    assert figures[OURS]["processor_ratio"] == pytest.approx({"median": 1.025, "low": 0.95, "high": 1.1})
+    figures = compare_processor(
+        {STOCK: [of_run(1.0), of_run(2.0)], OURS: [of_run(1.1), of_run(1.9)]}, STOCK
+    )
+    assert figures[OURS]["processor_ratio"] == pytest.approx(
+        {"median": 1.025, "low": 0.95, "high": 1.1}
+    )
     assert figures[OURS]["user"] == pytest.approx({"median": 1.25, "low": 0.85, "high": 1.65})
     assert figures[OURS]["system"]["median"] == pytest.approx(0.25)
     assert figures[OURS]["others"]["median"] == pytest.approx(0.5)

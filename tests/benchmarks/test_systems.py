@@ -11,7 +11,16 @@ import tomli
 import tomli_w
 
 from benchmarks.peer import OBSERVE_FLAG
-from benchmarks.systems import OURS, PEER, PEER_MODULE, STOCK, Job, commands, derive_config, first_log
+from benchmarks.systems import (
+    OURS,
+    PEER,
+    PEER_MODULE,
+    STOCK,
+    Job,
+    commands,
+    derive_config,
+    first_log,
+)
 from titan_ft.config import load_toml
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llama3_debug.toml"
@@ -26,7 +35,10 @@ def test_all_systems_train_the_same(system: str, tmp_path: Path) -> None:
         assert config[table] == base[table]
     assert config["training"] == {**base["training"], "steps": 40}
     assert Path(config["model"]["hf_assets_path"]).is_dir()
-    degrees = config["parallelism"]["data_parallel_replicate_degree"], config.get("fault_tolerance", {}).get("enable")
+    degrees = (
+        config["parallelism"]["data_parallel_replicate_degree"],
+        config.get("fault_tolerance", {}).get("enable"),
+    )
     assert degrees == ((2, None) if system == STOCK else (1, True))
     if system == PEER:
         assert "digest_every" not in config["fault_tolerance"]
@@ -44,13 +56,20 @@ def test_the_log_of_the_first_attempt_is_found(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True)
         path.touch()
     found = [first_log(Job(system, tmp_path)).parts[-4:] for system in (OURS, PEER, STOCK)]
-    assert found == [("logs", "replica-0", "attempt-0", "rank-0.log"), *[("x", "attempt_0", "0", "stdout.log")] * 2]
+    assert found == [
+        ("logs", "replica-0", "attempt-0", "rank-0.log"),
+        *[("x", "attempt_0", "0", "stdout.log")] * 2,
+    ]
     with pytest.raises(FileNotFoundError, match="no log of rank 0"):
         first_log(Job(OURS, tmp_path / "other"))
 
 
-def test_the_peer_has_torchfts_own_lighthouse_and_each_group_its_own_id_and_logs(tmp_path: Path) -> None:
-    lighthouse, *groups = commands(Job(PEER, tmp_path, 3, 4, max_restarts=7, flags=(f"{OBSERVE_FLAG}5",)))
+def test_the_peer_has_torchfts_own_lighthouse_and_each_group_its_own_id_and_logs(
+    tmp_path: Path,
+) -> None:
+    lighthouse, *groups = commands(
+        Job(PEER, tmp_path, 3, 4, max_restarts=7, flags=(f"{OBSERVE_FLAG}5",))
+    )
     assert lighthouse.service
     assert Path(lighthouse.args[0]).name == "torchft_lighthouse"
     address = lighthouse.args[lighthouse.args.index("--bind") + 1]

@@ -19,11 +19,19 @@ def test_the_report_is_a_table_per_part() -> None:
     steady = {OURS: {**dict.fromkeys(columns, spread), "rounds": [[1.0]], "processor": [processor]}}
     names = ("stall_seconds", "rejoin_seconds", "rejoin_stall_seconds")
     kills: dict[str, Any] = {
-        PEER: [{**dict.fromkeys(names, 4.0), "steps_lost": 1}, {**dict.fromkeys(names), "stall_seconds": 5.0}]
+        PEER: [
+            {**dict.fromkeys(names, 4.0), "steps_lost": 1},
+            {**dict.fromkeys(names), "stall_seconds": 5.0},
+        ]
     }
     kills[PEER][1]["steps_lost"] = 0
     machine = describe_machine()
-    report = {"command": "python scripts/bench.py", "machine": machine, "steady": steady, "kills": kills}
+    report = {
+        "command": "python scripts/bench.py",
+        "machine": machine,
+        "steady": steady,
+        "kills": kills,
+    }
     text = format_report(report, PARTS)
     assert str(machine["torch"]) in text
     assert "1.000 (0.900 to 1.250)" in text
@@ -37,8 +45,17 @@ def test_the_report_is_a_table_per_part() -> None:
 
 def test_recovery_has_a_table_per_kind() -> None:
     pause = {"seconds": 0.5, "steps": 2.0, "usual_seconds": 0.25}
-    rejoin = {"transfer_steps": 20.0, "steps_made": 19, "step_ratio": 1.02, "stall": pause, "return_stall": pause}
-    replay, wait = {**rejoin, "replay_rate": 3.5}, {**rejoin, "step_ratio": None, "replay_rate": None}
+    rejoin = {
+        "transfer_steps": 20.0,
+        "steps_made": 19,
+        "step_ratio": 1.02,
+        "stall": pause,
+        "return_stall": pause,
+    }
+    replay, wait = (
+        {**rejoin, "replay_rate": 3.5},
+        {**rejoin, "step_ratio": None, "replay_rate": None},
+    )
     kill = {"rejoin_seconds": 2.0, "stall_seconds": 0.1, "rejoin_stall_seconds": 0.3}
     recovery: dict[str, Any] = {
         "returns": [
@@ -49,14 +66,22 @@ def test_recovery_has_a_table_per_kind() -> None:
         "drains": [{"stall": pause, "leave_seconds": 0.2, "in_order": True}],
         "outages": [{"stall": pause, "away_seconds": 0.75, "num_restarts": 0}],
     }
-    report = {"command": "python scripts/bench.py", "machine": describe_machine(), "recovery": recovery}
+    report = {
+        "command": "python scripts/bench.py",
+        "machine": describe_machine(),
+        "recovery": recovery,
+    }
     text = format_report(report, ["recovery"])
     rows = {row.split("|")[1].strip(): row for row in text.splitlines() if row.startswith("|")}
     assert "2.000 (2.000 to 2.000)" in rows["1 rank a group, new processes"]
     assert "2 ranks a group, forked" in rows
     assert "12.3 Mbit/s" in text
     assert "1.020 (1.020 to 1.020)" in rows["replay, 1 times"]
-    assert rows["wait, 1 times"].split("|")[4].strip() == rows["wait, 1 times"].split("|")[-2].strip() == "-"
+    assert (
+        rows["wait, 1 times"].split("|")[4].strip()
+        == rows["wait, 1 times"].split("|")[-2].strip()
+        == "-"
+    )
     assert "0.200 (0.200 to 0.200)" in rows["1 drains, 1 in order"]
     assert rows["1 times"].split("|")[-2].strip() == "0"
     # What is measured is shown, even when the run ends before the rest.

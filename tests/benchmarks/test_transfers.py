@@ -33,7 +33,9 @@ def test_no_link_is_faster_than_it_may(state: Path) -> None:
     one, two = measure(state, 1, 8.0), measure(state, 2, 8.0)
     for figures in (one, two):
         assert figures["bytes"] == 1 << 20
-        assert 0 < figures["share"] < 1.15, "a pace lets a thread that was late make up for a moment"
+        assert 0 < figures["share"] < 1.15, (
+            "a pace lets a thread that was late make up for a moment"
+        )
         assert figures["lost"] == []
         assert figures["cpu_seconds_per_gb"] > 0
         assert figures["step_ratio"] > 0

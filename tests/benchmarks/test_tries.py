@@ -21,8 +21,16 @@ from titan_ft.run.events import Event, FaultInjected, StepCommitted, Target
 LOST = {"committed": False, "contributed": False}
 
 
-def tried(time: float, step: int, replica: int = 0, attempt: int = 0, rank: int = 0, **fields: Any) -> Event:
-    shape = {"replica": replica, "attempt": attempt, "rank": rank, "committed": True, "contributed": True}
+def tried(
+    time: float, step: int, replica: int = 0, attempt: int = 0, rank: int = 0, **fields: Any
+) -> Event:
+    shape = {
+        "replica": replica,
+        "attempt": attempt,
+        "rank": rank,
+        "committed": True,
+        "contributed": True,
+    }
     return build(StepTried, time=time, **{"step": step, "own_loss": 4.0, **shape, **fields})
 
 
@@ -37,7 +45,9 @@ def test_what_a_kill_destroys() -> None:
     events += [build(FaultInjected, time=2.5, fault="sigkill_group", target=Target(1), shot=0)]
     events += [tried(6.0, 3, 0, **LOST), tried(7.0, 3, 0), started(4.0, 1, attempt=1)]
     # While the group that is back heals, it gives nothing to the step that it commits.
-    events += [tried(8.0, 4, replica, attempt=replica, contributed=replica == 0) for replica in (0, 1)]
+    events += [
+        tried(8.0, 4, replica, attempt=replica, contributed=replica == 0) for replica in (0, 1)
+    ]
     events += [tried(9.0, 5, replica, attempt=replica) for replica in (0, 1)]
     record = RunRecord(translate(in_order(events)))
     shown, good = figures(record), goodput(record)
@@ -64,7 +74,10 @@ def test_a_try_counts_once_however_many_groups_were_in_it() -> None:
 def test_a_job_that_begins_anew_has_lost_its_steps() -> None:
     """The one group that had the state crashes by itself: the steps are made again, and are other steps."""
     events = [started(0.0, 0), *(tried(float(step), step) for step in range(1, 11))]
-    events += [started(12.0, 0, attempt=1), *(tried(20.0 + step, step, attempt=1) for step in range(1, 4))]
+    events += [
+        started(12.0, 0, attempt=1),
+        *(tried(20.0 + step, step, attempt=1) for step in range(1, 4)),
+    ]
     record = RunRecord(translate(events))
     good = goodput(record)
     assert (good.exchanges_committed, good.exchanges_attempted) == (3, 13)
@@ -74,20 +87,30 @@ def test_a_job_that_begins_anew_has_lost_its_steps() -> None:
 
 def test_the_loss_is_of_whole_groups() -> None:
     """Ranks tell their shares; a group of which one is missing, as in a kill, does not count."""
-    events = [tried(1.0, 1, own_loss=2.0 + rank, rank=rank) for rank in (0, 1)] + [tried(1.0, 1, 1, own_loss=9.0)]
+    events = [tried(1.0, 1, own_loss=2.0 + rank, rank=rank) for rank in (0, 1)] + [
+        tried(1.0, 1, 1, own_loss=9.0)
+    ]
     assert {event.loss for event in translate(events) if isinstance(event, StepCommitted)} == {5.0}
 
 
 def test_weights_that_differ_are_told() -> None:
     events = [tried(5.0, 5, replica, digest="a") for replica in (0, 1)]
     events += [tried(10.0, 10, replica, digest=f"b{replica}") for replica in (0, 1)]
-    assert compare_digests(RunRecord(translate(events))) == "differ (step 10); differ in 1 of 2 comparisons"
+    assert (
+        compare_digests(RunRecord(translate(events)))
+        == "differ (step 10); differ in 1 of 2 comparisons"
+    )
 
 
 def test_the_same_step_of_a_job_that_began_anew_is_another_state() -> None:
-    events = [tried(float(step), step, replica, digest="a") for step in (5, 50) for replica in (0, 1)]
+    events = [
+        tried(float(step), step, replica, digest="a") for step in (5, 50) for replica in (0, 1)
+    ]
     events += [tried(90.0 + replica, 5, replica, digest="xy"[replica]) for replica in (0, 1)]
-    assert compare_digests(RunRecord(translate(events))) == "differ (step 5); differ in 1 of 3 comparisons"
+    assert (
+        compare_digests(RunRecord(translate(events)))
+        == "differ (step 5); differ in 1 of 3 comparisons"
+    )
 
 
 def test_events_of_ours_stay_as_they_are() -> None:

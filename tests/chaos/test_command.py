@@ -53,7 +53,9 @@ class Job:
             file.write(encode(event))
 
     def start(self, *command: str) -> subprocess.Popen[Any]:
-        process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
         self.processes.append(process)
         return process
 
@@ -86,7 +88,12 @@ class Job:
         return [untyped(event) for event in read_events(self.paths.events) if event.name in names]
 
     def state(self, replica: int, rank: int) -> str:
-        return Path(f"/proc/{self.workers[replica, rank].pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return (
+            Path(f"/proc/{self.workers[replica, rank].pid}/stat")
+            .read_text()
+            .rpartition(")")[2]
+            .split()[0]
+        )
 
     def cleanup(self) -> None:
         for process in self.processes:
@@ -110,7 +117,9 @@ def wait_until(condition: Callable[[], Any], what: str) -> None:
 
 def takes(process: subprocess.Popen[Any], signum: signal.Signals) -> bool:
     """Tell whether a process has a handler of its own for a signal."""
-    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+    caught = re.search(
+        r"^SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE
+    )
     return caught is not None and bool(int(caught[1], 16) >> (signum - 1) & 1)
 
 
@@ -146,7 +155,9 @@ def test_one_fault_now(job: Job) -> None:
         ),
     ],
 )
-def test_a_fault_on_a_full_disk(small_disk: Any, fault: dict[str, Any], code: int, told: str) -> None:
+def test_a_fault_on_a_full_disk(
+    small_disk: Any, fault: dict[str, Any], code: int, told: str
+) -> None:
     """A signal needs no room, and that its event has to wait is said; an order that cannot be written is a fault that
     is not injected."""
     job = Job(small_disk.folder / "run")
@@ -253,11 +264,15 @@ def test_an_order_waits_for_its_agent(job: Job) -> None:
     job.launch()
     job.commit()
     chaos = job.chaos(fault="segfault", replica=1, rank=0)
-    wait_until(lambda: job.paths.chaos_orders.exists() and job.paths.chaos_orders.read_text(), "the order")
+    wait_until(
+        lambda: job.paths.chaos_orders.exists() and job.paths.chaos_orders.read_text(), "the order"
+    )
     order = json.loads(job.paths.chaos_orders.read_text())
     assert chaos.poll() is None
     told = {name: order[name] for name in ("fault", "shot", "seed", "params")}
-    job.tell("fault_injected", replica=1, rank=0, attempt=0, target={"replica": 1, "rank": 0}, **told)
+    job.tell(
+        "fault_injected", replica=1, rank=0, attempt=0, target={"replica": 1, "rank": 0}, **told
+    )
     code, printed = output(chaos)
     assert code == 0, printed
     assert "chaos: segfault at group 1 rank 0" in printed
@@ -296,7 +311,10 @@ def test_a_folder_without_a_running_job_is_refused(job: Job, tmp_path: Path) -> 
         ({"plan": Path("x"), "settings": ["a=1"]}, "--set must come with a FAULT"),
         ({"fault": "stop_rank", "settings": ["seconds"]}, "--set must be NAME=NUMBER"),
         ({"fault": "stop_rank", "settings": ["seconds=soon"]}, "--set must be NAME=NUMBER"),
-        ({"fault": "stop_rank", "settings": ["seconds=-1"]}, "seconds must be a number > 0, got -1"),
+        (
+            {"fault": "stop_rank", "settings": ["seconds=-1"]},
+            "seconds must be a number > 0, got -1",
+        ),
         ({"fault": "stop_rnk"}, "did you mean stop_rank"),
         (
             {"fault": "link_dead", "replica": 1, "settings": ["peer=1"]},
@@ -325,7 +343,9 @@ def test_catalogue_names_every_fault() -> None:
     lines = describe().splitlines()
     assert [line.split()[0] for line in lines] == list(FAULTS)
     assert "seconds=10" in next(line for line in lines if line.startswith("stop_rank"))
-    assert "(seconds=10, peer=random)" in next(line for line in lines if line.startswith("link_dead"))
+    assert "(seconds=10, peer=random)" in next(
+        line for line in lines if line.startswith("link_dead")
+    )
 
 
 def test_the_command_leaves_signal_handlers_alone(job: Job) -> None:

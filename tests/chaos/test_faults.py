@@ -57,7 +57,9 @@ def test_needs_follow_from_who_acts() -> None:
     for fault in FAULTS.values():
         assert (Need.AGENT in fault.needs) == issubclass(fault, InWorker)
         assert (Need.LIGHTHOUSE in fault.needs) == (fault.scope == "lighthouse")
-    assert [fault.name for fault in FAULTS.values() if Need.CHECKPOINT in fault.needs] == ["disk_full"]
+    assert [fault.name for fault in FAULTS.values() if Need.CHECKPOINT in fault.needs] == [
+        "disk_full"
+    ]
     assert [fault.name for fault in FAULTS.values() if Need.KEEPER in fault.needs] == ["kill_agent"]
 
 
@@ -143,23 +145,67 @@ def test_params_are_completed() -> None:
             {"facter": 2},
             "params.facter is not a valid key of slow_rank; did you mean factor? valid keys: factor, seconds",
         ),
-        ("kill_group", {"seconds": 2}, "params.seconds is not a valid key of kill_group; valid keys: none"),
-        ("stop_rank", {"seconds": 0}, "params.seconds must be a number > 0, got 0; the default is 10"),
-        ("stop_rank", {"seconds": "5"}, "params.seconds must be a number > 0, got '5'; the default is 10"),
-        ("stop_rank", {"seconds": True}, "params.seconds must be a number > 0, got True; the default is 10"),
-        ("stop_rank", {"seconds": float("nan")}, "params.seconds must be a number > 0, got nan; the default is 10"),
-        ("stop_rank", {"seconds": float("inf")}, "params.seconds must be a number > 0, got inf; the default is 10"),
+        (
+            "kill_group",
+            {"seconds": 2},
+            "params.seconds is not a valid key of kill_group; valid keys: none",
+        ),
+        (
+            "stop_rank",
+            {"seconds": 0},
+            "params.seconds must be a number > 0, got 0; the default is 10",
+        ),
+        (
+            "stop_rank",
+            {"seconds": "5"},
+            "params.seconds must be a number > 0, got '5'; the default is 10",
+        ),
+        (
+            "stop_rank",
+            {"seconds": True},
+            "params.seconds must be a number > 0, got True; the default is 10",
+        ),
+        (
+            "stop_rank",
+            {"seconds": float("nan")},
+            "params.seconds must be a number > 0, got nan; the default is 10",
+        ),
+        (
+            "stop_rank",
+            {"seconds": float("inf")},
+            "params.seconds must be a number > 0, got inf; the default is 10",
+        ),
         ("slow_rank", {"factor": 1}, "params.factor must be a number > 1, got 1; the default is 3"),
-        ("network_slow", {"loss": 1.0}, "params.loss must be a number > 0 and < 1, got 1.0; the default is 0.05"),
-        ("kill_groups", {"count": 1.5}, "params.count must be a whole number >= 1, got 1.5; the default is 2"),
-        ("kill_groups", {"count": 0}, "params.count must be a whole number >= 1, got 0; the default is 2"),
+        (
+            "network_slow",
+            {"loss": 1.0},
+            "params.loss must be a number > 0 and < 1, got 1.0; the default is 0.05",
+        ),
+        (
+            "kill_groups",
+            {"count": 1.5},
+            "params.count must be a whole number >= 1, got 1.5; the default is 2",
+        ),
+        (
+            "kill_groups",
+            {"count": 0},
+            "params.count must be a whole number >= 1, got 0; the default is 2",
+        ),
         (
             "link_dead",
             {"pear": 1},
             "params.pear is not a valid key of link_dead; did you mean peer? valid keys: seconds, peer",
         ),
-        ("link_dead", {"peer": -1}, "params.peer must be a whole number >= 0, got -1; leave it out for a random one"),
-        ("link_dead", {"peer": 1.5}, "params.peer must be a whole number >= 0, got 1.5; leave it out for a random one"),
+        (
+            "link_dead",
+            {"peer": -1},
+            "params.peer must be a whole number >= 0, got -1; leave it out for a random one",
+        ),
+        (
+            "link_dead",
+            {"peer": 1.5},
+            "params.peer must be a whole number >= 0, got 1.5; leave it out for a random one",
+        ),
         ("stop_rank", 5, "params must be a table, got 5; write its keys below it"),
     ],
 )
@@ -186,11 +232,18 @@ def test_an_unknown_fault_is_refused() -> None:
         ("kill_group", 0, 1, "rank must be left out with kill_group, got 1; it hits a whole group"),
         ("link_dead", 0, 1, "rank must be left out with link_dead, got 1; it hits a whole group"),
         ("kill_donor", 0, 1, "rank must be left out with kill_donor, got 1; it hits a whole group"),
-        ("kill_lighthouse", 0, None, "replica must be left out with kill_lighthouse, got 0; remove it"),
+        (
+            "kill_lighthouse",
+            0,
+            None,
+            "replica must be left out with kill_lighthouse, got 0; remove it",
+        ),
         ("kill_groups", 0, None, "replica must be left out with kill_groups, got 0; remove it"),
     ],
 )
-def test_wrong_targets_are_refused(name: str, replica: int | None, rank: int | None, line: str) -> None:
+def test_wrong_targets_are_refused(
+    name: str, replica: int | None, rank: int | None, line: str
+) -> None:
     """A target that the fault's scope does not have is refused."""
     with pytest.raises(ConfigError) as caught:
         make_fault(name, {}).check_target(replica, rank, "params")
@@ -201,7 +254,11 @@ def test_right_targets_are_accepted() -> None:
     """Nothing, a group, and a rank for faults that hit ranks, with or without its group."""
     for name in FAULTS:
         make_fault(name, {}).check_target(None, None, "params")
-    for name, replica, rank in (("kill_group", 1, None), ("kill_rank", 1, 3), ("kill_rank", None, 3)):
+    for name, replica, rank in (
+        ("kill_group", 1, None),
+        ("kill_rank", 1, 3),
+        ("kill_rank", None, 3),
+    ):
         make_fault(name, {}).check_target(replica, rank, "params")
 
 
@@ -211,6 +268,8 @@ def test_nothing_slow_is_imported() -> None:
         "import sys, titan_ft.chaos.schedule, titan_ft.chaos.plan_file\n"
         "print(*sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'torchtitan', 'torchft', 'numpy'}))"
     )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip() == ""

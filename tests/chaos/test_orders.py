@@ -20,7 +20,9 @@ def test_an_order_is_one_line_with_all_an_agent_needs(tmp_path: Path) -> None:
     """The first order makes file and folder; a replica, rank or attempt that is left open is null."""
     path = tmp_path / "chaos" / "orders.jsonl"
     before = time.time()
-    first = Order(fault="slow_rank", replica=2, rank=1, attempt=3, params={"factor": 3.0}, seed=7, shot=4)
+    first = Order(
+        fault="slow_rank", replica=2, rank=1, attempt=3, params={"factor": 3.0}, seed=7, shot=4
+    )
     second = Order(fault="kill_donor", params={}, seed=8, shot=5)
     first.append_to(path)
     second.append_to(path)
@@ -32,7 +34,12 @@ def test_an_order_is_one_line_with_all_an_agent_needs(tmp_path: Path) -> None:
         "id": first.id, "fault": "slow_rank", "replica": 2, "rank": 1, "attempt": 3, "params": {"factor": 3.0},
         "seed": 7, "shot": 4,
     }  # fmt: skip
-    assert [orders[1][name] for name in ("id", "replica", "rank", "attempt")] == [second.id, None, None, None]
+    assert [orders[1][name] for name in ("id", "replica", "rank", "attempt")] == [
+        second.id,
+        None,
+        None,
+        None,
+    ]
     assert first.id != second.id
     int(first.id, 16)
 
@@ -43,7 +50,9 @@ def test_writers_do_not_mix_their_lines(tmp_path: Path) -> None:
 
     def write(writer: int) -> None:
         for shot in range(100):
-            Order(fault="segfault", replica=writer, params={"padding": 1.0}, seed=writer, shot=shot).append_to(path)
+            Order(
+                fault="segfault", replica=writer, params={"padding": 1.0}, seed=writer, shot=shot
+            ).append_to(path)
 
     threads = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
     for thread in threads:

@@ -45,17 +45,27 @@ def test_a_plan_is_read(tmp_path: Path) -> None:
         "faults = {kill_rank = 1, segfault = 0.5}\n"
     )
     plan = load_plan(write(tmp_path, text))
-    assert (plan.name, plan.seed, plan.start_seconds, plan.stop_after_seconds) == ("plan.toml", 9, 5, 60.5)
+    assert (plan.name, plan.seed, plan.start_seconds, plan.stop_after_seconds) == (
+        "plan.toml",
+        9,
+        5,
+        60.5,
+    )
     assert plan.limits == Limits(2, (0, 3), 7)
     first, second = plan.rules
-    assert first == Every(15, faults=["kill_group", "slow_rank"], params={"slow_rank": {"factor": 8}}, replica=1)
+    assert first == Every(
+        15, faults=["kill_group", "slow_rank"], params={"slow_rank": {"factor": 8}}, replica=1
+    )
     assert {name: fault.params for name, fault in first.params.items()} == {
         "kill_group": {},
         "slow_rank": {"factor": 8, "seconds": 20},
     }
     assert first.weights == {"kill_group": 1, "slow_rank": 1}
     assert second == UniformGaps(0, 3, faults={"kill_rank": 1, "segfault": 0.5}, rank=2)
-    assert second.params == {"kill_rank": make_fault("kill_rank", {}), "segfault": make_fault("segfault", {})}
+    assert second.params == {
+        "kill_rank": make_fault("kill_rank", {}),
+        "segfault": make_fault("segfault", {}),
+    }
 
 
 def test_defaults_are_gentle(tmp_path: Path) -> None:
@@ -66,11 +76,16 @@ def test_defaults_are_gentle(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("keys", "mtbf_seconds"),
-    [("mtbf_seconds = 90", 90), ("mtbf_hours_per_gpu = 50_000\ngpus = 16_384", 50_000 * 3600 / 16_384)],
+    [
+        ("mtbf_seconds = 90", 90),
+        ("mtbf_hours_per_gpu = 50_000\ngpus = 16_384", 50_000 * 3600 / 16_384),
+    ],
 )
 def test_poisson_takes_the_job_or_its_parts(tmp_path: Path, keys: str, mtbf_seconds: float) -> None:
     """The job's mean time between failures is given, or follows from that of a GPU and their number."""
-    plan = load_plan(write(tmp_path, f'[[rule]]\nwhen = "poisson"\n{keys}\nfaults = ["kill_group"]\n'))
+    plan = load_plan(
+        write(tmp_path, f'[[rule]]\nwhen = "poisson"\n{keys}\nfaults = ["kill_group"]\n')
+    )
     (rule,) = plan.rules
     assert isinstance(rule, Poisson)
     assert rule.mtbf_seconds == pytest.approx(mtbf_seconds)
@@ -116,7 +131,9 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
 def test_a_trace_needs_no_params(tmp_path: Path) -> None:
     """Three columns are enough, also as a spreadsheet on Windows saves them."""
     (tmp_path / "t.csv").write_bytes(b"\xef\xbb\xbftime,fault,target\r\n5,kill_group,1\r\n")
-    assert load_plan(write(tmp_path, TRACE)).rules[0] == Listed((ListedFault(5, "kill_group", {}, 1),))
+    assert load_plan(write(tmp_path, TRACE)).rules[0] == Listed(
+        (ListedFault(5, "kill_group", {}, 1),)
+    )
 
 
 def test_who_decides_the_seed(tmp_path: Path) -> None:
@@ -133,7 +150,10 @@ def test_a_plan_says_what_it_does(tmp_path: Path) -> None:
     """In one line, for the history and for people."""
     text = "[limits]\nmax_down = 2\nexempt = [0]\n" + EVERY
     text += '[[rule]]\nwhen = "poisson"\nmtbf_seconds = 90\nfaults = ["kill_rank", "term_group"]\n'
-    text += '[[rule]]\nwhen = "uniform"\nmin_seconds = 1\nmax_seconds = 3\nfaults = ["kill_lighthouse"]\n' + TRACE
+    text += (
+        '[[rule]]\nwhen = "uniform"\nmin_seconds = 1\nmax_seconds = 3\nfaults = ["kill_lighthouse"]\n'
+        + TRACE
+    )
     trace = "time,fault,target\n5,kill_group,1\n8,kill_group,2\n"
     assert str(load_plan(write(tmp_path, text, trace))) == (
         "every 15 s: kill_group; on average every 90 s: kill_rank, term_group; every 1 to 3 s: kill_lighthouse; "
@@ -153,15 +173,27 @@ MISTAKES = {
         "sed = 3\n" + EVERY,
         "sed is not a valid key; did you mean seed? valid keys: rule, seed, start_seconds, stop_after_seconds, limits",
     ),
-    "seed": ("seed = 1.5\n" + EVERY, "seed must be a whole number >= 0, got 1.5; leave it out to have one drawn"),
-    "start": ("start_seconds = -1\n" + EVERY, "start_seconds must be a number >= 0, got -1; 0 starts at once"),
-    "stop": ("stop_after_seconds = inf\n" + EVERY, "stop_after_seconds must be a number >= 0, got inf; 0 never stops"),
+    "seed": (
+        "seed = 1.5\n" + EVERY,
+        "seed must be a whole number >= 0, got 1.5; leave it out to have one drawn",
+    ),
+    "start": (
+        "start_seconds = -1\n" + EVERY,
+        "start_seconds must be a number >= 0, got -1; 0 starts at once",
+    ),
+    "stop": (
+        "stop_after_seconds = inf\n" + EVERY,
+        "stop_after_seconds must be a number >= 0, got inf; 0 never stops",
+    ),
     "no rule": ("seed = 1\n", "rule must be set, got nothing; write [[rule]] above each"),
     "no array": (
         '[rule]\nwhen = "every"\n',
         "rule must be an array of tables, got {'when': 'every'}; write [[rule]] above each",
     ),
-    "empty array": ("rule = []\n", "rule must be an array of tables, got []; write [[rule]] above each"),
+    "empty array": (
+        "rule = []\n",
+        "rule must be an array of tables, got []; write [[rule]] above each",
+    ),
     "rule of no table": (
         "rule = [3]\n",
         "rule[0].when must be one of every, poisson, uniform, trace, script, got None; set it",
@@ -279,7 +311,10 @@ MISTAKES = {
         EVERY + "params = {stop_rank = {seconds = 3}}\n",
         "rule[0].params.stop_rank is not a valid key (a fault of this rule); valid keys: kill_group",
     ),
-    "params of no table": (EVERY + "params = 3\n", "rule[0].params must be a table, got 3; write its keys below it"),
+    "params of no table": (
+        EVERY + "params = 3\n",
+        "rule[0].params must be a table, got 3; write its keys below it",
+    ),
     "param of no table": (
         EVERY + "params = {kill_group = 3}\n",
         "rule[0].params.kill_group must be a table, got 3; write its keys below it",
@@ -309,7 +344,10 @@ MISTAKES = {
         "rule[0].params.link_dead.peer must be another group than the target, group 1, got 1; leave it out for a "
         "random one",
     ),
-    "rank": (EVERY + "rank = 0\n", "rule[0].rank must be left out with kill_group, got 0; it hits a whole group"),
+    "rank": (
+        EVERY + "rank = 0\n",
+        "rule[0].rank must be left out with kill_group, got 0; it hits a whole group",
+    ),
     "beyond max_down": (
         RULE + 'faults = ["kill_group", "kill_groups"]\n',
         "rule[0] must keep the limits, got kill_groups: it hits 2 groups at once, limits.max_down is 1; "
@@ -325,10 +363,15 @@ MISTAKES = {
         "rule[0] must keep the limits, got kill_group: group 2 is in limits.exempt; remove it, or change the limits",
     ),
     "exempt target of a script": (
-        "[limits]\nexempt = [2]\n" + SCRIPT + 'shots = [{at = 0, fault = "kill_group", replica = 2}]\n',
+        "[limits]\nexempt = [2]\n"
+        + SCRIPT
+        + 'shots = [{at = 0, fault = "kill_group", replica = 2}]\n',
         "rule[0] must keep the limits, got kill_group: group 2 is in limits.exempt; remove it, or change the limits",
     ),
-    "no shots": (SCRIPT, 'rule[0].shots must be set, got nothing; for example [{at = 10, fault = "kill_group"}]'),
+    "no shots": (
+        SCRIPT,
+        'rule[0].shots must be set, got nothing; for example [{at = 10, fault = "kill_group"}]',
+    ),
     "empty shots": (
         SCRIPT + "shots = []\n",
         'rule[0].shots must be a list of tables, got []; for example [{at = 10, fault = "kill_group"}]',
@@ -392,15 +435,27 @@ def test_a_mistake_is_one_line(tmp_path: Path, mistake: str) -> None:
 
 HEAD = "time,fault,target,params\n"
 TRACE_MISTAKES = {
-    "empty": ("", "t.csv must hold at least one fault, got none; add a line such as 30,kill_group,0"),
-    "only a head": (HEAD, "t.csv must hold at least one fault, got none; add a line such as 30,kill_group,0"),
+    "empty": (
+        "",
+        "t.csv must hold at least one fault, got none; add a line such as 30,kill_group,0",
+    ),
+    "only a head": (
+        HEAD,
+        "t.csv must hold at least one fault, got none; add a line such as 30,kill_group,0",
+    ),
     "no head": (
         "3,kill_group,1\n",
         "t.csv:1 must name the columns time,fault,target,params (the last may be missing), got '3,kill_group,1'; "
         "put them in the first line",
     ),
-    "too few": (HEAD + "3,kill_group\n", "t.csv:2 must have 4 columns, got 2; an empty cell needs its comma"),
-    "too many": (HEAD + "3,kill_group,,,\n", "t.csv:2 must have 4 columns, got 5; an empty cell needs its comma"),
+    "too few": (
+        HEAD + "3,kill_group\n",
+        "t.csv:2 must have 4 columns, got 2; an empty cell needs its comma",
+    ),
+    "too many": (
+        HEAD + "3,kill_group,,,\n",
+        "t.csv:2 must have 4 columns, got 5; an empty cell needs its comma",
+    ),
     "line number": (
         "# one\n\n" + HEAD + "\n# two\n3,kil_group,,\n",
         f"t.csv:6.fault must name a fault, got 'kil_group'; did you mean kill_group? faults: {', '.join(FAULTS)}",
@@ -450,14 +505,20 @@ def test_a_mistake_in_a_trace_names_its_line(tmp_path: Path, mistake: str) -> No
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     """A missing plan, one that is no TOML, a missing trace and one that is no text are named."""
-    with pytest.raises(ConfigError, match=r"config file must be readable, got .*plan\.toml \(No such file"):
+    with pytest.raises(
+        ConfigError, match=r"config file must be readable, got .*plan\.toml \(No such file"
+    ):
         load_plan(tmp_path / "plan.toml")
     with pytest.raises(ConfigError, match=r"config file must be valid TOML, got .*plan\.toml"):
         load_plan(write(tmp_path, "seed ="))
-    with pytest.raises(ConfigError, match=r"trace must be a readable CSV file, got .*t\.csv \(No such file"):
+    with pytest.raises(
+        ConfigError, match=r"trace must be a readable CSV file, got .*t\.csv \(No such file"
+    ):
         load_plan(write(tmp_path, TRACE))
     (tmp_path / "t.csv").write_bytes(b"time\xff")
-    with pytest.raises(ConfigError, match=r"trace must be a readable CSV file, got .*t\.csv \(not UTF-8\)"):
+    with pytest.raises(
+        ConfigError, match=r"trace must be a readable CSV file, got .*t\.csv \(not UTF-8\)"
+    ):
         load_plan(write(tmp_path, TRACE))
 
 
@@ -485,19 +546,27 @@ def test_single_may_take_down_all_but_one() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("kill_grup", None, None, {}), "fault must name a fault, got 'kill_grup'; did you mean kill_group? faults: "),
+        (
+            ("kill_grup", None, None, {}),
+            "fault must name a fault, got 'kill_grup'; did you mean kill_group? faults: ",
+        ),
         (
             ("link_dead", 2, None, {"peer": 2}),
             "params.peer must be another group than the target, group 2, got 2; leave it out for a random one",
         ),
-        (("kill_group", 0, 0, {}), "rank must be left out with kill_group, got 0; it hits a whole group"),
+        (
+            ("kill_group", 0, 0, {}),
+            "rank must be left out with kill_group, got 0; it hits a whole group",
+        ),
         (
             ("kill_group", 0, None, {"seconds": 1.0}),
             "params.seconds is not a valid key of kill_group; valid keys: none",
         ),
     ],
 )
-def test_single_refuses_mistakes(arguments: tuple[str, int | None, int | None, dict[str, float]], line: str) -> None:
+def test_single_refuses_mistakes(
+    arguments: tuple[str, int | None, int | None, dict[str, float]], line: str
+) -> None:
     """A fault, a target or a parameter that does not exist is refused in one line."""
     with pytest.raises(ConfigError) as caught:
         single(*arguments)

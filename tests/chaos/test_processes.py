@@ -99,7 +99,9 @@ def test_a_reused_pid_is_never_signalled(start: Start) -> None:
     with pytest.raises(Unreachable, match="does not run any more"):
         send(old, signal.SIGKILL)
     assert process.poll() is None
-    send(dataclasses.replace(old, mono=None), signal.SIGKILL)  # a history without it: the command line must do
+    send(
+        dataclasses.replace(old, mono=None), signal.SIGKILL
+    )  # a history without it: the command line must do
     assert process.wait(30) == -signal.SIGKILL
 
 
@@ -123,7 +125,9 @@ def test_a_zombie_and_a_pid_of_nobody_are_gone(start: Start) -> None:
     nobody.wait(30)
     zombie.kill()
     wait_state(zombie.pid, "Z")
-    with pytest.raises(Unreachable, match="rank 0 of group 1, rank 1 of group 1 do not run any more") as caught:
+    with pytest.raises(
+        Unreachable, match="rank 0 of group 1, rank 1 of group 1 do not run any more"
+    ) as caught:
         Processes().hold(gone, gone)
     assert not caught.value.final  # it may be back
     reach = Processes().hold([*gone, worker(alive)], [])

@@ -66,7 +66,9 @@ class Harness:
     The pid of rank i of group r in attempt k is 1000 k + 10 r + i.
     """
 
-    def __init__(self, plan: Plan, folder: Path, replicas: int = 4, ranks: int = 2, **settings: Any) -> None:
+    def __init__(
+        self, plan: Plan, folder: Path, replicas: int = 4, ranks: int = 2, **settings: Any
+    ) -> None:
         self.replicas, self.ranks = replicas, ranks
         self.folder = folder
         self.now = START
@@ -108,7 +110,9 @@ class Harness:
 
     def exit(self, replica: int, rank: int, attempt: int, **how: Any) -> None:
         pid = 1000 * attempt + 10 * replica + rank
-        self.event("worker_exited", replica=replica, rank=rank, attempt=attempt, worker_pid=pid, **how)
+        self.event(
+            "worker_exited", replica=replica, rank=rank, attempt=attempt, worker_pid=pid, **how
+        )
 
     def restart(self, replica: int) -> None:
         """Let the agent note a death and start the group anew."""
@@ -125,7 +129,9 @@ class Harness:
         for replica in present:
             for rank in range(self.ranks):
                 digest = {"digest": digests.get(replica, "same")} if digests is not None else {}
-                self.says(replica, "step_committed", rank, step=self.step, participants=present, **digest)
+                self.says(
+                    replica, "step_committed", rank, step=self.step, participants=present, **digest
+                )
         self.runner.poll()
 
     def at(self, seconds: float) -> None:
@@ -137,18 +143,31 @@ class Harness:
         return [group.replica for group in self.runner.job.view().groups.values() if group.up]
 
     def told(self, *names: str) -> list[dict[str, Any]]:
-        return [untyped(event) for event in read_events(self.folder / "events") if event.name in names]
+        return [
+            untyped(event) for event in read_events(self.folder / "events") if event.name in names
+        ]
 
     def orders(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "chaos" / "orders.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.folder / "chaos" / "orders.jsonl").read_text().splitlines()
+        ]
 
     def agent(
-        self, order: dict[str, Any], name: str = "fault_injected", replica: int | None = None, **more: Any
+        self,
+        order: dict[str, Any],
+        name: str = "fault_injected",
+        replica: int | None = None,
+        **more: Any,
     ) -> None:
         """Let an agent tell what it makes of an order."""
         replica = order["replica"] if replica is None else replica
         rank = order["rank"] or 0
-        facts = {"fault": order["fault"], "shot": order["shot"], "target": {"replica": replica, "rank": rank}}
+        facts = {
+            "fault": order["fault"],
+            "shot": order["shot"],
+            "target": {"replica": replica, "rank": rank},
+        }
         if name != "fault_undone":
             facts["seed"] = order["seed"]
         self.says(replica, name, rank, **facts, **more)
@@ -169,7 +188,9 @@ def under_way(plan: Plan, folder: Path) -> Harness:
 
 def test_the_schedule_starts_when_all_groups_train_together(tmp_path: Path) -> None:
     """Neither a part of the groups nor time alone starts it; then `start_seconds` pass first."""
-    plan = Plan("test", 5, start_seconds=10.0, rules=(Listed((ListedFault(2.0, "kill_group", {}, 1),)),))
+    plan = Plan(
+        "test", 5, start_seconds=10.0, rules=(Listed((ListedFault(2.0, "kill_group", {}, 1),)),)
+    )
     harness = Harness(plan, tmp_path)
     harness.launch()
     harness.commit(3)
@@ -285,7 +306,9 @@ def test_a_killed_group_is_down_until_a_new_start_of_it_contributes(tmp_path: Pa
 
 def test_a_shot_that_waits_too_long_is_skipped_with_the_reason(tmp_path: Path) -> None:
     """A limit that holds it up for `patience_seconds` costs it its turn; the ones after it have theirs."""
-    harness = under_way(listed((0, "kill_group", 1), (1, "kill_group", 2), (20, "kill_lighthouse", None)), tmp_path)
+    harness = under_way(
+        listed((0, "kill_group", 1), (1, "kill_group", 2), (20, "kill_lighthouse", None)), tmp_path
+    )
     begin = harness.now - START
     harness.at(begin + 20.5)
     assert harness.processes.sent[1:] == [("SIGKILL", [LIGHTHOUSE])]
@@ -326,7 +349,9 @@ def test_nobody_hit_is_no_injection(tmp_path: Path) -> None:
 
 def test_an_agent_is_killed_alone(tmp_path: Path) -> None:
     """The signal goes to the process that keeps the group; a group whose agent nobody names is left alone."""
-    harness = Harness(listed((0, "kill_agent", 1), (5, "kill_agent", 2), patience_seconds=1), tmp_path)
+    harness = Harness(
+        listed((0, "kill_agent", 1), (5, "kill_agent", 2), patience_seconds=1), tmp_path
+    )
     harness.launch()
     for rank in range(harness.ranks):
         told = {"pid": 1010 + rank, "host": "here", "config": {"chaos": True}, "agent_pid": 77}
@@ -335,7 +360,9 @@ def test_an_agent_is_killed_alone(tmp_path: Path) -> None:
     harness.at(1)
     assert harness.processes.sent == [("SIGKILL", [77])]
     assert harness.up() == [0, 2, 3]
-    harness.event("agent_ended", replica=1, attempt=1, signal="SIGKILL", restarts=True, agent_pid=77)
+    harness.event(
+        "agent_ended", replica=1, attempt=1, signal="SIGKILL", restarts=True, agent_pid=77
+    )
     harness.attempts[1] += 1
     harness.start(1)
     harness.commit()
@@ -386,7 +413,9 @@ def test_an_order_goes_to_this_start_of_the_group(tmp_path: Path) -> None:
         ("end", "the job's training ended first"),
     ],
 )
-def test_an_order_that_comes_to_nothing_is_skipped(tmp_path: Path, happening: str, reason: str) -> None:
+def test_an_order_that_comes_to_nothing_is_skipped(
+    tmp_path: Path, happening: str, reason: str
+) -> None:
     """Whatever became of it, the runner does not wait for ever; what an agent told is not told twice."""
     harness = under_way(single("exception", 1), tmp_path)
     (order,) = harness.orders()
@@ -400,7 +429,9 @@ def test_an_order_that_comes_to_nothing_is_skipped(tmp_path: Path, happening: st
         harness.says(0, "training_finished")
     harness.runner.poll()
     assert harness.runner.done
-    assert [event["reason"] for event in harness.told("fault_skipped")] == ([] if happening == "agent" else [reason])
+    assert [event["reason"] for event in harness.told("fault_skipped")] == (
+        [] if happening == "agent" else [reason]
+    )
     assert harness.runner.outcomes.last_reason == reason
     assert harness.runner.outcomes.num_skipped == 1
     harness.commit()
@@ -512,9 +543,18 @@ def test_a_donor_is_killed_in_a_heal_that_is_provoked(tmp_path: Path) -> None:
     """First the order to whoever comes, then the kill; no other fault until the donor is known; then both are down."""
     harness = under_way(listed((0, "kill_donor", 1), (1, "kill_rank", 3), max_down=2), tmp_path)
     (order,) = harness.orders()
-    assert [order[name] for name in ("fault", "replica", "rank", "attempt")] == ["kill_donor", None, None, None]
+    assert [order[name] for name in ("fault", "replica", "rank", "attempt")] == [
+        "kill_donor",
+        None,
+        None,
+        None,
+    ]
     (told,) = harness.told("fault_injected")
-    assert (told["fault"], told["target"], told["params"]) == ("kill_group", {"replica": 1}, {"provokes": "kill_donor"})
+    assert (told["fault"], told["target"], told["params"]) == (
+        "kill_group",
+        {"replica": 1},
+        {"provokes": "kill_donor"},
+    )
     assert harness.processes.sent == [("SIGKILL", [1010, 1011])]
     harness.at(5)
     harness.restart(1)
@@ -574,7 +614,9 @@ def test_another_runners_fault_disturbs_the_group(tmp_path: Path) -> None:
     harness = under_way(listed((1e6, "kill_group", 1)), tmp_path)
     harness.event("fault_injected", fault="kill_group", target={"replica": 1}, seed=9, shot=0)
     harness.event("fault_injected", fault="sigkill_group", target={"replica": 2}, seed=None)
-    harness.event("fault_injected", fault="kill_lighthouse", target={"lighthouse": True}, seed=9, shot=1)
+    harness.event(
+        "fault_injected", fault="kill_lighthouse", target={"lighthouse": True}, seed=9, shot=1
+    )
     assert harness.up() == [0, 3]
 
 
@@ -620,7 +662,10 @@ def replay(folder: Path, seed: int) -> list[tuple[object, ...]]:
     harness.runner.close()
     assert harness.runner.done
     told = harness.told("fault_injected", "fault_skipped")
-    return [(event["event"], event["fault"], str(event["target"]), event["shot"], event.get("seed")) for event in told]
+    return [
+        (event["event"], event["fault"], str(event["target"]), event["shot"], event.get("seed"))
+        for event in told
+    ]
 
 
 def test_the_same_seed_injects_the_same(tmp_path: Path) -> None:

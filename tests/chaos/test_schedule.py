@@ -30,13 +30,19 @@ def make_plan(*rules: Rule | Listed, seed: int = 7, **rest: float) -> Plan:
     return Plan("test", seed, rules=rules, **rest)  # type: ignore[arg-type]
 
 
-def make_view(num_groups: int, down: Collection[int] = (), num_ranks: int = 1, has: frozenset[Need] = ALL) -> View:
+def make_view(
+    num_groups: int, down: Collection[int] = (), num_ranks: int = 1, has: frozenset[Need] = ALL
+) -> View:
     """Return a job's view, all up but those that are down."""
-    groups = {replica: GroupView(replica, num_ranks, replica not in down) for replica in range(num_groups)}
+    groups = {
+        replica: GroupView(replica, num_ranks, replica not in down) for replica in range(num_groups)
+    }
     return View(groups, has)
 
 
-def make_shot(fault: str, seed: int = 1, replica: int | None = None, rank: int | None = None, **params: float) -> Shot:
+def make_shot(
+    fault: str, seed: int = 1, replica: int | None = None, rank: int | None = None, **params: float
+) -> Shot:
     return Shot(0, 0.0, make_fault(fault, params), seed, replica, rank)
 
 
@@ -65,7 +71,13 @@ def test_every_starts_at_once_and_does_not_drift() -> None:
 
 def test_poisson_gaps_are_exponential() -> None:
     """Mean and standard deviation of the gaps are the MTBF, and a share of 1/e is longer than it."""
-    times = [0.0, *(shot.time for shot in islice(shots(make_plan(Poisson(30.0, faults=["kill_group"]))), 6_000))]
+    times = [
+        0.0,
+        *(
+            shot.time
+            for shot in islice(shots(make_plan(Poisson(30.0, faults=["kill_group"]))), 6_000)
+        ),
+    ]
     gaps = [after - before for before, after in pairwise(times)]
     assert statistics.fmean(gaps) == pytest.approx(30, rel=0.05)
     assert statistics.stdev(gaps) == pytest.approx(30, rel=0.06)
@@ -74,14 +86,22 @@ def test_poisson_gaps_are_exponential() -> None:
 
 def test_poisson_gaps_are_independent() -> None:
     """A short gap says nothing about the next one, although each is drawn from a source of its own."""
-    times = [shot.time for shot in islice(shots(make_plan(Poisson(30.0, faults=["kill_group"]))), 4_000)]
+    times = [
+        shot.time for shot in islice(shots(make_plan(Poisson(30.0, faults=["kill_group"]))), 4_000)
+    ]
     gaps = [after - before for before, after in pairwise(times)]
     assert abs(statistics.correlation(gaps[:-1], gaps[1:])) < 0.05
 
 
 def test_uniform_gaps_are_within_their_bounds() -> None:
     """Gaps fill the whole range evenly, and never leave it."""
-    times = [0.0, *(shot.time for shot in islice(shots(make_plan(UniformGaps(5, 15, faults=["kill_group"]))), 5_000))]
+    times = [
+        0.0,
+        *(
+            shot.time
+            for shot in islice(shots(make_plan(UniformGaps(5, 15, faults=["kill_group"]))), 5_000)
+        ),
+    ]
     gaps = [after - before for before, after in pairwise(times)]
     assert min(gaps) >= 5 - 1e-6
     assert max(gaps) <= 15 + 1e-6
@@ -106,12 +126,17 @@ def test_rules_are_merged_by_time() -> None:
     assert [shot.number for shot in merged] == list(range(200))
     at_ten = [shot.fault.name for shot in merged if shot.time == 10]
     assert at_ten == ["kill_group", "term_group"]
-    assert {"kill_group", "term_group", "kill_rank", "segfault"} == {shot.fault.name for shot in merged}
+    assert {"kill_group", "term_group", "kill_rank", "segfault"} == {
+        shot.fault.name for shot in merged
+    }
 
 
 def test_a_list_ends() -> None:
     """A plan of lists only has an end, and passes on the targets and parameters of its lines."""
-    entries = (ListedFault(0.0, "stop_rank", {"seconds": 3.0}, 2, 1), ListedFault(4.0, "kill_group", {}))
+    entries = (
+        ListedFault(0.0, "stop_rank", {"seconds": 3.0}, 2, 1),
+        ListedFault(4.0, "kill_group", {}),
+    )
     first, second = shots(make_plan(Listed(entries)))
     assert (first.time, first.fault, first.replica, first.rank) == (0, StopRank(3.0), 2, 1)
     assert (second.time, second.fault, second.replica, second.rank) == (4, KillGroup(), None, None)
@@ -134,8 +159,13 @@ def test_a_plan_without_rules_has_no_shots() -> None:
 
 def test_the_seed_decides_everything() -> None:
     """The same plan gives the same shots, another seed gives others."""
-    rules = (Poisson(10, faults=["kill_group", "segfault"]), UniformGaps(3, 9, faults=["nan_gradient"]))
-    first, again, other = (list(islice(shots(make_plan(*rules, seed=seed)), 300)) for seed in (3, 3, 4))
+    rules = (
+        Poisson(10, faults=["kill_group", "segfault"]),
+        UniformGaps(3, 9, faults=["nan_gradient"]),
+    )
+    first, again, other = (
+        list(islice(shots(make_plan(*rules, seed=seed)), 300)) for seed in (3, 3, 4)
+    )
     assert first == again
     assert [shot.time for shot in first] != [shot.time for shot in other]
     assert len({shot.seed for shot in first}) == 300
@@ -168,11 +198,18 @@ def test_another_process_draws_the_same() -> None:
 
 def test_a_rule_does_not_shift_another() -> None:
     """What one rule does stays the same when a rule is added after it, and when the schedule ends earlier."""
-    kills, flips = Poisson(10, faults=["kill_group", "kill_rank"]), Poisson(4, faults=["nan_gradient"])
+    kills, flips = (
+        Poisson(10, faults=["kill_group", "kill_rank"]),
+        Poisson(4, faults=["nan_gradient"]),
+    )
 
     def of_kills(*rules: Rule | Listed, **rest: float) -> list[tuple[float, str, int]]:
         stream = shots(make_plan(*rules, **rest))
-        found = ((shot.time, shot.fault.name, shot.seed) for shot in stream if shot.fault.name.startswith("kill"))
+        found = (
+            (shot.time, shot.fault.name, shot.seed)
+            for shot in stream
+            if shot.fault.name.startswith("kill")
+        )
         return list(islice(found, 20))
 
     assert of_kills(kills) == of_kills(kills, flips)
@@ -206,7 +243,9 @@ def test_a_group_that_is_down_elsewhere_changes_no_choice() -> None:
     for seed in range(200):
         (chosen,) = targets_of(aim(make_shot("kill_group", seed), make_view(5), Limits(max_down=2)))
         for other in set(range(5)) - {chosen}:
-            decision = aim(make_shot("kill_group", seed), make_view(5, down=[other]), Limits(max_down=2))
+            decision = aim(
+                make_shot("kill_group", seed), make_view(5, down=[other]), Limits(max_down=2)
+            )
             num_same += targets_of(decision) == [chosen]
     assert num_same == 200 * 4
 
@@ -245,7 +284,9 @@ def test_a_full_disk_hits_the_group_that_saves() -> None:
     """The first group that contributes saves for all; at another one the fault would do nothing."""
     for seed in range(20):
         assert targets_of(aim(make_shot("disk_full", seed), make_view(4), Limits())) == [0]
-        assert targets_of(aim(make_shot("disk_full", seed), make_view(4, down=[0]), Limits(max_down=2))) == [1]
+        assert targets_of(
+            aim(make_shot("disk_full", seed), make_view(4, down=[0]), Limits(max_down=2))
+        ) == [1]
 
 
 # Constraints.
@@ -284,7 +325,9 @@ def test_no_plan_ever_takes_all_groups_down() -> None:
 @pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.takes_down])
 def test_the_last_group_is_left_alone(name: str) -> None:
     """With one group up none is taken down, whatever max_down says; it may be tried again when others are back."""
-    reason = reason_of(aim(make_shot(name), make_view(4, down=[0, 1, 2]), Limits(max_down=99)), final=False)
+    reason = reason_of(
+        aim(make_shot(name), make_view(4, down=[0, 1, 2]), Limits(max_down=99)), final=False
+    )
     assert reason.endswith("groups that are up, 1 of 4 are")
 
 
@@ -300,24 +343,43 @@ def test_max_down_counts_what_is_down_already() -> None:
 def test_exempt_groups_are_never_hit() -> None:
     """Neither by chance nor by wish; when all others are exempt the shot can never come."""
     limits = Limits(max_down=3, exempt=(0, 2))
-    hit = [targets_of(aim(make_shot("kill_group", seed), make_view(4), limits))[0] for seed in range(100)]
+    hit = [
+        targets_of(aim(make_shot("kill_group", seed), make_view(4), limits))[0]
+        for seed in range(100)
+    ]
     assert set(hit) == {1, 3}
     assert "group 2 is in limits.exempt" in reason_of(
         aim(make_shot("kill_group", replica=2), make_view(4), limits), final=True
     )
     everyone = Limits(max_down=3, exempt=(0, 1, 2, 3))
-    assert reason_of(aim(make_shot("kill_group"), make_view(4), everyone), final=True) == "all other groups are exempt"
+    assert (
+        reason_of(aim(make_shot("kill_group"), make_view(4), everyone), final=True)
+        == "all other groups are exempt"
+    )
     assert reason_of(aim(make_shot("kill_groups", count=3), make_view(4), limits), final=True)
     # The two that are not exempt are down: later.
     view = make_view(4, down=[1, 3])
-    assert reason_of(aim(make_shot("kill_group"), view, limits), final=False) == "no group is up that may be a target"
+    assert (
+        reason_of(aim(make_shot("kill_group"), view, limits), final=False)
+        == "no group is up that may be a target"
+    )
 
 
 def test_two_groups_allow_kills_and_no_flips() -> None:
     """In a job of two groups one can be killed; which of two that differ is right nobody could say."""
     view = make_view(2)
-    allowed = {name for name in FAULTS if isinstance(aim(make_shot(name), view, Limits(max_down=2)), Injection)}
-    assert set(FAULTS) - allowed == {"kill_groups", "link_dead", "kill_donor", "flip_parameter", "flip_optimizer"}
+    allowed = {
+        name
+        for name in FAULTS
+        if isinstance(aim(make_shot(name), view, Limits(max_down=2)), Injection)
+    }
+    assert set(FAULTS) - allowed == {
+        "kill_groups",
+        "link_dead",
+        "kill_donor",
+        "flip_parameter",
+        "flip_optimizer",
+    }
     reason = reason_of(aim(make_shot("flip_parameter"), view, Limits(max_down=2)), final=True)
     assert reason == "it needs 3 groups, the job has 2"
 
@@ -337,7 +399,10 @@ def test_kill_groups_hits_as_many_as_it_says() -> None:
     assert "it hits 3 groups at once, limits.max_down is 2" in reason_of(
         aim(make_shot("kill_groups", count=3), make_view(5), Limits(max_down=2)), final=True
     )
-    reason_of(aim(make_shot("kill_groups", count=3), make_view(5, down=[0, 1]), Limits(max_down=9)), final=False)
+    reason_of(
+        aim(make_shot("kill_groups", count=3), make_view(5, down=[0, 1]), Limits(max_down=9)),
+        final=False,
+    )
 
 
 def test_kill_donor_counts_twice() -> None:
@@ -346,8 +411,12 @@ def test_kill_donor_counts_twice() -> None:
     assert len(targets_of(aim(shot, make_view(3), Limits(max_down=2)))) == 1
     reason_of(aim(shot, make_view(3), Limits(max_down=1)), final=True)
     reason_of(aim(shot, make_view(4, down=[0]), Limits(max_down=2)), final=False)
-    assert "donor" in reason_of(aim(shot, make_view(4), Limits(max_down=2, exempt=(3,))), final=True)
-    assert isinstance(aim(make_shot("corrupt_chunk"), make_view(4), Limits(max_down=1, exempt=(3,))), Injection)
+    assert "donor" in reason_of(
+        aim(shot, make_view(4), Limits(max_down=2, exempt=(3,))), final=True
+    )
+    assert isinstance(
+        aim(make_shot("corrupt_chunk"), make_view(4), Limits(max_down=1, exempt=(3,))), Injection
+    )
 
 
 def test_a_link_has_two_ends() -> None:
@@ -355,7 +424,9 @@ def test_a_link_has_two_ends() -> None:
     view, limits = make_view(4), Limits(max_down=2)
     assert targets_of(aim(make_shot("link_dead", replica=2, peer=1), view, limits)) == [2, 1]
     drawn = [targets_of(aim(make_shot("link_dead", seed), view, limits)) for seed in range(200)]
-    assert drawn == [targets_of(aim(make_shot("link_dead", seed), view, limits)) for seed in range(200)]
+    assert drawn == [
+        targets_of(aim(make_shot("link_dead", seed), view, limits)) for seed in range(200)
+    ]
     assert {tuple(ends) for ends in drawn} == set(permutations(range(4), 2))
     for seed in range(20):
         one, other = targets_of(aim(make_shot("link_dead", seed, replica=3), view, limits))
@@ -393,7 +464,9 @@ def test_flips_need_a_majority_that_is_up() -> None:
     """Groups that are down cannot tell who is right."""
     limits = Limits(max_down=3)
     assert isinstance(aim(make_shot("flip_optimizer"), make_view(4, down=[0]), limits), Injection)
-    reason = reason_of(aim(make_shot("flip_optimizer"), make_view(4, down=[0, 1]), limits), final=False)
+    reason = reason_of(
+        aim(make_shot("flip_optimizer"), make_view(4, down=[0, 1]), limits), final=False
+    )
     assert reason == "it needs 3 groups that are up, 2 of 4 are"
 
 
@@ -416,14 +489,18 @@ def test_signals_need_nothing_of_the_job() -> None:
     """All that signals do to workers works on any job."""
     for name, fault in FAULTS.items():
         if issubclass(fault, Signal) and not fault.needs:
-            assert isinstance(aim(make_shot(name), make_view(4, has=frozenset()), Limits(max_down=2)), Injection)
+            assert isinstance(
+                aim(make_shot(name), make_view(4, has=frozenset()), Limits(max_down=2)), Injection
+            )
 
 
 def test_a_wish_for_what_does_not_exist_is_final() -> None:
     """A group or a rank that the job does not have will not come."""
     view = make_view(2, num_ranks=2)
     reasons = [
-        reason_of(aim(make_shot("kill_rank", replica=replica, rank=rank), view, Limits()), final=True)
+        reason_of(
+            aim(make_shot("kill_rank", replica=replica, rank=rank), view, Limits()), final=True
+        )
         for replica, rank in ((7, None), (1, 2), (None, 2))
     ]
     assert reasons == [
@@ -444,7 +521,9 @@ def test_a_job_of_which_nothing_is_known_waits(name: str) -> None:
     """Before any group has appeared nothing is impossible, and nothing allowed."""
     reason_of(aim(make_shot(name), make_view(0), Limits(max_down=2)), final=False)
     if FAULTS[name].scope == "rank":
-        reason_of(aim(make_shot(name, replica=3, rank=0), make_view(0), Limits(max_down=2)), final=False)
+        reason_of(
+            aim(make_shot(name, replica=3, rank=0), make_view(0), Limits(max_down=2)), final=False
+        )
 
 
 def test_the_lighthouse_is_hit_whatever_is_down() -> None:

@@ -38,10 +38,14 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 def remote(replica: int, rank: int, step: str = "0", host: str = "node7.cluster") -> RunProcess:
     pid = 1000 + 10 * replica + rank
-    return RunProcess(f"rank {rank} of group {replica}", pid, host, slurm={"job": "123", "step": step})
+    return RunProcess(
+        f"rank {rank} of group {replica}", pid, host, slurm={"job": "123", "step": step}
+    )
 
 
-def send(workers: list[RunProcess], everyone: list[RunProcess], signum: signal.Signals = signal.SIGKILL) -> None:
+def send(
+    workers: list[RunProcess], everyone: list[RunProcess], signum: signal.Signals = signal.SIGKILL
+) -> None:
     reach = Processes("login", slurm_seconds=20.0).hold(workers, everyone)
     reach.send(signum)
     reach.close()
@@ -74,14 +78,21 @@ def test_a_step_shared_by_groups_is_not_signalled_as_a_whole(calls: Calls) -> No
     """Where all groups run in one step, an scancel would hit all of them."""
     groups = [remote(replica, rank) for replica in (0, 1) for rank in (0, 1)]
     send(groups[2:], groups)
-    assert [call.rsplit(" ", 3)[1:] for call in calls()] == [["-s", "KILL", "1010"], ["-s", "KILL", "1011"]]
+    assert [call.rsplit(" ", 3)[1:] for call in calls()] == [
+        ["-s", "KILL", "1010"],
+        ["-s", "KILL", "1011"],
+    ]
 
 
 def test_what_fails_becomes_a_reason(calls: Calls, tmp_path: Path) -> None:
     """The last line that Slurm said is in it; a target of which part was hit is hit."""
-    (tmp_path / "bin" / "scancel.do").write_text("echo first >&2; echo scancel: error: Invalid job id >&2; exit 1\n")
+    (tmp_path / "bin" / "scancel.do").write_text(
+        "echo first >&2; echo scancel: error: Invalid job id >&2; exit 1\n"
+    )
     group = [remote(1, 0)]
-    with pytest.raises(Unreachable, match=r"^scancel failed with exit status 1: scancel: error: Invalid job id$"):
+    with pytest.raises(
+        Unreachable, match=r"^scancel failed with exit status 1: scancel: error: Invalid job id$"
+    ):
         send(group, group)
     groups = [remote(replica, 0) for replica in (0, 1)]
     (tmp_path / "bin" / "srun.do").write_text('case "$*" in *1000) exit 1;; esac\n')
@@ -125,7 +136,9 @@ def test_a_worker_of_this_host_is_signalled_directly(calls: Calls) -> None:
     try:
         assert process.stdout is not None
         process.stdout.readline()
-        here = RunProcess("rank 0 of group 1", process.pid, "login", slurm={"job": "123", "step": "0"})
+        here = RunProcess(
+            "rank 0 of group 1", process.pid, "login", slurm={"job": "123", "step": "0"}
+        )
         send([here], [here, remote(0, 0)])
         assert process.wait(30) == -signal.SIGKILL
         assert calls() == []

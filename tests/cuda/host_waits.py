@@ -29,9 +29,15 @@ def _show(message: Warning | str, *_: Any, **__: Any) -> None:
     where = [
         f"{Path(frame.filename).name}:{frame.name}"
         for frame in traceback.extract_stack()
-        if "/titan_ft/" in frame.filename or "/fsdp/" in frame.filename or "/torchtitan/" in frame.filename
+        if "/titan_ft/" in frame.filename
+        or "/fsdp/" in frame.filename
+        or "/torchtitan/" in frame.filename
     ]
-    print(f"WAIT|{_step}|{threading.current_thread().name}|{' '.join(where[-2:])}", file=sys.stderr, flush=True)
+    print(
+        f"WAIT|{_step}|{threading.current_thread().name}|{' '.join(where[-2:])}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _install() -> None:

@@ -87,7 +87,10 @@ NOTICED_BY: dict[str, tuple[str, str]] = {
     "gradients.sums.Sums.write:synchronize": ("rounds", "nccl"),
     "gradients.sums.Sums.write:synchronize#2": ("rounds", "nccl"),
     "gradients.sums.Sums.write:record_event": ("train", "gloo"),
-    "gradients.exchange.GradientExchange._hook.take_gradient:join_stream": ("train_on_two_streams", "nccl"),
+    "gradients.exchange.GradientExchange._hook.take_gradient:join_stream": (
+        "train_on_two_streams",
+        "nccl",
+    ),
     "gradients.sums.Sums.await_last_read:wait_for": ("train_on_two_streams", "gloo"),
     "gradients.exchange.GradientExchange._fill:record_event": ("train", "gloo"),
     "gradients.flight.Flight._sum_and_gather:wait_for": ("train", "gloo"),
@@ -206,7 +209,9 @@ class Runner:
         """
         results = self.run([case.reference, case])
         if results[case.reference].error:
-            raise RuntimeError(f"{case.reference} fails undisturbed: {results[case.reference].error}")
+            raise RuntimeError(
+                f"{case.reference} fails undisturbed: {results[case.reference].error}"
+            )
         return results[case].digest != results[case.reference].digest
 
 
@@ -272,7 +277,9 @@ def _digest(found: Any) -> str:
         if isinstance(leaf, str):
             digest.update(leaf.encode())
         else:
-            digest.update(bytes(leaf.contiguous().view(-1).view(leaf.new_empty(0).byte().dtype).tolist()))
+            digest.update(
+                bytes(leaf.contiguous().view(-1).view(leaf.new_empty(0).byte().dtype).tolist())
+            )
     return digest.hexdigest()
 
 
@@ -295,7 +302,9 @@ def preload() -> None:
     import torchtitan.components.optimizer  # noqa: F401
 
     torch.set_num_threads(1)
-    assert not any(name.partition(".")[0] == "titan_ft" for name in sys.modules), "titan_ft is imported already"
+    assert not any(name.partition(".")[0] == "titan_ft" for name in sys.modules), (
+        "titan_ft is imported already"
+    )
 
 
 def removals_of(wait: str) -> list[tuple[Case, bool]]:
@@ -335,9 +344,15 @@ def find_cover(runner: Runner, wait: str) -> tuple[str, str, str] | None:
 def main(arguments: Sequence[str]) -> int:
     """Print the table of waits; 1 if a removal is not noticed as it says."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("wait", nargs="*", help="look for all cases that notice the removal of this wait")
-    parser.add_argument("--run", action="store_true", help="read cases as JSON, and print their results as JSON")
-    parser.add_argument("--at-once", type=int, default=2, help="cases that run at the same time (2)")
+    parser.add_argument(
+        "wait", nargs="*", help="look for all cases that notice the removal of this wait"
+    )
+    parser.add_argument(
+        "--run", action="store_true", help="read cases as JSON, and print their results as JSON"
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=2, help="cases that run at the same time (2)"
+    )
     options = parser.parse_args(arguments)
     preload()
     runner = Runner(options.at_once)
@@ -351,7 +366,9 @@ def main(arguments: Sequence[str]) -> int:
             cases = [Case(*case, LAZY[:1], frozenset((wait,))) for case in CASES]
             runner.run([*cases, *(case.reference for case in cases)])
             noticing = [case for case in cases if runner.notices(case)]
-            print(f"{wait}: {', '.join(map(str, noticing)) or find_cover(runner, wait)}", flush=True)
+            print(
+                f"{wait}: {', '.join(map(str, noticing)) or find_cover(runner, wait)}", flush=True
+            )
         return 0
     missing = 0
     print("| wait | its removal is noticed by |\n| --- | --- |")

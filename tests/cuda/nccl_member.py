@@ -69,7 +69,9 @@ class State:
 
     def __init__(self) -> None:
         self.seat = Seat()
-        self.parameters = [torch.nn.Parameter(torch.zeros(numel, device="cuda")) for numel in NUMELS]
+        self.parameters = [
+            torch.nn.Parameter(torch.zeros(numel, device="cuda")) for numel in NUMELS
+        ]
         self.exchange = self.build("float32")
 
     def build(self, travels_in: str) -> GradientExchange:
@@ -101,7 +103,9 @@ def configure(state: State, name: str, members: list[int], seconds: float = 20.0
     nccl.set_timeout(timedelta(seconds=seconds))
     error = ""
     try:
-        nccl.configure(f"127.0.0.1:{PORT}/{name}", "group", members.index(RANK), len(members), 1, 0, 1, members)
+        nccl.configure(
+            f"127.0.0.1:{PORT}/{name}", "group", members.index(RANK), len(members), 1, 0, 1, members
+        )
     except (RuntimeError, TimeoutError) as problem:
         error = f"{type(problem).__name__}: {problem}"
     finally:
@@ -133,7 +137,10 @@ def exchange(state: State, seconds: float | None = None, slow_rows: bool = False
         return {"error": str(error), "seconds": time.monotonic() - began}
     reduced.sums.write(1.0)
     members = state.seat.members
-    expected = [expect(state.travels_in, list(parts)) for parts in zip(*map(gradients, members), strict=True)]
+    expected = [
+        expect(state.travels_in, list(parts))
+        for parts in zip(*map(gradients, members), strict=True)
+    ]
     right = reduced.rows == [[float(member)] for member in members]
     right &= reduced.messages == [f"from {member}".encode() for member in members]
     for parameter, total in zip(state.parameters, expected, strict=True):
@@ -221,7 +228,9 @@ def facts(state: State) -> dict[str, Any]:
 
 def shorten(state: State, seconds: float) -> dict[str, Any]:
     """Have torch's watchdog give an operation no longer than so."""
-    state.seat.process_group._pg.pg._get_backend(torch.device("cuda")).set_timeout(timedelta(seconds=seconds))
+    state.seat.process_group._pg.pg._get_backend(torch.device("cuda")).set_timeout(
+        timedelta(seconds=seconds)
+    )
     return {}
 
 
@@ -245,7 +254,18 @@ def break_off(state: State) -> dict[str, Any]:
 
 COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     each.__name__: each
-    for each in (travels_in, configure, exchange, count, settle, reconfigure, knob, facts, shorten, block_import)
+    for each in (
+        travels_in,
+        configure,
+        exchange,
+        count,
+        settle,
+        reconfigure,
+        knob,
+        facts,
+        shorten,
+        block_import,
+    )
 }
 
 

@@ -72,7 +72,9 @@ def connect(name: str, ranks: int, rank: int) -> int:
     config = Config(ctypes.sizeof(Config), 0, 0, 0)
     identity = UniqueId(name.encode())
     _state.communicator = ctypes.c_void_p()
-    return _nccl.ncclCommInitRankConfig(ctypes.byref(_state.communicator), ranks, identity, rank, ctypes.byref(config))
+    return _nccl.ncclCommInitRankConfig(
+        ctypes.byref(_state.communicator), ranks, identity, rank, ctypes.byref(config)
+    )
 
 
 def result() -> int:
@@ -140,7 +142,13 @@ def resources() -> dict[str, int]:
 
 def _all_reduce(values: Any, data_type: int, operation: int) -> int:
     return _nccl.ncclAllReduce(
-        values, values, ctypes.c_size_t(len(values)), data_type, operation, _state.communicator, _state.stream
+        values,
+        values,
+        ctypes.c_size_t(len(values)),
+        data_type,
+        operation,
+        _state.communicator,
+        _state.stream,
     )
 
 
@@ -176,8 +184,12 @@ def collectives() -> dict[str, Any]:
         "max": _reduced(ctypes.c_int32, [first], _INT32, _MAX),
         "average": _reduced(ctypes.c_float, [first], _FLOAT32, _AVERAGE),
         # 1 + 2 ** -8 + 2 ** -8: rounded after each addition it would stay 1. Bits of 1.0 and 2 ** -8.
-        "bfloat16": _reduced(ctypes.c_uint16, [0x3F80 if _state.rank == 0 else 0x3B80], _BFLOAT16, _SUM),
-        "float16": _reduced(ctypes.c_uint16, [0x3C00 if _state.rank == 0 else 0xC200], _FLOAT16, _SUM),
+        "bfloat16": _reduced(
+            ctypes.c_uint16, [0x3F80 if _state.rank == 0 else 0x3B80], _BFLOAT16, _SUM
+        ),
+        "float16": _reduced(
+            ctypes.c_uint16, [0x3C00 if _state.rank == 0 else 0xC200], _FLOAT16, _SUM
+        ),
         "gather": _collect("ncclAllGather", [first, first + 1], 2 * _state.ranks),
         "scatter": _collect("ncclReduceScatter", [first, first + 1], 1, _SUM),
         "all_to_all": _all_to_all(first),
@@ -190,7 +202,9 @@ def collectives() -> dict[str, Any]:
 def _all_to_all(first: int) -> list[int]:
     source = _device_array(ctypes.c_int32, [first, first + 1])
     target = _device_array(ctypes.c_int32, [0, 0])
-    _nccl.ncclAlltoAll(source, target, ctypes.c_size_t(1), _INT32, _state.communicator, _state.stream)
+    _nccl.ncclAlltoAll(
+        source, target, ctypes.c_size_t(1), _INT32, _state.communicator, _state.stream
+    )
     _finish()
     return list(target)
 
@@ -219,7 +233,9 @@ def gather_large(count: int) -> bool:
         expected += block
         if rank == _state.rank:
             ctypes.memmove(source, block, len(block))
-    _nccl.ncclAllGather(source, target, ctypes.c_size_t(count), _INT32, _state.communicator, _state.stream)
+    _nccl.ncclAllGather(
+        source, target, ctypes.c_size_t(count), _INT32, _state.communicator, _state.stream
+    )
     _finish()
     return ctypes.string_at(target, len(expected)) == expected
 

@@ -67,7 +67,9 @@ class _ProcessGroup:
         with self._changing:
             if not self._works:
                 self._number += 1
-                self._group.configure(f"{self._address}/{self._number}", "0", self._rank, NUM_MEMBERS, self._number)
+                self._group.configure(
+                    f"{self._address}/{self._number}", "0", self._rank, NUM_MEMBERS, self._number
+                )
                 self._works = True
 
     def abort(self) -> None:
@@ -139,7 +141,9 @@ class World:
         here = self.place(rank)
         number = next(self._exchanges[rank])
         address = f"127.0.0.1:{self._store.port}/exchange{number}"
-        membership = self.memberships[rank] = _Membership(rank, _ProcessGroup(self._backend, rank, address))
+        membership = self.memberships[rank] = _Membership(
+            rank, _ProcessGroup(self._backend, rank, address)
+        )
         return GradientExchange(
             parameters,
             membership,  # type: ignore[arg-type]  # stands in for it
@@ -214,7 +218,9 @@ class Rank:
         training = self.training
         training.optimizers.zero_grad()
         if gives:
-            tokens = torch.randint(0, 11, (4, 3), generator=torch.Generator().manual_seed(10 * number + self.rank))
+            tokens = torch.randint(
+                0, 11, (4, 3), generator=torch.Generator().manual_seed(10 * number + self.rank)
+            )
             loss = training.model(tokens.to(self.where))
             self.exchange.arm(NEWEST)
             loss.backward()
@@ -250,7 +256,9 @@ class Rank:
 
     def bytes(self) -> list[torch.Tensor]:
         """Return the state, waited for by torch alone."""
-        tensors = [tensor.detach() for _, tensor, _ in self.state._tensors(self.training.optimizers)]
+        tensors = [
+            tensor.detach() for _, tensor, _ in self.state._tensors(self.training.optimizers)
+        ]
         return [tensor.cpu().clone() for tensor in tensors]
 
 
@@ -399,7 +407,9 @@ def copy_beside_training(world: World) -> Any:
         for step in range(1, NUM_STEPS):
             snapshots = [rank.state.copy(step, 0) for _ in range(2)]
             rank.step(step)
-            found += rank.bytes()  # the training's stream has done the step, and does not stand still for the host
+            found += (
+                rank.bytes()
+            )  # the training's stream has done the step, and does not stand still for the host
             for snapshot in snapshots:
                 found += _tensors(snapshot)
                 rank.state.reuse(snapshot)
@@ -418,7 +428,9 @@ def copy_over_a_copy(world: World) -> Any:
         rank.step(0)
         rank.state.reserve()
         rank.state.reuse(rank.state.copy(0, 0))
-        for state in rank.training.optimizers.optimizers[0].state.values():  # in host memory from now on
+        for state in rank.training.optimizers.optimizers[
+            0
+        ].state.values():  # in host memory from now on
             state["exp_avg"] = torch.full(state["exp_avg"].shape, 3.0)
         found += _tensors(rank.state.copy(1, 0))
         return [*found, *rank.bytes()]
@@ -483,7 +495,9 @@ def copy_parts(world: World) -> Any:
     return [*_tensors(dataclasses.replace(whole, payload=joined)), *rank.bytes()]
 
 
-def _with_moments(world: World, **options: Any) -> tuple[Rank, dict[nn.Parameter, dict[str, torch.Tensor]]]:
+def _with_moments(
+    world: World, **options: Any
+) -> tuple[Rank, dict[nn.Parameter, dict[str, torch.Tensor]]]:
     """Return a rank after its first update, with memory for copies, and its optimizer's state."""
     rank = Rank(world, 0, **options)
     for parameter in rank.parameters:
@@ -520,7 +534,9 @@ def serve(world: World) -> Any:
 def _tensors(snapshot: Snapshot) -> list[torch.Tensor]:
     """Copy the tensors of a snapshot; between them there may be anything."""
     snapshot.wait()
-    return [_view(snapshot.payload, entry).clone() for entry in json.loads(snapshot.header)["tensors"]]
+    return [
+        _view(snapshot.payload, entry).clone() for entry in json.loads(snapshot.header)["tensors"]
+    ]
 
 
 def heal(world: World, room: int = 0) -> Any:
@@ -539,7 +555,9 @@ def heal(world: World, room: int = 0) -> Any:
             copied.set()
         else:
             trained = sum(parameter.numel() for parameter in rank.parameters)
-            free = 4 * trained * 3 + 2 * room * rank.exchange.num_bytes  # gradients and Adam's moments, and the room
+            free = (
+                4 * trained * 3 + 2 * room * rank.exchange.num_bytes
+            )  # gradients and Adam's moments, and the room
             device.free_bytes = lambda where: free
             rank.exchange.copy_memory.keep_on_device()
         queued = [rank.queue() if number else rank.step(step) for step in range(2)]
@@ -582,7 +600,10 @@ def queue_beside_the_next(world: World) -> Any:
             exchange_goes_on(rank.where)
             rank.finish(gives=False)
         torch.accelerator.synchronize()
-        return [*rank.bytes(), *(flat.cpu().clone() for sums in kept for flat in sums.flats if flat is not None)]
+        return [
+            *rank.bytes(),
+            *(flat.cpu().clone() for sums in kept for flat in sums.flats if flat is not None),
+        ]
 
     return _together(run)
 
@@ -621,7 +642,9 @@ def rounds(world: World, alpha: float = 0.0, **options: Any) -> Any:
             training = rank.training
             for inner in range(2):
                 training.optimizers.zero_grad()
-                tokens = torch.randint(0, 11, (4, 3), generator=torch.Generator().manual_seed(20 * step + inner))
+                tokens = torch.randint(
+                    0, 11, (4, 3), generator=torch.Generator().manual_seed(20 * step + inner)
+                )
                 training.model(tokens.to(rank.where)).backward()
                 training.optimizers.step()
             outer.take_changes({0: 1.0 + number})
@@ -632,7 +655,9 @@ def rounds(world: World, alpha: float = 0.0, **options: Any) -> Any:
             found += [str(squares), *(anchor.detach().clone() for anchor in outer.anchors)]
             if step == 1:
                 with outer.lend_to_model():
-                    found += [tensor.cpu().clone() for tensor in rank.training.model.state_dict().values()]
+                    found += [
+                        tensor.cpu().clone() for tensor in rank.training.model.state_dict().values()
+                    ]
         with torch.no_grad():  # the host owns the anchors, whatever the device was to read of them
             for anchor in outer.anchors:
                 anchor.zero_()
@@ -722,7 +747,9 @@ def _busy(stream: torch.Stream) -> Iterator[None]:
 
     _kernels.append(wait)
     cudart = ctypes.CDLL("libcudart.so.13")
-    cudart.fakecuda_enqueue_on(stream.device_index, ctypes.c_void_p(stream.native_handle), wait, None)
+    cudart.fakecuda_enqueue_on(
+        stream.device_index, ctypes.c_void_p(stream.native_handle), wait, None
+    )
     try:
         yield
     finally:

@@ -24,9 +24,18 @@ def check_gpu(num_gpus: int, work_dir: Path) -> list[dict[str, Any]]:
     command = ["bash", str(ROOT / "scripts" / "check_gpu.sh"), "--small", "--recipe", str(recipe)]
     # As slow as on a host where 256 MiB took 2.5 s: a thread that stands still meanwhile shows.
     pinning = {"FAKE_PIN_MS_PER_MB": "10"}
-    env = {**os.environ, **pinning, "TITAN_FT_PYTHON": sys.executable, "FAKE_CUDA_DEVICES": str(num_gpus)}
+    env = {
+        **os.environ,
+        **pinning,
+        "TITAN_FT_PYTHON": sys.executable,
+        "FAKE_CUDA_DEVICES": str(num_gpus),
+    }
     ended = subprocess.run(
-        [*command, "--work-dir", str(work_dir)], env=env, capture_output=True, text=True, timeout=DEADLINE_SECONDS
+        [*command, "--work-dir", str(work_dir)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr[-5000:]
     assert ended.stdout.splitlines()[-1] == "every promise holds"

@@ -18,7 +18,10 @@ Wait = tuple[str, str]
 COMMON: dict[Wait, int] = {
     ("MainThread", "strategy.py:train local_training.py:compute"): 1,
     ("MainThread", "group.py:gather_losses group.py:_gather"): 1,
-    ("MainThread", "group.py:gather group.py:_gather"): 1,  # the digest, which each step of the harness has
+    (
+        "MainThread",
+        "group.py:gather group.py:_gather",
+    ): 1,  # the digest, which each step of the harness has
 }
 OF_NCCL: dict[Wait, int] = {
     ("titan_ft_exchange", "flight.py:_gather operations.py:read"): 2,
@@ -28,7 +31,11 @@ OF_NCCL: dict[Wait, int] = {
 
 def train(make_job: Callable[..., Job], flags: Sequence[str]) -> Job:
     """Train 2 groups of 2 ranks, from weights that do not depend on the device."""
-    flags = ["--metrics.log_freq=100", "--experimental.custom_import=tests.cuda.initial_weights", *flags]
+    flags = [
+        "--metrics.log_freq=100",
+        "--experimental.custom_import=tests.cuda.initial_weights",
+        *flags,
+    ]
     job = make_job(groups=2, ranks=2, steps=STEPS, flags=flags)
     job.run(SECONDS)
     assert all(group.finished for group in job.groups)
@@ -37,7 +44,9 @@ def train(make_job: Callable[..., Job], flags: Sequence[str]) -> Job:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("process_group", ["nccl", "gloo"])
-def test_cpu_offload_waits_for_no_single_gradient(make_job: Callable[..., Job], process_group: str) -> None:
+def test_cpu_offload_waits_for_no_single_gradient(
+    make_job: Callable[..., Job], process_group: str
+) -> None:
     """The host waits as often as without offload, and not once a parameter. The bytes of the updates are the same."""
     backend = f"--fault_tolerance.process_group={process_group}"
     offloaded = train(make_job, [backend, "--training.enable_cpu_offload"])

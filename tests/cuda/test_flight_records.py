@@ -25,7 +25,11 @@ pytestmark = pytest.mark.usefixtures("zygote")
 def records(job: Job) -> dict[str, Any]:
     """Return torch's flight records, by their places below the run directory."""
     folder = job.paths.root / "comm_traces"
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_a_hang_inside_a_group_leaves_a_record_for_each_rank(make_job: Callable[..., Job]) -> None:  # noqa: F811
@@ -40,7 +44,9 @@ def test_a_hang_inside_a_group_leaves_a_record_for_each_rank(make_job: Callable[
         steps=8,
         flags=["--fault_tolerance.process_group=nccl", "--comm.train_timeout_seconds=4"],
         hooks={"gates": [gate], "hold": 2},
-        env={"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1500"},  # the watchdog waits four times as long
+        env={
+            "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1500"
+        },  # the watchdog waits four times as long
     )
     job.run(120)
     check(job, survivors=[0], longest_gap=60)
@@ -48,7 +54,14 @@ def test_a_hang_inside_a_group_leaves_a_record_for_each_rank(make_job: Callable[
     assert sorted(found) == ["replica_1/attempt_0/rank_0", "replica_1/attempt_0/rank_1"]
     for rank in range(2):
         record = pickle.loads(found[f"replica_1/attempt_0/rank_{rank}"])
-        assert any("fsdp" in frame["filename"] for entry in record["entries"] for frame in entry["frames"])
-        waits = [entry["profiling_name"] for entry in record["entries"] if entry["state"] != "completed"]
+        assert any(
+            "fsdp" in frame["filename"] for entry in record["entries"] for frame in entry["frames"]
+        )
+        waits = [
+            entry["profiling_name"] for entry in record["entries"] if entry["state"] != "completed"
+        ]
         assert bool(waits) == (rank == 0), "rank 0 waits for rank 1, which has launched nothing"
-        assert job.output(1, rank, attempt=0).count("ProcessGroupNCCL preparing to dump debug info") == 1
+        assert (
+            job.output(1, rank, attempt=0).count("ProcessGroupNCCL preparing to dump debug info")
+            == 1
+        )

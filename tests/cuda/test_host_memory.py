@@ -37,7 +37,9 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def own_bytes() -> int:
     """Return the bytes of this process that no fork inherits: `MADV_DONTFORK`, which nothing else here asks for."""
     total = 0
-    for area in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE):
+    for area in re.split(
+        r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE
+    ):
         if re.search(r"^VmFlags:.* dc\b", area, flags=re.MULTILINE):
             begin, end = area.split(" ", 1)[0].split("-")
             total += int(end, 16) - int(begin, 16)
@@ -97,7 +99,9 @@ def longest_gap() -> Iterator[list[float]]:
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_other_threads_run_while_memory_is_pinned_and_given_back(monkeypatch: pytest.MonkeyPatch, keep: bool) -> None:
+def test_other_threads_run_while_memory_is_pinned_and_given_back(
+    monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
     """Each way takes 3 s here. With torch's allocator no thread ran in the 3 s of the way back."""
     monkeypatch.setenv("FAKE_PIN_MS_PER_MB", "30")
     began = time.monotonic()
@@ -146,7 +150,9 @@ def test_memory_is_pinned_to_the_byte_and_copies_are_asynchronous() -> None:
     assert torch.cuda.host_memory_stats() == before, "torch's allocator knows of it"
 
 
-def test_memory_is_given_back_only_after_copies_that_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_given_back_only_after_copies_that_are_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """CUDA does not say what happens to a copy whose memory is unpinned, and nothing else keeps the memory mapped."""
     seen: list[bool] = []
     unpin = pinned._unpin
@@ -259,7 +265,9 @@ def test_nothing_is_left_after_twenty_heals() -> None:
     found = set()
     for number in range(20):
         payload = device.empty_host(3 * MB, torch.uint8)
-        rooms = [[device.empty_host(2 * MB, torch.uint8, keep=True) for _ in range(2)] for _ in range(3)]
+        rooms = [
+            [device.empty_host(2 * MB, torch.uint8, keep=True) for _ in range(2)] for _ in range(3)
+        ]
         there.copy_(payload, non_blocking=True)
         rooms.clear()
         copy = memory.take((4 + number % 2) * MB)
@@ -303,7 +311,11 @@ def test_a_fork_leaves_the_memory_alone() -> None:
 def test_all_is_done_on_the_gpu_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread begins on GPU 0, where every rank of the host would open a context."""
     runtime, seen = torch.cuda.cudart(), list[tuple[str, int]]()
-    register, unregister, synchronize = runtime.cudaHostRegister, runtime.cudaHostUnregister, torch.cuda.synchronize
+    register, unregister, synchronize = (
+        runtime.cudaHostRegister,
+        runtime.cudaHostUnregister,
+        torch.cuda.synchronize,
+    )
 
     def note(name: str, call: Any) -> Any:
         def noted(*args: Any) -> Any:
@@ -312,7 +324,9 @@ def test_all_is_done_on_the_gpu_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> 
 
         return noted
 
-    monkeypatch.setattr(device, "_pinned", pinned.PinnedMemory())  # of a rank that has pinned nothing yet
+    monkeypatch.setattr(
+        device, "_pinned", pinned.PinnedMemory()
+    )  # of a rank that has pinned nothing yet
     monkeypatch.setattr(runtime, "cudaHostRegister", note("register", register))
     monkeypatch.setattr(runtime, "cudaHostUnregister", note("unregister", unregister))
     monkeypatch.setattr(torch.cuda, "synchronize", note("synchronize", synchronize))
@@ -346,7 +360,13 @@ def test_no_group_waits_while_another_one_gives_memory_back(make_job: Callable[.
     job.run(150)
     (healed,) = job.events("heal_finished")
     times = [event["time"] for event in job.events("step_committed") if event["replica"] == 0]
-    longest = max(after - before for before, after in itertools.pairwise(times) if after > healed["time"])
-    unpinned = re.findall(r"(?:cudaHostUnregister|cudaFreeHost) took (\d+) ms", job.output(1, attempt=1))
+    longest = max(
+        after - before for before, after in itertools.pairwise(times) if after > healed["time"]
+    )
+    unpinned = re.findall(
+        r"(?:cudaHostUnregister|cudaFreeHost) took (\d+) ms", job.output(1, attempt=1)
+    )
     assert longest < max(map(int, unpinned)) / 1000 / 2
-    print(f"longest step of the other group after the heal: {longest:.2f} s; unpinning took {unpinned} ms")
+    print(
+        f"longest step of the other group after the heal: {longest:.2f} s; unpinning took {unpinned} ms"
+    )

@@ -50,7 +50,9 @@ def test_host_waits_of_a_step(make_job: Callable[..., Job], process_group: str, 
     expected = Counter({("MainThread", "strategy.py:train local_training.py:compute"): 1})
     if ranks > 1:
         expected["MainThread", "group.py:gather_losses group.py:_gather"] = 1
-    if process_group == "nccl":  # with Gloo the buckets are in host memory: events, which torch does not count
+    if (
+        process_group == "nccl"
+    ):  # with Gloo the buckets are in host memory: events, which torch does not count
         expected["titan_ft_exchange", "flight.py:_gather operations.py:read"] = 2
         expected["titan_ft_exchange", "flight.py:_agree_on_fragments operations.py:read"] = 1
     for step in (STEADY, STEADY + 1):

@@ -65,7 +65,9 @@ def check_late(cases: Sequence[Case]) -> None:
 def late_cases(scenarios: Sequence[tuple[str, str]], latenesses: Sequence[str]) -> list[Case]:
     """Return each scenario, punctual and with each lateness."""
     cases = [Case(*scenario) for scenario in scenarios]
-    return cases + [Case(*scenario, (lateness,)) for scenario in scenarios for lateness in latenesses]
+    return cases + [
+        Case(*scenario, (lateness,)) for scenario in scenarios for lateness in latenesses
+    ]
 
 
 def check_removals(waits: Sequence[str]) -> None:
@@ -77,7 +79,9 @@ def check_removals(waits: Sequence[str]) -> None:
         undisturbed = results[case.reference]
         assert not undisturbed.error, f"{case}: {undisturbed.error}"
         is_noticed = results[case].digest != undisturbed.digest
-        assert is_noticed == noticed, f"{case} without {', '.join(sorted(case.removed))}: {results[case]}"
+        assert is_noticed == noticed, (
+            f"{case} without {', '.join(sorted(case.removed))}: {results[case]}"
+        )
 
 
 def test_the_tables_name_every_wait() -> None:
@@ -113,7 +117,9 @@ def test_each_removed_wait_is_noticed() -> None:
 
 def test_the_gpus_path_has_the_bytes_of_the_cpus() -> None:
     """The same scenarios on a CPU, whose buckets the host fills and reads."""
-    cases = [Case(scenario, "gloo") for scenario in ("train", "train_on_two_streams", "heal", "rounds")]
+    cases = [
+        Case(scenario, "gloo") for scenario in ("train", "train_on_two_streams", "heal", "rounds")
+    ]
     on_gpu, on_cpu = run(cases), run(cases, FAKE_CUDA_DEVICES="0")
     for case, gpu, cpu in zip(cases, on_gpu, on_cpu, strict=True):
         assert not gpu.error + cpu.error, f"{case}: {gpu.error or cpu.error}"

@@ -75,7 +75,9 @@ class Process:
     def send(self, name: str, *arguments: Any) -> None:
         """Begin a command."""
         assert self.process.stdin is not None
-        self.process.stdin.write((name if name == "break_off" else json.dumps([name, *arguments])) + "\n")
+        self.process.stdin.write(
+            (name if name == "break_off" else json.dumps([name, *arguments])) + "\n"
+        )
         self.process.stdin.flush()
 
     def take(self, name: str, seconds: float = DEADLINE) -> dict[str, Any]:
@@ -85,7 +87,9 @@ class Process:
             try:
                 answer = self._answers.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"rank {self.rank}: no answer to {name}: {''.join(self.errors[-30:])}") from None
+                raise AssertionError(
+                    f"rank {self.rank}: no answer to {name}: {''.join(self.errors[-30:])}"
+                ) from None
             if answer["command"] == name:
                 return answer
 
@@ -97,7 +101,9 @@ class Process:
     def await_trace(self, text: str, before: int = 0) -> None:
         """Wait until the stand-in has traced a line with this text, after the first `before` lines."""
         with self._wrote:
-            found = self._wrote.wait_for(lambda: any(text in line for line in self.errors[before:]), DEADLINE)
+            found = self._wrote.wait_for(
+                lambda: any(text in line for line in self.errors[before:]), DEADLINE
+            )
         assert found, f"rank {self.rank} has not traced {text!r}"
 
     def await_thread(self, name: str) -> None:
@@ -121,7 +127,8 @@ def members(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set_timeout(timedelta(seconds=DEADLINE))
     ranks = [
-        Process(rank, num_ranks, store.port, {**environ, **(environs or {}).get(rank, {})}) for rank in range(num_ranks)
+        Process(rank, num_ranks, store.port, {**environ, **(environs or {}).get(rank, {})})
+        for rank in range(num_ranks)
     ]
     try:
         for rank in ranks:
@@ -164,9 +171,15 @@ def test_an_exchange_has_the_sums_of_the_cpu(travels_in: str, num_ranks: int) ->
 
 @pytest.mark.parametrize(
     ("travels_in", "collectives"),
-    [("float32", ["AllReduce"]), ("bfloat16", ["SendRecv", "AllGather"]), ("8 bits", ["AllGather"])],
+    [
+        ("float32", ["AllReduce"]),
+        ("bfloat16", ["SendRecv", "AllGather"]),
+        ("8 bits", ["AllGather"]),
+    ],
 )
-def test_the_set_up_makes_each_collective_as_large_as_an_exchange_does(travels_in: str, collectives: list[str]) -> None:
+def test_the_set_up_makes_each_collective_as_large_as_an_exchange_does(
+    travels_in: str, collectives: list[str]
+) -> None:
     """NCCL connects an algorithm when it is first used: nothing is left to connect in an exchange."""
     with members(2) as ranks:
         do_all(ranks, "travels_in", travels_in)
@@ -214,7 +227,9 @@ def test_what_a_set_up_without_its_peer_has_made_ends_by_itself() -> None:
         held = without_name(rank.do("count"))
         for name in ("b", "c"):
             answer = rank.do("configure", name, [0, 1], 0.5)
-            assert answer["error"].startswith("TimeoutError: NCCL has not connected the members within"), answer
+            assert answer["error"].startswith(
+                "TimeoutError: NCCL has not connected the members within"
+            ), answer
         assert not rank.do("configure", "d", [0])["error"]
         exchange_works([rank])
         assert without_name(rank.do("settle", held, SOON)) == held

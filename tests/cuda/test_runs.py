@@ -19,7 +19,11 @@ STEPS = 8
 KILL_STEP = 4
 PIPELINE = ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4")
 TENSOR = ("--parallelism.tensor_parallel_degree=2",)
-FULL_CHECKPOINTS = ("--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.no-last-save-model-only")
+FULL_CHECKPOINTS = (
+    "--checkpoint.enable",
+    "--checkpoint.interval=4",
+    "--checkpoint.no-last-save-model-only",
+)
 SLOW = {"marks": pytest.mark.slow}
 
 
@@ -32,11 +36,15 @@ def digests(events: Sequence[Event]) -> dict[tuple[int, int], str]:
     return found
 
 
-def train(make_job: Callable[..., Job], flags: Sequence[str], **settings: Any) -> dict[tuple[int, int], str]:
+def train(
+    make_job: Callable[..., Job], flags: Sequence[str], **settings: Any
+) -> dict[tuple[int, int], str]:
     """Train without a failure; returns the digests of all steps."""
     # The one that is left of two that cannot sum does not wait for long.
     hooks = settings.pop("hooks", {}) | {"constants": {"titan_ft.engine.step.FINISH_SECONDS": 5.0}}
-    job = make_job(flags=flags, hooks=hooks, **{"groups": 2, "steps": STEPS, "max_restarts": 0, **settings})
+    job = make_job(
+        flags=flags, hooks=hooks, **{"groups": 2, "steps": STEPS, "max_restarts": 0, **settings}
+    )
     job.run(SECONDS)
     assert [group.finished for group in job.groups] == [True] * len(job.groups), job.output(0)
     return digests(job.events())
@@ -46,18 +54,24 @@ def train(make_job: Callable[..., Job], flags: Sequence[str], **settings: Any) -
     ("groups", "ranks", "flags"),
     [
         pytest.param(2, 1, (), id="2x1"),
-        pytest.param(2, 2, (), id="2x2", **SLOW),  # two ranks a group: the two last rows have them too
+        pytest.param(
+            2, 2, (), id="2x2", **SLOW
+        ),  # two ranks a group: the two last rows have them too
         pytest.param(3, 1, (), id="3x1"),
         pytest.param(2, 2, PIPELINE, id="pipeline"),
         pytest.param(2, 2, TENSOR, id="tensor"),
     ],
 )
-def test_a_kill_changes_no_byte(make_job: Callable[..., Job], groups: int, ranks: int, flags: tuple[str, ...]) -> None:
+def test_a_kill_changes_no_byte(
+    make_job: Callable[..., Job], groups: int, ranks: int, flags: tuple[str, ...]
+) -> None:
     """The killed group heals, and the others wait for it: each step has the bytes of a run without a kill."""
     flags = (NCCL, f"--fault_tolerance.min_replica_size={groups}", *flags)
     undisturbed = train(make_job, flags, groups=groups, ranks=ranks)
     kill = {"replica": 1, "rank": ranks - 1, "point": "backward", "step": KILL_STEP}
-    job = make_job(groups=groups, ranks=ranks, steps=STEPS, flags=flags, hooks={"faults": [kill]}, late=False)
+    job = make_job(
+        groups=groups, ranks=ranks, steps=STEPS, flags=flags, hooks={"faults": [kill]}, late=False
+    )
     job.run(SECONDS)
     events = check(job, survivors=set(range(groups)) - {1}, longest_gap=SECONDS)
     check_killed(job, events, [(1, 0, "sigkill:backward")])
@@ -79,13 +93,17 @@ FRAGMENTS = ("--fault_tolerance.num_fragments=2", "--fault_tolerance.fragment_sy
         pytest.param((), id="float32", **SLOW),
         pytest.param((*ROUNDS, "diloco"), id="diloco", **SLOW),
         pytest.param(
-            (*ROUNDS, "diloco", *FRAGMENTS, "--fault_tolerance.should_quantize"), id="streaming_8_bits", **SLOW
+            (*ROUNDS, "diloco", *FRAGMENTS, "--fault_tolerance.should_quantize"),
+            id="streaming_8_bits",
+            **SLOW,
         ),
     ],
 )
 def test_nccl_makes_the_bytes_of_gloo(make_job: Callable[..., Job], flags: tuple[str, ...]) -> None:
     """Two addends have one sum, whoever adds them: after each update both have the same state."""
-    over_nccl, over_gloo = (train(make_job, (process_group, *flags)) for process_group in (NCCL, GLOO))
+    over_nccl, over_gloo = (
+        train(make_job, (process_group, *flags)) for process_group in (NCCL, GLOO)
+    )
     assert over_nccl == over_gloo
 
 
@@ -101,12 +119,18 @@ def test_all_are_killed_and_resume(make_job: Callable[..., Job], mode: str) -> N
     flags = (NCCL, *FULL_CHECKPOINTS, f"--checkpoint.async_mode={mode}")
     undisturbed = train(make_job, flags, ranks=2)
     places = [(replica, rank) for replica in range(2) for rank in range(2)]
-    gates = [{"name": "killed", "replica": replica, "rank": rank, "step": 6} for replica, rank in places]
-    job = make_job(groups=2, ranks=2, steps=STEPS, flags=flags, hooks={"gates": gates}, max_restarts=0)
+    gates = [
+        {"name": "killed", "replica": replica, "rank": rank, "step": 6} for replica, rank in places
+    ]
+    job = make_job(
+        groups=2, ranks=2, steps=STEPS, flags=flags, hooks={"gates": gates}, max_restarts=0
+    )
     job.start()
     for replica in range(2):
         job.wait_for_gate("killed", replica, ranks=(0, 1))
-    whole = job.paths.root / "checkpoint" / "step-4"  # renamed to that; the event waits for the training thread
+    whole = (
+        job.paths.root / "checkpoint" / "step-4"
+    )  # renamed to that; the event waits for the training thread
     job.wait_until(whole.exists, SECONDS, "the checkpoint is whole")
     for replica in range(2):
         job.send_signal(replica, signal.SIGKILL)

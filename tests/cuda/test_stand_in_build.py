@@ -14,7 +14,9 @@ _BUILD = Path(__file__).parents[1] / "cuda_stand_in" / "build.sh"
 
 def _build(out: Path, path: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(_BUILD), sys.prefix, str(out)]
-    return subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=60
+    )
 
 
 def _path_without_tools(folder: Path) -> str:

@@ -139,7 +139,9 @@ def test_bfloat16_is_added_as_float_and_rounded_once(start: Start) -> None:
     ranks = [start(), start(), start()]
     _connect(ranks)
     one_and_two_steps = 0x3F81
-    assert [of_rank["bfloat16"] for of_rank in _call_all(ranks, "collectives")] == [[one_and_two_steps]] * 3
+    assert [of_rank["bfloat16"] for of_rank in _call_all(ranks, "collectives")] == [
+        [one_and_two_steps]
+    ] * 3
 
 
 def test_a_collective_larger_than_the_shared_memory(start: Start) -> None:

@@ -18,19 +18,28 @@ from titan_ft.run.events import StepCommitted
 from titan_ft.run.log import read_events
 
 _ROOT = Path(__file__).parents[2]
-_BACKENDS = [(SDPBackend.EFFICIENT_ATTENTION, torch.float32), (SDPBackend.FLASH_ATTENTION, torch.bfloat16)]
+_BACKENDS = [
+    (SDPBackend.EFFICIENT_ATTENTION, torch.float32),
+    (SDPBackend.FLASH_ATTENTION, torch.bfloat16),
+]
 
 
 def _attend(backend: SDPBackend, dtype: torch.dtype, dropout: float) -> list[torch.Tensor]:
     """Return the output and the gradients of attention on inputs that depend on nothing else."""
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(2, 3, 8, 16, generator=generator).to("cuda", dtype).requires_grad_() for _ in range(3)]
+    inputs = [
+        torch.randn(2, 3, 8, 16, generator=generator).to("cuda", dtype).requires_grad_()
+        for _ in range(3)
+    ]
     with sdpa_kernel(backend):
         output = functional.scaled_dot_product_attention(*inputs, dropout_p=dropout, is_causal=True)
     # The gradient of the value shows which weights backward kept.
     output.float().sum().backward()
     gradients = [tensor.grad for tensor in inputs]
-    return [output.detach().cpu(), *(gradient.cpu() for gradient in gradients if gradient is not None)]
+    return [
+        output.detach().cpu(),
+        *(gradient.cpu() for gradient in gradients if gradient is not None),
+    ]
 
 
 @pytest.mark.parametrize(("backend", "dtype"), _BACKENDS)
@@ -46,10 +55,14 @@ def test_attention_drops_by_the_generator(backend: SDPBackend, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(("backend", "dtype"), _BACKENDS)
-def test_backward_drops_the_same_weights_as_forward(backend: SDPBackend, dtype: torch.dtype) -> None:
+def test_backward_drops_the_same_weights_as_forward(
+    backend: SDPBackend, dtype: torch.dtype
+) -> None:
     """The output is linear in the value: the gradient of its sum, times the value, is that sum."""
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, 3, 8, 16, generator=generator).to("cuda", dtype) for _ in range(3))
+    query, key, value = (
+        torch.randn(2, 3, 8, 16, generator=generator).to("cuda", dtype) for _ in range(3)
+    )
     value.requires_grad_()
     with sdpa_kernel(backend):
         output = functional.scaled_dot_product_attention(query, key, value, dropout_p=0.5)
@@ -105,14 +118,20 @@ def test_dtensor_draws_in_the_order_of_the_cpu() -> None:
     """A deadline ends the program: with the CPU's generator restored, trunc_normal_ never ends."""
     command = [sys.executable, "-c", _DRAW_IN_DTENSOR]
     done = subprocess.run(
-        command, env={**os.environ, "STAND_IN_RNG": "cpu"}, capture_output=True, text=True, timeout=60
+        command,
+        env={**os.environ, "STAND_IN_RNG": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
 
 
 def test_attention_in_bfloat16_does_not_choose_cudnn() -> None:
     """torchtitan's wrapper asks for cuDNN first, and the stand-in has none."""
-    query, key, value = (torch.zeros(2, 3, 8, 16, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    query, key, value = (
+        torch.zeros(2, 3, 8, 16, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+    )
     backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(backends, set_priority=True):
         chosen = torch._fused_sdp_choice(query, key, value, is_causal=True)
@@ -125,12 +144,29 @@ _STEPS = 3
 
 def _digests(folder: Path, devices: int) -> dict[tuple[int, int, int], str | None]:
     """Train two groups of two ranks; returns the digest of each rank's state by (step, group, rank)."""
-    command = [sys.executable, "-m", "titan_ft", "launch", "configs/llama3_debug.toml", "--run-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "titan_ft",
+        "launch",
+        "configs/llama3_debug.toml",
+        "--run-dir",
+        str(folder),
+    ]
     groups = ["--replicas", "2", "--ranks-per-replica", "2"]
-    flags = [f"--training.steps={_STEPS}", "--training.seq_len=64", "--fault_tolerance.digest_every=1"]
+    flags = [
+        f"--training.steps={_STEPS}",
+        "--training.seq_len=64",
+        "--fault_tolerance.digest_every=1",
+    ]
     environment = {**os.environ, **_AS_CPU, "FAKE_CUDA_DEVICES": str(devices)}
     done = subprocess.run(
-        [*command, *groups, "--", *flags], cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=240
+        [*command, *groups, "--", *flags],
+        cwd=_ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = {}

@@ -16,8 +16,27 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 # The operators of titan_ft and of torchtitan's Llama, and one whose backward stood still: masked_select.
 _OPERATORS = (
-    *("_foreach_add", "_foreach_addcdiv", "_foreach_lerp", "_foreach_mul", "_foreach_norm", "_foreach_sqrt"),
-    *("add", "addmm", "bmm", "cat", "clamp", "cumsum", "gather", "index_add", "index_put", "index_select", "isfinite"),
+    *(
+        "_foreach_add",
+        "_foreach_addcdiv",
+        "_foreach_lerp",
+        "_foreach_mul",
+        "_foreach_norm",
+        "_foreach_sqrt",
+    ),
+    *(
+        "add",
+        "addmm",
+        "bmm",
+        "cat",
+        "clamp",
+        "cumsum",
+        "gather",
+        "index_add",
+        "index_put",
+        "index_select",
+        "isfinite",
+    ),
     *(
         "masked_fill",
         "masked_scatter",
@@ -30,7 +49,18 @@ _OPERATORS = (
         "nn.functional.embedding",
     ),
     *("nn.functional.linear", "nn.functional.rms_norm"),
-    *("nn.functional.silu", "nonzero", "pow", "rsqrt", "scatter_add", "softmax", "sort", "sum", "topk", "where"),
+    *(
+        "nn.functional.silu",
+        "nonzero",
+        "pow",
+        "rsqrt",
+        "scatter_add",
+        "softmax",
+        "sort",
+        "sum",
+        "topk",
+        "where",
+    ),
 )
 _SAMPLES = 4
 
@@ -51,7 +81,12 @@ def samples_of() -> dict[str, Any]:
         op_db,
     )
 
-    foreach = (foreach_binary_op_db, foreach_other_op_db, foreach_pointwise_op_db, foreach_reduce_op_db)
+    foreach = (
+        foreach_binary_op_db,
+        foreach_other_op_db,
+        foreach_pointwise_op_db,
+        foreach_reduce_op_db,
+    )
     databases = (op_db, *foreach, foreach_unary_op_db)
     found: dict[str, Any] = {}
     for database in databases:
@@ -72,12 +107,24 @@ def _to_host(value: Any) -> Any:
 
 def _gradients(result: Any, inputs: Any) -> list[Any]:
     """Differentiate the sum of all results by all inputs."""
-    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    outputs = [
+        leaf
+        for leaf in tree_leaves(result)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+    leaves = [
+        leaf
+        for leaf in tree_leaves(inputs)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
     if not outputs or not leaves:
         return []
     total = torch.stack([output.sum() for output in outputs]).sum()
-    return [gradient for gradient in torch.autograd.grad(total, leaves, allow_unused=True) if gradient is not None]
+    return [
+        gradient
+        for gradient in torch.autograd.grad(total, leaves, allow_unused=True)
+        if gradient is not None
+    ]
 
 
 def _compute(operator: Any, arguments: Any) -> list[Any]:

@@ -40,7 +40,9 @@ def test_sums_stay_on_the_device_where_they_fit(monkeypatch: pytest.MonkeyPatch)
     """As many as half of its memory takes; the others go to host memory, until one that stayed is replayed."""
     world = World("nccl")
     ranks = [Rank(world, number) for number in range(NUM_MEMBERS)]
-    needed = 4 * sum(parameter.numel() for parameter in ranks[0].parameters) * 3  # its gradients, and Adam's moments
+    needed = (
+        4 * sum(parameter.numel() for parameter in ranks[0].parameters) * 3
+    )  # its gradients, and Adam's moments
     leave_room(monkeypatch, needed - 1)
     assert [rank.exchange.copy_memory.keep_on_device() for rank in ranks] == [0] * NUM_MEMBERS
     leave_room(monkeypatch, needed + 5 * ranks[0].exchange.num_bytes)
@@ -62,7 +64,9 @@ def test_sums_stay_on_the_device_where_they_fit(monkeypatch: pytest.MonkeyPatch)
     assert _together(run) == [expected] * NUM_MEMBERS
 
 
-def test_sums_go_to_host_memory_when_the_device_has_no_room_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_go_to_host_memory_when_the_device_has_no_room_after_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Something else has taken the memory since: no heal ends by that."""
     empty_like = torch.empty_like
 

@@ -82,7 +82,9 @@ def _name_waits(path: Path, tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
         yield name if numbers[name] == 1 else f"{name}#{numbers[name]}", call
 
 
-def _calls_in(node: ast.AST, function: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ast.Call]]:
+def _calls_in(
+    node: ast.AST, function: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], ast.Call]]:
     """Yield each call with the names of the classes and functions around it, in the order of the source."""
     for child in ast.iter_child_nodes(node):
         inner = function
@@ -111,7 +113,12 @@ def _is_wait(module: str, function: Sequence[str], call: ast.Call) -> bool:
     if callee.attr in _OF_ENGINE:
         return True
     is_of_engine = module.startswith(_ROOMS)
-    return is_of_engine and callee.attr == "wait" and not call.args and owner.rpartition(".")[2] not in _NO_DEVICE
+    return (
+        is_of_engine
+        and callee.attr == "wait"
+        and not call.args
+        and owner.rpartition(".")[2] not in _NO_DEVICE
+    )
 
 
 class _Remover(ast.NodeTransformer):
@@ -125,7 +132,9 @@ class _Remover(ast.NodeTransformer):
         name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
         if name == "wait":  # the operation itself stays
             return self.visit(node.func.value)  # type: ignore[union-attr]  # a method
-        if name == "join_stream":  # it returns the current stream, whether it joins another one or not
+        if (
+            name == "join_stream"
+        ):  # it returns the current stream, whether it joins another one or not
             node.args = [ast.copy_location(ast.Constant(None), node)]
             return node
         return ast.copy_location(ast.Constant(None), node)

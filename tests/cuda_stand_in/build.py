@@ -110,16 +110,24 @@ def _run(command: list[str], **options: object) -> str:
 def _require_tools() -> None:
     for tool in ("g++", "nm"):
         if shutil.which(tool) is None:
-            raise BuildError(f"the stand-in for CUDA cannot be built: {tool} is missing (Debian: apt-get install g++)")
-    probe = subprocess.run([*_COMPILE, "-x", "c++", "-fsyntax-only", "-"], input="#include <concepts>", text=True)
+            raise BuildError(
+                f"the stand-in for CUDA cannot be built: {tool} is missing (Debian: apt-get install g++)"
+            )
+    probe = subprocess.run(
+        [*_COMPILE, "-x", "c++", "-fsyntax-only", "-"], input="#include <concepts>", text=True
+    )
     if probe.returncode != 0:
-        raise BuildError("the stand-in for CUDA cannot be built: this g++ has no C++20; install g++ 11 or later")
+        raise BuildError(
+            "the stand-in for CUDA cannot be built: this g++ has no C++20; install g++ 11 or later"
+        )
 
 
 def _find_torch(venv: Path) -> Path:
     for folder in sorted(venv.glob("lib/python3*/site-packages/torch")):
         return folder
-    raise BuildError(f"{venv} has no torch; install the CUDA build with pip install --no-deps torch")
+    raise BuildError(
+        f"{venv} has no torch; install the CUDA build with pip install --no-deps torch"
+    )
 
 
 def _digest(*parts: str | bytes) -> str:
@@ -149,7 +157,9 @@ class Reference:
 def _references(torch: Path) -> set[Reference]:
     found = set()
     for library in sorted(torch.glob("lib/*.so*")):
-        for line in _run(["nm", "-D", "--undefined-only", "--with-symbol-versions", str(library)]).splitlines():
+        for line in _run(
+            ["nm", "-D", "--undefined-only", "--with-symbol-versions", str(library)]
+        ).splitlines():
             name, _, version = line.split()[-1].partition("@")
             found.add(Reference(name, version.lstrip("@")))
     return found
@@ -174,7 +184,9 @@ class Build:
         self._objects.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             # The operators take longest, so they start first.
-            operators = [pool.submit(self._compile, name, self._operator_flags()) for name in _OPERATORS]
+            operators = [
+                pool.submit(self._compile, name, self._operator_flags()) for name in _OPERATORS
+            ]
             names = [name for library in _LIBRARIES for name in library.sources]
             objects = dict(zip(names, pool.map(self._compile, names), strict=True))
             references = _references(self._torch)
@@ -187,20 +199,36 @@ class Build:
 
     def _operator_flags(self) -> list[str]:
         include = self._torch / "include"
-        return [*_OPERATOR_FLAGS, "-isystem", str(include), "-isystem", str(include / "torch/csrc/api/include")]
+        return [
+            *_OPERATOR_FLAGS,
+            "-isystem",
+            str(include),
+            "-isystem",
+            str(include / "torch/csrc/api/include"),
+        ]
 
     def _compile(self, name: str, flags: list[str] = _LIBRARY_FLAGS) -> Path:
         source = _SOURCES / f"{name}.cpp"
         command = [*_COMPILE, *flags, "-c", str(source), "-o"]
-        return self._make(self._objects / f"{name.replace('/', '.')}.o", command, source.read_text(), self._headers)
+        return self._make(
+            self._objects / f"{name.replace('/', '.')}.o",
+            command,
+            source.read_text(),
+            self._headers,
+        )
 
-    def _link_library(self, library: Library, objects: list[Path], references: set[Reference]) -> None:
+    def _link_library(
+        self, library: Library, objects: list[Path], references: set[Reference]
+    ) -> None:
         defined = set()
         for path in objects:
-            defined |= {line.split()[-1] for line in _run(["nm", "--defined-only", str(path)]).splitlines()}
+            defined |= {
+                line.split()[-1] for line in _run(["nm", "--defined-only", str(path)]).splitlines()
+            }
         wanted = {reference.name for reference in references if _belongs(reference, library)}
         stubs = "".join(
-            f'extern "C" int {name}() {{ return {library.stub_result}; }}\n' for name in sorted(wanted - defined)
+            f'extern "C" int {name}() {{ return {library.stub_result}; }}\n'
+            for name in sorted(wanted - defined)
         )
         versions = f"{library.version or ''} {{ global: *; }};\n"
         stub_source = self._objects / f"{library.soname}.cpp"
@@ -208,14 +236,34 @@ class Build:
         version_script = self._objects / f"{library.soname}.map"
         version_script.write_text(versions)
         stub_object = self._make(
-            self._objects / f"{library.soname}.o", [*_COMPILE, "-w", "-O1", "-c", str(stub_source), "-o"], stubs
+            self._objects / f"{library.soname}.o",
+            [*_COMPILE, "-w", "-O1", "-c", str(stub_source), "-o"],
+            stubs,
         )
-        link = ["g++", "-shared", *map(str, objects), str(stub_object), f"-Wl,-soname,{library.soname}"]
+        link = [
+            "g++",
+            "-shared",
+            *map(str, objects),
+            str(stub_object),
+            f"-Wl,-soname,{library.soname}",
+        ]
         link += [f"-Wl,--version-script={version_script}", "-lpthread", "-ldl", "-o"]
-        self._make(self._out / library.soname, link, versions, *(path.read_bytes() for path in (*objects, stub_object)))
+        self._make(
+            self._out / library.soname,
+            link,
+            versions,
+            *(path.read_bytes() for path in (*objects, stub_object)),
+        )
 
     def _link_operators(self, objects: list[Path]) -> None:
-        link = ["g++", "-shared", *map(str, objects), f"-L{self._torch / 'lib'}", "-lc10", "-ltorch_cpu"]
+        link = [
+            "g++",
+            "-shared",
+            *map(str, objects),
+            f"-L{self._torch / 'lib'}",
+            "-lc10",
+            "-ltorch_cpu",
+        ]
         link += [f"-L{self._out}", "-l:libcudart.so.13", "-o"]
         self._make(self._out / _OPERATORS_LIBRARY, link, *(path.read_bytes() for path in objects))
 
@@ -236,7 +284,12 @@ class Build:
 def _build(venv: Path, out: Path) -> None:
     torch = _find_torch(venv)
     sources = sorted(path for path in _SOURCES.rglob("*") if path.is_file())
-    whole = _digest(str(torch), (torch / "version.py").read_text(), Path(__file__).read_text(), *_read_all(sources))
+    whole = _digest(
+        str(torch),
+        (torch / "version.py").read_text(),
+        Path(__file__).read_text(),
+        *_read_all(sources),
+    )
     stamp = out / "stamp"
     if stamp.exists() and stamp.read_text() == whole:
         return

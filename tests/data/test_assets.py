@@ -33,7 +33,10 @@ def test_other_paths_stay_as_they_are(path: str) -> None:
 
 def test_an_unknown_asset_is_refused_with_the_known_ones() -> None:
     """The error names the field, what it may be, and what it is."""
-    with pytest.raises(ValueError, match=r"model\.hf_assets_path must be .*titan_ft://tokenizer.*got 'titan_ft://tok'"):
+    with pytest.raises(
+        ValueError,
+        match=r"model\.hf_assets_path must be .*titan_ft://tokenizer.*got 'titan_ft://tok'",
+    ):
         assets.resolve("titan_ft://tok")
 
 
@@ -42,7 +45,9 @@ def test_the_licence_note_describes_the_packaged_texts() -> None:
     note = (assets.FOLDER / "LICENSE.md").read_text(encoding="utf-8")
     noted = dict(re.findall(r"`(\w+\.txt\.gz)` \|.*`([0-9a-f]{64})`", note))
     texts = [assets.TRAIN_TEXT, assets.VALIDATION_TEXT]
-    assert noted == {path.name: hashlib.sha256(read_text(path).encode()).hexdigest() for path in texts}
+    assert noted == {
+        path.name: hashlib.sha256(read_text(path).encode()).hexdigest() for path in texts
+    }
     assert sum(path.stat().st_size for path in texts) < 2_000_000
 
 
@@ -52,17 +57,34 @@ def test_importing_the_package_does_no_work() -> None:
         "import sys, titan_ft.data.assets, titan_ft.data.datasets;"
         "print([m for m in ('torch', 'datasets', 'torchtitan', 'tokenizers') if m in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert result.stdout.strip() == "[]"
 
 
 @pytest.mark.slow
 def test_the_wheel_holds_the_data_files(tmp_path: Path) -> None:
     """An installed package has the corpus, its licence and the tokenizer, not only the source tree."""
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+    ]
     subprocess.run([*build, str(ROOT)], check=True, timeout=120, cwd=tmp_path)
     (wheel,) = tmp_path.glob("titan_ft-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    files = [assets.TRAIN_TEXT, assets.VALIDATION_TEXT, assets.FOLDER / "LICENSE.md", *assets.TOKENIZER.iterdir()]
+    files = [
+        assets.TRAIN_TEXT,
+        assets.VALIDATION_TEXT,
+        assets.FOLDER / "LICENSE.md",
+        *assets.TOKENIZER.iterdir(),
+    ]
     assert {path.relative_to(assets.FOLDER.parents[1]).as_posix() for path in files} <= names
     assert not {name for name in names if name.startswith(("tests/", "scripts/"))}

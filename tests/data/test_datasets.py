@@ -51,12 +51,16 @@ def tokenizer() -> Any:
 def stream(name: str, tokenizer: Any, rank: int = 0, world_size: int = 1, seq_len: int = 64) -> Any:
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
-    return HuggingFaceTextDataset(name, None, tokenizer, seq_len=seq_len, dp_rank=rank, dp_world_size=world_size)
+    return HuggingFaceTextDataset(
+        name, None, tokenizer, seq_len=seq_len, dp_rank=rank, dp_world_size=world_size
+    )
 
 
 def test_registration_adds_names_and_keeps_the_others(registry: dict[str, Any]) -> None:
     """`c4` and its relatives work as before; registering again changes nothing."""
-    assert {TRAIN, STREAMED, SHUFFLED, VALIDATION, "c4", "c4_test", "c4_validation"} == set(registry)
+    assert {TRAIN, STREAMED, SHUFFLED, VALIDATION, "c4", "c4_test", "c4_validation"} == set(
+        registry
+    )
     register_datasets()
     assert len(registry) == 7
 
@@ -77,13 +81,18 @@ def test_a_stream_of_a_short_text(registry: dict[str, Any], tmp_path: Path) -> N
     path = tmp_path / "short.txt"
     path.write_text("Chapter 1\n\nSome words.\n\nChapter 2\n\nMore words.\n")
     stream = registry[STREAMED].loader(str(path))
-    assert [sample["text"] for sample in stream] == ["Chapter 1\n\nSome words.", "Chapter 2\n\nMore words."]
+    assert [sample["text"] for sample in stream] == [
+        "Chapter 1\n\nSome words.",
+        "Chapter 2\n\nMore words.",
+    ]
     assert stream.num_shards == 2
 
 
 def test_training_and_validation_share_no_document(registry: dict[str, Any]) -> None:
     """The held-out part is another book."""
-    train, validation = (set(registry[name].loader(registry[name].path)["text"]) for name in (TRAIN, VALIDATION))
+    train, validation = (
+        set(registry[name].loader(registry[name].path)["text"]) for name in (TRAIN, VALIDATION)
+    )
     assert train
     assert validation
     assert not train & validation
@@ -99,7 +108,9 @@ def test_loading_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_missing_text_file_is_named() -> None:
     """The error names the field and the path."""
-    with pytest.raises(FileNotFoundError, match=r"training\.dataset_path must be .*got '/no/such\.txt'"):
+    with pytest.raises(
+        FileNotFoundError, match=r"training\.dataset_path must be .*got '/no/such\.txt'"
+    ):
         load_documents("/no/such.txt")
 
 
@@ -109,7 +120,9 @@ def test_the_shards_of_the_ranks_are_disjoint_and_complete(
 ) -> None:
     """Every document belongs to exactly one rank, and no rank goes without."""
     whole = list(load_documents(str(assets.TRAIN_TEXT))["text"])
-    shards = [list(stream(TRAIN, tokenizer, rank, world_size)._data["text"]) for rank in range(world_size)]
+    shards = [
+        list(stream(TRAIN, tokenizer, rank, world_size)._data["text"]) for rank in range(world_size)
+    ]
     assert [text for shard in shards for text in shard] == whole
     assert len(set(whole)) == len(whole)
     assert min(map(len, shards)) > 10
@@ -145,7 +158,9 @@ def test_begin_and_end_are_added(tokenizer: Any) -> None:
     assert tokenizer.encode("Emma", add_bos=False, add_eos=False) == ids[1:-1]
 
 
-@pytest.mark.parametrize("text", ["It is a truth universally acknowledged;", "naïve 漢字 🙂\n\n\t x=1", ""])
+@pytest.mark.parametrize(
+    "text", ["It is a truth universally acknowledged;", "naïve 漢字 🙂\n\n\t x=1", ""]
+)
 def test_any_text_survives_the_round_trip(tokenizer: Any, text: str) -> None:
     """Byte-level: nothing is unknown, also what the corpus never shows."""
     ids = tokenizer.encode(text, add_bos=False, add_eos=False)

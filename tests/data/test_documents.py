@@ -19,13 +19,20 @@ def test_paragraphs_are_unwrapped_and_kept_apart() -> None:
 
 def test_a_document_ends_with_the_paragraph_that_fills_it() -> None:
     """No paragraph is cut."""
-    assert list(split_documents("aaaa\n\nbbbb\n\ncccc", document_chars=5)) == ["aaaa\n\nbbbb", "cccc"]
+    assert list(split_documents("aaaa\n\nbbbb\n\ncccc", document_chars=5)) == [
+        "aaaa\n\nbbbb",
+        "cccc",
+    ]
 
 
 def test_a_heading_starts_a_document() -> None:
     """A chapter never begins inside another one's document; a sentence about a chapter is no heading."""
     text = "Title\n\nCHAPTER I\n\nText.\n\nChapter 2\n\nChapter 2 was short."
-    assert list(split_documents(text)) == ["Title", "CHAPTER I\n\nText.", "Chapter 2\n\nChapter 2 was short."]
+    assert list(split_documents(text)) == [
+        "Title",
+        "CHAPTER I\n\nText.",
+        "Chapter 2\n\nChapter 2 was short.",
+    ]
 
 
 def test_no_word_of_the_corpus_is_lost() -> None:

@@ -52,7 +52,9 @@ def campaign(run_dir: Path, plan: str, minutes: float, seed: int) -> RunRecord:
         str(run_dir),
     ]
     words += ["--minutes", str(minutes), "--chaos", plan, "--chaos-seed", str(seed), "--", *FLAGS]
-    subprocess.run([sys.executable, "-m", "titan_ft", *words], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "titan_ft", *words], cwd=ROOT, check=True, capture_output=True
+    )
     return RunRecord.read(RunPaths(run_dir).events)
 
 
@@ -78,7 +80,9 @@ def second_half(record: RunRecord, folder: Path) -> tuple[int, float, float]:
     }
     (scenario,) = read_scenarios(values, folder)
     (job,) = make_candidates(scenario, measured)
-    low, high = Forecast(job, 0.0, run_seeds(job, measured, 200, seconds)).spread(lambda run: run.steps)
+    low, high = Forecast(job, 0.0, run_seeds(job, measured, 200, seconds)).spread(
+        lambda run: run.steps
+    )
     return sum(time > middle for time in times), low, high
 
 
@@ -119,7 +123,11 @@ def test_a_campaign_is_predicted_before_it_runs(tmp_path: Path) -> None:
     record = campaign(tmp_path / "run", "blog_15s", 2.0, 15)
     kills = [fault for fault in record.faults if fault.name == "kill_group"]
     low, high = counts["steps"]["range"]
-    print(f"predicted {counts['steps']['mean']} steps ({low} to {high}), measured {len(record.first_commits)}")
+    print(
+        f"predicted {counts['steps']['mean']} steps ({low} to {high}), measured {len(record.first_commits)}"
+    )
     assert len(kills) == counts["failures"]["mean"]
-    spread = (high - low) / 2  # the machine's pace may differ between two runs by more than within one
+    spread = (
+        high - low
+    ) / 2  # the machine's pace may differ between two runs by more than within one
     assert low - spread <= len(record.first_commits) <= high + spread

@@ -76,11 +76,15 @@ def test_what_is_paid_for_ranks() -> None:
     assert none.effective == many.effective
     assert many.worth == pytest.approx(none.worth / 2)
     figures = case_figures(case)["candidates"]
-    assert figures[1]["money_lost_a_month"] - figures[0]["money_lost_a_month"] == pytest.approx(98304 * 720 * 2.0)
+    assert figures[1]["money_lost_a_month"] - figures[0]["money_lost_a_month"] == pytest.approx(
+        98304 * 720 * 2.0
+    )
 
 
 def test_circumstances_are_not_compared() -> None:
-    found = cases(groups={"stall": [180.0, 2.0], "away": 600.0}, job={"step": 20.0, "groups": [6, 12]})
+    found = cases(
+        groups={"stall": [180.0, 2.0], "away": 600.0}, job={"step": 20.0, "groups": [6, 12]}
+    )
     assert [case.circumstances for case in found] == [
         {"groups.stall": 180.0},
         {"groups.stall": 2.0},
@@ -116,7 +120,9 @@ def test_a_difference_of_chance_is_called_none() -> None:
 def test_a_shape_that_does_not_fit_is_left_out() -> None:
     def refuse(found: Candidate) -> Candidate:
         if found.groups == 48:
-            raise ConfigError("cluster.gpu_memory_gb must hold 90.0 GB and activations, got 80; take larger groups")
+            raise ConfigError(
+                "cluster.gpu_memory_gb must hold 90.0 GB and activations, got 80; take larger groups"
+            )
         return replace(found, bounded=True)
 
     scenarios = read_scenarios(tables(job={"step": 20.0, "groups": [12, 48]}), Path())
@@ -127,11 +133,16 @@ def test_a_shape_that_does_not_fit_is_left_out() -> None:
     )
     assert case_notes(case) == [f"Left out: {case.excluded[0]}."]
     (unbounded,) = cases()
-    assert case_notes(unbounded) == ["The shape is not bounded by memory and exchange: give job.config."]
+    assert case_notes(unbounded) == [
+        "The shape is not bounded by memory and exchange: give job.config."
+    ]
 
 
 def test_half_and_twice_of_each_input() -> None:
-    rows = {name: values for name, *values in sensitivity(candidate(groups={"stall": 60.0, "away": 600.0}))}
+    rows = {
+        name: values
+        for name, *values in sensitivity(candidate(groups={"stall": 60.0, "away": 600.0}))
+    }
     assert rows.keys() == {"time between failures", "stall", "time away"}
     half, usual, twice = rows["stall"]
     assert half > usual > twice
@@ -148,17 +159,24 @@ def test_an_input_that_changes_nothing_turns_nothing() -> None:
 
 def test_repairs_count_whatever_their_length_is() -> None:
     failure = [{**MEMORYLESS, "breaks": 0.4, "repair": {"median": "6 h", "p99": "2 d"}}]
-    rows = sensitivity(candidate(failure=failure, cluster={"gpus": 98304, "gpus_per_node": 8, "spare_nodes": 10}))
+    rows = sensitivity(
+        candidate(failure=failure, cluster={"gpus": 98304, "gpus_per_node": 8, "spare_nodes": 10})
+    )
     assert "repair" in [name for name, *_ in rows]
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=9), st.sampled_from([0, 1, 2]))
 def test_percentages_add_up_exactly(values: list[float], digits: int) -> None:
     total = sum(values)
-    shares = {str(place): value / total if total else 1 / len(values) for place, value in enumerate(values)}
+    shares = {
+        str(place): value / total if total else 1 / len(values)
+        for place, value in enumerate(values)
+    }
     shown = percentages(shares, digits)
     assert sum(round(value * 10**digits) for value in shown.values()) == 100 * 10**digits
-    assert all(abs(shown[name] - 100 * share) <= 1.0001 / 10**digits for name, share in shares.items())
+    assert all(
+        abs(shown[name] - 100 * share) <= 1.0001 / 10**digits for name, share in shares.items()
+    )
 
 
 def test_intervals() -> None:
@@ -166,7 +184,9 @@ def test_intervals() -> None:
     assert percentile([3.0, 1.0, 2.0], 0.25) == 1.5
 
 
-@pytest.mark.parametrize(("expected", "number"), [(0.1536, 2), (0.3072, 2), (0.6144, 3), (1.2288, 4), (13.3, 22)])
+@pytest.mark.parametrize(
+    ("expected", "number"), [(0.1536, 2), (0.3072, 2), (0.6144, 3), (1.2288, 4), (13.3, 22)]
+)
 def test_standbys_are_the_99th_percentile(expected: float, number: int) -> None:
     assert standbys(expected) == number
 
@@ -184,4 +204,6 @@ def test_a_plan_of_a_hundred_thousand_gpus_takes_seconds() -> None:
     start = time.process_time()
     (case,) = cases(seeds=20, **changes)
     assert sum(len(each.accounts) for each in case.forecasts) == 120
-    assert time.process_time() - start < 60, "six times what it takes: a bound against a mistake, not a measurement"
+    assert time.process_time() - start < 60, (
+        "six times what it takes: a bound against a mistake, not a measurement"
+    )

@@ -29,7 +29,9 @@ EACH_DAY = {"every": "1 d", "nodes": 1024, "lasts": "10 h"}
 LOSES = {"stall": 2.0, "away": 600.0, "loses": True}
 DRAG = {"stall": 2.0, "away": 600.0, "drag": 1.0}
 CASES: dict[str, dict[str, Any]] = {
-    "all but one group must be there": {"job": {"step": 20.0, "groups": 12, "min_replica_size": 11}},
+    "all but one group must be there": {
+        "job": {"step": 20.0, "groups": 12, "min_replica_size": 11}
+    },
     "all groups must be there": {"job": {"step": 20.0, "groups": 12, "min_replica_size": 12}},
     "nodes in maintenance, no spares": {
         "cluster": {**CLUSTER, "spare_nodes": 0},
@@ -45,7 +47,9 @@ CASES: dict[str, dict[str, Any]] = {
     "wrong numbers in a job that restarts": {**RESTART, "failure": [CORRUPT]},
     "maintenance of a job that restarts": {**RESTART, "failure": [RARE], "maintenance": [EACH_DAY]},
     "young nodes": {"failure": [{**NODE, "spacing": "weibull", "shape": 0.7}]},
-    "half of the nodes have lives": {"failure": [{**NODE, "spacing": "weibull", "shape": 1.0, "first_node": 6144}]},
+    "half of the nodes have lives": {
+        "failure": [{**NODE, "spacing": "weibull", "shape": 1.0, "first_node": 6144}]
+    },
     "half of the nodes fail": {"failure": [{**NODE, "spacing": "memoryless", "first_node": 6144}]},
     "a failure waits while the job does": {
         "clock": "training",
@@ -103,7 +107,10 @@ def test_what_they_do_not_hold_for_is_said() -> None:
     service = {"every": "11 h", "nodes": 12288, "lasts": "10 min"}
     hall = {"name": "hall", "domain": "hall", "mtbf": "11 h", "spacing": "even"}
     halls = {**CLUSTER, "domain": [{"name": "hall", "nodes": 12288}]}
-    for all_at_once in (made(failure=[RARE], maintenance=[service]), made(cluster=halls, failure=[hall])):
+    for all_at_once in (
+        made(failure=[RARE], maintenance=[service]),
+        made(cluster=halls, failure=[hall]),
+    ):
         assert list(find_doubts(all_at_once)) == ["no checkpoints"]
         assert estimate(all_at_once) < 0.1
     assert list(find_doubts(made(groups={"stall": 400.0, "away": 600.0}))) == ["pressure 0.42"]

@@ -53,7 +53,10 @@ def test_failures_come_at_their_rate(failure: dict[str, Any]) -> None:
 
 def test_a_young_cluster_fails_more() -> None:
     failure = {"name": "any", "mtbf_of_each": "1000 d", "spacing": "weibull", "shape": 0.7}
-    young, old = (len(list(draw_failures(scenario(failure=[{**failure, "age": age}]), 0))) for age in (0, "2000 d"))
+    young, old = (
+        len(list(draw_failures(scenario(failure=[{**failure, "age": age}]), 0)))
+        for age in (0, "2000 d")
+    )
     assert young > 1.5 * old
 
 
@@ -135,7 +138,9 @@ def test_a_log_of_lanl_is_converted(tmp_path: Path) -> None:
     (found_candidate,) = make_candidates(read)
     account = simulate(found_candidate, 0)
     assert found_candidate.rates.broken_nodes == pytest.approx(3 * 3600 / (10 * DAY))
-    assert account.parts["nodes"] == pytest.approx(3 * 3600), "the repair of the log; the other is mended at once"
+    assert account.parts["nodes"] == pytest.approx(3 * 3600), (
+        "the repair of the log; the other is mended at once"
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,7 +223,9 @@ def test_a_trace_names_groups_of_the_job(tmp_path: Path) -> None:
 def test_a_trace_counts_in_the_days_of_the_run(tmp_path: Path) -> None:
     """Closed forms know that it is over after an hour, and that a later failure is beyond the horizon."""
     lines = [f"{60 * minute},kill_group,{minute % 12}" for minute in range(60)]
-    (tmp_path / "trace.csv").write_text("\n".join(["time,fault,target", *lines, f"{99 * DAY},kill_group,0"]))
+    (tmp_path / "trace.csv").write_text(
+        "\n".join(["time,fault,target", *lines, f"{99 * DAY},kill_group,0"])
+    )
     read = scenario(tmp_path, failure=[{"name": "a", "trace": "trace.csv"}], days=10.0)
     (found,) = make_candidates(read)
     assert found.rates.deaths == pytest.approx(60 / (10 * DAY))
@@ -243,4 +250,6 @@ def test_a_straggler_that_dies_is_slow_no_more(tmp_path: Path) -> None:
     (found,) = make_candidates(read)
     account = simulate(found, 0, 1000.0)
     assert account.steps == 950 - 1, "50 of 2 s; the one that the end cuts is not counted"
-    assert account.parts["slower"] == pytest.approx(50 * 2 - 1), "of the last slow step one group sees the end"
+    assert account.parts["slower"] == pytest.approx(50 * 2 - 1), (
+        "of the last slow step one group sees the end"
+    )

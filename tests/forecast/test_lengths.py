@@ -40,7 +40,9 @@ def test_what_was_cut_off_makes_the_mean_longer() -> None:
     samples = Samples([1.0, 3.0, 4.0], [2.0])
     assert samples.mean == pytest.approx(1 / 4 + 3 * 3 / 8 + 4 * 3 / 8)
     assert (samples.number, samples.censored) == (3, 1)
-    assert Samples([1.0], [5.0]).mean == pytest.approx(3.0), "no longer one was seen: it counts as it is"
+    assert Samples([1.0], [5.0]).mean == pytest.approx(3.0), (
+        "no longer one was seen: it counts as it is"
+    )
 
 
 def test_a_record_resampled_is_as_large() -> None:
@@ -58,7 +60,9 @@ def test_a_fit_recovers_the_shape(shape: float) -> None:
     for _ in range(100):
         lives = [life.draw(rng.random()) for _ in range(500)]
         end = 150.0  # an observation that ends cuts the longer ones off
-        fit = fit_weibull([each for each in lives if each <= end], [end for each in lives if each > end])
+        fit = fit_weibull(
+            [each for each in lives if each <= end], [end for each in lives if each > end]
+        )
         assert fit is not None
         inside += fit.low <= shape <= fit.high
     assert inside >= 88

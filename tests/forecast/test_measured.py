@@ -51,7 +51,9 @@ def test_a_run_with_one_kill() -> None:
 
 
 def test_a_group_that_never_came_back_is_cut_off() -> None:
-    events = [event for event in killed_run() if not (event.name == "step_committed" and event.step > 7)]
+    events = [
+        event for event in killed_run() if not (event.name == "step_committed" and event.step > 7)
+    ]
     found = measured_of(events)
     assert found.away is None, "one that was never seen to its end is no length"
     both = measure([RunRecord(events), RunRecord(killed_run())])
@@ -62,7 +64,9 @@ def test_a_group_that_never_came_back_is_cut_off() -> None:
 
 def test_records_with_other_steps_are_not_mixed() -> None:
     """The same kill in a run whose steps take ten times as long is as late, relative to these."""
-    slow = [msgspec.structs.replace(event, time=1e9 + 10 * (event.time - 1e9)) for event in killed_run()]
+    slow = [
+        msgspec.structs.replace(event, time=1e9 + 10 * (event.time - 1e9)) for event in killed_run()
+    ]
     found = measure([RunRecord(killed_run()), RunRecord(slow)])
     assert found is not None
     assert found.stall is not None
@@ -88,7 +92,9 @@ def test_a_stall_without_an_end_is_cut_off() -> None:
 def test_without_failures_costs_are_unknown() -> None:
     found = measured_of(calm_run())
     assert (found.stall, found.away, found.mtbf) == (None, None, None)
-    with pytest.raises(ConfigError, match=r"^groups\.stall must be set, got nothing; give it, or a run that has it"):
+    with pytest.raises(
+        ConfigError, match=r"^groups\.stall must be set, got nothing; give it, or a run that has it"
+    ):
         candidate(groups={"away": 10.0})
     with pytest.raises(
         ConfigError,
@@ -120,7 +126,9 @@ def events_of(seed: int, seconds: float) -> list[Event]:
             at = max(each.time for each in failures if each.node == group and each.time <= time)
             of_attempt = {"attempt": attempts[group]}
             events.append(fault(at, "kill_group", group, shot=number))
-            events.append(say(at, "worker_exited", group, signal="SIGKILL", stopped=False, **of_attempt))
+            events.append(
+                say(at, "worker_exited", group, signal="SIGKILL", stopped=False, **of_attempt)
+            )
             attempts[group] += 1
         events += [
             commit(time, number, group, participants=sorted(groups), attempt=attempts[group])
@@ -143,7 +151,9 @@ def test_what_a_simulated_run_is_made_of_is_measured_again() -> None:
     assert found.rejoin is not None
     assert found.rejoin.mean == pytest.approx(0.5, abs=0.15)
     half = measured_of(events, until=1e9 + 4000.0)
-    steps = [event for event in RunRecord(events).first_commits.values() if event.time > 1e9 + 4000.0]
+    steps = [
+        event for event in RunRecord(events).first_commits.values() if event.time > 1e9 + 4000.0
+    ]
     (job,) = make_candidates(scenarios_like(half, 1)[2], half)  # as often as in the first half
     runs = run_seeds(job, half, 20, 4000.0)
     assert fmean(run.steps for run in runs) == pytest.approx(len(steps), rel=0.1)
@@ -151,7 +161,9 @@ def test_what_a_simulated_run_is_made_of_is_measured_again() -> None:
 
 def test_beyond_the_pressure_of_the_record_it_says_so() -> None:
     found = measured_of(events_of(3, 2000.0))
-    rarest, *_, same, _, often = [make_candidates(case, found)[0] for case in scenarios_like(found, 1)[:5]][::-1]
+    rarest, *_, same, _, often = [
+        make_candidates(case, found)[0] for case in scenarios_like(found, 1)[:5]
+    ][::-1]
     assert often.beyond > 3
     assert (same.beyond, rarest.beyond) == (0, 0)
 

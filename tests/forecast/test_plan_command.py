@@ -66,20 +66,32 @@ def scenario(tmp_path: Path) -> Path:
 def run_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     (folder / "events").mkdir(parents=True)
-    (folder / "events" / "all.jsonl").write_bytes(b"".join(encode(event) for event in events_of(3, 600.0)))
+    (folder / "events" / "all.jsonl").write_bytes(
+        b"".join(encode(event) for event in events_of(3, 600.0))
+    )
     return folder
 
 
-def test_a_scenario_is_a_table_a_sentence_and_a_page(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_scenario_is_a_table_a_sentence_and_a_page(
+    scenario: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", str(scenario), "--seeds", "2"]) == 0
     shown = capsys.readouterr().out
     assert "Take 12 groups of 8,192 with 24 spare nodes: 9" in shown
     assert "Another number of groups starts the data anew today" in shown
     assert "under Slurm a node that the partition keeps free" in shown
-    row = next(line for line in shown.splitlines() if line.startswith("│ 12 groups of 8,192 ") and "±" in line)
+    row = next(
+        line
+        for line in shown.splitlines()
+        if line.startswith("│ 12 groups of 8,192 ") and "±" in line
+    )
     cells = [cell.strip() for cell in row.strip("│").split("│")]
     head = next(line for line in shown.splitlines() if "candidate" in line).strip("┃").split("┃")
-    parts = [float(cell) for name, cell in zip(head, cells, strict=True) if name.strip() in SHARES and cell]
+    parts = [
+        float(cell)
+        for name, cell in zip(head, cells, strict=True)
+        if name.strip() in SHARES and cell
+    ]
     assert round(sum(parts), 1) == 100.0
     page = (scenario.parent / "cluster-plan" / "index.html").read_text()
     for part in (
@@ -133,7 +145,9 @@ def test_a_log_is_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     (tmp_path / "log.csv").write_text("\n".join(lines))
     path = tmp_path / "logged.toml"
     before, _, rest = SCENARIO.partition("per_1000_node_days")
-    path.write_text(f'{before}trace = "log.csv"\nbreaks = 0.4\n{rest.partition("breaks = 0.4")[2].lstrip()}')
+    path.write_text(
+        f'{before}trace = "log.csv"\nbreaks = 0.4\n{rest.partition("breaks = 0.4")[2].lstrip()}'
+    )
     assert main(["plan", str(path), "--seeds", "2"]) == 0
     page = (tmp_path / "logged-plan" / "index.html").read_text()
     found = re.search(r"399 gaps, mean \S+ s, shape (\S+) \((\S+) to (\S+)\)", page)
@@ -143,11 +157,15 @@ def test_a_log_is_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert low < shape < high
 
 
-def test_the_scenario_of_the_docs(tmp_path: Path, capsys: pytest.CaptureFixture[str], run_dir: Path) -> None:
+def test_the_scenario_of_the_docs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], run_dir: Path
+) -> None:
     """It is read as it stands; with a run, what that scenario says goes before the record."""
     path = Path(__file__).parents[2] / "docs" / "planning.toml"
     for more in ((), ("--from", str(run_dir))):
-        assert main(["plan", str(path), "--seeds", "2", "--out", str(tmp_path / "page"), *more]) == 0
+        assert (
+            main(["plan", str(path), "--seeds", "2", "--out", str(tmp_path / "page"), *more]) == 0
+        )
         shown = capsys.readouterr().out
         assert "Take 24 groups of 4,096 with 24 spare nodes: 98." in shown
         assert ("input of the record" in shown) is bool(more)
@@ -191,15 +209,24 @@ def test_a_campaign_before_it_runs(run_dir: Path, capsys: pytest.CaptureFixture[
     assert re.search(r"^steps +\d+\.\d +\d+\.\d to \d+\.\d$", capsys.readouterr().out, re.MULTILINE)
     assert main([*words, "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert figures["counts"]["failures"]["mean"] + figures["counts"]["skipped"]["mean"] == pytest.approx(17), (
+    assert figures["counts"]["failures"]["mean"] + figures["counts"]["skipped"][
+        "mean"
+    ] == pytest.approx(17), (
         "each 15 s from 15 s on, until a launch of 5 minutes injects no more, 40 s before its end"
     )
     assert main([*words, "--minutes", "0.8", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["counts"]["failures"]["mean"] == 0, "48 s: it is over before the first"
+    assert json.loads(capsys.readouterr().out)["counts"]["failures"]["mean"] == 0, (
+        "48 s: it is over before the first"
+    )
 
 
-def test_the_drawn_failures_as_a_trace(scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(scenario), "--trace-out", str(tmp_path / "drawn.csv"), "--seed", "3"]) == 0
+def test_the_drawn_failures_as_a_trace(
+    scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["plan", str(scenario), "--trace-out", str(tmp_path / "drawn.csv"), "--seed", "3"])
+        == 0
+    )
     number = int(re.findall(r"(\d+) faults", capsys.readouterr().out)[0])
     lines = (tmp_path / "drawn.csv").read_text().splitlines()
     assert lines[:4] == [
@@ -211,10 +238,14 @@ def test_the_drawn_failures_as_a_trace(scenario: Path, tmp_path: Path, capsys: p
     assert len(lines) == number + 4
 
 
-def test_the_validation_set_is_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_validation_set_is_a_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The exit status is 1 once a pinned figure does not come out."""
     cases = {case.id: case for case in read_cases()}
-    monkeypatch.setattr(published, "read_cases", lambda: [cases["rsc-16384"], cases["own-5s"], cases["torchpass"]])
+    monkeypatch.setattr(
+        published, "read_cases", lambda: [cases["rsc-16384"], cases["own-5s"], cases["torchpass"]]
+    )
     assert main(["plan", "--validate"]) == 0
     shown = capsys.readouterr().out
     assert "NO" not in shown.split()
@@ -308,9 +339,13 @@ def test_sizes_of_a_dry_run_are_json(
     assert "--json must come with --dry-run" in capsys.readouterr().err
 
 
-def test_sizes_are_kept_if_another_try_would_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_kept_if_another_try_would_say_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file that was cut is measured again; a dry run that crashed is not remembered, one that refused is."""
-    text = SCENARIO.replace('step = "20 s"', 'step = "20 s"\nconfig = "llama3_debug"').partition("[rounds]")[0]
+    text = SCENARIO.replace('step = "20 s"', 'step = "20 s"\nconfig = "llama3_debug"').partition(
+        "[rounds]"
+    )[0]
     (tmp_path / "s.toml").write_text(text)
     candidate = make_candidates(load_scenarios(tmp_path / "s.toml")[0])[-1]
     cache = tmp_path / "sizes.json"
@@ -327,10 +362,14 @@ def test_sizes_are_kept_if_another_try_would_say_the_same(tmp_path: Path, monkey
 def test_a_config_bounds_the_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The exchange that nothing hides is part of a step; a shape that cannot be cut is left out; sizes are kept."""
     path = tmp_path / "small.toml"
-    text = SCENARIO.replace("98304", "4").replace("gpus_per_node = 8", "gpus_per_node = 1").replace("[6, 12]", "[2, 4]")
-    text = text.replace('step = "20 s"', 'step = "20 ms"\nconfig = "llama3_debug"\nlink_gbps = 1.0').replace(
-        "[0, 24]", "1"
+    text = (
+        SCENARIO.replace("98304", "4")
+        .replace("gpus_per_node = 8", "gpus_per_node = 1")
+        .replace("[6, 12]", "[2, 4]")
     )
+    text = text.replace(
+        'step = "20 s"', 'step = "20 ms"\nconfig = "llama3_debug"\nlink_gbps = 1.0'
+    ).replace("[0, 24]", "1")
     path.write_text(text.partition("[rounds]")[0])
     assert main(["plan", str(path), "--seeds", "2", "--json"]) == 0
     (case,) = json.loads(capsys.readouterr().out)["cases"]

@@ -16,7 +16,9 @@ def test_a_published_figure(case: PublishedCase) -> None:
     for row in compare_case(case):
         if row.kind == "open":
             assert row.case.why
-            assert row.error is None or abs(row.error) > 0.04, "it comes out now: find out why, and say what it is"
+            assert row.error is None or abs(row.error) > 0.04, (
+                "it comes out now: find out why, and say what it is"
+            )
         else:
             assert row.holds, (row.figure, row.published, row.ours)
             assert row.case.tolerance <= 0.03

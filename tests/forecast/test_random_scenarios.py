@@ -55,7 +55,11 @@ def drawn(seed: int) -> dict[str, Any]:
         "clock": choose(["wall", "training"]),
         "days": 0.1,
         "cluster": cluster,
-        "job": {"step": choose([1.0, 20.0]), "groups": groups, "min_replica_size": rng.randint(1, groups)},
+        "job": {
+            "step": choose([1.0, 20.0]),
+            "groups": groups,
+            "min_replica_size": rng.randint(1, groups),
+        },
         "failure": failures,
         "maintenance": choose([None, service]),
         "checkpoint": checkpoint,

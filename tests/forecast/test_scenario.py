@@ -25,7 +25,9 @@ def test_lengths_of_time_are_seconds() -> None:
 
 def test_lists_are_swept_in_all_combinations() -> None:
     cluster = {"gpus": 98304, "gpus_per_node": 8, "spare_nodes": [0, 24]}
-    cases = read_scenarios(tables(cluster=cluster, job={"step": 20.0, "groups": [6, 12, 24]}), Path())
+    cases = read_scenarios(
+        tables(cluster=cluster, job={"step": 20.0, "groups": [6, 12, 24]}), Path()
+    )
     found = [(case.cluster.spare_nodes, case.job.groups) for case in cases]
     assert found == [(spares, groups) for spares in (0, 24) for groups in (6, 12, 24)]
     assert cases[1].swept == {"cluster.spare_nodes": 0, "job.groups": 12}
@@ -33,7 +35,9 @@ def test_lists_are_swept_in_all_combinations() -> None:
 
 def test_a_list_in_an_array_of_tables_is_swept() -> None:
     failure = {"name": "any", "mtbf": ["18 min", "1 h"], "spacing": "even"}
-    assert [case.failures[0].mtbf for case in read_scenarios(tables(failure=[failure]), Path())] == [1080, 3600]
+    assert [
+        case.failures[0].mtbf for case in read_scenarios(tables(failure=[failure]), Path())
+    ] == [1080, 3600]
 
 
 RACK = {"name": "rack", "mtbf": 5.0, "spacing": "even", "domain": "rack"}
@@ -105,7 +109,10 @@ def test_a_mistake_is_one_line(place: str, value: Any, line: str) -> None:
     table.pop(key, None)
     if value is not None:
         table[key] = value
-    values["failure"] = [{name: each for name, each in kind.items() if each is not None} for kind in values["failure"]]
+    values["failure"] = [
+        {name: each for name, each in kind.items() if each is not None}
+        for kind in values["failure"]
+    ]
     with pytest.raises(ConfigError) as refused:
         [make_candidates(case) for case in read_scenarios(values, Path())]
     assert str(refused.value).startswith(line)
@@ -115,7 +122,9 @@ def test_a_mistake_is_one_line(place: str, value: Any, line: str) -> None:
 def test_a_file_is_named_in_its_mistakes(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text("days = 3\n")
-    with pytest.raises(ConfigError, match=r"cluster\.toml: cluster must be set, got nothing; write \[cluster\]"):
+    with pytest.raises(
+        ConfigError, match=r"cluster\.toml: cluster must be set, got nothing; write \[cluster\]"
+    ):
         load_scenarios(path)
 
 

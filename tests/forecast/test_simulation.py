@@ -28,7 +28,9 @@ from titan_ft.history.timing.goodput import goodput
     ("mtbf", "save", "recover", "exact"),
     [(1080.0, 30.0, 600.0, 0.4489), (6500.0, 60.0, 300.0, 0.8310), (32400.0, 120.0, 900.0, 0.8913)],
 )
-def test_restarts_are_as_daly_has_them(mtbf: float, save: float, recover: float, exact: float) -> None:
+def test_restarts_are_as_daly_has_them(
+    mtbf: float, save: float, recover: float, exact: float
+) -> None:
     """By closed form exactly, by simulation within four standard errors."""
     assert daly(mtbf, best_interval(mtbf, save), save, recover) == pytest.approx(exact, abs=5e-5)
     job = restart(mtbf, save, recover)
@@ -40,7 +42,9 @@ def test_restarts_are_as_daly_has_them(mtbf: float, save: float, recover: float,
 def test_the_best_interval_is_the_best() -> None:
     for mtbf, save, recover in ((1080.0, 30.0, 600.0), (32400.0, 120.0, 900.0)):
         best = best_interval(mtbf, save)
-        shares = [daly(mtbf, best * factor, save, recover) for factor in (0.8, 0.95, 1.0, 1.05, 1.25)]
+        shares = [
+            daly(mtbf, best * factor, save, recover) for factor in (0.8, 0.95, 1.0, 1.05, 1.25)
+        ]
         # Equation 37 is a series of two terms: its interval is within a few per cent of the best one.
         assert shares[2] > shares[0]
         assert shares[2] > shares[4]
@@ -57,7 +61,9 @@ GRID = [
 
 
 @pytest.mark.parametrize(("mtbf", "groups", "stall", "away"), GRID)
-def test_closed_forms_hold_inside_their_envelope(mtbf: float, groups: int, stall: float, away: float) -> None:
+def test_closed_forms_hold_inside_their_envelope(
+    mtbf: float, groups: int, stall: float, away: float
+) -> None:
     """Within 1 % where the pressure is below 0.25; steps are short, for the forms know none."""
     job = candidate(
         days=300 * mtbf / DAY,
@@ -213,13 +219,20 @@ def effective(**changes: Any) -> float:
 
 def test_more_of_what_helps_never_harms() -> None:
     """Rarer failures, more spares, shorter stalls: with common random numbers each is as good or better."""
-    rarer = [effective(failure=[{**MEMORYLESS, "mtbf": mtbf}]) for mtbf in (540.0, 1080.0, 2160.0, 4320.0)]
+    rarer = [
+        effective(failure=[{**MEMORYLESS, "mtbf": mtbf}])
+        for mtbf in (540.0, 1080.0, 2160.0, 4320.0)
+    ]
     assert rarer == sorted(rarer)
-    shorter = [effective(groups={"stall": stall, "away": 600.0}) for stall in (180.0, 60.0, 20.0, 2.0)]
+    shorter = [
+        effective(groups={"stall": stall, "away": 600.0}) for stall in (180.0, 60.0, 20.0, 2.0)
+    ]
     assert shorter == sorted(shorter)
     failure = {**MEMORYLESS, "breaks": 0.4, "repair": "10 h"}
     spares = [
-        effective(failure=[failure], cluster={"gpus": 98304, "gpus_per_node": 8, "spare_nodes": number})
+        effective(
+            failure=[failure], cluster={"gpus": 98304, "gpus_per_node": 8, "spare_nodes": number}
+        )
         for number in (0, 8, 16, 40)
     ]
     assert spares == sorted(spares)
@@ -336,7 +349,9 @@ def test_a_chaos_plan_keeps_its_limits() -> None:
     assert account.failures + account.skipped == 9
     assert account.skipped > 2
     often = simulate(
-        candidate(failure=[{"name": "kill", "chaos": "blog_60s"}], groups={"stall": 0, "away": 100}),
+        candidate(
+            failure=[{"name": "kill", "chaos": "blog_60s"}], groups={"stall": 0, "away": 100}
+        ),
         0,
         600.0,
     )

@@ -49,7 +49,10 @@ class SyntheticRun:
 
     def tell(self, event: str, pid: int, **fields: Any) -> Event:
         self.now += 0.001
-        told = build(named(event), **{"time": START + self.now, "mono": 50.0 + self.now, "pid": pid, **fields})
+        told = build(
+            named(event),
+            **{"time": START + self.now, "mono": 50.0 + self.now, "pid": pid, **fields},
+        )
         self.events.append(told)
         return told
 
@@ -62,18 +65,37 @@ class SyntheticRun:
             self.tell(event, pid, replica=group, rank=rank, attempt=attempt, **{**fields, **own})
 
     def begin(self, **fields: Any) -> None:
-        self.tell("launch_started", 1, replicas=self.num_groups, ranks_per_replica=RANKS, spares=0, job_id="job")
+        self.tell(
+            "launch_started",
+            1,
+            replicas=self.num_groups,
+            ranks_per_replica=RANKS,
+            spares=0,
+            job_id="job",
+        )
         for group in range(self.num_groups):
             self.start(group, **fields)
 
     def start(self, group: int, **fields: Any) -> None:
-        told = {"config_digest": "c0ffee", "host": "here", "slurm": None, "config": self.config, **fields}
+        told = {
+            "config_digest": "c0ffee",
+            "host": "here",
+            "slurm": None,
+            "config": self.config,
+            **fields,
+        }
         self.of("worker_started", group, **told)
         self.of("joined", group, quorum=1, participants=[group], step=self.step_number)
         if not self.ends[group]:
-            self.of("loader_checked", group, loader="Loader", exact=True, batches=4, transparent=True)
+            self.of(
+                "loader_checked", group, loader="Loader", exact=True, batches=4, transparent=True
+            )
         self.of(
-            "data_opened", group, slot=group, first_batch=self.ends[group], exact=True if self.ends[group] else None
+            "data_opened",
+            group,
+            slot=group,
+            first_batch=self.ends[group],
+            exact=True if self.ends[group] else None,
         )
 
     def own_loss(self, group: int) -> float:
@@ -126,9 +148,16 @@ class SyntheticRun:
                 seconds=seconds,
                 compute_seconds=0.8,
                 exchanges=num_exchanges,
-                waits=[{"slot": slot, "seconds": waited, "why": why} for slot, waited, why in waits],
+                waits=[
+                    {"slot": slot, "seconds": waited, "why": why} for slot, waited, why in waits
+                ],
                 forward_passes=1,
-                data={"slot": group, "first_batch": self.ends[group], "num_batches": 1, "checksum": "c5"},
+                data={
+                    "slot": group,
+                    "first_batch": self.ends[group],
+                    "num_batches": 1,
+                    "checksum": "c5",
+                },
                 extra_data=[],
                 batches={str(slot): [self.ends[slot], 1] for slot in groups},
                 **({"digest": None} if digests else {}),
@@ -140,7 +169,9 @@ class SyntheticRun:
     def inner(self) -> dict[str, Any]:
         """Return what a commit tells of torchtitan's steps, where it is a round of several."""
         length = self.config.get("sync_steps", 1)
-        return {"inner_step": length * self.step_number, "inner_steps": length} if length > 1 else {}
+        return (
+            {"inner_step": length * self.step_number, "inner_steps": length} if length > 1 else {}
+        )
 
     def digest(self, rank: int) -> str:
         return hashlib.blake2b(f"{self.state}/{rank}".encode(), digest_size=16).hexdigest()
@@ -152,17 +183,36 @@ class SyntheticRun:
     def exit(self, group: int, **how: Any) -> None:
         for rank in range(RANKS):
             pid = 1000 + 100 * self.attempts[group] + 10 * group + rank
-            told = {"reason": "rank 0 was killed by SIGKILL", "stopped": False, "signal": "SIGKILL", **how}
+            told = {
+                "reason": "rank 0 was killed by SIGKILL",
+                "stopped": False,
+                "signal": "SIGKILL",
+                **how,
+            }
             fields = {"rank": rank, "attempt": self.attempts[group], "worker_pid": pid, **told}
             self.tell("worker_exited", 10 + group, replica=group, **fields)
 
     def kill(self, group: int) -> None:
-        self.tell("fault_injected", 2, fault="kill_group", target={"replica": group}, seed=1, shot=1, params={})
+        self.tell(
+            "fault_injected",
+            2,
+            fault="kill_group",
+            target={"replica": group},
+            seed=1,
+            shot=1,
+            params={},
+        )
         self.exit(group)
 
     def restart(self, group: int) -> None:
         self.attempts[group] += 1
-        self.tell("replica_restarted", 10 + group, replica=group, attempt=self.attempts[group], reason="killed")
+        self.tell(
+            "replica_restarted",
+            10 + group,
+            replica=group,
+            attempt=self.attempts[group],
+            reason="killed",
+        )
         self.start(group)
 
     def heal(self, group: int, while_others: Callable[[], object]) -> None:
@@ -175,7 +225,12 @@ class SyntheticRun:
     def finish(self) -> None:
         for group in range(self.num_groups):
             self.of(
-                "training_finished", group, step=self.step_number, tokens=self.tokens, digest=None, lineage=self.state
+                "training_finished",
+                group,
+                step=self.step_number,
+                tokens=self.tokens,
+                digest=None,
+                lineage=self.state,
             )
         for group in range(self.num_groups):
             self.exit(group, reason="rank 0 ended with exit status 0", signal=None, code=0)
@@ -183,10 +238,16 @@ class SyntheticRun:
 
     def named(self, name: str, **fields: Any) -> list[Any]:
         """Return the events of a name that have these fields."""
-        return [e for e in self.events if e.name == name and all(getattr(e, k) == v for k, v in fields.items())]
+        return [
+            e
+            for e in self.events
+            if e.name == name and all(getattr(e, k) == v for k, v in fields.items())
+        ]
 
 
-def build_run(during_heal: Callable[[SyntheticRun], object] | None = None, **config: Any) -> SyntheticRun:
+def build_run(
+    during_heal: Callable[[SyntheticRun], object] | None = None, **config: Any
+) -> SyntheticRun:
     """Return a good run of three groups: one is killed and heals, later one's gradient is not finite."""
     run = SyntheticRun(**config)
     run.begin()

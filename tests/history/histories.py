@@ -42,7 +42,11 @@ def calm_run(steps: int = 10) -> list[Event]:
     """Return a run of two groups that start in 10 s and make a step a second."""
     events = [say(0.0, "launch_started", replicas=2)]
     for replica in (0, 1):
-        events.append(say(9.0, "joined", replica, participants=[0, 1], quorum_seconds=0.0, rebuild_seconds=0.0))
+        events.append(
+            say(
+                9.0, "joined", replica, participants=[0, 1], quorum_seconds=0.0, rebuild_seconds=0.0
+            )
+        )
         events += [commit(9.0 + step, step, replica) for step in range(1, steps + 1)]
         events.append(say(9.0 + steps, "training_finished", replica, step=steps))
     return [*events, say(9.0 + steps + 1.0, "launch_finished", code=0)]
@@ -55,7 +59,11 @@ def killed_run() -> list[Event]:
     """
     events = [say(0.0, "launch_started", replicas=2)]
     for replica in (0, 1):
-        events.append(say(9.0, "joined", replica, participants=[0, 1], quorum_seconds=0.0, rebuild_seconds=0.0))
+        events.append(
+            say(
+                9.0, "joined", replica, participants=[0, 1], quorum_seconds=0.0, rebuild_seconds=0.0
+            )
+        )
         events += [commit(9.0 + step, step, replica) for step in (1, 2, 3)]
     events += [
         fault(12.5, "kill_group", 1, shot=0),
@@ -67,7 +75,18 @@ def killed_run() -> list[Event]:
     events += [commit(11.0 + step, step, 0, participants=[0]) for step in (5, 6, 7)]
     events += [
         say(16.0, "heal_started", 1, donor=0, from_step=5, step=5, attempt=1),
-        say(18.0, "heal_finished", 1, donor=0, from_step=5, step=7, bytes=9, seconds=2.0, replayed=2, attempt=1),
+        say(
+            18.0,
+            "heal_finished",
+            1,
+            donor=0,
+            from_step=5,
+            step=7,
+            bytes=9,
+            seconds=2.0,
+            replayed=2,
+            attempt=1,
+        ),
     ]
     for step in (8, 9, 10):
         events += [commit(11.0 + step, step, 0), commit(11.0 + step, step, 1, attempt=1)]

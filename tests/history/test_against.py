@@ -27,7 +27,9 @@ def format_check(report: Verdicts) -> str:
     return text_of(check_table(report))
 
 
-def clean(run_class: Any, num_groups: int = 2, steps: int = 60, loss_scale: float = 1.0, **fields: Any) -> Any:
+def clean(
+    run_class: Any, num_groups: int = 2, steps: int = 60, loss_scale: float = 1.0, **fields: Any
+) -> Any:
     """Return a run without failures."""
     run = run_class(num_groups)
     run.loss_scale = loss_scale
@@ -148,7 +150,10 @@ def test_groups_that_tell_different_figures(synthetic_run: Any) -> None:
 def test_damaged_reference_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A damaged file of the other run is named."""
     good, bad = tmp_path / "good", tmp_path / "bad"
-    for folder, text in ((good, '{"time": 1.0, "event": "of_a_newer_version"}\n'), (bad, "{}\n{}\n")):
+    for folder, text in (
+        (good, '{"time": 1.0, "event": "of_a_newer_version"}\n'),
+        (bad, "{}\n{}\n"),
+    ):
         (folder / "events").mkdir(parents=True)
         (folder / "events" / "a.jsonl").write_text(text)
     EventLog(good / "events" / "b.jsonl").emit(LaunchFinished(code=0, reason="all groups finished"))
@@ -156,7 +161,9 @@ def test_damaged_reference_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "bad/events/a.jsonl:1 must be a JSON object" in capsys.readouterr().out
 
 
-def test_a_round_that_a_group_joined_in_the_midst_of_is_not_compared_bit_for_bit(synthetic_run: Any) -> None:
+def test_a_round_that_a_group_joined_in_the_midst_of_is_not_compared_bit_for_bit(
+    synthetic_run: Any,
+) -> None:
     """A group may die and be back within one round; all take part in that then, and it has fewer batches."""
 
     def rounds() -> Any:

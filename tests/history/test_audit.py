@@ -31,7 +31,12 @@ def audit(events: Iterable[Event]) -> Audit:
 def format_audit(found: Audit) -> str:
     """Return what was found, a line each, as `check` shows it."""
     findings = [*found.lost, *found.repeated, *found.differing, *found.void, *found.partial]
-    lines = [*(str(finding) for finding in findings), *found.conflicts, *found.unknown, *found.notes]
+    lines = [
+        *(str(finding) for finding in findings),
+        *found.conflicts,
+        *found.unknown,
+        *found.notes,
+    ]
     return "\n".join([found.verdict, found.counts(), *lines])
 
 
@@ -61,7 +66,9 @@ class Job:
 
     def say(self, event: str, **fields: Any) -> None:
         self.time += 0.1
-        usual = {name: self.state for name in ("lineage",) if name in named(event).__struct_fields__}
+        usual = {
+            name: self.state for name in ("lineage",) if name in named(event).__struct_fields__
+        }
         self.events.append(make(event, time=self.time, **usual | fields))
 
     def commit(
@@ -84,11 +91,17 @@ class Job:
         reads = reads or {group: [group] for group in groups}
         self.step, self._names = self.step + 1, self._names + 1
         parent, self.state = self.state, f"{self._names:012x}"
-        starts = {slot: (first or {}).get(slot, self.ends[slot]) for slots in reads.values() for slot in slots}
+        starts = {
+            slot: (first or {}).get(slot, self.ends[slot])
+            for slots in reads.values()
+            for slot in slots
+        }
         for group in groups if by is None else by:
             for rank in range(2):
                 data = {slot: reading(slot, starts[slot], rank) for slot in reads.get(group, [])}
-                self._open(data.values(), (group, rank, fields.get("attempt", 0), fields.get("pid", 1)))
+                self._open(
+                    data.values(), (group, rank, fields.get("attempt", 0), fields.get("pid", 1))
+                )
                 usual = {
                     "participants": groups,
                     "lineage": self.state,
@@ -97,7 +110,14 @@ class Job:
                     "data": data.pop(group, None),
                     "extra_data": list(data.values()),
                 }
-                self.say("step_committed", replica=group, rank=rank, attempt=0, step=self.step, **(usual | fields))
+                self.say(
+                    "step_committed",
+                    replica=group,
+                    rank=rank,
+                    attempt=0,
+                    step=self.step,
+                    **(usual | fields),
+                )
         self.ends |= {slot: start + 2 for slot, start in starts.items()}
         self._remember()
         return self.state
@@ -158,7 +178,10 @@ def test_void_step_is_no_repeat() -> None:
     job.commit([0, 1])
     found = audit(job.events)
     assert brief(found) == ("holds", 12 + 2 + 4, 0, 0, 4)
-    assert {(f.slot, f.first_batch, f.num_batches, f.steps) for f in found.void} == {(0, 6, 2, (4,)), (1, 6, 2, (4,))}
+    assert {(f.slot, f.first_batch, f.num_batches, f.steps) for f in found.void} == {
+        (0, 6, 2, (4,)),
+        (1, 6, 2, (4,)),
+    }
 
 
 def test_lost_batches_are_named() -> None:
@@ -187,7 +210,12 @@ def test_repeated_batches_are_named() -> None:
     found = audit(job.events)
     assert brief(found) == ("does not hold", 14, 0, 2, 0)
     (repeated,) = found.repeated
-    assert (repeated.slot, repeated.first_batch, repeated.num_batches, repeated.steps) == (1, 4, 2, (3, 4))
+    assert (repeated.slot, repeated.first_batch, repeated.num_batches, repeated.steps) == (
+        1,
+        4,
+        2,
+        (3, 4),
+    )
     assert "slot 1, batches 4-5: trained at step 3 and again at step 4" in format_audit(found)
     job.commit([0, 1], first={1: 3})
     job.commit([0, 1], first={1: 3})
@@ -230,7 +258,12 @@ def test_cut_history_is_unknown(step: int) -> None:
     """Without the events of one step nobody can tell; the answer says where the history is cut."""
     job = clean_job(5)
     found = audit(event for event in job.events if getattr(event, "step", 0) != step)
-    assert (found.verdict, found.num_steps, found.lost, found.repeated) == ("unknown", 5 - step, [], [])
+    assert (found.verdict, found.num_steps, found.lost, found.repeated) == (
+        "unknown",
+        5 - step,
+        [],
+        [],
+    )
     assert f"before step {step + 1} ({step:012x})" in "".join(found.unknown)
     assert found.void == []
 
@@ -254,7 +287,9 @@ def test_history_that_tells_nothing_is_unknown(events: list[Event]) -> None:
 
 
 @pytest.mark.parametrize("missing", ["lineage", "parent", "batches"])
-def test_commit_that_lacks_a_field_is_named(missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commit_that_lacks_a_field_is_named(
+    missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A commit that does not name the state or its batches leaves it open, and is named."""
     lines = [untyped(event) for event in clean_job().events]
     del lines[7][missing]
@@ -469,7 +504,13 @@ def test_data_that_began_anew_as_asked_for() -> None:
     job = clean_job(3)
     job.say("checkpoint_loaded", replica=0, step=3, lineage=job.state)
     for group in (0, 1):
-        job.say("data_reset", replica=group, step=3, reason="checkpoint.exclude_from_loading names it", asked=True)
+        job.say(
+            "data_reset",
+            replica=group,
+            step=3,
+            reason="checkpoint.exclude_from_loading names it",
+            asked=True,
+        )
     job.ends = {0: 0, 1: 0}
     job.commit([0, 1])
     found = audit(job.events)
@@ -482,7 +523,8 @@ def test_data_that_began_anew_as_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "verdict"), [("data", "unknown"), ("arithmetic", "does not hold"), ("harmless", "does not hold")]
+    ("kind", "verdict"),
+    [("data", "unknown"), ("arithmetic", "does not hold"), ("harmless", "does not hold")],
 )
 def test_data_that_a_resume_was_allowed_to_change(kind: str, verdict: str) -> None:
     """A batch of twice the size is another batch of the same number: nobody can tell that each was trained once."""
@@ -490,7 +532,10 @@ def test_data_that_a_resume_was_allowed_to_change(kind: str, verdict: str) -> No
     saved = job.state
     job.commit([0, 1])
     job.go_back(saved)
-    job.say("launch_started", changed={"training.local_batch_size": ChangedField(before=2, now=4, kind=kind)})
+    job.say(
+        "launch_started",
+        changed={"training.local_batch_size": ChangedField(before=2, now=4, kind=kind)},
+    )
     job.say("checkpoint_loaded", replica=0, step=3, lineage=saved)
     job.commit([0, 1])
     for event in job.events[-4:]:
@@ -554,19 +599,35 @@ def cut_anew(*cuts: tuple[int, int], first_of: Mapping[int, int] | None = None) 
     for launch, (groups, ranks) in enumerate(cuts):
         begin = 100.0 * launch
         steps = range(10 * launch + 1, 10 * launch + 11)
-        events.append(make("launch_started", time=begin - 1, replicas=groups, ranks_per_replica=ranks))
+        events.append(
+            make("launch_started", time=begin - 1, replicas=groups, ranks_per_replica=ranks)
+        )
         for group in range(groups):
             for rank in range(ranks):
                 who = {"replica": group, "rank": rank, "pid": 100 * launch + 10 * group + rank}
-                events.append(make("worker_started", time=begin, config={"group_size": groups}, **who))
+                events.append(
+                    make("worker_started", time=begin, config={"group_size": groups}, **who)
+                )
                 first = steps[0] - 1
                 shard = {"slot": group, "shard": ranks * group + rank, "num_shards": groups * ranks}
-                events.append(make("data_opened", time=begin + 1, first_batch=first, **shard, **who))
+                events.append(
+                    make("data_opened", time=begin + 1, first_batch=first, **shard, **who)
+                )
                 for step in steps:
                     first = (first_of or {}).get(step, step - 1)
-                    data = {"slot": group, "first_batch": first, "num_batches": 1, "checksum": f"{shard}{first}"}
+                    data = {
+                        "slot": group,
+                        "first_batch": first,
+                        "num_batches": 1,
+                        "checksum": f"{shard}{first}",
+                    }
                     batches = {str(slot): [first, 1] for slot in range(groups)}
-                    told = {"step": step, "participants": list(range(groups)), "batches": batches, "data": data}
+                    told = {
+                        "step": step,
+                        "participants": list(range(groups)),
+                        "batches": batches,
+                        "data": data,
+                    }
                     events.append(make("step_committed", time=begin + 2 + step, **told, **who))
     return events
 
@@ -575,7 +636,13 @@ def cut_anew(*cuts: tuple[int, int], first_of: Mapping[int, int] | None = None) 
 def test_the_same_shards_may_be_cut_into_other_slots(cuts: list[tuple[int, int]]) -> None:
     """A resume with as many shards goes on with each; "10 lost: slot 1, batches 0-9" was said of that."""
     found = audit(cut_anew(*cuts))
-    assert (found.verdict, found.lost, found.repeated, found.conflicts, found.differing) == ("holds", [], [], [], [])
+    assert (found.verdict, found.lost, found.repeated, found.conflicts, found.differing) == (
+        "holds",
+        [],
+        [],
+        [],
+        [],
+    )
     shards = cuts[0][0] * cuts[0][1]
     assert found.num_batches == 10 * len(cuts) * shards
     assert f"the same {shards} shards were cut into other slots" in found.notes[-1]
@@ -585,13 +652,16 @@ def test_what_is_lost_after_another_cut_is_found() -> None:
     found = audit(cut_anew((1, 2), (2, 1), first_of={step: step for step in range(11, 21)}))
     assert found.verdict == "does not hold"
     assert [str(each) for each in found.lost] == [
-        f"slot {slot}, batch 10: lost between steps 10 and 11 (shard {slot} of 2)" for slot in (0, 1)
+        f"slot {slot}, batch 10: lost between steps 10 and 11 (shard {slot} of 2)"
+        for slot in (0, 1)
     ]
 
 
 def write(folder: Path, events: Iterable[Event]) -> None:
     (folder / "events").mkdir()
-    (folder / "events" / "a.jsonl").write_text("".join(json.dumps(untyped(event)) + "\n" for event in events))
+    (folder / "events" / "a.jsonl").write_text(
+        "".join(json.dumps(untyped(event)) + "\n" for event in events)
+    )
 
 
 def lossy(job: Job) -> None:
@@ -606,7 +676,9 @@ def nothing(job: Job) -> None:
     pass
 
 
-@pytest.mark.parametrize(("change", "verdict"), [(nothing, "holds"), (lossy, "does not hold"), (cut, "unknown")])
+@pytest.mark.parametrize(
+    ("change", "verdict"), [(nothing, "holds"), (lossy, "does not hold"), (cut, "unknown")]
+)
 def test_command(
     change: Callable[[Job], None], verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -633,7 +705,9 @@ def job_in_rounds() -> Job:
 def commit_round(job: Job, groups: Iterable[int] = (0, 1), **fields: Any) -> None:
     """Make a round of ten seconds, of two batches of each group."""
     job.time += 10.0
-    job.commit(groups, compute_seconds=9.0, seconds=9.5, exchange_seconds=0.5, forward_passes=2, **fields)
+    job.commit(
+        groups, compute_seconds=9.0, seconds=9.5, exchange_seconds=0.5, forward_passes=2, **fields
+    )
 
 
 def test_batches_of_a_round_that_a_group_left_are_void() -> None:
@@ -643,12 +717,23 @@ def test_batches_of_a_round_that_a_group_left_are_void() -> None:
     commit_round(job)
     for rank in (0, 1):
         told = reading(1, 2, rank)
-        job.say("drained", replica=1, rank=rank, step=1, in_order=False, reason="SIGTERM", void=[told], lineage=None)
+        job.say(
+            "drained",
+            replica=1,
+            rank=rank,
+            step=1,
+            in_order=False,
+            reason="SIGTERM",
+            void=[told],
+            lineage=None,
+        )
     commit_round(job, [0])
     commit_round(job)
     found = audit(job.events)
     assert brief(found) == ("holds", 10, 0, 0, 2)
-    assert [str(each) for each in found.void] == ["slot 1, batches 2-3: void: group 1 left in round 2"]
+    assert [str(each) for each in found.void] == [
+        "slot 1, batches 2-3: void: group 1 left in round 2"
+    ]
     assert found.num_cut_short == 0
     assert found.to_dict()["unit"] == "round"
 
@@ -659,9 +744,21 @@ def test_batches_that_ranks_of_a_group_tell_differently_are_void_once() -> None:
     commit_round(job)
     for attempt, rank, number in ((0, 0, 2), (0, 1, 3), (1, 0, 1)):
         told = {**reading(1, 2, rank), "num_batches": number}
-        job.say("drained", replica=1, rank=rank, attempt=attempt, step=1, in_order=False, reason="timeout", void=[told])
+        job.say(
+            "drained",
+            replica=1,
+            rank=rank,
+            attempt=attempt,
+            step=1,
+            in_order=False,
+            reason="timeout",
+            void=[told],
+        )
     found = audit(job.events)
-    assert [(each.slot, each.first_batch, each.num_batches) for each in found.void] == [(1, 2, 3), (1, 2, 1)]
+    assert [(each.slot, each.first_batch, each.num_batches) for each in found.void] == [
+        (1, 2, 3),
+        (1, 2, 1),
+    ]
 
 
 def test_batches_of_a_round_that_died_with_its_group_are_estimated() -> None:
@@ -670,10 +767,14 @@ def test_batches_of_a_round_that_died_with_its_group_are_estimated() -> None:
     for config, number in (({"semi_sync_method": "diloco", "sync_steps": 5}, 4), ({}, 0)):
         job = Job()
         for replica in (0, 1):
-            job.say("worker_started", replica=replica, config={"group_size": 2, "steps": 100, **config})
+            job.say(
+                "worker_started", replica=replica, config={"group_size": 2, "steps": 100, **config}
+            )
         for _ in range(3):
             job.time += 10.0
-            job.commit([0, 1], compute_seconds=8.0, seconds=8.5, exchange_seconds=0.5, forward_passes=8)
+            job.commit(
+                [0, 1], compute_seconds=8.0, seconds=8.5, exchange_seconds=0.5, forward_passes=8
+            )
         job.time += 4.0
         job.say("worker_exited", replica=1, attempt=0, signal="SIGKILL", stopped=False)
         job.time += 4.0
@@ -689,7 +790,13 @@ def test_pace_is_that_of_a_step() -> None:
     job = job_in_rounds()
     for passes in (8, 2, 2):
         job.time += passes
-        job.commit([0, 1], compute_seconds=float(passes), seconds=passes, exchange_seconds=0.0, forward_passes=passes)
+        job.commit(
+            [0, 1],
+            compute_seconds=float(passes),
+            seconds=passes,
+            exchange_seconds=0.0,
+            forward_passes=passes,
+        )
     job.time += 4.0
     job.say("worker_exited", replica=1, attempt=0, signal="SIGKILL", stopped=False)
     job.time += 4.0
@@ -704,7 +811,9 @@ def test_findings_speak_of_rounds() -> None:
     commit_round(job, first={0: 6})
     commit_round(job, first={0: 6})
     found = audit(job.events)
-    assert [str(each) for each in found.lost] == ["slot 0, batches 2-5: lost between rounds 1 and 2"]
+    assert [str(each) for each in found.lost] == [
+        "slot 0, batches 2-5: lost between rounds 1 and 2"
+    ]
     assert [each.detail for each in found.repeated] == ["trained at round 2 and again at round 3"]
 
 
@@ -733,7 +842,13 @@ HEAL = {"donor": 0, "from_step": 1, "bytes": 1, "seconds": 1.0, "replayed": 0}
 def job_in_fragments(number: int, **config: Any) -> Job:
     """Return a job of two groups whose model has so many fragments; a round has five steps, the job 20 rounds."""
     job = Job()
-    rounds = {"semi_sync_method": "diloco", "sync_steps": 5 * number, "round_steps": 5, "steps": 100, "group_size": 2}
+    rounds = {
+        "semi_sync_method": "diloco",
+        "sync_steps": 5 * number,
+        "round_steps": 5,
+        "steps": 100,
+        "group_size": 2,
+    }
     for replica in (0, 1):
         job.say("worker_started", replica=replica, config={**rounds, **config})
     return job
@@ -800,9 +915,17 @@ def test_a_run_that_is_made_longer_exchanged_all_at_its_end() -> None:
     job = job_in_fragments(2, steps=10)
     commit_round(job)
     commit_round(job)
-    config = {"semi_sync_method": "diloco", "sync_steps": 10, "round_steps": 5, "steps": 100, "group_size": 2}
+    config = {
+        "semi_sync_method": "diloco",
+        "sync_steps": 10,
+        "round_steps": 5,
+        "steps": 100,
+        "group_size": 2,
+    }
     for replica in (0, 1):
-        job.say("worker_exited", replica=replica, rank=0, attempt=0, worker_pid=1, code=0, stopped=False)
+        job.say(
+            "worker_exited", replica=replica, rank=0, attempt=0, worker_pid=1, code=0, stopped=False
+        )
         job.say("worker_started", replica=replica, rank=0, attempt=0, pid=9, config=config)
         job.say("heal_finished", replica=replica, rank=0, attempt=0, pid=9, step=2, **HEAL)
     commit_round(job, pid=9)
@@ -813,13 +936,23 @@ def test_a_joiner_that_dies_behind_its_first_exchange() -> None:
     """Neither its round is told nor that of the attempt before is taken for the same life."""
     job = job_in_fragments(2)
     commit_round(job)
-    job.say("worker_exited", replica=1, rank=0, attempt=0, worker_pid=1, signal="SIGKILL", stopped=False)
-    config = {"semi_sync_method": "diloco", "sync_steps": 10, "round_steps": 5, "steps": 100, "group_size": 2}
+    job.say(
+        "worker_exited", replica=1, rank=0, attempt=0, worker_pid=1, signal="SIGKILL", stopped=False
+    )
+    config = {
+        "semi_sync_method": "diloco",
+        "sync_steps": 10,
+        "round_steps": 5,
+        "steps": 100,
+        "group_size": 2,
+    }
     job.say("worker_started", replica=1, rank=0, attempt=1, pid=2, config=config)
     job.say("heal_finished", replica=1, rank=0, attempt=1, pid=2, step=1, **HEAL)
     commit_round(job, by=[0])
     commit_round(job, [0])
-    job.say("worker_exited", replica=1, rank=0, attempt=1, worker_pid=2, signal="SIGKILL", stopped=False)
+    job.say(
+        "worker_exited", replica=1, rank=0, attempt=1, worker_pid=2, signal="SIGKILL", stopped=False
+    )
     assert partial(job) == [FIRST, SECOND]
 
 
@@ -829,7 +962,9 @@ def test_batches_of_a_group_that_died_behind_the_exchange_are_partial() -> None:
     commit_round(job)
     commit_round(job, by=[0])
     assert partial(job) == []  # it may be about to tell
-    job.say("worker_exited", replica=1, rank=0, attempt=0, worker_pid=1, signal="SIGKILL", stopped=False)
+    job.say(
+        "worker_exited", replica=1, rank=0, attempt=0, worker_pid=1, signal="SIGKILL", stopped=False
+    )
     commit_round(job, [0])
     assert partial(job) == [SECOND]
 
@@ -841,7 +976,15 @@ def test_the_last_round_leaves_nothing_partial() -> None:
         commit_round(job)
         commit_round(job)
         for replica in (0, 1):
-            job.say("training_finished", replica=replica, rank=0, attempt=0, step=2, tokens=9, lineage=job.state)
+            job.say(
+                "training_finished",
+                replica=replica,
+                rank=0,
+                attempt=0,
+                step=2,
+                tokens=9,
+                lineage=job.state,
+            )
         assert len(partial(job)) == number
 
 
@@ -849,14 +992,24 @@ def test_a_job_that_goes_on_with_other_fragments() -> None:
     """What is partial follows from the fragments that a group had then, not from those that the job has now."""
     job = job_in_fragments(1)
     commit_round(job)
-    config = {"semi_sync_method": "diloco", "sync_steps": 10, "round_steps": 5, "steps": 100, "group_size": 2}
+    config = {
+        "semi_sync_method": "diloco",
+        "sync_steps": 10,
+        "round_steps": 5,
+        "steps": 100,
+        "group_size": 2,
+    }
     for replica in (0, 1):
         job.say("worker_started", replica=replica, rank=0, attempt=0, pid=9, config=config)
     commit_round(job, pid=9)
     commit_round(job, pid=9)
-    job.say("worker_exited", replica=1, rank=0, attempt=0, worker_pid=9, signal="SIGKILL", stopped=False)
+    job.say(
+        "worker_exited", replica=1, rank=0, attempt=0, worker_pid=9, signal="SIGKILL", stopped=False
+    )
     commit_round(job, [0], pid=9)
-    assert partial(job) == ["slot 1, batches 4-5: partial: trained at round 3 by group 1, in 1 of 2 fragments"]
+    assert partial(job) == [
+        "slot 1, batches 4-5: partial: trained at round 3 by group 1, in 1 of 2 fragments"
+    ]
 
 
 def test_whole_models_leave_nothing_partial() -> None:

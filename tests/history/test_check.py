@@ -43,21 +43,30 @@ OTHERS_ASKED = {2, 3, 4, 5, 6, 7, 8}
 
 def failed(report: Verdicts) -> set[int | str]:
     """Return what does not hold: numbers of promises, or names."""
-    return {each.promise or each.name for each in report.judgements if each.verdict == "does not hold"}
+    return {
+        each.promise or each.name for each in report.judgements if each.verdict == "does not hold"
+    }
 
 
 def unknown(report: Verdicts) -> set[int | str]:
     """Return what was asked and cannot be told."""
-    return {each.promise or each.name for each in report.judgements if each.asked and each.verdict == "unknown"}
+    return {
+        each.promise or each.name
+        for each in report.judgements
+        if each.asked and each.verdict == "unknown"
+    }
 
 
 def test_good_run_holds(good_run: Any) -> None:
     """A run with a death, a heal and a gradient that was not finite keeps all promises, in whatever order told."""
     report = check(good_run.events)
-    assert (failed(report), unknown(report), report.verdict) == (set(), set(), "holds"), format_check(report)
+    assert (failed(report), unknown(report), report.verdict) == (set(), set(), "holds"), (
+        format_check(report)
+    )
     assert not report[1].asked
     assert (
-        report[5].statement == "others waited 0.00 s in all for 1 joiner, 0.00 s at most for one (a step takes 1.01 s)"
+        report[5].statement
+        == "others waited 0.00 s in all for 1 joiner, 0.00 s at most for one (a step takes 1.01 s)"
     )
     assert "2 forward passes wasted: gradients that were not finite" in report[4].notes
     random.Random(0).shuffle(good_run.events)
@@ -73,11 +82,17 @@ def test_format_and_json(good_run: Any) -> None:
     assert text.splitlines()[:2] == text.splitlines()[-2:] == head  # no need to scroll
     lines = [line for line in text.splitlines() if line and not line.startswith(" ")]
     assert len(lines) == 1 + 8 + 2 + 1
-    assert len({line.index(word) for line, word in zip(lines[2:8], ["holds"] * 6, strict=True)}) == 1
+    assert (
+        len({line.index(word) for line, word in zip(lines[2:8], ["holds"] * 6, strict=True)}) == 1
+    )
     assert lines[1].startswith("- 1 same arithmetic")
     assert "group 0, rank 0: a worker ended without a reason" in text
     told = json.loads(json.dumps(report.to_dict()))
-    assert (told["verdict"], told["colour"], told["outcome"]["kind"]) == ("does not hold", "red", "finished")
+    assert (told["verdict"], told["colour"], told["outcome"]["kind"]) == (
+        "does not hold",
+        "red",
+        "finished",
+    )
     assert [each["promise"] for each in told["judgements"]] == [1, 2, 3, 4, 5, 6, 7, 8, None, None]
 
 
@@ -130,7 +145,10 @@ def _differ_at_the_end(run: Any) -> None:
 
 def _finish_elsewhere(run: Any) -> None:
     for event in run.named("training_finished", replica=1):
-        event.lineage, event.step = run.named("step_committed", step=run.step_number - 1)[0].lineage, 29
+        event.lineage, event.step = (
+            run.named("step_committed", step=run.step_number - 1)[0].lineage,
+            29,
+        )
 
 
 def _finish_elsewhere_untold(run: Any) -> None:
@@ -194,10 +212,21 @@ def _too_few(run: Any) -> None:
 
 def _schedule_runs_ahead(run: Any) -> None:
     """The step behind a failed exchange is repeated by others, with the LR of the next."""
-    copies = [msgspec.structs.replace(event, lineage="feed", lr=0.5) for event in run.named("step_committed", step=7)]
+    copies = [
+        msgspec.structs.replace(event, lineage="feed", lr=0.5)
+        for event in run.named("step_committed", step=7)
+    ]
     for event in copies:
-        change(event, replica=2, attempt=0, participants=[0, 1], own_tokens=0, own_loss=None, data=None)
-        change(event, forward_passes=0, pid=event.pid + 20, mono=event.mono - 0.9, time=event.time - 0.9)
+        change(
+            event, replica=2, attempt=0, participants=[0, 1], own_tokens=0, own_loss=None, data=None
+        )
+        change(
+            event,
+            forward_passes=0,
+            pid=event.pid + 20,
+            mono=event.mono - 0.9,
+            time=event.time - 0.9,
+        )
     run.events += [event for event in copies if event.pid < 1022]
 
 
@@ -239,9 +268,19 @@ def _heal_without_end(run: Any) -> None:
 
 def _fault_without_end(run: Any) -> None:
     first = run.named("step_committed", step=3)[0]
-    fault = {"fault": "segfault", "target": {"replica": 1, "rank": 0}, "seed": 1, "shot": 2, "pid": 2}
+    fault = {
+        "fault": "segfault",
+        "target": {"replica": 1, "rank": 0},
+        "seed": 1,
+        "shot": 2,
+        "pid": 2,
+    }
     run.events.append(make("fault_injected", time=first.time, mono=first.mono, **fault))
-    for event in run.named("worker_exited", replica=1) + run.named("launch_finished") + run.named("training_finished"):
+    for event in (
+        run.named("worker_exited", replica=1)
+        + run.named("launch_finished")
+        + run.named("training_finished")
+    ):
         shift = -40 if event.replica == 1 and event.name == "worker_exited" else 100
         change(event, time=event.time + shift, mono=event.mono + shift)
 
@@ -280,7 +319,9 @@ def _fell_silent(run: Any) -> None:
         (_fell_silent, 8),
     ],
 )
-def test_exactly_one_promise_objects(good_run: Any, damage: Callable[[Any], None], promise: int) -> None:
+def test_exactly_one_promise_objects(
+    good_run: Any, damage: Callable[[Any], None], promise: int
+) -> None:
     """What breaks one promise is objected to by that one, with an event, and by no other."""
     damage(good_run)
     report = check(good_run.events)
@@ -291,14 +332,17 @@ def test_exactly_one_promise_objects(good_run: Any, damage: Callable[[Any], None
 
 
 @pytest.mark.parametrize(
-    ("damage", "promise"), [(_finish_elsewhere, 2), (_schedule_runs_ahead, 7), (_nobody_restarts, 8)]
+    ("damage", "promise"),
+    [(_finish_elsewhere, 2), (_schedule_runs_ahead, 7), (_nobody_restarts, 8)],
 )
 def test_promise_objects(good_run: Any, damage: Callable[[Any], None], promise: int) -> None:
     """What breaks several promises is objected to by those it breaks."""
     damage(good_run)
     assert promise in failed(check(good_run.events))
     if promise == 8:
-        assert promise not in failed(check_module.check(RunRecord(good_run.events, ["supervisor-2-1.jsonl"])))
+        assert promise not in failed(
+            check_module.check(RunRecord(good_run.events, ["supervisor-2-1.jsonl"]))
+        )
 
 
 @pytest.mark.parametrize(
@@ -313,7 +357,9 @@ def test_promise_objects(good_run: Any, damage: Callable[[Any], None], promise: 
         _fell_silent,
     ],
 )
-def test_what_may_be_among_missing_events_is_unknown(good_run: Any, damage: Callable[[Any], None]) -> None:
+def test_what_may_be_among_missing_events_is_unknown(
+    good_run: Any, damage: Callable[[Any], None]
+) -> None:
     """Where a file is cut, that nothing tells of a restart, a heal, an end or a finding proves nothing."""
     damage(good_run)
     report = check_module.check(RunRecord(good_run.events, ["supervisor-0-1.jsonl"]))
@@ -406,7 +452,11 @@ def test_a_run_before_its_first_digest(good_run: Any) -> None:
         if hasattr(event, "digest"):
             event.digest = None
     running = check_module.check(RunRecord(events, goes_on=True))
-    assert (running[2].shown_verdict, running.verdict, running.exit_status) == ("not asked", "holds", 0)
+    assert (running[2].shown_verdict, running.verdict, running.exit_status) == (
+        "not asked",
+        "holds",
+        0,
+    )
     assert check(events).exit_status == 1
 
 
@@ -445,13 +495,19 @@ def test_a_wait_for_a_joiner(run_builder: Callable[..., Any], seconds: float, ho
     """The others may wait for it for a few steps, or for half of the time that it takes: 14 s here."""
     report = check(run_builder(lambda run: _wait(run, seconds)).events)
     assert failed(report) == (set() if holds else {5}), format_check(report)
-    assert report[5].statement.startswith(f"others waited {seconds:.2f} s in all for 1 joiner, {seconds:.2f} s at most")
+    assert report[5].statement.startswith(
+        f"others waited {seconds:.2f} s in all for 1 joiner, {seconds:.2f} s at most"
+    )
     if not holds:
-        assert report[5].offences[0].text.startswith("others waited 7.20 s for it to catch up, 7.03")
+        assert (
+            report[5].offences[0].text.startswith("others waited 7.20 s for it to catch up, 7.03")
+        )
         assert report[5].offences[0].replica == 2
 
 
-def test_a_stall_is_the_one_of_the_rank_that_waited_longest(run_builder: Callable[..., Any]) -> None:
+def test_a_stall_is_the_one_of_the_rank_that_waited_longest(
+    run_builder: Callable[..., Any],
+) -> None:
     run = run_builder(lambda run: _wait(run, 3.0))
     (first, *_) = run.named("step_committed", step=12, replica=1, rank=1)
     first.waits = [Waited(slot=2, seconds=9.0, why="catching_up")]
@@ -459,7 +515,9 @@ def test_a_stall_is_the_one_of_the_rank_that_waited_longest(run_builder: Callabl
 
 
 @pytest.mark.parametrize("why", ["computing", "lost", "connecting", "asked"])
-def test_what_the_others_waited_for_another_reason_is_no_stall(run_builder: Callable[..., Any], why: str) -> None:
+def test_what_the_others_waited_for_another_reason_is_no_stall(
+    run_builder: Callable[..., Any], why: str
+) -> None:
     """Also beside other failures, which hid what a joiner cost as long as it was inferred from the rate of commits."""
 
     def during_heal(run: Any) -> None:
@@ -472,7 +530,9 @@ def test_what_the_others_waited_for_another_reason_is_no_stall(run_builder: Call
     assert (report[5].verdict, failed(report)) == ("holds", set()), format_check(report)
 
 
-def test_a_group_that_a_fault_hits_while_it_joins_is_the_faults_matter(run_builder: Callable[..., Any]) -> None:
+def test_a_group_that_a_fault_hits_while_it_joins_is_the_faults_matter(
+    run_builder: Callable[..., Any],
+) -> None:
     """The time is lost all the same, and told."""
     run = run_builder(lambda run: _wait(run, 9.0))
     heal = run.named("heal_started")[0]
@@ -507,7 +567,13 @@ def test_a_stall_in_a_history_that_is_cut_is_a_stall(run_builder: Callable[..., 
 def test_wait_that_nobody_asked_for(good_run: Any) -> None:
     """A wait for a joiner that did not say that it has to be waited for breaks the promise."""
     event = good_run.named("step_committed", step=12, replica=0, rank=0)[0]
-    wait = {"reason": "groups [2] fetch the state", "participants": [0, 1], "step": 11, "slots": [2], "why": "asked"}
+    wait = {
+        "reason": "groups [2] fetch the state",
+        "participants": [0, 1],
+        "step": 11,
+        "slots": [2],
+        "why": "asked",
+    }
     good_run.events.append(like(event, "waiting", **wait))
     assert failed(check(good_run.events)) == {5}
     asks = good_run.named("heal_started", replica=2, rank=0)[0]
@@ -528,7 +594,9 @@ def test_clock_that_jumps(good_run: Any, seconds: float, who: str) -> None:
             event.time += seconds
     report = check(good_run.events)
     assert failed(report) == {"clocks"}, format_check(report)
-    assert unknown(report) == {8}  # waits are measured where they happen, by a clock that nobody sets
+    assert unknown(report) == {
+        8
+    }  # waits are measured where they happen, by a clock that nobody sets
     assert report.verdict == "does not hold"
 
 
@@ -572,7 +640,9 @@ def test_history_without_one_group_is_unknown(good_run: Any) -> None:
     """A history that lacks the file of a group which took part never holds."""
     report = check([e for e in good_run.events if e.replica != 1 or e.name == "worker_exited"])
     assert report.verdict == "unknown"
-    assert "groups [1] took part in steps and have no events of their own" in "".join(report["whole history"].unknown)
+    assert "groups [1] took part in steps and have no events of their own" in "".join(
+        report["whole history"].unknown
+    )
 
 
 def test_lost_batch_in_a_cut_history(good_run: Any) -> None:
@@ -597,7 +667,9 @@ def test_checker_that_crashes_says_unknown(good_run: Any, monkeypatch: pytest.Mo
     def crash(record: object, found: object) -> None:
         raise KeyError("no such thing")
 
-    checkers = [(n, name, crash if n == 3 else checker) for n, name, checker in check_module._CHECKERS]
+    checkers = [
+        (n, name, crash if n == 3 else checker) for n, name, checker in check_module._CHECKERS
+    ]
     monkeypatch.setattr(check_module, "_CHECKERS", checkers)
     report = check(good_run.events)
     assert (failed(report), unknown(report), report.verdict) == (set(), {3}, "unknown")
@@ -623,7 +695,9 @@ def test_nonsense_never_holds_nor_crashes(
 ) -> None:
     """An event with a field of another type than it should have leaves a report which names it, and does not hold."""
     lines = [untyped(event) for event in good_run.events]
-    wrong = next(number for number, line in enumerate(lines) if line.get("step") == 9 and "lr" in line)
+    wrong = next(
+        number for number, line in enumerate(lines) if line.get("step") == 9 and "lr" in line
+    )
     lines[wrong] |= nonsense
     write_lines(tmp_path, map(json.dumps, lines))
     assert main(["check", str(tmp_path), "--json"]) == 1
@@ -636,7 +710,9 @@ def test_nonsense_never_holds_nor_crashes(
     assert f"$.{name}" in reason
 
 
-def test_damaged_file_is_unknown(good_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_file_is_unknown(
+    good_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A file with a line that is no event makes everything unknown, and is named with the line."""
     lines = [json.dumps(untyped(event)) for event in good_run.events]
     write_lines(tmp_path, lines)
@@ -693,13 +769,23 @@ def test_fault_dates_the_failure(good_run: Any, target: Target, hit: bool) -> No
 
 
 @pytest.mark.parametrize(("leavers", "broken"), [([1], set()), ([0, 1, 2], {2})])
-def test_group_that_left_with_another_digest(synthetic_run: Any, leavers: list[int], broken: set[int]) -> None:
+def test_group_that_left_with_another_digest(
+    synthetic_run: Any, leavers: list[int], broken: set[int]
+) -> None:
     """A group that left before it could be named harmed nobody; if all left so, nobody can tell who is right."""
     run = synthetic_run()
     run.begin()
     run.steps(4)
     for group in leavers:
-        run.of("drained", group, step=4, reason="SIGTERM", in_order=True, digest=None, lineage=run.state)
+        run.of(
+            "drained",
+            group,
+            step=4,
+            reason="SIGTERM",
+            in_order=True,
+            digest=None,
+            lineage=run.state,
+        )
     for event in run.events:
         if event.replica == 1 and event.name in ("step_committed", "drained") and event.step == 4:
             event.digest = "bad"
@@ -708,7 +794,14 @@ def test_group_that_left_with_another_digest(synthetic_run: Any, leavers: list[i
     if len(leavers) < 3:
         run.steps(2, [0, 2])
         for group in (0, 2):
-            run.of("training_finished", group, step=6, tokens=run.tokens, digest=None, lineage=run.state)
+            run.of(
+                "training_finished",
+                group,
+                step=6,
+                tokens=run.tokens,
+                digest=None,
+                lineage=run.state,
+            )
             run.exit(group, reason="ended", signal=None, code=0)
     run.tell("launch_finished", 1, code=0, reason="all groups finished or left")
     report = check(run.events)
@@ -733,7 +826,10 @@ def test_a_state_that_could_not_be_saved_is_told_beside_the_verdict(good_run: An
     text = "the checkpoint of step 8 could not be saved (No space left on device): there is none"
     assert report.promises == f"holds (7 promises checked); {text}"
     assert (report.colour, report.exit_status, report[8].shown_verdict) == ("amber", 0, "holds")
-    assert format_check(report).splitlines()[:2] == ["! Finished at step 31", f"  verdict: {report.promises}"]
+    assert format_check(report).splitlines()[:2] == [
+        "! Finished at step 31",
+        f"  verdict: {report.promises}",
+    ]
     good_run.tell("checkpoint_saved", 1001, replica=0, rank=0, attempt=0, step=8, seconds=1.0)
     assert check(good_run.events)[8].reservation == ""
 
@@ -755,10 +851,14 @@ def test_a_run_that_failed_is_red_although_its_promises_hold(synthetic_run: Any)
     run.steps(11)
     _fail(run)
     report = check(run.events)
-    assert (failed(report), unknown(report), report.verdict) == (set(), set(), "holds"), format_check(report)
+    assert (failed(report), unknown(report), report.verdict) == (set(), set(), "holds"), (
+        format_check(report)
+    )
     assert (report.colour, report.exit_status) == ("red", 1)
     lines = format_check(report).splitlines()
-    assert lines[0] == "\u2717 Failed at step 12: RuntimeError: boom, rank 0 of group 0, mybug.py:15"
+    assert (
+        lines[0] == "\u2717 Failed at step 12: RuntimeError: boom, rank 0 of group 0, mybug.py:15"
+    )
     assert lines[1] == "  verdict: holds (7 promises checked)"
 
 
@@ -768,7 +868,9 @@ def test_a_run_that_never_began_is_red(synthetic_run: Any) -> None:
     run.begin()
     _fail(run)
     report = check(run.events)
-    assert format_check(report).startswith("\u2717 Never began: RuntimeError: boom, rank 0 of group 0")
+    assert format_check(report).startswith(
+        "\u2717 Never began: RuntimeError: boom, rank 0 of group 0"
+    )
     assert (report.colour, report.exit_status) == ("red", 1)
 
 
@@ -779,11 +881,21 @@ def test_a_run_that_was_stopped_holds(synthetic_run: Any) -> None:
     run.steps(5)
     run.tell("launch_stopping", 1, reason="Ctrl-C", drain_seconds=25.0)
     for group in (0, 1):
-        run.of("drained", group, step=5, reason="SIGTERM", in_order=True, digest=None, lineage=run.state)
+        run.of(
+            "drained",
+            group,
+            step=5,
+            reason="SIGTERM",
+            in_order=True,
+            digest=None,
+            lineage=run.state,
+        )
         run.exit(group, reason="rank 0 ended with exit status 0", signal=None, code=0)
     run.tell("launch_finished", 1, code=130, reason="stopped by Ctrl-C", signal="SIGINT")
     report = check(run.events)
-    assert (report.verdict, report.colour, report.exit_status) == ("holds", "amber", 0), format_check(report)
+    assert (report.verdict, report.colour, report.exit_status) == ("holds", "amber", 0), (
+        format_check(report)
+    )
 
 
 @pytest.mark.parametrize("launched", [True, False])
@@ -810,7 +922,9 @@ def test_a_run_that_has_just_been_started_holds_so_far(synthetic_run: Any) -> No
     assert (report.verdict, report.exit_status) == ("holds", 0)
     assert "  verdict: holds so far (no step yet)" in format_check(report).splitlines()
     assert check(run.events).exit_status == 1
-    run.exit(0, reason="rank 0 ended with exit status 1", signal=None, code=1, error="OSError: no data")
+    run.exit(
+        0, reason="rank 0 ended with exit status 1", signal=None, code=1, error="OSError: no data"
+    )
     assert check_module.check(RunRecord(run.events, goes_on=True)).exit_status == 1
 
 
@@ -827,10 +941,17 @@ def test_a_group_that_is_lost_without_a_word(synthetic_run: Any) -> None:
     assert (failed(report), unknown(report)) == ({8}, set()), format_check(report)
     text = "Finished at step 10 without group 1, lost since step 5: no event says why"
     assert format_check(report).startswith(f"\u2717 {text}")
-    told = {"worker_pid": 1010, "reason": "rank 0 was killed by SIGKILL", "signal": "SIGKILL", "stopped": False}
+    told = {
+        "worker_pid": 1010,
+        "reason": "rank 0 was killed by SIGKILL",
+        "signal": "SIGKILL",
+        "stopped": False,
+    }
     (last, *_) = run.named("step_committed", replica=1, step=5, rank=0)
     report = check([*events, like(last, "worker_exited", **told)])
-    assert (report.verdict, report.colour, report.exit_status) == ("holds", "amber", 0), format_check(report)
+    assert (report.verdict, report.colour, report.exit_status) == ("holds", "amber", 0), (
+        format_check(report)
+    )
     assert "group 1, lost since step 5: killed by SIGKILL, rank 0" in report[8].notes
 
 
@@ -884,11 +1005,15 @@ def test_a_job_that_goes_on_from_a_checkpoint_goes_back_by_rounds(synthetic_run:
     run.finish()
     report = check(run.events)
     assert report.verdict == "holds", format_check(report)
-    assert report[4].statement.startswith("3 rounds were made again: training went back from round 7 to 4 (")
+    assert report[4].statement.startswith(
+        "3 rounds were made again: training went back from round 7 to 4 ("
+    )
 
 
 @pytest.mark.parametrize(("seconds", "holds"), [(0.3, True), (0.35, False)])
-def test_wait_for_a_joiner_in_a_round(run_builder: Callable[..., Any], seconds: float, holds: bool) -> None:
+def test_wait_for_a_joiner_in_a_round(
+    run_builder: Callable[..., Any], seconds: float, holds: bool
+) -> None:
     """However short a heal is beside a round, the others must not wait for it by more than four of its steps."""
     report = check(run_builder(lambda run: _wait(run, seconds, steps=1), **ROUNDS).events)
     assert failed(report) == (set() if holds else {5}), format_check(report)

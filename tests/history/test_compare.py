@@ -15,7 +15,12 @@ from tests.history.test_report import Reader
 from titan_ft.cli.main import main
 from titan_ft.history.outcomes.outcome import find_outcome
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.history.report.compare import compare_charts, compare_figures, name_runs, write_comparison
+from titan_ft.history.report.compare import (
+    compare_charts,
+    compare_figures,
+    name_runs,
+    write_comparison,
+)
 from titan_ft.history.report.interactive import figure
 from titan_ft.history.report.layers import Bars, Curve
 from titan_ft.run.events import Event
@@ -32,12 +37,17 @@ def write_run(folder: Path, events: list[Event]) -> Path:
 @pytest.fixture
 def folders(tmp_path: Path) -> list[Path]:
     """A run without a failure, and one with a death."""
-    return [write_run(tmp_path / "calm", calm_run(20)), write_run(tmp_path / "killed", killed_run())]
+    return [
+        write_run(tmp_path / "calm", calm_run(20)),
+        write_run(tmp_path / "killed", killed_run()),
+    ]
 
 
 def test_figures_with_their_differences() -> None:
     """A figure of one run only has a dash; equal figures have no difference in per cent."""
-    rows = {row.name: row for row in compare_figures([RunRecord(calm_run(20)), RunRecord(killed_run())])}
+    rows = {
+        row.name: row for row in compare_figures([RunRecord(calm_run(20)), RunRecord(killed_run())])
+    }
     assert rows["steps"].values == ("20", "10")
     assert rows["steps"].difference == "-50 %"
     assert rows["goodput"].difference.endswith(" points")
@@ -56,7 +66,10 @@ def test_curves_of_both_runs_are_drawn() -> None:
             event.loss = 5.0 - event.step / 10
     charts = compare_charts(runs, ["a", "b"])
     lines = [layer for layer in charts["loss"].layers if isinstance(layer, Curve)]
-    assert [(line.name, list(line.x)) for line in lines] == [("a", [*range(1, 21)]), ("b", [*range(1, 11)])]
+    assert [(line.name, list(line.x)) for line in lines] == [
+        ("a", [*range(1, 21)]),
+        ("b", [*range(1, 11)]),
+    ]
     assert lines[0].colour != lines[1].colour
     bars = [layer for layer in charts["step-times"].layers if isinstance(layer, Bars)]
     assert [sum(layer.counts) for layer in bars] == [pytest.approx(100), pytest.approx(100)]
@@ -64,7 +77,9 @@ def test_curves_of_both_runs_are_drawn() -> None:
 
     for chart in charts.values():
         drawn = figure(chart)
-        assert len(Figure(data=drawn["data"], layout=drawn["layout"]).data) == len(drawn["data"]) > 0
+        assert (
+            len(Figure(data=drawn["data"], layout=drawn["layout"]).data) == len(drawn["data"]) > 0
+        )
 
 
 def test_page_of_two_runs(folders: list[Path], tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from titan_ft.history.terminal import text_of
 
 def exited(time: float, replica: int, attempt: int, error: str | None, **fields: Any) -> Any:
     fields = {"code": 1, "log": f"replica-{replica}.log", "reason": "x", **fields}
-    return event("worker_exited", time=time, replica=replica, attempt=attempt, error=error, **fields)
+    return event(
+        "worker_exited", time=time, replica=replica, attempt=attempt, error=error, **fields
+    )
 
 
 RECORD = RunRecord(
@@ -47,7 +49,10 @@ def test_where_they_are_shown() -> None:
     """In the report's table and figures, and in what `check` says about silence."""
     summary = summarize(RECORD)
     lines = text_of(summary_table(summary)).splitlines()
-    assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("exception ")] == [NOPE, AWAY]
+    assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("exception ")] == [
+        NOPE,
+        AWAY,
+    ]
     assert [crash["count"] for crash in summary.to_dict()["crashes"]] == [3, 1]
     notes = check(RECORD)["nothing silent"].notes
     assert notes[:2] == [f"ended by {NOPE}", f"ended by {AWAY}"]

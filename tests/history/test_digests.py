@@ -26,4 +26,8 @@ Told = list[tuple[str, int, str | None]]
 def test_comparison(told: Told, verdict: str, num_compared: int, differing: set[str]) -> None:
     """What several groups have of the same is compared; what one group has of it, or nobody, tells nothing."""
     found = compare_digests(told)
-    assert (found.verdict, len(found.compared), found.differing) == (verdict, num_compared, differing)
+    assert (found.verdict, len(found.compared), found.differing) == (
+        verdict,
+        num_compared,
+        differing,
+    )

@@ -40,14 +40,25 @@ def events() -> list[Event]:
         fault(14.1, "kill_groups", 2, shot=3),
         fault(18.1, "kill_groups", 3, shot=3),
         # both ends of a link, and each of their ranks
-        *(of_rank(fault(15.0 + rank / 100, "link_dead", end, shot=4), rank) for end in (1, 2) for rank in (0, 1)),
+        *(
+            of_rank(fault(15.0 + rank / 100, "link_dead", end, shot=4), rank)
+            for end in (1, 2)
+            for rank in (0, 1)
+        ),
         # a kill that provokes a heal, and the kill of the donor in it
         fault(16.0, "kill_group", 2, shot=5, params={"provokes": "kill_donor"}),
         of_rank(fault(17.0, "kill_donor", 0, shot=5), 0),
         # by a script, twice
         fault(17.5, "kill_group", 1),
         fault(17.6, "kill_group", 1),
-        say(18.0, "fault_skipped", fault="kill_rank", shot=6, target={"replica": 1}, reason="too few groups"),
+        say(
+            18.0,
+            "fault_skipped",
+            fault="kill_rank",
+            shot=6,
+            target={"replica": 1},
+            reason="too few groups",
+        ),
     ]
     # killed_run's own fault stands before the plan begins: its shot's number comes again.
     told.append(fault(18.5, "kill_group", 1, shot=0))
@@ -73,14 +84,20 @@ def test_every_view_counts_the_same_faults(events: list[Event]) -> None:
         for event in events:
             run.observe(event)
             server.observe(event)
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(server.url, timeout=30) as response:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+            server.url, timeout=30
+        ) as response:
             families = list(text_string_to_metric_families(response.read().decode()))
     finally:
         server.close()
     assert (run.fold.faults.num_injected, dict(run.fold.faults.by_kind)) == (TOTAL, KINDS)
     assert f"faults {TOTAL}" in text_of(frame(run, "a run", 1e9 + 20.0, Screen(200)))
     samples = [sample for family in families for sample in family.samples]
-    served = {s.labels["fault"]: s.value for s in samples if s.name == "titan_ft_faults_injected_total" and s.value}
+    served = {
+        s.labels["fault"]: s.value
+        for s in samples
+        if s.name == "titan_ft_faults_injected_total" and s.value
+    }
     assert served == KINDS
 
 

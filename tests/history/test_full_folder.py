@@ -33,7 +33,9 @@ def test_folder_that_is_a_file(
     assert main([command, str(run_dir)]) == 2
     assert capsys.readouterr().err == LINE.format(run_dir / default, reason)
     assert main([command, str(run_dir), "--out", str(run_dir / "events" / "all.jsonl" / "x")]) == 2
-    assert capsys.readouterr().err == LINE.format(run_dir / "events" / "all.jsonl" / "x", "Not a directory")
+    assert capsys.readouterr().err == LINE.format(
+        run_dir / "events" / "all.jsonl" / "x", "Not a directory"
+    )
     assert main([command, str(run_dir), "--out", str(tmp_path / "elsewhere")]) == 0
 
 
@@ -54,7 +56,9 @@ def test_folder_on_a_full_disk(
     assert not any(name.startswith(".") for name in files)
 
 
-def test_page_that_was_there_stays_whole(good_run: Any, small_disk: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_that_was_there_stays_whole(
+    good_run: Any, small_disk: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A page that cannot be written anew is still the former one."""
     run_dir = write_events(good_run, small_disk.folder)
     (run_dir / "report").mkdir()
@@ -79,11 +83,16 @@ def test_read_only_disk(good_run: Any, small_disk: Any, capsys: pytest.CaptureFi
     launch = ["launch", "llama3_debug", "--replicas", "2", "--ranks-per-replica", "1"]
     assert main([*launch, "--run-dir", str(small_disk.folder / "next")]) == 2
     errors = capsys.readouterr().err
-    assert f"--run-dir must be a folder that can be written, got {small_disk.folder / 'next'} (Read-only" in errors
+    assert (
+        f"--run-dir must be a folder that can be written, got {small_disk.folder / 'next'} (Read-only"
+        in errors
+    )
 
 
 @pytest.mark.parametrize("command", ["check", "report"])
-def test_events_that_are_no_folder(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_that_are_no_folder(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What cannot be read is named; nothing is claimed of a run of which nothing is known."""
     (tmp_path / "events").touch()
     assert main([command, str(tmp_path)]) == 1
@@ -94,15 +103,22 @@ def test_events_that_are_no_folder(tmp_path: Path, command: str, capsys: pytest.
 
 
 def test_curves_of_a_run_on_a_disk_that_fills(
-    good_run: Any, small_disk: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    good_run: Any,
+    small_disk: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A disk that was no mistake at the start and has no room in the end costs points, which is said: status 1."""
     run_dir = write_events(good_run, small_disk.folder)
     monkeypatch.setattr("titan_ft.live.curves.FINISH_SECONDS", 0.1)
-    monkeypatch.setattr("titan_ft.live.curves.StopRequests", lambda *signals: small_disk.fill() or _NoStop())
+    monkeypatch.setattr(
+        "titan_ft.live.curves.StopRequests", lambda *signals: small_disk.fill() or _NoStop()
+    )
     assert main(["curves", str(run_dir)]) == 1
     first, last = capsys.readouterr().err.splitlines()
-    assert first.startswith(f"titan-ft curves: {run_dir}/tb/job cannot be written (No space left on device)")
+    assert first.startswith(
+        f"titan-ft curves: {run_dir}/tb/job cannot be written (No space left on device)"
+    )
     assert last.endswith("points of its curves are lost")
 
 

@@ -32,7 +32,9 @@ def check(events: Iterable[Event], cut: Iterable[str] = ()) -> Verdicts:
 
 def assert_unknown(report: Verdicts) -> None:
     """Nothing holds of what was asked, and nothing is objected to."""
-    verdicts = {each.promise: each.verdict for each in report.judgements if each.asked and each.promise}
+    verdicts = {
+        each.promise: each.verdict for each in report.judgements if each.asked and each.promise
+    }
     assert verdicts == dict.fromkeys(ASKED, "unknown"), text_of(check_table(report))
     assert report.verdict == "unknown"
 
@@ -75,7 +77,11 @@ def test_dropped_amid_a_process(good_run: Any, seed: int) -> None:
         since=lost[0].time,
         until=lost[-1].time,
     )
-    events = [told if event is where else event for event in good_run.events if event is where or event not in lost]
+    events = [
+        told if event is where else event
+        for event in good_run.events
+        if event is where or event not in lost
+    ]
     report = check(events)
     assert_unknown(report)
     (reason,) = [each for each in report["whole history"].unknown if "dropped" in each]
@@ -86,22 +92,35 @@ def test_dropped_amid_a_process(good_run: Any, seed: int) -> None:
 def test_several_files_are_cut_at_once(good_run: Any) -> None:
     """The disk was full for all of them, and never got room again; the launcher could still say how it ended."""
     for moment in range(5, 60, 5):
-        kept = [event for event in good_run.events if event.pid == 1 or event.time < 1_700_000_000.0 + moment]
+        kept = [
+            event
+            for event in good_run.events
+            if event.pid == 1 or event.time < 1_700_000_000.0 + moment
+        ]
         assert_unknown(check(kept, [f"{pid}.jsonl" for pid in pids(good_run) if pid != 1]))
 
 
 def test_late_events_are_whole(good_run: Any) -> None:
     """What waited and was written is no gap. A reader is told that it came late."""
-    good_run.of("events_delayed", 0, error="No space left on device", events=3, since=1_700_000_010.0)
+    good_run.of(
+        "events_delayed", 0, error="No space left on device", events=3, since=1_700_000_010.0
+    )
     good_run.events.sort(key=lambda event: event.time)
     report = check(good_run.events)
     assert report.verdict == "holds", text_of(check_table(report))
     assert "events delayed: 1 time" in report[8].notes
-    (note,) = [each for each in find_notes(RunRecord(good_run.events)) if each.event == "events_delayed"]
-    assert note.text == "could not write its events for a while (No space left on device): they came late"
+    (note,) = [
+        each for each in find_notes(RunRecord(good_run.events)) if each.event == "events_delayed"
+    ]
+    assert (
+        note.text
+        == "could not write its events for a while (No space left on device): they came late"
+    )
 
 
-def lose_commits(run: Any, group: int, steps: Iterable[int], rank: int | None = None) -> list[Event]:
+def lose_commits(
+    run: Any, group: int, steps: Iterable[int], rank: int | None = None
+) -> list[Event]:
     """Return the events without commits of a group, as after a SIGKILL of which no file tells."""
     return [
         event
@@ -117,9 +136,13 @@ def lose_commits(run: Any, group: int, steps: Iterable[int], rank: int | None = 
 
 def test_steps_that_only_others_tell_of(good_run: Any) -> None:
     """A storage that is gone marks no file. That a group took part in steps, others say; of one step that is usual."""
-    assert find_gaps(RunRecord(lose_commits(good_run, 2, [6]))) == []  # killed between the exchange and its event
+    assert (
+        find_gaps(RunRecord(lose_commits(good_run, 2, [6]))) == []
+    )  # killed between the exchange and its event
     events = lose_commits(good_run, 2, [5, 6])
-    assert find_gaps(RunRecord(events)) == ["group 2 took part in steps 5 to 6, and no event of it says so"]
+    assert find_gaps(RunRecord(events)) == [
+        "group 2 took part in steps 5 to 6, and no event of it says so"
+    ]
     assert_unknown(check(events))
 
 
@@ -134,7 +157,10 @@ def test_steps_that_one_rank_does_not_tell_of(good_run: Any) -> None:
     assert find_gaps(RunRecord(lose_commits(good_run, 2, [6], rank=1))) == []
     events = lose_commits(good_run, 2, [5, 6], rank=1)
     (gap,) = find_gaps(RunRecord(events))
-    assert gap == "group 2, attempt 0, rank 1 tells nothing of 2 steps that other ranks of its group made"
+    assert (
+        gap
+        == "group 2, attempt 0, rank 1 tells nothing of 2 steps that other ranks of its group made"
+    )
     assert_unknown(check(events))
 
 
@@ -170,7 +196,9 @@ def test_command_sees_a_file_that_is_cut(
     (folder / "supervisor-1-7.jsonl").write_bytes(left)
     assert main(["check", str(tmp_path)]) == 1
     text = capsys.readouterr().out
-    assert text.startswith("! Finished at step 31\n  verdict: unknown: the last events of supervisor-1-7.jsonl")
+    assert text.startswith(
+        "! Finished at step 31\n  verdict: unknown: the last events of supervisor-1-7.jsonl"
+    )
     assert "the last events of supervisor-1-7.jsonl are missing" in text
 
 
@@ -182,4 +210,6 @@ def test_what_a_log_writes_is_what_the_check_reads(good_run: Any, tmp_path: Path
     log.close()
     record = RunRecord.read(tmp_path)
     assert record.cut == ()
-    assert any(isinstance(event, EventsDelayed) for process in record.processes for event in process.events)
+    assert any(
+        isinstance(event, EventsDelayed) for process in record.processes for event in process.events
+    )

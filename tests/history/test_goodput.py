@@ -70,8 +70,12 @@ def test_every_broken_exchange_is_an_attempt() -> None:
     events = calm_run()
     events += [
         say(12.1, "exchange_failed", 0, error="x", seconds=0.1, step=3),
-        say(12.2, "exchange_failed", 0, error="x", seconds=0.1, step=3),  # the commit of step 4 says 1: too few
-        say(19.1, "exchange_failed", 1, error="x", seconds=0.1, step=10),  # of a step that nobody committed
+        say(
+            12.2, "exchange_failed", 0, error="x", seconds=0.1, step=3
+        ),  # the commit of step 4 says 1: too few
+        say(
+            19.1, "exchange_failed", 1, error="x", seconds=0.1, step=10
+        ),  # of a step that nobody committed
     ]
     figures = goodput(events)
     assert (figures.exchanges_committed, figures.exchanges_attempted) == (10, 13)
@@ -83,8 +87,26 @@ def test_waiting_is_one_attempt() -> None:
     for event in events:
         if event.name == "step_committed" and event.step == 5:
             event.exchanges = 500
-    events.append(say(13.2, "waiting", 0, step=4, participants=[0], reason="1 group(s) have a gradient, 2 needed"))
-    events.append(say(13.2, "waiting", 1, step=4, participants=[0], reason="1 group(s) have a gradient, 2 needed"))
+    events.append(
+        say(
+            13.2,
+            "waiting",
+            0,
+            step=4,
+            participants=[0],
+            reason="1 group(s) have a gradient, 2 needed",
+        )
+    )
+    events.append(
+        say(
+            13.2,
+            "waiting",
+            1,
+            step=4,
+            participants=[0],
+            reason="1 group(s) have a gradient, 2 needed",
+        )
+    )
     figures = goodput(events)
     assert (figures.exchanges_committed, figures.exchanges_attempted) == (10, 11)
 
@@ -94,13 +116,21 @@ LEFT_OUT = ("step_committed", 0, 4)
 
 def test_void_and_left_out_work_is_wasted() -> None:
     """A step that only a minority made, and a gradient that was left out, are attempts and passes for nothing."""
-    events = [event for event in calm_run() if (event.name, event.replica, getattr(event, "step", 0)) != LEFT_OUT]
+    events = [
+        event
+        for event in calm_run()
+        if (event.name, event.replica, getattr(event, "step", 0)) != LEFT_OUT
+    ]
     for event in events:
         if event.name == "step_committed" and event.step == 6:
             event.participants = [1]
     events.append(commit(13.0, 4, 0, lineage="f" * 12))
     events.append(say(13.05, "heal_started", 0, donor=1, from_step=4, step=4))
-    events.append(say(13.1, "heal_finished", 0, donor=1, from_step=4, step=4, bytes=1, seconds=0.1, replayed=0))
+    events.append(
+        say(
+            13.1, "heal_finished", 0, donor=1, from_step=4, step=4, bytes=1, seconds=0.1, replayed=0
+        )
+    )
     figures = goodput(events)
     check_sums(figures)
     assert (figures.exchanges_committed, figures.exchanges_attempted) == (10, 11)

@@ -17,12 +17,21 @@ from titan_ft.run.events import HostLeft, WorkerExited, WorkerStarted
 def record() -> RunRecord:
     """Two groups, one of which was started again on another host."""
     events: list[Any] = []
-    for replica, host in ((0, "n1.cluster"), (1, "n2.cluster"), (1, "n2.cluster"), (1, "n1.cluster")):
+    for replica, host in (
+        (0, "n1.cluster"),
+        (1, "n2.cluster"),
+        (1, "n2.cluster"),
+        (1, "n1.cluster"),
+    ):
         events.append(build(WorkerStarted, replica=replica, host=host, pid=10 + len(events)))
-    events += [build(WorkerExited, replica=1, host="n2", signal="SIGBUS", stopped=False) for _ in range(2)]
+    events += [
+        build(WorkerExited, replica=1, host="n2", signal="SIGBUS", stopped=False) for _ in range(2)
+    ]
     events.append(build(WorkerExited, replica=1, host="n2", signal="SIGTERM", stopped=True))
     events.append(build(WorkerExited, replica=0, host="n1", code=0, stopped=False))
-    events.append(build(WorkerExited, replica=0, signal="SIGKILL", stopped=False))  # of an older history
+    events.append(
+        build(WorkerExited, replica=0, signal="SIGKILL", stopped=False)
+    )  # of an older history
     events.append(build(HostLeft, replica=1, host="n2", deaths=2))
     return RunRecord(events)
 
@@ -40,7 +49,9 @@ def test_a_node_has_the_name_that_slurm_gives_it() -> None:
     slurm = {"job": "1", "step": "0", "node": "n7"}
     started = build(WorkerStarted, replica=0, host="ip-10-0-0-7.internal", slurm=slurm)
     ended = build(WorkerExited, replica=0, host="n7", signal="SIGBUS", stopped=False)
-    assert find_hosts(RunRecord([started, ended])) == [HostFigures("n7", groups=[0], starts=1, deaths=1)]
+    assert find_hosts(RunRecord([started, ended])) == [
+        HostFigures("n7", groups=[0], starts=1, deaths=1)
+    ]
 
 
 def test_the_report_has_a_table(capsys: Any) -> None:
@@ -48,7 +59,9 @@ def test_the_report_has_a_table(capsys: Any) -> None:
     show(summary_table(summarize(record())))
     text = capsys.readouterr().out
     assert "n2" in text
-    assert "2 deaths of 2 workers started, groups 1; left once as suspected" in " ".join(text.split())
+    assert "2 deaths of 2 workers started, groups 1; left once as suspected" in " ".join(
+        text.split()
+    )
     assert summarize(record()).to_dict()["hosts"][0]["deaths"] == 2
 
 

@@ -46,7 +46,11 @@ def test_every_view_shows_the_same_stall(tmp_path: Path) -> None:
     shown = report_figures(record)
     assert shown["stalls"][0]["stall_seconds"] == incident.stall_seconds
     assert shown["failures"][0]["stall_seconds"] == incident.stall_seconds
-    assert shown["goodput"]["mean_stall_seconds"] == goodput(record).mean_stall_seconds == incident.stall_seconds
+    assert (
+        shown["goodput"]["mean_stall_seconds"]
+        == goodput(record).mean_stall_seconds
+        == incident.stall_seconds
+    )
     assert shown["failures"][0]["rejoin_seconds"] == shown["stalls"][0]["rejoin_seconds"] == 6.5
     assert shown["failures"][0]["heal"] == shown["stalls"][0]["heal"]
     text = text_of(summary_table(summarize(record)))
@@ -60,7 +64,12 @@ def test_every_view_shows_the_same_stall(tmp_path: Path) -> None:
 def test_stall_of_a_kill() -> None:
     """A fault's stall is what its survivors waited beyond a usual step; its group is back with its contribution."""
     (stall,) = stalls(killed_run())
-    assert (stall.fault, stall.injected, stall.replicas, stall.ended) == ("kill_group", True, (1,), True)
+    assert (stall.fault, stall.injected, stall.replicas, stall.ended) == (
+        "kill_group",
+        True,
+        (1,),
+        True,
+    )
     assert stall.stall_seconds == pytest.approx(2.0)
     assert stall.rejoin_seconds == pytest.approx(19.0 - 12.5)
     assert stall.heal is not None
@@ -85,7 +94,9 @@ def test_stall_counts_once() -> None:
 def test_fault_that_comes_while_a_step_is_late() -> None:
     """A stall that no fault precedes belongs to the first that came while it lasted."""
     events = [event for event in killed_run() if event.name != "fault_injected"]
-    events = [e for e in events if e.name not in ("worker_exited", "replica_restarted", "exchange_failed")]
+    events = [
+        e for e in events if e.name not in ("worker_exited", "replica_restarted", "exchange_failed")
+    ]
     for event in events:
         if event.name == "step_committed":
             event.participants = [0, 1]  # nobody dropped out
@@ -97,7 +108,11 @@ def test_fault_that_comes_while_a_step_is_late() -> None:
 
 def test_one_shot_that_hits_several_groups_is_one_incident() -> None:
     """Two groups killed by one shot are one incident, over when both are back."""
-    events = [*killed_run(), fault(12.52, "kill_group", 2, shot=0), say(12.8, "worker_exited", 2, signal="SIGKILL")]
+    events = [
+        *killed_run(),
+        fault(12.52, "kill_group", 2, shot=0),
+        say(12.8, "worker_exited", 2, signal="SIGKILL"),
+    ]
     (stall,) = stalls(events)
     assert stall.replicas == (1, 2)
     assert stall.rejoin_seconds is None
@@ -113,7 +128,9 @@ def test_no_survivor_no_stall() -> None:
 
 def begun_run() -> list[Event]:
     """Return the first three steps of a run of two groups."""
-    return [event for event in calm_run(3) if event.name not in ("training_finished", "launch_finished")]
+    return [
+        event for event in calm_run(3) if event.name not in ("training_finished", "launch_finished")
+    ]
 
 
 STOP = fault(12.5, "stop_group", 1, shot=0, params={"seconds": 4})
@@ -132,14 +149,24 @@ def test_group_that_is_waited_for_has_not_failed() -> None:
 @pytest.mark.parametrize(("cause", "name"), [(STOP, "stop_group"), (None, "dropped out")])
 def test_group_that_the_others_go_on_without_has_failed(cause: Event | None, name: str) -> None:
     """It lives, and is away from its last step, or from the fault, until it contributes again."""
-    events = [*begun_run(), *(commit(14.5 + step, 4 + step, 0, participants=[0]) for step in range(4))]
+    events = [
+        *begun_run(),
+        *(commit(14.5 + step, 4 + step, 0, participants=[0]) for step in range(4)),
+    ]
     events += [say(18.0, "heal_finished", 1, donor=0, from_step=7, step=7, bytes=9, seconds=1.0)]
-    events += [*(commit(19.0, 8, replica) for replica in (0, 1)), *([] if cause is None else [cause])]
+    events += [
+        *(commit(19.0, 8, replica) for replica in (0, 1)),
+        *([] if cause is None else [cause]),
+    ]
     (incident,) = stalls(events)
     (failure,) = find_failures(RunRecord(events))
     assert (incident.fault, incident.injected, incident.replicas) == (name, cause is not None, (1,))
     assert (failure.replica, failure.cause, failure.away) == (1, name, True)
-    assert failure.rejoin_seconds == incident.rejoin_seconds == pytest.approx(7.0 if cause is None else 6.5)
+    assert (
+        failure.rejoin_seconds
+        == incident.rejoin_seconds
+        == pytest.approx(7.0 if cause is None else 6.5)
+    )
     assert failure.stall_seconds == incident.stall_seconds == pytest.approx(1.5)
     assert failure.heal is not None
     assert failure.heal == incident.heal
@@ -153,7 +180,9 @@ def test_group_that_the_others_go_on_without_has_failed(cause: Event | None, nam
         ({"event": "digest_mismatch", "step": 3, "minority": [1]}, "other digest", "wrong numbers"),
     ],
 )
-def test_what_was_seen_of_a_group_that_dropped_out(told: dict[str, Any], name: str, category: str) -> None:
+def test_what_was_seen_of_a_group_that_dropped_out(
+    told: dict[str, Any], name: str, category: str
+) -> None:
     """A failure that nobody injected is named by what the others saw."""
     kind = told.pop("event")
     events = [*begun_run(), say(14.0, kind, 0, **told), commit(14.5, 4, 0, participants=[0])]
@@ -184,7 +213,10 @@ def test_category_of_an_end_that_nobody_injected(end: Event, category: str) -> N
 def test_an_exchange_that_broke_is_a_failure_of_no_group() -> None:
     """A fault in a connection has failed where an exchange had to be repeated with the same groups."""
     events = [*begun_run(), *(commit(14.0, 4, replica, exchanges=2) for replica in (0, 1))]
-    events += [say(13.2, "exchange_failed", replica, error="closed", seconds=0.1, step=3) for replica in (0, 1)]
+    events += [
+        say(13.2, "exchange_failed", replica, error="closed", seconds=0.1, step=3)
+        for replica in (0, 1)
+    ]
     (failure,) = find_failures(RunRecord(events))
     assert (failure.replica, failure.cause, failure.away, failure.rejoin_seconds) == (
         None,
@@ -193,7 +225,10 @@ def test_an_exchange_that_broke_is_a_failure_of_no_group() -> None:
         None,
     )
     (incident,) = stalls([*events, fault(13.1, "link_reset", 1, shot=0)])
-    assert (incident.fault, [each.cause for each in incident.failures]) == ("link_reset", ["link_reset"])
+    assert (incident.fault, [each.cause for each in incident.failures]) == (
+        "link_reset",
+        ["link_reset"],
+    )
     assert incident.rejoin_seconds is None
 
 
@@ -202,7 +237,11 @@ def test_terminal_page_and_figures_count_the_same_failures() -> None:
     record = RunRecord([*killed_run(), fault(10.5, "slow_rank", 1, shot=7)])
     (failure,) = find_failures(record)
     shown = report_figures(record)
-    assert (len(shown["failures"]), shown["goodput"]["num_failures"], shown["num_faults"]) == (1, 1, 2)
+    assert (len(shown["failures"]), shown["goodput"]["num_failures"], shown["num_faults"]) == (
+        1,
+        1,
+        2,
+    )
     assert text_of(summary_table(summarize(record))).count("failures  ") == 1
     cards = {card.name: card for card in find_cards(record)}
     assert cards["time between failures"].detail == "1 failure, 2 faults injected"
@@ -225,7 +264,9 @@ def test_step_under_way_may_still_pass() -> None:
 
 def test_death_that_is_noted_late() -> None:
     """An agent may note a death when the others are far on; their stall began with the last word of the dead."""
-    events = [event for event in killed_run() if event.name not in ("fault_injected", "replica_restarted")]
+    events = [
+        event for event in killed_run() if event.name not in ("fault_injected", "replica_restarted")
+    ]
     for event in events:
         if event.name == "worker_exited":
             event.time = 1e9 + 16.5
@@ -266,7 +307,11 @@ def leaving_run(*more: Any) -> RunRecord:
 def test_drain_is_no_failure() -> None:
     """A group that leaves when it is asked to has a price of its own, and is no failure."""
     record = leaving_run()
-    assert (find_failures(record), goodput(record).num_failures, report_figures(record)["stalls"]) == ([], 0, [])
+    assert (
+        find_failures(record),
+        goodput(record).num_failures,
+        report_figures(record)["stalls"],
+    ) == ([], 0, [])
     (drain,) = find_drains(record)
     assert (drain.replica, drain.in_order, drain.stall_seconds) == (1, True, pytest.approx(1.5))
     (incident,) = find_incidents(record)
@@ -277,7 +322,11 @@ def test_fault_that_asks_to_leave() -> None:
     """A fault that makes a group leave has the stall; that is shown once among the faults, and with the drain."""
     record = leaving_run(fault(11.9, "term_group", 1, shot=0))
     (incident,) = find_incidents(record)
-    assert (incident.fault, incident.ended, incident.stall_seconds) == ("term_group", True, pytest.approx(1.5))
+    assert (incident.fault, incident.ended, incident.stall_seconds) == (
+        "term_group",
+        True,
+        pytest.approx(1.5),
+    )
     assert [drain.stall_seconds for drain in find_drains(record)] == [incident.stall_seconds]
 
 
@@ -295,7 +344,11 @@ def test_own_computing_for_a_round_is_no_stall() -> None:
 
 def test_two_groups_of_one_shot_are_two_failures() -> None:
     """Each death is a failure of its own, with the stall of their shot."""
-    events = [*killed_run(), fault(12.52, "kill_group", 2, shot=0), say(12.8, "worker_exited", 2, signal="SIGKILL")]
+    events = [
+        *killed_run(),
+        fault(12.52, "kill_group", 2, shot=0),
+        say(12.8, "worker_exited", 2, signal="SIGKILL"),
+    ]
     (incident,) = find_incidents(RunRecord(events))
     failures = find_failures(RunRecord(events))
     assert [(each.replica, each.cause, each.stall_seconds) for each in failures] == [
@@ -322,7 +375,10 @@ def test_two_groups_of_one_shot_are_two_failures() -> None:
 )
 def test_stalls_of_plain_numbers(causes: list[StallCause], expected: list[float | None]) -> None:
     """One group commits at 1, 2, 7, 8 and 9; a usual step takes 1."""
-    commits = {0: [TimedCommit(time, 0) for time in (1.0, 2.0, 7.0, 8.0, 9.0)], 1: [TimedCommit(1.0, 0)]}
+    commits = {
+        0: [TimedCommit(time, 0) for time in (1.0, 2.0, 7.0, 8.0, 9.0)],
+        1: [TimedCommit(1.0, 0)],
+    }
     assert attribute_stalls(causes, commits, 1.0) == expected
 
 
@@ -341,9 +397,18 @@ def test_incidents_are_json() -> None:
 
 def test_dead_agent_is_a_failure_of_its_group() -> None:
     """It takes the workers along, of whose ends no event tells: one failure, with its stall and its return."""
-    events = [event for event in killed_run() if event.name not in ("fault_injected", "worker_exited")]
+    events = [
+        event for event in killed_run() if event.name not in ("fault_injected", "worker_exited")
+    ]
     events.append(
-        say(12.6, "agent_ended", 1, signal="SIGKILL", restarts=True, reason="its agent was killed by SIGKILL")
+        say(
+            12.6,
+            "agent_ended",
+            1,
+            signal="SIGKILL",
+            restarts=True,
+            reason="its agent was killed by SIGKILL",
+        )
     )
     (failure,) = find_failures(RunRecord(events))
     assert (failure.replica, failure.attempt, failure.cause) == (1, 0, "agent: SIGKILL")

@@ -64,7 +64,11 @@ def with_a_death() -> SyntheticRun:
 
 
 def figures(record: RunRecord) -> dict[str, Any]:
-    return {"check": check(record).to_dict(), "audit": audit(record).to_dict(), "report": report_figures(record)}
+    return {
+        "check": check(record).to_dict(),
+        "audit": audit(record).to_dict(),
+        "report": report_figures(record),
+    }
 
 
 def test_every_figure_of_a_reduced_run_is_that_of_the_whole_one(tmp_path: Path) -> None:
@@ -107,7 +111,9 @@ def test_digests_that_agree_keep_no_events(tmp_path: Path) -> None:
         assert figures(reduced)["report"]["num_step_digests"] == RANKS * NUM_STEPS // 2
 
 
-def test_what_came_since_is_added_to_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_came_since_is_added_to_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = plain_run()
     folder = write(run, tmp_path)
     before = RunRecord.read(folder)
@@ -121,10 +127,15 @@ def test_what_came_since_is_added_to_what_is_kept(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(kept, "MIN_BYTES", 1 << 30)
     run.tell("launch_stopping", 1, reason="late", drain_seconds=1.0)
     write(run, tmp_path)
-    assert RunRecord.read(folder).of(type(RunRecord.read(folder, whole=True).events[-1]))[-1].name == "launch_stopping"
+    assert (
+        RunRecord.read(folder).of(type(RunRecord.read(folder, whole=True).events[-1]))[-1].name
+        == "launch_stopping"
+    )
 
 
-def test_a_launcher_keeps_the_record_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_keeps_the_record_while_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each time a frame is added; what a command reads at the end is what it would have reduced by itself."""
     run = plain_run()
     folder = write(run, tmp_path)
@@ -151,7 +162,9 @@ def test_a_launcher_keeps_the_record_while_the_run_goes_on(tmp_path: Path, monke
     assert figures(found) == figures(RunRecord.read(folder, whole=True))
 
 
-def test_the_process_beside_a_launcher_decodes_no_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_beside_a_launcher_decodes_no_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its time would grow with the run."""
     run = plain_run()
     folder = write(run, tmp_path)
@@ -187,7 +200,9 @@ def test_a_frame_of_a_process_that_was_killed_is_left_out(tmp_path: Path, num_by
 
 
 @pytest.mark.parametrize("is_anew", [False, True])
-def test_two_processes_that_reduce_the_same_events_keep_them_once(tmp_path: Path, is_anew: bool) -> None:
+def test_two_processes_that_reduce_the_same_events_keep_them_once(
+    tmp_path: Path, is_anew: bool
+) -> None:
     """A command and the launcher's process read the same frames; the second one to write finds the other's work."""
     run = plain_run()
     folder = write(run, tmp_path)
@@ -243,7 +258,9 @@ def other_version(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [rewrite, cut, remove, damage_record, cut_record, other_version])
-def test_what_is_kept_is_not_used_where_it_may_not_fit(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_what_is_kept_is_not_used_where_it_may_not_fit(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
     folder = write(with_a_death(), tmp_path)
     RunRecord.read(folder)
     assert (folder / kept.FILE).exists()
@@ -251,7 +268,9 @@ def test_what_is_kept_is_not_used_where_it_may_not_fit(tmp_path: Path, damage: C
     assert figures(RunRecord.read(folder)) == figures(RunRecord.read(folder, whole=True))
 
 
-def test_a_folder_that_cannot_be_written_is_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
@@ -277,12 +296,16 @@ def test_a_folder_that_cannot_be_written_is_read_all_the_same(tmp_path: Path, mo
         ("waits", [{"slot": 1, "seconds": 9.0, "why": "catching_up"}]),
     ],
 )
-def test_a_step_that_breaks_a_promise_is_judged_as_before(tmp_path: Path, field: str, value: Any) -> None:
+def test_a_step_that_breaks_a_promise_is_judged_as_before(
+    tmp_path: Path, field: str, value: Any
+) -> None:
     run = with_a_death()
     broken = run.named("step_committed", step=31, replica=1)[0]
     at = run.events.index(broken)
     raw = msgspec.to_builtins(broken) | {field: value}
-    run.events[at] = msgspec.convert(msgspec.to_builtins(raw, str_keys=True), type(broken), strict=False)
+    run.events[at] = msgspec.convert(
+        msgspec.to_builtins(raw, str_keys=True), type(broken), strict=False
+    )
     folder = write(run, tmp_path)
     reduced = RunRecord.read(folder)
     assert 31 in {event.step for event in reduced.of(StepCommitted)}
@@ -311,7 +334,15 @@ def test_steps_that_are_made_again_as_usual_are_made_again(tmp_path: Path) -> No
     """The first time a fault was near, so that their events were kept."""
     run = SyntheticRun(digest_every=20)
     run.begin()
-    run.tell("fault_injected", 2, fault="slow_rank", target={"replica": 1, "rank": 0}, seed=1, shot=0, params={})
+    run.tell(
+        "fault_injected",
+        2,
+        fault="slow_rank",
+        target={"replica": 1, "rank": 0},
+        seed=1,
+        shot=0,
+        params={},
+    )
     run.step([0, 1])  # so that these states are others
     run.steps(39)
     for group in range(3):
@@ -360,7 +391,9 @@ def test_top_shows_a_reduced_run_as_the_whole_one(tmp_path: Path) -> None:
     assert shown.outcome == whole.outcome
 
 
-def test_a_fault_that_is_undone_and_whose_beginning_nobody_told_ends_no_reading(tmp_path: Path) -> None:
+def test_a_fault_that_is_undone_and_whose_beginning_nobody_told_ends_no_reading(
+    tmp_path: Path,
+) -> None:
     run = plain_run()
     run.tell("fault_undone", 2, fault="slow_rank", target={"replica": 1, "rank": 0}, shot=3)
     run.steps(NUM_STEPS)

@@ -24,7 +24,17 @@ LAUNCH = [
     started(1.0, 0),
     started(1.1, 1),
     say(1.5, "fault_injected", 1, fault="kill_group", target={"replica": 1}, seed=7, shot=3),
-    say(2.0, "worker_exited", 1, rank=0, attempt=0, worker_pid=1, reason="killed", signal="SIGKILL", stopped=False),
+    say(
+        2.0,
+        "worker_exited",
+        1,
+        rank=0,
+        attempt=0,
+        worker_pid=1,
+        reason="killed",
+        signal="SIGKILL",
+        stopped=False,
+    ),
     say(2.5, "replica_restarted", 1, attempt=1, reason="killed", standby=False),
     started(3.0, 1, attempt=1),
     commit(4.0, 1, 0),
@@ -47,7 +57,13 @@ def test_groups_keep_what_their_events_said_before_the_line_came() -> None:
 
 
 def test_the_line_of_a_resumed_launch_ends_only_what_was_before_it() -> None:
-    earlier = [launched(-100.0), started(-99.0, 0), started(-99.0, 1), commit(-98.0, 7, 0), commit(-98.0, 7, 1)]
+    earlier = [
+        launched(-100.0),
+        started(-99.0, 0),
+        started(-99.0, 1),
+        commit(-98.0, 7, 0),
+        commit(-98.0, 7, 1),
+    ]
     ended = say(-97.0, "launch_finished", code=0, reason="all groups finished")
     late = fold_events([*earlier, ended, *LAUNCH[1:], LAUNCH[0]])
     assert late.launch is LAUNCH[0]
@@ -73,13 +89,17 @@ def test_the_late_line_of_an_earlier_launch_ends_nothing() -> None:
 
 
 def test_a_shot_of_two_groups_is_one_fault_whenever_the_line_comes() -> None:
-    second = say(1.6, "fault_injected", 0, fault="kill_group", target={"replica": 0}, seed=7, shot=3)
+    second = say(
+        1.6, "fault_injected", 0, fault="kill_group", target={"replica": 0}, seed=7, shot=3
+    )
     fold = fold_events([*LAUNCH[1:4], LAUNCH[0], second])
     assert fold.faults.num_injected == 1
 
 
 def test_faults_of_an_earlier_launch_do_not_count_after_a_late_line() -> None:
-    earlier = say(-98.0, "fault_injected", 0, fault="stop_rank", target={"replica": 0}, seed=7, shot=3)
+    earlier = say(
+        -98.0, "fault_injected", 0, fault="stop_rank", target={"replica": 0}, seed=7, shot=3
+    )
     fold = fold_events([launched(-100.0), earlier, *LAUNCH[1:], LAUNCH[0]])
     assert fold.faults.by_kind == {"kill_group": 1}
 

@@ -15,8 +15,15 @@ from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.log import encode
 from titan_ft.run.paths import RunPaths
 
-BOOM = {"reason": "rank 0 ended with exit status 1", "signal": None, "code": 1, "error": "RuntimeError: boom 1"}
-TRACEBACK = 'Traceback (most recent call last):\n  File "mybug.py", line 15, in f\nRuntimeError: boom 1\n'
+BOOM = {
+    "reason": "rank 0 ended with exit status 1",
+    "signal": None,
+    "code": 1,
+    "error": "RuntimeError: boom 1",
+}
+TRACEBACK = (
+    'Traceback (most recent call last):\n  File "mybug.py", line 15, in f\nRuntimeError: boom 1\n'
+)
 
 
 def write_log(root: Path, slot: int, attempt: int = 0, text: str = TRACEBACK) -> Path:
@@ -51,7 +58,10 @@ def test_same_reason_is_printed_once(synthetic_run: Any, tmp_path: Path) -> None
     run = crashed(synthetic_run, 0, 1)
     run.exit(2, signal="SIGKILL", code=None, reason="rank 0 was killed by SIGKILL")
     ends = find_failed_attempts(RunRecord(run.events))
-    assert [(end.reason.text, end.slots) for end in ends] == [("killed by SIGKILL", (2,)), (BOOM["error"], (0, 1))]
+    assert [(end.reason.text, end.slots) for end in ends] == [
+        ("killed by SIGKILL", (2,)),
+        (BOOM["error"], (0, 1)),
+    ]
     text = "\n".join(show_logs(RunRecord(run.events), tmp_path, None, 30))
     assert "; group 0 ended alike" in text
     assert text.count("its log is not in this folder") == 2
@@ -61,7 +71,14 @@ def test_same_reason_is_printed_once(synthetic_run: Any, tmp_path: Path) -> None
 def test_only_the_first_rank_and_the_last_attempt_count(synthetic_run: Any) -> None:
     """Other ranks end because the first one did, and a group that came back has ended anew since."""
     run = crashed(synthetic_run, 1)
-    run.exit(1, rank=1, reason="rank 1 ended with exit status 1", signal=None, code=1, error="RuntimeError: lost peer")
+    run.exit(
+        1,
+        rank=1,
+        reason="rank 1 ended with exit status 1",
+        signal=None,
+        code=1,
+        error="RuntimeError: lost peer",
+    )
     (end,) = find_failed_attempts(RunRecord(run.events))
     assert end.reason.text == BOOM["error"]
 
@@ -75,7 +92,9 @@ def test_nothing_ended_by_itself(good_run: Any, tmp_path: Path) -> None:
     assert lines[1] == "no group ended by itself; the last lines of rank 0:"
     assert lines[3:5] == [f"group 0: {RunPaths(tmp_path).latest_logs(0)}/rank-0.log", "    step 2"]
     assert "    (no log in this folder)" in lines
-    assert not any("group 0" in line for line in show_logs(RunRecord(good_run.events), tmp_path, 1, 1)[1:])
+    assert not any(
+        "group 0" in line for line in show_logs(RunRecord(good_run.events), tmp_path, 1, 1)[1:]
+    )
 
 
 def test_a_frozen_group_that_was_given_up(synthetic_run: Any, tmp_path: Path) -> None:
@@ -83,7 +102,16 @@ def test_a_frozen_group_that_was_given_up(synthetic_run: Any, tmp_path: Path) ->
     run = synthetic_run(2, steps=40)
     run.begin()
     run.steps(5)
-    run.tell("replica_gave_up", 1, replica=1, attempt=0, cause="lost", reason="it was silent", log="", error="")
+    run.tell(
+        "replica_gave_up",
+        1,
+        replica=1,
+        attempt=0,
+        cause="lost",
+        reason="it was silent",
+        log="",
+        error="",
+    )
     lines = show_logs(RunRecord(run.events), tmp_path, None, 30)
     assert lines[2] == "it was silent"
     assert lines[3].startswith("  group 1, attempt 0, after step 5, at ")
@@ -94,8 +122,15 @@ def test_dead_agent(synthetic_run: Any, tmp_path: Path) -> None:
     run = synthetic_run(3, steps=40)
     run.begin()
     run.steps(5)
-    ended = {"agent_pid": 7, "signal": "SIGKILL", "restarts": True, "log": "/elsewhere/supervisor.log"}
-    run.tell("agent_ended", 1, replica=1, attempt=0, reason="its agent was killed by SIGKILL", **ended)
+    ended = {
+        "agent_pid": 7,
+        "signal": "SIGKILL",
+        "restarts": True,
+        "log": "/elsewhere/supervisor.log",
+    }
+    run.tell(
+        "agent_ended", 1, replica=1, attempt=0, reason="its agent was killed by SIGKILL", **ended
+    )
     log = RunPaths(tmp_path).agent_log(1)
     log.parent.mkdir(parents=True)
     log.write_text("last words\n")
@@ -112,11 +147,15 @@ def test_dead_agent(synthetic_run: Any, tmp_path: Path) -> None:
         (["--lines", "0"], "--lines must be >= 1, got 0; leave it out for 30"),
     ],
 )
-def test_mistakes(synthetic_run: Any, tmp_path: Path, capsys: Any, options: list[str], message: str) -> None:
+def test_mistakes(
+    synthetic_run: Any, tmp_path: Path, capsys: Any, options: list[str], message: str
+) -> None:
     """A wrong option is one line and status 2."""
     events = RunPaths(tmp_path).events
     events.mkdir()
-    (events / "a.jsonl").write_bytes(b"".join(encode(event) for event in crashed(synthetic_run, 1).events))
+    (events / "a.jsonl").write_bytes(
+        b"".join(encode(event) for event in crashed(synthetic_run, 1).events)
+    )
     assert main(["logs", str(tmp_path), *options]) == 2
     assert capsys.readouterr().err == f"titan-ft: {message}\n"
     assert main(["logs", str(tmp_path)]) == 0

@@ -17,7 +17,12 @@ from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.terminal import headline
 from titan_ft.live.run_status import RunStatus
 
-BOOM = {"reason": "rank 0 ended with exit status 1", "signal": None, "code": 1, "error": "RuntimeError: boom"}
+BOOM = {
+    "reason": "rank 0 ended with exit status 1",
+    "signal": None,
+    "code": 1,
+    "error": "RuntimeError: boom",
+}
 BOOM |= {"where": "mybug.py:15", "log": "logs/replica-1/attempt-0/rank-0.log"}
 
 
@@ -62,7 +67,12 @@ def test_finished_without_a_group(synthetic_run: Any) -> None:
     """A group that is given up while the others finish is named first, with its last step and the exception."""
     run = started(synthetic_run, 7)
     run.exit(1, **BOOM)
-    told = {"rank": 0, "reason": "the same exception 3 times", "log": "", "error": "RuntimeError: boom"}
+    told = {
+        "rank": 0,
+        "reason": "the same exception 3 times",
+        "log": "",
+        "error": "RuntimeError: boom",
+    }
     run.tell("replica_gave_up", 11, replica=1, attempt=0, **told)
     run.steps(33, [0])
     run.num_groups = 1
@@ -84,7 +94,10 @@ def test_a_group_that_fell_silent_is_lost(synthetic_run: Any) -> None:
     run.num_groups = 1
     run.finish()
     run.named("launch_finished")[0].code = 1
-    assert outcome(run).headline == "Finished at step 10 without group 1, lost since step 7: no event says why"
+    assert (
+        outcome(run).headline
+        == "Finished at step 10 without group 1, lost since step 7: no event says why"
+    )
     run.named("launch_finished")[0].code = 0  # its agent says that it ended well
     assert outcome(run).headline == "Finished at step 10"
 
@@ -94,7 +107,16 @@ def test_a_group_whose_agent_died(synthetic_run: Any) -> None:
     run = started(synthetic_run, 7)
     told = {"replica": 1, "attempt": 0, "agent_pid": 11, "signal": "SIGKILL", "restarts": False}
     run.tell("agent_ended", 1, reason="its agent was killed by SIGKILL", **told)
-    run.tell("replica_gave_up", 1, replica=1, attempt=0, rank=0, reason="no restart left", log="", error="")
+    run.tell(
+        "replica_gave_up",
+        1,
+        replica=1,
+        attempt=0,
+        rank=0,
+        reason="no restart left",
+        log="",
+        error="",
+    )
     run.steps(3, [0])
     run.num_groups = 1
     run.finish()
@@ -107,15 +129,29 @@ def test_a_group_whose_agent_died(synthetic_run: Any) -> None:
 def test_a_group_that_died_before_it_wrote_its_first_commit(synthetic_run: Any) -> None:
     """The others' commits say that it took part."""
     run = started(synthetic_run, 1)
-    run.events = [each for each in run.events if not (each.name == "step_committed" and each.replica == 1)]
-    run.tell("replica_gave_up", 1, replica=1, attempt=0, rank=0, reason="no restart left", log="", error="")
+    run.events = [
+        each for each in run.events if not (each.name == "step_committed" and each.replica == 1)
+    ]
+    run.tell(
+        "replica_gave_up",
+        1,
+        replica=1,
+        attempt=0,
+        rank=0,
+        reason="no restart left",
+        log="",
+        error="",
+    )
     assert outcome(run, goes_on=True).lost[0].since_step == 1
 
 
 def test_last_events_that_are_missing(synthetic_run: Any) -> None:
     """On a full disk the launcher saw all groups end well, and no event tells of the last steps."""
     run = started(synthetic_run, 7)
-    for agents_write in (False, True):  # again, once the disk has room, while the workers' events are lost
+    for agents_write in (
+        False,
+        True,
+    ):  # again, once the disk has room, while the workers' events are lost
         for group in (0, 1) if agents_write else ():
             run.exit(group, reason="rank 0 ended with exit status 0", signal=None, code=0)
         end_launch(run, 0, "all groups finished")
@@ -128,10 +164,20 @@ def test_each_death_of_an_agent_counts(synthetic_run: Any) -> None:
     """Agents that die at the same moment, or one after the other, are not one happening that several tell of."""
     run = started(synthetic_run, 7)
     for replica, attempt in ((0, 0), (1, 0), (1, 1)):
-        told = {"replica": replica, "attempt": attempt, "agent_pid": 11, "signal": "SIGKILL", "restarts": True}
+        told = {
+            "replica": replica,
+            "attempt": attempt,
+            "agent_pid": 11,
+            "signal": "SIGKILL",
+            "restarts": True,
+        }
         run.tell("agent_ended", 1, reason="its agent was killed by SIGKILL", **told)
     (note,) = find_notes(RunRecord(run.events))
-    assert (note.where, note.text, note.count) == ("groups 0, 1", "ended: its agent was killed by SIGKILL", 3)
+    assert (note.where, note.text, note.count) == (
+        "groups 0, 1",
+        "ended: its agent was killed by SIGKILL",
+        3,
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -170,7 +216,10 @@ def test_groups_without_a_launcher(synthetic_run: Any) -> None:
     run.finish()
     without_launcher(run)
     found = outcome(run)
-    assert found.headline == "Finished at step 40 without group 1, lost since step 7: no event says why"
+    assert (
+        found.headline
+        == "Finished at step 40 without group 1, lost since step 7: no event says why"
+    )
     assert found.colour == "amber"
 
 
@@ -209,7 +258,15 @@ def test_groups_that_left(synthetic_run: Any) -> None:
     """Groups without a launcher that all left were stopped by whoever asked them."""
     run = started(synthetic_run, 7)
     for group in (0, 1):
-        run.of("drained", group, step=7, reason="SIGTERM", in_order=True, digest=None, lineage=run.state)
+        run.of(
+            "drained",
+            group,
+            step=7,
+            reason="SIGTERM",
+            in_order=True,
+            digest=None,
+            lineage=run.state,
+        )
     without_launcher(run)
     found = outcome(run)
     assert (found.kind, found.headline) == ("stopped", "Stopped by SIGTERM at step 7 of 40")
@@ -243,7 +300,10 @@ def test_failed(synthetic_run: Any) -> None:
     end_launch(run, 1, "all groups end with RuntimeError: boom")
     found = outcome(run)
     assert (found.kind, found.colour, found.lost) == ("failed", "red", ())
-    assert found.headline == "Failed at step 12 of 40: RuntimeError: boom, rank 0 of group 1, mybug.py:15"
+    assert (
+        found.headline
+        == "Failed at step 12 of 40: RuntimeError: boom, rank 0 of group 1, mybug.py:15"
+    )
     assert found.reason is not None
     assert (found.reason.attempt, found.reason.step, found.reason.log) == (0, 11, BOOM["log"])
 
@@ -281,7 +341,11 @@ def test_a_later_cause(synthetic_run: Any) -> None:
 def test_never_began(synthetic_run: Any) -> None:
     """Without a step the reason is the headline, also where somebody stopped the run that could not begin."""
     run = started(synthetic_run)
-    offline = {"error": "ConnectionError: no route", "where": "datasets/load.py:7", "transient": True}
+    offline = {
+        "error": "ConnectionError: no route",
+        "where": "datasets/load.py:7",
+        "transient": True,
+    }
     run.exit(0, **{**BOOM, **offline})
     why = "ConnectionError: no route, rank 0 of group 0, datasets/load.py:7"
     assert outcome(run, goes_on=True).headline == f"Running: no step yet: {why}"
@@ -317,10 +381,15 @@ def test_stopped_before_the_first_step(synthetic_run: Any) -> None:
 def test_the_launcher_is_gone(synthetic_run: Any) -> None:
     """A launcher that was killed leaves no word; while it holds the run's folder, the run goes on."""
     run = started(synthetic_run, 7)
-    assert (outcome(run, goes_on=True).kind, outcome(run, goes_on=True).colour) == ("running", "green")
+    assert (outcome(run, goes_on=True).kind, outcome(run, goes_on=True).colour) == (
+        "running",
+        "green",
+    )
     assert outcome(run).headline == "End unknown, the launcher is gone: last at step 7 of 40"
     end_launch(run, 1, "the launcher failed")
-    assert outcome(run, goes_on=True).kind == "failed"  # the lock on the folder lasts a moment longer
+    assert (
+        outcome(run, goes_on=True).kind == "failed"
+    )  # the lock on the folder lasts a moment longer
 
 
 def test_another_launch_begins_anew(good_run: Any) -> None:
@@ -345,7 +414,11 @@ def test_failures(good_run: Any) -> None:
     fold = fold_events(RunRecord(good_run.events).events)
     (failure,) = fold.failures
     assert (failure.slot, failure.attempt, failure.died, failure.away) == (2, 0, True, True)
-    back = min(event.time for event in good_run.named("step_committed", replica=2, attempt=1) if event.own_tokens)
+    back = min(
+        event.time
+        for event in good_run.named("step_committed", replica=2, attempt=1)
+        if event.own_tokens
+    )
     assert failure.back == back
 
 
@@ -362,7 +435,13 @@ def test_a_living_group_that_drops_out(synthetic_run: Any) -> None:
     run.of("drained", 1, step=9, reason="SIGTERM", in_order=True, digest=None, lineage=run.state)
     run.steps(2, [0])
     first, second = fold_events(run.events).failures
-    assert (first.slot, first.died, second.slot, second.died, second.back) == (2, False, 2, True, None)
+    assert (first.slot, first.died, second.slot, second.died, second.back) == (
+        2,
+        False,
+        2,
+        True,
+        None,
+    )
     assert first.back is not None
 
 

@@ -44,7 +44,14 @@ def test_calm_run_trains() -> None:
 def test_killed_group_is_lost_starts_and_recovers() -> None:
     """It is lost until its next process shows itself, starts until it asks to join, and fetches the state then."""
     found = spans(phases(killed_run(), 1))
-    assert [state for state, _ in found] == ["starting", "training", "lost", "starting", "recovering", "training"]
+    assert [state for state, _ in found] == [
+        "starting",
+        "training",
+        "lost",
+        "starting",
+        "recovering",
+        "training",
+    ]
     assert dict(found)["lost"] == 0.2
     assert dict(found)["recovering"] == 2.0
 

@@ -43,7 +43,9 @@ def run_dir(good_run: Any, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, counts: Counter[str]) -> None:
+def count_calls(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, counts: Counter[str]
+) -> None:
     """Count the calls of a function, by its name."""
     original: Callable[..., Any] = getattr(owner, name)
 
@@ -76,7 +78,9 @@ def test_a_run_goes_on_while_its_launch_lives(good_run: Any, tmp_path: Path) -> 
         assert read.goes_on
         assert 0 < len(read.events) < len(begun)
         assert read.events[-1].time <= time.time() - kept.SETTLED_SECONDS
-    assert RunRecord.read(paths.events).goes_on  # the lock may be known on the launcher's own host only
+    assert RunRecord.read(
+        paths.events
+    ).goes_on  # the lock may be known on the launcher's own host only
     write_events(tmp_path, begun, newest=time.time() - record.SILENT_SECONDS)
     assert not RunRecord.read(paths.events).goes_on
     with paths.config.open("a", encoding="utf-8") as config:
@@ -94,13 +98,20 @@ def test_a_run_whose_groups_are_all_frozen_is_not_green(good_run: Any, tmp_path:
         with paths.config.open("a", encoding="utf-8") as config:
             assert hold(config)
             found = find_outcome(RunRecord.read(paths.events))
-        assert (found.kind, found.colour, "; no event for 6" in found.headline) == ("running", colour, age > 10)
+        assert (found.kind, found.colour, "; no event for 6" in found.headline) == (
+            "running",
+            colour,
+            age > 10,
+        )
 
 
 def test_a_look_refuses_no_launch(tmp_path: Path) -> None:
     """Whoever looks whether a launch goes on takes the lock for a moment; a launch of that moment waits for it."""
     paths = RunPaths(tmp_path)
-    with paths.config.open("a", encoding="utf-8") as config, paths.config.open(encoding="utf-8") as look:
+    with (
+        paths.config.open("a", encoding="utf-8") as config,
+        paths.config.open(encoding="utf-8") as look,
+    ):
         fcntl.flock(look, fcntl.LOCK_SH)
         threading.Timer(0.05, fcntl.flock, (look, fcntl.LOCK_UN)).start()
         assert hold(config)
@@ -118,9 +129,14 @@ def test_groups_without_a_launcher_go_on_while_they_announce_something(
     assert not RunRecord.read(tmp_path / "events").goes_on
 
 
-@pytest.mark.parametrize("command", [["report"], ["report", "--json"], ["check"], ["check", "--json"]])
+@pytest.mark.parametrize(
+    "command", [["report"], ["report", "--json"], ["check"], ["check", "--json"]]
+)
 def test_command_reads_each_file_once(
-    command: list[str], run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A command opens each event file of the run once, and works its facts out once."""
     opened: Counter[str] = Counter()
@@ -155,7 +171,9 @@ def _watch(note: Callable[[str, tuple[Any, ...]], None] | None) -> None:
     if not _WATCHER:
         _WATCHER.append(None)
         # It cannot be taken away again, so that there is one for all tests.
-        sys.addaudithook(lambda name, arguments: _WATCHER[0](name, arguments) if _WATCHER[0] else None)
+        sys.addaudithook(
+            lambda name, arguments: _WATCHER[0](name, arguments) if _WATCHER[0] else None
+        )
     _WATCHER[0] = note
 
 
@@ -176,13 +194,30 @@ def test_wall_clock_that_was_set() -> None:
         whole += [build(WorkerStarted, time=101.0, mono=11.0, host=name) for name in ("here", host)]
         return [*whole, build(StepCommitted, time=42.0, mono=12.0)]
 
-    assert [event.time for event in RunRecord(events("here")).events] == [100.0, 101.0, 101.0, 102.0]
-    assert [event.time for event in RunRecord(events("here")).written] == [42.0, 100.0, 101.0, 101.0]
-    assert [event.time for event in RunRecord(events("there")).events] == [42.0, 100.0, 101.0, 101.0]
+    assert [event.time for event in RunRecord(events("here")).events] == [
+        100.0,
+        101.0,
+        101.0,
+        102.0,
+    ]
+    assert [event.time for event in RunRecord(events("here")).written] == [
+        42.0,
+        100.0,
+        101.0,
+        101.0,
+    ]
+    assert [event.time for event in RunRecord(events("there")).events] == [
+        42.0,
+        100.0,
+        101.0,
+        101.0,
+    ]
 
 
 def commit(time: float, step: int, replica: int, **fields: Any) -> Event:
-    return build(StepCommitted, time=time, step=step, replica=replica, **{"participants": [0, 1], **fields})
+    return build(
+        StepCommitted, time=time, step=step, replica=replica, **{"participants": [0, 1], **fields}
+    )
 
 
 def test_makers_of_a_step_that_only_a_group_without_weight_tells_of() -> None:

@@ -45,7 +45,9 @@ def test_reopenings_that_are_proved(good_run: SyntheticRun) -> None:
     assert judge(good_run.events) == ("holds", RANKS, 0)
 
 
-def test_a_loader_that_was_checked_proves_what_nobody_had_read_ahead(good_run: SyntheticRun) -> None:
+def test_a_loader_that_was_checked_proves_what_nobody_had_read_ahead(
+    good_run: SyntheticRun,
+) -> None:
     for event in opened_again(good_run.events):
         change(event, exact=None)
     assert judge(good_run.events) == ("holds", RANKS, 0)
@@ -62,9 +64,14 @@ def test_a_first_batch_proves_nothing_of_a_loader_that_nobody_can_look_into(
             change(checked, transparent=transparent)
     assert judge(good_run.events) == ("unknown", RANKS, RANKS)
     told = audit(RunRecord(good_run.events)).unproved
-    assert told.startswith("2 reopenings of data not proved (Loader cannot be looked into; its first batch was right)")
+    assert told.startswith(
+        "2 reopenings of data not proved (Loader cannot be looked into; its first batch was right)"
+    )
     assert judge(without(good_run.events, LoaderChecked)) == ("unknown", RANKS, RANKS)
-    assert judge([event for event in good_run.events if event not in opened_again(good_run.events)])[0] == "unknown"
+    assert (
+        judge([event for event in good_run.events if event not in opened_again(good_run.events)])[0]
+        == "unknown"
+    )
 
 
 def wrong_batch(run: SyntheticRun) -> list[Event]:
@@ -75,7 +82,12 @@ def wrong_batch(run: SyntheticRun) -> list[Event]:
 def inexact_loader(run: SyntheticRun) -> list[Event]:
     """One rank's loader was found inexact; that the first batch is the right one proves nothing then."""
     checked = next(event for event in run.events if isinstance(event, LoaderChecked))
-    change(checked, exact=False, reason="opened again after batch 2, it gave another batch 4", loader="Mine")
+    change(
+        checked,
+        exact=False,
+        reason="opened again after batch 2, it gave another batch 4",
+        loader="Mine",
+    )
     return run.events
 
 
@@ -86,7 +98,11 @@ def untold(run: SyntheticRun) -> list[Event]:
 @pytest.mark.parametrize(
     ("damage", "number", "reason"),
     [
-        (wrong_batch, 1, "slot 2 at batch 6, by group 2: it was another batch than the one that follows there"),
+        (
+            wrong_batch,
+            1,
+            "slot 2 at batch 6, by group 2: it was another batch than the one that follows there",
+        ),
         (inexact_loader, RANKS, "Mine: opened again after batch 2, it gave another batch 4"),
         (untold, RANKS, "no event tells how it was opened"),
     ],
@@ -107,7 +123,9 @@ def test_what_is_not_proved_is_unknown(
     assert "whether any were lost or repeated is not known" in judged.statement
 
 
-def test_an_inexact_loader_that_nobody_opened_again_does_no_harm(synthetic_run: type[SyntheticRun]) -> None:
+def test_an_inexact_loader_that_nobody_opened_again_does_no_harm(
+    synthetic_run: type[SyntheticRun],
+) -> None:
     """It holds, and a note names the loader. So it does with a loader that nobody can look into."""
     run = synthetic_run()
     run.begin()
@@ -119,10 +137,14 @@ def test_an_inexact_loader_that_nobody_opened_again_does_no_harm(synthetic_run: 
     assert audit(RunRecord(run.events)).verdict == "holds"
     record = RunRecord(inexact_loader(run))
     assert audit(record).verdict == "holds"
-    assert any("does not go on exactly" in note.text and "Mine" in note.text for note in find_notes(record))
+    assert any(
+        "does not go on exactly" in note.text and "Mine" in note.text for note in find_notes(record)
+    )
 
 
-def test_the_command_says_so(good_run: SyntheticRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_so(
+    good_run: SyntheticRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "events").mkdir()
     (tmp_path / "events" / "all.jsonl").write_bytes(b"".join(map(encode, wrong_batch(good_run))))
     assert main(["check", str(tmp_path)]) == 1

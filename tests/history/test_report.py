@@ -50,8 +50,24 @@ from titan_ft.history.timing.incidents import Incident, find_failures
 from titan_ft.run.events import Event, StepCommitted
 from titan_ft.run.paths import RunPaths
 
-DEADLY = ("kill_rank", "kill_group", "segfault", "exception", "out_of_memory", "abort_process_group", "kill_donor")
-MILD = ("stop_group", "slow_rank", "network_dead", "nan_gradient", "flip_parameter", "kill_lighthouse", "disk_full")
+DEADLY = (
+    "kill_rank",
+    "kill_group",
+    "segfault",
+    "exception",
+    "out_of_memory",
+    "abort_process_group",
+    "kill_donor",
+)
+MILD = (
+    "stop_group",
+    "slow_rank",
+    "network_dead",
+    "nan_gradient",
+    "flip_parameter",
+    "kill_lighthouse",
+    "disk_full",
+)
 SECTIONS = (
     "What failed",
     "The run",
@@ -62,7 +78,17 @@ SECTIONS = (
     "Promises",
     "Curves of training",
 )
-FIGURES = ("loss", "timeline", "participants", "stalls", "step-times", "goodput", "grad-norm", "lr", "memory")
+FIGURES = (
+    "loss",
+    "timeline",
+    "participants",
+    "stalls",
+    "step-times",
+    "goodput",
+    "grad-norm",
+    "lr",
+    "memory",
+)
 BEGIN = 1_760_000_000.0
 
 
@@ -80,24 +106,54 @@ class Job:
         self._behind = [False] * num_groups  # it sends zeros until its heal is over
         self._batches = [0] * num_groups
         self._lineage = "000000000000"
-        self._log(BEGIN, "launch_started", replicas=num_groups, ranks_per_replica=1, spares=0, job_id="synthetic")
+        self._log(
+            BEGIN,
+            "launch_started",
+            replicas=num_groups,
+            ranks_per_replica=1,
+            spares=0,
+            job_id="synthetic",
+        )
         for replica in range(num_groups):
             self._start(replica, BEGIN + 0.1)
             self._log(BEGIN + 0.2, "loader_checked", replica, exact=True, transparent=True)
         self.time = BEGIN + 3.0
 
-    def _log(self, time: float, name: str, replica: int | None = None, rank: int | None = 0, **fields: Any) -> None:
+    def _log(
+        self,
+        time: float,
+        name: str,
+        replica: int | None = None,
+        rank: int | None = 0,
+        **fields: Any,
+    ) -> None:
         if replica is not None:
             fields |= {"replica": replica, "attempt": self._attempts[replica]}
             fields |= {} if rank is None else {"rank": rank}
         self.events.append(build(named(name), time=time, mono=time - BEGIN, **fields))
 
     def _start(self, replica: int, time: float) -> None:
-        config = {"group_size": len(self._attempts), "min_replica_size": 1, "digest_every": self._digest_every}
-        setup = {"model": "llama3 8B", "dataset": "c4", "seq_len": 8192, "local_batch_size": 2, "global_batch_size": 64}
+        config = {
+            "group_size": len(self._attempts),
+            "min_replica_size": 1,
+            "digest_every": self._digest_every,
+        }
+        setup = {
+            "model": "llama3 8B",
+            "dataset": "c4",
+            "seq_len": 8192,
+            "local_batch_size": 2,
+            "global_batch_size": 64,
+        }
         setup |= {"parallelism": {"tensor_parallel_degree": 2}, "device": "H100", "num_cpus": 16}
         setup |= {"versions": {"titan_ft": "0.1.0", "torch": "2.13.0"}}
-        told = {"config_digest": "c0ffee", "config": config, "setup": setup, "host": "here", "slurm": None}
+        told = {
+            "config_digest": "c0ffee",
+            "config": config,
+            "setup": setup,
+            "host": "here",
+            "slurm": None,
+        }
         self._log(time, "worker_started", replica, **told)
 
     def _members(self) -> list[int]:
@@ -131,11 +187,28 @@ class Job:
             "batches": batches,
         }
         for replica in members:
-            data = {"slot": replica, "first_batch": self._batches[replica], "num_batches": 1, "checksum": "aa"}
-            own = {"own_tokens": 512 if replica in slots else 0, "data": data, "extra_data": [], "forward_passes": 1}
+            data = {
+                "slot": replica,
+                "first_batch": self._batches[replica],
+                "num_batches": 1,
+                "checksum": "aa",
+            }
+            own = {
+                "own_tokens": 512 if replica in slots else 0,
+                "data": data,
+                "extra_data": [],
+                "forward_passes": 1,
+            }
             self._log(self.time + 0.001 * replica, "step_committed", replica, **usual, **own, **due)
             if exchanges > 1:
-                self._log(start + 0.3, "exchange_failed", replica, step=self.step, error="peer is gone", seconds=0.05)
+                self._log(
+                    start + 0.3,
+                    "exchange_failed",
+                    replica,
+                    step=self.step,
+                    error="peer is gone",
+                    seconds=0.05,
+                )
         for slot in slots:
             self._batches[slot] += 1
 
@@ -159,54 +232,104 @@ class Job:
 
     def _down(self, replica: int, at: float, signal: str, imports: float) -> None:
         """End a group's attempt, and start the next."""
-        self._log(at + 0.05, "worker_exited", replica, signal=signal, reason=f"rank 0 got {signal}", stopped=False)
+        self._log(
+            at + 0.05,
+            "worker_exited",
+            replica,
+            signal=signal,
+            reason=f"rank 0 got {signal}",
+            stopped=False,
+        )
         self._attempts[replica] += 1
         self._log(at + 0.1, "replica_restarted", replica, None, reason=signal, standby=imports < 3)
         self._start(replica, at + 0.3)
         self._ready[replica] = at + 0.3 + imports
-        quorum = {"quorum": self.step, "participants": [], "step": 0, "quorum_seconds": 0.05, "rebuild_seconds": 0.08}
+        quorum = {
+            "quorum": self.step,
+            "participants": [],
+            "step": 0,
+            "quorum_seconds": 0.05,
+            "rebuild_seconds": 0.08,
+        }
         self._log(self._ready[replica], "joined", replica, **quorum)
         self._behind[replica] = True
 
     def fault(self, kind: str, replica: int, shot: int) -> None:
         """Inject a fault now, and make the step that it hits."""
-        target = {"lighthouse": True} if kind == "kill_lighthouse" else {"replica": replica, "rank": 0}
+        target = (
+            {"lighthouse": True} if kind == "kill_lighthouse" else {"replica": replica, "rank": 0}
+        )
         known: dict[str, Any] = {"fault": kind, "target": target, "seed": 1, "shot": shot}
         if kind in DEADLY and (self._behind[replica] or len(self._members()) < 2):
-            self._log(self.time, "fault_skipped", **known, reason=f"group {replica} is not up to date <yet>")
+            self._log(
+                self.time,
+                "fault_skipped",
+                **known,
+                reason=f"group {replica} is not up to date <yet>",
+            )
             return
         at = self.time + 0.1
         self._log(at, "fault_injected", **known, params={})
         if kind in DEADLY:
-            self._down(replica, at, "SIGSEGV" if kind == "segfault" else "SIGKILL", self._random.uniform(1.5, 6.0))
+            self._down(
+                replica,
+                at,
+                "SIGSEGV" if kind == "segfault" else "SIGKILL",
+                self._random.uniform(1.5, 6.0),
+            )
             self.commit(self._random.uniform(0.7, 1.3), exchanges=2)
         elif kind == "nan_gradient":
             self._log(at, "gradient_excluded", replica, step=self.step + 1, slots=[replica])
             self.commit(0.3, weightless=(replica,))
         elif kind == "flip_parameter":
             self.commit(0.4, weightless=(replica,))
-            self._log(self.time, "digest_mismatch", replica, step=self.step, minority=[replica], digests={})
+            self._log(
+                self.time,
+                "digest_mismatch",
+                replica,
+                step=self.step,
+                minority=[replica],
+                digests={},
+            )
             self._behind[replica], self._ready[replica] = True, self.time
         elif kind == "kill_lighthouse":
-            self._log(at + 0.4, "lighthouse_restarted", reason="it got SIGKILL", seconds=0.4, address="[::]:1")
+            self._log(
+                at + 0.4,
+                "lighthouse_restarted",
+                reason="it got SIGKILL",
+                seconds=0.4,
+                address="[::]:1",
+            )
             self.commit(0.8)
         else:
-            self.commit(2.5 if kind == "stop_group" else 0.9, exchanges=2 if kind.startswith("network") else 1)
+            self.commit(
+                2.5 if kind == "stop_group" else 0.9,
+                exchanges=2 if kind.startswith("network") else 1,
+            )
             self._log(self.time, "fault_undone", fault=kind, target=target, shot=shot)
 
     def finish(self) -> list[Event]:
         """End the job and return its history."""
         for replica in self._members():
-            known = {"step": self.step, "tokens": 512 * sum(self._batches), "digest": "ff", "lineage": self._lineage}
+            known = {
+                "step": self.step,
+                "tokens": 512 * sum(self._batches),
+                "digest": "ff",
+                "lineage": self._lineage,
+            }
             self._log(self.time, "training_finished", replica, **known)
         self._log(self.time + 0.5, "launch_finished", code=0, reason="all groups finished")
         return sorted(self.events, key=lambda event: event.time)
 
 
-def campaign(minutes: float = 20, num_groups: int = 4, every: float = 15, seed: int = 7) -> list[Event]:
+def campaign(
+    minutes: float = 20, num_groups: int = 4, every: float = 15, seed: int = 7
+) -> list[Event]:
     """Return the history of a campaign: a fault of a random kind every so many seconds."""
     job, chance = Job(num_groups, seed), random.Random(seed)
-    job._log(BEGIN + 1, "chaos_started", seed=seed, plan="campaign.toml", schedule=f"every {every:g} s")
+    job._log(
+        BEGIN + 1, "chaos_started", seed=seed, plan="campaign.toml", schedule=f"every {every:g} s"
+    )
     end = BEGIN + 60 * minutes
     for shot in range(int(60 * minutes / every) - 1):
         job.train(BEGIN + every * (shot + 1))
@@ -274,7 +397,9 @@ def read_page(events: list[Event], folder: Path) -> Reader:
     names = list(draw_charts(record)) if record.attempts else []
     assert [path.name for path in folder.iterdir()] == ["index.html"]
     assert list(reader.figures) == names
-    assert sorted(each for each in reader.ids if "plot-" in each) == sorted(f"plot-{name}" for name in names)
+    assert sorted(each for each in reader.ids if "plot-" in each) == sorted(
+        f"plot-{name}" for name in names
+    )
     assert len(set(reader.ids)) == len(reader.ids)
     # Each section is in the contents, and nothing else.
     contents = [link[1:] for link in reader.links if link.startswith("#")]
@@ -315,7 +440,12 @@ def test_page_of_a_campaign(short_campaign: list[Event], campaign_page: Reader) 
         "H100 (16 CPUs)",
     ):
         assert text in head
-    for text in ("c4; sequences of 8,192 tokens, 64 a step", "torch 2.13.0", "min_replica_size 1", "seed 7"):
+    for text in (
+        "c4; sequences of 8,192 tokens, 64 a step",
+        "torch 2.13.0",
+        "min_replica_size 1",
+        "seed 7",
+    ):
         assert text in head
     for card in find_cards(record):
         assert f"{card.name} {card.text} {card.detail}" in head
@@ -337,10 +467,15 @@ def test_failures_are_those_of_the_fold(short_campaign: list[Event]) -> None:
     failures = find_failures(record)
     assert len(failures) == len(record.fold.failures) > 0
     deaths = {
-        (attempt.replica, attempt.number) for group in record.attempts.values() for attempt in group if attempt.failed
+        (attempt.replica, attempt.number)
+        for group in record.attempts.values()
+        for attempt in group
+        if attempt.failed
     }
     assert {(each.slot, each.attempt) for each in record.fold.failures if each.died} == deaths
-    assert {(each.replica, each.attempt) for each in failures} == {(f.slot, f.attempt) for f in record.fold.failures}
+    assert {(each.replica, each.attempt) for each in failures} == {
+        (f.slot, f.attempt) for f in record.fold.failures
+    }
 
 
 def test_page_needs_nothing_from_elsewhere(campaign_page: Reader, campaign_folder: Path) -> None:
@@ -352,7 +487,9 @@ def test_page_needs_nothing_from_elsewhere(campaign_page: Reader, campaign_folde
     texts = [*page.styles, *page.texts, page.scripts[0], page.scripts[2]]
     assert not [text for text in texts if "://" in text or "@import" in text or "url(" in text]
     policy = (
-        (campaign_folder / "index.html").read_text(encoding="utf-8").partition('Content-Security-Policy" content="')[2]
+        (campaign_folder / "index.html")
+        .read_text(encoding="utf-8")
+        .partition('Content-Security-Policy" content="')[2]
     )
     nonce = policy.partition("'nonce-")[2].partition("'")[0]
     allowed = f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; img-src blob: data:"
@@ -381,16 +518,25 @@ def test_charts_tell_the_records_numbers(short_campaign: list[Event]) -> None:
             if row == place
         }
         assert sum(shares.values()) == pytest.approx(100)
-        computed = sum(spent.groups_us[replica].get(fine, 0) for fine in ("productive", "overhead", "wasted"))
+        computed = sum(
+            spent.groups_us[replica].get(fine, 0) for fine in ("productive", "overhead", "wasted")
+        )
         exchanged = spent.groups_us[replica].get("exchange_wait", 0)
         assert computed <= shares["training"] * spent.wall_us / 100 + 1 <= computed + exchanged + 2
-    drawn_us = sum(width for layer in drawn["timeline"].layers if isinstance(layer, Boxes) for width in layer.widths)
+    drawn_us = sum(
+        width
+        for layer in drawn["timeline"].layers
+        if isinstance(layer, Boxes)
+        for width in layer.widths
+    )
     assert drawn_us * 1e6 == pytest.approx(spent.group_us)
     bars = layer_of(drawn["step-times"], Bars)
     assert sum(bars.counts) == len(record.commits)
     dots = next(layer for layer in drawn["stalls"].layers if isinstance(layer, Marks))
     stalls = [each.incident.stall_seconds for each in find_recoveries(record)]
-    assert sorted(dots.x) == pytest.approx(sorted(max(0.01, stall) for stall in stalls if stall is not None))
+    assert sorted(dots.x) == pytest.approx(
+        sorted(max(0.01, stall) for stall in stalls if stall is not None)
+    )
 
 
 def layer_of(chart: Chart, kind: type[Any]) -> Any:
@@ -405,7 +551,9 @@ def test_plotly_accepts_every_figure(short_campaign: list[Event]) -> None:
 
     for name, chart in draw_charts(RunRecord(short_campaign)).items():
         drawn = figure(chart)
-        assert len(Figure(data=drawn["data"], layout=drawn["layout"]).data) == len(drawn["data"]) > 0, name
+        assert (
+            len(Figure(data=drawn["data"], layout=drawn["layout"]).data) == len(drawn["data"]) > 0
+        ), name
         if chart.x.kind == "clock":  # a number of two or four digits would be a year
             numbers = [x for trace in drawn["data"] for x in [*trace["x"], *trace.get("base", [])]]
             assert not [x for x in numbers if float(x).is_integer() and len(str(int(x))) in (2, 4)]
@@ -433,7 +581,10 @@ def test_a_reservation_stands_in_the_first_line(tmp_path: Path) -> None:
     page = read_page(job.finish(), tmp_path)
     line = page.text.partition("date ")[0]
     assert "! Finished at step 43 steps" in line
-    assert "✓ promises Holds (7 promises checked); the checkpoint of step 40 could not be saved" in line
+    assert (
+        "✓ promises Holds (7 promises checked); the checkpoint of step 40 could not be saved"
+        in line
+    )
     assert 'class="overall open"' in (tmp_path / "index.html").read_text(encoding="utf-8")
 
 
@@ -445,7 +596,10 @@ def test_figures_are_a_superset_of_the_summary(short_campaign: list[Event]) -> N
     assert figures["goodput"]["num_groups"] == 4
     assert len(figures["stalls"]) == sum(figures["faults_by_kind"].values())
     assert figures["chaos"]["seed"] == 7
-    assert json.loads(json.dumps(figures, allow_nan=False))["check"]["verdict"] == figures["check"]["verdict"]
+    assert (
+        json.loads(json.dumps(figures, allow_nan=False))["check"]["verdict"]
+        == figures["check"]["verdict"]
+    )
 
 
 def test_words_of_events_are_escaped(tmp_path: Path) -> None:
@@ -464,7 +618,12 @@ def test_words_of_events_are_escaped(tmp_path: Path) -> None:
     page = read_page(job.events, tmp_path)
     assert page.tags.count("script") == 3  # the figures, plotly.js and what calls it
     assert page.text.count("alert('&')") >= 6
-    hovers = [text for each in page.figures.values() for trace in each["data"] for text in trace.get("hovertext", [])]
+    hovers = [
+        text
+        for each in page.figures.values()
+        for trace in each["data"]
+        for text in trace.get("hovertext", [])
+    ]
     told = [text for text in hovers if "alert" in text]
     assert told
     assert all("&lt;script&gt;" in text and "<" not in text for text in told)
@@ -474,11 +633,20 @@ def test_fault_of_any_name_is_drawn(tmp_path: Path) -> None:
     """A script may call its faults as it likes: a long name leaves room for the plot, and no name is a formula."""
     job = Job(2)
     job.train(BEGIN + 10)
-    job._log(job.time, "fault_injected", fault="$\\frac$ " + 30 * "long ", target={"replica": 1}, seed=1, shot=0)
+    job._log(
+        job.time,
+        "fault_injected",
+        fault="$\\frac$ " + 30 * "long ",
+        target={"replica": 1},
+        seed=1,
+        shot=0,
+    )
     job.train(BEGIN + 15)
     page = read_page(job.finish(), tmp_path)
     labels = page.figures["stalls"]["layout"]["yaxis"]["ticktext"]
-    assert [label for label in labels if len(label) <= 40 and label.startswith("$\\frac$ long ")] == labels
+    assert [
+        label for label in labels if len(label) <= 40 and label.startswith("$\\frac$ long ")
+    ] == labels
 
 
 def test_outcome_comes_first(tmp_path: Path) -> None:
@@ -486,22 +654,38 @@ def test_outcome_comes_first(tmp_path: Path) -> None:
     job = Job(2)
     job.train(BEGIN + 15)
     finished = job.finish()
-    killed: list[Any] = [event for event in finished if event.name not in ("training_finished", "launch_finished")]
+    killed: list[Any] = [
+        event for event in finished if event.name not in ("training_finished", "launch_finished")
+    ]
     for replica in (0, 1):
         job.events = killed
-        error = {"code": 1, "error": "RuntimeError: boom", "where": "mybug.py:15", "log": "/elsewhere/rank-0.log"}
+        error = {
+            "code": 1,
+            "error": "RuntimeError: boom",
+            "where": "mybug.py:15",
+            "log": "/elsewhere/rank-0.log",
+        }
         job._log(job.time, "worker_exited", replica, reason="", stopped=False, **error)
-        job._log(job.time, "replica_gave_up", replica, reason="again", log="", error="RuntimeError: boom")
+        job._log(
+            job.time, "replica_gave_up", replica, reason="again", log="", error="RuntimeError: boom"
+        )
     job._log(job.time + 1, "launch_finished", reason="2 of 2 groups failed: 0, 1", code=1)
     for events, style, text in (
         (finished, "holds", f"Finished at step {job.step}"),
-        (killed, "fails", f"Failed at step {job.step + 1}: RuntimeError: boom, rank 0 of group 0, mybug.py:15"),
+        (
+            killed,
+            "fails",
+            f"Failed at step {job.step + 1}: RuntimeError: boom, rank 0 of group 0, mybug.py:15",
+        ),
     ):
         page = read_page(events, tmp_path / style)
         source = (tmp_path / style / "index.html").read_text(encoding="utf-8")
         assert f'class="overall {style}">{"✓" if style == "holds" else "✗"} {text}' in source
         before = page.text.partition(text)[0]
-        assert before.split() == [*2 * ["Run", "synthetic"], "✓" if style == "holds" else "✗"]  # title and heading
+        assert before.split() == [
+            *2 * ["Run", "synthetic"],
+            "✓" if style == "holds" else "✗",
+        ]  # title and heading
         assert ("What failed" in page.headings) is (style == "fails")
 
 
@@ -531,9 +715,16 @@ def test_why_it_failed_is_on_the_page(tmp_path: Path) -> None:
     job.train(BEGIN + 10)
     log = RunPaths(run_dir).logs(1, 0, 0)
     log.parent.mkdir(parents=True)
-    log.write_text("step 3\nTraceback (most recent call last):\n  File <b>\nValueError: <script>odd</script>\nlater\n")
+    log.write_text(
+        "step 3\nTraceback (most recent call last):\n  File <b>\nValueError: <script>odd</script>\nlater\n"
+    )
     RunPaths(run_dir).config.write_text("")
-    known = {"code": 1, "error": "ValueError: <script>odd</script>", "where": "odd.py:7", "log": "/gone/rank-0.log"}
+    known = {
+        "code": 1,
+        "error": "ValueError: <script>odd</script>",
+        "where": "odd.py:7",
+        "log": "/gone/rank-0.log",
+    }
     job._log(job.time, "worker_exited", 1, reason="", stopped=False, **known)
     record = RunRecord(job.finish())
     page = write_report(record, RunPaths(run_dir).report, run_dir=run_dir)
@@ -566,10 +757,14 @@ def test_log_of_a_killed_process_explains_nothing(tmp_path: Path, signal: str) -
 
 def test_empty_run_is_one_sentence(tmp_path: Path) -> None:
     """No axis from 0 to 10 ms, no group of 0 ranks: nothing but what the outcome says."""
-    page = read_page([build(named("launch_finished"), time=BEGIN, code=1, reason="a port is in use")], tmp_path)
+    page = read_page(
+        [build(named("launch_finished"), time=BEGIN, code=1, reason="a port is in use")], tmp_path
+    )
     assert page.figures == {}
     assert page.headings == []
-    assert page.text.startswith("Report of a run Report of a run ✗ Never began: a port is in use Made by")
+    assert page.text.startswith(
+        "Report of a run Report of a run ✗ Never began: a port is in use Made by"
+    )
 
 
 def test_ranks_that_differ_have_a_table(tmp_path: Path) -> None:
@@ -585,7 +780,10 @@ def test_ranks_that_differ_have_a_table(tmp_path: Path) -> None:
             event.memory_bytes *= 2
     page = read_page(events, tmp_path / "odd")
     table = page.text.partition("Computing (s)")[2]
-    assert "group 1, rank 0 here 0.44 2.00 3.0 GiB 1.00 group 2, rank 0 here 0.22 1.00 6.0 GiB 2.00" in table
+    assert (
+        "group 1, rank 0 here 0.44 2.00 3.0 GiB 1.00 group 2, rank 0 here 0.22 1.00 6.0 GiB 2.00"
+        in table
+    )
 
 
 def test_state_served_is_shown(tmp_path: Path) -> None:
@@ -614,7 +812,11 @@ def test_state_served_is_shown(tmp_path: Path) -> None:
     assert "1 time, 2.0 MiB; copied in 1.25 s" in text_of(summary_table(summarize(record)))
 
 
-QUICK = ("nothing", "one group without failures", "the end")  # the others are as quick, but there are many
+QUICK = (
+    "nothing",
+    "one group without failures",
+    "the end",
+)  # the others are as quick, but there are many
 
 
 @cache
@@ -639,7 +841,9 @@ def lacking() -> dict[str, list[Event]]:
     }
 
 
-@pytest.mark.parametrize("what", [w if w in QUICK else pytest.param(w, marks=pytest.mark.slow) for w in lacking()])
+@pytest.mark.parametrize(
+    "what", [w if w in QUICK else pytest.param(w, marks=pytest.mark.slow) for w in lacking()]
+)
 def test_history_that_lacks_something(what: str, tmp_path: Path) -> None:
     """There is a page whatever the history lacks, and it never says more than the history tells."""
     events = lacking()[what]
@@ -659,8 +863,12 @@ def test_history_that_lacks_something(what: str, tmp_path: Path) -> None:
         assert "one trajectory" not in page.text.partition("date ")[0]
     if what == "one group without failures":
         assert "failures 0 nothing failed" in page.text
-        assert [each for each in page.headings if each in SECTIONS] == [each for each in SECTIONS if "ail" not in each]
-        assert not {"State served", "Notes", "Stall per failure", "Contributing groups"} & set(page.headings)
+        assert [each for each in page.headings if each in SECTIONS] == [
+            each for each in SECTIONS if "ail" not in each
+        ]
+        assert not {"State served", "Notes", "Stall per failure", "Contributing groups"} & set(
+            page.headings
+        )
         assert "injected" not in page.text
         assert "red line" not in page.text
 
@@ -690,9 +898,13 @@ def test_long_curve_keeps_what_stands_out() -> None:
     assert len(line.x) <= charts.MAX_POINTS
     assert "mean of 50 steps" in note
     assert max(value for value in band.high if value is not None) == 99.0
-    assert [text for text in line.texts if text.endswith("to 99")] == ["steps 41,001 to 41,050: loss 3.94, 2 to 99"]
+    assert [text for text in line.texts if text.endswith("to 99")] == [
+        "steps 41,001 to 41,050: loss 3.94, 2 to 99"
+    ]
     assert any(value is None for value in line.y)
-    assert len(lost.x) == sum("none" in text for text in line.texts) + 2  # the bins at both ends have values as well
+    assert (
+        len(lost.x) == sum("none" in text for text in line.texts) + 2
+    )  # the bins at both ends have values as well
     few, none = charts.curve(values[:50], "loss")
     assert none == ""
     assert [type(layer) for layer in few] == [Curve]
@@ -713,7 +925,10 @@ def test_long_rows_keep_every_trouble() -> None:
     assert [each for each in thinned[0] if each.state != "training"] == [
         each for each in row if each.state == "waiting"
     ]
-    assert thinned[0][0].detail == "forward, backward, update 90 %, exchange of gradients 8 %, between steps 2 %"
+    assert (
+        thinned[0][0].detail
+        == "forward, backward, update 90 %, exchange of gradients 8 %, between steps 2 %"
+    )
     assert sum(each.num_us for each in thinned[0]) == at
     untouched, none = thin_rows({0: row[:300]})
     assert (untouched[0], none) == (row[:300], "")
@@ -725,25 +940,33 @@ def test_row_that_is_trouble_all_over_is_thinned_by_columns() -> None:
     for i in range(6000):
         row.append(StateSpan(100 * i, 100 * i + 70, "waiting", "detection"))
         row.append(StateSpan(100 * i + 70, 100 * i + 100, "recovering", "heal"))
-    row[6000:6200] = [StateSpan(300_000 + 50 * i, 300_050 + 50 * i, "lost", "restart") for i in range(200)]
+    row[6000:6200] = [
+        StateSpan(300_000 + 50 * i, 300_050 + 50 * i, "lost", "restart") for i in range(200)
+    ]
     thinned, note = thin_rows({0: row, 1: row})
     assert sum(map(len, thinned.values())) <= MAX_BOXES
     assert "1,500 columns" in note
     for each in thinned.values():
         assert sum(part.num_us for part in each) == 600_000
         assert {part.state for part in each} == {"waiting", "lost"}
-        assert sum(part.num_us for part in each if part.state == "lost") == pytest.approx(10_000, abs=500)
+        assert sum(part.num_us for part in each if part.state == "lost") == pytest.approx(
+            10_000, abs=500
+        )
 
 
 def test_marks_of_very_many_faults_are_joined() -> None:
     """Faults that would lie on each other are one mark, which tells how many; none is lost."""
     hits = []
     for number in range(5000):
-        incident = Incident(float(number), "kill_group", True, (number % 2,), 0, number, True, 0.1, 1.0, None)
+        incident = Incident(
+            float(number), "kill_group", True, (number % 2,), 0, number, True, 0.1, 1.0, None
+        )
         hits.append((Recovery(float(number), number, incident), float(number), float(number % 2)))
     (marks,) = charts.fault_marks(hits)
     assert len(marks.x) <= 2 * (charts.MARK_COLUMNS + 1)
-    told = sum(1 + int(text.partition(", and ")[2].removesuffix(" more") or 0) for text in marks.texts)
+    told = sum(
+        1 + int(text.partition(", and ")[2].removesuffix(" more") or 0) for text in marks.texts
+    )
     assert told == 5000
     (each,) = charts.fault_marks(hits[:100])
     assert len(each.x) == 100
@@ -756,15 +979,41 @@ def test_a_happening_is_told_once() -> None:
     for replica in range(3):
         for rank in range(2):
             job._log(job.time + replica, "gradient_excluded", replica, rank, step=9, slots=[1])
-            job._log(job.time + replica, "digest_mismatch", replica, rank, step=9, minority=[2], digests={})
+            job._log(
+                job.time + replica,
+                "digest_mismatch",
+                replica,
+                rank,
+                step=9,
+                minority=[2],
+                digests={},
+            )
     for seconds in (20, 40):
         job._log(job.time + seconds, "heal_failed", 1, donor=0, from_step=3, error="no route")
     job.train(BEGIN + 60)
-    notes = [(note.event, note.where, note.text, note.count) for note in find_notes(RunRecord(job.finish()))]
+    notes = [
+        (note.event, note.where, note.text, note.count)
+        for note in find_notes(RunRecord(job.finish()))
+    ]
     assert notes == [
-        ("gradient_excluded", "groups 0, 1, 2", "left out of step 9, as not finite: the gradient of group 1", 1),
-        ("digest_mismatch", "groups 0, 1, 2", "after step 9 the state of group 2 was not that of the others", 1),
-        ("heal_failed", "group 1", "could not fetch the state from group 0, another donor is asked: no route", 2),
+        (
+            "gradient_excluded",
+            "groups 0, 1, 2",
+            "left out of step 9, as not finite: the gradient of group 1",
+            1,
+        ),
+        (
+            "digest_mismatch",
+            "groups 0, 1, 2",
+            "after step 9 the state of group 2 was not that of the others",
+            1,
+        ),
+        (
+            "heal_failed",
+            "group 1",
+            "could not fetch the state from group 0, another donor is asked: no route",
+            2,
+        ),
     ]
 
 
@@ -783,7 +1032,9 @@ def test_import_is_light() -> None:
         "import sys; from titan_ft.history.report import page\n"
         "print(sorted({'torch', 'matplotlib', 'torchft', 'plotly', 'jinja2'} & set(sys.modules)))"
     )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert process.stdout.strip() == "[]", process.stderr
 
 
@@ -792,12 +1043,30 @@ def test_import_is_light() -> None:
 def test_page_in_a_browser(short_campaign: list[Event], tmp_path: Path) -> None:
     """Chromium runs the page's script, so that each chart is drawn; for paper each is drawn as wide as the sheet."""
     page = write_report(RunRecord(short_campaign), tmp_path / "report")
-    quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
-    quiet += ("--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}")
+    quiet = (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        "--disable-background-networking",
+    )
+    quiet += (
+        "--disable-component-update",
+        "--disable-sync",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    )
 
     def browse(*order: str) -> str:
-        command = ["chromium", *quiet, "--window-size=1366,3000", "--virtual-time-budget=8000", *order]
-        return subprocess.run(command, capture_output=True, timeout=120, check=True, text=True).stdout
+        command = [
+            "chromium",
+            *quiet,
+            "--window-size=1366,3000",
+            "--virtual-time-budget=8000",
+            *order,
+        ]
+        return subprocess.run(
+            command, capture_output=True, timeout=120, check=True, text=True
+        ).stdout
 
     browse(f"--print-to-pdf={tmp_path / 'page.pdf'}", page.as_uri())
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
@@ -809,8 +1078,13 @@ def test_page_in_a_browser(short_campaign: list[Event], tmp_path: Path) -> None:
     # The same page, told that it is about to be printed: no plot is wider than a sheet of A4.
     text = page.read_text(encoding="utf-8")
     script = text.rpartition("</script>")
-    page.write_text(f"{script[0]}dispatchEvent(new Event('beforeprint'));{script[1]}{script[2]}", encoding="utf-8")
+    page.write_text(
+        f"{script[0]}dispatchEvent(new Event('beforeprint'));{script[1]}{script[2]}",
+        encoding="utf-8",
+    )
     printed = browse("--dump-dom", page.as_uri())
-    widths = [float(width) for width in re.findall(r'class="main-svg"[^>]*? width="([\d.]+)"', printed)]
+    widths = [
+        float(width) for width in re.findall(r'class="main-svg"[^>]*? width="([\d.]+)"', printed)
+    ]
     assert len(widths) >= len(FIGURES)
     assert max(widths) <= 694

@@ -17,14 +17,22 @@ from titan_ft.history.record.run_record import RunRecord
 from titan_ft.run.events import Event
 
 SHARD = Shard(0, 3, 4)
-SETUP: dict[str, Any] = {"dataset": "texts", "seq_len": 8, "local_batch_size": 2, "parallelism": {}, "versions": {}}
+SETUP: dict[str, Any] = {
+    "dataset": "texts",
+    "seq_len": 8,
+    "local_batch_size": 2,
+    "parallelism": {},
+    "versions": {},
+}
 
 
 def extend(batch: int, former: str) -> str:
     return f"{zlib.crc32(str(batch).encode(), int(former, 16)):08x}"
 
 
-def trained(first: int, number: int, step: int, content: Iterable[int] | None = None) -> TrainedBatches:
+def trained(
+    first: int, number: int, step: int, content: Iterable[int] | None = None
+) -> TrainedBatches:
     checksum = "0"
     for batch in range(first, first + number) if content is None else content:
         checksum = extend(batch, checksum)
@@ -47,12 +55,15 @@ def test_other_batches_are_named() -> None:
     """Slot, range and steps; what follows on each other is one finding."""
     wrong = [trained(3, 1, 4, [50]), trained(4, 1, 5, [51]), trained(8, 2, 9, [8, 10])]
     found = read([trained(0, 3, 1), *wrong, trained(5, 3, 6)])
-    assert [(each.slot, each.first_batch, each.num_batches, each.steps) for each in found.differing] == [
+    assert [
+        (each.slot, each.first_batch, each.num_batches, each.steps) for each in found.differing
+    ] == [
         (1, 3, 2, (4, 5)),
         (1, 8, 2, (9, 9)),
     ]
-    assert "not the batches of an uninterrupted reader (shard 3 of 4, from step 4 on, by group 1)" in str(
-        found.differing[0]
+    assert (
+        "not the batches of an uninterrupted reader (shard 3 of 4, from step 4 on, by group 1)"
+        in str(found.differing[0])
     )
 
 
@@ -75,7 +86,9 @@ def job(*openings: int, arguments: list[str] | None = None, **second: Any) -> li
     for attempt, first in enumerate((0, 2)):
         who = {"pid": attempt, "attempt": attempt, "replica": 1}
         setup = {**SETUP, **(second if attempt else {})}
-        events.append(event("worker_started", time=10.0 * attempt, setup=setup, arguments=arguments, **who))
+        events.append(
+            event("worker_started", time=10.0 * attempt, setup=setup, arguments=arguments, **who)
+        )
         if first in openings:
             told = {"slot": 1, "shard": 3, "num_shards": 4, "first_batch": first, "exact": None}
             events.append(event("data_opened", time=10.0 * attempt + 1, **told, **who))
@@ -86,7 +99,12 @@ def job(*openings: int, arguments: list[str] | None = None, **second: Any) -> li
 def commit(batch: int, step: int = 0, **who: Any) -> Event:
     data = {"slot": 1, "first_batch": batch, "num_batches": 1, "checksum": extend(batch, "0")}
     time = 2.0 + batch + 10.0 * who["attempt"]
-    fields = {"step": step or batch + 1, "participants": [1], "batches": {"1": [batch, 1]}, "data": data}
+    fields = {
+        "step": step or batch + 1,
+        "participants": [1],
+        "batches": {"1": [batch, 1]},
+        "data": data,
+    }
     return event("step_committed", time=time, forward_passes=1, **fields, **who)
 
 
@@ -102,7 +120,10 @@ def test_what_is_collected() -> None:
     ("events", "reason"),
     [
         (job(2), "nothing tells which shard of slot 1 group 1, attempt 0, rank 0 read"),
-        (job(0, 2, seq_len=16), "attempt 0, rank 0 read with settings that are not those of the last launch"),
+        (
+            job(0, 2, seq_len=16),
+            "attempt 0, rank 0 read with settings that are not those of the last launch",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_unknown(events: list[Event], reason: str) -> None:
@@ -136,16 +157,19 @@ def test_a_shard_that_became_another_slot_s_is_read_once() -> None:
     who = {"pid": 1, "attempt": 1, "replica": 3}
     events = [each for each in job(0, 2) if each.attempt == 0]
     events.append(event("worker_started", time=10.0, setup=SETUP, arguments=["--b"], **who))
-    events.append(event("data_opened", time=11.0, slot=3, shard=3, num_shards=4, first_batch=2, **who))
+    events.append(
+        event("data_opened", time=11.0, slot=3, shard=3, num_shards=4, first_batch=2, **who)
+    )
     for batch in (2, 3):
         made = commit(batch, **who)
         made.participants, made.batches, made.data.slot = [3], {3: (batch, 1)}, 3  # type: ignore[attr-defined]
         events.append(made)
     found = collect(RunRecord(events))
     assert found.unknown == []
-    assert {shard: sorted((each.first_batch, each.slot) for each in its) for shard, its in found.shards.items()} == {
-        SHARD: [(0, 1), (1, 1), (2, 3), (3, 3)]
-    }
+    assert {
+        shard: sorted((each.first_batch, each.slot) for each in its)
+        for shard, its in found.shards.items()
+    } == {SHARD: [(0, 1), (1, 1), (2, 3), (3, 3)]}
 
 
 def test_what_was_read_after_a_change_of_the_data_is_not_compared() -> None:

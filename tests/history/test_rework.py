@@ -36,7 +36,12 @@ class Loop:
             self.now += 1.0
             parent = self.name(step - 1) if step > first or self.life == 0 else f"{step - 1:012x}"
             for replica in (0, 1):
-                made = {"lineage": self.name(step), "parent": parent, "attempt": self.life, "forward_passes": 0}
+                made = {
+                    "lineage": self.name(step),
+                    "parent": parent,
+                    "attempt": self.life,
+                    "forward_passes": 0,
+                }
                 self.events.append(commit(self.now, step, replica, **made))
 
     def name(self, step: int) -> str:
@@ -108,7 +113,8 @@ def test_going_back_once_is_told_beside_the_verdict() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verdict", "joined"), [("holds", "holds (1 promise checked); "), ("unknown", "breaks no promise; ")]
+    ("verdict", "joined"),
+    [("holds", "holds (1 promise checked); "), ("unknown", "breaks no promise; ")],
 )
 def test_the_verdict_is_no_plain_one(verdict: str, joined: str) -> None:
     """Whatever the verdict is."""
@@ -129,7 +135,10 @@ def test_a_step_that_is_made_three_times_breaks_a_promise() -> None:
     assert offence.text == "steps 3 to 4 were made 3 times: groups 0, 1: exit code 1"
     assert verdicts[4].shown_verdict == "does not hold"
     assert verdicts.promises.startswith("does not hold: ")
-    assert "no work lost; 6 steps were thrown away, 5 made again: training went back 2" in verdicts.promises
+    assert (
+        "no work lost; 6 steps were thrown away, 5 made again: training went back 2"
+        in verdicts.promises
+    )
 
 
 def test_going_back_without_getting_anywhere_breaks_a_promise() -> None:
@@ -139,7 +148,10 @@ def test_going_back_without_getting_anywhere_breaks_a_promise() -> None:
     run = run.again(last=2)
     run.end()
     texts = [text for _, text in run.rework().offences]
-    assert "training went back 3 times in a row without getting beyond step 5 (groups 0, 1: exit code 1)" in texts
+    assert (
+        "training went back 3 times in a row without getting beyond step 5 (groups 0, 1: exit code 1)"
+        in texts
+    )
 
 
 def test_setbacks_that_lead_on_are_no_loop() -> None:
@@ -158,7 +170,9 @@ def test_what_was_injected_or_asked_for_breaks_no_promise() -> None:
         for replica in (0, 1):
             killed.events.append(fault(killed.now + 0.4, "kill_group", replica, shot=killed.life))
         killed.again(signal="SIGKILL")
-    assert {setback.cause for setback in killed.rework().setbacks} == {"groups 0, 1: kill_group (SIGKILL)"}
+    assert {setback.cause for setback in killed.rework().setbacks} == {
+        "groups 0, 1: kill_group (SIGKILL)"
+    }
     assert killed.rework().offences == ()
     resumed = Loop()
     for _ in range(4):

@@ -38,8 +38,16 @@ def run(run_builder: Callable[..., Any]) -> Any:
 def test_names_of_what_is_committed() -> None:
     """A commit is a step, or a round with the step of torchtitan's behind it; the last one may be short."""
     unit = Unit("diloco", 10, 95)
-    assert (STEP.name(1234), STEP.name(1234, ","), STEP.count(1)) == ("step 1234", "step 1,234", "1 step")
-    assert (unit.name(4), unit.name(10), unit.count(2)) == ("round 4 (step 40)", "round 10 (step 95)", "2 rounds")
+    assert (STEP.name(1234), STEP.name(1234, ","), STEP.count(1)) == (
+        "step 1234",
+        "step 1,234",
+        "1 step",
+    )
+    assert (unit.name(4), unit.name(10), unit.count(2)) == (
+        "round 4 (step 40)",
+        "round 10 (step 95)",
+        "2 rounds",
+    )
     assert [unit.commits_after(step) for step in (0, 1, 10, 11, 95)] == [0, 1, 1, 2, 10]
     assert [STEP.step_after(7), STEP.commits_after(7)] == [7, 7]
 
@@ -79,7 +87,10 @@ def test_report_speaks_of_rounds(run: Any) -> None:
     """Terminal and JSON; a run that commits each step has neither the word nor the figure."""
     record = RunRecord(run.events)
     text = text_of(summary_table(summarize(record)))
-    assert "rounds committed               31, of 10 steps each (diloco); 154 to 306 steps of a group; not all" in text
+    assert (
+        "rounds committed               31, of 10 steps each (diloco); 154 to 306 steps of a group; not all"
+        in text
+    )
     assert " s a round (median)" in text
     figures = report_figures(record)
     assert figures["unit"] == "round"

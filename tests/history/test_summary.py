@@ -30,13 +30,17 @@ def format_summary(summary: RunSummary) -> str:
     return text_of(summary_table(summary))
 
 
-def event(name: str, time: float, replica: int, rank: int | None = 0, attempt: int = 0, **fields: Any) -> Any:
+def event(
+    name: str, time: float, replica: int, rank: int | None = 0, attempt: int = 0, **fields: Any
+) -> Any:
     """Return one event as a worker or an agent (rank None) writes it."""
     context = {"replica": replica, "attempt": attempt} | ({} if rank is None else {"rank": rank})
     return build(named(name), time=time, **context | fields)
 
 
-def commit(time: float, step: int, replica: int, rank: int = 0, attempt: int = 0, **fields: Any) -> Any:
+def commit(
+    time: float, step: int, replica: int, rank: int = 0, attempt: int = 0, **fields: Any
+) -> Any:
     """Return a commit of two groups without any trouble, with the given fields changed."""
     usual = {
         "participants": [0, 1],
@@ -49,8 +53,12 @@ def commit(time: float, step: int, replica: int, rank: int = 0, attempt: int = 0
     return event("step_committed", time, replica, rank, attempt, step=step, **(usual | fields))
 
 
-def finish(time: float, replica: int, rank: int = 0, attempt: int = 0, digest: str | None = "ff") -> Event:
-    return event("training_finished", time, replica, rank, attempt, step=12, tokens=4096, digest=digest)
+def finish(
+    time: float, replica: int, rank: int = 0, attempt: int = 0, digest: str | None = "ff"
+) -> Event:
+    return event(
+        "training_finished", time, replica, rank, attempt, step=12, tokens=4096, digest=digest
+    )
 
 
 def killed_run() -> list[Event]:
@@ -75,9 +83,22 @@ def killed_run() -> list[Event]:
                 events.append(commit(time + 0.001, step, 1, rank, 0 if step < 5 else 1, **fields))
     for rank in range(2):
         events.append(
-            event("heal_finished", 3.2 + rank / 10, 1, rank, 1, donor=0, from_step=9, bytes=2**20, seconds=0.4)
+            event(
+                "heal_finished",
+                3.2 + rank / 10,
+                1,
+                rank,
+                1,
+                donor=0,
+                from_step=9,
+                bytes=2**20,
+                seconds=0.4,
+            )
         )
-        events += [finish(5.0, 0, rank, digest=f"end{rank}"), finish(5.0, 1, rank, 1, digest=f"end{rank}")]
+        events += [
+            finish(5.0, 0, rank, digest=f"end{rank}"),
+            finish(5.0, 1, rank, 1, digest=f"end{rank}"),
+        ]
     events.append(event("worker_exited", 3.2, 1, None, 0, signal="SIGKILL"))
     events.append(event("replica_restarted", 3.3, 1, None, 1, reason="SIGKILL"))
     return events
@@ -91,13 +112,19 @@ def test_clean_run() -> None:
         for replica in range(3)
         for rank in range(2)
     ]
-    events += [finish(9.0, replica, rank, digest=f"end{rank}") for replica in range(3) for rank in range(2)]
+    events += [
+        finish(9.0, replica, rank, digest=f"end{rank}") for replica in range(3) for rank in range(2)
+    ]
     summary = summarize(events)
     assert (summary.num_groups, summary.ranks_per_group, summary.steps_committed) == (3, 2, 8)
     assert (summary.exchanges_attempted, summary.exchanges_committed) == (8, 8)
     assert (summary.recomputed_forward_passes, summary.failures, summary.num_restarts) == (0, [], 0)
     assert (summary.final_digests, summary.finished_replicas) == ("equal", [0, 1, 2])
-    assert (summary.step_digests, summary.num_step_digests, summary.differing_steps) == ("equal", 16, [])
+    assert (summary.step_digests, summary.num_step_digests, summary.differing_steps) == (
+        "equal",
+        16,
+        [],
+    )
     assert (summary.seconds, summary.tokens, summary.step_seconds) == (8.0, 4096, 1.0)
 
 
@@ -110,11 +137,17 @@ def test_killed_and_healed_group() -> None:
     (failure,) = summary.failures
     assert (failure.replica, failure.attempt, failure.cause) == (1, 0, "SIGKILL")
     assert failure.stall_seconds == pytest.approx(0.8 - STEP_SECONDS)
-    assert failure.rejoin_seconds == pytest.approx(3.501 - 2.0), "its death was noted late: it was missing since step 5"
+    assert failure.rejoin_seconds == pytest.approx(3.501 - 2.0), (
+        "its death was noted late: it was missing since step 5"
+    )
     assert failure.heal is not None
     assert (failure.heal.donor, failure.heal.num_bytes, failure.heal.seconds) == (0, 2 * 2**20, 0.4)
     assert (failure.heal.replica, failure.heal.attempt, failure.heal.from_step) == (1, 1, 9)
-    assert (summary.final_digests, summary.step_digests, summary.num_step_digests) == ("equal", "equal", 4)
+    assert (summary.final_digests, summary.step_digests, summary.num_step_digests) == (
+        "equal",
+        "equal",
+        4,
+    )
 
 
 def test_bytes_of_gradients() -> None:
@@ -122,7 +155,14 @@ def test_bytes_of_gradients() -> None:
     assert summarize(killed_run()).wire_bytes is None
     assert "gradients sent" not in format_summary(summarize(killed_run()))
     events = [
-        commit(0.1 * step, step, replica, rank, wire_bytes=3_000_000, inner_steps=4 if replica == 0 else 2)
+        commit(
+            0.1 * step,
+            step,
+            replica,
+            rank,
+            wire_bytes=3_000_000,
+            inner_steps=4 if replica == 0 else 2,
+        )
         for step in (1, 2)
         for replica in range(2)
         for rank in range(2)
@@ -131,7 +171,11 @@ def test_bytes_of_gradients() -> None:
     assert (summary.wire_bytes, summary.wire_bytes_per_step) == (24_000_000, 24_000_000 / 12)
     told = "24.0 MB, 2.00 MB by a group for each of its steps"
     assert told in format_summary(summary)
-    assert ("Gradients sent", "24.0 MB", f"To other groups, by all ranks: {told}.") in goodput_terms(RunRecord(events))
+    assert (
+        "Gradients sent",
+        "24.0 MB",
+        f"To other groups, by all ranks: {told}.",
+    ) in goodput_terms(RunRecord(events))
 
 
 def test_order_of_events_does_not_matter() -> None:
@@ -145,7 +189,11 @@ def test_empty_history_is_unknown() -> None:
     """Without events all figures are zero, empty or unknown, and the text still comes."""
     summary = summarize([])
     assert summary == RunSummary(find_outcome(RunRecord([])))
-    assert (summary.final_digests, summary.step_digests, summary.step_seconds) == ("unknown", "unknown", None)
+    assert (summary.final_digests, summary.step_digests, summary.step_seconds) == (
+        "unknown",
+        "unknown",
+        None,
+    )
     assert "unknown" in format_summary(summary)
     json.dumps(summary.to_dict(), allow_nan=False)
 
@@ -158,7 +206,14 @@ def test_workers_that_died_before_their_first_event_are_ranks_too() -> None:
 
 def test_events_of_zeros_never_crash() -> None:
     """A history whose events tell nothing folds to zeros and unknowns."""
-    names = ["step_committed", "worker_exited", "heal_finished", "training_finished", "replica_restarted", "joined"]
+    names = [
+        "step_committed",
+        "worker_exited",
+        "heal_finished",
+        "training_finished",
+        "replica_restarted",
+        "joined",
+    ]
     events: list[Event] = [build(named(name), time=time) for time in (1.0, 2.0) for name in names]
     events += [event("worker_exited", 4.0, 0, None, signal=None, code=None)]
     summary = summarize(events)
@@ -198,7 +253,10 @@ def test_exits_of_one_attempt_are_one_failure() -> None:
         event("worker_exited", 4.0, 0, 0, code=0),
     ]
     failures = summarize(events).failures
-    assert [(f.replica, f.attempt, f.cause) for f in failures] == [(1, 0, "SIGKILL"), (1, 1, "exit code 1")]
+    assert [(f.replica, f.attempt, f.cause) for f in failures] == [
+        (1, 0, "SIGKILL"),
+        (1, 1, "exit code 1"),
+    ]
 
 
 def test_workers_stopped_by_their_agent_did_not_fail() -> None:
@@ -215,8 +273,14 @@ def test_workers_stopped_by_their_agent_did_not_fail() -> None:
 def test_injected_fault_dates_the_failure() -> None:
     """The time to rejoin counts from the fault itself, where the history has it, for the attempt that it hit."""
     events = [commit(float(t), t, 1, attempt=0) for t in range(1, 4)]
-    events += [build(named("fault_injected"), time=t, target={"replica": r}) for t, r in ((3.5, 1), (3.6, 0))]
-    events += [event("worker_exited", 6.0, 1, None, 0, signal="SIGKILL"), commit(9.5, 9, 1, attempt=1)]
+    events += [
+        build(named("fault_injected"), time=t, target={"replica": r})
+        for t, r in ((3.5, 1), (3.6, 0))
+    ]
+    events += [
+        event("worker_exited", 6.0, 1, None, 0, signal="SIGKILL"),
+        commit(9.5, 9, 1, attempt=1),
+    ]
     events += [event("worker_exited", 12.0, 1, None, 1, signal="SIGKILL")]
     first, second = summarize(events).failures
     assert (first.time, first.rejoin_seconds) == (3.5, 6.0)
@@ -242,7 +306,9 @@ def test_second_death_before_the_return() -> None:
         event("worker_exited", 2.0, 1, None, 0, signal="SIGKILL"),
         event("heal_finished", 4.0, 1, 0, 1, donor=0, from_step=3, bytes=1, seconds=1.0),
         event("worker_exited", 5.0, 1, None, 1, signal="SIGKILL"),
-        event("heal_finished", 8.0, 1, 0, 2, donor=2, from_step=7, bytes=3, seconds=1.0, replayed=4),
+        event(
+            "heal_finished", 8.0, 1, 0, 2, donor=2, from_step=7, bytes=3, seconds=1.0, replayed=4
+        ),
         commit(9.0, 8, 1, attempt=2),
     ]
     first, second = summarize(events).failures
@@ -263,7 +329,10 @@ def test_stall_is_never_negative_and_ignores_other_dead_groups() -> None:
 
 def test_stall_of_a_group_whose_single_rank_died() -> None:
     """The window of a failure opens with the last sign of the rank that fell silent first."""
-    events = [commit(t, step, 0, seconds=1.0) for step, t in enumerate((1.0, 2.0, 6.0, 7.0, 8.0, 9.0), start=1)]
+    events = [
+        commit(t, step, 0, seconds=1.0)
+        for step, t in enumerate((1.0, 2.0, 6.0, 7.0, 8.0, 9.0), start=1)
+    ]
     events += [commit(2.0, 2, 1, rank) for rank in range(2)]
     events.append(event("exchange_failed", 7.5, 1, 0, error="peer"))
     events.append(event("worker_exited", 7.6, 1, None, signal="SIGKILL"))
@@ -279,7 +348,9 @@ def test_recomputed_forward_passes_are_counted() -> None:
 
 def test_loss_is_shown_at_quartiles() -> None:
     """The curve shows first, quartiles and last, as whoever knows the loss tells it; one that nobody tells is said."""
-    events = [commit(step, step, 1, loss=None if step == 9 else float(step)) for step in range(1, 10)]
+    events = [
+        commit(step, step, 1, loss=None if step == 9 else float(step)) for step in range(1, 10)
+    ]
     events += [commit(step, step, 0, loss=float(step)) for step in range(1, 6)]
     summary = summarize(events)
     assert summary.losses == [(1, 1.0), (3, 3.0), (5, 5.0), (7, 7.0), (9, None)]
@@ -289,7 +360,11 @@ def test_loss_is_shown_at_quartiles() -> None:
 
 def test_loss_of_a_pipeline_comes_from_its_last_stage() -> None:
     """Rank 0 of a pipeline does not know the loss; the curve has it from the rank that does."""
-    events = [commit(step, step, 0, rank, loss=float(step) if rank else None) for step in (1, 2) for rank in (0, 1)]
+    events = [
+        commit(step, step, 0, rank, loss=float(step) if rank else None)
+        for step in (1, 2)
+        for rank in (0, 1)
+    ]
     assert summarize(events).losses == [(1, 1.0), (2, 2.0)]
 
 
@@ -301,9 +376,15 @@ def test_loss_of_a_pipeline_comes_from_its_last_stage() -> None:
         ([finish(1, 0), finish(1, 1, 1)], "unknown"),
         ([finish(1, 0), finish(1, 1, digest=None)], "unknown"),
         ([finish(1, 0), finish(1, 1)], "equal"),
-        ([finish(1, 0, digest="a"), finish(1, 0, 1, digest="b"), finish(1, 1, digest="a")], "equal"),
+        (
+            [finish(1, 0, digest="a"), finish(1, 0, 1, digest="b"), finish(1, 1, digest="a")],
+            "equal",
+        ),
         ([finish(1, 0, digest="a"), finish(1, 1, digest="b")], "differ"),
-        ([finish(1, 0), finish(1, 1), finish(1, 0, 1, digest="a"), finish(1, 1, 1, digest="b")], "differ"),
+        (
+            [finish(1, 0), finish(1, 1), finish(1, 0, 1, digest="a"), finish(1, 1, 1, digest="b")],
+            "differ",
+        ),
         ([finish(1, 0), finish(1, 1, digest="old"), finish(2, 1, attempt=1)], "equal"),
     ],
 )
@@ -322,7 +403,11 @@ def test_differing_step_digests_are_named() -> None:
     ]
     events.append(commit(40.0, 40, 0, digest="only here"))
     summary = summarize(events)
-    assert (summary.step_digests, summary.num_step_digests, summary.differing_steps) == ("differ", 6, [20])
+    assert (summary.step_digests, summary.num_step_digests, summary.differing_steps) == (
+        "differ",
+        6,
+        [20],
+    )
     assert "differ at 1 step, first 20" in format_summary(summary)
 
 
@@ -331,10 +416,19 @@ def test_drained_group_did_not_fail() -> None:
     events = [commit(float(step), step, 0, seconds=1.0) for step in range(1, 4)]
     events += [commit(4.5, 4, 0, seconds=1.5), commit(3.0, 3, 1)]
     events += [event("drained", 3.2 + rank / 10, 1, rank, reason="SIGTERM") for rank in range(2)]
-    events += [event("worker_exited", 3.5, 1, 0, code=0), event("worker_exited", 3.5, 1, 1, signal="SIGTERM")]
+    events += [
+        event("worker_exited", 3.5, 1, 0, code=0),
+        event("worker_exited", 3.5, 1, 1, signal="SIGTERM"),
+    ]
     summary = summarize(events)
     (drain,) = summary.drains
-    assert (drain.replica, drain.attempt, drain.time, drain.in_order, summary.failures) == (1, 0, 3.2, True, [])
+    assert (drain.replica, drain.attempt, drain.time, drain.in_order, summary.failures) == (
+        1,
+        0,
+        3.2,
+        True,
+        [],
+    )
     assert drain.stall_seconds == pytest.approx(0.5)
     assert "1 (group 1, attempt 0), survivors stalled 0.50 s" in format_summary(summary)
     crash = event("worker_exited", 3.6, 1, 1, signal="SIGSEGV")
@@ -343,10 +437,17 @@ def test_drained_group_did_not_fail() -> None:
 
 def test_restarts_without_imports_and_of_the_lighthouse() -> None:
     """Restarts of workers that had everything imported, and those of the lighthouse, are counted."""
-    events = [event("replica_restarted", 1.0, 1, None, 1, standby=True), event("replica_restarted", 2.0, 1, None, 2)]
+    events = [
+        event("replica_restarted", 1.0, 1, None, 1, standby=True),
+        event("replica_restarted", 2.0, 1, None, 2),
+    ]
     events += [build(named("lighthouse_restarted"), time=3.0)]
     summary = summarize(events)
-    assert (summary.num_restarts, summary.num_standby_restarts, summary.num_lighthouse_restarts) == (2, 1, 1)
+    assert (
+        summary.num_restarts,
+        summary.num_standby_restarts,
+        summary.num_lighthouse_restarts,
+    ) == (2, 1, 1)
     assert "2 restarts (1 without imports)" in format_summary(summary)
     assert "lighthouse" in format_summary(summary)
 
@@ -354,16 +455,26 @@ def test_restarts_without_imports_and_of_the_lighthouse() -> None:
 def test_batches_are_audited() -> None:
     """The report tells whether every batch was trained once; a history without its beginning is unknown."""
     events = [
-        commit(float(step), step, 0, participants=[0], batches={"0": [2 * (step - 1), 2]}) for step in range(1, 4)
+        commit(float(step), step, 0, participants=[0], batches={"0": [2 * (step - 1), 2]})
+        for step in range(1, 4)
     ]
-    assert "6 trained once, 0 lost, 0 repeated, 0 void: every batch once holds" in format_summary(summarize(events))
+    assert "6 trained once, 0 lost, 0 repeated, 0 void: every batch once holds" in format_summary(
+        summarize(events)
+    )
     assert summarize(events[1:]).every_batch_once == "unknown"
 
 
 def test_checkpoints_that_failed_are_counted_with_their_reason() -> None:
     """A full disk costs no step: nothing else in the report says that there is nothing to go back to."""
     assert "checkpoints" not in format_summary(summarize(killed_run()))
-    events = [*killed_run(), event("checkpoint_failed", 5.0, 0, step=10, error="No space left on device")]
-    assert "0 saved, 1 failed (last: step 10: No space left on device)" in format_summary(summarize(events))
+    events = [
+        *killed_run(),
+        event("checkpoint_failed", 5.0, 0, step=10, error="No space left on device"),
+    ]
+    assert "0 saved, 1 failed (last: step 10: No space left on device)" in format_summary(
+        summarize(events)
+    )
     events += [event("checkpoint_saved", 6.0 + rank, 0, step=12, seconds=0.1) for rank in (0, 1)]
-    assert "1 saved, 1 failed (last: step 10: No space left on device)" in format_summary(summarize(events))
+    assert "1 saved, 1 failed (last: step 10: No space left on device)" in format_summary(
+        summarize(events)
+    )

@@ -37,10 +37,14 @@ class Run:
         """Let rank 0 of a group speak."""
         self.say(time, event, replica=replica, rank=0, attempt=attempt, **fields)
 
-    def join(self, time: float, replica: int, attempt: int = 0, quorum: float = 0.2, rebuild: float = 0.1) -> None:
+    def join(
+        self, time: float, replica: int, attempt: int = 0, quorum: float = 0.2, rebuild: float = 0.1
+    ) -> None:
         everybody = list(range(self.replicas))
         seconds = {"quorum_seconds": quorum, "rebuild_seconds": rebuild}
-        self.rank(time, "joined", replica, attempt, participants=everybody, quorum=1, step=0, **seconds)
+        self.rank(
+            time, "joined", replica, attempt, participants=everybody, quorum=1, step=0, **seconds
+        )
 
     def commit(self, time: float, step: int, replica: int, attempt: int = 0, **fields: Any) -> None:
         """Commit a step of one second: 0.6 s of computing, 0.2 s of exchange, 0.1 s of update, 0.1 s before them."""
@@ -58,19 +62,34 @@ class Run:
         }
         self.rank(time, "step_committed", replica, attempt, step=step, **(usual | fields))
 
-    def train(self, begin: float, steps: Iterable[int], replicas: Iterable[int] | None = None, **fields: Any) -> None:
+    def train(
+        self,
+        begin: float,
+        steps: Iterable[int],
+        replicas: Iterable[int] | None = None,
+        **fields: Any,
+    ) -> None:
         """Commit a step each second, the first a second after `begin`."""
         for place, step in enumerate(steps, start=1):
             for replica in range(self.replicas) if replicas is None else replicas:
                 self.commit(begin + place, step, replica, **fields)
 
     def exit(self, time: float, replica: int, attempt: int = 0, **fields: Any) -> None:
-        self.say(time, "worker_exited", replica=replica, rank=0, attempt=attempt, **({"stopped": False} | fields))
+        self.say(
+            time,
+            "worker_exited",
+            replica=replica,
+            rank=0,
+            attempt=attempt,
+            **({"stopped": False} | fields),
+        )
 
     def begin(self) -> None:
         """Start all groups: ready at 10 s, first step at 12 s."""
         for replica in range(self.replicas):
-            self.rank(8.0, "worker_started", replica, config={"hang_timeout_seconds": 5.0}, host="h")
+            self.rank(
+                8.0, "worker_started", replica, config={"hang_timeout_seconds": 5.0}, host="h"
+            )
             self.join(10.3, replica)
             self.commit(12.0, 1, replica)
 
@@ -86,7 +105,10 @@ def seconds(line: Timeline, replica: int) -> dict[str, float]:
 def spans(line: Timeline, replica: int, state: str) -> list[tuple[float, float]]:
     """Return when a group was in a state, in seconds since the begin."""
     return [
-        (round((one.start_us - line.begin_us) / 1e6, 4), round((one.end_us - line.begin_us) / 1e6, 4))
+        (
+            round((one.start_us - line.begin_us) / 1e6, 4),
+            round((one.end_us - line.begin_us) / 1e6, 4),
+        )
         for one in line.groups[replica]
         if one.state == state
     ]
@@ -149,9 +171,13 @@ def killed_run() -> Run:
     run.rank(19.0, "worker_started", 1, 1, host="h")
     run.join(20.4, 1, 1, quorum=0.3, rebuild=0.1)
     run.rank(20.5, "heal_started", 1, 1, donor=0, from_step=8, step=8)
-    run.rank(21.5, "state_served", 0, joiner=1, step=8, bytes=1, copy_seconds=0.1, serve_seconds=1.0)
+    run.rank(
+        21.5, "state_served", 0, joiner=1, step=8, bytes=1, copy_seconds=0.1, serve_seconds=1.0
+    )
     times = {"seconds": 2.0, "fetch_seconds": 1.0}
-    run.rank(22.5, "heal_finished", 1, 1, donor=0, from_step=8, step=11, bytes=1, replayed=3, **times)
+    run.rank(
+        22.5, "heal_finished", 1, 1, donor=0, from_step=8, step=11, bytes=1, replayed=3, **times
+    )
     run.train(22.8, range(12, 14), [0])
     run.train(22.8, range(12, 14), [1], attempt=1)
     return run
@@ -218,7 +244,14 @@ def test_stopped_group_hangs() -> None:
     """The time under SIGSTOP is no computing, whatever the group's own clock counts as such."""
     run = Run()
     run.begin()
-    run.say(12.5, "fault_injected", fault="stop_group", target={"replica": 1}, shot=0, params={"seconds": 9})
+    run.say(
+        12.5,
+        "fault_injected",
+        fault="stop_group",
+        target={"replica": 1},
+        shot=0,
+        params={"seconds": 9},
+    )
     run.say(16.5, "fault_undone", fault="stop_group", target={"replica": 1}, shot=0)
     run.commit(17.0, 2, 1, seconds=4.9, compute_seconds=4.6)
     run.commit(17.0, 2, 0, seconds=4.9, exchange_seconds=4.2)
@@ -251,7 +284,9 @@ def test_too_few_groups() -> None:
     run.begin()
     run.rank(12.8, "exchange_failed", 0, error="closed", seconds=0.1, step=1)
     run.join(13.0, 0, quorum=0.1, rebuild=0.1)
-    run.rank(13.1, "waiting", 0, step=1, participants=[0], reason="1 group(s) have a gradient, 2 needed")
+    run.rank(
+        13.1, "waiting", 0, step=1, participants=[0], reason="1 group(s) have a gradient, 2 needed"
+    )
     run.commit(33.0, 2, 0, seconds=20.9, exchange_seconds=20.2, exchanges=180)
     line = timeline(run.events)
     check_whole(line)
@@ -281,7 +316,9 @@ def test_left_out_and_void_work_is_wasted() -> None:
     run.commit(14.0, 3, 0, lineage="f" * 12, participants=[0])
     run.commit(14.0, 3, 1)
     run.rank(14.5, "heal_started", 0, donor=1, from_step=3, step=3)
-    run.rank(14.6, "heal_finished", 0, donor=1, from_step=3, step=3, bytes=1, seconds=0.1, replayed=0)
+    run.rank(
+        14.6, "heal_finished", 0, donor=1, from_step=3, step=3, bytes=1, seconds=0.1, replayed=0
+    )
     run.train(14.6, [4])
     line = timeline(run.events)
     check_whole(line)
@@ -339,9 +376,32 @@ def test_no_events() -> None:
 
 
 NAMES = (
-    *("launch_started", "launch_stopping", "launch_finished", "worker_started", "joined", "step_committed"),
-    *("exchange_failed", "waiting", "heal_started", "heal_finished", "heal_failed", "state_served", "drained", "hung"),
-    *("rolled_back", "training_finished", "worker_exited", "replica_restarted", "replica_gave_up", "fault_injected"),
+    *(
+        "launch_started",
+        "launch_stopping",
+        "launch_finished",
+        "worker_started",
+        "joined",
+        "step_committed",
+    ),
+    *(
+        "exchange_failed",
+        "waiting",
+        "heal_started",
+        "heal_finished",
+        "heal_failed",
+        "state_served",
+        "drained",
+        "hung",
+    ),
+    *(
+        "rolled_back",
+        "training_finished",
+        "worker_exited",
+        "replica_restarted",
+        "replica_gave_up",
+        "fault_injected",
+    ),
     *("fault_undone", "lighthouse_restarted", "gradient_excluded"),
 )
 
@@ -361,7 +421,9 @@ def random_event(dice: random.Random) -> Event:
         "exchanges": dice.randrange(1, 4),
         "fault": fault,
         "shot": dice.randrange(3),
-        "target": dice.choice([{"replica": 0}, {"replica": 1}, {"lighthouse": True}, {}, {"replica": 2, "rank": 0}]),
+        "target": dice.choice(
+            [{"replica": 0}, {"replica": 1}, {"lighthouse": True}, {}, {"replica": 2, "rank": 0}]
+        ),
         "joiner": dice.randrange(3),
         "from_step": dice.randrange(8),
         "replicas": dice.randrange(4),
@@ -385,7 +447,11 @@ def random_event(dice: random.Random) -> Event:
     ):
         values[name] = dice.choice([0.0, dice.uniform(-1, 9)])
     kind = named(dice.choice(NAMES))
-    kept = {n: value for n, value in values.items() if n in kind.__struct_fields__ and dice.random() < 0.8}
+    kept = {
+        n: value
+        for n, value in values.items()
+        if n in kind.__struct_fields__ and dice.random() < 0.8
+    }
     return build(kind, time=dice.uniform(0, 50), **kept)
 
 

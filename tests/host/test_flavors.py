@@ -29,5 +29,9 @@ def test_flavors_come_beside_torchtitans_own(monkeypatch: pytest.MonkeyPatch) ->
     register_flavors("llama3")
     assert own["1B"] is own["8B"]
     half, whole = own["debugmodel_half"], own["debugmodel"]
-    assert (2 * half.dim, 2 * half.n_layers, 2 * half.n_heads) == (whole.dim, whole.n_layers, whole.n_heads)
+    assert (2 * half.dim, 2 * half.n_layers, 2 * half.n_heads) == (
+        whole.dim,
+        whole.n_layers,
+        whole.n_heads,
+    )
     assert half.vocab_size == whole.vocab_size

@@ -40,7 +40,9 @@ def test_a_checkout_that_lacks_what_is_needed_is_named(tmp_path: Path) -> None:
     package = tmp_path / "torchtitan" / "config"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")
-    (package / "__init__.py").write_text("class ConfigManager: pass\n")  # and no JobConfig, as later versions
+    (package / "__init__.py").write_text(
+        "class ConfigManager: pass\n"
+    )  # and no JobConfig, as later versions
     ended = config(tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == (
@@ -54,7 +56,9 @@ def test_a_torch_that_is_too_old_for_it_is_named(monkeypatch: pytest.MonkeyPatch
     """0.3.0 trains a step with torch 2.13, and each worker ended after that with an AttributeError."""
     monkeypatch.setattr(release, "series", lambda: "0.3")
     monkeypatch.delattr(torch.distributed, "set_timeout", raising=False)
-    with pytest.raises(ConfigError, match=r"torch must be release 2\.14 with torchtitan 0\.3\.0, got"):
+    with pytest.raises(
+        ConfigError, match=r"torch must be release 2\.14 with torchtitan 0\.3\.0, got"
+    ):
         release.check_torchtitan()
 
 

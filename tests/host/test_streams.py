@@ -23,7 +23,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets, load_dataset
+from datasets import (
+    Dataset,
+    IterableDataset,
+    concatenate_datasets,
+    interleave_datasets,
+    load_dataset,
+)
 from datasets.distributed import split_dataset_by_node
 
 from titan_ft.host import streams
@@ -109,10 +115,14 @@ class Pipelines:
         if kind == "generated":
             return IterableDataset.from_generator(generate, gen_kwargs={"files": list(range(6))})
         if kind == "memory":
-            return Dataset.from_dict({"text": [f"m{each}" for each in range(21)]}).to_iterable_dataset(num_shards=4)
+            return Dataset.from_dict(
+                {"text": [f"m{each}" for each in range(21)]}
+            ).to_iterable_dataset(num_shards=4)
         pattern = {"json": "*.jsonl", "one file": "0.jsonl", "parquet": "*.parquet"}[kind]
         loader = "parquet" if kind == "parquet" else "json"
-        return load_dataset(loader, data_files=str(self.folder / pattern), split="train", streaming=True)
+        return load_dataset(
+            loader, data_files=str(self.folder / pattern), split="train", streaming=True
+        )
 
     def draw(self, seed: int) -> IterableDataset:
         """Return a source with one to four drawn steps behind it."""
@@ -137,7 +147,9 @@ class Pipelines:
         steps: dict[str, Callable[[], IterableDataset]] = {
             "map": lambda: stream.map(mark),
             "map with indices": lambda: stream.map(number, with_indices=True),
-            "map batches": lambda: stream.map(double, batched=True, batch_size=dice.choice([1, 3, 5])),
+            "map batches": lambda: stream.map(
+                double, batched=True, batch_size=dice.choice([1, 3, 5])
+            ),
             "filter": lambda: stream.filter(is_kept),
             "map arrays": lambda: (
                 stream.with_format("numpy")
@@ -149,7 +161,9 @@ class Pipelines:
                 .map(mark_table, batched=True, batch_size=dice.choice([1, 4, 5, 16]))
                 .with_format(None)
             ),
-            "shuffle": lambda: stream.shuffle(seed=dice.randint(0, 99), buffer_size=dice.choice([2, 5, 16, 100])),
+            "shuffle": lambda: stream.shuffle(
+                seed=dice.randint(0, 99), buffer_size=dice.choice([2, 5, 16, 100])
+            ),
             "take": lambda: stream.take(dice.randint(5, 40)),
             "skip": lambda: stream.skip(dice.randint(1, 10)),
             "repeat": lambda: stream.repeat(2),
@@ -163,13 +177,17 @@ class Pipelines:
         if is_last:  # `datasets` cannot interleave or concatenate what an async function gives
             steps |= {
                 "map later": lambda: stream.map(mark_later),
-                "map batches later": lambda: stream.map(double_later, batched=True, batch_size=dice.choice([1, 3, 5])),
+                "map batches later": lambda: stream.map(
+                    double_later, batched=True, batch_size=dice.choice([1, 3, 5])
+                ),
                 "filter later": lambda: stream.filter(is_kept_later),
             }
         return steps[dice.choice([*steps, "shuffle"])]()
 
 
-def read_on(stream: IterableDataset, first_epoch: int, most: int = 10**6) -> tuple[list[Place], list[dict[str, Any]]]:
+def read_on(
+    stream: IterableDataset, first_epoch: int, most: int = 10**6
+) -> tuple[list[Place], list[dict[str, Any]]]:
     """Read a stream to the end of the last epoch, as torchtitan does; return what it gave, each with its state."""
     found: list[Place] = []
     states: list[dict[str, Any]] = []
@@ -188,7 +206,9 @@ def check_resumed(build: Callable[[], IterableDataset], most_places: int = 10**6
     """A stream goes on exactly from each of its states, and once more from a state that it had then."""
     expected, states = read_on(build(), 0)
     places = range(len(states))
-    for place in places if len(places) <= most_places else random.Random(0).sample(places, most_places):
+    for place in (
+        places if len(places) <= most_places else random.Random(0).sample(places, most_places)
+    ):
         again = build()
         again.load_state_dict(copy.deepcopy(states[place]))
         found, later = read_on(again, states[place]["epoch"], most=24)
@@ -198,7 +218,9 @@ def check_resumed(build: Callable[[], IterableDataset], most_places: int = 10**6
         third = build()
         third.load_state_dict(later[4])
         found, _ = read_on(third, later[4]["epoch"], most=8)
-        assert found == expected[place + 6 : place + 14], f"opened after example {place}, and 5 later again"
+        assert found == expected[place + 6 : place + 14], (
+            f"opened after example {place}, and 5 later again"
+        )
 
 
 PIPELINES: dict[str, Callable[[Pipelines], IterableDataset]] = {
@@ -206,15 +228,23 @@ PIPELINES: dict[str, Callable[[Pipelines], IterableDataset]] = {
     "tables": lambda build: build.source("parquet"),
     "shuffled": lambda build: build.source("parquet").shuffle(seed=1, buffer_size=5),
     "buffer of all": lambda build: build.source("json").shuffle(seed=1, buffer_size=100),
-    "shuffled twice": lambda build: build.source("json").shuffle(seed=1, buffer_size=4).shuffle(seed=2, buffer_size=3),
+    "shuffled twice": lambda build: (
+        build.source("json").shuffle(seed=1, buffer_size=4).shuffle(seed=2, buffer_size=3)
+    ),
     "shuffled, mapped": lambda build: build.source("json").shuffle(seed=1, buffer_size=5).map(mark),
-    "mapped, shuffled": lambda build: build.source("memory").map(number, with_indices=True).shuffle(1, buffer_size=5),
+    "mapped, shuffled": lambda build: (
+        build.source("memory").map(number, with_indices=True).shuffle(1, buffer_size=5)
+    ),
     "shuffled, in batches": lambda build: (
-        build.source("generated").shuffle(seed=1, buffer_size=5).map(double, batched=True, batch_size=3)
+        build.source("generated")
+        .shuffle(seed=1, buffer_size=5)
+        .map(double, batched=True, batch_size=3)
     ),
     "shuffled, cut": lambda build: build.source("json").shuffle(seed=1, buffer_size=5).take(15),
     "mixed": lambda build: interleave_datasets(
-        [build.source("json").shuffle(seed=1, buffer_size=4), build.source("parquet")], probabilities=[0.7, 0.3], seed=3
+        [build.source("json").shuffle(seed=1, buffer_size=4), build.source("parquet")],
+        probabilities=[0.7, 0.3],
+        seed=3,
     ),
     "filtered": lambda build: build.source("one file").filter(is_kept),
     "NumPy's arrays in batches": lambda build: (
@@ -224,13 +254,22 @@ PIPELINES: dict[str, Callable[[Pipelines], IterableDataset]] = {
         build.source("json").with_format("torch").map(mark_arrays, batched=True, batch_size=4)
     ),
     "tables in batches": lambda build: (
-        build.source("parquet").with_format("arrow").map(mark_table, batched=True, batch_size=5).with_format(None)
+        build.source("parquet")
+        .with_format("arrow")
+        .map(mark_table, batched=True, batch_size=5)
+        .with_format(None)
     ),
     "async": lambda build: build.source("parquet").map(mark_later),
-    "async, in batches": lambda build: build.source("json").map(double_later, batched=True, batch_size=3),
+    "async, in batches": lambda build: build.source("json").map(
+        double_later, batched=True, batch_size=3
+    ),
     "async filter": lambda build: build.source("json").filter(is_kept_later),
-    "async, shuffled": lambda build: build.source("parquet").map(mark_later).shuffle(seed=1, buffer_size=5),
-    "one of three nodes": lambda build: split_dataset_by_node(build.source("json").shuffle(1, buffer_size=3), 1, 3),
+    "async, shuffled": lambda build: (
+        build.source("parquet").map(mark_later).shuffle(seed=1, buffer_size=5)
+    ),
+    "one of three nodes": lambda build: split_dataset_by_node(
+        build.source("json").shuffle(1, buffer_size=3), 1, 3
+    ),
 }
 
 
@@ -238,7 +277,8 @@ LONG = ("async, in batches", "async, shuffled", "buffer of all", "tables in batc
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in PIPELINES]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in PIPELINES],
 )
 def test_it_goes_on_after_every_example_of_every_epoch(folder: Path, name: str) -> None:
     """Also when it is opened twice; with the buffer full, being filled, and being emptied at the end."""
@@ -278,14 +318,18 @@ def test_what_is_read_again_does_not_grow() -> None:
             yield {"x": each}
 
     def build() -> IterableDataset:
-        return IterableDataset.from_generator(examples, gen_kwargs={"files": [0]}).shuffle(seed=1, buffer_size=size)
+        return IterableDataset.from_generator(examples, gen_kwargs={"files": [0]}).shuffle(
+            seed=1, buffer_size=size
+        )
 
     whole = iter(build())
     stream = build()
     for _ in zip(range(length - 100), stream, strict=False):
         next(whole)
     state = stream.state_dict()
-    assert state["examples_iterable"]["since_anchor"] < 12 * size  # B (ln B + 2) is 5 B here, and it varies
+    assert (
+        state["examples_iterable"]["since_anchor"] < 12 * size
+    )  # B (ln B + 2) is 5 B here, and it varies
     again = build()
     again.load_state_dict(state)
     assert next(iter(again))["x"] == next(whole)["x"]
@@ -330,12 +374,16 @@ def resumed_after_three(build: Callable[[], Any], epoch: int = 0) -> tuple[list[
 @pytest.mark.parametrize(
     ("build", "epoch"),
     [
-        pytest.param(lambda module: tables(module).shuffle(seed=1, buffer_size=4), 0, id="shuffle buffer"),
+        pytest.param(
+            lambda module: tables(module).shuffle(seed=1, buffer_size=4), 0, id="shuffle buffer"
+        ),
         pytest.param(tables, 1, id="epoch"),
         pytest.param(lambda module: tables(module).map(mark), 0, id="rows of a table"),
     ],
 )
-def test_upstream_loses_the_place(upstream: ModuleType, build: Callable[[ModuleType], Any], epoch: int) -> None:
+def test_upstream_loses_the_place(
+    upstream: ModuleType, build: Callable[[ModuleType], Any], epoch: int
+) -> None:
     """It does so without the patch, and not with it. If the first fails, the patch can go."""
     expected, found = resumed_after_three(lambda: build(upstream), epoch)
     assert found != expected
@@ -347,7 +395,9 @@ def test_upstream_loses_the_place(upstream: ModuleType, build: Callable[[ModuleT
     "build",
     [
         pytest.param(
-            lambda module: tables(module).with_format("numpy").map(mark_arrays, batched=True, batch_size=4),
+            lambda module: (
+                tables(module).with_format("numpy").map(mark_arrays, batched=True, batch_size=4)
+            ),
             id="chunks of a table",
         ),
         pytest.param(lambda module: tables(module).map(mark_later), id="async function"),
@@ -410,7 +460,9 @@ def epochs_of(found: list[tuple[int, int]], worker: int) -> list[int]:
 
 
 @pytest.mark.parametrize("needed", [True, False])
-def test_a_workers_epoch_is_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch, needed: bool) -> None:
+def test_a_workers_epoch_is_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, needed: bool
+) -> None:
     """Without the patch each worker leaves out the epochs that the other one has counted.
 
     The two workers share the epoch's memory, as forks do, and read in turns, one example each. In the
@@ -433,8 +485,12 @@ def test_a_workers_epoch_is_its_own(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_each_process_of_a_loader_reads_every_epoch(folder: Path) -> None:
-    loader = torch.utils.data.DataLoader(Looped(Pipelines(folder).source("json")), batch_size=None, num_workers=2)
-    found = [(int(worker), int(epoch)) for (worker, epoch), _ in zip(loader, range(180), strict=False)]
+    loader = torch.utils.data.DataLoader(
+        Looped(Pipelines(folder).source("json")), batch_size=None, num_workers=2
+    )
+    found = [
+        (int(worker), int(epoch)) for (worker, epoch), _ in zip(loader, range(180), strict=False)
+    ]
     for worker in (0, 1):
         seen = epochs_of(found, worker)
         assert len(seen) > 2

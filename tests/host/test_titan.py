@@ -38,7 +38,9 @@ def test_the_installed_release_is_chosen() -> None:
     assert not [name for name in offered(module.rpartition(".")[2]) if not hasattr(titan, name)]
 
 
-@pytest.mark.parametrize(("files", "series"), [(["train.py"], "0.2"), (["train.py", "trainer.py"], "0.3")])
+@pytest.mark.parametrize(
+    ("files", "series"), [(["train.py"], "0.2"), (["train.py", "trainer.py"], "0.3")]
+)
 def test_a_release_is_known_by_its_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: list[str], series: str
 ) -> None:

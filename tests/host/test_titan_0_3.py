@@ -63,18 +63,29 @@ def parameters(function: Any) -> list[str]:
 def test_the_trainer_has_the_seams() -> None:
     """train() increments the step before train_step, and the trainer's parts are built by their configs."""
     train, init = inspect.getsource(Trainer.train), inspect.getsource(Trainer.__init__)
-    loop, step, call = "while self.should_continue_training()", "self.step += 1", "self.train_step(data_iterator)"
+    loop, step, call = (
+        "while self.should_continue_training()",
+        "self.step += 1",
+        "self.train_step(data_iterator)",
+    )
     assert train.index(loop) < train.index(step) < train.index(call)
     assert "with config.profiler.build(" in train
     for part in ("dataloader", "checkpoint", "metrics", "validator"):
         assert f"config.{part}.build(" in init
-    assert parameters(Trainer.forward_backward_step) == ["self", "input_dict", "labels", "global_valid_tokens"]
+    assert parameters(Trainer.forward_backward_step) == [
+        "self",
+        "input_dict",
+        "labels",
+        "global_valid_tokens",
+    ]
     assert "ensure_pp_loss_visible(\n" in init
 
 
 def test_tokens_are_counted_in_the_forward() -> None:
     """`forward_backward` takes that back: a token counts once its update is committed."""
-    assert "self.ntokens_seen += labels.numel()" in inspect.getsource(Trainer.post_dataloading_process)
+    assert "self.ntokens_seen += labels.numel()" in inspect.getsource(
+        Trainer.post_dataloading_process
+    )
     assert "ntokens_seen" not in inspect.getsource(Trainer.batch_generator)
     dims = SimpleNamespace(pp_enabled=False)
     this: Any = SimpleNamespace(ntokens_seen=70, parallel_dims=dims)
@@ -112,7 +123,9 @@ def test_layers_of_experts_count_tokens_under_the_new_name() -> None:
     layers = [module for module in model.modules() if hasattr(module, "expert_bias_E")]
     assert layers
     assert all(layer.load_balance_coeff for layer in layers)
-    assert [id(count) for count in token_counts([model])] == [id(layer.tokens_per_expert_E) for layer in layers]
+    assert [id(count) for count in token_counts([model])] == [
+        id(layer.tokens_per_expert_E) for layer in layers
+    ]
 
 
 def test_the_checkpoint_manager_has_the_seams() -> None:
@@ -120,16 +133,25 @@ def test_the_checkpoint_manager_has_the_seams() -> None:
     assert parameters(CheckpointManager.save) == ["self", "curr_step", "last_step"]
     assert parameters(CheckpointManager.load) == ["self", "step"]
     assert parameters(CheckpointManager._should_save) == ["self", "curr_step", "last_step"]
-    for name in ("_purge_stale_checkpoints", "_wait_for_saving", "_create_checkpoint_id", "dcp_save", "dcp_load"):
+    for name in (
+        "_purge_stale_checkpoints",
+        "_wait_for_saving",
+        "_create_checkpoint_id",
+        "dcp_save",
+        "dcp_load",
+    ):
         assert callable(getattr(CheckpointManager, name))
     assert "self._wait_for_saving()" in inspect.getsource(CheckpointManager.maybe_wait_for_saving)
     assert "self._purge_stale_checkpoints()" in inspect.getsource(CheckpointManager._save)
 
 
 @pytest.mark.parametrize(
-    ("module", "theirs"), [(manager, CheckpointManager), (trainer, Trainer), (trainer, titan.HostTrainer)]
+    ("module", "theirs"),
+    [(manager, CheckpointManager), (trainer, Trainer), (trainer, titan.HostTrainer)],
 )
-def test_no_attribute_of_ours_hides_a_method_of_torchtitans(module: ModuleType, theirs: type) -> None:
+def test_no_attribute_of_ours_hides_a_method_of_torchtitans(
+    module: ModuleType, theirs: type
+) -> None:
     """`_load`, which both had, ended each start of a group that had a checkpoint."""
     assigned = {
         target.attr
@@ -146,32 +168,68 @@ def test_no_attribute_of_ours_hides_a_method_of_torchtitans(module: ModuleType, 
 
 def test_the_toml_of_0_2_becomes_a_config_of_0_3() -> None:
     """Each table reaches the config that has its settings."""
-    config = translate(read("--activation_checkpoint.mode=full", "--checkpoint.enable", "--checkpoint.interval=7"))
-    assert (config.training.seq_len, config.training.steps, config.training.disable_cuda_graphs) == (256, 80, True)
+    config = translate(
+        read("--activation_checkpoint.mode=full", "--checkpoint.enable", "--checkpoint.interval=7")
+    )
+    assert (
+        config.training.seq_len,
+        config.training.steps,
+        config.training.disable_cuda_graphs,
+    ) == (256, 80, True)
     (group,) = config.optimizer.param_groups
-    assert (group.optimizer_name, group.optimizer_kwargs["lr"], group.optimizer_kwargs["betas"]) == (
+    assert (
+        group.optimizer_name,
+        group.optimizer_kwargs["lr"],
+        group.optimizer_kwargs["betas"],
+    ) == (
         "AdamW",
         8e-4,
         (0.9, 0.95),
     )
     assert (config.lr_scheduler.warmup_steps, config.lr_scheduler.min_lr_factor) == (2, 0.1)
-    assert (config.dataloader.dataset, config.validator.dataloader.dataset) == ("austen", "austen_validation")
+    assert (config.dataloader.dataset, config.validator.dataloader.dataset) == (
+        "austen",
+        "austen_validation",
+    )
     assert type(config.activation_checkpoint).__qualname__ == "FullAC.Config"
     assert (config.checkpoint.enable, config.checkpoint.interval) == (True, 7)
-    assert config.debug.enable_structured_logging is False, "its files are named by the rank, which all groups have"
+    assert config.debug.enable_structured_logging is False, (
+        "its files are named by the rank, which all groups have"
+    )
 
 
 @pytest.mark.parametrize(
     ("flag", "line"),
     [
-        ("--training.no-disable_cuda_graphs", "training.disable_cuda_graphs must be True with torchtitan 0.3"),
-        ("--model.converters=float8", r"model.converters must be \[\] with torchtitan 0.3 .* got \['float8'\]"),
-        ("--parallelism.expert_tensor_parallel_degree=2", "parallelism.expert_tensor_parallel_degree must be 1 with"),
-        ("--debug.enable_structured_logging", "debug.enable_structured_logging must be False with torchtitan 0.3"),
-        ("--job.custom_config_module=mine", 'job.custom_config_module must be "titan_ft.config" with torchtitan 0.3'),
-        ("--parallelism.context_parallel_degree=4", r"training.seq_len must be a multiple of 128 x .* \(4\) with"),
+        (
+            "--training.no-disable_cuda_graphs",
+            "training.disable_cuda_graphs must be True with torchtitan 0.3",
+        ),
+        (
+            "--model.converters=float8",
+            r"model.converters must be \[\] with torchtitan 0.3 .* got \['float8'\]",
+        ),
+        (
+            "--parallelism.expert_tensor_parallel_degree=2",
+            "parallelism.expert_tensor_parallel_degree must be 1 with",
+        ),
+        (
+            "--debug.enable_structured_logging",
+            "debug.enable_structured_logging must be False with torchtitan 0.3",
+        ),
+        (
+            "--job.custom_config_module=mine",
+            'job.custom_config_module must be "titan_ft.config" with torchtitan 0.3',
+        ),
+        (
+            "--parallelism.context_parallel_degree=4",
+            r"training.seq_len must be a multiple of 128 x .* \(4\) with",
+        ),
         ("--checkpoint.keep_latest_k=1", "at least 2 checkpoint replicas"),
-        ("--training.sequence=1", "--training.sequence is no flag of torchtitan; did you mean --training.seq_len"),
+        (
+            "--training.sequence=1",
+            "--training.sequence is no flag of torchtitan; did you mean --training.seq_len",
+        ),
         ("--model.flavor=9B", "model.flavor must be one of 1B, .* got '9B'"),
     ],
 )
@@ -187,12 +245,16 @@ def test_a_validation_has_its_own_batches_or_those_of_the_training() -> None:
     validation = read("--validation.enable").validation
     assert (validation.local_batch_size, validation.seq_len) == (4, 256)
     stages = ("--validation.enable", "--parallelism.pipeline_parallel_degree=2")
-    with pytest.raises(ConfigError, match=r"validation.local_batch_size must be training.local_batch_size \(2\)"):
+    with pytest.raises(
+        ConfigError, match=r"validation.local_batch_size must be training.local_batch_size \(2\)"
+    ):
         read(*stages)
     assert read(*stages, "--validation.local_batch_size=2").validation.seq_len == 256
     with pytest.raises(ConfigError, match="must be false with the schedule ZBVZeroBubble"):
         read(*stages, "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble")
-    with pytest.raises(ConfigError, match=r"validation.seq_len must be <= training.seq_len \(128\)"):
+    with pytest.raises(
+        ConfigError, match=r"validation.seq_len must be <= training.seq_len \(128\)"
+    ):
         read("--validation.enable", "--training.seq_len=128")
 
 
@@ -208,7 +270,9 @@ def test_a_loader_s_state_is_that_after_its_last_batch(monkeypatch: pytest.Monke
     """torchtitan asks torchdata for a state at each checkpoint only, and a group would read on from there."""
     built: dict[str, Any] = {}
     job_config = read()
-    monkeypatch.setattr(type(loader_config(job_config.training)), "build", lambda self, **parts: built.update(parts))
+    monkeypatch.setattr(
+        type(loader_config(job_config.training)), "build", lambda self, **parts: built.update(parts)
+    )
     titan.build_text_dataloader(dp_world_size=4, dp_rank=1, tokenizer=None, job_config=job_config)
     assert built["snapshot_every_n_steps"] == 1
     assert (built["dp_world_size"], built["dp_rank"], built["local_batch_size"]) == (4, 1, 2)
@@ -226,7 +290,9 @@ def document_mask(places: torch.Tensor) -> Any:
     """Return the mask that torchtitan makes of the places: causal, and within a document."""
     config = SimpleNamespace(inner_attention=FlexAttention.Config())
     model: Any = SimpleNamespace(_create_flex_attention_mask=Decoder._create_flex_attention_mask)
-    model._create_flex_attention_mask = lambda *given: Decoder._create_flex_attention_mask(model, *given)
+    model._create_flex_attention_mask = lambda *given: Decoder._create_flex_attention_mask(
+        model, *given
+    )
     return Decoder._create_flex_attention_mask_for_document(model, places, config)
 
 
@@ -253,7 +319,10 @@ def test_a_cpu_attends_as_flex_attention_does(kv_heads: int) -> None:
         out_transform=lambda out, lse: out * lse.sigmoid().unsqueeze(-1),
     )
     _, lse = flex_attention(
-        *(part.transpose(1, 2) for part in (query, key, value)), block_mask=mask, enable_gqa=grouped, return_lse=True
+        *(part.transpose(1, 2) for part in (query, key, value)),
+        block_mask=mask,
+        enable_gqa=grouped,
+        return_lse=True,
     )
     assert torch.allclose(weighted, found * lse.transpose(1, 2).sigmoid().unsqueeze(-1), atol=1e-6)
 
@@ -262,7 +331,9 @@ def test_a_cpu_attends_as_flex_attention_does(kv_heads: int) -> None:
 def test_packed_documents_attend_as_blocks_do() -> None:
     """The other kind of attention says the same by the lengths of the documents; it may also have a window."""
     query, key, value = (torch.randn(2, 8, 4, 16) for _ in range(3))
-    by_blocks = FlexAttention(FlexAttention.Config())(query, key, value, attention_masks=document_mask(positions()))
+    by_blocks = FlexAttention(FlexAttention.Config())(
+        query, key, value, attention_masks=document_mask(positions())
+    )
     packed = VarlenAttention(VarlenAttention.Config())
     lengths = create_varlen_metadata_for_document(positions())
     assert torch.allclose(packed(query, key, value, attention_masks=lengths), by_blocks, atol=1e-6)
@@ -274,7 +345,9 @@ def test_packed_documents_attend_as_blocks_do() -> None:
 def test_a_cpu_goes_backward_through_attention() -> None:
     """And the gradient of a document is none of another document's."""
     query, key, value = (torch.randn(2, 8, 4, 16, requires_grad=True) for _ in range(3))
-    out = FlexAttention(FlexAttention.Config())(query, key, value, attention_masks=document_mask(positions()))
+    out = FlexAttention(FlexAttention.Config())(
+        query, key, value, attention_masks=document_mask(positions())
+    )
     out[0, 3:7].sum().backward()  # the second document of the first sequence
     assert key.grad is not None
     reached = key.grad.abs().sum(dim=(2, 3)) > 0
@@ -295,17 +368,35 @@ OWN = ("--fault_tolerance.enable", "--fault_tolerance.group_size=2")
 
 def test_a_module_describes_the_job_that_it_returns() -> None:
     """With 0.3's flags, and with [fault_tolerance] beside them; the rest is what 0.3 itself reads."""
-    flags = ("--training.steps=7", "--optimizer.implementation=for-loop", "--training.seq_len", "128")
+    flags = (
+        "--training.steps=7",
+        "--optimizer.implementation=for-loop",
+        "--training.seq_len",
+        "128",
+    )
     job = read_config(*MODULE, *flags, *OWN)
     table = job.fault_tolerance
     assert (table.enable, table.group_size) == (True, 2)
-    assert (job.training.steps, job.training.seq_len, job.optimizer.implementation) == (7, 128, "for-loop")
+    assert (job.training.steps, job.training.seq_len, job.optimizer.implementation) == (
+        7,
+        128,
+        "for-loop",
+    )
     assert (job.training.local_batch_size, job.lr_scheduler.warmup_steps) == (8, 2)
     assert (job.model.name, job.model.flavor) == ("llama3", "debugmodel")
     assert job.training.disable_cuda_graphs, "a replayed graph calls no hooks"
     stock = ConfigManager().parse_args([*MODULE, *flags])
     made = translate(job)
-    for part in ("training", "optimizer", "lr_scheduler", "parallelism", "dataloader", "compile", "comm", "metrics"):
+    for part in (
+        "training",
+        "optimizer",
+        "lr_scheduler",
+        "parallelism",
+        "dataloader",
+        "compile",
+        "comm",
+        "metrics",
+    ):
         expected = getattr(stock, part)
         if part == "training":
             expected = dataclasses.replace(expected, disable_cuda_graphs=True)
@@ -324,9 +415,18 @@ def test_a_module_describes_the_job_that_it_returns() -> None:
             "sft_debugmodel must be a job that a TOML can describe, got dataloader",
         ),
         (("--config=nope",), "Config function 'nope' not found"),
-        (("--config=llama3_debugmodel", "--training.stepz=3"), "--training.stepz is no flag of --module llama3"),
-        (("--config=llama3_debugmodel", "--training.steps=x"), "--training.steps must be a whole number, got 'x'"),
-        (("--module=qwen3", "--config=qwen3_debugmodel_moe_param_groups"), "got optimizer.param_groups = "),
+        (
+            ("--config=llama3_debugmodel", "--training.stepz=3"),
+            "--training.stepz is no flag of --module llama3",
+        ),
+        (
+            ("--config=llama3_debugmodel", "--training.steps=x"),
+            "--training.steps must be a whole number, got 'x'",
+        ),
+        (
+            ("--module=qwen3", "--config=qwen3_debugmodel_moe_param_groups"),
+            "got optimizer.param_groups = ",
+        ),
     ],
 )
 def test_a_module_that_is_refused(given: tuple[str, ...], line: str) -> None:
@@ -348,7 +448,9 @@ def test_a_launch_by_module(tmp_path: Path) -> None:
     launch = [*command, "launch", *MODULE[:2], *shape, "--", *flags]
     made = subprocess.run(launch, capture_output=True, text=True, timeout=300, check=False)
     assert made.returncode == 0, made.stderr[-3000:]
-    checked = subprocess.run([*command, "check", run], capture_output=True, text=True, timeout=60, check=False)
+    checked = subprocess.run(
+        [*command, "check", run], capture_output=True, text=True, timeout=60, check=False
+    )
     assert checked.returncode == 0, checked.stdout
     assert "every batch once         holds" in checked.stdout
     assert "Finished at step 40" in checked.stdout

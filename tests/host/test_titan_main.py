@@ -32,7 +32,10 @@ def imported(series: str) -> Iterator[tuple[str, str]]:
     """Yield the names that the modules of a release import, as (module of torchtitan, name)."""
     for file in MODULES[series]:
         for node in ast.walk(ast.parse((HOST / file).read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torchtitan":
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").split(".")[0] == "torchtitan"
+            ):
                 for alias in node.names:
                     yield node.module or "", alias.name
             elif isinstance(node, ast.Import):
@@ -88,7 +91,9 @@ def test_a_name_that_is_gone_is_noticed() -> None:
     assert missing(other, installed())
 
 
-@pytest.mark.skipif(not MAIN, reason="TORCHTITAN_MAIN names no checkout of torchtitan's main branch")
+@pytest.mark.skipif(
+    not MAIN, reason="TORCHTITAN_MAIN names no checkout of torchtitan's main branch"
+)
 def test_main_has_all_that_the_module_of_0_3_imports() -> None:
     """No failure: main is no release, and titan_ft has no module for it."""
     gone = missing("0.3", Path(MAIN))

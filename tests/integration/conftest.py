@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the package `harness`, which the workers import too
+sys.path.insert(
+    0, str(Path(__file__).parent)
+)  # for the package `harness`, which the workers import too
 
 from harness.fixtures import make_job, pytest_runtest_makereport, runs, zygote  # noqa: F401
 from harness.job import PROCESS_GROUP
@@ -34,15 +36,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     }
     if not any("::" in argument for argument in config.args):
         files = {name.partition("::")[0] for name in ours}
-        unknown = [name for name in NOT_OVER_NCCL if name.partition("::")[0] in files and name not in ours]
+        unknown = [
+            name for name in NOT_OVER_NCCL if name.partition("::")[0] in files and name not in ours
+        ]
         if unknown:
-            raise pytest.UsageError(f"tests/integration/conftest.py: NOT_OVER_NCCL names no test: {unknown}")
+            raise pytest.UsageError(
+                f"tests/integration/conftest.py: NOT_OVER_NCCL names no test: {unknown}"
+            )
     if PROCESS_GROUP != "nccl":
         return
     for name, item in ours.items():
         if name in NOT_OVER_NCCL:
             item.add_marker(pytest.mark.xfail(strict=True, reason=NOT_OVER_NCCL[name]))
-    left_out = [item for item in ours.values() if not {"make_job", "zygote"} & set(getattr(item, "fixturenames", ()))]
+    left_out = [
+        item
+        for item in ours.values()
+        if not {"make_job", "zygote"} & set(getattr(item, "fixturenames", ()))
+    ]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]

@@ -58,7 +58,10 @@ def test_experts_equal_stock_hsdp(runs: Runs, model: str, degree: int, checkpoin
     The biases are part of the state whose digest is compared.
     """
     flags = [*experts(model, degree), f"--activation_checkpoint.mode={checkpointing}"]
-    check_equal(runs.groups(2, 2, flags, experts=True), runs.stock(4, replicate=2, shard=2, flags=flags, experts=True))
+    check_equal(
+        runs.groups(2, 2, flags, experts=True),
+        runs.stock(4, replicate=2, shard=2, flags=flags, experts=True),
+    )
     assert runs.job is not None
     check_biases(runs.job)
 
@@ -71,7 +74,9 @@ def test_groups_of_one_rank_against_stock_fsdp(runs: Runs, groups: int) -> None:
     stock = runs.stock(groups, replicate=1, shard=groups, begin=str(runs.parameters("begin")))[0]
     for name in ("loss", "max_loss", "lr", "tokens"):
         assert column(ours, name) == pytest.approx(column(stock, name), rel=ROUNDING, abs=0), name
-    assert column(ours, "grad_norm") == pytest.approx(column(stock, "grad_norm"), rel=NORM_ROUNDING, abs=0)
+    assert column(ours, "grad_norm") == pytest.approx(
+        column(stock, "grad_norm"), rel=NORM_ROUNDING, abs=0
+    )
 
 
 @pytest.mark.slow
@@ -80,10 +85,14 @@ def test_experts_of_one_rank_against_stock_fsdp(runs: Runs, model: str) -> None:
     """2 groups x 1 rank are stock FSDP over 2 ranks, to rounding, as long as rounding sends no token elsewhere."""
     ours = runs.groups(2, flags=experts(model, 1), dump=True, experts=True)["0-0"]
     begin = str(runs.parameters("begin"))
-    stock = runs.stock(2, replicate=1, shard=2, flags=experts(model, 1), begin=begin, experts=True)[0]
+    stock = runs.stock(2, replicate=1, shard=2, flags=experts(model, 1), begin=begin, experts=True)[
+        0
+    ]
     for name in ("loss", "max_loss", "lr", "tokens"):
         assert column(ours, name) == pytest.approx(column(stock, name), rel=ROUNDING, abs=0), name
-    assert column(ours, "grad_norm") == pytest.approx(column(stock, "grad_norm"), rel=NORM_ROUNDING, abs=0)
+    assert column(ours, "grad_norm") == pytest.approx(
+        column(stock, "grad_norm"), rel=NORM_ROUNDING, abs=0
+    )
 
 
 @pytest.mark.slow
@@ -99,7 +108,11 @@ def test_stock_ddp_averages_twice(runs: Runs) -> None:
 
 @pytest.mark.parametrize(
     ("microbatches", "mask"),
-    [(1, True), pytest.param(2, False, marks=pytest.mark.slow), pytest.param(2, True, marks=pytest.mark.slow)],
+    [
+        (1, True),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(2, True, marks=pytest.mark.slow),
+    ],
 )
 def test_token_weighted_mean(runs: Runs, microbatches: int, mask: bool) -> None:
     """The update is that of the mean over all valid tokens, however unequal the groups are and with accumulation."""
@@ -120,7 +133,9 @@ def test_token_weighted_mean(runs: Runs, microbatches: int, mask: bool) -> None:
         empty = mask and microbatches == 1 and event["step"] - 1 == EMPTY_BATCH
         assert event["participants"] == ([0] if empty else [0, 1])
     # One exchange a step: each bucket and the row of facts travel once, whatever the number of microbatches.
-    (reductions,) = {event["reductions"] for event in named(events, "computed") if event["step"] > 1}
+    (reductions,) = {
+        event["reductions"] for event in named(events, "computed") if event["step"] > 1
+    }
     assert 4 <= reductions <= 5
 
 
@@ -138,8 +153,12 @@ NOT_QUICK = {"marks": pytest.mark.slow}
         pytest.param("InterleavedZeroBubble", 2, 1, [], **NOT_QUICK),
         pytest.param("LoopedBFS", 2, 1, [], **NOT_QUICK),
         pytest.param("1F1B", 4, 2, ["--parallelism.data_parallel_shard_degree=2"], **NOT_QUICK),
-        pytest.param("Interleaved1F1B", 4, 2, ["--parallelism.data_parallel_shard_degree=2"], **NOT_QUICK),
-        pytest.param("ZBVZeroBubble", 4, 2, ["--parallelism.data_parallel_shard_degree=2"], **NOT_QUICK),
+        pytest.param(
+            "Interleaved1F1B", 4, 2, ["--parallelism.data_parallel_shard_degree=2"], **NOT_QUICK
+        ),
+        pytest.param(
+            "ZBVZeroBubble", 4, 2, ["--parallelism.data_parallel_shard_degree=2"], **NOT_QUICK
+        ),
         pytest.param("1F1B", 4, 1, ["--parallelism.tensor_parallel_degree=2"], **NOT_QUICK),
     ],
 )

@@ -36,10 +36,18 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def run(*command: str, **environment: str) -> subprocess.Popen[str]:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of torchrun
-        env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+        env = {
+            **os.environ,
+            "PATH": path,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        }
         log = (tmp_path / f"{len(processes)}.log").open("w")
         with log:
-            process = subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=log, text=True)
+            process = subprocess.Popen(
+                command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=log, text=True
+            )
         processes.append(process)
         return process
 
@@ -63,7 +71,9 @@ def expect_success(groups: Sequence[subprocess.Popen[str]], folder: Path) -> Non
         group.communicate(timeout=SECONDS)
     logs = {path.name: path.read_text()[-3000:] for path in folder.glob("*.log")}
     assert [group.returncode for group in groups] == [0] * len(groups), logs
-    check = subprocess.run([*TITAN_FT, "check", str(folder / "run")], capture_output=True, text=True, cwd=ROOT)
+    check = subprocess.run(
+        [*TITAN_FT, "check", str(folder / "run")], capture_output=True, text=True, cwd=ROOT
+    )
     assert check.returncode == 0, check.stdout
     events = "".join(path.read_text() for path in (folder / "run" / "events").glob("*.jsonl"))
     assert events.count('"participants": [0, 1]') >= 2 * 6
@@ -81,9 +91,20 @@ def test_torchtitans_own_script_starts_groups(start: Start, tmp_path: Path) -> N
         "LOG_RANK": "0",
         "CONFIG_FILE": str(ROOT / "configs" / "llama3_debug.toml"),
     }
-    own = (f"--job.dump_folder={tmp_path / 'run'}", "--fault_tolerance.enable", "--fault_tolerance.group_size=2")
+    own = (
+        f"--job.dump_folder={tmp_path / 'run'}",
+        "--fault_tolerance.enable",
+        "--fault_tolerance.group_size=2",
+    )
     groups = [
-        start("bash", "run_train.sh", *own, f"--fault_tolerance.replica_id={replica}", *FLAGS, **environment)
+        start(
+            "bash",
+            "run_train.sh",
+            *own,
+            f"--fault_tolerance.replica_id={replica}",
+            *FLAGS,
+            **environment,
+        )
         for replica in range(2)
     ]
     expect_success(groups, tmp_path)
@@ -100,14 +121,36 @@ def hosts() -> Iterator[Hosts]:
 @pytest.mark.parametrize("shared", [True, False], ids=["one folder", "a folder each"])
 def test_two_hosts(start: Start, hosts: Hosts, tmp_path: Path, shared: bool) -> None:
     """The address that the lighthouse prints is all that they know of each other."""
-    address = announced(start(*hosts.command(0), *TITAN_FT, "lighthouse", TITAN_FT_TOKEN="a secret of this run"))
+    address = announced(
+        start(*hosts.command(0), *TITAN_FT, "lighthouse", TITAN_FT_TOKEN="a secret of this run")
+    )
     assert address == "http://[fd00:77::1]:29510"
     folders = [tmp_path / "run" if shared else tmp_path / f"run{replica}" for replica in range(2)]
     groups = []
     for replica, folder in enumerate(folders):
-        options = ["--replica", str(replica), "--replicas", "2", "--ranks-per-node", "1", "--lighthouse", address]
-        command = [*TITAN_FT, "group", "llama3_debug", *options, "--run-dir", str(folder), "--", *FLAGS]
-        groups.append(start(*hosts.command(replica), *command, TITAN_FT_TOKEN="a secret of this run"))
+        options = [
+            "--replica",
+            str(replica),
+            "--replicas",
+            "2",
+            "--ranks-per-node",
+            "1",
+            "--lighthouse",
+            address,
+        ]
+        command = [
+            *TITAN_FT,
+            "group",
+            "llama3_debug",
+            *options,
+            "--run-dir",
+            str(folder),
+            "--",
+            *FLAGS,
+        ]
+        groups.append(
+            start(*hosts.command(replica), *command, TITAN_FT_TOKEN="a secret of this run")
+        )
     for group in groups:
         group.communicate(timeout=SECONDS)
     if not shared:

@@ -32,7 +32,9 @@ def of(events: Iterable[Event], replica: int, name: str) -> list[Event]:
 def check_contributes_at_once(events: Sequence[Event], replica: int) -> Event:
     """The only heal of a group ended amid training, and the next step has the group's gradient."""
     (healed,) = of(events, replica, "heal_finished")
-    after = [event for event in named(events, "step_committed") if event["step"] == healed["step"] + 1]
+    after = [
+        event for event in named(events, "step_committed") if event["step"] == healed["step"] + 1
+    ]
     assert after, "the heal ended with the job"
     assert all(replica in event["participants"] for event in after)
     return healed
@@ -67,7 +69,9 @@ def test_others_train_on_at_full_speed(make_job: Callable[..., Job]) -> None:
     after = [seconds[step] for step in range(healed["step"] + 2, job.steps + 1)]
     assert max(during) < healed["seconds"] / 2  # no step was as long as the transfer
     # Compared with both sides, because what else runs on the machine changes with time.
-    assert median(during) <= 1.1 * max(median(before), median(after)), f"{before}, {during}, {after}"
+    assert median(during) <= 1.1 * max(median(before), median(after)), (
+        f"{before}, {during}, {after}"
+    )
 
 
 @pytest.mark.slow
@@ -78,7 +82,9 @@ def test_replay_in_bfloat16_with_clipping(make_job: Callable[..., Job]) -> None:
         "faults": [kill(1, "backward", step=STEP)],
         "hold": 2,
         "hold_fetching": 2 * least,
-        "pauses": [{"replica": 1, "attempt": 1, "rank": rank, "queued": least} for rank in range(ranks)],
+        "pauses": [
+            {"replica": 1, "attempt": 1, "rank": rank, "queued": least} for rank in range(ranks)
+        ],
     }
     flags = [
         "--training.dtype=bfloat16",
@@ -130,12 +136,17 @@ def test_two_joiners_at_once(make_job: Callable[..., Job]) -> None:
             {"replica": 2, "attempt": 1, "after": ["fetched-1-1"]},
         ],
     }
-    job = make_job(groups=4, steps=40, hooks=hooks, flags=["--fault_tolerance.transfer_max_mbps=100"])
+    job = make_job(
+        groups=4, steps=40, hooks=hooks, flags=["--fault_tolerance.transfer_max_mbps=100"]
+    )
     job.run()
     events = check(job, survivors=[0, 3])
     check_killed(job, events, [(replica, 0, "sigkill:backward") for replica in (1, 2)])
     assert {event["donor"] for event in named(events, "heal_started")} == {0, 3}
-    assert [check_contributes_at_once(events, replica)["replayed"] > 0 for replica in (1, 2)] == [True, True]
+    assert [check_contributes_at_once(events, replica)["replayed"] > 0 for replica in (1, 2)] == [
+        True,
+        True,
+    ]
 
 
 @pytest.mark.slow
@@ -143,10 +154,14 @@ def test_all_donors_but_one_die_in_one_transfer(make_job: Callable[..., Job]) ->
     """The last one gives what they owe: the first attempt of the joiner is the only one."""
     faults = [kill(1, "backward", step=STEP), kill(0, "serve"), kill(2, "serve")]
     hooks = {"faults": faults, "hold": 6, "hold_fetching": None, "delays": sleepy(4, 0.02)}
-    job = make_job(groups=4, steps=50, hooks=hooks, flags=["--fault_tolerance.transfer_max_mbps=30"])
+    job = make_job(
+        groups=4, steps=50, hooks=hooks, flags=["--fault_tolerance.transfer_max_mbps=30"]
+    )
     job.run()
     events = check(job, survivors=[3])
-    check_killed(job, events, [(1, 0, "sigkill:backward"), (0, 0, "sigkill:serve"), (2, 0, "sigkill:serve")])
+    check_killed(
+        job, events, [(1, 0, "sigkill:backward"), (0, 0, "sigkill:serve"), (2, 0, "sigkill:serve")]
+    )
     (started,) = of(events, 1, "heal_started")
     assert sorted(started["donors"]) == [0, 2, 3]
     assert sorted(event["donor"] for event in of(events, 1, "donor_lost")) == [0, 2]
@@ -157,7 +172,11 @@ def test_all_donors_but_one_die_in_one_transfer(make_job: Callable[..., Job]) ->
 
 def test_transfer_survives_a_broken_connection(make_job: Callable[..., Job]) -> None:
     """A connection that breaks in the middle of a piece is made again; the heal is the first and only one."""
-    hooks = {"faults": [kill(1, "backward", step=STEP)], "hold": 2, "breaks": [{"replica": 0, "answer": 7}]}
+    hooks = {
+        "faults": [kill(1, "backward", step=STEP)],
+        "hold": 2,
+        "breaks": [{"replica": 0, "answer": 7}],
+    }
     job = make_job(groups=2, hooks=hooks)
     job.run()
     events = check(job, survivors=[0])

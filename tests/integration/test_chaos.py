@@ -29,14 +29,23 @@ def make(
     constants: Mapping[str, float] | None = None,
     **more: Any,
 ) -> Job:
-    delays = [{"replica": r, "rank": 0, "attempt": "any", "seconds": FORWARD_SECONDS} for r in range(groups)]
+    delays = [
+        {"replica": r, "rank": 0, "attempt": "any", "seconds": FORWARD_SECONDS}
+        for r in range(groups)
+    ]
     hooks = {"delays": delays, "constants": dict(constants or {})}
-    return make_job(groups=groups, steps=steps, flags=[*FLAGS, *flags], hooks=hooks, late=False, **more)
+    return make_job(
+        groups=groups, steps=steps, flags=[*FLAGS, *flags], hooks=hooks, late=False, **more
+    )
 
 
-def order(job: Job, fault: str, replica: int | None = 1, rank: int | None = 0, **params: float) -> None:
+def order(
+    job: Job, fault: str, replica: int | None = 1, rank: int | None = 0, **params: float
+) -> None:
     """Order a fault."""
-    Order(fault=fault, replica=replica, rank=rank, params=params, seed=7, shot=1).append_to(job.paths.chaos_orders)
+    Order(fault=fault, replica=replica, rank=rank, params=params, seed=7, shot=1).append_to(
+        job.paths.chaos_orders
+    )
 
 
 def begin(job: Job) -> None:
@@ -44,7 +53,9 @@ def begin(job: Job) -> None:
     job.start()
 
     def trained() -> bool:
-        return {e["replica"] for e in job.events("step_committed") if e["step"] >= STEP} == set(range(len(job.groups)))
+        return {e["replica"] for e in job.events("step_committed") if e["step"] >= STEP} == set(
+            range(len(job.groups))
+        )
 
     job.wait_until(trained, 60, "every group trains")
 
@@ -100,7 +111,9 @@ def test_a_short_outage_costs_time_only(make_job: Callable[..., Job]) -> None:
     (undone,) = named(events, "fault_undone")
     assert undone["time"] - injected["time"] >= 1.0
     # What it needs for more than the step under way does not arrive in between.
-    during = [e for e in named(events, "step_committed") if injected["time"] < e["time"] < undone["time"]]
+    during = [
+        e for e in named(events, "step_committed") if injected["time"] < e["time"] < undone["time"]
+    ]
     assert sum(e["replica"] == 1 for e in during) <= 1
 
 
@@ -129,9 +142,17 @@ def test_a_flipped_bit_of_the_optimizer_is_named_and_heals(make_job: Callable[..
         ("deadlock", 1, "hang_timeout_seconds"),
     ],
 )
-def test_a_worker_that_ends_comes_back(make_job: Callable[..., Job], fault: str, code: int, text: str) -> None:
+def test_a_worker_that_ends_comes_back(
+    make_job: Callable[..., Job], fault: str, code: int, text: str
+) -> None:
     """As it would by itself: with that exit status, those words, a restart and a heal; the other one goes on."""
-    job = make(make_job, groups=2, steps=30, ranks=1, replica_flags={1: ["--fault_tolerance.hang_timeout_seconds=4"]})
+    job = make(
+        make_job,
+        groups=2,
+        steps=30,
+        ranks=1,
+        replica_flags={1: ["--fault_tolerance.hang_timeout_seconds=4"]},
+    )
     begin(job)
     order(job, fault)
     events = finish(job, survivors=[0], fault=fault)
@@ -167,7 +188,9 @@ def test_a_nan_gradient_counts_for_nothing(make_job: Callable[..., Job], ranks: 
     [("network_dead", {"seconds": 20.0}), ("network_slow", {"seconds": 5.0, "loss": 0.05})],
 )
 @pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
-def test_a_bad_network(make_job: Callable[..., Job], fault: str, params: Mapping[str, float], ranks: int) -> None:
+def test_a_bad_network(
+    make_job: Callable[..., Job], fault: str, params: Mapping[str, float], ranks: int
+) -> None:
     """No worker ends; the ranks of the group stay together; in the end all hold the same state."""
     job = make(make_job, groups=3, ranks=ranks, steps=100)
     begin(job)
@@ -199,7 +222,9 @@ def test_a_dead_link(make_job: Callable[..., Job], ranks: int) -> None:
     assert sorted((e["replica"], e["rank"]) for e in undone) == ends
     # The step under way at its beginning may have been exchanged already, and not committed yet.
     begun, over = max(e["time"] for e in injected), min(e["time"] for e in undone)
-    during = [e for e in named(events, "step_committed") if begun < e["time"] < over and e["rank"] == 0]
+    during = [
+        e for e in named(events, "step_committed") if begun < e["time"] < over and e["rank"] == 0
+    ]
     together = {e["step"] for e in during if {1, 2} <= set(e["participants"])}
     assert len(together) <= 1
     without = {tuple(e["participants"]) for e in during if e["step"] not in together}
@@ -244,7 +269,9 @@ def test_a_donor_that_dies_is_replaced(make_job: Callable[..., Job]) -> None:
 @pytest.mark.slow
 def test_a_full_disk_costs_one_checkpoint(make_job: Callable[..., Job]) -> None:
     """It is reported, and the next one is complete."""
-    job = make(make_job, groups=2, steps=20, flags=["--checkpoint.enable", "--checkpoint.interval=8"])
+    job = make(
+        make_job, groups=2, steps=20, flags=["--checkpoint.enable", "--checkpoint.interval=8"]
+    )
     begin(job)
     order(job, "disk_full", replica=None, rank=None)
     events = finish(job, survivors=[0, 1], fault="disk_full")

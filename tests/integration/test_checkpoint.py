@@ -19,7 +19,15 @@ import safetensors.numpy
 from harness.client import REPOSITORY, ZygoteClient
 from harness.events import Event
 from harness.job import CONFIG, Job
-from harness.trajectory import by_process, check, check_finished, check_killed, check_one_trajectory, exits, named
+from harness.trajectory import (
+    by_process,
+    check,
+    check_finished,
+    check_killed,
+    check_one_trajectory,
+    exits,
+    named,
+)
 from torch.distributed.checkpoint import FileSystemReader
 
 from titan_ft.data.assets import TOKENIZER
@@ -136,17 +144,23 @@ def test_all_groups_killed_at_once(
     assert complete_steps(folder) == [5, 10, 15, 20]
 
 
-@pytest.mark.parametrize(("mode", "interval"), [("disabled", 5), pytest.param("async", STOP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("mode", "interval"), [("disabled", 5), pytest.param("async", STOP, marks=pytest.mark.slow)]
+)
 def test_writer_killed_in_its_save(
     make_job: Callable[..., Job], flags: Flags, folder: Path, mode: str, interval: int
 ) -> None:
     """Another group saves at its next commit; nobody takes the dead group's folder for a checkpoint."""
     faults = [{"replica": 0, "point": "save", "step": STOP}]
-    job = make_job(groups=2, steps=STEPS, flags=flags(interval, mode), hooks={"faults": faults, "hold": 3})
+    job = make_job(
+        groups=2, steps=STEPS, flags=flags(interval, mode), hooks={"faults": faults, "hold": 3}
+    )
     job.run()
     events = check(job, survivors=[1])
     check_killed(job, events, [(0, 0, "sigkill:save")])
-    alone = [event["step"] for event in named(events, "step_committed") if event["participants"] == [1]]
+    alone = [
+        event["step"] for event in named(events, "step_committed") if event["participants"] == [1]
+    ]
     taken_over = [step for replica, step in saved(events) if replica == 1]
     assert taken_over[0] == alone[0]
     assert complete_steps(folder) == sorted(step for _, step in saved(events))
@@ -195,7 +209,11 @@ def test_bytes_that_changed_are_found_however_a_group_is_sharded(
     make_job: Callable[..., Job], flags: Flags, folder: Path, degree: str
 ) -> None:
     """Each rank takes the digest of its own shards; a load of what has not changed is sound to it."""
-    shape: dict[str, Any] = {"groups": 1, "ranks": 2, "flags": [*flags(), f"--parallelism.{degree}_degree=2"]}
+    shape: dict[str, Any] = {
+        "groups": 1,
+        "ranks": 2,
+        "flags": [*flags(), f"--parallelism.{degree}_degree=2"],
+    }
     make_job(steps=STOP, **shape).run()
     damage(folder / f"step-{STOP}")
     job = make_job(steps=STOP + 2, **shape)
@@ -206,7 +224,9 @@ def test_bytes_that_changed_are_found_however_a_group_is_sharded(
     check_resumed(job, [event for event in job.events() if event["attempt"] == 1], 5)
 
 
-def test_a_group_that_leaves_when_it_is_found_corrupt(make_job: Callable[..., Job], flags: Flags, folder: Path) -> None:
+def test_a_group_that_leaves_when_it_is_found_corrupt(
+    make_job: Callable[..., Job], flags: Flags, folder: Path
+) -> None:
     """Told to leave in the round that finds its bytes wrong, it leaves at once, and takes back what it has saved."""
     hooks = {
         "chaos": [{"replica": 0, "fault": "flip_parameter", "steps": [5]}],
@@ -233,11 +253,15 @@ def test_a_group_that_leaves_when_it_is_found_corrupt(make_job: Callable[..., Jo
     healed = named(events, "heal_finished")
     assert [(e["replica"], e["attempt"]) for e in healed] == [(0, 1)]
     committed = named(events, "step_committed")
-    check_one_trajectory(e for e in committed if (e["replica"], e["step"]) != (0, 5))  # its digest was of wrong bytes
+    check_one_trajectory(
+        e for e in committed if (e["replica"], e["step"]) != (0, 5)
+    )  # its digest was of wrong bytes
     check_finished(job, events, job.steps)
 
 
-def test_a_drained_job_goes_on(make_job: Callable[..., Job], flags: Flags, straight: list[Event], folder: Path) -> None:
+def test_a_drained_job_goes_on(
+    make_job: Callable[..., Job], flags: Flags, straight: list[Event], folder: Path
+) -> None:
     """All groups get SIGTERM amid training (a preemption): one saves its last step, and a later job goes on from there.
 
     The last save is asked to be of the model only, as torchtitan has it: this one must be whole.
@@ -250,7 +274,9 @@ def test_a_drained_job_goes_on(make_job: Callable[..., Job], flags: Flags, strai
     for replica in (0, 1):
         job.wait_for_gate("go", replica)
         job.send_signal(replica, signal.SIGTERM)
-    job.wait_until(lambda: len(list(job.markers.glob("told-*-0"))) == 2, 30, "both groups were told")
+    job.wait_until(
+        lambda: len(list(job.markers.glob("told-*-0"))) == 2, 30, "both groups were told"
+    )
     job.mark("go")
     job.finish()
     assert [group.finished for group in job.groups] == [True, True], exits(job)
@@ -268,7 +294,9 @@ def test_a_drained_job_goes_on(make_job: Callable[..., Job], flags: Flags, strai
 
 
 @pytest.mark.slow
-def test_other_ranks_and_other_groups_go_on(make_job: Callable[..., Job], flags: Flags, folder: Path) -> None:
+def test_other_ranks_and_other_groups_go_on(
+    make_job: Callable[..., Job], flags: Flags, folder: Path
+) -> None:
     """1 group of 2 ranks goes on exactly in the data of 2 groups of 1; for 3 groups it begins anew, and they say so."""
     straight = make_job(groups=2, steps=STOP + 4, flags=SCHEDULE)
     straight.run()
@@ -290,16 +318,20 @@ def test_other_ranks_and_other_groups_go_on(make_job: Callable[..., Job], flags:
     for event in named(events, "step_committed"):
         assert event["loss"] == pytest.approx(losses[event["step"]], rel=1e-5)
 
-    more = make_job(groups=3, steps=STOP + 4, flags=[*flags(), *load, "--fault_tolerance.job_id=another"])
+    more = make_job(
+        groups=3, steps=STOP + 4, flags=[*flags(), *load, "--fault_tolerance.job_id=another"]
+    )
     more.run()
     events = more.events()
     check_resumed(more, events, STOP)
     reasons = {event["reason"] for event in named(events, "data_reset")}
     assert len(reasons) == 1
     assert "2 shards, now into 3" in reasons.pop()
-    assert {event["data"]["first_batch"] for event in named(events, "step_committed") if event["step"] == STOP + 1} == {
-        0
-    }
+    assert {
+        event["data"]["first_batch"]
+        for event in named(events, "step_committed")
+        if event["step"] == STOP + 1
+    } == {0}
 
 
 def test_a_foreign_folder_is_refused(make_job: Callable[..., Job], flags: Flags) -> None:
@@ -318,7 +350,9 @@ def test_a_foreign_folder_is_refused(make_job: Callable[..., Job], flags: Flags)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("degree", ["", "data_parallel_shard", "pipeline_parallel"])
-def test_hugging_faces_format_there_and_back(make_job: Callable[..., Job], tmp_path: Path, degree: str) -> None:
+def test_hugging_faces_format_there_and_back(
+    make_job: Callable[..., Job], tmp_path: Path, degree: str
+) -> None:
     """One group writes the last model; another job begins with it, heals from its own groups and writes it again.
 
     With an LR of 0 an update changes nothing, so that both hold the same weights, bit for bit. Groups of two ranks
@@ -333,7 +367,10 @@ def test_hugging_faces_format_there_and_back(make_job: Callable[..., Job], tmp_p
     first = make_job(steps=4, flags=[*save, f"--checkpoint.folder={tmp_path / 'first'}"], **shape)
     first.run()
     check(first, survivors=[0, 1])
-    load = ["--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={tmp_path / 'first' / 'step-4'}"]
+    load = [
+        "--checkpoint.initial_load_in_hf",
+        f"--checkpoint.initial_load_path={tmp_path / 'first' / 'step-4'}",
+    ]
     faults = [{"replica": 1, "point": "backward", "step": 3}]
     second = make_job(
         steps=12,
@@ -363,13 +400,18 @@ def write_assets(folder: Path) -> Path:
     shutil.copytree(TOKENIZER, folder)
     files = {"model.embed_tokens.weight": "model-00001-of-00003.safetensors"}
     files |= {"model.norm.weight": "model-00003-of-00003.safetensors"}
-    files |= {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": "model-00002-of-00003" for layer in range(3)}
+    files |= {
+        f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": "model-00002-of-00003"
+        for layer in range(3)
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     return folder
 
 
 @pytest.mark.slow
-def test_a_last_save_that_cannot_be_made_as_asked(make_job: Callable[..., Job], tmp_path: Path, folder: Path) -> None:
+def test_a_last_save_that_cannot_be_made_as_asked(
+    make_job: Callable[..., Job], tmp_path: Path, folder: Path
+) -> None:
     """Without the module of its format the run ends once, with status 1 and a line; the state is saved in the other."""
     (tmp_path / "stub" / "safetensors").mkdir(parents=True)
     (tmp_path / "stub" / "safetensors" / "__init__.py").write_text(
@@ -378,7 +420,15 @@ def test_a_last_save_that_cannot_be_made_as_asked(make_job: Callable[..., Job], 
     run_dir = tmp_path / "run"
     flags = ["--checkpoint.enable", "--checkpoint.last_save_in_hf", f"--checkpoint.folder={folder}"]
     flags += ["--checkpoint.interval=2", "--training.steps=5", "--training.seq_len=32", *SCHEDULE]
-    launch = [sys.executable, "-m", "titan_ft", "launch", str(CONFIG), "--replicas=2", "--ranks-per-replica=1"]
+    launch = [
+        sys.executable,
+        "-m",
+        "titan_ft",
+        "launch",
+        str(CONFIG),
+        "--replicas=2",
+        "--ranks-per-replica=1",
+    ]
     launch += [f"--run-dir={run_dir}"]
     paths = [str(tmp_path / "stub"), str(REPOSITORY)]
     ended = subprocess.run(
@@ -396,17 +446,27 @@ def test_a_last_save_that_cannot_be_made_as_asked(make_job: Callable[..., Job], 
     events = list(read_events(run_dir / "events"))
     assert not [event for event in events if isinstance(event, ReplicaRestarted)]
     assert [event.replica for event in events if isinstance(event, ReplicaGaveUp)] == [0]
-    assert [(event.replica, event.step) for event in events if isinstance(event, CheckpointFailed)] == [(0, 5)]
+    assert [
+        (event.replica, event.step) for event in events if isinstance(event, CheckpointFailed)
+    ] == [(0, 5)]
     commits = [(event.replica, event.step) for event in events if isinstance(event, StepCommitted)]
     assert sorted(commits) == [(replica, step) for replica in (0, 1) for step in range(1, 6)]
     assert complete_steps(folder) == [2, 4, 5]
-    goes_on = [f"--checkpoint.folder={folder}", "--checkpoint.enable", "--training.seq_len=32", *SCHEDULE]
+    goes_on = [
+        f"--checkpoint.folder={folder}",
+        "--checkpoint.enable",
+        "--training.seq_len=32",
+        *SCHEDULE,
+    ]
     second = make_job(groups=2, steps=7, flags=goes_on, tiny=False)
     second.run()
     check_resumed(second, second.events(), 5)
 
 
-STOCK = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"]
+STOCK = [
+    "--parallelism.data_parallel_replicate_degree=2",
+    "--parallelism.data_parallel_shard_degree=2",
+]
 
 
 def records(folder: Path) -> dict[int, list[dict[str, Any]]]:
@@ -419,7 +479,9 @@ def records(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 @pytest.mark.slow
-def test_stock_goes_on_from_a_checkpoint_of_ours(make_job: Callable[..., Job], flags: Flags, tmp_path: Path) -> None:
+def test_stock_goes_on_from_a_checkpoint_of_ours(
+    make_job: Callable[..., Job], flags: Flags, tmp_path: Path
+) -> None:
     """Stock HSDP on as many data ranks: bit for bit the run of two groups that never stopped, so the same batches."""
     shape: dict[str, Any] = {"groups": 2, "ranks": 2}
     logs = {name: tmp_path / name for name in ("whole", "stock")}

@@ -30,24 +30,45 @@ MISTAKES = {
     "unknown key": ("min_replicas = 1", ["fault_tolerance.min_replicas", "min_replica_size"]),
     "misspelt key": ("grup_size = 2", ["fault_tolerance.grup_size", "did you mean group_size"]),
     "wrong type": ('group_size = "2"', ["fault_tolerance.group_size", "whole number"]),
-    "wrong ordering": ("process_group_timeout_ms = 300", ["heartbeat_timeout_ms", "process_group_timeout_ms (300)"]),
+    "wrong ordering": (
+        "process_group_timeout_ms = 300",
+        ["heartbeat_timeout_ms", "process_group_timeout_ms (300)"],
+    ),
     "method, not its needs": (
         'semi_sync_method = "diloco"\nbatch_policy = "constant"',
         ['batch_policy must be "shrink" with semi_sync_method'],
     ),
-    "host name": ('advertise_address = "node7"', ["fault_tolerance.advertise_address must be a numeric address"]),
+    "host name": (
+        'advertise_address = "node7"',
+        ["fault_tolerance.advertise_address must be a numeric address"],
+    ),
 }
 # The same for other tables and for flags.
 FLAGS = {
-    "update before the vote": (["--optimizer.early_step_in_backward"], ["optimizer.early_step_in_backward"]),
-    "odd global batch": (["--training.global_batch_size=7"], ["training.global_batch_size must be divisible by"]),
+    "update before the vote": (
+        ["--optimizer.early_step_in_backward"],
+        ["optimizer.early_step_in_backward"],
+    ),
+    "odd global batch": (
+        ["--training.global_batch_size=7"],
+        ["training.global_batch_size must be divisible by"],
+    ),
     "unknown model": (["--model.name=llama"], ["model.name must be", "got 'llama'"]),
-    "unknown flavor": (["--model.flavor=debugmodl"], ["model.flavor must be one of", "did you mean debugmodel"]),
-    "unknown dataset": (["--training.dataset=nope"], ["training.dataset must be one of", "austen", "got 'nope'"]),
+    "unknown flavor": (
+        ["--model.flavor=debugmodl"],
+        ["model.flavor must be one of", "did you mean debugmodel"],
+    ),
+    "unknown dataset": (
+        ["--training.dataset=nope"],
+        ["training.dataset must be one of", "austen", "got 'nope'"],
+    ),
     # torchtitan's parser answers these in a box, of which the last line is only its border.
     "misspelt flag": (["--training.stepz=5"], ["training.stepz", "training.steps"]),
     "wrong value": (["--training.steps=x"], ["training.steps", "'x'"]),
-    "removed flag": (["--fault_tolerance.vote_timeout_seconds=9"], ["vote_timeout_seconds is no setting any more"]),
+    "removed flag": (
+        ["--fault_tolerance.vote_timeout_seconds=9"],
+        ["vote_timeout_seconds is no setting any more"],
+    ),
 }
 
 
@@ -114,13 +135,17 @@ def test_nccl_without_a_gpu(make_job: Callable[..., Job]) -> None:
     job = make_job(groups=1, flags=["--fault_tolerance.process_group=nccl"], max_restarts=0)
     job.run()
     assert [worker.code for worker in job.groups[0].workers] == [2], job.output(0)
-    check_line(job.output(0), ['fault_tolerance.process_group must be "gloo"', "without an NVIDIA GPU"])
+    check_line(
+        job.output(0), ['fault_tolerance.process_group must be "gloo"', "without an NVIDIA GPU"]
+    )
 
 
 def test_lighthouse_is_not_there(make_job: Callable[..., Job]) -> None:
     """A lighthouse that nobody runs ends the worker with a line that names its address."""
     hooks = {"constants": {"titan_ft.membership.seat.CONNECT_SECONDS": 0.5}}
-    job = make_job(groups=1, flags=[f"--fault_tolerance.lighthouse={LIGHTHOUSE}"], hooks=hooks, max_restarts=0)
+    job = make_job(
+        groups=1, flags=[f"--fault_tolerance.lighthouse={LIGHTHOUSE}"], hooks=hooks, max_restarts=0
+    )
     job.run()
     assert [worker.code for worker in job.groups[0].workers] == [1], job.output(0)
     check_line(job.output(0), [LIGHTHOUSE, "check that it runs"])
@@ -141,7 +166,9 @@ def test_groups_with_different_configs(make_job: Callable[..., Job]) -> None:
     # The one that was there first is right.
     assert sorted(codes.values()) == [[0], [3]], job.output(0) + job.output(1)
     (refused,) = [replica for replica, code in codes.items() if code == [3]]
-    check_line(job.output(refused), [f"must equal that of groups [{1 - refused}]", "TOML and flags"])
+    check_line(
+        job.output(refused), [f"must equal that of groups [{1 - refused}]", "TOML and flags"]
+    )
 
 
 def test_the_worker_command_itself(tmp_path: Path) -> None:
@@ -185,7 +212,8 @@ def test_a_launch_finds_it_before_it_starts_anything(tmp_path: Path) -> None:
     )
     assert (launch.returncode, launch.stdout) == (2, "")
     assert re.fullmatch(
-        r"titan-ft: model\.flavor must be one of .*, got 'debugmodl'; did you mean debugmodel\? set it\n", launch.stderr
+        r"titan-ft: model\.flavor must be one of .*, got 'debugmodl'; did you mean debugmodel\? set it\n",
+        launch.stderr,
     )
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
 
@@ -193,7 +221,13 @@ def test_a_launch_finds_it_before_it_starts_anything(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_mistake_that_only_training_finds(tmp_path: Path) -> None:
     """Context parallelism on a CPU: each death has the exception, and after few restarts the run ends with it."""
-    command = ["launch", str(CONFIG), "--replicas=1", "--ranks-per-replica=2", f"--run-dir={tmp_path / 'run'}"]
+    command = [
+        "launch",
+        str(CONFIG),
+        "--replicas=1",
+        "--ranks-per-replica=2",
+        f"--run-dir={tmp_path / 'run'}",
+    ]
     flags = ["--fault_tolerance.min_replica_size=1", "--parallelism.context_parallel_degree=2"]
     launch = subprocess.run(
         [sys.executable, "-m", "titan_ft", *command, "--", *flags],

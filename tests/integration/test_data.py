@@ -25,10 +25,21 @@ LOADERS = {
     "streamed, workers": ["--training.dataset=stream", "--training.dataloader.num_workers=2"],
     # A slot's texts last for about three steps: the second group is killed in a later epoch.
     "shuffled, epochs": ["--training.dataset=shuffled"],
-    "shuffled, epochs, workers": ["--training.dataset=shuffled", "--training.dataloader.num_workers=2"],
+    "shuffled, epochs, workers": [
+        "--training.dataset=shuffled",
+        "--training.dataloader.num_workers=2",
+    ],
 }
 TEXTS_OF_AN_EPOCH = 5  # in each file
-POINTS = ("forward", "backward", "exchange_first", "vote_before", "vote_after", "commit", "optimizer")
+POINTS = (
+    "forward",
+    "backward",
+    "exchange_first",
+    "vote_before",
+    "vote_after",
+    "commit",
+    "optimizer",
+)
 
 
 def kill(replica: int, point: str, step: int = STEP, **more: Any) -> dict[str, Any]:
@@ -46,7 +57,10 @@ class Loaders:
         self._few = [folder / f"few-{number}.jsonl" for number in range(NUM_FILES)]
         for paths, length in ((self._texts, 60), (self._few, TEXTS_OF_AN_EPOCH)):
             for number, path in enumerate(paths):
-                texts = [f"Sentence {n} of {number}, and {n * 7919} words more. " * (1 + n % 4) for n in range(length)]
+                texts = [
+                    f"Sentence {n} of {number}, and {n * 7919} words more. " * (1 + n % 4)
+                    for n in range(length)
+                ]
                 path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
     def settings(self, kind: str, **hooks: Any) -> dict[str, Any]:
@@ -59,7 +73,9 @@ class Loaders:
     def undisturbed(self, kind: str) -> list[Event]:
         """Return the events of a job in which nothing fails."""
         if kind not in self._undisturbed:
-            self.jobs.append(Job(self._zygote, self._folder / kind.replace(", ", "-"), **self.settings(kind)))
+            self.jobs.append(
+                Job(self._zygote, self._folder / kind.replace(", ", "-"), **self.settings(kind))
+            )
             self.jobs[-1].run()
             self._undisturbed[kind] = check(self.jobs[-1], survivors=[0, 1])
         return self._undisturbed[kind]
@@ -98,13 +114,23 @@ def check_same_data(events: Iterable[Event], undisturbed: Iterable[Event]) -> No
 
 def trained(events: Iterable[Event], replica: int, slot: int) -> dict[int, list[int]]:
     """First batch and number of batches of `slot` in each step that trained it, as `replica` saw it."""
-    own = [event for event in named(events, "step_committed") if event["replica"] == replica and event["rank"] == 0]
-    return {event["step"]: event["batches"][str(slot)] for event in own if str(slot) in event["batches"]}
+    own = [
+        event
+        for event in named(events, "step_committed")
+        if event["replica"] == replica and event["rank"] == 0
+    ]
+    return {
+        event["step"]: event["batches"][str(slot)] for event in own if str(slot) in event["batches"]
+    }
 
 
 def resumed(events: Iterable[Event]) -> list[Event]:
     """The commits of the second attempt of group 1 to which it contributed."""
-    own = [event for event in named(events, "step_committed") if (event["replica"], event["attempt"]) == (1, 1)]
+    own = [
+        event
+        for event in named(events, "step_committed")
+        if (event["replica"], event["attempt"]) == (1, 1)
+    ]
     return [event for event in own if 1 in event["participants"]]
 
 
@@ -124,7 +150,9 @@ def test_a_killed_group_goes_on_behind_its_last_commit(
     first = resumed(events)[0]["data"]
     assert (first["slot"], first["first_batch"]) == (1, committed)
     assert [batch for batch, _ in trained(events, 0, slot=0).values()] == list(range(job.steps))
-    assert [batch for batch, _ in trained(events, 0, slot=1).values()] == list(range(committed + len(resumed(events))))
+    assert [batch for batch, _ in trained(events, 0, slot=1).values()] == list(
+        range(committed + len(resumed(events)))
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,7 +166,9 @@ def test_a_killed_group_goes_on_behind_its_last_commit(
         ),
     ],
 )
-def test_any_loader_goes_on_behind_the_last_commit(make_job: Callable[..., Job], loaders: Loaders, kind: str) -> None:
+def test_any_loader_goes_on_behind_the_last_commit(
+    make_job: Callable[..., Job], loaders: Loaders, kind: str
+) -> None:
     """Worker processes, which read ahead, and streams resume at the batch; the survivor meets no timeout for them."""
     job = make_job(**loaders.settings(kind, faults=[kill(1, "backward")], hold=2))
     job.run()
@@ -147,7 +177,9 @@ def test_any_loader_goes_on_behind_the_last_commit(make_job: Callable[..., Job],
     check_audit(events)
     check_same_data(events, loaders.undisturbed(kind))
     assert resumed(events)[0]["data"]["first_batch"] == STEP - 1
-    assert [event["exact"] for event in named(events, "data_opened") if event["first_batch"]] == [True]
+    assert [event["exact"] for event in named(events, "data_opened") if event["first_batch"]] == [
+        True
+    ]
 
 
 @pytest.mark.slow
@@ -166,19 +198,29 @@ def test_loader_workers_hold_no_connection_open(make_job: Callable[..., Job]) ->
 
 
 @pytest.mark.parametrize("kind", ["in memory", pytest.param("streamed", marks=pytest.mark.slow)])
-def test_resuming_reads_nothing_again(make_job: Callable[..., Job], loaders: Loaders, kind: str) -> None:
+def test_resuming_reads_nothing_again(
+    make_job: Callable[..., Job], loaders: Loaders, kind: str
+) -> None:
     """For the same batches a resumed loader tokenizes as many texts as one that was never interrupted."""
     undisturbed = loaders.undisturbed(kind)
     steps = len({event["step"] for event in named(undisturbed, "step_committed")})
     # Behind the last backward of step n the next batch is read, number n; there is none behind the last step.
-    wanted = {event["step"]: event["samples"] for event in named(undisturbed, "computed") if event["replica"] == 1}
+    wanted = {
+        event["step"]: event["samples"]
+        for event in named(undisturbed, "computed")
+        if event["replica"] == 1
+    }
     step = steps // 2
     job = make_job(**loaders.settings(kind, faults=[kill(1, "forward", step)], hold=1))
     job.run()
     events = check(job, survivors=[0])
     begin = resumed(events)[0]["data"]["first_batch"]
     assert begin == step - 1
-    drawn = {e["step"]: e["samples"] for e in named(events, "computed") if (e["replica"], e["attempt"]) == (1, 1)}
+    drawn = {
+        e["step"]: e["samples"]
+        for e in named(events, "computed")
+        if (e["replica"], e["attempt"]) == (1, 1)
+    }
     assert wanted[begin - 1] > 1
     for event in resumed(events):
         last = event["data"]["first_batch"] + (event["step"] < job.steps)
@@ -188,15 +230,22 @@ def test_resuming_reads_nothing_again(make_job: Callable[..., Job], loaders: Loa
 
 def test_kill_between_two_microbatches(make_job: Callable[..., Job]) -> None:
     """With gradient accumulation a step's batches count together: those of a step that died half way are used again."""
-    flags = ["--training.global_batch_size=8"]  # two microbatches of two samples in each of two groups
-    job = make_job(groups=2, flags=flags, hooks={"faults": [kill(1, "forward", forwards=2)], "hold": 2})
+    flags = [
+        "--training.global_batch_size=8"
+    ]  # two microbatches of two samples in each of two groups
+    job = make_job(
+        groups=2, flags=flags, hooks={"faults": [kill(1, "forward", forwards=2)], "hold": 2}
+    )
     job.run()
     events = check(job, survivors=[0])
     check_killed(job, events, [(1, 0, "sigkill:forward")])
     check_audit(events)
     contributed = [e for e in named(events, "step_committed") if e["replica"] in e["participants"]]
     assert {event["data"]["num_batches"] for event in contributed} == {2}
-    assert {tuple(count for _, count in event["batches"].values()) for event in contributed} == {(2, 2), (2,)}
+    assert {tuple(count for _, count in event["batches"].values()) for event in contributed} == {
+        (2, 2),
+        (2,),
+    }
     assert resumed(events)[0]["data"]["first_batch"] == 2 * (STEP - 1)
 
 
@@ -237,12 +286,16 @@ def test_many_kills(make_job: Callable[..., Job], num_kills: int, policy: str) -
     )
     job.run(seconds=10 * num_kills + 60)
     events = check(job, survivors=set(range(3)) - victims)
-    check_killed(job, events, [(f["replica"], f["attempt"], f"sigkill:{f['point']}") for f in faults])
+    check_killed(
+        job, events, [(f["replica"], f["attempt"], f"sigkill:{f['point']}") for f in faults]
+    )
     check_audit(events)
     found = checksums(events)
     assert {slot for slot, _, _ in found} == {0, 1, 2}
     if policy == "constant":
-        assert all(set(event["batches"]) == {"0", "1", "2"} for event in named(events, "step_committed"))
+        assert all(
+            set(event["batches"]) == {"0", "1", "2"} for event in named(events, "step_committed")
+        )
     # A death costs an exchange or two; so may the return.
     exchanges: dict[int, int] = {}
     for event in named(events, "step_committed"):

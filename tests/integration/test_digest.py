@@ -23,7 +23,9 @@ def test_flipped_bit_heals_from_the_majority(make_job: Callable[..., Job], ranks
     assert all(group.finished and group.attempt == 0 for group in job.groups)
 
     mismatches = named(events, "digest_mismatch")
-    assert {(e["replica"], e["rank"]) for e in mismatches} == {(g, r) for g in range(3) for r in range(ranks)}
+    assert {(e["replica"], e["rank"]) for e in mismatches} == {
+        (g, r) for g in range(3) for r in range(ranks)
+    }
     for event in mismatches:
         assert (event["step"], event["minority"]) == (STEP, [1])
         assert event["digests"]["0"] == event["digests"]["2"] != event["digests"]["1"]
@@ -32,14 +34,18 @@ def test_flipped_bit_heals_from_the_majority(make_job: Callable[..., Job], ranks
     # The corrupted state was never averaged into a step: the others' next one is without that group.
     committed = named(events, "step_committed")
     assert {tuple(e["participants"]) for e in committed if e["step"] == STEP + 1} == {(0, 2)}
-    check_one_trajectory(e for e in committed if (e["replica"], e["rank"], e["step"]) != (1, flip["rank"], STEP))
+    check_one_trajectory(
+        e for e in committed if (e["replica"], e["rank"], e["step"]) != (1, flip["rank"], STEP)
+    )
     check_finished(job, events, job.steps)
     assert {tuple(e["participants"]) for e in committed if e["step"] == job.steps} == {(0, 1, 2)}
 
 
 def test_tie_ends_the_run(make_job: Callable[..., Job]) -> None:
     """Two groups that differ cannot say who is right: both end with a message, and are not to be restarted."""
-    job = make_job(groups=2, hooks={"chaos": [{"replica": 1, "fault": "flip_parameter", "steps": [STEP]}]})
+    job = make_job(
+        groups=2, hooks={"chaos": [{"replica": 1, "fault": "flip_parameter", "steps": [STEP]}]}
+    )
     job.run()
     for group in job.groups:
         assert [worker.code for worker in group.workers] == [3]

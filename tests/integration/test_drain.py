@@ -40,7 +40,9 @@ def check_data(events: list[Event]) -> None:
 
 def check_drained(events: list[Event], replica: int, num_ranks: int, attempt: int = 0) -> int:
     """Each rank of the group left in order, after the same step; return that step."""
-    drained = [e for e in named(events, "drained") if (e["replica"], e["attempt"]) == (replica, attempt)]
+    drained = [
+        e for e in named(events, "drained") if (e["replica"], e["attempt"]) == (replica, attempt)
+    ]
     assert sorted(e["rank"] for e in drained) == list(range(num_ranks))
     assert all(e["in_order"] and e["reason"] == "SIGTERM" for e in drained)
     (step,) = {e["step"] for e in drained}
@@ -117,7 +119,9 @@ def test_sigterm_while_waiting_for_the_first_step(make_job: Callable[..., Job]) 
     """A group that waits for the others to come leaves promptly."""
     ranks = 2
     gates = [gate("go", replica=0, rank=rank, point="vote_after", step=0) for rank in range(ranks)]
-    job = make_job(groups=1, ranks=ranks, flags=["--fault_tolerance.group_size=2"], hooks={"gates": gates})
+    job = make_job(
+        groups=1, ranks=ranks, flags=["--fault_tolerance.group_size=2"], hooks={"gates": gates}
+    )
     job.start()
     job.wait_for_gate("go", 0, range(ranks))
     terminate(job, 0)
@@ -149,7 +153,9 @@ def test_sigterm_in_mid_heal(make_job: Callable[..., Job]) -> None:
     job.start()
     job.wait_for_gate("never", 1, attempt=1)
     terminate(job, 1)
-    job.mark("down-1-1")  # the survivor waits no more for this transfer, but soon for the next attempt
+    job.mark(
+        "down-1-1"
+    )  # the survivor waits no more for this transfer, but soon for the next attempt
     assert job.wait_for_end(1) == [0]
     job.start_again(1)
     job.finish()
@@ -157,4 +163,6 @@ def test_sigterm_in_mid_heal(make_job: Callable[..., Job]) -> None:
     check_data(events)
     check_drained(events, 1, 1, attempt=1)
     assert [e["attempt"] for e in named(events, "heal_finished")] == [2]
-    assert {e["participants"][-1] for e in named(events, "step_committed") if e["step"] == job.steps} == {1}
+    assert {
+        e["participants"][-1] for e in named(events, "step_committed") if e["step"] == job.steps
+    } == {1}

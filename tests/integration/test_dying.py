@@ -66,7 +66,9 @@ class Dying:
 
     # Starting
 
-    def start(self, *command: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> subprocess.Popen[str]:
+    def start(
+        self, *command: str, env: dict[str, str] | None = None, cwd: Path | None = None
+    ) -> subprocess.Popen[str]:
         """Start a process whose output belongs to the terminal of the run."""
         process = subprocess.Popen(
             [sys.executable, *command],
@@ -81,7 +83,9 @@ class Dying:
         threading.Thread(target=self._read, args=(process,), daemon=True).start()
         return process
 
-    def launch(self, replicas: int, *flags: str, options: Sequence[str] = (), steps: int = 100_000) -> None:
+    def launch(
+        self, replicas: int, *flags: str, options: Sequence[str] = (), steps: int = 100_000
+    ) -> None:
         command = ["-m", "titan_ft", "launch", str(CONFIG), "--run-dir", str(self.paths.root)]
         command += ["--replicas", str(replicas), "--ranks-per-replica", "1", *options, "--"]
         self.start(*command, *SMALL, f"--training.steps={steps}", *flags)
@@ -255,8 +259,12 @@ def launcher_killed(make: Callable[[str], Dying]) -> Views:
     run.wait_for_all(2)
     workers = [run.worker(replica) for replica in (0, 1)]
     run.processes[0].kill()
-    run.wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "the end of all workers")
-    run.wait_for(lambda: "the launcher is gone" in run.run_command("top", "--once")[1], "top to notice it")
+    run.wait_for(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "the end of all workers"
+    )
+    run.wait_for(
+        lambda: "the launcher is gone" in run.run_command("top", "--once")[1], "top to notice it"
+    )
     return run.look()
 
 
@@ -288,7 +296,9 @@ class ByHand(Dying):
             self.port = free.getsockname()[1]
         self.token = {"TITAN_FT_TOKEN": secrets.token_hex(16)}
         self.address = f"http://127.0.0.1:{self.port}"
-        self.start("-m", "titan_ft", "lighthouse", "--bind", f"127.0.0.1:{self.port}", env=self.token)
+        self.start(
+            "-m", "titan_ft", "lighthouse", "--bind", f"127.0.0.1:{self.port}", env=self.token
+        )
 
     def start_group(self, replica: int, steps: int) -> subprocess.Popen[str]:
         command = [
@@ -545,12 +555,18 @@ STATUSES = {
 """Exit status of `titan-ft check`: 1 where the run failed, and where nobody can tell."""
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, id=f"{name}: {way}") for way, (name, _) in WAYS.items()])
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, id=f"{name}: {way}") for way, (name, _) in WAYS.items()]
+)
 def test_every_view_names_it(way: str, request: pytest.FixtureRequest) -> None:
     """No view is silent about a death, and none contradicts another one."""
     name, expected = WAYS[way]
     views: Views = request.getfixturevalue(name)
-    silent = [view for view, pattern in expected.items() if re.search(pattern, getattr(views, view)) is None]
+    silent = [
+        view
+        for view, pattern in expected.items()
+        if re.search(pattern, getattr(views, view)) is None
+    ]
     assert not silent, {view: getattr(views, view)[-4000:] for view in silent}
 
 

@@ -40,11 +40,24 @@ def test_a_group_that_ends_early_is_started_again(tmp_path: Path, end: str) -> N
     """It is not taken for one that has finished: all steps are made."""
     (tmp_path / "user_loader.py").write_text(MODULE.replace("END", end))
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "titan_ft", "launch", str(CONFIG), "--replicas=1", "--ranks-per-replica=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "titan_ft",
+        "launch",
+        str(CONFIG),
+        "--replicas=1",
+        "--ranks-per-replica=1",
+    ]
     flags = ["--training.steps=8", "--experimental.custom_import=user_loader"]
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
     done = subprocess.run(
-        [*command, f"--run-dir={run}", "--", *flags], env=env, capture_output=True, text=True, timeout=120, check=False
+        [*command, f"--run-dir={run}", "--", *flags],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     events = read_events(RunPaths(run).events)

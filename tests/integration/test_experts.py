@@ -42,19 +42,31 @@ def test_a_healed_group_balances_as_its_peers_do(
     assert all(event["replayed"] > 0 for event in named(events, "heal_finished"))
     check_biases(job)
     updates = read_counts(job, 0)
-    made = [event for event in named(events, "step_committed") if (event["replica"], event["rank"]) == (0, 0)]
+    made = [
+        event
+        for event in named(events, "step_committed")
+        if (event["replica"], event["rank"]) == (0, 0)
+    ]
     assert {len(event["participants"]) for event in made} == {1, 2}
     each = TOKENS * TOP_K[model]
-    assert [set(update) for update in updates] == [{each * len(event["participants"])} for event in made]
-    replayed = max(event["replayed"] for event in named(events, "heal_finished") if event["rank"] == 0)
+    assert [set(update) for update in updates] == [
+        {each * len(event["participants"])} for event in made
+    ]
+    replayed = max(
+        event["replayed"] for event in named(events, "heal_finished") if event["rank"] == 0
+    )
     again = read_counts(job, 1)[STEP - 1 :]
     assert len(again) > replayed
     assert again == updates[-len(again) :]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("checkpointing", "passes"), [("none", (1, 1)), ("full", (2, 2)), ("selective", (1, 2))])
-def test_tokens_are_added_up_once(make_job: Callable[..., Job], checkpointing: str, passes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("checkpointing", "passes"), [("none", (1, 1)), ("full", (2, 2)), ("selective", (1, 2))]
+)
+def test_tokens_are_added_up_once(
+    make_job: Callable[..., Job], checkpointing: str, passes: tuple[int, ...]
+) -> None:
     """All microbatches count, and validation does not; recomputation counts again, which torchtitan allows for.
 
     Args:
@@ -68,7 +80,9 @@ def test_tokens_are_added_up_once(make_job: Callable[..., Job], checkpointing: s
         "--validation.seq_len=32",
         f"--activation_checkpoint.mode={checkpointing}",
     ]
-    job = make_job(groups=2, steps=6, hooks={"experts": True}, flags=flags("qwen3_balanced", 1, *settings))
+    job = make_job(
+        groups=2, steps=6, hooks={"experts": True}, flags=flags("qwen3_balanced", 1, *settings)
+    )
     job.run()
     check(job, survivors=[0, 1])
     assert job.output(0).count("validate step") == 4  # torchtitan validates after step 1 as well
@@ -80,9 +94,15 @@ def test_tokens_are_added_up_once(make_job: Callable[..., Job], checkpointing: s
 @pytest.mark.slow
 @pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("model", ["deepseek_v3", "qwen3"])
-def test_without_load_balancing_nothing_is_counted(make_job: Callable[..., Job], model: str, degree: int) -> None:
+def test_without_load_balancing_nothing_is_counted(
+    make_job: Callable[..., Job], model: str, degree: int
+) -> None:
     """Experts in parallel train and heal without it too."""
-    hooks = {"faults": [{"replica": 1, "point": "backward", "step": STEP}], "hold": 2, "experts": True}
+    hooks = {
+        "faults": [{"replica": 1, "point": "backward", "step": STEP}],
+        "hold": 2,
+        "experts": True,
+    }
     unbalanced = flags(model, degree, "--model.flavor=tiny_unbalanced")
     job = make_job(groups=2, ranks=2, steps=12, hooks=hooks, flags=unbalanced)
     job.run()
@@ -98,15 +118,23 @@ def test_a_resumed_run_is_the_run_that_never_stopped(
 ) -> None:
     """All groups are killed; the biases, and all else, go on from the checkpoint to the same bytes."""
     steps, interval = 9, 5
-    straight = make_job(groups=2, ranks=2, steps=steps, hooks={"experts": True}, flags=flags(model, degree))
+    straight = make_job(
+        groups=2, ranks=2, steps=steps, hooks={"experts": True}, flags=flags(model, degree)
+    )
     straight.run()
     expected = named(check(straight, survivors=[0, 1]), "training_finished")
-    saving = [f"--checkpoint.folder={tmp_path / 'checkpoints'}", f"--checkpoint.interval={interval}"]
+    saving = [
+        f"--checkpoint.folder={tmp_path / 'checkpoints'}",
+        f"--checkpoint.interval={interval}",
+    ]
     job = make_job(
         groups=2,
         ranks=2,
         steps=steps,
-        hooks={"faults": [{"replica": replica, "point": "backward", "step": 7} for replica in (0, 1)], "experts": True},
+        hooks={
+            "faults": [{"replica": replica, "point": "backward", "step": 7} for replica in (0, 1)],
+            "experts": True,
+        },
         flags=flags(model, degree, "--checkpoint.enable", *saving),
     )
     job.run()
@@ -114,5 +142,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(
     for own in by_process([event for event in events if event["attempt"] == 1]).values():
         assert [event["step"] for event in named(own, "checkpoint_loaded")] == [interval]
     finished = named(events, "training_finished")
-    assert {(e["rank"], e["digest"]) for e in finished} == {(e["rank"], e["digest"]) for e in expected}
+    assert {(e["rank"], e["digest"]) for e in finished} == {
+        (e["rank"], e["digest"]) for e in expected
+    }
     check_biases(job)

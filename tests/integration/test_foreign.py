@@ -78,11 +78,15 @@ class StockMember:
 def come() -> Iterator[Callable[[Job], StockMember]]:
     """Send a stranger to a job's lighthouse; it leaves with the test."""
     os.environ.setdefault("RUST_LOG", "error")  # read when torchft is loaded
-    importlib.import_module("torchft.coordination")  # takes seconds, in which a small job would be over
+    importlib.import_module(
+        "torchft.coordination"
+    )  # takes seconds, in which a small job would be over
     came: list[StockMember] = []
 
     def come(job: Job) -> StockMember:
-        came.append(StockMember(LighthouseAddress(job._address, TOKEN).url_for_client(job._address)))
+        came.append(
+            StockMember(LighthouseAddress(job._address, TOKEN).url_for_client(job._address))
+        )
         return came[-1]
 
     yield come
@@ -111,9 +115,13 @@ def check_named(job: Job, name: str, reason: str, replicas: set[int]) -> None:
         assert log.count(f"left aside at the lighthouse: member {name}, because") == 1
 
 
-def test_a_claim_of_an_impossible_step(make_job: Callable[..., Job], come: Callable[[Job], StockMember]) -> None:
+def test_a_claim_of_an_impossible_step(
+    make_job: Callable[..., Job], come: Callable[[Job], StockMember]
+) -> None:
     """A stock torchft replica at step 1,000,000 comes amid training and leaves: no step is lost, repeated or healed."""
-    delays = [{"replica": replica, "step": step, "seconds": 1} for replica in (0, 1) for step in (4, 8)]
+    delays = [
+        {"replica": replica, "step": step, "seconds": 1} for replica in (0, 1) for step in (4, 8)
+    ]
     job = make_job(groups=2, steps=12, hooks={"delays": delays})
     job.start()
     job.wait_until(lambda: any(e["step"] == 3 for e in job.events("step_committed")), 60, "step 3")
@@ -123,9 +131,13 @@ def test_a_claim_of_an_impossible_step(make_job: Callable[..., Job], come: Calla
     job.finish()
     events = check(job, survivors=[0, 1])
     committed = named(events, "step_committed")
-    assert {(tuple(event["participants"]), event["exchanges"]) for event in committed} == {((0, 1), 1)}
+    assert {(tuple(event["participants"]), event["exchanges"]) for event in committed} == {
+        ((0, 1), 1)
+    }
     assert not named(events, "exchange_failed", "heal_started", "digest_mismatch")
-    assert any(len(ids) == 3 for ids in stranger.quorums), "the stranger was in no quorum with the groups"
+    assert any(len(ids) == 3 for ids in stranger.quorums), (
+        "the stranger was in no quorum with the groups"
+    )
     check_named(job, STOCK, "its name has no valid seal", {0, 1})
 
 
@@ -135,29 +147,47 @@ def test_strangers_of_all_kinds_at_once(make_job: Callable[..., Job]) -> None:
     The heartbeats and connections lack the run's secret. The forged names have it, as those of a process that
     listened on the wire, and lack the seal: the oldest process of all, and a newer one of group 1.
     """
-    delays = [{"replica": replica, "step": step, "seconds": 1} for replica in (0, 1) for step in (4, 8)]
-    job = make_job(groups=2, steps=14, hooks={"delays": delays, "faults": [kill(1, "backward", step=10)], "hold": 2})
+    delays = [
+        {"replica": replica, "step": step, "seconds": 1} for replica in (0, 1) for step in (4, 8)
+    ]
+    job = make_job(
+        groups=2,
+        steps=14,
+        hooks={"delays": delays, "faults": [kill(1, "backward", step=10)], "hold": 2},
+    )
     job.start()
     job.wait_until(lambda: any(e["step"] == 3 for e in job.events("step_committed")), 60, "step 3")
     address = LighthouseAddress(job._address, TOKEN)
     status = StatusPage(address).read(10.0)
     assert status is not None
     (group1,) = (Member.parse(name, TOKEN) for name in status.heartbeats if "/000001/" in name)
-    forged = [replace(group1, token="", **change) for change in ({"started": 1.0, "job": "evil"}, {"started": 4e9})]
+    forged = [
+        replace(group1, token="", **change)
+        for change in ({"started": 1.0, "job": "evil"}, {"started": 4e9})
+    ]
     with contextlib.ExitStack() as attack:
         for _ in range(1100):  # 1,030 closed torchft's port for good
             attack.enter_context(socket.create_connection(split_address(job._address), 10.0))
         for number in range(4):
             with pytest.raises(RuntimeError, match="transport error"):
                 lighthouse_client(job._address).heartbeat(f"ghost {number}", timedelta(seconds=10))
-        strangers = [StockMember(address.url_for_client(job._address), one.replica_id) for one in forged]
-        job.wait_until(lambda: any(e["step"] == 7 for e in job.events("step_committed")), 60, "step 7")
+        strangers = [
+            StockMember(address.url_for_client(job._address), one.replica_id) for one in forged
+        ]
+        job.wait_until(
+            lambda: any(e["step"] == 7 for e in job.events("step_committed")), 60, "step 7"
+        )
         for stranger in strangers:
             stranger.leave()
         job.finish()
     events = check(job, survivors=[0])
-    assert any(len(ids) > 2 for stranger in strangers for ids in stranger.quorums), "no stranger was in a quorum"
-    assert {tuple(event["participants"]) for event in named(events, "step_committed")} == {(0, 1), (0,)}
+    assert any(len(ids) > 2 for stranger in strangers for ids in stranger.quorums), (
+        "no stranger was in a quorum"
+    )
+    assert {tuple(event["participants"]) for event in named(events, "step_committed")} == {
+        (0, 1),
+        (0,),
+    }
     assert not named(events, "digest_mismatch")
     assert [event["replica"] for event in named(events, "heal_finished")] == [1]
     refused = [event["kind"] for event in job.events("stranger_refused")]

@@ -44,11 +44,26 @@ SECONDS = 120.0  # for whatever is waited for; only a bug takes so long
 class FullDiskRun:
     """A launch in a folder on a small disk; what it prints goes elsewhere."""
 
-    def __init__(self, disk: Any, steps: int, *flags: str, replicas: int = 2, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self, disk: Any, steps: int, *flags: str, replicas: int = 2, options: Sequence[str] = ()
+    ) -> None:
         self.disk, self.steps, self.paths = disk, steps, RunPaths(disk.folder / "run")
-        command = [sys.executable, "-m", "titan_ft", "launch", str(CONFIG), "--run-dir", str(self.paths.root)]
+        command = [
+            sys.executable,
+            "-m",
+            "titan_ft",
+            "launch",
+            str(CONFIG),
+            "--run-dir",
+            str(self.paths.root),
+        ]
         command += ["--replicas", str(replicas), "--ranks-per-replica", "1", *options, "--"]
-        command += ["--training.seq_len=32", "--training.local_batch_size=1", f"--training.steps={steps}", *flags]
+        command += [
+            "--training.seq_len=32",
+            "--training.local_batch_size=1",
+            f"--training.steps={steps}",
+            *flags,
+        ]
         self.process = subprocess.Popen(
             command,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -91,9 +106,13 @@ class FullDiskRun:
 
     def fill_after(self, step: int) -> None:
         """Fill the disk once all groups have made a step, and wait until that is felt by all of them."""
-        self.wait_for(lambda: all(step in self.committed(replica) for replica in (0, 1)), f"step {step}")
+        self.wait_for(
+            lambda: all(step in self.committed(replica) for replica in (0, 1)), f"step {step}"
+        )
         self.disk.fill()
-        self.wait_for(lambda: all(self.is_cut(replica) for replica in (0, 1)), "events that cannot be written")
+        self.wait_for(
+            lambda: all(self.is_cut(replica) for replica in (0, 1)), "events that cannot be written"
+        )
 
     def is_cut(self, replica: int) -> bool:
         return any_is_cut(self.paths.events, RunPaths.workers_pattern(replica, "*"))
@@ -164,7 +183,9 @@ def test_groups_that_leave_on_a_full_disk(
     run.fill_after(3)
     left = next(event for event in run.of(WorkerStarted) if event.replica == 1)
     os.kill(left.pid, signal.SIGTERM)
-    run.wait_for(lambda: list(run.paths.events.glob(RunPaths.workers_pattern(1, 1))), "the next attempt")
+    run.wait_for(
+        lambda: list(run.paths.events.glob(RunPaths.workers_pattern(1, 1))), "the next attempt"
+    )
     run.wait_for(lambda: "draining" in run.text, "the end of its time")
     assert run.end() == 0, run.text
     assert "all groups left" in run.text
@@ -185,7 +206,9 @@ def test_group_that_is_killed_while_its_events_wait(
     time_of_kill = time.time()
     victim = next(event for event in run.of(WorkerStarted) if event.replica == 1)
     os.kill(victim.pid, signal.SIGKILL)
-    run.wait_for(lambda: list(run.paths.events.glob(RunPaths.workers_pattern(1, 1))), "the next attempt")
+    run.wait_for(
+        lambda: list(run.paths.events.glob(RunPaths.workers_pattern(1, 1))), "the next attempt"
+    )
     small_disk.free()
     assert run.end() == 0, run.text
     check_one_end(run)
@@ -202,15 +225,27 @@ def test_group_that_is_killed_while_its_events_wait(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
 def test_campaign_on_a_disk_that_fills_and_empties(
-    launch: Callable[..., FullDiskRun], small_disk: Any, seed: int, capsys: pytest.CaptureFixture[str]
+    launch: Callable[..., FullDiskRun],
+    small_disk: Any,
+    seed: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A fault each 15 s of nearly every kind, on a disk that is full for a third of the time: the run ends in order, no
     promise is broken, and what a kill took along is unknown."""
     small_disk.resize("500m")
     flags = ["--fault_tolerance.digest_every=5", "--fault_tolerance.hang_timeout_seconds=20"]
-    flags += ["--fault_tolerance.batch_policy=constant", "--fault_tolerance.chaos", "--lr_scheduler.total_steps=100000"]
+    flags += [
+        "--fault_tolerance.batch_policy=constant",
+        "--fault_tolerance.chaos",
+        "--lr_scheduler.total_steps=100000",
+    ]
     flags += ["--checkpoint.enable", "--checkpoint.interval=50", "--checkpoint.keep_latest_k=2"]
-    plan = ["--chaos", str(REPOSITORY / "configs" / "chaos" / "campaign.toml"), "--chaos-seed", str(seed)]
+    plan = [
+        "--chaos",
+        str(REPOSITORY / "configs" / "chaos" / "campaign.toml"),
+        "--chaos-seed",
+        str(seed),
+    ]
     run = launch(100_000, *flags, replicas=4, options=[*plan, "--minutes", "4"])
     run.wait_for(lambda: run.committed(0), "the first step")
     dice, times_full = random.Random(seed), 0
@@ -230,11 +265,17 @@ def test_campaign_on_a_disk_that_fills_and_empties(
         "restarts": len(run.of(ReplicaRestarted)),
         "late events": sum(event.events for event in run.of(EventsDelayed)),
         "verdict": report["verdict"],
-        "audit": {name: report["audit"][name] for name in ("num_batches", "num_lost", "num_repeated")},
-        "whole history": next(each for each in report["judgements"] if each["name"] == "whole history")["unknown"],
+        "audit": {
+            name: report["audit"][name] for name in ("num_batches", "num_lost", "num_repeated")
+        },
+        "whole history": next(
+            each for each in report["judgements"] if each["name"] == "whole history"
+        )["unknown"],
     }
     with capsys.disabled():
         print(json.dumps(figures, indent=2))
     assert times_full > 5
     assert figures["late events"] > 0
-    assert {each["name"]: each["offences"] for each in report["judgements"] if each["offences"]} == {}
+    assert {
+        each["name"]: each["offences"] for each in report["judgements"] if each["offences"]
+    } == {}

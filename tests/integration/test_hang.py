@@ -53,7 +53,11 @@ def stop(job: Job, replica: int, rank: int) -> None:
     """Stop one rank of a group; returns when it has stopped."""
     job.send_signal(replica, signal.SIGSTOP, rank)
     stat = Path(f"/proc/{job.groups[replica].workers[rank].pid}/stat")
-    job.wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 30, f"rank {rank} has stopped")
+    job.wait_until(
+        lambda: stat.read_text().rpartition(")")[2].split()[0] == "T",
+        30,
+        f"rank {rank} has stopped",
+    )
 
 
 def failed(job: Job, replica: int, num_ranks: int) -> bool:
@@ -93,7 +97,10 @@ def test_a_hung_rank_ends_itself(make_job: Callable[..., Job]) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_stopped_group_is_left_behind_and_heals(make_job: Callable[..., Job], ranks: int) -> None:
     """A group whose heartbeats stop is not waited for; continued, it finds out, and heals without a restart."""
-    gates = [gate("go", rank=0), *(gate("later", LATER, replica=0, rank=rank) for rank in range(ranks))]
+    gates = [
+        gate("go", rank=0),
+        *(gate("later", LATER, replica=0, rank=rank) for rank in range(ranks)),
+    ]
     job = make_job(
         groups=2,
         ranks=ranks,
@@ -102,7 +109,9 @@ def test_a_stopped_group_is_left_behind_and_heals(make_job: Callable[..., Job], 
     )
     job.start()
     job.wait_for_gate("go", 1)
-    stop(job, 1, rank=0)  # the one that heartbeats; another one is left in the middle of its forward
+    stop(
+        job, 1, rank=0
+    )  # the one that heartbeats; another one is left in the middle of its forward
     job.wait_for_gate("later", 0, range(ranks))
     assert not failed(job, 1, ranks)
     job.send_signal(1, signal.SIGCONT, rank=0)
@@ -116,7 +125,12 @@ def test_a_stopped_group_is_left_behind_and_heals(make_job: Callable[..., Job], 
     assert {(e["replica"], *e["slots"]) for e in named(events, "peer_silent")} >= {(0, 1)}
     assert [e["replica"] for e in named(events, "heal_finished")] == [1] * ranks
     participants = {e["step"]: e["participants"] for e in named(events, "step_committed")}
-    assert [participants[step] for step in (STEP - 1, STEP, LATER, job.steps)] == [[0, 1], [0], [0], [0, 1]]
+    assert [participants[step] for step in (STEP - 1, STEP, LATER, job.steps)] == [
+        [0, 1],
+        [0],
+        [0],
+        [0, 1],
+    ]
 
 
 def test_a_stopped_rank_takes_its_group_along(make_job: Callable[..., Job]) -> None:
@@ -125,7 +139,9 @@ def test_a_stopped_rank_takes_its_group_along(make_job: Callable[..., Job]) -> N
         groups=2,
         ranks=2,
         flags=[f"--fault_tolerance.process_group_timeout_ms={1000 * NEVER_SECONDS}"],
-        replica_flags={1: ["--fault_tolerance.advertise_address=127.0.1.1{rank}"]},  # as on two hosts
+        replica_flags={
+            1: ["--fault_tolerance.advertise_address=127.0.1.1{rank}"]
+        },  # as on two hosts
         hooks={"gates": [gate("go", rank=1)], "hold": 2},
         grace_seconds=0.2,
     )
@@ -141,11 +157,15 @@ def test_a_stopped_rank_takes_its_group_along(make_job: Callable[..., Job]) -> N
     (silent,) = named(events, "rank_silent")
     assert (silent["replica"], silent["rank"], silent["ranks"]) == (1, 0, [1])
     line = next(
-        line for line in job.output(1).splitlines() if line.startswith("titan_ft: no heartbeat from rank 1 on ")
+        line
+        for line in job.output(1).splitlines()
+        if line.startswith("titan_ft: no heartbeat from rank 1 on ")
     )
     assert socket.gethostname() in line
     assert "fault_tolerance.heartbeat_timeout_ms" in line
-    assert job.groups[1].ended == [[1, -signal.SIGKILL]]  # of the agent: a stopped process takes no SIGTERM
+    assert job.groups[1].ended == [
+        [1, -signal.SIGKILL]
+    ]  # of the agent: a stopped process takes no SIGTERM
     assert not named(events, "hung")
     assert {(e["replica"], e["rank"]) for e in named(events, "heal_finished")} == {(1, 0), (1, 1)}
     participants = {e["step"]: e["participants"] for e in named(events, "step_committed")}
@@ -177,7 +197,9 @@ def test_each_rank_of_four_is_stopped(make_job: Callable[..., Job]) -> None:
     job.finish(240)
     events = check(job, survivors=[0], longest_gap=min(NEVER_SECONDS, JOIN_SECONDS) / 2)
     check_data(events)
-    silent = [(e["replica"], e["attempt"], e["rank"], e["ranks"]) for e in named(events, "rank_silent")]
+    silent = [
+        (e["replica"], e["attempt"], e["rank"], e["ranks"]) for e in named(events, "rank_silent")
+    ]
     assert silent == [(1, rank - 1, 0, [rank]) for rank in (1, 2, 3)]
     assert not named(events, "hung")
     participants = {e["step"]: e["participants"] for e in named(events, "step_committed")}
@@ -187,7 +209,10 @@ def test_each_rank_of_four_is_stopped(make_job: Callable[..., Job]) -> None:
 @pytest.mark.slow
 def test_a_long_call_is_no_silence(make_job: Callable[..., Job]) -> None:
     """A rank whose Python threads all wait for one that keeps the GIL still beats: its group is left alone."""
-    long = [{"replica": 1, "rank": rank, "step": STEP + rank, "seconds": 3.0, "gil": True} for rank in (0, 1)]
+    long = [
+        {"replica": 1, "rank": rank, "step": STEP + rank, "seconds": 3.0, "gil": True}
+        for rank in (0, 1)
+    ]
     job = make_job(groups=2, ranks=2, steps=8, hooks={"delays": long})
     job.run()
     events = check(job, survivors=[0, 1], longest_gap=math.inf)
@@ -197,7 +222,9 @@ def test_a_long_call_is_no_silence(make_job: Callable[..., Job]) -> None:
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_a_short_stop_is_no_failure(make_job: Callable[..., Job], ranks: int, rank: int) -> None:
     """A rank that is stopped for less than the heartbeat timeout only costs that time."""
-    job = make_job(groups=2, ranks=ranks, hooks={"gates": [gate("go", rank=rank)]}, heartbeat_timeout_ms=5000)
+    job = make_job(
+        groups=2, ranks=ranks, hooks={"gates": [gate("go", rank=rank)]}, heartbeat_timeout_ms=5000
+    )
     job.start()
     job.wait_for_gate("go", 1, [rank])
     stop(job, 1, rank=rank)

@@ -34,7 +34,9 @@ def test_kill_joiner_during_its_heal(make_job: Callable[..., Job], ranks: int, p
     started = [(e["replica"], e["attempt"], e["rank"]) for e in named(events, "heal_started")]
     assert sorted(started) == [(1, attempt, rank) for attempt in (1, 2) for rank in range(ranks)]
     finished = named(events, "heal_finished")
-    assert sorted((e["attempt"], e["rank"]) for e in finished) == [(2, rank) for rank in range(ranks)]
+    assert sorted((e["attempt"], e["rank"]) for e in finished) == [
+        (2, rank) for rank in range(ranks)
+    ]
     assert all(event["replayed"] > 0 for event in finished)
     expected = predict(job, ranks)
     assert {event["bytes"] for event in named(events, "state_served")} == {expected}
@@ -42,8 +44,12 @@ def test_kill_joiner_during_its_heal(make_job: Callable[..., Job], ranks: int, p
 
 def predict(job: Job, ranks: int) -> int:
     """Return the bytes that `launch --dry-run` says each rank's heal moves."""
-    config = read_config(*(flag for flag in job.flags if "custom_import" not in flag and "flavor" not in flag))
-    from harness import flavor  # torchtitan's model, which must not be imported before its config is read
+    config = read_config(
+        *(flag for flag in job.flags if "custom_import" not in flag and "flavor" not in flag)
+    )
+    from harness import (
+        flavor,
+    )  # torchtitan's model, which must not be imported before its config is read
 
     flavor.register()
     config.model.flavor = "tiny"
@@ -61,7 +67,11 @@ def test_kill_donor_during_the_heal(make_job: Callable[..., Job], donors: int) -
     """
     # The first group that sends a piece of its state dies; of one donor, the groups decide which one that is.
     unless = ["down-0-0", "down-2-0"]
-    serving = [kill(0, "serve")] if donors == 2 else [kill(donor, "serve", unless=unless) for donor in (0, 2)]
+    serving = (
+        [kill(0, "serve")]
+        if donors == 2
+        else [kill(donor, "serve", unless=unless) for donor in (0, 2)]
+    )
     hooks = {"faults": [kill(1, "backward", step=STEP), *serving], "hold": 2}
     flags = [f"--fault_tolerance.heal_donors={donors}"]
     if donors == 2:  # else the other donor may have given all before this one is asked
@@ -83,13 +93,21 @@ def test_kill_donor_during_the_heal(make_job: Callable[..., Job], donors: int) -
         return
     assert [sorted(e["donors"]) for e in started] == [[0, 2]]
     assert (lost, failed) == ([(dead, started[0]["from_step"])], [])
-    (given,) = [e["bytes"] for e in named(events, "state_served") if (e["replica"], e["joiner"]) == (2 - dead, 1)]
+    (given,) = [
+        e["bytes"]
+        for e in named(events, "state_served")
+        if (e["replica"], e["joiner"]) == (2 - dead, 1)
+    ]
     assert 0 < given <= finished["bytes"], "what the dead one had given counts"
 
 
-@pytest.mark.parametrize("dies", ["donor", *(pytest.param(who, marks=pytest.mark.slow) for who in (None, "joiner"))])
+@pytest.mark.parametrize(
+    "dies", ["donor", *(pytest.param(who, marks=pytest.mark.slow) for who in (None, "joiner"))]
+)
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_newcomer_has_the_state_before_a_quorum(make_job: Callable[..., Job], ranks: int, dies: str | None) -> None:
+def test_a_newcomer_has_the_state_before_a_quorum(
+    make_job: Callable[..., Job], ranks: int, dies: str | None
+) -> None:
     """The others are in the step in which its former process died, until it has all of the state that they offer.
 
     One of them may die in the midst of that, or the newcomer itself: the next one is in the same place.
@@ -105,19 +123,37 @@ def test_a_newcomer_has_the_state_before_a_quorum(make_job: Callable[..., Job], 
         faults.append(kill(1, "fetch", attempt=1))
     last = 2 if dies == "joiner" else 1
     waits = [(replica, rank) for replica in (0, 2) for rank in range(ranks)]
-    gates = [{"name": f"whole-1-{last}", "replica": g, "rank": r, "attempt": 0, "step": STEP} for g, r in waits]
-    job = make_job(groups=3, ranks=ranks, steps=20, hooks={"faults": faults, "gates": gates}, late=False, flags=flags)
+    gates = [
+        {"name": f"whole-1-{last}", "replica": g, "rank": r, "attempt": 0, "step": STEP}
+        for g, r in waits
+    ]
+    job = make_job(
+        groups=3,
+        ranks=ranks,
+        steps=20,
+        hooks={"faults": faults, "gates": gates},
+        late=False,
+        flags=flags,
+    )
     job.run()
     events = check(job, survivors=[2] if dies == "donor" else [0, 2])
     kills = [(1, 0, "sigkill:exchange_first")]
-    kills += {"donor": [(0, 0, "sigkill:serve")], "joiner": [(1, 1, "sigkill:fetch")]}.get(dies or "", [])
+    kills += {"donor": [(0, 0, "sigkill:serve")], "joiner": [(1, 1, "sigkill:fetch")]}.get(
+        dies or "", []
+    )
     check_killed(job, events, kills)
-    newcomer = [e for e in events if (e["replica"], e.get("attempt"), e.get("rank")) == (1, last, 0)]
-    begun, joined, finished = (named(newcomer, name)[0] for name in ("heal_started", "joined", "heal_finished"))
+    newcomer = [
+        e for e in events if (e["replica"], e.get("attempt"), e.get("rank")) == (1, last, 0)
+    ]
+    begun, joined, finished = (
+        named(newcomer, name)[0] for name in ("heal_started", "joined", "heal_finished")
+    )
     assert (sorted(begun["donors"]), begun["from_step"]) == ([0, 2], STEP - 1)
     assert begun["mono"] < joined["mono"], "it has begun before there was a quorum"
     assert (finished["from_step"], named(newcomer, "heal_failed")) == (STEP - 1, [])
-    assert 1 <= finished["replayed"] <= 2, "the update of that step, and the next one if it was not loaded in time"
+    assert 1 <= finished["replayed"] <= 2, (
+        "the update of that step, and the next one if it was not loaded in time"
+    )
 
 
 def run_until_both_offer(make: Callable[[], Job]) -> Job:
@@ -131,7 +167,9 @@ def run_until_both_offer(make: Callable[[], Job]) -> Job:
         job.run()
         events = job.events()
         both_offered = sorted(named(events, "heal_started")[0]["donors"]) == [0, 2]
-        one_withdrew = any("has no state of step" in event["error"] for event in named(events, "donor_lost"))
+        one_withdrew = any(
+            "has no state of step" in event["error"] for event in named(events, "donor_lost")
+        )
         if both_offered and not one_withdrew:
             return job
     pytest.fail("both holders never offered their state at once")
@@ -149,7 +187,9 @@ def test_each_holder_gives_a_part(make_job: Callable[..., Job]) -> None:
     ]
     hooks = {"faults": [kill(1, "backward", step=STEP)], "hold": 2}
     job = run_until_both_offer(lambda: make_job(groups=3, steps=20, hooks=hooks, flags=flags))
-    events = check(job, survivors=[0, 2])  # LR, loss and digest (Adam's step is in it) are compared step by step
+    events = check(
+        job, survivors=[0, 2]
+    )  # LR, loss and digest (Adam's step is in it) are compared step by step
     rates = [e["lr"] for e in named(events, "step_committed") if e["replica"] == 0]
     assert len(set(rates)) > job.steps // 2
     (finished,) = named(events, "heal_finished")
@@ -161,7 +201,9 @@ def test_each_holder_gives_a_part(make_job: Callable[..., Job]) -> None:
 
 
 @pytest.mark.parametrize("dies", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_holders_whose_hosts_are_short_of_memory_copy_a_part(make_job: Callable[..., Job], dies: bool) -> None:
+def test_holders_whose_hosts_are_short_of_memory_copy_a_part(
+    make_job: Callable[..., Job], dies: bool
+) -> None:
     """Each half of the state; if one dies while it serves, the other one gives all of it, for which there is room."""
     faults = [kill(1, "backward", step=STEP), *([kill(2, "serve")] if dies else [])]
     flags = ["--fault_tolerance.transfer_max_mbps=50", "--fault_tolerance.catch_up_max_gb=1"]
@@ -176,13 +218,22 @@ def test_holders_whose_hosts_are_short_of_memory_copy_a_part(make_job: Callable[
 
     job = run_until_both_offer(make)
     events = check(job, survivors=[0] if dies else [0, 2])
-    check_killed(job, events, [(1, 0, "sigkill:backward"), *([(2, 0, "sigkill:serve")] if dies else [])])
+    check_killed(
+        job, events, [(1, 0, "sigkill:backward"), *([(2, 0, "sigkill:serve")] if dies else [])]
+    )
     served = [(e["replica"], e["bytes"]) for e in named(events, "state_served") if e["joiner"] == 1]
     finished = next(e for e in named(events, "heal_finished") if e["replica"] == 1)
-    copied = [job.paths.logs(replica, 0, 0).read_text().count("memory is scarce: a joiner gets") for replica in (0, 2)]
+    copied = [
+        job.paths.logs(replica, 0, 0).read_text().count("memory is scarce: a joiner gets")
+        for replica in (0, 2)
+    ]
     assert copied[0] >= 1
     if dies:
-        assert [error for e in named(events, "heal_failed") if "do not hold all of it" in (error := e["error"])]
+        assert [
+            error
+            for e in named(events, "heal_failed")
+            if "do not hold all of it" in (error := e["error"])
+        ]
         assert served == [(0, finished["bytes"])]
     else:
         assert copied[1] >= 1
@@ -193,7 +244,9 @@ def test_holders_whose_hosts_are_short_of_memory_copy_a_part(make_job: Callable[
 def test_nobody_leaves_while_a_laggard_needs_the_state(make_job: Callable[..., Job]) -> None:
     """A group that dies just before the end, and is back only when the other has finished, heals from that one."""
     steps = 6
-    job = make_job(groups=2, steps=steps, hooks={"faults": [kill(1, "backward", step=steps - 1)], "hold": 99})
+    job = make_job(
+        groups=2, steps=steps, hooks={"faults": [kill(1, "backward", step=steps - 1)], "hold": 99}
+    )
     job.run()
     events = check(job, survivors=[0])
     check_killed(job, events, [(1, 0, "sigkill:backward")])
@@ -203,7 +256,10 @@ def test_nobody_leaves_while_a_laggard_needs_the_state(make_job: Callable[..., J
 
 def test_finished_groups_leave_when_nobody_comes(make_job: Callable[..., Job]) -> None:
     """After `FINISH_SECONDS` a job that lost a group for good ends without it, as a success."""
-    hooks = {"faults": [kill(1, "backward", step=STEP)], "constants": {"titan_ft.engine.step.FINISH_SECONDS": 1.0}}
+    hooks = {
+        "faults": [kill(1, "backward", step=STEP)],
+        "constants": {"titan_ft.engine.step.FINISH_SECONDS": 1.0},
+    }
     job = make_job(groups=2, steps=6, hooks=hooks, max_restarts=0)
     job.run()
     assert job.groups[0].finished
@@ -213,7 +269,9 @@ def test_finished_groups_leave_when_nobody_comes(make_job: Callable[..., Job]) -
     # One that comes back now ends too: it would wait for company, and then train all of it again.
     job.start_again(1)
     assert job.wait_for_end(1) == [0]
-    assert "the job has finished: step 6, its last, was made before this group came" in job.output(1, attempt=1)
+    assert "the job has finished: step 6, its last, was made before this group came" in job.output(
+        1, attempt=1
+    )
     assert [(e["replica"], e["step"]) for e in job.events("came_too_late")] == [(1, 6)]
     assert not [event for event in job.events("step_committed") if event["attempt"] == 1]
 
@@ -222,7 +280,9 @@ def test_last_holder_dies(make_job: Callable[..., Job]) -> None:
     """When the only donor dies during a heal the state is gone: the joiner says so and ends; the job begins again."""
     faults = [kill(1, "backward", step=STEP), kill(0, "serve")]
     constants = {"titan_ft.protocol.decision.ALONE_SECONDS": 1.0}
-    job = make_job(groups=2, hooks={"faults": faults, "hold": 2, "constants": constants}, max_restarts=0)
+    job = make_job(
+        groups=2, hooks={"faults": faults, "hold": 2, "constants": constants}, max_restarts=0
+    )
     job.start()
     assert job.wait_for_end(1) == [-signal.SIGKILL]
     job.start_again(1)
@@ -237,7 +297,11 @@ def test_last_holder_dies(make_job: Callable[..., Job]) -> None:
     anew = [event for event in job.events() if event["time"] > lost]
     assert {event["replica"] for event in named(anew, "started_anew")} == {0, 1}
     for replica in (0, 1):
-        assert "no group holds the state of the earlier attempt" in job.output(replica, attempt=replica + 1)
+        assert "no group holds the state of the earlier attempt" in job.output(
+            replica, attempt=replica + 1
+        )
     check_one_trajectory(named(anew, "step_committed"))
     check_finished(job, anew, job.steps)
-    assert {event["step"] for event in named(anew, "step_committed")} == set(range(1, job.steps + 1))
+    assert {event["step"] for event in named(anew, "step_committed")} == set(
+        range(1, job.steps + 1)
+    )

@@ -29,7 +29,9 @@ def kill(replica: int, point: str, step: int = STEP, **more: Any) -> dict[str, A
 
 
 def participants_of(events: list[dict[str, Any]], step: int) -> list[int]:
-    found: list[int] = next(e["participants"] for e in named(events, "step_committed") if e["step"] == step)
+    found: list[int] = next(
+        e["participants"] for e in named(events, "step_committed") if e["step"] == step
+    )
     return found
 
 
@@ -67,11 +69,15 @@ def test_kill_at_point(make_job: Callable[..., Job], groups: int, point: str) ->
     assert participants_of(events, STEP) == (everybody if shared else survivors)
     assert participants_of(events, STEP + 1) == survivors
     assert participants_of(events, job.steps) == list(range(groups))
-    exchanges = [e["exchanges"] for e in named(events, "step_committed") if e["replica"] in survivors]
+    exchanges = [
+        e["exchanges"] for e in named(events, "step_committed") if e["replica"] in survivors
+    ]
     # Where it dies before its question for the quorum is there, the others have one without it, and nothing breaks.
     asked = point not in ("forward", "backward") or bool(named(events, "exchange_failed"))
     assert max(exchanges) == 2 or shared or not asked
-    assert sum(exchanges) <= len(exchanges) + 2 * len(survivors)  # one for the death; one may meet the return
+    assert sum(exchanges) <= len(exchanges) + 2 * len(
+        survivors
+    )  # one for the death; one may meet the return
     healed = named(events, "heal_finished")
     assert [(e["replica"], e["attempt"]) for e in healed] == [(1, 1)]
     assert STEP < healed[0]["step"] < job.steps
@@ -79,15 +85,23 @@ def test_kill_at_point(make_job: Callable[..., Job], groups: int, point: str) ->
 
 @pytest.mark.parametrize("point", ["rendezvous", pytest.param("configure", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("attempt", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_kill_between_quorum_and_process_group(make_job: Callable[..., Job], point: str, attempt: int) -> None:
+def test_kill_between_quorum_and_process_group(
+    make_job: Callable[..., Job], point: str, attempt: int
+) -> None:
     """A group that dies before its process group stands costs its peers a new quorum: at the start, on return."""
     first = [] if attempt == 0 else [kill(1, "forward")]
     faults = [*first, kill(1, point, 0, attempt=attempt)]
-    constants = {"titan_ft.membership.rendezvous._BASE_SECONDS": 1.0}  # the peer waits so long for the dead one
-    job = make_job(groups=2, hooks={"faults": faults, "hold": 2, "constants": constants}, late=False)
+    constants = {
+        "titan_ft.membership.rendezvous._BASE_SECONDS": 1.0
+    }  # the peer waits so long for the dead one
+    job = make_job(
+        groups=2, hooks={"faults": faults, "hold": 2, "constants": constants}, late=False
+    )
     job.run()
     events = check(job, survivors=[0])
-    check_killed(job, events, [*[(1, 0, "sigkill:forward")][: len(first)], (1, attempt, f"sigkill:{point}")])
+    check_killed(
+        job, events, [*[(1, 0, "sigkill:forward")][: len(first)], (1, attempt, f"sigkill:{point}")]
+    )
     assert participants_of(events, job.steps) == [0, 1]
 
 
@@ -120,7 +134,9 @@ def test_kill_one_rank_of_two(make_job: Callable[..., Job], point: str, rank: in
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_connections_within_a_group_that_end_cost_nothing(make_job: Callable[..., Job], rank: int) -> None:
+def test_connections_within_a_group_that_end_cost_nothing(
+    make_job: Callable[..., Job], rank: int
+) -> None:
     """They end at five points of each step: before and after each of its agreements, and in between."""
     points = ("forward", "exchange_first", "vote_before", "vote_after", "commit")
     resets = [{"replica": 1, "rank": rank, "point": point} for point in points]
@@ -133,7 +149,9 @@ def test_connections_within_a_group_that_end_cost_nothing(make_job: Callable[...
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fan_out", [1, 16])
-def test_a_reset_at_each_message_of_a_step_costs_nothing(make_job: Callable[..., Job], fan_out: int) -> None:
+def test_a_reset_at_each_message_of_a_step_costs_nothing(
+    make_job: Callable[..., Job], fan_out: int
+) -> None:
     """Every third message of each rank is lost with its connection. A step has another number of them."""
     job = make_job(groups=2, ranks=3, hooks={"reset_every": 3, "fan_out": fan_out})
     job.run()
@@ -165,7 +183,9 @@ def test_kill_two_of_four(make_job: Callable[..., Job], points: tuple[str, str])
     job = make_job(groups=4, hooks={"faults": faults, "hold": 2})
     job.run()
     events = check(job, survivors=[0, 3])
-    check_killed(job, events, [(r, 0, f"sigkill:{point}") for r, point in zip((1, 2), points, strict=True)])
+    check_killed(
+        job, events, [(r, 0, f"sigkill:{point}") for r, point in zip((1, 2), points, strict=True)]
+    )
     assert participants_of(events, job.steps) == [0, 1, 2, 3]
 
 
@@ -173,11 +193,16 @@ def test_kill_two_of_four(make_job: Callable[..., Job], points: tuple[str, str])
 @pytest.mark.parametrize("late", [True, False])
 def test_kill_same_group_again_and_again(make_job: Callable[..., Job], late: bool) -> None:
     """A group that dies as soon as it has healed costs the other one nothing but exchanges."""
-    faults = [kill(1, point, attempt=attempt) for attempt, point in enumerate(("backward", "commit", "exchange_first"))]
+    faults = [
+        kill(1, point, attempt=attempt)
+        for attempt, point in enumerate(("backward", "commit", "exchange_first"))
+    ]
     job = make_job(groups=2, steps=40, hooks={"faults": faults, "hold": 1}, late=late)
     job.run()
     events = check(job, survivors=[0])
-    check_killed(job, events, [(1, fault["attempt"], f"sigkill:{fault['point']}") for fault in faults])
+    check_killed(
+        job, events, [(1, fault["attempt"], f"sigkill:{fault['point']}") for fault in faults]
+    )
     assert participants_of(events, job.steps) == [0, 1]
 
 
@@ -197,5 +222,7 @@ def test_kill_twenty_times(make_job: Callable[..., Job]) -> None:
     job = make_job(groups=3, steps=170, hooks={"faults": faults, "hold": 1}, max_restarts=20)
     job.run(seconds=240)
     events = check(job, survivors=[r for r in range(3) if not attempts[r]])
-    check_killed(job, events, [(f["replica"], f["attempt"], f"sigkill:{f['point']}") for f in faults])
+    check_killed(
+        job, events, [(f["replica"], f["attempt"], f"sigkill:{f['point']}") for f in faults]
+    )
     assert participants_of(events, job.steps) == [0, 1, 2]

@@ -25,7 +25,11 @@ SCHEDULE = [f"--lr_scheduler.total_steps={STEPS}"]
 def flags(folder: Path, **more: Any) -> list[str]:
     """The flags of a job that saves in a folder every fifth step; the last step's save is the model alone."""
     settings = {"folder": folder, "interval": 5, **more}
-    return ["--checkpoint.enable", *(f"--checkpoint.{name}={value}" for name, value in settings.items()), *SCHEDULE]
+    return [
+        "--checkpoint.enable",
+        *(f"--checkpoint.{name}={value}" for name, value in settings.items()),
+        *SCHEDULE,
+    ]
 
 
 def gate(replica: int, step: int) -> dict[str, Any]:
@@ -47,7 +51,10 @@ def saved(job: Job) -> list[tuple[int, int]]:
 
 def left(job: Job) -> dict[int, tuple[int, bool]]:
     """After which step each group left, and whether in order."""
-    return {event["replica"]: (event["step"], event["in_order"]) for event in named(job.events(), "drained")}
+    return {
+        event["replica"]: (event["step"], event["in_order"])
+        for event in named(job.events(), "drained")
+    }
 
 
 def digests(events: list[Event]) -> set[tuple[int, str]]:
@@ -65,14 +72,20 @@ def check_goes_on(make_job: Callable[..., Job], folder: Path, step: int) -> None
     for own in by_process(events).values():
         (loaded,) = named(own, "checkpoint_loaded")
         first = named(own, "step_committed")[0]
-        assert (loaded["step"], first["step"], first["parent"]) == (step, step + 1, loaded["lineage"])
+        assert (loaded["step"], first["step"], first["parent"]) == (
+            step,
+            step + 1,
+            loaded["lineage"],
+        )
     check_one_trajectory(named(events, "step_committed"))
     check_finished(again, events, STEPS)
     assert digests(events) == digests(check(straight, survivors=[0, 1]))
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_groups_that_leave_one_after_the_other(make_job: Callable[..., Job], tmp_path: Path, first: int) -> None:
+def test_groups_that_leave_one_after_the_other(
+    make_job: Callable[..., Job], tmp_path: Path, first: int
+) -> None:
     """The one that is told first leaves its state to the other; that one makes a step alone, and saves."""
     folder, last = tmp_path / "checkpoints", 1 - first
     hooks = {"gates": [gate(first, 7), gate(last, 8)]}
@@ -85,7 +98,11 @@ def test_groups_that_leave_one_after_the_other(make_job: Callable[..., Job], tmp
     job.finish()
     assert left(job) == {first: (7, True), last: (8, True)}
     assert saved(job) == [(0, 5), (last, 8)]
-    alone = [event["step"] for event in named(job.events(), "step_committed") if event["participants"] == [last]]
+    alone = [
+        event["step"]
+        for event in named(job.events(), "step_committed")
+        if event["participants"] == [last]
+    ]
     assert alone == [8]
     again = make_job(groups=2, steps=STEPS, flags=flags(folder))
     again.run()
@@ -93,12 +110,16 @@ def test_groups_that_leave_one_after_the_other(make_job: Callable[..., Job], tmp
     assert {event["step"] for event in named(again.events(), "checkpoint_loaded")} == {8}
 
 
-def test_a_group_that_dies_in_its_save_is_followed_by_the_next(make_job: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_group_that_dies_in_its_save_is_followed_by_the_next(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
     """That one has stayed to see whether the checkpoint comes."""
     folder = tmp_path / "checkpoints"
     faults = [{"replica": 0, "point": "save", "step": 8}]
     hooks = {"gates": [gate(0, 8), gate(1, 8)], "faults": faults}
-    job = make_job(groups=2, steps=STEPS, flags=flags(folder, interval=100), hooks=hooks, max_restarts=0)
+    job = make_job(
+        groups=2, steps=STEPS, flags=flags(folder, interval=100), hooks=hooks, max_restarts=0
+    )
     job.start()
     for replica in (0, 1):
         send_away(job, replica)
@@ -112,7 +133,9 @@ def test_a_group_that_dies_in_its_save_is_followed_by_the_next(make_job: Callabl
     check_goes_on(make_job, folder, 8)
 
 
-def test_a_save_that_takes_longer_than_is_left_is_broken_off(make_job: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_save_that_takes_longer_than_is_left_is_broken_off(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
     """The group ends in time and says what is missing; half of a checkpoint is never loaded."""
     folder = tmp_path / "checkpoints"
     settings = [*flags(folder), "--fault_tolerance.drain_timeout_seconds=4"]
@@ -125,14 +148,19 @@ def test_a_save_that_takes_longer_than_is_left_is_broken_off(make_job: Callable[
     assert [group.finished for group in job.groups] == [True], exits(job)
     assert left(job) == {0: (8, False)}
     (drained,) = named(job.events(), "drained")
-    assert "drain_timeout_seconds (4 s) is over, before the checkpoint of step 8 was complete" in drained["reason"]
+    assert (
+        "drain_timeout_seconds (4 s) is over, before the checkpoint of step 8 was complete"
+        in drained["reason"]
+    )
     assert complete_steps(folder) == [5]
 
 
 def test_groups_that_leave_with_the_last_step(make_job: Callable[..., Job], tmp_path: Path) -> None:
     """They save it whole; a later job has nothing to train, and makes the last save as it was asked for."""
     folder = tmp_path / "checkpoints"
-    job = make_job(groups=2, steps=8, flags=flags(folder), hooks={"gates": [gate(0, 8), gate(1, 8)]})
+    job = make_job(
+        groups=2, steps=8, flags=flags(folder), hooks={"gates": [gate(0, 8), gate(1, 8)]}
+    )
     job.start()
     for replica in (0, 1):
         send_away(job, replica)

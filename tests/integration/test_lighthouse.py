@@ -45,19 +45,29 @@ def check_undisturbed(job: Job, groups: int) -> None:
 
 @pytest.mark.parametrize(
     ("groups", "ranks"),
-    [(2, 1), pytest.param(3, 1, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)],
+    [
+        (2, 1),
+        pytest.param(3, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+    ],
 )
-def test_training_waits_for_a_lighthouse_that_is_away(make_job: Callable[..., Job], groups: int, ranks: int) -> None:
+def test_training_waits_for_a_lighthouse_that_is_away(
+    make_job: Callable[..., Job], groups: int, ranks: int
+) -> None:
     """All groups ask for a quorum in vain; the new lighthouse knows none of them, and yet all go on together."""
     job = make_job(groups=groups, ranks=ranks, steps=12)
     job.start()
-    job.wait_until(lambda: any(event["step"] == 3 for event in job.events("step_committed")), 60, "step 3")
+    job.wait_until(
+        lambda: any(event["step"] == 3 for event in job.events("step_committed")), 60, "step 3"
+    )
     killed = job._lighthouse
     assert killed is not None
     job._zygote.signal(killed, signal.SIGKILL)
     job.wait_until(lambda: not killed.running, 10, "the lighthouse is gone")
     wait_for_quiet(job)
-    assert committed(job) < groups * ranks * job.steps, "the job had ended before the lighthouse was gone"
+    assert committed(job) < groups * ranks * job.steps, (
+        "the job had ended before the lighthouse was gone"
+    )
     job._start_lighthouse(job._address.removeprefix("http://"))
     job.finish()
     check_undisturbed(job, groups)
@@ -70,7 +80,9 @@ def test_a_standby_takes_over(make_job: Callable[..., Job], tmp_path: Path) -> N
     lighthouse = {"announce": str(file), "standby": True}
     # The standby takes its time to start: without the gates the job may end before.
     gates = [{"name": "killed", "replica": replica, "step": 3} for replica in (0, 1)]
-    job = make_job(groups=2, steps=6, flags=flags, lighthouse=lighthouse, hooks={"gates": gates, "hold": 1})
+    job = make_job(
+        groups=2, steps=6, flags=flags, lighthouse=lighthouse, hooks={"gates": gates, "hold": 1}
+    )
     job.start()
     first = job._lighthouse
     assert first is not None

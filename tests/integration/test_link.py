@@ -23,17 +23,28 @@ STALL = 10.0  # seconds; with nothing else to do it is five
 @pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
 def test_the_largest_clique_trains_on(make_job: Callable[..., Job], ranks: int) -> None:
     """Groups 0 and 2 lose each other: 0 and 1 train on within seconds; 2 waits with its state, comes back, heals."""
-    delays = [{"replica": replica, "rank": 0, "attempt": "any", "seconds": 0.1} for replica in range(3)]
+    delays = [
+        {"replica": replica, "rank": 0, "attempt": "any", "seconds": 0.1} for replica in range(3)
+    ]
     job = make_job(
-        groups=3, ranks=ranks, steps=100, flags=["--fault_tolerance.chaos"], hooks={"delays": delays}, late=False
+        groups=3,
+        ranks=ranks,
+        steps=100,
+        flags=["--fault_tolerance.chaos"],
+        hooks={"delays": delays},
+        late=False,
     )
     job.start()
     job.wait_until(
-        lambda: {e["replica"] for e in job.events("step_committed") if e["step"] >= 3} == {0, 1, 2}, 60, "all train"
+        lambda: {e["replica"] for e in job.events("step_committed") if e["step"] >= 3} == {0, 1, 2},
+        60,
+        "all train",
     )
     for replica, peer in ((0, 2), (2, 0)):
         params = {"seconds": SECONDS, "peer": peer}
-        Order(fault="link_dead", replica=replica, params=params, seed=7, shot=1).append_to(job.paths.chaos_orders)
+        Order(fault="link_dead", replica=replica, params=params, seed=7, shot=1).append_to(
+            job.paths.chaos_orders
+        )
     job.finish(200)
     events = job.events()
     assert [group.attempt for group in job.groups] == [0, 0, 0]

@@ -22,11 +22,22 @@ from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.timing.incidents import find_failures, find_incidents
 from titan_ft.live import status
 from titan_ft.live.run_status import RunStatus
-from titan_ft.run.events import AgentEnded, Event, GroupBack, GroupLost, StepCommitted, TrainingFinished
+from titan_ft.run.events import (
+    AgentEnded,
+    Event,
+    GroupBack,
+    GroupLost,
+    StepCommitted,
+    TrainingFinished,
+)
 from titan_ft.run.log import read_events
 
 SECONDS = 150.0  # only ever reached by a bug
-SMALL = ["--training.seq_len=32", "--training.local_batch_size=2", "--fault_tolerance.digest_every=5"]
+SMALL = [
+    "--training.seq_len=32",
+    "--training.local_batch_size=2",
+    "--fault_tolerance.digest_every=5",
+]
 
 
 class Launched:
@@ -34,11 +45,27 @@ class Launched:
 
     def __init__(self, folder: Path, steps: int, *flags: str, **options: Any) -> None:
         self.folder = folder
-        command = [sys.executable, "-m", "titan_ft", "launch", str(CONFIG), "--replicas=2", "--ranks-per-replica=1"]
-        command += [f"--run-dir={folder}", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
+        command = [
+            sys.executable,
+            "-m",
+            "titan_ft",
+            "launch",
+            str(CONFIG),
+            "--replicas=2",
+            "--ranks-per-replica=1",
+        ]
+        command += [
+            f"--run-dir={folder}",
+            *(f"--{name.replace('_', '-')}={value}" for name, value in options.items()),
+        ]
         command += ["--", f"--training.steps={steps}", *SMALL, *flags]
         self.process = subprocess.Popen(
-            command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command,
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
 
     def events(self) -> list[Event]:
@@ -57,7 +84,11 @@ class Launched:
         """Wait for a commit of a group; returns the pid of the worker."""
 
         def find(events: list[Event]) -> int | None:
-            made = [e for e in events if isinstance(e, StepCommitted) and (e.replica, e.attempt) == (replica, attempt)]
+            made = [
+                e
+                for e in events
+                if isinstance(e, StepCommitted) and (e.replica, e.attempt) == (replica, attempt)
+            ]
             return next((event.pid for event in made if event.step >= step), None)
 
         return int(self.wait(find, f"step {step} of group {replica}, attempt {attempt}"))
@@ -128,7 +159,15 @@ def test_fault_that_kills_an_agent(launch: Any) -> None:
     """`titan-ft chaos RUN kill_agent` hits the agent alone; the fault is the cause of the one failure."""
     run = launch(240, "--fault_tolerance.start_timeout_seconds=60")
     agent = parent_of(run.wait_for_step(5, replica=1))
-    command = [sys.executable, "-m", "titan_ft", "chaos", str(run.folder), "kill_agent", "--replica=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "titan_ft",
+        "chaos",
+        str(run.folder),
+        "kill_agent",
+        "--replica=1",
+    ]
     subprocess.run(command, cwd=REPOSITORY, timeout=SECONDS, check=True)
     run.wait_for_step(1, replica=1, attempt=1)
     printed = run.finish()
@@ -137,7 +176,12 @@ def test_fault_that_kills_an_agent(launch: Any) -> None:
     (ended,) = [event for event in events if isinstance(event, AgentEnded)]
     assert (ended.replica, ended.agent_pid) == (1, agent)
     (incident,) = [one for one in find_incidents(RunRecord(events)) if one.injected]
-    assert (incident.fault, incident.injected, incident.replicas, incident.ended) == ("kill_agent", True, (1,), True)
+    assert (incident.fault, incident.injected, incident.replicas, incident.ended) == (
+        "kill_agent",
+        True,
+        (1,),
+        True,
+    )
     checked = [sys.executable, "-m", "titan_ft", "check", str(run.folder)]
     subprocess.run(checked, cwd=REPOSITORY, timeout=SECONDS, check=True)
 
@@ -164,7 +208,10 @@ def test_lost_host(make_job: Callable[..., Job]) -> None:
     events = sorted(read_events(job.paths.events), key=lambda event: event.time)
     shown, lines = fold(events)
     assert shown.groups[1].state == status.LOST
-    assert f"group 1 is lost: silent for {lost['seconds']:.0f} s, last in step {lost['last_step']}" in lines
+    assert (
+        f"group 1 is lost: silent for {lost['seconds']:.0f} s, last in step {lost['last_step']}"
+        in lines
+    )
     assert not shown.end
 
 
@@ -172,7 +219,10 @@ def test_lost_host(make_job: Callable[..., Job]) -> None:
 def test_end_without_a_lost_group(make_job: Callable[..., Job]) -> None:
     """The last step is made: the survivor says for whom it waits, and then without whom it ended; so does `top`."""
     job = make_job(
-        groups=2, steps=60, max_restarts=0, hooks={"constants": {"titan_ft.engine.step.FINISH_SECONDS": 3.0}}
+        groups=2,
+        steps=60,
+        max_restarts=0,
+        hooks={"constants": {"titan_ft.engine.step.FINISH_SECONDS": 3.0}},
     )
     job.start()
     job.wait_until(lambda: any(e["step"] > 5 for e in job.events("step_committed")), 60, "training")
@@ -195,7 +245,9 @@ def test_frozen_group(launch: Any) -> None:
     worker = run.wait_for_step(5, replica=1)
     os.kill(worker, signal.SIGSTOP)
     try:
-        run.wait(lambda events: [e for e in events if isinstance(e, GroupLost)], "the freeze is noticed")
+        run.wait(
+            lambda events: [e for e in events if isinstance(e, GroupLost)], "the freeze is noticed"
+        )
         shown, _ = fold(run.events())
         assert shown.groups[1].state == status.LOST
     finally:

@@ -20,12 +20,19 @@ HANG_SECONDS = 2
 def test_below_min_replica_size_nothing_is_committed_or_lost(make_job: Callable[..., Job]) -> None:
     """The survivor keeps its gradients, for longer than a hang may last, and goes on when the other group is back."""
     faults = [{"replica": 1, "point": "backward", "step": STEP}]
-    flags = ["--fault_tolerance.min_replica_size=2", f"--fault_tolerance.hang_timeout_seconds={HANG_SECONDS}"]
+    flags = [
+        "--fault_tolerance.min_replica_size=2",
+        f"--fault_tolerance.hang_timeout_seconds={HANG_SECONDS}",
+    ]
     job = make_job(groups=2, flags=flags, hooks={"faults": faults}, max_restarts=0)
     job.start()
     job.wait_until(lambda: job.events("waiting"), 60, "the survivor waits")
     since = time.monotonic()
-    job.wait_until(lambda: time.monotonic() > since + 1.2 * HANG_SECONDS, 60, "the survivor has waited for long")
+    job.wait_until(
+        lambda: time.monotonic() > since + 1.2 * HANG_SECONDS,
+        60,
+        "the survivor has waited for long",
+    )
     job.start_again(1)
     job.finish()
 
@@ -49,12 +56,18 @@ def test_a_straggler_is_named_by_all(make_job: Callable[..., Job]) -> None:
         groups=3,
         hooks={
             "delays": [{"replica": 1, "step": step, "seconds": 0.5} for step in slow],
-            "constants": {"titan_ft.protocol.straggler.STEPS": 3, "titan_ft.protocol.straggler.FACTOR": 3},
+            "constants": {
+                "titan_ft.protocol.straggler.STEPS": 3,
+                "titan_ft.protocol.straggler.FACTOR": 3,
+            },
         },
     )
     job.run()
     events = check(job, survivors=[0, 1, 2])
-    told = [(e["event"], e["step"], e["slot"], e["replica"]) for e in named(events, "straggler", "straggler_recovered")]
+    told = [
+        (e["event"], e["step"], e["slot"], e["replica"])
+        for e in named(events, "straggler", "straggler_recovered")
+    ]
     expected = [("straggler", slow[2], 1), ("straggler_recovered", slow[-1] + 3, 1)]
     assert sorted(told) == sorted((*change, replica) for change in expected for replica in range(3))
     assert all(event["factor"] > 3 for event in named(events, "straggler"))

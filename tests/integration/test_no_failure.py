@@ -12,7 +12,8 @@ from harness.trajectory import check, named
 
 
 @pytest.mark.parametrize(
-    ("groups", "ranks"), [(3, 1), *(pytest.param(2, ranks, marks=pytest.mark.slow) for ranks in (1, 2))]
+    ("groups", "ranks"),
+    [(3, 1), *(pytest.param(2, ranks, marks=pytest.mark.slow) for ranks in (1, 2))],
 )
 def test_groups_stay_identical(make_job: Callable[..., Job], groups: int, ranks: int) -> None:
     """All groups take part in each step and hold the same bytes after it."""

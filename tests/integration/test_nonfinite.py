@@ -21,7 +21,9 @@ STEP = 5
         pytest.param(2, "shrink", marks=pytest.mark.slow),
     ],
 )
-def test_nan_of_one_group_is_left_out(make_job: Callable[..., Job], ranks: int, policy: str) -> None:
+def test_nan_of_one_group_is_left_out(
+    make_job: Callable[..., Job], ranks: int, policy: str
+) -> None:
     """A NaN in one gradient of one of three groups: the step is made without that group, its batch is trained later."""
     nan = {"replica": 1, "rank": ranks - 1, "fault": "nan_gradient", "steps": [STEP]}
     flags = [f"--fault_tolerance.batch_policy={policy}"]

@@ -130,9 +130,23 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("outside") / "run"
     flags = ("seq_len=32", "local_batch_size=1", "steps=100000")
     launch = start(
-        *("launch", "llama3_debug", "--replicas", "2", "--ranks-per-replica", "1", "--run-dir", str(folder), "--"),
+        *(
+            "launch",
+            "llama3_debug",
+            "--replicas",
+            "2",
+            "--ranks-per-replica",
+            "1",
+            "--run-dir",
+            str(folder),
+            "--",
+        ),
         *(f"--training.{flag}" for flag in flags),
-        *("--fault_tolerance.chaos", "--fault_tolerance.digest_every=1", "--fault_tolerance.job_id=outside-1"),
+        *(
+            "--fault_tolerance.chaos",
+            "--fault_tolerance.digest_every=1",
+            "--fault_tolerance.job_id=outside-1",
+        ),
     )
     try:
         wait_for(folder, launch, lambda event: committed(event, 1, 0, [0, 1]))
@@ -180,7 +194,10 @@ def test_commits_are_one_chain_of_equal_states(finished: Path) -> None:
         assert first["parent"] == parent
         parent = first["lineage"]
         for other in others:
-            assert all(other[name] == first[name] for name in ("lineage", "parent", "participants", "digest", "loss"))
+            assert all(
+                other[name] == first[name]
+                for name in ("lineage", "parent", "participants", "digest", "loss")
+            )
         for slot, (first_batch, num_batches) in first["batches"].items():
             assert first_batch == next_batch[slot]
             next_batch[slot] += num_batches
@@ -197,9 +214,15 @@ def test_commits_are_one_chain_of_equal_states(finished: Path) -> None:
 def test_a_group_that_leaves_in_order_ends_with_0(finished: Path) -> None:
     events = read_events(finished)
     assert {event["replica"] for event in events if event["event"] == "drained"} == {0, 1}
-    ends = {event["replica"]: event for event in events if event["event"] == "worker_exited"}  # the last of each
+    ends = {
+        event["replica"]: event for event in events if event["event"] == "worker_exited"
+    }  # the last of each
     assert [ends[group]["code"] for group in (0, 1)] == [0, 0]
-    started = [(event["replica"], event["attempt"]) for event in events if event["event"] == "worker_started"]
+    started = [
+        (event["replica"], event["attempt"])
+        for event in events
+        if event["event"] == "worker_started"
+    ]
     assert sorted(started) == [(0, 0), (1, 0), (1, 1)]
 
 
@@ -213,10 +236,14 @@ def test_check_judges_by_rows_and_its_status(finished: Path, tmp_path: Path) -> 
     damaged = tmp_path / "damaged"
     shutil.copytree(finished / "events", damaged / "events")
     path = next((damaged / "events").glob("replica-1-rank-0-attempt-1-*.jsonl"))
-    path.write_text(re.sub(r'"digest": "[0-9a-f]+"', '"digest": "0123456789abcdef"', path.read_text()))
+    path.write_text(
+        re.sub(r'"digest": "[0-9a-f]+"', '"digest": "0123456789abcdef"', path.read_text())
+    )
     status, printed = run("check", str(damaged), "--json")
     assert status == 1
-    assert {row["name"]: row["verdict"] for row in json.loads(printed)["judgements"]}["one trajectory"] != "holds"
+    assert {row["name"]: row["verdict"] for row in json.loads(printed)["judgements"]}[
+        "one trajectory"
+    ] != "holds"
 
 
 def test_report_and_top_read_the_run(finished: Path) -> None:
@@ -245,7 +272,16 @@ def test_config_prints_the_settings() -> None:
 
 def test_bad_usage_ends_with_2() -> None:
     for config, replicas in (("llama3_debug", "two"), ("no_such_config", "2")):
-        command = ("launch", config, "--replicas", replicas, "--ranks-per-replica", "1", "--run-dir", "x")
+        command = (
+            "launch",
+            config,
+            "--replicas",
+            replicas,
+            "--ranks-per-replica",
+            "1",
+            "--run-dir",
+            "x",
+        )
         assert run(*command) == (2, "")
 
 
@@ -262,6 +298,8 @@ def test_ctrl_c_ends_a_command_in_the_foreground_with_130() -> None:
 
 @pytest.mark.parametrize("script", ["quickstart", "test", "campaign", "explore"])
 def test_scripts_are_there(script: str) -> None:
-    help_of = subprocess.run(["bash", f"scripts/{script}.sh", "--help"], cwd=REPOSITORY, capture_output=True, text=True)
+    help_of = subprocess.run(
+        ["bash", f"scripts/{script}.sh", "--help"], cwd=REPOSITORY, capture_output=True, text=True
+    )
     assert help_of.returncode == 0
     assert f"{script}.sh" in help_of.stdout

@@ -92,30 +92,53 @@ CASES = {
     "fsdp": Case(quick=frozenset({"resume"})),
     "tp": Case(TENSOR, replicate=1, rounding=1e-5, quick=frozenset({"heal"})),
     "cp": Case(CONTEXT, shard=1, counted=COUNTED, quick=frozenset({"parity"})),
-    "cp_unbalanced": Case((*CONTEXT, "--parallelism.context_parallel_load_balancer=None"), shard=1, counted=COUNTED),
+    "cp_unbalanced": Case(
+        (*CONTEXT, "--parallelism.context_parallel_load_balancer=None"), shard=1, counted=COUNTED
+    ),
     "fsdp_tp": Case((*TENSOR, *SHARD), ranks=4),
     "pp": Case(pipeline("1F1B"), stages=2, shard=1, rounding=1e-5, compared=DIVIDES),
-    "pp_interleaved": Case(pipeline("Interleaved1F1B"), stages=2, shard=1, rounding=1e-5, compared=DIVIDES),
-    "pp_zbv": Case(pipeline("ZBVZeroBubble"), stages=2, shard=1, rounding=1e-5, compared=DIVIDES, validated=False),
-    "pp_fsdp": Case((*pipeline("1F1B"), *SHARD), ranks=4, stages=2, rounding=1e-5, compared=DIVIDES),
+    "pp_interleaved": Case(
+        pipeline("Interleaved1F1B"), stages=2, shard=1, rounding=1e-5, compared=DIVIDES
+    ),
+    "pp_zbv": Case(
+        pipeline("ZBVZeroBubble"),
+        stages=2,
+        shard=1,
+        rounding=1e-5,
+        compared=DIVIDES,
+        validated=False,
+    ),
+    "pp_fsdp": Case(
+        (*pipeline("1F1B"), *SHARD), ranks=4, stages=2, rounding=1e-5, compared=DIVIDES
+    ),
     "pp_interleaved_fsdp": Case(
         (*pipeline("Interleaved1F1B"), *SHARD), ranks=4, stages=2, rounding=1e-5, compared=DIVIDES
     ),
-    "pp_tp": Case((*pipeline("1F1B"), *TENSOR), ranks=4, stages=2, shard=1, rounding=1e-5, compared=DIVIDES),
-    "replicate": Case((*SHARD, *parallel(data_parallel_replicate_degree=2)), ranks=4, replicate=4, rounding=1e-4),
+    "pp_tp": Case(
+        (*pipeline("1F1B"), *TENSOR), ranks=4, stages=2, shard=1, rounding=1e-5, compared=DIVIDES
+    ),
+    "replicate": Case(
+        (*SHARD, *parallel(data_parallel_replicate_degree=2)), ranks=4, replicate=4, rounding=1e-4
+    ),
     "ac_full": Case(("--activation_checkpoint.mode=full",)),
     "ac_selective": Case(("--activation_checkpoint.mode=selective",)),
     "bf16_mixed": Case(("--training.mixed_precision_param=bfloat16",)),
-    "bf16": Case(("--training.dtype=bfloat16", "--training.mixed_precision_param=bfloat16"), rounding=1e-3),
+    "bf16": Case(
+        ("--training.dtype=bfloat16", "--training.mixed_precision_param=bfloat16"), rounding=1e-3
+    ),
     # All other rows have torchtitan's default, fused.
     "foreach": Case(("--optimizer.implementation=foreach",)),
     "for_loop": Case(("--optimizer.implementation=for-loop",)),
-    "compile": Case(("--compile.enable", "--compile.backend=aot_eager")),  # all of it but the minutes of g++
+    "compile": Case(
+        ("--compile.enable", "--compile.backend=aot_eager")
+    ),  # all of it but the minutes of g++
 }
 if series() != "0.2":
     # Its chunked loss goes backward through that weight by itself: autograd's hook for it runs twice. In a bucket of
     # its own the first half of the gradient would leave. Stock sums both halves over all ranks, and then adds them.
-    CASES["tied"] = Case(("--model.flavor=tiny_tied", "--fault_tolerance.bucket_size_mb=0.1"), rounding=1e-5)
+    CASES["tied"] = Case(
+        ("--model.flavor=tiny_tied", "--fault_tolerance.bucket_size_mb=0.1"), rounding=1e-5
+    )
 
 
 def rows(test: str) -> list[Any]:
@@ -151,12 +174,16 @@ def test_parity(runs: Runs, case: Case) -> None:
             compare(ours, theirs, case.rounding)
 
 
-def compare(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], rounding: float) -> None:
+def compare(
+    ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], rounding: float
+) -> None:
     """Compare the records of one rank; the mean loss is the same sum, which stock makes in float32."""
     loss = pytest.approx(column(theirs, "loss"), rel=rounding or 2 * FLOAT32_ULP, abs=0)
     assert column(ours, "loss") == loss
     if rounding:
-        assert column(ours, "grad_norm") == pytest.approx(column(theirs, "grad_norm"), rel=10 * rounding, abs=0)
+        assert column(ours, "grad_norm") == pytest.approx(
+            column(theirs, "grad_norm"), rel=10 * rounding, abs=0
+        )
         for name in ("lr", "tokens"):
             assert column(ours, name) == column(theirs, name), name
         return
@@ -176,12 +203,19 @@ def check_validated(job: Job) -> None:
 def test_heal(make_job: Callable[..., Job], case: Case) -> None:
     """A rank is killed: its group comes back with the bytes of the other, which has made each step once."""
     kill = {"replica": 1, "rank": case.ranks - 1, "point": "backward", "step": 4}
-    job = make_job(groups=2, ranks=case.ranks, flags=[*case.flags, *SCALES], hooks={"faults": [kill], "hold": 2})
+    job = make_job(
+        groups=2,
+        ranks=case.ranks,
+        flags=[*case.flags, *SCALES],
+        hooks={"faults": [kill], "hold": 2},
+    )
     job.run(SECONDS)
     events = check(job, survivors=[0], longest_gap=SECONDS)
     check_killed(job, events, [(1, 0, "sigkill:backward")])
     healed = named(events, "heal_finished")
-    assert sorted((event["replica"], event["rank"]) for event in healed) == [(1, rank) for rank in range(case.ranks)]
+    assert sorted((event["replica"], event["rank"]) for event in healed) == [
+        (1, rank) for rank in range(case.ranks)
+    ]
     assert named(events, "step_committed")[-1]["participants"] == [0, 1]
     check_losses(events)
 
@@ -191,7 +225,9 @@ def check_losses(events: list[Event]) -> None:
     told: dict[int, set[float]] = {}
     for event in named(events, "step_committed"):
         told.setdefault(event["step"], set()).add(event["loss"])
-        assert event["own_loss"] is None or event["own_loss"] == pytest.approx(event["loss"], rel=0.2)
+        assert event["own_loss"] is None or event["own_loss"] == pytest.approx(
+            event["loss"], rel=0.2
+        )
     for losses in told.values():
         (loss,) = losses
         assert 0.8 * math.log(2048) < loss < 1.2 * math.log(2048)
@@ -226,16 +262,22 @@ def test_copies_that_nothing_shards_are_refused(make_job: Callable[..., Job]) ->
     job = make_job(groups=1, ranks=2, flags=parallel(data_parallel_replicate_degree=2))
     job.run()
     codes = {worker.code for worker in job.groups[0].workers}
-    assert 2 in codes <= {2, -signal.SIGTERM}  # once one has refused, the other is ended, maybe on its way to the line
+    assert (
+        2 in codes <= {2, -signal.SIGTERM}
+    )  # once one has refused, the other is ended, maybe on its way to the line
     (line,) = [line for line in job.output(0).splitlines() if line.startswith("titan_ft: ")]
-    assert line.startswith("titan_ft: parallelism.data_parallel_replicate_degree must be 1 in a group that does not ")
+    assert line.startswith(
+        "titan_ft: parallelism.data_parallel_replicate_degree must be 1 in a group that does not "
+    )
 
 
 @pytest.mark.slow
 def test_context_parallelism_attends_to_the_whole_sequence(runs: Runs) -> None:
     """Stock with the sequence dealt out to two ranks trains what groups with whole sequences train, to rounding."""
     ours = runs.groups(2, flags=LONG, dump=True)["0-0"]
-    stock = runs.stock(4, replicate=2, shard=1, flags=CONTEXT, begin=str(runs.parameters("begin")))[0]
+    stock = runs.stock(4, replicate=2, shard=1, flags=CONTEXT, begin=str(runs.parameters("begin")))[
+        0
+    ]
     for name in ("loss", "grad_norm"):
         assert column(stock, name) == pytest.approx(column(ours, name), rel=3e-4, abs=0), name
 
@@ -246,7 +288,12 @@ def test_a_pipeline_validates_and_exports(make_job: Callable[..., Job], tmp_path
     folder = tmp_path / "checkpoints"
     stages = pipeline("Interleaved1F1B")
     flags = ["--checkpoint.enable", f"--checkpoint.folder={folder}", "--checkpoint.last_save_in_hf"]
-    flags += ["--validation.enable", "--validation.freq=2", "--validation.steps=2", "--validation.seq_len=32"]
+    flags += [
+        "--validation.enable",
+        "--validation.freq=2",
+        "--validation.steps=2",
+        "--validation.seq_len=32",
+    ]
     flags += [
         "--validation.dataset=austen_validation",
         "--validation.local_batch_size=4",
@@ -255,9 +302,15 @@ def test_a_pipeline_validates_and_exports(make_job: Callable[..., Job], tmp_path
     job = make_job(groups=2, ranks=2, steps=4, flags=[*stages, *flags])
     job.run()
     check(job, survivors=[0, 1])
-    printed = [VALIDATED.findall(job.output(replica, rank)) for replica in range(2) for rank in range(2)]
+    printed = [
+        VALIDATED.findall(job.output(replica, rank)) for replica in range(2) for rank in range(2)
+    ]
     assert printed == [printed[0]] * 4
-    assert [int(step) for step, _ in printed[0]] == [1, 2, 4]  # torchtitan validates after the first step, too
+    assert [int(step) for step, _ in printed[0]] == [
+        1,
+        2,
+        4,
+    ]  # torchtitan validates after the first step, too
     for _, loss in printed[0]:
         assert 0.8 * math.log(2048) < float(loss) < 1.2 * math.log(2048)
 
@@ -268,14 +321,25 @@ def test_a_pipeline_validates_and_exports(make_job: Callable[..., Job], tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("pp_interleaved", "tp"), ("tp", "pp")])
-def test_another_layout_goes_on(make_job: Callable[..., Job], tmp_path: Path, before: str, after: str) -> None:
+def test_another_layout_goes_on(
+    make_job: Callable[..., Job], tmp_path: Path, before: str, after: str
+) -> None:
     """A checkpoint has no trace of the stages: the same steps, with the same data and to rounding the same norms."""
-    flags = ["--checkpoint.enable", f"--checkpoint.folder={tmp_path / 'checkpoints'}", "--checkpoint.interval=4"]
-    flags += ["--checkpoint.no-last-save-model-only", "--training.local_batch_size=4", "--lr_scheduler.total_steps=8"]
+    flags = [
+        "--checkpoint.enable",
+        f"--checkpoint.folder={tmp_path / 'checkpoints'}",
+        "--checkpoint.interval=4",
+    ]
+    flags += [
+        "--checkpoint.no-last-save-model-only",
+        "--training.local_batch_size=4",
+        "--lr_scheduler.total_steps=8",
+    ]
     first = make_job(groups=2, ranks=2, steps=8, flags=[*CASES[before].flags, *flags])
     first.run()
     straight = {
-        (event["step"], event["replica"]): event for event in named(check(first, survivors=[0, 1]), "step_committed")
+        (event["step"], event["replica"]): event
+        for event in named(check(first, survivors=[0, 1]), "step_committed")
     }
     shutil.rmtree(tmp_path / "checkpoints" / "step-8")
     second = make_job(groups=2, ranks=2, steps=8, flags=[*CASES[after].flags, *flags])

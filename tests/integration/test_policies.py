@@ -24,13 +24,17 @@ Undisturbed = Callable[[int, int], dict[int, Event]]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(zygote: ZygoteClient, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Undisturbed]:
+def undisturbed(
+    zygote: ZygoteClient, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Undisturbed]:
     """The steps of jobs in which nothing fails: what each of them commits does not depend on the policies."""
     jobs: dict[tuple[int, int], Job] = {}
 
     def run(groups: int, ranks: int) -> dict[int, Event]:
         if (groups, ranks) not in jobs:
-            job = jobs[groups, ranks] = Job(zygote, tmp_path_factory.mktemp("job"), groups=groups, ranks=ranks)
+            job = jobs[groups, ranks] = Job(
+                zygote, tmp_path_factory.mktemp("job"), groups=groups, ranks=ranks
+            )
             job.run()
             check(job, survivors=range(groups))
         return steps_of(jobs[groups, ranks].events())
@@ -55,7 +59,9 @@ def absences(events: Iterable[Event], groups: int) -> dict[int, int]:
     return {step: number for step, number in present.items() if number < groups}
 
 
-def check_full_batches(events: list[Event], undisturbed: dict[int, Event], groups: int, ranks: int) -> None:
+def check_full_batches(
+    events: list[Event], undisturbed: dict[int, Event], groups: int, ranks: int
+) -> None:
     """Each step was made of the very batches that it has while nothing fails, each of them trained by one group."""
     found = audit(events)
     assert (found.verdict, found.num_lost, found.num_repeated) == ("holds", 0, 0), found
@@ -65,7 +71,9 @@ def check_full_batches(events: list[Event], undisturbed: dict[int, Event], group
         wanted = undisturbed[step]
         assert event["lr"] == wanted["lr"]
         for value in ("loss", "grad_norm"):
-            assert event[value] == pytest.approx(wanted[value], rel=ROUNDING), f"{value} of step {step}"
+            assert event[value] == pytest.approx(wanted[value], rel=ROUNDING), (
+                f"{value} of step {step}"
+            )
 
 
 def check_readers(events: list[Event], groups: int, final_step: int) -> None:
@@ -85,7 +93,9 @@ def check_readers(events: list[Event], groups: int, final_step: int) -> None:
 
 
 @pytest.mark.parametrize("point", ["backward", pytest.param("commit", marks=pytest.mark.slow)])
-def test_the_global_batch_holds(make_job: Callable[..., Job], undisturbed: Undisturbed, point: str) -> None:
+def test_the_global_batch_holds(
+    make_job: Callable[..., Job], undisturbed: Undisturbed, point: str
+) -> None:
     """The others train a dead group's batches in extra microbatches from the step on in which it died."""
     job = make_job(groups=3, flags=[CONSTANT], hooks={"faults": [kill(1, point)], "hold": 4})
     job.run()
@@ -95,13 +105,19 @@ def test_the_global_batch_holds(make_job: Callable[..., Job], undisturbed: Undis
     check_readers(events, 3, job.steps)
     absent = absences(events, 3)
     assert min(absent) == (STEP if point == "backward" else STEP + 1)
-    assert steps_of(events)[min(absent)]["exchanges"] == 2, "the quorum behind the broken one says who is gone"
-    survivors = [e for e in named(events, "step_committed") if e["replica"] == 0 and e["step"] in absent]
+    assert steps_of(events)[min(absent)]["exchanges"] == 2, (
+        "the quorum behind the broken one says who is gone"
+    )
+    survivors = [
+        e for e in named(events, "step_committed") if e["replica"] == 0 and e["step"] in absent
+    ]
     assert {event["forward_passes"] for event in survivors} == {2}  # slot 1 is dealt to group 0
 
 
 @pytest.mark.slow
-def test_the_global_batch_holds_with_two_ranks(make_job: Callable[..., Job], undisturbed: Undisturbed) -> None:
+def test_the_global_batch_holds_with_two_ranks(
+    make_job: Callable[..., Job], undisturbed: Undisturbed
+) -> None:
     """Each rank of the group that is left reads what the rank of its index in the dead group would have read."""
     hooks = {"faults": [kill(1, "backward", rank=1)], "hold": 3}
     job = make_job(groups=2, ranks=2, flags=[CONSTANT], hooks=hooks)
@@ -116,7 +132,10 @@ def test_the_global_batch_holds_with_two_ranks(make_job: Callable[..., Job], und
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "factor"), [("sqrt", math.sqrt), ("linear", float)])
 def test_lr_follows_the_share(
-    make_job: Callable[..., Job], undisturbed: Undisturbed, policy: str, factor: Callable[[float], float]
+    make_job: Callable[..., Job],
+    undisturbed: Undisturbed,
+    policy: str,
+    factor: Callable[[float], float],
 ) -> None:
     """An update of k of n groups is made with the LR's share in all groups, live and replayed; then it is back."""
     flags = [f"--fault_tolerance.lr_policy={policy}"]
@@ -129,7 +148,9 @@ def test_lr_follows_the_share(
     assert STEP in absent
     assert healed["replayed"] > 0
     assert set(range(healed["from_step"] + 1, healed["step"] + 1)) <= absent.keys()
-    applied = {(event["replica"], event["step"]): event["rate"] for event in named(events, "computed")}
+    applied = {
+        (event["replica"], event["step"]): event["rate"] for event in named(events, "computed")
+    }
     for event in named(events, "step_committed"):
         wanted = undisturbed(3, 1)[event["step"]]["lr"] * factor(absent.get(event["step"], 3) / 3)
         assert event["lr"] == pytest.approx(wanted, rel=1e-12)

@@ -83,14 +83,28 @@ class Run:
         return done.returncode, " ".join(done.stdout.split())
 
 
-def launch(folder: Path, *flags: str, kills: tuple[tuple[int, int], ...] = KILLS, **variables: str) -> Run:
+def launch(
+    folder: Path, *flags: str, kills: tuple[tuple[int, int], ...] = KILLS, **variables: str
+) -> Run:
     """Run a job of two groups; each group is killed when its present attempt has contributed to a step."""
     (folder / "user_data.py").write_text(MODULE)
     texts = folder / "texts.jsonl"
-    texts.write_text("".join(f'{{"text": "Sentence {number} has {number * 7919} words."}}\n' for number in range(300)))
+    texts.write_text(
+        "".join(
+            f'{{"text": "Sentence {number} has {number * 7919} words."}}\n' for number in range(300)
+        )
+    )
     paths = RunPaths(folder / "run")
     env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{folder}", "TEXTS": str(texts), **variables}
-    command = [sys.executable, "-m", "titan_ft", "launch", str(CONFIG), "--replicas=2", "--ranks-per-replica=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "titan_ft",
+        "launch",
+        str(CONFIG),
+        "--replicas=2",
+        "--ranks-per-replica=1",
+    ]
     usual = ["--training.seq_len=64", "--training.local_batch_size=1", f"--training.steps={STEPS}"]
     with (folder / "output").open("w") as output:
         run = subprocess.Popen(
@@ -117,7 +131,11 @@ def _pid_after(run: subprocess.Popen[bytes], paths: RunPaths, step: int, group: 
     while time.monotonic() < deadline and run.poll() is None:
         events = [event for event in read_events(paths.events) if event.replica == group]
         started = [event for event in events if isinstance(event, WorkerStarted)]
-        made = [event for event in events if isinstance(event, StepCommitted) and event.pid == started[-1].pid]
+        made = [
+            event
+            for event in events
+            if isinstance(event, StepCommitted) and event.pid == started[-1].pid
+        ]
         if made and made[-1].step >= step and made[-1].contributed:
             return started[-1].pid
         time.sleep(0.1)
@@ -127,7 +145,12 @@ def _pid_after(run: subprocess.Popen[bytes], paths: RunPaths, step: int, group: 
 def short_text(folder: Path) -> Path:
     """A text of a few documents, of which a slot trains several epochs."""
     path = folder / "short.txt"
-    path.write_text("".join(f"Chapter {number}\n\nIt has {number * 7919} words, {number}.\n\n" for number in range(9)))
+    path.write_text(
+        "".join(
+            f"Chapter {number}\n\nIt has {number * 7919} words, {number}.\n\n"
+            for number in range(9)
+        )
+    )
     return path
 
 
@@ -135,7 +158,10 @@ Flags = Callable[[Path], list[str]]
 EXACT: dict[str, tuple[Flags, dict[str, str]]] = {
     "shuffled stream": (lambda folder: ["--training.dataset=austen_shuffled"], {}),
     "stream, later epochs": (
-        lambda folder: ["--training.dataset=austen_streamed", f"--training.dataset_path={short_text(folder)}"],
+        lambda folder: [
+            "--training.dataset=austen_streamed",
+            f"--training.dataset_path={short_text(folder)}",
+        ],
         {},
     ),
     "shuffled stream, later epochs, worker": (
@@ -165,7 +191,9 @@ def test_the_batches_are_those_of_an_uninterrupted_reader(tmp_path: Path, kind: 
     flags, variables = EXACT[kind]
     run = launch(tmp_path, *flags(tmp_path), **variables)
     assert run.status == 0, run.output
-    opened = [e for e in read_events(run.paths.events) if isinstance(e, DataOpened) and e.first_batch > 0]
+    opened = [
+        e for e in read_events(run.paths.events) if isinstance(e, DataOpened) and e.first_batch > 0
+    ]
     assert [event.exact for event in opened] == [True] * len(KILLS)
     status, said = run.check()
     if variables:
@@ -191,7 +219,9 @@ def test_data_that_do_not_go_on_are_never_called_whole(tmp_path: Path, kind: str
     assert {event.exact for event in checked} == {kind == "by_process"}
     opened = [event for event in events if isinstance(event, DataOpened) and event.first_batch > 0]
     assert [event.exact for event in opened] == [False] * len(KILLS)
-    assert ("does not go on exactly where its state was saved" in run.output) is (kind == "unseeded")
+    assert ("does not go on exactly where its state was saved" in run.output) is (
+        kind == "unseeded"
+    )
     assert "got another batch than follows there" in run.output
     for options in ((), ("--reread",)):
         status, said = run.check(*options)
@@ -203,7 +233,11 @@ def test_data_that_do_not_go_on_are_never_called_whole(tmp_path: Path, kind: str
 @pytest.mark.slow
 def test_a_state_that_cannot_travel_ends_the_run_at_its_start(tmp_path: Path) -> None:
     """In one line and with exit status 2: no group could ever come back."""
-    flags = ["--model.name=drawn", "--training.dataset=bad", "--experimental.custom_import=user_data"]
+    flags = [
+        "--model.name=drawn",
+        "--training.dataset=bad",
+        "--experimental.custom_import=user_data",
+    ]
     run = launch(tmp_path, *flags, kills=(), DRAWN="1")
     assert run.status == 2, run.output
     assert "got numpy.random.mtrand.RandomState at " in run.output

@@ -13,7 +13,13 @@ from harness.client import REPOSITORY
 from harness.job import CONFIG
 
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.run.events import CheckpointLoaded, DataReset, LaunchStarted, StepCommitted, TrainingFinished
+from titan_ft.run.events import (
+    CheckpointLoaded,
+    DataReset,
+    LaunchStarted,
+    StepCommitted,
+    TrainingFinished,
+)
 from titan_ft.run.log import read_events
 
 FLAGS = [
@@ -32,8 +38,17 @@ def launch(run_dir: Path, *words: str, replicas: int = 2) -> subprocess.Complete
     """Launch groups of one rank; `words` are options, and behind a -- further flags."""
     end = words.index("--") if "--" in words else len(words)
     command = [sys.executable, "-m", "titan_ft", "launch", str(CONFIG), f"--replicas={replicas}"]
-    command += ["--ranks-per-replica=1", f"--run-dir={run_dir}", *words[:end], "--", *FLAGS, *words[end + 1 :]]
-    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False, cwd=REPOSITORY)
+    command += [
+        "--ranks-per-replica=1",
+        f"--run-dir={run_dir}",
+        *words[:end],
+        "--",
+        *FLAGS,
+        *words[end + 1 :],
+    ]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False, cwd=REPOSITORY
+    )
 
 
 @pytest.mark.slow
@@ -63,7 +78,9 @@ def test_a_change_that_is_named_counts(tmp_path: Path) -> None:
     events = list(read_events(run_dir / "events"))
     rates = {event.step: event.lr for event in events if isinstance(event, StepCommitted)}
     assert rates == pytest.approx({1: 8e-4, 2: 8e-4, 3: 8e-4, 4: 8e-4, 5: 3e-3, 6: 3e-3})
-    (changed,) = [event.changed for event in events if isinstance(event, LaunchStarted) if event.changed]
+    (changed,) = [
+        event.changed for event in events if isinstance(event, LaunchStarted) if event.changed
+    ]
     assert {name: change.kind for name, change in changed.items()} == {
         "optimizer.lr": "arithmetic",
         "training.steps": "harmless",

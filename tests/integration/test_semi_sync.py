@@ -17,7 +17,14 @@ import torch
 from harness.events import Event, audit
 from harness.job import Job
 from harness.runs import STEPS, Runs, column, ends_of_rounds
-from harness.trajectory import by_process, check, check_finished, check_killed, check_one_trajectory, named
+from harness.trajectory import (
+    by_process,
+    check,
+    check_finished,
+    check_killed,
+    check_one_trajectory,
+    named,
+)
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 ROUNDING = 1e-5
@@ -52,7 +59,10 @@ def test_rounds_of_one_step_are_synchronous_training(runs: Runs) -> None:
     ours = runs.groups(2, method="local_sgd", name="rounds", **shared)["0-0"]
     for name in ("loss", "max_loss", "lr", "tokens"):
         assert column(ours, name) == pytest.approx(column(theirs, name), rel=ROUNDING, abs=0), name
-    moved = [lr / EPS * norm for lr, norm in zip(column(theirs, "lr"), column(theirs, "grad_norm"), strict=True)]
+    moved = [
+        lr / EPS * norm
+        for lr, norm in zip(column(theirs, "lr"), column(theirs, "grad_norm"), strict=True)
+    ]
     assert column(ours, "grad_norm") == pytest.approx(moved, rel=NORM_ROUNDING, abs=0)
     apart, change = difference(runs, "rounds", "synchronous")
     assert apart < ROUNDING * change
@@ -87,7 +97,10 @@ def test_a_round_of_one_group_is_stock_torchtitan_bit_for_bit(runs: Runs) -> Non
 NOT_QUICK = {"marks": pytest.mark.slow}
 SHARDED = ["--parallelism.data_parallel_shard_degree=2"]
 PIPELINE = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"]
-INTERLEAVED = [*PIPELINE, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"]  # two stages on each rank
+INTERLEAVED = [
+    *PIPELINE,
+    "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
+]  # two stages on each rank
 
 
 @pytest.mark.parametrize(
@@ -100,24 +113,48 @@ INTERLEAVED = [*PIPELINE, "--parallelism.pipeline_parallel_schedule=Interleaved1
         pytest.param("diloco", 2, 2, 2, 1, SHARDED, **NOT_QUICK),
         pytest.param("diloco", 3, 2, 2, 1, SHARDED, **NOT_QUICK),
         pytest.param("diloco", 2, 2, 1, 1, ["--parallelism.tensor_parallel_degree=2"], **NOT_QUICK),
-        pytest.param("diloco", 2, 2, 1, 1, ["--parallelism.context_parallel_degree=2"], **NOT_QUICK),
+        pytest.param(
+            "diloco", 2, 2, 1, 1, ["--parallelism.context_parallel_degree=2"], **NOT_QUICK
+        ),
         pytest.param("diloco", 2, 2, 1, 1, PIPELINE, **NOT_QUICK),
         pytest.param("diloco", 2, 2, 1, 1, INTERLEAVED, **NOT_QUICK),
-        pytest.param("diloco", 2, 4, 2, 2, [*PIPELINE, *SHARDED, "--training.global_batch_size=32"], **NOT_QUICK),
+        pytest.param(
+            "diloco",
+            2,
+            4,
+            2,
+            2,
+            [*PIPELINE, *SHARDED, "--training.global_batch_size=32"],
+            **NOT_QUICK,
+        ),
     ],
 )
 def test_rounds_against_the_oracle(
-    runs: Runs, method: str, groups: int, ranks: int, shards: int, microbatches: int, flags: list[str]
+    runs: Runs,
+    method: str,
+    groups: int,
+    ranks: int,
+    shards: int,
+    microbatches: int,
+    flags: list[str],
 ) -> None:
     """Each round's anchors come from the groups' changes, weighted by their unequal tokens; the last round is short."""
     sync_steps = 4
     outer = DILOCO if method == "diloco" else LOCAL_SGD
-    records = runs.groups(groups, ranks, flags, method=method, sync_steps=sync_steps, mask=True, dump=True)
-    rounds = runs.outer_oracle(sync_steps, outer, microbatches, mask=True, shards=shards, same_begin=ranks > 1)
+    records = runs.groups(
+        groups, ranks, flags, method=method, sync_steps=sync_steps, mask=True, dump=True
+    )
+    rounds = runs.outer_oracle(
+        sync_steps, outer, microbatches, mask=True, shards=shards, same_begin=ranks > 1
+    )
     for ours in records.values():
         assert column(ours, "step") == ends_of_rounds(sync_steps)
-        assert column(ours, "loss") == pytest.approx([made["loss"] for made in rounds], rel=ROUNDING, abs=0)
-        assert column(ours, "grad_norm") == pytest.approx([made["norm"] for made in rounds], rel=NORM_ROUNDING, abs=0)
+        assert column(ours, "loss") == pytest.approx(
+            [made["loss"] for made in rounds], rel=ROUNDING, abs=0
+        )
+        assert column(ours, "grad_norm") == pytest.approx(
+            [made["norm"] for made in rounds], rel=NORM_ROUNDING, abs=0
+        )
     for made in rounds:
         assert made["difference"] < 0.01 * made["change"]
 
@@ -144,7 +181,9 @@ MODULES = "--fault_tolerance.module_fqns_per_model_fragment"
         pytest.param(2, 1, 4, 0, 0.0, HALVES, ["--fault_tolerance.num_fragments=2"], **NOT_QUICK),
         pytest.param(3, 1, 4, 1, 0.0, HALVES, ["--fault_tolerance.num_fragments=2"], **NOT_QUICK),
         pytest.param(2, 1, 4, 2, 0.5, [[*HALVES[0], *HALVES[1]]], [], **NOT_QUICK),
-        pytest.param(2, 2, 4, 1, 0.0, HALVES, ["--fault_tolerance.num_fragments=2", *SHARDED], **NOT_QUICK),
+        pytest.param(
+            2, 2, 4, 1, 0.0, HALVES, ["--fault_tolerance.num_fragments=2", *SHARDED], **NOT_QUICK
+        ),
         pytest.param(
             2,
             1,
@@ -155,8 +194,12 @@ MODULES = "--fault_tolerance.module_fqns_per_model_fragment"
             [MODULES, *map(",".join, NAMED)],
             **NOT_QUICK,
         ),
-        pytest.param(2, 2, 4, 1, 0.25, HALVES, [*PIPELINE, MODULES, *map(",".join, HALVES)], **NOT_QUICK),
-        pytest.param(2, 2, 4, 1, 0.25, HALVES, [*INTERLEAVED, MODULES, *map(",".join, HALVES)], **NOT_QUICK),
+        pytest.param(
+            2, 2, 4, 1, 0.25, HALVES, [*PIPELINE, MODULES, *map(",".join, HALVES)], **NOT_QUICK
+        ),
+        pytest.param(
+            2, 2, 4, 1, 0.25, HALVES, [*INTERLEAVED, MODULES, *map(",".join, HALVES)], **NOT_QUICK
+        ),
     ],
 )
 def test_fragments_against_the_oracle(
@@ -200,8 +243,12 @@ def test_fragments_against_the_oracle(
     )
     for ours in records.values():
         assert column(ours, "step") == ends_of_rounds(length)
-        assert column(ours, "loss") == pytest.approx([made["loss"] for made in rounds], rel=ROUNDING, abs=0)
-        assert column(ours, "grad_norm") == pytest.approx([made["norm"] for made in rounds], rel=NORM_ROUNDING, abs=0)
+        assert column(ours, "loss") == pytest.approx(
+            [made["loss"] for made in rounds], rel=ROUNDING, abs=0
+        )
+        assert column(ours, "grad_norm") == pytest.approx(
+            [made["norm"] for made in rounds], rel=NORM_ROUNDING, abs=0
+        )
     for made in rounds:
         assert made["difference"] < 0.01 * made["change"]
 
@@ -213,17 +260,23 @@ QUANTIZED = "--fault_tolerance.should_quantize"
 def test_rounds_in_8_bits_against_the_oracle(runs: Runs) -> None:
     """A change is off by half a scale at most, and what a rank sends is a quarter of fp32; the rest is as without."""
     sync_steps = 4
-    records = runs.groups(2, 1, [QUANTIZED], method="diloco", sync_steps=sync_steps, mask=True, dump=True)
+    records = runs.groups(
+        2, 1, [QUANTIZED], method="diloco", sync_steps=sync_steps, mask=True, dump=True
+    )
     rounds = runs.outer_oracle(sync_steps, DILOCO, 1, mask=True)
     for ours in records.values():
-        assert column(ours, "loss") == pytest.approx([made["loss"] for made in rounds], rel=1e-3, abs=0)
+        assert column(ours, "loss") == pytest.approx(
+            [made["loss"] for made in rounds], rel=1e-3, abs=0
+        )
     off = [made["difference"] / made["change"] for made in rounds]
     assert 0 < off[0] < 0.51 / 127
     assert max(off) < 0.1, "what training makes of it"
 
     assert runs.job is not None
     values = [parameter.numel() for parameter in torch.load(runs.parameters("end")).values()]
-    rest = 2 * (256 + 4) + 4 * len(values)  # the last blocks of two buckets, and a weight of each parameter
+    rest = 2 * (256 + 4) + 4 * len(
+        values
+    )  # the last blocks of two buckets, and a weight of each parameter
     for event in named(runs.job.events(), "step_committed"):
         assert sum(values) * 65 / 64 <= event["wire_bytes"] <= sum(values) * 65 / 64 + rest
 
@@ -235,7 +288,11 @@ Flags = Sequence[str]
 
 
 def round_flags(*more: str, method: str = "diloco") -> list[str]:
-    return [f"--fault_tolerance.semi_sync_method={method}", f"--fault_tolerance.sync_steps={LENGTH}", *more]
+    return [
+        f"--fault_tolerance.semi_sync_method={method}",
+        f"--fault_tolerance.sync_steps={LENGTH}",
+        *more,
+    ]
 
 
 def kill(replica: int, point: str, **more: Any) -> dict[str, Any]:
@@ -255,7 +312,11 @@ def check_data(events: list[Event]) -> None:
 def rounds_of(events: list[Event], replica: int) -> dict[int, Event]:
     """What rank 0 of a group has told of each round."""
     committed = named(events, "step_committed")
-    return {event["step"]: event for event in committed if (event["replica"], event["rank"]) == (replica, 0)}
+    return {
+        event["step"]: event
+        for event in committed
+        if (event["replica"], event["rank"]) == (replica, 0)
+    }
 
 
 @pytest.mark.parametrize(
@@ -284,8 +345,12 @@ def test_a_group_that_comes_back_in_the_midst_of_a_round(
             *(gate("awaited", 1, 11, rank, attempt=1) for rank in range(ranks)),
         ],
     }
-    flags = round_flags(f"--fault_tolerance.sync_steps={length}", "--model.converters=scales", *flags)
-    job = make_job(groups=2, ranks=ranks, steps=length * rounds, flags=flags, hooks=hooks, late=False)
+    flags = round_flags(
+        f"--fault_tolerance.sync_steps={length}", "--model.converters=scales", *flags
+    )
+    job = make_job(
+        groups=2, ranks=ranks, steps=length * rounds, flags=flags, hooks=hooks, late=False
+    )
     job.run()
     events = check(job, survivors=[0], steps=rounds)
     check_killed(job, events, [(1, 0, "sigkill:forward")])
@@ -295,10 +360,14 @@ def test_a_group_that_comes_back_in_the_midst_of_a_round(
     assert [ours[number]["inner_steps"] for number in range(1, rounds + 1)] == [length] * rounds
     assert [theirs[number]["inner_steps"] for number in range(1, rounds + 1)] == [length, 3, length]
     assert 3 * ours[2]["own_tokens"] == length * theirs[2]["own_tokens"]
-    assert theirs[2]["data"]["first_batch"] == length  # what it had read of the round in which it died is due again
+    assert (
+        theirs[2]["data"]["first_batch"] == length
+    )  # what it had read of the round in which it died is due again
     assert {event["exchanges"] for event in ours.values()} == {1}
     healed = named(events, "heal_finished")
-    assert sorted((event["rank"], event["step"]) for event in healed) == [(rank, 1) for rank in range(ranks)]
+    assert sorted((event["rank"], event["step"]) for event in healed) == [
+        (rank, 1) for rank in range(ranks)
+    ]
 
 
 @pytest.mark.slow
@@ -329,14 +398,22 @@ def test_a_group_that_is_offered_nothing_gets_the_state_behind_the_round(
     check_killed(job, events, [(1, 0, "sigkill:forward")])
     check_data(events)
     ours, theirs = rounds_of(events, 0), rounds_of(events, 1)
-    assert [ours[number]["participants"] for number in range(1, ROUNDS + 1)] == [[0, 1], [0], *[[0, 1]] * 4]
+    assert [ours[number]["participants"] for number in range(1, ROUNDS + 1)] == [
+        [0, 1],
+        [0],
+        *[[0, 1]] * 4,
+    ]
     assert [ours[number]["inner_steps"] for number in range(1, ROUNDS + 1)] == [LENGTH] * ROUNDS
     assert [theirs[number]["inner_steps"] for number in (1, 3, 4, 5, 6)] == [4, 2, 4, 4, 4]
     assert ours[3]["own_tokens"] == 2 * theirs[3]["own_tokens"] == 2 / 3 * ours[3]["tokens"]
-    assert theirs[3]["data"]["first_batch"] == LENGTH  # the first ones of the round in which it died are due again
+    assert (
+        theirs[3]["data"]["first_batch"] == LENGTH
+    )  # the first ones of the round in which it died are due again
     assert {event["exchanges"] for event in ours.values()} == {1}
     healed = named(events, "heal_finished")
-    assert sorted((event["rank"], event["step"]) for event in healed) == [(rank, 2) for rank in range(ranks)]
+    assert sorted((event["rank"], event["step"]) for event in healed) == [
+        (rank, 2) for rank in range(ranks)
+    ]
 
 
 LOCAL = "--fault_tolerance.semi_sync_method=local_sgd"
@@ -401,17 +478,24 @@ def test_kill_in_the_exchange(
         if point != "backward":  # then it had yet to come to the exchange
             assert ours[dying]["wire_bytes"] > 0
     shared = point in ("vote_before", "vote_after", "commit", "optimizer")
-    if point not in ("exchange_last", "forward"):  # then all that the survivor needs may have been sent, or not
+    if point not in (
+        "exchange_last",
+        "forward",
+    ):  # then all that the survivor needs may have been sent, or not
         assert ours[dying]["participants"] == ([0, 1] if shared else [0])
     assert [event["inner_steps"] for event in ours.values()] == [LENGTH] * rounds
     assert ours[rounds]["participants"] == [0, 1]
     # What the dead group had made for its last round: the other fragment's turn never came.
     last = dying if 1 in ours[dying]["participants"] else dying - 1
-    assert {each.steps for each in audit(events).partial if each.slot == 1} == ({(last,)} if streams else set())
+    assert {each.steps for each in audit(events).partial if each.slot == 1} == (
+        {(last,)} if streams else set()
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("point", "ranks"), [("exchange_first", 1), ("forward", 1), ("vote_before", 2)])
+@pytest.mark.parametrize(
+    ("point", "ranks"), [("exchange_first", 1), ("forward", 1), ("vote_before", 2)]
+)
 def test_two_of_three_go_on_with_their_overlapped_exchange(
     make_job: Callable[..., Job], point: str, ranks: int
 ) -> None:
@@ -431,10 +515,15 @@ def test_two_of_three_go_on_with_their_overlapped_exchange(
         assert {0, 2} <= set(told[2]["participants"])
 
 
-@pytest.mark.parametrize("point", ["exchange_first", pytest.param("vote_before", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "point", ["exchange_first", pytest.param("vote_before", marks=pytest.mark.slow)]
+)
 def test_kill_in_the_round_behind_an_update(make_job: Callable[..., Job], point: str) -> None:
     """The rows behind a commit, which name donors, are no update: the survivor makes the next one by itself."""
-    hooks = {"faults": [kill(1, point, after=["trained-1-0"])], "hold": LENGTH}  # it is back in round 3
+    hooks = {
+        "faults": [kill(1, point, after=["trained-1-0"])],
+        "hold": LENGTH,
+    }  # it is back in round 3
     job = make_job(groups=2, steps=LENGTH * ROUNDS, flags=round_flags(), hooks=hooks)
     job.run()
     events = check(job, survivors=[0], steps=ROUNDS)
@@ -448,7 +537,12 @@ def test_kill_in_the_round_behind_an_update(make_job: Callable[..., Job], point:
 @pytest.mark.slow
 def test_a_slow_group_sends_fewer_steps(make_job: Callable[..., Job]) -> None:
     """It asks for the exchange at the deadline, and makes as many as it can until the others are there too."""
-    hooks = {"delays": [{"replica": 0, "seconds": 0.2, "step": None}, {"replica": 1, "seconds": 0.6, "step": None}]}
+    hooks = {
+        "delays": [
+            {"replica": 0, "seconds": 0.2, "step": None},
+            {"replica": 1, "seconds": 0.6, "step": None},
+        ]
+    }
     flags = round_flags("--fault_tolerance.sync_deadline_seconds=0.7")
     job = make_job(groups=2, steps=3 * LENGTH, flags=flags, hooks=hooks)
     job.run()
@@ -459,7 +553,10 @@ def test_a_slow_group_sends_fewer_steps(make_job: Callable[..., Job]) -> None:
     for number in (2, 3):  # the first steps of a process take longer
         assert ours[number]["inner_steps"] == LENGTH
         assert 1 <= theirs[number]["inner_steps"] < LENGTH
-        assert theirs[number]["own_tokens"] / theirs[number]["inner_steps"] == ours[number]["own_tokens"] / LENGTH
+        assert (
+            theirs[number]["own_tokens"] / theirs[number]["inner_steps"]
+            == ours[number]["own_tokens"] / LENGTH
+        )
         # For a step of the slow one at most, which is late by 1.6 s where it makes all of them.
         assert ours[number]["exchange_seconds"] < 1.2
 
@@ -478,16 +575,24 @@ SHORT = LENGTH * ROUNDS - 2  # steps of a run whose last round is shorter
         pytest.param(1, [QUANTIZED], **NOT_QUICK),
     ],
 )
-def test_a_transfer_that_takes_longer_than_a_round(make_job: Callable[..., Job], ranks: int, more: Flags) -> None:
+def test_a_transfer_that_takes_longer_than_a_round(
+    make_job: Callable[..., Job], ranks: int, more: Flags
+) -> None:
     """The others make rounds meanwhile, which the joiner replays: one exchange each, momentum and LR as theirs."""
     pause = {"replica": 1, "attempt": 1, "queued": 2}
     hooks = {
         "faults": [kill(1, "forward", step=6)],
-        "gates": [gate(name, 0, step, r) for name, step in (("down-1-0", 6), ("ready-1-1", 7)) for r in range(ranks)],
+        "gates": [
+            gate(name, 0, step, r)
+            for name, step in (("down-1-0", 6), ("ready-1-1", 7))
+            for r in range(ranks)
+        ],
         "pauses": [{**pause, "rank": rank} for rank in range(ranks)],
     }
     flags = round_flags("--lr_scheduler.decay_type=cosine", *more)
-    job = make_job(groups=2, ranks=ranks, steps=SHORT + 2 * LENGTH, flags=flags, hooks=hooks, late=False)
+    job = make_job(
+        groups=2, ranks=ranks, steps=SHORT + 2 * LENGTH, flags=flags, hooks=hooks, late=False
+    )
     job.run()
     events = check(job, survivors=[0], steps=ROUNDS + 2)
     check_killed(job, events, [(1, 0, "sigkill:forward")])
@@ -519,17 +624,28 @@ def test_kill_ten_times(make_job: Callable[..., Job], seed: int) -> None:
     attempts = [0, 0, 0]
     for _ in range(10):
         victim = dice.randrange(3)
-        fault = kill(victim, dice.choice(points), step=LENGTH + dice.randint(1, LENGTH), attempt=attempts[victim])
+        fault = kill(
+            victim,
+            dice.choice(points),
+            step=LENGTH + dice.randint(1, LENGTH),
+            attempt=attempts[victim],
+        )
         if faults:
             fault["after"] = [f"healed-{faults[-1]['replica']}-{faults[-1]['attempt'] + 1}"]
         attempts[victim] += 1
         faults.append(fault)
     rounds = 36
     hooks = {"faults": faults, "hold": 2}
-    job = make_job(groups=3, steps=LENGTH * rounds, flags=round_flags(), hooks=hooks, max_restarts=10)
+    job = make_job(
+        groups=3, steps=LENGTH * rounds, flags=round_flags(), hooks=hooks, max_restarts=10
+    )
     job.run(seconds=200)
-    events = check(job, survivors=[replica for replica in range(3) if not attempts[replica]], steps=rounds)
-    check_killed(job, events, [(f["replica"], f["attempt"], f"sigkill:{f['point']}") for f in faults])
+    events = check(
+        job, survivors=[replica for replica in range(3) if not attempts[replica]], steps=rounds
+    )
+    check_killed(
+        job, events, [(f["replica"], f["attempt"], f"sigkill:{f['point']}") for f in faults]
+    )
     check_data(events)
     assert rounds_of(events, 0)[rounds]["participants"] == [0, 1, 2]
 
@@ -579,7 +695,9 @@ def test_rounds_wait_for_min_replica_size(make_job: Callable[..., Job]) -> None:
 def test_rounds_of_one_step_survive_a_kill(make_job: Callable[..., Job]) -> None:
     """Rounds may be as short as steps."""
     flags = round_flags("--fault_tolerance.sync_steps=1")
-    job = make_job(groups=2, steps=16, flags=flags, hooks={"faults": [kill(1, "backward", step=4)], "hold": 2})
+    job = make_job(
+        groups=2, steps=16, flags=flags, hooks={"faults": [kill(1, "backward", step=4)], "hold": 2}
+    )
     job.run()
     events = check(job, survivors=[0])
     check_killed(job, events, [(1, 0, "sigkill:backward")])
@@ -597,7 +715,9 @@ def test_rounds_of_one_step_survive_a_kill(make_job: Callable[..., Job]) -> None
         pytest.param(2, 2, [*STREAMING, *SHARDED], **NOT_QUICK),
     ],
 )
-def test_a_change_that_is_not_finite(make_job: Callable[..., Job], ahead: int, ranks: int, flags: Flags) -> None:
+def test_a_change_that_is_not_finite(
+    make_job: Callable[..., Job], ahead: int, ranks: int, flags: Flags
+) -> None:
     """A NaN in a group's steps spoils its moments: the others make the round without it, and it heals for the next.
 
     The steps that the group has made during the exchange are built on what it loses, and are void as well.
@@ -617,18 +737,27 @@ def test_a_change_that_is_not_finite(make_job: Callable[..., Job], ahead: int, r
     job.run()
     events = check(job, survivors=[0], steps=ROUNDS, ahead=ahead)
     check_data(events)
-    assert {(event["step"], *event["slots"]) for event in named(events, "gradient_excluded")} == {(2, 1)}
+    assert {(event["step"], *event["slots"]) for event in named(events, "gradient_excluded")} == {
+        (2, 1)
+    }
     assert job.groups[1].attempt == 0
     assert {event["replica"] for event in named(events, "heal_finished")} == {1}
     ours, theirs = rounds_of(events, 0), rounds_of(events, 1)
-    assert [ours[number]["participants"] for number in (1, 2, 3, ROUNDS)] == [[0, 1], [0], [0, 1], [0, 1]]
+    assert [ours[number]["participants"] for number in (1, 2, 3, ROUNDS)] == [
+        [0, 1],
+        [0],
+        [0, 1],
+        [0, 1],
+    ]
     assert theirs[3]["inner_steps"] > 0
     assert theirs[3]["data"]["first_batch"] == LENGTH  # those that made the NaN are due again
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "flags"), [(1, []), (2, SHARDED)])
-def test_moments_that_are_not_finite_come_to_no_joiner(make_job: Callable[..., Job], ranks: int, flags: Flags) -> None:
+def test_moments_that_are_not_finite_come_to_no_joiner(
+    make_job: Callable[..., Job], ranks: int, flags: Flags
+) -> None:
     """A group comes back in the round in which the only holder of the state has had a NaN.
 
     The anchors are sound and its moments are not: the joiner begins its own anew, makes the round alone, and the other
@@ -644,21 +773,32 @@ def test_moments_that_are_not_finite_come_to_no_joiner(make_job: Callable[..., J
             *(gate("awaited", 1, 11, rank, attempt=1) for rank in range(ranks)),
             # The second step of the last round waits for the other one's first.
             gate("trains", 0, 2 * length + 1),
-            *(gate("reached-trains-0-0-0", 1, 2 * length + 2, rank, attempt=1) for rank in range(ranks)),
+            *(
+                gate("reached-trains-0-0-0", 1, 2 * length + 2, rank, attempt=1)
+                for rank in range(ranks)
+            ),
         ],
     }
     flags = round_flags(f"--fault_tolerance.sync_steps={length}", *flags)
-    job = make_job(groups=2, ranks=ranks, steps=length * rounds, flags=flags, hooks=hooks, late=False)
+    job = make_job(
+        groups=2, ranks=ranks, steps=length * rounds, flags=flags, hooks=hooks, late=False
+    )
     job.mark("trains")  # that gate only leaves its mark
     job.run()
     events = check(job, survivors=[], steps=rounds)
     injected = {(event["replica"], event["fault"]) for event in named(events, "fault_injected")}
     assert injected == {(0, "nan_gradient"), (1, "sigkill:forward")}
     check_data(events)
-    assert {(event["step"], *event["slots"]) for event in named(events, "gradient_excluded")} == {(2, 0)}
+    assert {(event["step"], *event["slots"]) for event in named(events, "gradient_excluded")} == {
+        (2, 0)
+    }
     assert [group.attempt for group in job.groups] == [0, 1]
     theirs = rounds_of(events, 1)
-    assert [theirs[number]["participants"] for number in range(1, rounds + 1)] == [[0, 1], [1], [0, 1]]
+    assert [theirs[number]["participants"] for number in range(1, rounds + 1)] == [
+        [0, 1],
+        [1],
+        [0, 1],
+    ]
     assert [theirs[number]["inner_steps"] for number in range(1, rounds + 1)] == [length, 3, length]
     healed = {(event["replica"], event["step"]) for event in named(events, "heal_finished")}
     assert healed == {(1, 1), (0, 2)}
@@ -674,7 +814,11 @@ def test_a_slow_group_stalls_nobody_and_counts(make_job: Callable[..., Job]) -> 
     events = check(job, survivors=[0, 1], steps=3)
     assert not named(events, "exchange_failed", "heal_started")
     for event in named(events, "step_committed"):
-        assert (event["participants"], event["exchanges"], event["inner_steps"]) == ([0, 1], 1, LENGTH)
+        assert (event["participants"], event["exchanges"], event["inner_steps"]) == (
+            [0, 1],
+            1,
+            LENGTH,
+        )
 
 
 # Leaving
@@ -708,13 +852,20 @@ def leave_and_come_back(job: Job, ranks: int) -> None:
         *(pytest.param(*case, True, **NOT_QUICK) for case in ((True, 1), (False, 1), (True, 2))),
     ],
 )
-def test_sigterm_in_the_midst_of_a_round(make_job: Callable[..., Job], fits: bool, ranks: int, streams: bool) -> None:
+def test_sigterm_in_the_midst_of_a_round(
+    make_job: Callable[..., Job], fits: bool, ranks: int, streams: bool
+) -> None:
     """The group leaves with the round's update if that fits drain_timeout_seconds; else at once, its batches void."""
     # The survivor has yet to come to the end of this round: the one that leaves waits for it there.
-    hooks: dict[str, Any] = {"gates": [gate("go", 1, 6, rank) for rank in range(ranks)], "hold": LENGTH}
+    hooks: dict[str, Any] = {
+        "gates": [gate("go", 1, 6, rank) for rank in range(ranks)],
+        "hold": LENGTH,
+    }
     flags = [*(STREAMING[:-1] if streams else round_flags()), *(SHARDED if ranks > 1 else ())]
     if not fits:  # two steps are left, each as long as the first
-        hooks["delays"] = [{"replica": 1, "rank": rank, "step": 5, "seconds": 2.2} for rank in range(ranks)]
+        hooks["delays"] = [
+            {"replica": 1, "rank": rank, "step": 5, "seconds": 2.2} for rank in range(ranks)
+        ]
         flags.append("--fault_tolerance.drain_timeout_seconds=4")
     job = make_job(groups=2, ranks=ranks, steps=LENGTH * ROUNDS, flags=flags, hooks=hooks)
     leave_and_come_back(job, ranks)
@@ -722,7 +873,9 @@ def test_sigterm_in_the_midst_of_a_round(make_job: Callable[..., Job], fits: boo
     events = check(job, survivors=[0], steps=ROUNDS)
     check_data(events)
     drained = named(events, "drained")
-    assert {(event["replica"], event["step"], event["in_order"]) for event in drained} == {(1, 2 if fits else 1, fits)}
+    assert {(event["replica"], event["step"], event["in_order"]) for event in drained} == {
+        (1, 2 if fits else 1, fits)
+    }
     assert len(drained) == ranks
     ours = rounds_of(events, 0)
     assert ours[2]["participants"] == ([0, 1] if fits else [0])
@@ -737,10 +890,14 @@ def test_sigterm_in_the_midst_of_a_round(make_job: Callable[..., Job], fits: boo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_sigterm_in_steps_that_are_made_during_an_exchange(make_job: Callable[..., Job], ranks: int) -> None:
+def test_sigterm_in_steps_that_are_made_during_an_exchange(
+    make_job: Callable[..., Job], ranks: int
+) -> None:
     """The group leaves in order, with the update whose exchange is under way; the steps of the next round are void."""
     hooks: dict[str, Any] = {
-        "gates": [gate("go", 1, LENGTH + 2, rank) for rank in range(ranks)],  # the last one that it makes meanwhile
+        "gates": [
+            gate("go", 1, LENGTH + 2, rank) for rank in range(ranks)
+        ],  # the last one that it makes meanwhile
         "hold": LENGTH,
     }
     flags = [*STREAMING, *SHARDED] if ranks > 1 else STREAMING
@@ -750,12 +907,20 @@ def test_sigterm_in_steps_that_are_made_during_an_exchange(make_job: Callable[..
     events = check(job, survivors=[0], steps=ROUNDS, ahead=2)
     check_data(events)
     drained = named(events, "drained")
-    assert {(event["replica"], event["step"], event["in_order"]) for event in drained} == {(1, 1, True)}
+    assert {(event["replica"], event["step"], event["in_order"]) for event in drained} == {
+        (1, 1, True)
+    }
     assert len(drained) == ranks
     ours, theirs = rounds_of(events, 0), rounds_of(events, 1)
-    assert (ours[1]["participants"], ours[2]["participants"], ours[ROUNDS]["participants"]) == ([0, 1], [0], [0, 1])
+    assert (ours[1]["participants"], ours[2]["participants"], ours[ROUNDS]["participants"]) == (
+        [0, 1],
+        [0],
+        [0, 1],
+    )
     assert [event["inner_steps"] for event in ours.values()] == [LENGTH] * ROUNDS
-    back = min(number for number, event in theirs.items() if number > 1 and 1 in event["participants"])
+    back = min(
+        number for number, event in theirs.items() if number > 1 and 1 in event["participants"]
+    )
     assert theirs[back]["data"]["first_batch"] == LENGTH  # those of the steps that are void
     assert not named(events, "exchange_failed")
 
@@ -782,7 +947,9 @@ def check_resumed(job: Job, expected: list[Event], step: int, attempt: int = 0) 
     def facts(of: list[Event]) -> set[tuple[Any, ...]]:
         late = [event for event in named(of, "step_committed") if event["inner_step"] > step]
         made = {(e["inner_step"], e["rank"], e["digest"], e["loss"], e["lr"]) for e in late}
-        return made | {("end", event["rank"], event["digest"]) for event in named(of, "training_finished")}
+        return made | {
+            ("end", event["rank"], event["digest"]) for event in named(of, "training_finished")
+        }
 
     assert facts(events) == facts(expected)
     return events
@@ -809,7 +976,9 @@ def test_all_groups_killed_in_a_round(
     straight.run()
     expected = check(straight, survivors=range(groups), steps=ROUNDS)
     faults = [kill(replica, "forward", step=14) for replica in range(groups)]
-    job = make_job(flags=[*flags, *saving(tmp_path / "checkpoints")], hooks={"faults": faults}, **shape)
+    job = make_job(
+        flags=[*flags, *saving(tmp_path / "checkpoints")], hooks={"faults": faults}, **shape
+    )
     job.run()
     events = job.events()
     check_killed(job, events, [(replica, 0, "sigkill:forward") for replica in range(groups)])
@@ -826,7 +995,12 @@ def test_what_is_saved_and_validated_is_what_the_groups_agree_on(
     record, checkpoints = tmp_path / "record", tmp_path / "checkpoints"
     record.mkdir()
     flags = [*STREAMING, *SGD, "--fault_tolerance.fragment_update_alpha=0.5", *saving(checkpoints)]
-    flags += ["--validation.enable", "--validation.freq=8", "--validation.steps=1", "--validation.seq_len=32"]
+    flags += [
+        "--validation.enable",
+        "--validation.freq=8",
+        "--validation.steps=1",
+        "--validation.seq_len=32",
+    ]
     flags += ["--validation.dataset=austen_validation", "--metrics.disable_color_printing"]
     shape: dict[str, Any] = {"groups": 2, "ranks": ranks, "steps": LENGTH * ROUNDS, "flags": flags}
     faults = [kill(replica, "forward", step=15) for replica in (0, 1)]
@@ -834,7 +1008,10 @@ def test_what_is_saved_and_validated_is_what_the_groups_agree_on(
     job.run()
     events = job.events()
     check_killed(job, events, [(replica, 0, "sigkill:forward") for replica in (0, 1)])
-    for attempt in (0, 1):  # the second has not what the first had made of the other fragment since its last exchange
+    for attempt in (
+        0,
+        1,
+    ):  # the second has not what the first had made of the other fragment since its last exchange
         check_one_trajectory(e for e in named(events, "step_committed") if e["attempt"] == attempt)
     check_finished(job, events, ROUNDS)
     loaded = named(events, "checkpoint_loaded")
@@ -847,7 +1024,10 @@ def test_what_is_saved_and_validated_is_what_the_groups_agree_on(
         anchors = torch.load(record / f"{moment}-0-0.pt")
         for name, anchor in anchors.items():
             assert torch.equal(theirs[name], anchor), (step, name)
-    validated = [re.findall(r"validate step: *(\d+) .*?loss: *([\d.]+)", job.output(replica)) for replica in (0, 1)]
+    validated = [
+        re.findall(r"validate step: *(\d+) .*?loss: *([\d.]+)", job.output(replica))
+        for replica in (0, 1)
+    ]
     assert validated[0] == validated[1]
     assert [int(step) for step, _ in validated[0]] == [4, 8]
 
@@ -875,7 +1055,9 @@ def test_a_preempted_job_goes_on(make_job: Callable[..., Job], tmp_path: Path, f
         first.wait_for_gate("go", replica)
         terminate(first, replica)
     for replica in (0, 1):
-        first.wait_until(lambda r=replica: (first.markers / f"told-{r}-0").exists(), 30, "the group was told")
+        first.wait_until(
+            lambda r=replica: (first.markers / f"told-{r}-0").exists(), 30, "the group was told"
+        )
     first.mark("go")
     assert [first.wait_for_end(replica) for replica in (0, 1)] == [[0], [0]]
     last, before = (4, [8, 12, 16]) if fits else (3, [12])
@@ -888,7 +1070,10 @@ def test_a_preempted_job_goes_on(make_job: Callable[..., Job], tmp_path: Path, f
     saved = [event["step"] for event in named(events, "checkpoint_saved")]
     assert saved == ([20, 24] if fits else [24])
     if not fits:
-        assert [[(each["first_batch"], each["num_batches"]) for each in event["void"]] for event in drained] == [
+        assert [
+            [(each["first_batch"], each["num_batches"]) for each in event["void"]]
+            for event in drained
+        ] == [
             [(12, 2)],
             [(12, 2)],
         ]

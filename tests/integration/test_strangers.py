@@ -50,14 +50,20 @@ def attack(make_job: Callable[..., Job]) -> Callable[..., Job]:
         job = make_job(groups=2, ranks=1, steps=10, hooks={"delays": delays})
         job.start()
         job.wait_until(
-            lambda: any(e["step"] == ATTACKED_STEP - 1 for e in job.events("step_committed")), DEADLINE, "the step"
+            lambda: any(e["step"] == ATTACKED_STEP - 1 for e in job.events("step_committed")),
+            DEADLINE,
+            "the step",
         )
         make(job, split_address(job._address)[1])
         job.finish()
         events = check(job, survivors=[0, 1])
         committed = named(events, "step_committed")
-        assert {(tuple(event["participants"]), event["exchanges"]) for event in committed} == {((0, 1), 1)}
-        assert not named(events, "exchange_failed", "heal_started", "digest_mismatch", "foreign_member")
+        assert {(tuple(event["participants"]), event["exchanges"]) for event in committed} == {
+            ((0, 1), 1)
+        }
+        assert not named(
+            events, "exchange_failed", "heal_started", "digest_mismatch", "foreign_member"
+        )
         return job
 
     return attack
@@ -110,7 +116,9 @@ def test_f1_a_killed_manager_ends_its_process() -> None:
     """torchft's manager, killed before its door was shut, calls exit() on a thread: no exit handler keeps the process,
     so that its agent sees the end."""
     environ = {**os.environ, "RUST_LOG": "warn"}
-    with subprocess.Popen([sys.executable, "-c", MANAGED], stdout=subprocess.PIPE, text=True, env=environ) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", MANAGED], stdout=subprocess.PIPE, text=True, env=environ
+    ) as process:
         try:
             assert process.stdout is not None
             strangers.kill(int(process.stdout.readline()))
@@ -194,15 +202,38 @@ def test_f6_f7_a_private_network_and_a_flood_at_its_metrics(tmp_path: Path) -> N
     """A real run of two groups with two ranks each, whose launcher may have 256 descriptors: no port of it can be
     reached but the figures', where 400 idle connections are nothing to the run."""
     port, folder = free_port(), tmp_path / "run"
-    command = [sys.executable, "-m", "titan_ft", "launch", str(CONFIG), "--replicas=2", "--ranks-per-replica=2"]
-    command += ["--run-dir", str(folder), "--private-network", f"--metrics-port={port}", "--no-zygote", "--"]
-    command += ["--model.flavor=debugmodel_half", "--training.seq_len=32", "--training.local_batch_size=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "titan_ft",
+        "launch",
+        str(CONFIG),
+        "--replicas=2",
+        "--ranks-per-replica=2",
+    ]
+    command += [
+        "--run-dir",
+        str(folder),
+        "--private-network",
+        f"--metrics-port={port}",
+        "--no-zygote",
+        "--",
+    ]
+    command += [
+        "--model.flavor=debugmodel_half",
+        "--training.seq_len=32",
+        "--training.local_batch_size=1",
+    ]
     command += ["--training.steps=100000"]
 
     def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
 
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, preexec_fn=limit) as run:
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, preexec_fn=limit
+    ) as run:
         try:
 
             def wait_for_step(step: int) -> None:
@@ -214,7 +245,9 @@ def test_f6_f7_a_private_network_and_a_flood_at_its_metrics(tmp_path: Path) -> N
 
             wait_for_step(3)
             events = read_events(folder / "events")
-            lighthouse = next(event.address for event in events if event.name == "lighthouse_started")
+            lighthouse = next(
+                event.address for event in events if event.name == "lighthouse_started"
+            )
             pids = [event.pid for event in events if event.name == "worker_started"]
             outside = os.readlink("/proc/self/ns/net")
             assert all(os.readlink(f"/proc/{pid}/ns/net") != outside for pid in pids)

@@ -101,7 +101,11 @@ class Job:
     def of(self, kind: type[ev.Event], attempt: int) -> list[Any]:
         """Return the events of an attempt of group 0."""
         events = read_events(self.paths.events)
-        return [each for each in events if isinstance(each, kind) and (each.replica, each.attempt) == (0, attempt)]
+        return [
+            each
+            for each in events
+            if isinstance(each, kind) and (each.replica, each.attempt) == (0, attempt)
+        ]
 
     def wait_until(self, condition: Callable[[], Any], what: str) -> Any:
         deadline = time.monotonic() + SECONDS
@@ -114,7 +118,10 @@ class Job:
         """Wait until an attempt of group 0 contributes to a step of both groups."""
 
         def contributes() -> bool:
-            return any(step.contributed and step.participants == [0, 1] for step in self.of(ev.StepCommitted, attempt))
+            return any(
+                step.contributed and step.participants == [0, 1]
+                for step in self.of(ev.StepCommitted, attempt)
+            )
 
         self.wait_until(contributes, f"attempt {attempt} of group 0 contributes")
 
@@ -131,7 +138,9 @@ class Job:
 
     def logs(self) -> str:
         logs = sorted(self._folder.glob("*.log"))
-        return "".join(f"\n--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
+        return "".join(
+            f"\n--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs
+        )
 
 
 @pytest.mark.slow
@@ -139,7 +148,9 @@ def test_a_group_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     """It comes back as a whole each time, heals from the other group, and nothing is lost."""
     job = Job(hosts, tmp_path)
     job.wait_for_contribution(0)
-    assert [event.host for event in sorted(job.of(ev.WorkerStarted, 0), key=lambda each: each.rank)] == [
+    assert [
+        event.host for event in sorted(job.of(ev.WorkerStarted, 0), key=lambda each: each.rank)
+    ] == [
         "host-a",
         "host-b",
     ]
@@ -170,7 +181,9 @@ def test_a_group_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
 
     follower = job.worker(3, rank=1)
     hosts.lose(A)
-    job.wait_until(lambda: not Path(f"/proc/{follower}").exists(), "the rank without a leader ended")
+    job.wait_until(
+        lambda: not Path(f"/proc/{follower}").exists(), "the rank without a leader ended"
+    )
     assert job.agents[B].poll() is None
     hosts.plug(A, "up")
     job.agents[A] = job.start_agent(A)

@@ -13,7 +13,9 @@ from harness.job import Job
 from harness.trajectory import check, check_finished
 
 VALIDATED = re.compile(r"validate step: *(\d+) .*?loss: *([\d.]+)")
-END = re.compile(r"the loss is of the first (\d+) batches of each rank, where the data of (.*) ends")
+END = re.compile(
+    r"the loss is of the first (\d+) batches of each rank, where the data of (.*) ends"
+)
 CHAPTERS = (9, 3, 14, 2, 5)  # paragraphs; two ranks get three chapters and two
 FLAGS = [
     "--validation.enable",
@@ -28,7 +30,9 @@ FLAGS = [
 def write_text(path: Path, chapters: tuple[int, ...] = CHAPTERS) -> Path:
     """Write a book whose chapters have so many paragraphs."""
     parts = [
-        "\n\n".join([f"Chapter {number}", *(f"In line {line} she said no word." for line in range(lines))])
+        "\n\n".join(
+            [f"Chapter {number}", *(f"In line {line} she said no word." for line in range(lines))]
+        )
         for number, lines in enumerate(chapters, start=1)
     ]
     path.write_text("\n\n".join(parts))
@@ -46,7 +50,9 @@ def test_the_data_ends_for_all_ranks_at_once(make_job: Callable[..., Job], tmp_p
     The loss is that of the batches which all ranks have, in each validation.
     """
     flags = [*FLAGS, f"--validation.dataset_path={write_text(tmp_path / 'book.txt')}"]
-    job = make_job(groups=2, ranks=2, steps=4, flags=[*flags, "--validation.steps=-1"], max_restarts=0)
+    job = make_job(
+        groups=2, ranks=2, steps=4, flags=[*flags, "--validation.steps=-1"], max_restarts=0
+    )
     job.run()
     check(job, survivors=[0, 1])
     ends = [END.findall(job.output(replica, rank)) for replica in (0, 1) for rank in (0, 1)]
@@ -72,9 +78,15 @@ def test_a_rank_without_a_batch(make_job: Callable[..., Job], tmp_path: Path) ->
     job.run()
     (codes,) = job.groups[0].ended
     assert 2 in codes
-    for rank in (rank for rank, code in enumerate(codes) if code == 2):  # the other may get SIGTERM first
-        (line,) = [line for line in job.output(0, rank).splitlines() if line.startswith("titan_ft: ")]
-        assert line.startswith("titan_ft: validation.dataset must have a sequence of validation.seq_len tokens")
+    for rank in (
+        rank for rank, code in enumerate(codes) if code == 2
+    ):  # the other may get SIGTERM first
+        (line,) = [
+            line for line in job.output(0, rank).splitlines() if line.startswith("titan_ft: ")
+        ]
+        assert line.startswith(
+            "titan_ft: validation.dataset must have a sequence of validation.seq_len tokens"
+        )
         assert "got none for rank 1 of a group; " in line
 
 
@@ -85,13 +97,18 @@ def test_a_rank_without_a_batch(make_job: Callable[..., Job], tmp_path: Path) ->
         (4, ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=2"]),
         (4, ["--parallelism.tensor_parallel_degree=2"]),
         (2, ["--validation.dataloader.num_workers=1"]),
-        (2, ["--validation.dataloader.num_workers=1", "--validation.dataloader.persistent_workers"]),
+        (
+            2,
+            ["--validation.dataloader.num_workers=1", "--validation.dataloader.persistent_workers"],
+        ),
         (2, ["--fault_tolerance.semi_sync_method=diloco", "--fault_tolerance.sync_steps=2"]),
         (2, ["--fault_tolerance.semi_sync_method=local_sgd", "--fault_tolerance.sync_steps=1"]),
     ],
     ids=["pipeline", "tensor", "workers", "workers that stay", "diloco", "local_sgd"],
 )
-def test_whatever_is_inside_a_group(make_job: Callable[..., Job], tmp_path: Path, ranks: int, flags: list[str]) -> None:
+def test_whatever_is_inside_a_group(
+    make_job: Callable[..., Job], tmp_path: Path, ranks: int, flags: list[str]
+) -> None:
     """Two groups validate three times, with one result."""
     book = write_text(tmp_path / "book.txt")
     given = [*FLAGS, f"--validation.dataset_path={book}", "--validation.steps=-1", *flags]

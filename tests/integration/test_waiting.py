@@ -41,7 +41,9 @@ def test_nobody_finishes_without_a_group_in_a_long_step(make_job: Callable[..., 
     job.send_signal(1, signal.SIGCONT)  # it heartbeats again, and is in the midst of its step
     job.mark("last")
     # Told when `FINISH_SECONDS` are over, and not before.
-    job.wait_until(lambda: LIVES.format(1) in job.output(0), 60, "the one that has made all steps waits")
+    job.wait_until(
+        lambda: LIVES.format(1) in job.output(0), 60, "the one that has made all steps waits"
+    )
     assert not job.events("training_finished")
     job.mark("go")
     job.finish()
@@ -53,7 +55,9 @@ def test_nobody_finishes_without_a_group_in_a_long_step(make_job: Callable[..., 
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_no_witness_for_the_group_that_wrote_it(make_job: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_checkpoint_is_no_witness_for_the_group_that_wrote_it(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
     """A bit flips in one of two groups, which saves; a third one comes back at that very step with this checkpoint.
 
     It would outvote the group whose bytes are right: nobody can tell which are, so that the run ends and says so.

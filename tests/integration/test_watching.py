@@ -29,13 +29,23 @@ LOSS = "loss_metrics/global_avg_loss"
 
 def points(folder: Path) -> list[tuple[int, float]]:
     """Return step and value of every point of the loss that the files of a folder hold, in the order of the files."""
-    records = [record for file in sorted(folder.iterdir()) for record in EventFileLoader(str(file)).Load()]
-    values = [(record.step, value) for record in records for value in record.summary.value if value.tag == LOSS]
+    records = [
+        record for file in sorted(folder.iterdir()) for record in EventFileLoader(str(file)).Load()
+    ]
+    values = [
+        (record.step, value)
+        for record in records
+        for value in record.summary.value
+        if value.tag == LOSS
+    ]
     return [(step, float(tensor_util.make_ndarray(value.tensor))) for step, value in values]
 
 
 def wait_for(
-    run: subprocess.Popen[str], events: Callable[[], list[Any]], found: Callable[[Any], bool], what: str
+    run: subprocess.Popen[str],
+    events: Callable[[], list[Any]],
+    found: Callable[[Any], bool],
+    what: str,
 ) -> Any:
     """Return the first event that is the one; fails when it has not come within two minutes."""
     deadline = time.monotonic() + 120
@@ -53,7 +63,17 @@ def test_curves_of_a_run_with_a_killed_group(tmp_path: Path) -> None:
     every value is the committed loss of the events."""
     paths = RunPaths(tmp_path / "run")
     flags = ["--training.seq_len=32", "--training.local_batch_size=1", "--training.steps=100000"]
-    command = [sys.executable, "-m", "titan_ft", "launch", str(CONFIG), "--replicas", "2", "--ranks-per-replica", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "titan_ft",
+        "launch",
+        str(CONFIG),
+        "--replicas",
+        "2",
+        "--ranks-per-replica",
+        "1",
+    ]
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     run = subprocess.Popen(
         [*command, "--run-dir", str(paths.root), "--", *flags],
@@ -66,10 +86,19 @@ def test_curves_of_a_run_with_a_killed_group(tmp_path: Path) -> None:
 
     def committed(replica: int, attempt: int, steps: int) -> None:
         def is_it(event: Event) -> bool:
-            mine = isinstance(event, StepCommitted) and (event.replica, event.attempt) == (replica, attempt)
-            return mine and sum(isinstance(e, StepCommitted) and e.attempt == attempt for e in events()) >= steps
+            mine = isinstance(event, StepCommitted) and (event.replica, event.attempt) == (
+                replica,
+                attempt,
+            )
+            return (
+                mine
+                and sum(isinstance(e, StepCommitted) and e.attempt == attempt for e in events())
+                >= steps
+            )
 
-        wait_for(run, events, is_it, f"group {replica} committed {steps} steps in attempt {attempt}")
+        wait_for(
+            run, events, is_it, f"group {replica} committed {steps} steps in attempt {attempt}"
+        )
 
     def events() -> list[Event]:
         return read_events(paths.events) if paths.events.exists() else []
@@ -99,7 +128,9 @@ def test_curves_of_a_run_with_a_killed_group(tmp_path: Path) -> None:
     assert {step for step, _ in curves["replica_1"]} == made[1]
     assert max(made[1]) - min(made[1]) >= len(made[1])  # it was away for a while
 
-    assert f"watch it: titan-ft top {paths.root}; logs: {paths.root}/logs/replica-*/latest/" in printed
+    assert (
+        f"watch it: titan-ft top {paths.root}; logs: {paths.root}/logs/replica-*/latest/" in printed
+    )
     assert f"curves: tensorboard --logdir {paths.root}/tb" in printed
     assert paths.latest_logs(1).resolve() == paths.logs(1, 1, 0).parent
     assert (paths.latest_logs(0) / "rank-0.log").is_file()

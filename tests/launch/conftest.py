@@ -35,7 +35,12 @@ class FakeRun:
         self.config = folder / "config.toml"
         self.config.write_text("[job]\n[fault_tolerance]\nenable = true\n")
         self.env = {**os.environ, "FAKE_WORKERS": str(self.orders)}
-        roots = [str(WITHOUT_TORCH), str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+        roots = [
+            str(WITHOUT_TORCH),
+            str(HERE),
+            str(HERE.parents[1]),
+            os.environ.get("PYTHONPATH", ""),
+        ]
         self.env["PYTHONPATH"] = os.pathsep.join(root for root in roots if root)
         self.processes: list[subprocess.Popen[str]] = []
         self.stdout: int = subprocess.PIPE
@@ -79,7 +84,11 @@ class FakeRun:
 
     def launch(self, replicas: int, ranks: int = 1, **settings: object) -> subprocess.Popen[str]:
         """Start a launcher of fake workers."""
-        plan = {name: settings.pop(name) for name in ("module", "worker_args", "chaos") if name in settings}
+        plan = {
+            name: settings.pop(name)
+            for name in ("module", "worker_args", "chaos")
+            if name in settings
+        }
         plan["module"] = plan.get("module", "fake_worker")
         options = {"replicas": replicas, "ranks_per_replica": ranks, **settings}
         code = (
@@ -97,7 +106,9 @@ class FakeRun:
         )
         return self.start("-c", code, json.dumps(options), json.dumps(plan))
 
-    def worker(self, replica: int, rank: int, attempt: int, seconds: float = 30.0) -> dict[str, Any]:
+    def worker(
+        self, replica: int, rank: int, attempt: int, seconds: float = 30.0
+    ) -> dict[str, Any]:
         """Wait for a worker and return what it says about itself."""
         path = self.orders / f"{replica}-{rank}-{attempt}.json"
         self.wait_until(path.exists, seconds, f"worker {path.stem}")

@@ -31,7 +31,10 @@ def crash(args: list[str], environ: Mapping[str, str]) -> int:
     attempt = int(environ.get("TITAN_FT_ATTEMPT") or environ["TORCHELASTIC_RESTART_COUNT"])
     paths = RunPaths(Path(flags["job.dump_folder"]))
     events = EventLog(
-        paths.worker_events(replica, rank, attempt, os.getpid()), replica=replica, rank=rank, attempt=attempt
+        paths.worker_events(replica, rank, attempt, os.getpid()),
+        replica=replica,
+        rank=rank,
+        attempt=attempt,
     )
     events.emit(WorkerStarted(config_digest="", host="", slurm=None))
 

@@ -20,7 +20,9 @@ from titan_ft.run.paths import RunPaths
 def leave(signum: int, frame: FrameType | None) -> None:
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TITAN_FT_ATTEMPT"])
     replica = int(fake_worker.flag("fault_tolerance.replica_id"))
-    path = RunPaths(fake_worker.flag("job.dump_folder")).worker_events(replica, rank, attempt, os.getpid())
+    path = RunPaths(fake_worker.flag("job.dump_folder")).worker_events(
+        replica, rank, attempt, os.getpid()
+    )
     log = EventLog(path, replica=replica, rank=rank, attempt=attempt)
     announce_left(log, Drained(step=12, reason="SIGTERM", in_order=True))
     sys.exit(0)

@@ -9,4 +9,6 @@ import os
 from pathlib import Path
 
 if __name__ == "__main__":
-    Path(os.environ["ENV_FOLDER"], f"{os.environ['RANK']}.json").write_text(json.dumps(dict(os.environ)))
+    Path(os.environ["ENV_FOLDER"], f"{os.environ['RANK']}.json").write_text(
+        json.dumps(dict(os.environ))
+    )

@@ -38,12 +38,22 @@ def main() -> None:
     replica = int(flag("fault_tolerance.replica_id"))
     paths = RunPaths(flag("job.dump_folder"))
     log = EventLog(
-        paths.worker_events(replica, rank, attempt, os.getpid()), replica=replica, rank=rank, attempt=attempt
+        paths.worker_events(replica, rank, attempt, os.getpid()),
+        replica=replica,
+        rank=rank,
+        attempt=attempt,
     )
     log.emit(WorkerStarted(config_digest="", host=socket.gethostname(), slurm=None))
-    helper = subprocess.Popen(["sleep", "600"])  # as a data loader's process would be: it dies with its worker's group
+    helper = subprocess.Popen(
+        ["sleep", "600"]
+    )  # as a data loader's process would be: it dies with its worker's group
     me = f"{replica}-{rank}-{attempt}"
-    about = {"pid": os.getpid(), "helper": helper.pid, "env": dict(os.environ), "argv": sys.argv[1:]}
+    about = {
+        "pid": os.getpid(),
+        "helper": helper.pid,
+        "env": dict(os.environ),
+        "argv": sys.argv[1:],
+    }
     about |= {"parent": os.getppid(), "command": Path("/proc/self/cmdline").read_text().split("\0")}
     (folder / f"{me}.tmp").write_text(json.dumps(about))
     (folder / f"{me}.tmp").rename(folder / f"{me}.json")

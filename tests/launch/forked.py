@@ -16,7 +16,10 @@ def children(pid: int) -> list[int]:
 
 def zygote_of(pid: int) -> int | None:
     """Return the process that forks for a launcher, or for torchrun's agent, if there is one."""
-    return next((child for child in children(pid) if "zygote" in read_command(child)[2] and is_main(child)), None)
+    return next(
+        (child for child in children(pid) if "zygote" in read_command(child)[2] and is_main(child)),
+        None,
+    )
 
 
 def is_main(pid: int) -> bool:

@@ -25,14 +25,24 @@ class Supervised:
         **settings: Any,
     ) -> None:
         flags = [f"--job.dump_folder={run.paths.root}", "--fault_tolerance.replica_id=0"]
-        env = {name: run.env[name] for name in ("FAKE_WORKERS", "PYTHONPATH")} | dict(more_env or {})
+        env = {name: run.env[name] for name in ("FAKE_WORKERS", "PYTHONPATH")} | dict(
+            more_env or {}
+        )
         spec = GroupSpec(
-            run.paths.root, num_ranks, "http://127.0.0.1:1", module=module, args=flags, env=env, **settings
+            run.paths.root,
+            num_ranks,
+            "http://127.0.0.1:1",
+            module=module,
+            args=flags,
+            env=env,
+            **settings,
         )
         self.stop = StopRequests()  # called as a signal handler would be
         self._agent = Agent(spec, self.stop, PlainStarter())
         self._codes: list[int] = []
-        self._thread = threading.Thread(target=lambda: self._codes.append(self._agent.run()), daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: self._codes.append(self._agent.run()), daemon=True
+        )
 
     def __enter__(self) -> Supervised:
         self._thread.start()

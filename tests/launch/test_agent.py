@@ -33,7 +33,12 @@ from supervised import Supervised
 
 
 def start(run: Any, ranks: int, *further: str, max_restarts: int = 100) -> subprocess.Popen[str]:
-    options = [f"--run-dir={run.paths.root}", "--replica=0", f"--ranks={ranks}", f"--max-restarts={max_restarts}"]
+    options = [
+        f"--run-dir={run.paths.root}",
+        "--replica=0",
+        f"--ranks={ranks}",
+        f"--max-restarts={max_restarts}",
+    ]
     options += further
     flags = [f"--job.dump_folder={run.paths.root}", "--fault_tolerance.replica_id=0"]
     extra = ["--module=fake_worker", "--lighthouse=http://127.0.0.1:1"]
@@ -45,7 +50,10 @@ def test_group_is_restarted_as_a_whole(run: Any) -> None:
     agent = start(run, ranks=2)
     first = [run.worker(0, rank, 0) for rank in (0, 1)]
     env = first[1]["env"]
-    assert {name: env[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TITAN_FT_ATTEMPT")} == {
+    assert {
+        name: env[name]
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TITAN_FT_ATTEMPT")
+    } == {
         "RANK": "1",
         "LOCAL_RANK": "1",
         "WORLD_SIZE": "2",
@@ -76,7 +84,12 @@ def test_group_is_restarted_as_a_whole(run: Any) -> None:
     run.order(0, "any", "any", "exit 0")
     assert agent.wait(20) == 0
     story = [
-        (event["event"], event.get("rank"), event["attempt"], event.get("signal", event.get("code")))
+        (
+            event["event"],
+            event.get("rank"),
+            event["attempt"],
+            event.get("signal", event.get("code")),
+        )
         for event in run.events("worker_exited", "replica_restarted")
     ]
     assert story == [
@@ -95,7 +108,9 @@ def test_group_is_restarted_as_a_whole(run: Any) -> None:
     assert run.paths.logs(0, 1, 0).read_text().splitlines() == ["out 0-0-1", "err 0-0-1"]
 
 
-@pytest.mark.parametrize(("bind", "reached"), [("127.0.0.1", False), ("0.0.0.0", True), ("::", True)])
+@pytest.mark.parametrize(
+    ("bind", "reached"), [("127.0.0.1", False), ("0.0.0.0", True), ("::", True)]
+)
 def test_a_store_that_other_hosts_reach(run: Any, bind: str, reached: bool) -> None:
     """It listens on loopback alone, or where --bind says; the group's own workers have an address that they reach."""
     agent = start(run, 1, f"--bind={bind}")
@@ -106,7 +121,11 @@ def test_a_store_that_other_hosts_reach(run: Any, bind: str, reached: bool) -> N
             stack.enter_context(pytest.raises(ConnectionRefusedError))
         socket.create_connection(("127.0.0.2", int(env["MASTER_PORT"])), timeout=10).close()
     agent.kill()
-    run.wait_until(lambda: not run.is_alive(int(env["TITAN_FT_STORE_PID"])), 5.0, "the store gone with its agent")
+    run.wait_until(
+        lambda: not run.is_alive(int(env["TITAN_FT_STORE_PID"])),
+        5.0,
+        "the store gone with its agent",
+    )
 
 
 def test_bad_config_is_not_restarted(run: Any) -> None:
@@ -131,7 +150,9 @@ def test_restarts_are_limited(run: Any) -> None:
     assert "RuntimeError: told to fail" in errors
     assert str(run.paths.logs(0, 2, 0)) in errors
     ends = run.events("worker_exited")
-    assert restarts[1]["time"] - ends[1]["time"] >= 0.45  # the second restart backs off, the first does not
+    assert (
+        restarts[1]["time"] - ends[1]["time"] >= 0.45
+    )  # the second restart backs off, the first does not
     assert restarts[0]["time"] - ends[0]["time"] < 0.45
 
 
@@ -144,7 +165,9 @@ def test_sigterm_ends_the_workers(run: Any) -> None:
     assert agent.wait(10) == 1
     assert run.all_gone()
     assert not run.events("replica_restarted")
-    assert [(event["stopped"], event["signal"]) for event in run.events("worker_exited")] == [(True, "SIGTERM")] * 2
+    assert [(event["stopped"], event["signal"]) for event in run.events("worker_exited")] == [
+        (True, "SIGTERM")
+    ] * 2
 
 
 def tell_all(run: Any, what: str, ranks: int = 2) -> list[dict[str, Any]]:
@@ -161,7 +184,9 @@ def test_workers_drain(run: Any) -> None:
         tell_all(run, "drain")
         supervised.stop()
         assert supervised.wait() == 0
-    assert [(event["stopped"], event["code"]) for event in run.events("worker_exited")] == [(True, 0)] * 2
+    assert [(event["stopped"], event["code"]) for event in run.events("worker_exited")] == [
+        (True, 0)
+    ] * 2
     assert not run.events("replica_restarted")
 
 
@@ -255,12 +280,17 @@ def test_group_that_comes_back_too_late_is_ended(run: Any, monkeypatch: pytest.M
         finish_elsewhere(run)
         assert supervised.wait() == 0
     assert not run.is_alive(back["pid"])
-    assert [(event["attempt"], event["stopped"]) for event in run.events("worker_exited")] == [(0, False), (1, True)]
+    assert [(event["attempt"], event["stopped"]) for event in run.events("worker_exited")] == [
+        (0, False),
+        (1, True),
+    ]
     assert len(run.events("replica_restarted")) == 1
     assert not run.events("replica_gave_up")
 
 
-def test_finish_of_an_earlier_run_keeps_nobody_away(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finish_of_an_earlier_run_keeps_nobody_away(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a folder says of a run before this one does not end a group that comes back, however often it does."""
     monkeypatch.setattr(agent_module, "LATE_RETURN_SECONDS", 0.0)
     an_hour_ago = time.time() - 3600.0
@@ -278,7 +308,9 @@ def test_group_that_finished_is_not_restarted(run: Any) -> None:
         for worker in tell_all(run, "drain"):
             os.kill(worker["pid"], signal.SIGTERM)
         assert supervised.wait() == 0
-    assert [(event["stopped"], event["code"]) for event in run.events("worker_exited")] == [(False, 0)] * 2
+    assert [(event["stopped"], event["code"]) for event in run.events("worker_exited")] == [
+        (False, 0)
+    ] * 2
     assert not run.events("replica_restarted")
 
 
@@ -300,7 +332,9 @@ def test_drain_through_the_command_line(run: Any) -> None:
 
 def test_root_failure() -> None:
     """Of workers found dead at once, the cause is a bad config, else a signal, else the lowest rank that failed."""
-    finished, failed, killed, refused = (WorkerExit(rank, 1, code) for rank, code in enumerate((0, 1, -9, 2)))
+    finished, failed, killed, refused = (
+        WorkerExit(rank, 1, code) for rank, code in enumerate((0, 1, -9, 2))
+    )
     assert root_failure([finished, failed, killed, refused]) == refused
     assert root_failure([finished, failed, killed]) == killed
     assert root_failure([finished, failed]) == failed
@@ -335,7 +369,9 @@ def test_a_peer_of_an_aborted_rank_is_not_the_cause() -> None:
 
 def test_a_rank_that_reports_another_one_as_lost_is_not_the_cause() -> None:
     """Its host's clock may be behind, and the other rank's exception look later."""
-    reports = WorkerExit(0, 1, 1, WorkerError("RankLostError: rank 1 is lost", transient=True, time=1.0))
+    reports = WorkerExit(
+        0, 1, 1, WorkerError("RankLostError: rank 1 is lost", transient=True, time=1.0)
+    )
     raised = WorkerExit(1, 1, 1, WorkerError("ConnectionError: x", transient=True, time=5.0))
     told_to_end = WorkerExit(2, 1, 128 + signal.SIGTERM)
     for cause in (raised, told_to_end, WorkerExit(3, 1, -signal.SIGABRT), WorkerExit(4, 1, 7)):
@@ -345,13 +381,21 @@ def test_a_rank_that_reports_another_one_as_lost_is_not_the_cause() -> None:
 
 def test_the_earliest_exception_is_the_cause() -> None:
     """Of ranks that ended with exceptions the first counts, whatever its number; one that told of none comes last."""
-    told = [WorkerExit(rank, 1, 1, WorkerError("E: x", transient=False, time=30.0 - rank)) for rank in (1, 2)]
-    silent, refused = WorkerExit(0, 1, 1), WorkerExit(3, 1, 2, WorkerError("E: x", transient=False, time=99.0))
+    told = [
+        WorkerExit(rank, 1, 1, WorkerError("E: x", transient=False, time=30.0 - rank))
+        for rank in (1, 2)
+    ]
+    silent, refused = (
+        WorkerExit(0, 1, 1),
+        WorkerExit(3, 1, 2, WorkerError("E: x", transient=False, time=99.0)),
+    )
     assert root_failure([silent, *told]) == told[1]
     assert root_failure([silent, *told, refused]) == refused
 
 
-def test_a_rank_that_reports_a_loss_is_no_death_of_its_host(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_reports_a_loss_is_no_death_of_its_host(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its event names the rank that was lost, and counts as the end of a rank that was stopped."""
     crash = """
 import time
@@ -392,7 +436,9 @@ raise KeyError(f"nope {os.getpid()}")
         assert supervised.wait(60.0) == 1
     causes = [event for event in run.events("worker_exited") if "nope" in event.get("error", "")]
     assert [event["attempt"] for event in causes] == [0, 1, 2]
-    assert [event["log"] for event in causes] == [str(run.paths.logs(0, attempt, 1)) for attempt in range(3)]
+    assert [event["log"] for event in causes] == [
+        str(run.paths.logs(0, attempt, 1)) for attempt in range(3)
+    ]
     assert next(event["rank"] for event in run.events("worker_exited") if not event["stopped"]) == 1
     (gave_up,) = run.events("replica_gave_up")
     assert gave_up["reason"] == (
@@ -438,20 +484,28 @@ raise ConnectionResetError("Connection closed by peer")
     with Supervised(run, 2, module="crashing_worker", max_restarts=100) as supervised:
         assert supervised.wait(60.0) == 1
     (gave_up,) = run.events("replica_gave_up")
-    assert gave_up["reason"] == (f"rank 1 {how}; the same end ({end}) 3 times in a row, and no step committed between")
+    assert gave_up["reason"] == (
+        f"rank 1 {how}; the same end ({end}) 3 times in a row, and no step committed between"
+    )
     assert (gave_up["cause"], gave_up["rank"]) == ("crash loop", 1)
     causes = [event for event in run.events("worker_exited") if event["rank"] == 1]
     assert [event["attempt"] for event in causes] == [0, 1, 2]
-    assert [event["log"] for event in causes] == [str(run.paths.logs(0, attempt, 1)) for attempt in range(3)]
+    assert [event["log"] for event in causes] == [
+        str(run.paths.logs(0, attempt, 1)) for attempt in range(3)
+    ]
 
 
-def test_an_end_in_order_is_none_before_the_last_step(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_in_order_is_none_before_the_last_step(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The worker's entry returns: the mark that it trains is gone, and nothing is started again."""
     monkeypatch.setenv("CRASH", "import time\nmark_training()\ntime.sleep = lambda seconds: None")
     with Supervised(run, 2, module="crashing_worker") as supervised:
         assert supervised.wait(60.0) == 0
     assert not run.events("replica_restarted")
-    assert [(event["code"], event.get("error")) for event in run.events("worker_exited")] == [(0, None)] * 2
+    assert [(event["code"], event.get("error")) for event in run.events("worker_exited")] == [
+        (0, None)
+    ] * 2
     assert not list(run.paths.logs(0, 0, 0).parent.glob("*.trains"))
 
 
@@ -462,7 +516,9 @@ def test_kills_are_no_crash_loop(run: Any, monkeypatch: pytest.MonkeyPatch) -> N
     with Supervised(run, 1, module="crashing_worker", max_restarts=3) as supervised:
         assert supervised.wait(60.0) == 1
     (gave_up,) = run.events("replica_gave_up")
-    assert gave_up["reason"].endswith("was killed by SIGKILL; no restart left (--max-restarts 3 within 24 hours)")
+    assert gave_up["reason"].endswith(
+        "was killed by SIGKILL; no restart left (--max-restarts 3 within 24 hours)"
+    )
     assert gave_up["cause"] == "restarts"
     assert not any("log" in event for event in run.events("worker_exited"))
 
@@ -489,12 +545,17 @@ def test_a_dead_network(run: Any, monkeypatch: pytest.MonkeyPatch, trains: bool)
 @pytest.mark.parametrize(
     ("crash", "transient"),
     [
-        ("from tests.event_builder import event; inject(event('fault_injected', fault='exception', seed=1))", True),
+        (
+            "from tests.event_builder import event; inject(event('fault_injected', fault='exception', seed=1))",
+            True,
+        ),
         ("commit(attempt + 1)", None),
     ],
     ids=["injected", "commits between"],
 )
-def test_no_crash_loop(run: Any, monkeypatch: pytest.MonkeyPatch, crash: str, transient: bool | None) -> None:
+def test_no_crash_loop(
+    run: Any, monkeypatch: pytest.MonkeyPatch, crash: str, transient: bool | None
+) -> None:
     """Injected exceptions are none, nor those with a commit between: such a group has as many restarts as any."""
     monkeypatch.setenv("CRASH", f"{crash}\nraise RuntimeError('again')")
     with Supervised(run, 1, module="crashing_worker", max_restarts=3) as supervised:
@@ -507,7 +568,11 @@ def test_no_crash_loop(run: Any, monkeypatch: pytest.MonkeyPatch, crash: str, tr
 def test_gpus_are_dealt_out_in_turn() -> None:
     """Groups get GPUs of their own while there are enough, then share; too few for one group changes nothing."""
     four = ["0", "1", "2", "3"]
-    assert [visible_devices(replica, 2, four) for replica in range(3)] == [["0", "1"], ["2", "3"], ["0", "1"]]
+    assert [visible_devices(replica, 2, four) for replica in range(3)] == [
+        ["0", "1"],
+        ["2", "3"],
+        ["0", "1"],
+    ]
     assert visible_devices(1, 1, ["7"]) == ["7"]
     assert visible_devices(0, 2, ["7"]) is None
     assert visible_devices(0, 1, []) is None
@@ -530,7 +595,11 @@ def test_link_to_the_latest_logs(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         point_to(folder, paths.latest_logs(0))
         assert paths.latest_logs(0).resolve() == folder
-    assert sorted(path.name for path in paths.latest_logs(0).parent.iterdir()) == ["attempt-0", "attempt-1", "latest"]
+    assert sorted(path.name for path in paths.latest_logs(0).parent.iterdir()) == [
+        "attempt-0",
+        "attempt-1",
+        "latest",
+    ]
     assert paths.next_attempt(0) == 2
     (tmp_path / "file").touch()
     point_to(tmp_path / "file" / "attempt-0", tmp_path / "file" / "latest")

@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from titan_ft.launch.group.agent_connection import AgentConnection, End, Hello, Message, Over, Ping, WorkersState
+from titan_ft.launch.group.agent_connection import (
+    AgentConnection,
+    End,
+    Hello,
+    Message,
+    Over,
+    Ping,
+    WorkersState,
+)
 from titan_ft.launch.group.worker_exit import WorkerExit
 from titan_ft.run.error_file import WorkerError
 
@@ -43,7 +51,8 @@ def take(line: AgentConnection, *others: AgentConnection, number: int = 1) -> li
 def test_messages_arrive_in_order(sockets: Sockets) -> None:
     """Of each kind, both ways, also those that were sent before the other end was there."""
     leader, follower = (
-        AgentConnection(end, "secret", 3, leads=leads) for end, leads in zip(sockets, (True, False), strict=True)
+        AgentConnection(end, "secret", 3, leads=leads)
+        for end, leads in zip(sockets, (True, False), strict=True)
     )
     exit = WorkerExit(2, 77, 1, WorkerError("KeyError: x", transient=False, time=1.5), host="n1")
     state = WorkersState(4, {2: 77}, [exit], [], is_collected=True, answered=0)
@@ -59,7 +68,8 @@ def test_messages_arrive_in_order(sockets: Sockets) -> None:
 def test_the_last_messages_of_a_closed_line_arrive(sockets: Sockets) -> None:
     """A follower that ends reports how its workers ended before; afterwards the end is noticed."""
     leader, follower = (
-        AgentConnection(end, "secret", 3, leads=leads) for end, leads in zip(sockets, (True, False), strict=True)
+        AgentConnection(end, "secret", 3, leads=leads)
+        for end, leads in zip(sockets, (True, False), strict=True)
     )
     leader.send(End(0.0))
     take(follower, leader)
@@ -73,7 +83,8 @@ def test_the_last_messages_of_a_closed_line_arrive(sockets: Sockets) -> None:
 def test_the_last_messages_arrive_although_the_other_end_takes_none(sockets: Sockets) -> None:
     """A leader that asks a follower, and ends its workers, just after that one has reported their ends and is gone."""
     leader, follower = (
-        AgentConnection(end, "secret", 3, leads=leads) for end, leads in zip(sockets, (True, False), strict=True)
+        AgentConnection(end, "secret", 3, leads=leads)
+        for end, leads in zip(sockets, (True, False), strict=True)
     )
     leader.send(End(0.0))
     take(follower, leader)
@@ -87,15 +98,21 @@ def test_the_last_messages_arrive_although_the_other_end_takes_none(sockets: Soc
         leader.poll()
 
 
-@pytest.mark.parametrize(("token", "slot"), [("guess", 3), ("", 3), ("secret", 4)], ids=["other", "none", "group"])
-def test_an_agent_of_another_run_or_group_is_refused(sockets: Sockets, token: str, slot: int) -> None:
+@pytest.mark.parametrize(
+    ("token", "slot"), [("guess", 3), ("", 3), ("secret", 4)], ids=["other", "none", "group"]
+)
+def test_an_agent_of_another_run_or_group_is_refused(
+    sockets: Sockets, token: str, slot: int
+) -> None:
     """No message of it is read, in either direction."""
     leader, follower = (
         AgentConnection(sockets[0], "secret", 3, leads=True),
         AgentConnection(sockets[1], token, slot, leads=False),
     )
     follower.send(Hello("n1", 2))
-    with pytest.raises(ConnectionError, match="does not know this run's token, or is of another group"):
+    with pytest.raises(
+        ConnectionError, match="does not know this run's token, or is of another group"
+    ):
         take(leader, follower)
 
 
@@ -108,7 +125,9 @@ def changed(sent: bytes) -> bytes:
     return sent.replace(b'"num_ranks":2', b'"num_ranks":9')
 
 
-def read_until_broken(line: AgentConnection, meanwhile: Callable[[], object] = lambda: None) -> None:
+def read_until_broken(
+    line: AgentConnection, meanwhile: Callable[[], object] = lambda: None
+) -> None:
     """Poll a line until that raises; nothing may be read but what was sent once."""
     deadline = time.monotonic() + 10.0
     taken: list[Message] = []
@@ -157,7 +176,9 @@ def test_what_echoes_an_end_is_not_the_other_end(sockets: Sockets) -> None:
         read_until_broken(leader, echo)
 
 
-@pytest.mark.parametrize("sent", [b"x" * 3 * 2**20, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\n\n\n"])
+@pytest.mark.parametrize(
+    "sent", [b"x" * 3 * 2**20, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\n\n\n"]
+)
 def test_a_stranger_is_refused(sockets: Sockets, sent: bytes) -> None:
     """Whatever it sends, and however much of it."""
     leader, stranger = AgentConnection(sockets[0], "secret", 3, leads=True), sockets[1]

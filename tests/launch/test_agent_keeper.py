@@ -79,7 +79,9 @@ class Kept:
             self.keeper.poll()
 
     def events(self) -> list[tuple[Any, ...]]:
-        return [(each.name, each.attempt, getattr(each, "restarts", None)) for each in self.announced]
+        return [
+            (each.name, each.attempt, getattr(each, "restarts", None)) for each in self.announced
+        ]
 
 
 def test_agent_that_is_killed_is_followed_by_another(tmp_path: Path) -> None:
@@ -143,9 +145,14 @@ def test_only_an_exception_of_this_agent_is_its_reason(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     log = kept.paths.agent_log(1)
     log.parent.mkdir(parents=True)
-    log.write_text("OSError: [Errno 28] No space left on device\n[c10d] The hostname cannot be retrieved\n")
+    log.write_text(
+        "OSError: [Errno 28] No space left on device\n[c10d] The hostname cannot be retrieved\n"
+    )
     kept.end(AGENT_CRASHED_CODE)
-    assert kept.started[-1][1] == "its agent ended with exit status 5: OSError: [Errno 28] No space left on device"
+    assert (
+        kept.started[-1][1]
+        == "its agent ended with exit status 5: OSError: [Errno 28] No space left on device"
+    )
     kept.end(AGENT_CRASHED_CODE)
     assert kept.announced[-1].reason == "its agent ended with exit status 5"  # type: ignore[attr-defined]
 
@@ -212,7 +219,9 @@ def test_report_of_the_end_cancels_the_restart(tmp_path: Path) -> None:
     kept.keeper.poll()
     assert len(kept.started) == 2
     assert kept.keeper.code == -signal.SIGKILL
-    assert kept.events() == [("agent_ended", 0, True), ("agent_ended", 1, True)], "one event for each death"
+    assert kept.events() == [("agent_ended", 0, True), ("agent_ended", 1, True)], (
+        "one event for each death"
+    )
 
 
 def test_agent_that_takes_over_has_a_life_of_its_own(tmp_path: Path) -> None:
@@ -227,7 +236,9 @@ def test_agent_that_takes_over_has_a_life_of_its_own(tmp_path: Path) -> None:
     assert [end.alive_seconds for end in kept.policy.ends] == [7.0]
 
 
-def test_agent_that_is_stopped_while_its_workers_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_that_is_stopped_while_its_workers_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It does not notice their end, so that its group would be lost for good. One with living workers is left alone."""
     living = True
     monkeypatch.setattr(agent_keeper, "_is_stopped", lambda pid: True)

@@ -33,7 +33,9 @@ def start(
         "--replica=3",
     ]
     command += [f"--ranks={ranks}", "--max-restarts=9", f"--module={module}", *options, "--"]
-    return run.start(*command, f"--job.dump_folder={run.paths.root}", "--fault_tolerance.replica_id=3", *flags)
+    return run.start(
+        *command, f"--job.dump_folder={run.paths.root}", "--fault_tolerance.replica_id=3", *flags
+    )
 
 
 def test_a_wrong_config_is_not_started_again(run: Any) -> None:
@@ -46,7 +48,10 @@ def test_a_wrong_config_is_not_started_again(run: Any) -> None:
         "titan_ft: group 3: rank 1 ended with exit status 2; the configuration is wrong (exit status 2); it is not "
         "started again; ConfigError: x must be y, got z\n"
     ) in errors
-    ends = {(event["rank"], event["stopped"], event.get("error")) for event in run.events("worker_exited")}
+    ends = {
+        (event["rank"], event["stopped"], event.get("error"))
+        for event in run.events("worker_exited")
+    }
     assert ends == {(1, False, "ConfigError: x must be y, got z"), (0, True, None)}
     (gave_up,) = run.events("replica_gave_up")
     assert (gave_up["replica"], gave_up["attempt"]) == (3, 0)
@@ -64,7 +69,9 @@ def test_a_mistake_ends_the_agent_before_any_worker(run: Any) -> None:
     process = start(run, "", module="mistaken")
     printed, errors = process.communicate(timeout=60)
     assert process.returncode == 2, errors
-    assert [line for line in errors.splitlines() if "titan_ft" in line] == ["titan_ft: x must be y, got z"]
+    assert [line for line in errors.splitlines() if "titan_ft" in line] == [
+        "titan_ft: x must be y, got z"
+    ]
     assert "Traceback" not in errors
     assert printed == ""
     (gave_up,) = run.events("replica_gave_up")
@@ -72,7 +79,9 @@ def test_a_mistake_ends_the_agent_before_any_worker(run: Any) -> None:
     assert gave_up["error_kind"] == "ConfigError"
 
 
-@pytest.mark.parametrize(("files", "slurm", "attempt"), [((0, 4), None, 5), ((), "2", 2), ((), None, 0)])
+@pytest.mark.parametrize(
+    ("files", "slurm", "attempt"), [((0, 4), None, 5), ((), "2", 2), ((), None, 0)]
+)
 def test_a_group_that_is_started_again_counts_on(
     run: Any, files: tuple[int, ...], slurm: str | None, attempt: int
 ) -> None:
@@ -88,9 +97,13 @@ def test_a_group_that_is_started_again_counts_on(
     process.communicate(timeout=60)
     (last,) = run.events("replica_gave_up")
     assert last["attempt"] == max(attempt, 1)
-    told = {5: "started by hand", 2: "Slurm requeued it", 0: "rank 0 ended with exit status 1"}[attempt]
+    told = {5: "started by hand", 2: "Slurm requeued it", 0: "rank 0 ended with exit status 1"}[
+        attempt
+    ]
     assert [event["reason"] for event in run.events("replica_restarted")] == [told]
-    assert {event["attempt"] for event in run.events("worker_started")} == set(range(attempt, last["attempt"] + 1))
+    assert {event["attempt"] for event in run.events("worker_started")} == set(
+        range(attempt, last["attempt"] + 1)
+    )
 
 
 def test_workers_are_forks(run: Any) -> None:
@@ -106,13 +119,18 @@ raise SystemExit(2)
     process = start(run, "import sys" + crash, ranks=1)
     printed, errors = process.communicate(timeout=60)
     assert process.returncode == 2
-    shown = [f"out {attempt} titan-ft 3.0 titan_ft.launch.group.agent {process.pid}" for attempt in range(2)]
+    shown = [
+        f"out {attempt} titan-ft 3.0 titan_ft.launch.group.agent {process.pid}"
+        for attempt in range(2)
+    ]
     assert printed.splitlines() == shown
     assert [line for line in errors.splitlines() if line.startswith("err")] == ["err 0", "err 1"]
     assert [event["standby"] for event in run.events("replica_restarted")] == [True]
 
 
-@pytest.mark.parametrize("obstacle", ["off", "by the environment", pytest.param("threads", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "obstacle", ["off", "by the environment", pytest.param("threads", marks=pytest.mark.slow)]
+)
 def test_workers_that_cannot_be_forks_are_new_processes(run: Any, obstacle: str) -> None:
     """By wish, or where their module starts threads when it is imported: one line says so, once."""
     source = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
@@ -136,7 +154,9 @@ raise KeyError("x")
 
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 1)])
-def test_a_group_that_is_stopped_while_it_imports(run: Any, signum: signal.Signals, status: int) -> None:
+def test_a_group_that_is_stopped_while_it_imports(
+    run: Any, signum: signal.Signals, status: int
+) -> None:
     """At once, with one line: the import of a large model from a slow file server takes minutes."""
     mark = run.orders.parent / "imports"
     source = f"import pathlib, time; pathlib.Path({str(mark)!r}).touch(); time.sleep(600)\n"
@@ -212,21 +232,29 @@ def test_a_group_serves_its_figures_and_is_not_finished_when_it_is_sent_away(run
         said = process.stderr.readline()
         assert said, "it ended without a word of metrics"
     url = said.partition("metrics at ")[2].strip()
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=30) as response:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+        url, timeout=30
+    ) as response:
         assert 'titan_ft_run_info{replica="3"' in response.read().decode()
-    run.wait_until(lambda: (run.paths.root / "ready").exists(), 60.0, "the worker would leave in order")
+    run.wait_until(
+        lambda: (run.paths.root / "ready").exists(), 60.0, "the worker would leave in order"
+    )
     process.terminate()
     process.communicate(timeout=60)
     assert process.returncode == 1
 
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 1)])
-def test_a_group_that_is_stopped_says_so_in_one_line(run: Any, signum: signal.Signals, status: int) -> None:
+def test_a_group_that_is_stopped_says_so_in_one_line(
+    run: Any, signum: signal.Signals, status: int
+) -> None:
     """It was a traceback of thirty lines, and status 1 for Ctrl-C."""
     crash = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
     crash += "signal.signal(signal.SIGINT, lambda *_: sys.exit(0))\n(paths.root / 'ready').touch()\ntime.sleep(60)"
     process = start(run, crash, ranks=1)
-    run.wait_until(lambda: (run.paths.root / "ready").exists(), 60.0, "the worker would leave in order")
+    run.wait_until(
+        lambda: (run.paths.root / "ready").exists(), 60.0, "the worker would leave in order"
+    )
     process.send_signal(signum)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == status

@@ -89,7 +89,10 @@ def test_a_follower_waits_for_another_leader_no_longer_than_for_the_first(
 
 
 def test_another_server_at_the_rendezvous_is_not_waited_for_without_end(
-    listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    listener: socket.socket,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It has the port of the group's first host, takes connections and says nothing: the agent says so, and ends."""
     for module in (agent, follower):

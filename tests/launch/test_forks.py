@@ -69,9 +69,16 @@ if __name__ == "__main__":
 
 def run_forks(folder: Path, *what: str) -> dict[str, Any]:
     (folder / "subject.py").write_text(SUBJECT)
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "4", "PYTHONUNBUFFERED": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{folder}",
+        "OMP_NUM_THREADS": "4",
+        "PYTHONUNBUFFERED": "1",
+    }
     command = [sys.executable, "-c", FORKER, *what]
-    result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return dict(json.loads(result.stdout))
 
@@ -79,7 +86,9 @@ def run_forks(folder: Path, *what: str) -> dict[str, Any]:
 def test_a_fork_is_as_a_new_process(tmp_path: Path) -> None:
     """Session, stdin, environment, arguments, signals, main module: its own; what is drawn by chance differs."""
     forker = run_forks(tmp_path, "tell", "tell")
-    one, other = told = [json.loads((tmp_path / f"log-{n}").read_text().splitlines()[0]) for n in (0, 1)]
+    one, other = told = [
+        json.loads((tmp_path / f"log-{n}").read_text().splitlines()[0]) for n in (0, 1)
+    ]
     assert forker["codes"] == [0, 0]
     assert forker["groups"] == [True, True]
     for fork in told:
@@ -110,7 +119,13 @@ def test_a_fork_ends_as_python_does(tmp_path: Path, what: str, output: str) -> N
     (code,) = run_forks(tmp_path, what)["codes"]
     command = [sys.executable, "-m", "subject", what, "--flag"]
     plain = subprocess.run(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=False,
     )
     log = (tmp_path / "log-0").read_text()
     assert code == plain.returncode
@@ -125,7 +140,9 @@ def preload_in(folder: Path, source: str) -> str:
         "print(preload('subject', []), flush=True); os._exit(0)"
     )
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}"}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
     return result.stdout.strip()
 
 
@@ -163,7 +180,9 @@ def preload(args): real(["--job.config_file={ROOT}/configs/llama3_debug.toml", "
     assert preload_in(tmp_path, refuse) == ""
 
 
-@pytest.mark.parametrize("counter", ["torch.cuda._device_count_nvml", "torch._C._cuda_getDeviceCount"])
+@pytest.mark.parametrize(
+    "counter", ["torch.cuda._device_count_nvml", "torch._C._cuda_getDeviceCount"]
+)
 def test_gpus_are_counted_in_a_fork(tmp_path: Path, counter: str) -> None:
     """NVML and the driver start a thread in the process that asks them for the number of GPUs."""
     source = f"""

@@ -26,7 +26,11 @@ from supervised import Supervised
 
 def steps(run: Any, replica: int, attempt: int = 0) -> list[int]:
     """Return the steps of which events tell, in the order of the file."""
-    return [e["step"] for e in run.events("step_committed") if (e["replica"], e["attempt"]) == (replica, attempt)]
+    return [
+        e["step"]
+        for e in run.events("step_committed")
+        if (e["replica"], e["attempt"]) == (replica, attempt)
+    ]
 
 
 def make_steps(run: Any, replica: int, *numbers: int, attempt: int = 0) -> None:
@@ -142,7 +146,10 @@ def test_lighthouse_that_dies_on_a_full_disk_comes_back(run_on_disk: Any, small_
     small_disk.fill()
     os.kill(first["lighthouse_pid"], signal.SIGKILL)
     address = first["address"].removeprefix("http://").split(":")
-    run.wait_until(lambda: not Path(f"/proc/{first['lighthouse_pid']}/exe").exists(), what="the lighthouse's end")
+    run.wait_until(
+        lambda: not Path(f"/proc/{first['lighthouse_pid']}/exe").exists(),
+        what="the lighthouse's end",
+    )
     run.wait_until(lambda: refuses(*address), what="another lighthouse")
     small_disk.free()
     assert launcher.stdout is not None
@@ -154,7 +161,10 @@ def test_lighthouse_that_dies_on_a_full_disk_comes_back(run_on_disk: Any, small_
 
 def refuses(host: str, port: str) -> bool:
     """True if a lighthouse closes a connection without the secret; the port itself is the launcher's, and listens."""
-    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1.0) as stranger:
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection((host, int(port)), timeout=1.0) as stranger,
+    ):
         stranger.sendall(b"no greeting")
         return stranger.recv(1) == b""
     return False
@@ -210,7 +220,9 @@ def test_crash_loop_of_which_no_commit_is_seen(run: Any) -> None:
         supervised.stop()
         supervised.wait()
     ends = run.events("worker_exited")[:3]
-    assert [(end["error"], end["transient"]) for end in ends] == [("RuntimeError: as always", True)] * 3
+    assert [(end["error"], end["transient"]) for end in ends] == [
+        ("RuntimeError: as always", True)
+    ] * 3
 
 
 def test_group_that_was_sent_away_comes_back(
@@ -234,7 +246,10 @@ def test_group_that_was_sent_away_comes_back(
 
 
 def test_group_of_which_nothing_is_known_stays_away(
-    run_on_disk: Any, small_disk: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    run_on_disk: Any,
+    small_disk: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Without its last event, and without a mark, a group that ended well may have finished: it must not train the
     job again, alone."""
@@ -246,7 +261,10 @@ def test_group_of_which_nothing_is_known_stays_away(
         make_steps(run, 0, *range(1, 15))
         end(run, 1)
         assert supervised.wait(30.0) == 0
-    assert "titan_ft: group 0: it is not started again: its last events could not be written" in capfd.readouterr().err
+    assert (
+        "titan_ft: group 0: it is not started again: its last events could not be written"
+        in capfd.readouterr().err
+    )
     small_disk.free()
     assert is_cut(next(run.paths.events.glob(worker_files(run, 0))))
     assert not run.events("replica_restarted")

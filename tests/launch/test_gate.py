@@ -44,12 +44,23 @@ class Lighthouse:
 
     def __init__(self, folder: Path, *options: str, **environ: str) -> None:
         self.folder = folder
-        command = [sys.executable, "-m", "titan_ft", "lighthouse", "--bind", "127.0.0.1:0", *options]
+        command = [
+            sys.executable,
+            "-m",
+            "titan_ft",
+            "lighthouse",
+            "--bind",
+            "127.0.0.1:0",
+            *options,
+        ]
         command += ["--run-dir", str(folder)]
         self.log = folder / "lighthouse.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "TITAN_FT_TOKEN": TOKEN, **environ}
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "TITAN_FT_TOKEN": TOKEN, **environ},
             )
         # Pieces of torchft's log may stand before each line.
         pattern = re.compile(ANNOUNCEMENT + r"(\S+)\n(?:.*\n)*?.*(only .* reach it.*)\n")
@@ -126,7 +137,9 @@ def test_members_pass_and_strangers_do_not(start: Callable[..., Lighthouse]) -> 
     for token in ("", "another token"):
         assert LighthouseAddress(str(lighthouse.address), token).refuses(DEADLINE)
     assert not lighthouse.address.refuses(DEADLINE)
-    kill = urllib.request.Request(f"{lighthouse.address}/replica/member/kill", headers=lighthouse.address.headers)
+    kill = urllib.request.Request(
+        f"{lighthouse.address}/replica/member/kill", headers=lighthouse.address.headers
+    )
     kill.method = "POST"
     with pytest.raises((OSError, urllib.error.URLError)):
         urllib.request.urlopen(kill, timeout=DEADLINE)
@@ -152,7 +165,10 @@ def test_no_other_way_leads_to_the_lighthouse(start: Callable[..., Lighthouse]) 
     """torchft's server listens in a namespace of its own: of its process, the host sees the gate's port alone."""
     lighthouse = start()
     assert lighthouse.access == "only processes with this run's TITAN_FT_TOKEN reach it"
-    own = {os.stat(f"/proc/{lighthouse.process.pid}/fd/{fd}").st_ino for fd in _descriptors(lighthouse.process.pid)}
+    own = {
+        os.stat(f"/proc/{lighthouse.process.pid}/fd/{fd}").st_ino
+        for fd in _descriptors(lighthouse.process.pid)
+    }
     listening = [
         line.split()[1]
         for table in ("tcp", "tcp6")
@@ -163,7 +179,9 @@ def test_no_other_way_leads_to_the_lighthouse(start: Callable[..., Lighthouse]) 
 
 
 def _descriptors(pid: int) -> list[str]:
-    return [name for name in os.listdir(f"/proc/{pid}/fd") if os.path.exists(f"/proc/{pid}/fd/{name}")]
+    return [
+        name for name in os.listdir(f"/proc/{pid}/fd") if os.path.exists(f"/proc/{pid}/fd/{name}")
+    ]
 
 
 def test_half_open_connections_keep_nobody_waiting(start: Callable[..., Lighthouse]) -> None:
@@ -178,7 +196,9 @@ def test_half_open_connections_keep_nobody_waiting(start: Callable[..., Lighthou
     assert all(is_closed(connection) for connection in idle)
     wait_for(lambda: lighthouse.count_descriptors() <= before + 8, "the descriptors are free again")
     kinds = ("silent", "crowd")
-    refused = wait_for(lambda: len(found := lighthouse.refusals()) == len(kinds) and found, "the events")
+    refused = wait_for(
+        lambda: len(found := lighthouse.refusals()) == len(kinds) and found, "the events"
+    )
     assert sorted(event.kind for event in refused) == sorted(kinds), "one event for each kind"
     assert {event.source for event in refused} == {"127.0.0.1"}
     log = lighthouse.log.read_text()
@@ -189,7 +209,9 @@ def test_half_open_connections_keep_nobody_waiting(start: Callable[..., Lighthou
 
 
 @pytest.mark.parametrize("number_of_strangers", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_garbage_is_refused_while_a_member_beats(start: Callable[..., Lighthouse], number_of_strangers: int) -> None:
+def test_garbage_is_refused_while_a_member_beats(
+    start: Callable[..., Lighthouse], number_of_strangers: int
+) -> None:
     """Whatever comes at the port, in any pieces: the member goes on, and the process stays."""
     lighthouse = start()
     member = lighthouse.client()
@@ -202,7 +224,9 @@ def test_garbage_is_refused_while_a_member_beats(start: Callable[..., Lighthouse
     assert [*lighthouse.heartbeats()] == ["member"]
 
 
-def test_a_held_connection_shows_the_lighthouses_end(start: Callable[..., Lighthouse], tmp_path: Path) -> None:
+def test_a_held_connection_shows_the_lighthouses_end(
+    start: Callable[..., Lighthouse], tmp_path: Path
+) -> None:
     """A group follows a lighthouse by a connection that says nothing. The gate keeps it longer than a stranger's."""
     lighthouse = start()
     Announcement(str(lighthouse.address)).write(tmp_path / "announced")
@@ -223,10 +247,17 @@ def test_without_a_token(tmp_path: Path) -> None:
     """On loopback there is no gate, which the second line says; where others could come it is a mistake."""
     environ = {name: value for name, value in os.environ.items() if name != "TITAN_FT_TOKEN"}
     command = [sys.executable, "-m", "titan_ft", "lighthouse", "--bind"]
-    refused = subprocess.run([*command, "[::]:0"], env=environ, capture_output=True, text=True, check=False)
+    refused = subprocess.run(
+        [*command, "[::]:0"], env=environ, capture_output=True, text=True, check=False
+    )
     assert refused.returncode == 2
-    assert "TITAN_FT_TOKEN must be set to the same secret for the lighthouse and all groups" in refused.stderr
-    with subprocess.Popen([*command, "127.0.0.1:0"], env=environ, stdout=subprocess.PIPE, text=True) as process:
+    assert (
+        "TITAN_FT_TOKEN must be set to the same secret for the lighthouse and all groups"
+        in refused.stderr
+    )
+    with subprocess.Popen(
+        [*command, "127.0.0.1:0"], env=environ, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith(ANNOUNCEMENT)
         assert "every process of this host can change and end the run" in process.stdout.readline()
@@ -301,7 +332,9 @@ def test_a_lighthouse_that_is_gone(passage: Passage) -> None:
     """A member is closed, too, and the gate goes on."""
     passage.inner.close()
     outside = socket.create_connection(("127.0.0.1", passage.port), DEADLINE)
-    outside.sendall(f"GET / HTTP/1.1\r\nConnection: close\r\nAuthorization: Bearer {SECRET}\r\n\r\n".encode())
+    outside.sendall(
+        f"GET / HTTP/1.1\r\nConnection: close\r\nAuthorization: Bearer {SECRET}\r\n\r\n".encode()
+    )
     assert is_closed(outside)
     assert not passage.refusals
 
@@ -318,7 +351,9 @@ def test_a_process_without_descriptors(passage: Passage, monkeypatch: pytest.Mon
                 raise fails.pop()
             return super().accept()
 
-    monkeypatch.setattr(passage.gate, "_listener", Listener(fileno=os.dup(passage.listener.fileno())))
+    monkeypatch.setattr(
+        passage.gate, "_listener", Listener(fileno=os.dup(passage.listener.fileno()))
+    )
     outside, inside = passage.join()
     assert is_closed(idle)
     assert not fails

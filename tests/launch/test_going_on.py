@@ -34,7 +34,10 @@ FAILED = event("checkpoint_failed", step=105, error="No space left on device", l
 @pytest.mark.parametrize(
     ("events", "line"),
     [
-        ([step(105), saved(60), LEAVES, saved(105)], "stopped after step 105; the checkpoint of step 105 is complete"),
+        (
+            [step(105), saved(60), LEAVES, saved(105)],
+            "stopped after step 105; the checkpoint of step 105 is complete",
+        ),
         (
             [step(105), saved(60), LEAVES],
             "stopped after step 105; the latest complete checkpoint is that of step 60 (that of step 105 was not in "
@@ -63,7 +66,11 @@ FAILED = event("checkpoint_failed", step=105, error="No space left on device", l
             "stopped after step 80; the latest complete checkpoint is that of step 60",
         ),
         (  # another group has loaded 60 too, and has saved 100 before this one is done
-            [event("worker_started", time=5.0), saved(100, time=9.0), event("checkpoint_loaded", step=60, time=11.0)],
+            [
+                event("worker_started", time=5.0),
+                saved(100, time=9.0),
+                event("checkpoint_loaded", step=60, time=11.0),
+            ],
             "stopped before a step was made; the checkpoint of step 100 is complete",
         ),
         (
@@ -132,7 +139,9 @@ def test_a_run_that_cannot_go_on_says_why(events: list[Event], saves: bool, line
 def test_a_second_launch_in_the_folder_counts_its_own_steps() -> None:
     """What an earlier one saved is in the past, but for what this one has loaded."""
     again = event("launch_started", replicas=1, ranks_per_replica=1, spares=0, job_id="j")
-    assert told(step(50), saved(50), again) == ["stopped before the first step; the same command starts it again"]
+    assert told(step(50), saved(50), again) == [
+        "stopped before the first step; the same command starts it again"
+    ]
 
 
 def told(*events: Event, saves: bool = True) -> list[str]:

@@ -132,7 +132,10 @@ def test_no_greeting(received: bytes) -> None:
 
 
 def request(
-    line: str = "GET /status HTTP/1.1", bearer: str = SECRET, connection: str = "close", rest: str = ""
+    line: str = "GET /status HTTP/1.1",
+    bearer: str = SECRET,
+    connection: str = "close",
+    rest: str = "",
 ) -> bytes:
     fields = f"Host: h\r\nauthorization: Bearer {bearer}\r\nConnection: {connection}\r\n"
     return f"{line}\r\n{fields}\r\n{rest}".encode()

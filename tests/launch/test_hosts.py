@@ -40,24 +40,43 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start the agent of one of two hosts, whose name is that of its pid."""
     run.env |= {"CRASH": crash, "TITAN_FT_TOKEN": token}
-    command = ["-m", "titan_ft.launch.group.agent", "--cluster", f"--run-dir={run.paths.root}", "--replica=3"]
-    command += [f"--ranks={ranks}", "--module=crashing_worker", "--hosts=2", f"--rendezvous={host}:{port}"]
+    command = [
+        "-m",
+        "titan_ft.launch.group.agent",
+        "--cluster",
+        f"--run-dir={run.paths.root}",
+        "--replica=3",
+    ]
+    command += [
+        f"--ranks={ranks}",
+        "--module=crashing_worker",
+        "--hosts=2",
+        f"--rendezvous={host}:{port}",
+    ]
     flags = [f"--job.dump_folder={run.paths.root}", "--fault_tolerance.replica_id=3"]
     return run.start(*command, "--no-zygote", "--", *flags)
 
 
-def lead_and_follow(run: Any, port: int, crash: str) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+def lead_and_follow(
+    run: Any, port: int, crash: str
+) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
     """Start the agent that leads, and then the one that follows it."""
     leader = start(run, port, crash)
     run.wait_until(lambda: is_listening(port), 60.0, "the first agent leads")
     return leader, start(run, port, crash)
 
 
-def start_ranks_that_leave(run: Any, port: int) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+def start_ranks_that_leave(
+    run: Any, port: int
+) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
     """Start both agents of a group whose ranks end in order at SIGTERM, and wait until they would."""
     leave = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
     agents = lead_and_follow(run, port, f"{leave}(paths.root / f'ready-{{rank}}').touch()\n{WAIT}")
-    run.wait_until(lambda: len(list(run.paths.root.glob("ready-*"))) == 2, 60.0, "both ranks would leave in order")
+    run.wait_until(
+        lambda: len(list(run.paths.root.glob("ready-*"))) == 2,
+        60.0,
+        "both ranks would leave in order",
+    )
     return agents
 
 
@@ -93,7 +112,8 @@ text = json.dumps([int(os.environ[name]) for name in names] + [os.environ["MASTE
     wait_for_workers(run, 0, 4)
     files = [run.paths.root / f"rank-{rank}.json" for rank in range(4)]
     run.wait_until(
-        lambda: all(file.exists() and file.read_text().endswith("]") for file in files), what="all ranks have written"
+        lambda: all(file.exists() and file.read_text().endswith("]") for file in files),
+        what="all ranks have written",
     )
     places = [json.loads(file.read_text()) for file in files]
     (store,) = {tuple(place[6:]) for place in places}
@@ -108,7 +128,9 @@ text = json.dumps([int(os.environ[name]) for name in names] + [os.environ["MASTE
         [2, 0, 4, 2, 1, 2],
         [3, 1, 4, 2, 1, 2],
     ]
-    assert {event["rank"]: event["code"] for event in run.events("worker_exited")} == dict.fromkeys(range(4), 0)
+    assert {event["rank"]: event["code"] for event in run.events("worker_exited")} == dict.fromkeys(
+        range(4), 0
+    )
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
@@ -135,7 +157,11 @@ def test_a_rank_that_dies_restarts_the_group_on_both_hosts(run: Any, port: int, 
     assert [agent.returncode for agent in agents] == [0, 0], errors
     (restarted,) = run.events("replica_restarted")
     assert (restarted["attempt"], restarted["reason"]) == (1, f"rank {rank} was killed by SIGKILL")
-    ends = {(event["rank"], event["stopped"]) for event in run.events("worker_exited") if event["attempt"] == 0}
+    ends = {
+        (event["rank"], event["stopped"])
+        for event in run.events("worker_exited")
+        if event["attempt"] == 0
+    }
     assert ends == {(rank, False), (1 - rank, True)}
 
 
@@ -150,22 +176,36 @@ if rank == {rank}: raise DivergedError("two states")
     agents = [start(run, port, crash), start(run, port, crash)]
     errors = [agent.communicate(timeout=60)[1] for agent in agents]
     assert [agent.returncode for agent in agents] == [3, 3], errors
-    assert sum("DivergedError: two states" in text.replace("\nDiverged", "") for text in errors) >= 1
+    assert (
+        sum("DivergedError: two states" in text.replace("\nDiverged", "") for text in errors) >= 1
+    )
     assert sum("it was given up; see the output of host" in text for text in errors) == 1
     (gave_up,) = run.events("replica_gave_up")
-    assert (gave_up["cause"], gave_up["rank"], gave_up["error"]) == ("final", rank, "DivergedError: two states")
+    assert (gave_up["cause"], gave_up["rank"], gave_up["error"]) == (
+        "final",
+        rank,
+        "DivergedError: two states",
+    )
 
 
-def test_an_agent_that_dies_takes_its_workers_along_and_another_one_comes(run: Any, port: int) -> None:
+def test_an_agent_that_dies_takes_its_workers_along_and_another_one_comes(
+    run: Any, port: int
+) -> None:
     """The group waits for it, and is restarted as a whole; its ranks are named as lost."""
     leader, lost = lead_and_follow(run, port, FINISH)
     first = wait_for_workers(run, 0, 2)
     lost.kill()
-    run.wait_until(lambda: run.events("worker_exited"), 30.0, "the end of the lost host's rank is announced")
-    run.wait_until(lambda: not run.is_alive(first[1]["pid"]), 10.0, "the worker ended with its agent")
+    run.wait_until(
+        lambda: run.events("worker_exited"), 30.0, "the end of the lost host's rank is announced"
+    )
+    run.wait_until(
+        lambda: not run.is_alive(first[1]["pid"]), 10.0, "the worker ended with its agent"
+    )
     exit = run.events("worker_exited")[0]
     assert (exit["rank"], exit["stopped"], exit["signal"]) == (1, False, "SIGKILL")
-    assert re.search(r"^rank 1 was lost with its host \S+, or with the agent there$", exit["reason"])
+    assert re.search(
+        r"^rank 1 was lost with its host \S+, or with the agent there$", exit["reason"]
+    )
     follower = start(run, port, FINISH)
     wait_for_workers(run, 1, 2)
     end(run, 1)
@@ -174,12 +214,18 @@ def test_an_agent_that_dies_takes_its_workers_along_and_another_one_comes(run: A
     assert "titan_ft: group 3: the agent of host" in errors[0]
 
 
-def test_where_the_leading_agent_dies_the_group_goes_on_with_another_one(run: Any, port: int) -> None:
+def test_where_the_leading_agent_dies_the_group_goes_on_with_another_one(
+    run: Any, port: int
+) -> None:
     """What remains ends its workers, and leads if the rendezvous is on its own host; attempts count on."""
     leader, follower = lead_and_follow(run, port, FINISH)
     first = wait_for_workers(run, 0, 2)
     leader.kill()
-    run.wait_until(lambda: not any(run.is_alive(worker["pid"]) for worker in first), 30.0, "all workers are gone")
+    run.wait_until(
+        lambda: not any(run.is_alive(worker["pid"]) for worker in first),
+        30.0,
+        "all workers are gone",
+    )
     back = start(run, port, FINISH)
     wait_for_workers(run, 1, 2)
     end(run, 1)
@@ -197,7 +243,10 @@ def test_an_agent_that_is_stopped_lets_its_workers_leave(run: Any, port: int) ->
     assert [leader.returncode, follower.returncode] == [1, 1], errors
     assert "this group was stopped by SIGTERM" in errors[0]
     assert "titan_ft: group 3: it was stopped on host" in errors[1]
-    assert {(event["rank"], event["code"]) for event in run.events("worker_exited")} == {(0, 0), (1, 0)}
+    assert {(event["rank"], event["code"]) for event in run.events("worker_exited")} == {
+        (0, 0),
+        (1, 0),
+    }
 
 
 def test_a_follower_that_is_stopped_lets_its_workers_leave(run: Any, port: int) -> None:
@@ -228,7 +277,9 @@ def test_an_agent_without_the_token_takes_no_part(run: Any, port: int) -> None:
     end(run, 0)
     errors = [agent.communicate(timeout=60)[1] for agent in (leader, follower)]
     assert [leader.returncode, follower.returncode] == [0, 0], errors
-    assert errors[0].count("an agent was refused: the other end does not know this run's token") == 1
+    assert (
+        errors[0].count("an agent was refused: the other end does not know this run's token") == 1
+    )
 
 
 def test_strangers_do_not_keep_files_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +306,9 @@ def test_a_host_that_does_not_end_its_workers_is_named(monkeypatch: pytest.Monke
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = Hosts(listener, 2, "secret", 3, said.append)
-        follower = AgentConnection(socket.create_connection(listener.getsockname()), "secret", 3, leads=False)
+        follower = AgentConnection(
+            socket.create_connection(listener.getsockname()), "secret", 3, leads=False
+        )
         follower.send(Hello("n1", 1))
         deadline = time.monotonic() + 10.0
 
@@ -266,7 +319,9 @@ def test_a_host_that_does_not_end_its_workers_is_named(monkeypatch: pytest.Monke
         members = ours.wait_for_all(is_late)
         assert members is not None
         local = SimpleNamespace(end=lambda grace_seconds: None, exits=list)
-        store = SimpleNamespace(meeting_point=SimpleNamespace(host="127.0.0.1", port=1), close=lambda: None)
+        store = SimpleNamespace(
+            meeting_point=SimpleNamespace(host="127.0.0.1", port=1), close=lambda: None
+        )
         workers = GroupWorkers(0, Share(1, 2), cast(Any, store), cast(Any, local), ours, members)
         (lost,) = workers.end(0.0)
         assert (lost.rank, lost.host, lost.is_lost) == (1, "n1", True)
@@ -284,7 +339,9 @@ def test_who_leads(port: int) -> None:
     assert claim("203.0.113.1:29400") is None
 
 
-@pytest.mark.parametrize("other", [("fe80::1", 1 << 20), ("2001:db8::1", 0)], ids=["of a link", "no IPv6"])
+@pytest.mark.parametrize(
+    "other", [("fe80::1", 1 << 20), ("2001:db8::1", 0)], ids=["of a link", "no IPv6"]
+)
 def test_a_name_may_have_addresses_at_which_nobody_can_listen(
     monkeypatch: pytest.MonkeyPatch, port: int, other: tuple[str, int]
 ) -> None:
@@ -298,7 +355,10 @@ def test_a_name_may_have_addresses_at_which_nobody_can_listen(
 
     host, scope = other
     stream = (socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
-    found = [(socket.AF_INET6, *stream, (host, port, 0, scope)), (socket.AF_INET, *stream, ("127.0.0.1", port))]
+    found = [
+        (socket.AF_INET6, *stream, (host, port, 0, scope)),
+        (socket.AF_INET, *stream, ("127.0.0.1", port)),
+    ]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **settings: found)
     if not scope:
         monkeypatch.setattr(socket, "socket", without_ipv6)

@@ -32,12 +32,18 @@ LIGHTHOUSE = "http://127.0.0.1:4711"
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
-    path.write_text("[fault_tolerance]\nenable = true\nmin_replica_size = 2\nheartbeat_timeout_ms = 750\n")
+    path.write_text(
+        "[fault_tolerance]\nenable = true\nmin_replica_size = 2\nheartbeat_timeout_ms = 750\n"
+    )
     return path
 
 
-def plan(config: Path, num_replicas: int = 3, worker_args: list[str] | None = None, **settings: Any) -> LaunchPlan:
-    return LaunchPlan(Launch(config, num_replicas, 2, config.parent / "run", **settings), worker_args or [])
+def plan(
+    config: Path, num_replicas: int = 3, worker_args: list[str] | None = None, **settings: Any
+) -> LaunchPlan:
+    return LaunchPlan(
+        Launch(config, num_replicas, 2, config.parent / "run", **settings), worker_args or []
+    )
 
 
 def agent_args(made: LaunchPlan, replica: int) -> list[str]:
@@ -64,7 +70,10 @@ def test_a_folder_of_another_user_is_refused(config: Path) -> None:
     os.chown(root, 65534, 65534)
     with pytest.raises(ConfigError, match="--run-dir must be yours alone"):
         plan(config)
-    assert main(["launch", str(config), "--replicas=2", "--ranks-per-replica=1", f"--run-dir={root}"]) == 2
+    assert (
+        main(["launch", str(config), "--replicas=2", "--ranks-per-replica=1", f"--run-dir={root}"])
+        == 2
+    )
     assert not any(root.iterdir())
 
 
@@ -76,7 +85,10 @@ def test_nothing_is_written_through_a_link(config: Path, name: str) -> None:
     link.parent.mkdir(parents=True)
     link.symlink_to(victim)
     if name == "config.toml":
-        with pytest.raises(ConfigError, match=r"can be written, got .*symbolic links"), plan(config).occupied():
+        with (
+            pytest.raises(ConfigError, match=r"can be written, got .*symbolic links"),
+            plan(config).occupied(),
+        ):
             pass
     else:
         with open_log(link) as log:
@@ -156,7 +168,11 @@ def test_worker_flags_reach_the_lighthouse(config: Path) -> None:
     """A setting that lighthouse and workers share can be given as a worker's flag, in each of tyro's spellings."""
     flags = ["--fault_tolerance.min_replica_size=1", "--fault-tolerance.join-timeout-ms", "300"]
     settings = plan(config, num_replicas=1, worker_args=flags).lighthouse
-    assert (settings.min_replicas, settings.join_timeout_ms, settings.heartbeat_timeout_ms) == (1, 300, 750)
+    assert (settings.min_replicas, settings.join_timeout_ms, settings.heartbeat_timeout_ms) == (
+        1,
+        300,
+        750,
+    )
 
 
 def test_the_lighthouse_waits_for_groups_in_the_midst_of_a_round(config: Path) -> None:
@@ -238,7 +254,9 @@ def test_a_launch_that_is_refused_for_want_of_room_changes_nothing(
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(LaunchPlan, "_replace_config", replace)
-    with pytest.raises(ConfigError, match=r"--run-dir must be a folder that can be written, got .*No space left"):
+    with pytest.raises(
+        ConfigError, match=r"--run-dir must be a folder that can be written, got .*No space left"
+    ):
         resumed.write()
     assert len(written) == 2
     assert first.paths.config.read_text() == before
@@ -268,7 +286,9 @@ def test_a_flag_with_a_line_break_stays_in_the_comment(config: Path) -> None:
 
 def test_what_is_not_utf_8_is_refused_in_one_line(config: Path, tmp_path: Path) -> None:
     """A path may be any bytes; the run's config, which holds it, may not."""
-    with pytest.raises(ConfigError, match=r"^--job.description must be UTF-8, got 'a\\udcff'; rename it"):
+    with pytest.raises(
+        ConfigError, match=r"^--job.description must be UTF-8, got 'a\\udcff'; rename it"
+    ):
         plan(config, worker_args=["--job.description=a\udcff"])
     with pytest.raises(ConfigError, match=r"^--run-dir must be UTF-8, got "):
         LaunchPlan(Launch(config, 3, 2, tmp_path / "run\udcff"))
@@ -278,9 +298,17 @@ def test_the_command_that_goes_on(config: Path) -> None:
     """It is one for a shell, with the options and flags that hold for the whole run."""
     usual = plan(config, worker_args=["--training.dataset_path=a b"])
     assert shlex.split(usual.resume_command)[:3] == ["titan-ft", "launch", str(config)]
-    assert usual.resume_command.endswith(f"--run-dir {usual.options.run_dir} --resume -- '--training.dataset_path=a b'")
+    assert usual.resume_command.endswith(
+        f"--run-dir {usual.options.run_dir} --resume -- '--training.dataset_path=a b'"
+    )
     more = plan(
-        config, spares=1, drain_timeout=60.0, minutes=5.0, metrics_port="9464", no_zygote=True, chaos=Path("every_15s")
+        config,
+        spares=1,
+        drain_timeout=60.0,
+        minutes=5.0,
+        metrics_port="9464",
+        no_zygote=True,
+        chaos=Path("every_15s"),
     )
     own = more.resume_command.partition(f"--run-dir {more.options.run_dir} ")[2]
     assert own == "--spares 1 --drain-timeout 60.0 --no-zygote --metrics-port 9464 --resume"
@@ -298,7 +326,9 @@ def test_the_command_that_goes_on(config: Path) -> None:
 def test_the_command_that_goes_on_does_not_go_back(config: Path, flags: list[str]) -> None:
     """It leads to the latest checkpoint, which it names, and not to the step that this launch began at."""
     made = plan(config, worker_args=["--training.steps=40", *flags, "--optimizer.lr=1e-3"])
-    assert made.resume_command.endswith("--resume -- --training.steps=40 --optimizer.lr=1e-3 --checkpoint.load_step=-1")
+    assert made.resume_command.endswith(
+        "--resume -- --training.steps=40 --optimizer.lr=1e-3 --checkpoint.load_step=-1"
+    )
     assert made.worker_flags([])[-len(flags) - 1 : -1] == flags
     made.write()
     assert flags[0] in made.paths.config.read_text().splitlines()[0]  # the command as it was given
@@ -324,15 +354,33 @@ def test_refusals(config: Path, tmp_path: Path) -> None:
     cases = [
         (lambda: plan(config, num_replicas=0), "--replicas must be >= 1, got 0"),
         (lambda: plan(config, max_restarts=-1), "--max-restarts must be >= 0, got -1"),
-        (lambda: plan(config, lighthouse_port=70000), "--lighthouse-port must be <= 65535, got 70000"),
-        (lambda: plan(config, num_replicas=1), r"min_replica_size must be <= --replicas \(1\), got 2"),
+        (
+            lambda: plan(config, lighthouse_port=70000),
+            "--lighthouse-port must be <= 65535, got 70000",
+        ),
+        (
+            lambda: plan(config, num_replicas=1),
+            r"min_replica_size must be <= --replicas \(1\), got 2",
+        ),
         (lambda: plan(tmp_path / "none.toml"), "none.toml"),
-        (lambda: plan(config, worker_args=["--fault_tolerance.heartbeat_timeout_ms=x"]), "whole number, got 'x'"),
-        (lambda: plan(config, worker_args=["--fault_tolerance.join_timeout_ms=0"]), "join_timeout_ms must be > 0"),
+        (
+            lambda: plan(config, worker_args=["--fault_tolerance.heartbeat_timeout_ms=x"]),
+            "whole number, got 'x'",
+        ),
+        (
+            lambda: plan(config, worker_args=["--fault_tolerance.join_timeout_ms=0"]),
+            "join_timeout_ms must be > 0",
+        ),
         (lambda: plan(config, spares=-1), "--spares must be >= 0, got -1"),
         (lambda: plan(config, drain_timeout=0.0), "--drain-timeout must be > 0, got 0.0"),
-        (lambda: plan(config, worker_args=["--fault_tolerance.drain_timeout_seconds=x"]), "a number, got 'x'"),
-        (lambda: plan(config, worker_args=["--fault_tolerance.lighthouse=http://a:1"]), "its own lighthouse"),
+        (
+            lambda: plan(config, worker_args=["--fault_tolerance.drain_timeout_seconds=x"]),
+            "a number, got 'x'",
+        ),
+        (
+            lambda: plan(config, worker_args=["--fault_tolerance.lighthouse=http://a:1"]),
+            "its own lighthouse",
+        ),
     ]
     for attempt, message in cases:
         with pytest.raises(ConfigError, match=message) as caught:
@@ -350,7 +398,10 @@ def test_refusals(config: Path, tmp_path: Path) -> None:
 def test_resume_needs_an_earlier_run_and_a_checkpoint(config: Path) -> None:
     """A used folder is taken only if training would go on from a checkpoint; `test_resume.py` has what may differ."""
     config.write_text(config.read_text() + "[checkpoint]\nenable = true\n[training]\nsteps = 60\n")
-    with pytest.raises(ConfigError, match=r"--resume needs an earlier run in --run-dir, got .*/run, which holds none"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--resume needs an earlier run in --run-dir, got .*/run, which holds none",
+    ):
         plan(config, resume=True)
     first = plan(config)
     first.write()
@@ -362,7 +413,10 @@ def test_resume_needs_an_earlier_run_and_a_checkpoint(config: Path) -> None:
     again = plan(config, resume=True)
     assert [again.paths.next_attempt(replica) for replica in (0, 1)] == [0, 5]
     again.write()
-    assert LaunchPlan(Launch(first.paths.config, 3, 2, first.paths.root, resume=True)).num_replicas == 3
+    assert (
+        LaunchPlan(Launch(first.paths.config, 3, 2, first.paths.root, resume=True)).num_replicas
+        == 3
+    )
     with pytest.raises(ConfigError, match=r"checkpoint.enable = true, got false; .* start anew"):
         plan(config, resume=True, worker_args=["--checkpoint.enable", "False"])
 
@@ -378,7 +432,10 @@ def test_fields_of_a_foreign_config_module_are_left_to_the_workers(config: Path)
 
 
 def test_usage_errors_end_with_status_2(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    config: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A wrong config or value is one line on stderr and status 2, and starts nothing."""
     monkeypatch.chdir(tmp_path)
@@ -430,7 +487,9 @@ def test_two_launches_at_once(config: Path, resume: bool) -> None:
     with first.occupied():
         first.write()
         held = paths.config.read_text()
-        with pytest.raises(ConfigError, match=r"must not be in use by another launch, got .*run, where one"):
+        with pytest.raises(
+            ConfigError, match=r"must not be in use by another launch, got .*run, where one"
+        ):
             launch(second)
         assert paths.config.read_text() == held
     with second.occupied():
@@ -440,7 +499,11 @@ def test_two_launches_at_once(config: Path, resume: bool) -> None:
 
 @pytest.mark.parametrize(
     "names",
-    [["launch_started"], ["launch_started", "launch_finished", "step_committed"], ["worker_started"]],
+    [
+        ["launch_started"],
+        ["launch_started", "launch_finished", "step_committed"],
+        ["worker_started"],
+    ],
     ids=["may be going on", "has trained", "from torchrun"],
 )
 def test_other_runs_are_kept(config: Path, names: list[str]) -> None:

@@ -40,19 +40,28 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Page:
 
 
 def names(former: int, living: int) -> dict[str, float]:
-    return {f"former {n}": 2 * FORMER_SECONDS for n in range(former)} | {f"living {n}": 0.1 for n in range(living)}
+    return {f"former {n}": 2 * FORMER_SECONDS for n in range(former)} | {
+        f"living {n}": 0.1 for n in range(living)
+    }
 
 
 @pytest.mark.parametrize(
     ("former", "living", "num_asking", "due"),
     [
         (MOST_FORMER_NAMES + 1, 4, 0, True),
-        (MOST_FORMER_NAMES + 1, 4, 1, False),  # a group waits for its quorum: a step waits for the lighthouse
+        (
+            MOST_FORMER_NAMES + 1,
+            4,
+            1,
+            False,
+        ),  # a group waits for its quorum: a step waits for the lighthouse
         (MOST_FORMER_NAMES, 4, 0, False),
         (4, MOST_FORMER_NAMES + 1, 0, False),
     ],
 )
-def test_when_a_lighthouse_starts_anew(page: Page, former: int, living: int, num_asking: int, due: bool) -> None:
+def test_when_a_lighthouse_starts_anew(
+    page: Page, former: int, living: int, num_asking: int, due: bool
+) -> None:
     """With too many ended processes, and between two quorums."""
     page.status = LighthouseStatus(names(former, living), (), num_asking)
     assert Crowd(page).is_due() == due
@@ -107,5 +116,7 @@ def test_a_lighthouse_forgets_ended_processes(process: subprocess.Popen[str]) ->
 
     wait_until(is_empty)
     LighthouseClient(address, CONNECT).heartbeat("group-30")
-    wait_until(lambda: (found := page.read(1.0)) is not None and list(found.heartbeats) == ["group-30"])
+    wait_until(
+        lambda: (found := page.read(1.0)) is not None and list(found.heartbeats) == ["group-30"]
+    )
     assert process.poll() is None

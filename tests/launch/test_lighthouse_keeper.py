@@ -28,9 +28,7 @@ LISTENER = (
     f"import os, socket; s = socket.socket(fileno=int(os.environ['{LISTENER_VARIABLE}'])); "
     "print('listening', flush=True); "
 )
-ANSWER = (
-    "c, _ = s.accept(); c.recv(4096); c.sendall(b'HTTP/1.1 200 OK\\r\\nContent-Length: 1\\r\\n\\r\\n1'); c.close(); "
-)
+ANSWER = "c, _ = s.accept(); c.recv(4096); c.sendall(b'HTTP/1.1 200 OK\\r\\nContent-Length: 1\\r\\n\\r\\n1'); c.close(); "
 LISTEN = LISTENER + ANSWER
 """Answers the keeper once, and dies."""
 
@@ -39,14 +37,19 @@ MakeKeeper = Callable[..., LighthouseKeeper]
 
 @pytest.fixture
 def make_keeper(tmp_path: Path) -> Iterator[MakeKeeper]:
-    children, events = Children({TOKEN_ENV: TOKEN}), EventLog(tmp_path / "events" / "launcher-1.jsonl")
+    children, events = (
+        Children({TOKEN_ENV: TOKEN}),
+        EventLog(tmp_path / "events" / "launcher-1.jsonl"),
+    )
     made: list[LighthouseKeeper] = []
 
     def make(code: str, port: int = 0) -> LighthouseKeeper:
         def command(port: int) -> list[str]:
             return [sys.executable, "-c", code, str(port)]
 
-        made.append(LighthouseKeeper(command, port, tmp_path / "lighthouse.log", children, TOKEN, events))
+        made.append(
+            LighthouseKeeper(command, port, tmp_path / "lighthouse.log", children, TOKEN, events)
+        )
         return made[-1]
 
     yield make
@@ -56,7 +59,9 @@ def make_keeper(tmp_path: Path) -> Iterator[MakeKeeper]:
         keeper.close()
 
 
-def poll_until(keeper: LighthouseKeeper, condition: Callable[[], object], seconds: float = 60.0) -> None:
+def poll_until(
+    keeper: LighthouseKeeper, condition: Callable[[], object], seconds: float = 60.0
+) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -81,11 +86,16 @@ def test_taken_port_is_a_mistake_in_the_command(make_keeper: MakeKeeper) -> None
     """A --lighthouse-port at which somebody listens is refused before anything is started."""
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"--lighthouse-port must be a free port, got {port} .*choose another"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"--lighthouse-port must be a free port, got {port} .*choose another",
+        ):
             make_keeper("", port)
 
 
-def test_lighthouse_that_cannot_start_is_not_started_again(make_keeper: MakeKeeper, tmp_path: Path) -> None:
+def test_lighthouse_that_cannot_start_is_not_started_again(
+    make_keeper: MakeKeeper, tmp_path: Path
+) -> None:
     """If it ends before it ever listened, the reason is its settings: that is told at once."""
     keeper = make_keeper("print('started'); raise SystemExit(2)")
     poll_until(keeper, lambda: keeper.failure)
@@ -93,14 +103,19 @@ def test_lighthouse_that_cannot_start_is_not_started_again(make_keeper: MakeKeep
     assert (tmp_path / "lighthouse.log").read_text() == "started\n"
 
 
-def test_crash_loop_is_given_up(make_keeper: MakeKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_loop_is_given_up(
+    make_keeper: MakeKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Deaths count while each follows a short life, also if it never listened again, and a long life forgives them."""
     monkeypatch.setattr("titan_ft.launch.lighthouse_keeper.backoff_seconds", lambda streak: 0.0)
     flag, log = tmp_path / "once", tmp_path / "lighthouse.log"
     first_only = f"import os; os.path.exists({str(flag)!r}) and exit(1); open({str(flag)!r}, 'w'); "
     keeper = make_keeper(first_only + LISTEN)
     poll_until(keeper, lambda: keeper.failure)
-    assert keeper.failure == "the lighthouse ended (exit status 1), 5 times in a row within moments of its start"
+    assert (
+        keeper.failure
+        == "the lighthouse ended (exit status 1), 5 times in a row within moments of its start"
+    )
     assert log.read_text().count("listening") == 1
 
     monkeypatch.setattr("titan_ft.launch.lighthouse_keeper.HEALTHY_SECONDS", 0.0)
@@ -124,7 +139,10 @@ def test_a_lighthouse_that_answers_no_more_is_started_again(
     first = keeper.pid
     poll_until(keeper, lambda: keeper.listens and keeper.pid not in (None, first))
     assert log.read_text().count("listening") == 2
-    (event,) = (json.loads(line) for line in (tmp_path / "events" / "launcher-1.jsonl").read_text().splitlines()[2:])
+    (event,) = (
+        json.loads(line)
+        for line in (tmp_path / "events" / "launcher-1.jsonl").read_text().splitlines()[2:]
+    )
     assert event["event"] == "lighthouse_restarted"
     assert event["reason"] == "the lighthouse was killed: it did not answer 3 times, 0.2 s each"
 

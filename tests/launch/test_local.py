@@ -43,7 +43,9 @@ def own_memory(pid: int) -> int:
 def test_killed_group_is_restarted_alone(run: Any) -> None:
     """One group dies and comes back; the other is not touched; plain lines tell it, and where to look; the job's curve
     has its step; status 0 when all finished."""
-    launcher = run.launch(replicas=2, worker_args=["--metrics.enable-tensorboard", "--training.steps=3"])
+    launcher = run.launch(
+        replicas=2, worker_args=["--metrics.enable-tensorboard", "--training.steps=3"]
+    )
     first = [run.worker(replica, 0, 0) for replica in (0, 1)]
     assert first[0]["argv"][-1] == "--training.steps=3"
     tokens = {worker["env"]["TITAN_FT_TOKEN"] for worker in first}
@@ -65,12 +67,19 @@ def test_killed_group_is_restarted_alone(run: Any) -> None:
     root = run.paths.root
     assert f"watch it: titan-ft top {root}; logs: {root}/logs/replica-*/latest/" in lines
     assert f"curves: tensorboard --logdir {root}/tb" in lines
-    assert [os.readlink(run.paths.latest_logs(replica)) for replica in (0, 1)] == ["attempt-0", "attempt-1"]
+    assert [os.readlink(run.paths.latest_logs(replica)) for replica in (0, 1)] == [
+        "attempt-0",
+        "attempt-1",
+    ]
     curve = EventAccumulator(str(run.paths.job_curve)).Reload()
-    assert [(point.step, point.value) for point in curve.Scalars("loss_metrics/global_avg_loss")] == [(7, 3.25)]
+    assert [
+        (point.step, point.value) for point in curve.Scalars("loss_metrics/global_avg_loss")
+    ] == [(7, 3.25)]
     assert "group 1 died: rank 0 was killed by SIGKILL" in lines
     assert "group 1 restarting (attempt 1)" in lines
-    assert any(line.startswith("step 7  loss 3.25000  groups ") for line in lines)  # 2/2, or 1/2 already
+    assert any(
+        line.startswith("step 7  loss 3.25000  groups ") for line in lines
+    )  # 2/2, or 1/2 already
     assert lines[-1].startswith("all groups finished")
     assert not any("group 0 died" in line for line in lines)
     kept = [line[20:] for line in run.paths.launch_log.read_text().splitlines()]  # after the date
@@ -109,7 +118,10 @@ def test_signal_stops_everything_it_started(run: Any) -> None:
     assert "checkpoints are off (checkpoint.enable)" in printed
     assert "stopping all groups" in printed
     assert "died" not in printed
-    assert printed.splitlines()[-1] == "stopped before the first step; the same command starts it again"
+    assert (
+        printed.splitlines()[-1]
+        == "stopped before the first step; the same command starts it again"
+    )
     assert run.all_gone()
     assert not any(run.is_alive(pid) for pid in started)
     assert stranger.poll() is None
@@ -118,7 +130,9 @@ def test_signal_stops_everything_it_started(run: Any) -> None:
 def test_a_plan_of_faults_is_carried_out(run: Any, tmp_path: Path) -> None:
     """A fault of the plan strikes once all groups have trained together; the group comes back, and the status is 0."""
     plan = tmp_path / "plan.toml"
-    plan.write_text('seed = 1\n[[rule]]\nwhen = "script"\nshots = [{at = 0, fault = "kill_group", replica = 1}]\n')
+    plan.write_text(
+        'seed = 1\n[[rule]]\nwhen = "script"\nshots = [{at = 0, fault = "kill_group", replica = 1}]\n'
+    )
     mark = ["--job.description=titan_ft"]  # as a real worker's command line has it
     launcher = run.launch(replicas=2, worker_args=mark, chaos=str(plan))
     first = [run.worker(replica, 0, 0) for replica in (0, 1)]
@@ -129,7 +143,9 @@ def test_a_plan_of_faults_is_carried_out(run: Any, tmp_path: Path) -> None:
     assert not run.is_alive(first[1]["pid"])
     printed = run.finish(launcher)
     assert "fault: kill_group on group 1" in printed
-    assert [(e["fault"], e["target"]) for e in run.events("fault_injected")] == [("kill_group", {"replica": 1})]
+    assert [(e["fault"], e["target"]) for e in run.events("fault_injected")] == [
+        ("kill_group", {"replica": 1})
+    ]
 
 
 def test_killed_launcher_leaves_no_orphans(run: Any) -> None:
@@ -140,7 +156,9 @@ def test_killed_launcher_leaves_no_orphans(run: Any) -> None:
     run.wait_obeyed(0, 0, 0)
     started = children(launcher.pid) + stores
     launcher.kill()
-    run.wait_until(lambda: run.all_gone() and not any(run.is_alive(pid) for pid in started), 5.0, "all gone")
+    run.wait_until(
+        lambda: run.all_gone() and not any(run.is_alive(pid) for pid in started), 5.0, "all gone"
+    )
 
 
 def test_a_group_takes_little_memory_beside_its_workers(run: Any) -> None:
@@ -174,9 +192,16 @@ def test_a_run_outlives_its_zygote(run: Any) -> None:
     assert "zygote" in run.worker(1, 0, 1)["command"][2]
     assert run.is_alive(first[0]["pid"])
     run.order(1, 0, 1, "exit 1")
-    assert run.worker(1, 0, 2)["command"][2] == "titan_ft.launch.group.agent"  # of which it is a fork
+    assert (
+        run.worker(1, 0, 2)["command"][2] == "titan_ft.launch.group.agent"
+    )  # of which it is a fork
     printed = run.finish(launcher)
-    assert printed.count("the zygote ended (SIGKILL); groups started from now on import everything themselves") == 1
+    assert (
+        printed.count(
+            "the zygote ended (SIGKILL); groups started from now on import everything themselves"
+        )
+        == 1
+    )
     assert run.all_gone()
 
 
@@ -214,7 +239,9 @@ def test_a_private_network_is_reached_by_nobody_else(run: Any) -> None:
     launcher = run.launch(replicas=1, private_network=True, metrics_port=str(port))
     run.worker(0, 0, 0)
     (started,) = run.events("lighthouse_started")
-    assert os.readlink(f"/proc/{started['lighthouse_pid']}/ns/net") != os.readlink("/proc/self/ns/net")
+    assert os.readlink(f"/proc/{started['lighthouse_pid']}/ns/net") != os.readlink(
+        "/proc/self/ns/net"
+    )
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(split_address(started["address"]), 5.0)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30.0) as figures:
@@ -243,7 +270,9 @@ def test_killed_agent_fails_only_its_group(run: Any) -> None:
     zygote = zygote_of(launcher.pid)
     assert zygote is not None
     os.kill(agents_of(launcher.pid)[0], signal.SIGKILL)
-    run.wait_until(lambda: not run.is_alive(workers[0]["pid"]), 10.0, "workers of the killed agent gone")
+    run.wait_until(
+        lambda: not run.is_alive(workers[0]["pid"]), 10.0, "workers of the killed agent gone"
+    )
     spare = run.worker(0, 0, 1)
     assert "zygote" in spare["command"][2]
     assert zygote_of(launcher.pid) == zygote
@@ -255,7 +284,12 @@ def test_killed_agent_fails_only_its_group(run: Any) -> None:
     printed, errors = launcher.communicate(timeout=20)
     assert launcher.returncode == 1
     assert printed.count("group 0 died: its agent was killed by SIGKILL") == 2
-    assert printed.count("group 0 failed: its agent was killed by SIGKILL; no restart left (--max-restarts 0") == 2
+    assert (
+        printed.count(
+            "group 0 failed: its agent was killed by SIGKILL; no restart left (--max-restarts 0"
+        )
+        == 2
+    )
     assert "1 of 2 groups failed: 0" in errors
     ended = run.events("agent_ended")
     assert [(event["replica"], event["attempt"], event["restarts"]) for event in ended] == [
@@ -280,12 +314,20 @@ def test_killed_agent_is_replaced(run: Any, zygote: bool) -> None:
     assert new["parent"] != killed
     assert run.is_alive(other["pid"])
     (ended,) = run.events("agent_ended")
-    assert ended == ended | {"replica": 0, "attempt": 0, "agent_pid": killed, "signal": "SIGKILL", "restarts": True}
+    assert ended == ended | {
+        "replica": 0,
+        "attempt": 0,
+        "agent_pid": killed,
+        "signal": "SIGKILL",
+        "restarts": True,
+    }
     (restarted,) = run.events("replica_restarted")
     assert (restarted["attempt"], restarted["reason"]) == (1, "its agent was killed by SIGKILL")
     printed = run.finish(launcher)
     (line,) = [line for line in printed.splitlines() if "died" in line]
-    assert re.fullmatch(r"\[ *\d+\.\d s\] group 0 died: its agent was killed by SIGKILL; see .*supervisor.log", line)
+    assert re.fullmatch(
+        r"\[ *\d+\.\d s\] group 0 died: its agent was killed by SIGKILL; see .*supervisor.log", line
+    )
     assert "group 0 restarting (attempt 1)" in printed
     assert run.all_gone()
 
@@ -314,14 +356,18 @@ def test_launch_does_not_wait_for_ever_for_a_lost_group(run: Any) -> None:
     os.kill(frozen["pid"], signal.SIGSTOP)
     run.worker(0, 0, 0)
     time.sleep(1.0)
-    with contextlib.closing(EventLog(run.paths.worker_events(0, 0, 0, 1), replica=0, rank=0, attempt=0)) as log:
+    with contextlib.closing(
+        EventLog(run.paths.worker_events(0, 0, 0, 1), replica=0, rank=0, attempt=0)
+    ) as log:
         log.emit(GroupLost(slot=1, seconds=1.0, step=3))
     run.order(0, "any", "any", "exit 0")
     printed, errors = launcher.communicate(timeout=40)
     assert launcher.returncode == 1
     assert "group 1 is lost: silent for 1 s, last in step 1" in printed
     assert "all others have ended; waiting for group 1 (lost) for 10 s at most" in printed
-    assert "group 1 failed: it was silent, and was killed when all others had ended; see " in printed
+    assert (
+        "group 1 failed: it was silent, and was killed when all others had ended; see " in printed
+    )
     assert "1 of 2 groups failed: 1" in errors
     assert run.all_gone()
 
@@ -334,7 +380,9 @@ def test_agent_that_dies_while_all_groups_leave(run: Any) -> None:
         run.order(replica, 0, 0, "ignore")
         run.wait_obeyed(replica, 0, 0)
     launcher.send_signal(signal.SIGINT)
-    run.wait_until(lambda: len(list(run.orders.glob("*.told"))) == 2, what="both groups asked to leave")
+    run.wait_until(
+        lambda: len(list(run.orders.glob("*.told"))) == 2, what="both groups asked to leave"
+    )
     os.kill(agents_of(launcher.pid)[0], signal.SIGKILL)
     run.wait_until(lambda: run.events("agent_ended"), what="the event of the death")
     run.order(1, 0, 0, "exit 0")
@@ -355,13 +403,18 @@ def test_killed_lighthouse_comes_back_at_its_address(run: Any) -> None:
     for restarts in (1, 2):
         killed = lighthouse_of(launcher.pid)
         os.kill(killed, signal.SIGKILL)
-        run.wait_until(lambda count=restarts: len(run.events("lighthouse_restarted")) == count, what="lighthouse back")
+        run.wait_until(
+            lambda count=restarts: len(run.events("lighthouse_restarted")) == count,
+            what="lighthouse back",
+        )
         assert lighthouse_of(launcher.pid) != killed
         with socket.create_connection(("127.0.0.1", port), timeout=10):
             pass
     assert all(run.is_alive(worker["pid"]) for worker in workers)
     printed = run.finish(launcher)
-    assert printed.count("the lighthouse ended (SIGKILL); it is back at the same address after") == 2
+    assert (
+        printed.count("the lighthouse ended (SIGKILL); it is back at the same address after") == 2
+    )
     assert not run.events("replica_restarted")
     for event in run.events("lighthouse_restarted"):
         assert event["address"] == address
@@ -376,7 +429,10 @@ def test_lighthouse_that_keeps_dying_ends_the_run(run: Any) -> None:
     run.worker(0, 0, 0)
     for restarts in range(1, MAX_DEATHS):
         os.kill(lighthouse_of(launcher.pid), signal.SIGKILL)
-        run.wait_until(lambda count=restarts: len(run.events("lighthouse_restarted")) == count, what="lighthouse back")
+        run.wait_until(
+            lambda count=restarts: len(run.events("lighthouse_restarted")) == count,
+            what="lighthouse back",
+        )
     os.kill(lighthouse_of(launcher.pid), signal.SIGKILL)
     _, errors = launcher.communicate(timeout=20)
     assert launcher.returncode == 1
@@ -400,7 +456,11 @@ def test_first_signal_drains(run: Any) -> None:
         assert f"group {replica} left after step 12 (SIGTERM)" in printed
     assert run.events("launch_stopping")[0]["reason"] == "Ctrl-C"
     (finished,) = run.events("launch_finished")
-    assert (finished["code"], finished["signal"], finished["reason"]) == (130, "SIGINT", "stopped by Ctrl-C")
+    assert (finished["code"], finished["signal"], finished["reason"]) == (
+        130,
+        "SIGINT",
+        "stopped by Ctrl-C",
+    )
     assert run.all_gone()
 
 
@@ -418,7 +478,11 @@ def test_second_signal_ends_at_once(run: Any) -> None:
     launcher.communicate(timeout=30)
     assert launcher.returncode == 143
     (finished,) = run.events("launch_finished")
-    assert (finished["code"], finished["signal"], finished["reason"]) == (143, "SIGTERM", "stopped by SIGTERM")
+    assert (finished["code"], finished["signal"], finished["reason"]) == (
+        143,
+        "SIGTERM",
+        "stopped by SIGTERM",
+    )
     run.wait_until(run.all_gone, 10.0, "all gone")
 
 
@@ -443,7 +507,9 @@ def test_spare_takes_the_place_of_a_lost_group(run: Any) -> None:
         run.worker(replica, 0, 0)
     run.order(1, 0, 0, "exit 1")
     spare = run.worker(1, 0, 1)
-    assert [flag for flag in spare["argv"] if "replica_id" in flag] == ["--fault_tolerance.replica_id=1"]
+    assert [flag for flag in spare["argv"] if "replica_id" in flag] == [
+        "--fault_tolerance.replica_id=1"
+    ]
     took = run.events("spare_took_over")
     assert [(event["replica"], event["attempt"]) for event in took] == [(1, 1)]
     run.order(1, 0, 1, "exit 1")
@@ -461,7 +527,9 @@ def test_what_a_spare_may_replace() -> None:
     assert may_replace(1, gave_up=True)
     assert may_replace(-signal.SIGKILL, gave_up=True)
     assert not may_replace(1, gave_up=False)
-    assert not any(may_replace(code, gave_up=True) for code in (None, 0, CONFIG_ERROR_CODE, FINAL_CODE))
+    assert not any(
+        may_replace(code, gave_up=True) for code in (None, 0, CONFIG_ERROR_CODE, FINAL_CODE)
+    )
 
 
 @pytest.mark.slow
@@ -493,8 +561,20 @@ def test_resume_goes_on_counting_and_tells_only_what_is_new(run: Any) -> None:
     assert len({event["job_id"] for event in run.events("launch_started")}) == 2
     assert all(run.paths.logs(0, attempt, 0).exists() for attempt in (0, 1))
     headers = run.paths.config.read_text().splitlines()[:5]
-    assert [line.startswith("# titan-ft launch ") for line in headers] == [True, False, True, False, False]
-    assert [line.startswith("# titan-ft launched: {") for line in headers] == [False, True, False, True, False]
+    assert [line.startswith("# titan-ft launch ") for line in headers] == [
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert [line.startswith("# titan-ft launched: {") for line in headers] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def crashing(run: Any, crash: str, replicas: int = 2, **settings: Any) -> tuple[int, str, str]:
@@ -539,7 +619,9 @@ def test_a_mistake_is_found_before_anything_is_started(run: Any) -> None:
         printed, errors = launcher.communicate(timeout=30)
         assert (launcher.returncode, printed) == (1, "")
         # `titan-ft launch` makes one line of it, see test_cli.py; the function that is called here raises it.
-        assert errors.endswith(f"ConfigError: --job.config_file={run.config} must be better; mend it\n")
+        assert errors.endswith(
+            f"ConfigError: --job.config_file={run.config} must be better; mend it\n"
+        )
         assert not run.paths.root.exists()
 
 
@@ -595,8 +677,13 @@ raise KeyError("nope")
     code, printed, errors = crashing(run, crash)
     assert (code, "1 of 2 groups failed: 1" in errors) == (1, True)
     assert "starting again does not help" not in errors
-    assert "group 1 failed: rank 0 ended with exit status 1; the same exception 3 times in a row" in printed
-    assert not [event for event in run.events("worker_exited") if event["replica"] == 0 and event["stopped"]]
+    assert (
+        "group 1 failed: rank 0 ended with exit status 1; the same exception 3 times in a row"
+        in printed
+    )
+    assert not [
+        event for event in run.events("worker_exited") if event["replica"] == 0 and event["stopped"]
+    ]
 
 
 def test_all_groups_abort(run: Any) -> None:
@@ -606,5 +693,8 @@ def test_all_groups_abort(run: Any) -> None:
     assert code == 1
     log = run.paths.logs(0, 0, 0)
     assert f"group 0 died: rank 0 was killed by SIGABRT; see {log}" in printed
-    assert "all groups end with SIGABRT (what():  [enforce fail at pair.cc] 8 vs 4) (before any step, 2 times" in errors
+    assert (
+        "all groups end with SIGABRT (what():  [enforce fail at pair.cc] 8 vs 4) (before any step, 2 times"
+        in errors
+    )
     assert run.all_gone()

@@ -46,7 +46,9 @@ from titan_ft.run.paths import RunPaths
 
 KILLED = AttemptEnd(-9, alive_seconds=5.0)
 FAILED = AttemptEnd(1, alive_seconds=5.0)
-AWAY = replace(FAILED, error=WorkerError("ConnectionError: away", transient=True, time=0.0, network=True))
+AWAY = replace(
+    FAILED, error=WorkerError("ConnectionError: away", transient=True, time=0.0, network=True)
+)
 ALONE = replace(FAILED, error=WorkerError("GaveUpError: too few came", transient=True, time=0.0))
 
 
@@ -62,7 +64,16 @@ def reason(decision: float | NoRestart) -> str:
 
 def test_backoff_starts_at_once_and_is_capped() -> None:
     """The first restart waits for nothing, the next ones for twice as long each, up to a cap."""
-    assert [backoff_seconds(streak) for streak in range(8)] == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    assert [backoff_seconds(streak) for streak in range(8)] == [
+        0.0,
+        0.5,
+        1.0,
+        2.0,
+        4.0,
+        8.0,
+        10.0,
+        10.0,
+    ]
     assert backoff_seconds(10_000) == 10.0
 
 
@@ -85,7 +96,9 @@ def test_backoff_is_reset_by_health() -> None:
 def test_restarts_are_limited() -> None:
     """After max_restarts, healthy or not, the group has failed."""
     policy = RestartPolicy(max_restarts=2)
-    decisions = [policy.decide(replace(KILLED, alive_seconds=100.0, committed=True)) for _ in range(3)]
+    decisions = [
+        policy.decide(replace(KILLED, alive_seconds=100.0, committed=True)) for _ in range(3)
+    ]
     assert decisions[:2] == [0.0, 0.0]
     assert decisions[2] == NoRestart(RESTARTS, "no restart left (--max-restarts 2 within 24 hours)")
 
@@ -105,7 +118,11 @@ def test_restarts_long_ago_do_not_count() -> None:
 def test_restarts_without_a_commit_come_to_an_end() -> None:
     """Also where each attempt waits so long for what never comes that there are few restarts a day."""
     now = 0.0
-    waits = replace(FAILED, alive_seconds=WINDOW_SECONDS, error=WorkerError("Timeout: away", transient=True, time=0.0))
+    waits = replace(
+        FAILED,
+        alive_seconds=WINDOW_SECONDS,
+        error=WorkerError("Timeout: away", transient=True, time=0.0),
+    )
     policy = RestartPolicy(max_restarts=3, clock=lambda: now)
     for _ in range(3):
         now += WINDOW_SECONDS
@@ -127,7 +144,9 @@ def test_the_same_exception_again_and_again() -> None:
     assert isinstance(policy.decide(KILLED), float)
     assert isinstance(policy.decide(raised("KeyError: 'nope' at 0x7f9c of pid 4711")), float)
     decision = policy.decide(raised("KeyError: 'nope' at 0x1 of pid 7"))
-    assert decision == NoRestart(CRASH_LOOP, "the same exception 3 times in a row, and no step committed between")
+    assert decision == NoRestart(
+        CRASH_LOOP, "the same exception 3 times in a row, and no step committed between"
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,7 +169,9 @@ def test_the_same_end_without_an_exception(code: int, name: str) -> None:
     assert policy.decide(end) == NoRestart(CRASH_LOOP, expected)
 
 
-@pytest.mark.parametrize("code", [0, *(-s for s in signal.valid_signals() - OWN_SIGNALS if s < signal.SIGRTMIN)])
+@pytest.mark.parametrize(
+    "code", [0, *(-s for s in signal.valid_signals() - OWN_SIGNALS if s < signal.SIGRTMIN)]
+)
 def test_an_end_from_outside_never_counts(code: int) -> None:
     """Kills by a person, Slurm, the OOM killer, chaos: such a group has all of its restarts, and no row is ended."""
     assert kind_of_end(code, None) == ""
@@ -166,7 +187,9 @@ def test_a_status_that_tells_of_a_kill(status: int) -> None:
     assert all(isinstance(policy.decide(replace(FAILED, code=status)), float) for _ in range(100))
 
 
-@pytest.mark.parametrize("end", [replace(FAILED, code=-signal.SIGABRT), replace(FAILED, code=7), raised("E: a")])
+@pytest.mark.parametrize(
+    "end", [replace(FAILED, code=-signal.SIGABRT), replace(FAILED, code=7), raised("E: a")]
+)
 def test_the_same_step_again_and_again(end: AttemptEnd) -> None:
     """Steps that lead to the same end each time are no progress: nobody else sees that on a cluster."""
     policy = RestartPolicy(max_restarts=100)
@@ -188,9 +211,15 @@ def test_a_suspected_host_is_left_before_a_group_is_given_up() -> None:
         number = next(number for number in count(1) if isinstance(policy.decide(crash), NoRestart))
         assert number == most
     policy = RestartPolicy(max_restarts=100, host_deaths=5)
-    assert [isinstance(policy.decide(raised("E: a")), float) for _ in range(3)] == [True, True, False]
+    assert [isinstance(policy.decide(raised("E: a")), float) for _ in range(3)] == [
+        True,
+        True,
+        False,
+    ]
     policy = RestartPolicy(max_restarts=100, host_deaths=5)
-    assert [isinstance(policy.decide(raised("HungError: x")), float) for _ in range(6)] == [True] * 5 + [False]
+    assert [isinstance(policy.decide(raised("HungError: x")), float) for _ in range(6)] == [
+        True
+    ] * 5 + [False]
 
 
 @pytest.mark.parametrize(
@@ -200,8 +229,24 @@ def test_a_suspected_host_is_left_before_a_group_is_given_up() -> None:
         [raised("ValueError: a", disturbed=True)] * 9,
         [replace(FAILED, error=WorkerError("DistStoreError: a", transient=True, time=0.0))] * 9,
         [KILLED] * 9,
-        [FAILED, replace(FAILED, code=7), FAILED, replace(FAILED, code=7), replace(FAILED, committed=True)] * 2,
-        [raised("a"), AWAY, raised("b"), KILLED, raised("a"), replace(FAILED, code=-signal.SIGTERM), raised("b"), AWAY],
+        [
+            FAILED,
+            replace(FAILED, code=7),
+            FAILED,
+            replace(FAILED, code=7),
+            replace(FAILED, committed=True),
+        ]
+        * 2,
+        [
+            raised("a"),
+            AWAY,
+            raised("b"),
+            KILLED,
+            raised("a"),
+            replace(FAILED, code=-signal.SIGTERM),
+            raised("b"),
+            AWAY,
+        ],
         [replace(FAILED, committed=True)] * 9,
         [replace(FAILED, code=-signal.SIGSEGV, disturbed=True)] * 9,
     ],
@@ -233,7 +278,9 @@ def test_no_crash_loop(ends: list[AttemptEnd]) -> None:
     ],
     ids=["exceptions", "statuses", "signals", "an exception and a status", "four causes"],
 )
-@pytest.mark.parametrize("between", [None, KILLED, AWAY], ids=["nothing", "kills", "a network error"])
+@pytest.mark.parametrize(
+    "between", [None, KILLED, AWAY], ids=["nothing", "kills", "a network error"]
+)
 def test_causes_in_turn(causes: list[AttemptEnd], between: AttemptEnd | None) -> None:
     """Twice as many ends as of one cause, of which no two in a row need be alike; kills neither count nor help."""
     policy = RestartPolicy(max_restarts=100, run_trains=lambda: True)
@@ -260,7 +307,13 @@ def test_causes_in_turn_after_the_same_step() -> None:
 def test_a_commit_begins_the_row_anew() -> None:
     """Also one of an attempt that ended otherwise; the end after it is the first of the next row."""
     policy = RestartPolicy(max_restarts=100)
-    for end in (raised("E: a"), raised("E: a"), replace(KILLED, committed=True), raised("E: a"), raised("E: a")):
+    for end in (
+        raised("E: a"),
+        raised("E: a"),
+        replace(KILLED, committed=True),
+        raised("E: a"),
+        raised("E: a"),
+    ):
         assert isinstance(policy.decide(end), float)
     assert isinstance(policy.decide(raised("E: a")), NoRestart)
 
@@ -294,7 +347,10 @@ def test_a_dead_network_before_the_first_step(ends_at: list[float], given_up_at:
         assert isinstance(decision, NoRestart) == (moment == given_up_at), moment
     assert isinstance(decision, NoRestart)
     assert decision.cause == NETWORK
-    assert decision.reason == f"{len(ends_at)} network errors within {given_up_at} s, and no step committed"
+    assert (
+        decision.reason
+        == f"{len(ends_at)} network errors within {given_up_at} s, and no step committed"
+    )
 
 
 @pytest.mark.parametrize(
@@ -307,7 +363,14 @@ def test_a_dead_network_before_the_first_step(ends_at: list[float], given_up_at:
         ([replace(AWAY, disturbed=True)] * 50, False),
         ([AWAY, AWAY, *[KILLED] * 50], False),
     ],
-    ids=["others train", "it has trained", "it was killed", "groups are missing", "injected", "kills"],
+    ids=[
+        "others train",
+        "it has trained",
+        "it was killed",
+        "groups are missing",
+        "injected",
+        "kills",
+    ],
 )
 def test_no_dead_network(ends: list[AttemptEnd], trains: bool) -> None:
     """Once the run has made a step a network error ends nothing, and what is no network error never does.
@@ -368,7 +431,9 @@ def test_whether_the_run_trains(
     assert has_trained(paths) == trains
 
 
-def exited(replica: int, error: str | None = "KeyError: 'nope'", attempt: int = 0, **fields: Any) -> WorkerExited:
+def exited(
+    replica: int, error: str | None = "KeyError: 'nope'", attempt: int = 0, **fields: Any
+) -> WorkerExited:
     fields = {"log": f"rank-{replica}.log", **fields}
     if "signal" not in fields:
         fields.setdefault("code", 1)
@@ -395,12 +460,22 @@ def test_all_groups_end_alike_twice() -> None:
     assert reason == "all groups end with KeyError: 'nope' (after step 80, 2 times; see rank-1.log)"
 
 
-@pytest.mark.parametrize(("fields", "name"), [({"signal": "SIGABRT"}, "SIGABRT"), ({"code": 7}, "exit status 7")])
-def test_all_groups_end_alike_without_an_exception(tmp_path: Path, fields: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize(
+    ("fields", "name"), [({"signal": "SIGABRT"}, "SIGABRT"), ({"code": 7}, "exit status 7")]
+)
+def test_all_groups_end_alike_without_an_exception(
+    tmp_path: Path, fields: dict[str, Any], name: str
+) -> None:
     """Gloo aborted a rank of each group at the same step, again and again."""
     log = tmp_path / "rank-1.log"
-    log.write_text("  what():  [enforce fail at pair.cc] 8 vs 4\nFatal Python error: Aborted\n\nThread 0x1:\n")
-    again = [(exited(replica, None, attempt, log=str(log), **fields), 80) for attempt in (0, 1) for replica in (0, 1)]
+    log.write_text(
+        "  what():  [enforce fail at pair.cc] 8 vs 4\nFatal Python error: Aborted\n\nThread 0x1:\n"
+    )
+    again = [
+        (exited(replica, None, attempt, log=str(log), **fields), 80)
+        for attempt in (0, 1)
+        for replica in (0, 1)
+    ]
     *before, reason = rounds(*again)
     assert before == ["", "", ""]
     assert reason == (
@@ -421,18 +496,46 @@ def test_groups_that_are_gone_do_not_count() -> None:
     [
         [(exited(0, attempt=attempt), 80) for attempt in range(9)],
         [(exited(replica, attempt=attempt), attempt) for attempt in range(9) for replica in (0, 1)],
-        [(exited(replica, f"E: {'ab'[replica]}", attempt), 80) for attempt in range(9) for replica in (0, 1)],
-        [(exited(replica, None, attempt, signal="SIGKILL"), 80) for attempt in range(9) for replica in (0, 1)],
-        [(exited(replica, None, attempt, signal="SIGTERM"), 80) for attempt in range(9) for replica in (0, 1)],
-        [(exited(replica, None, attempt, code=7 + replica), 80) for attempt in range(9) for replica in (0, 1)],
+        [
+            (exited(replica, f"E: {'ab'[replica]}", attempt), 80)
+            for attempt in range(9)
+            for replica in (0, 1)
+        ],
+        [
+            (exited(replica, None, attempt, signal="SIGKILL"), 80)
+            for attempt in range(9)
+            for replica in (0, 1)
+        ],
+        [
+            (exited(replica, None, attempt, signal="SIGTERM"), 80)
+            for attempt in range(9)
+            for replica in (0, 1)
+        ],
+        [
+            (exited(replica, None, attempt, code=7 + replica), 80)
+            for attempt in range(9)
+            for replica in (0, 1)
+        ],
         [
             (exited(replica, None, attempt, signal="SIGSEGV", transient=True), 80)
             for attempt in range(9)
             for replica in (0, 1)
         ],
-        [(exited(replica, attempt=attempt, transient=True), 80) for attempt in range(9) for replica in (0, 1)],
-        [(exited(replica, attempt=attempt, stopped=True), 80) for attempt in range(9) for replica in (0, 1)],
-        [(exited(replica, attempt=attempt, code=FINAL_CODE), 80) for attempt in range(9) for replica in (0, 1)],
+        [
+            (exited(replica, attempt=attempt, transient=True), 80)
+            for attempt in range(9)
+            for replica in (0, 1)
+        ],
+        [
+            (exited(replica, attempt=attempt, stopped=True), 80)
+            for attempt in range(9)
+            for replica in (0, 1)
+        ],
+        [
+            (exited(replica, attempt=attempt, code=FINAL_CODE), 80)
+            for attempt in range(9)
+            for replica in (0, 1)
+        ],
     ],
     ids=[
         "one group",

@@ -64,7 +64,9 @@ def resolved(earlier: bool, flags: tuple[str, ...], text: str) -> Mapping[str, A
     return resolved_config.resolve_earlier(flags) if earlier else resolved_config.resolve(flags)
 
 
-def resolve_two(earlier: Sequence[str], now: Sequence[str]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def resolve_two(
+    earlier: Sequence[str], now: Sequence[str]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     texts = [Path(flags[0].partition("=")[2]).read_text() for flags in (earlier, now)]
     return resolved(True, tuple(earlier), texts[0]), resolved(False, tuple(now), texts[1])
 
@@ -90,7 +92,9 @@ def changes(
     if text:
         now = toml.with_name("now.toml")
         now.write_text(text)
-    found, _ = find_changes(Command(toml, *former_shape, before), Command(now, *shape, flags), resolve=resolve_two)
+    found, _ = find_changes(
+        Command(toml, *former_shape, before), Command(now, *shape, flags), resolve=resolve_two
+    )
     return found
 
 
@@ -121,13 +125,19 @@ def test_each_field_is_sorted() -> None:
     """By its own name or with its table, so that a new field of torchtitan's or of ours is thought about."""
     names = list(all_fields(merged_schema()))
     assert len(names) > 150
-    assert {"optimizer.lr", "training.dataloader.num_workers", "fault_tolerance.job_id"} <= set(names)
+    assert {"optimizer.lr", "training.dataloader.num_workers", "fault_tolerance.job_id"} <= set(
+        names
+    )
     entries = [entry for kind in FIELDS.values() for entry in kind]
     assert len(entries) == len(set(entries))
     for name in names:
-        assert any(name == entry or name.startswith(f"{entry}.") for entry in entries), f"{name} is not sorted"
+        assert any(name == entry or name.startswith(f"{entry}.") for entry in entries), (
+            f"{name} is not sorted"
+        )
     for entry in entries:
-        assert any(name == entry or name.startswith(f"{entry}.") for name in names), f"{entry} is no field"
+        assert any(name == entry or name.startswith(f"{entry}.") for name in names), (
+            f"{entry} is no field"
+        )
     assert all(reason for kind in FIELDS.values() for reason in kind.values())
 
 
@@ -212,18 +222,30 @@ def test_a_relative_path_starts_where_its_launch_was_given(
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "d.txt").write_text(name)
-    first, second = (f"--training.dataset_path={path.format(a=tmp_path / 'a')}" for path in (former, now))
-    earlier, later = Command(toml, 2, 2, (first,), tmp_path / "a"), Command(toml, 2, 2, (second,), tmp_path / "b")
+    first, second = (
+        f"--training.dataset_path={path.format(a=tmp_path / 'a')}" for path in (former, now)
+    )
+    earlier, later = (
+        Command(toml, 2, 2, (first,), tmp_path / "a"),
+        Command(toml, 2, 2, (second,), tmp_path / "b"),
+    )
     found, _ = find_changes(earlier, later, resolve=resolve_two)
     assert refused(found) == ({} if same else {"training.dataset_path": DATA})
 
 
-@pytest.mark.parametrize(("now", "same"), [("d.txt", True), ("./d.txt", False), ("{folder}/d.txt", False)])
-def test_a_relative_path_of_an_earlier_version(toml: Path, tmp_path: Path, now: str, same: bool) -> None:
+@pytest.mark.parametrize(
+    ("now", "same"), [("d.txt", True), ("./d.txt", False), ("{folder}/d.txt", False)]
+)
+def test_a_relative_path_of_an_earlier_version(
+    toml: Path, tmp_path: Path, now: str, same: bool
+) -> None:
     """Nobody knows where that launch was given: the text counts."""
     (tmp_path / "d.txt").write_text("a book")
     flag = f"--training.dataset_path={now.format(folder=tmp_path)}"
-    earlier, later = Command(toml, 2, 2, ("--training.dataset_path=d.txt",)), Command(toml, 2, 2, (flag,), tmp_path)
+    earlier, later = (
+        Command(toml, 2, 2, ("--training.dataset_path=d.txt",)),
+        Command(toml, 2, 2, (flag,), tmp_path),
+    )
     found, _ = find_changes(earlier, later, resolve=resolve_two)
     assert refused(found) == ({} if same else {"training.dataset_path": DATA})
 
@@ -236,19 +258,34 @@ def test_a_relative_path_of_an_earlier_version(toml: Path, tmp_path: Path, now: 
         (("--training.global_batch_size=16",), {"training.global_batch_size": DATA}),
         (("--lr_scheduler.total_steps=100",), {"lr_scheduler.total_steps": ARITHMETIC}),
         (("--model.converters=float8",), {"model.converters": ARITHMETIC}),
-        (("--fault_tolerance.exchange_dtype=bfloat16",), {"fault_tolerance.exchange_dtype": ARITHMETIC}),
+        (
+            ("--fault_tolerance.exchange_dtype=bfloat16",),
+            {"fault_tolerance.exchange_dtype": ARITHMETIC},
+        ),
         (
             ("--fault_tolerance.semi_sync_method=diloco",),
             {"fault_tolerance.semi_sync_method": ARITHMETIC},
         ),
-        (("--checkpoint.exclude_from_loading=optimizer",), {"checkpoint.exclude_from_loading": ARITHMETIC}),
+        (
+            ("--checkpoint.exclude_from_loading=optimizer",),
+            {"checkpoint.exclude_from_loading": ARITHMETIC},
+        ),
         (("--debug.seed=7",), {"debug.seed": ARITHMETIC}),
         (("--training.steps=90", "--metrics.log_freq=1", "--checkpoint.interval=7"), {}),
         (("--fault_tolerance.min_replica_size=2", "--fault_tolerance.hang_timeout_seconds=60"), {}),
-        (("--compile.enable", "--activation_checkpoint.mode=full", "--optimizer.implementation=foreach"), {}),
+        (
+            (
+                "--compile.enable",
+                "--activation_checkpoint.mode=full",
+                "--optimizer.implementation=foreach",
+            ),
+            {},
+        ),
     ],
 )
-def test_flags_and_toml_are_compared_together(toml: Path, flags: tuple[str, ...], kinds: dict[str, str]) -> None:
+def test_flags_and_toml_are_compared_together(
+    toml: Path, flags: tuple[str, ...], kinds: dict[str, str]
+) -> None:
     """A flag after the -- changes a run as much as the TOML does; whichever launch has it."""
     found = changes(toml, *flags)
     assert len(found) >= len(kinds)
@@ -266,7 +303,9 @@ def test_flags_and_toml_are_compared_together(toml: Path, flags: tuple[str, ...]
         ((4, 1), (1, 4), {}),
     ],
 )
-def test_groups_and_ranks(toml: Path, former: tuple[int, int], now: tuple[int, int], kinds: dict[str, str]) -> None:
+def test_groups_and_ranks(
+    toml: Path, former: tuple[int, int], now: tuple[int, int], kinds: dict[str, str]
+) -> None:
     """What counts is the number of shards that the data is cut into."""
     found = changes(toml, shape=now, former_shape=former)
     assert refused(found) == kinds
@@ -286,7 +325,9 @@ def test_ranks_of_another_degree(toml: Path) -> None:
     found = changes(toml, tensor, shape=(2, 4))
     assert refused(found) == {}
     assert {"ranks_per_replica", "parallelism.tensor_parallel_degree"} == set(found)
-    assert refused(changes(toml, tensor, shape=(2, 2))) == {"parallelism.data_parallel_shard_degree": DATA}
+    assert refused(changes(toml, tensor, shape=(2, 2))) == {
+        "parallelism.data_parallel_shard_degree": DATA
+    }
 
 
 def message(found: Mapping[str, ChangedField], *named: str) -> str:
@@ -298,7 +339,9 @@ def message(found: Mapping[str, ChangedField], *named: str) -> str:
 
 def test_the_refusal_names_all_and_the_way_on(toml: Path) -> None:
     """Each field with both values, and what to add to the command; that is accepted."""
-    found = changes(toml, "--optimizer.lr=1e-3", "--training.seq_len=128", "--metrics.log_freq=1", shape=(3, 2))
+    found = changes(
+        toml, "--optimizer.lr=1e-3", "--training.seq_len=128", "--metrics.log_freq=1", shape=(3, 2)
+    )
     assert message(found) == (
         "--resume must keep the arithmetic and the data of the earlier launch, got fault_tolerance.group_size "
         "(--replicas) = 3 (was 2, of the data), optimizer.lr = 0.001 (was 0.0008, of the arithmetic), "
@@ -324,7 +367,10 @@ def test_the_refusal_names_all_and_the_way_on(toml: Path) -> None:
 )
 def test_spellings_of_a_name(toml: Path, names: list[str]) -> None:
     """Whole, or its last part; as a flag is written."""
-    check_allowed(changes(toml, "--optimizer.lr=1e-3", "--training.seq_len=128", "--metrics.log_freq=1"), names)
+    check_allowed(
+        changes(toml, "--optimizer.lr=1e-3", "--training.seq_len=128", "--metrics.log_freq=1"),
+        names,
+    )
 
 
 @pytest.mark.parametrize(
@@ -371,7 +417,9 @@ def test_a_name_that_does_not_differ(toml: Path) -> None:
 
 def test_a_name_of_two_fields(toml: Path) -> None:
     """The last part of a name does not always say which field is meant; what is offered does."""
-    found = changes(toml, "--training.dtype=bfloat16", "--training.seq_len=128", "--validation.seq_len=64")
+    found = changes(
+        toml, "--training.dtype=bfloat16", "--training.seq_len=128", "--validation.seq_len=64"
+    )
     assert message(found, "seq_len") == (
         "--resume-with must name one of training.seq_len, validation.seq_len, got 'seq_len'; give its full name"
     )
@@ -381,14 +429,19 @@ def test_a_name_of_two_fields(toml: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "note"),
     [
-        (("--training.steps=90",), "the former schedule ends at step 60; set lr_scheduler.total_steps at the first"),
+        (
+            ("--training.steps=90",),
+            "the former schedule ends at step 60; set lr_scheduler.total_steps at the first",
+        ),
         (("--training.steps=40",), "lr_scheduler.total_steps = 60 keeps the former schedule"),
         (("--training.steps=90", "--lr_scheduler.min_lr_factor=1.0"), ""),
         (("--training.steps=40", "--lr_scheduler.total_steps=60"), ""),
         (("--optimizer.lr=1",), ""),
     ],
 )
-def test_a_longer_run_has_another_lr_schedule(toml: Path, flags: tuple[str, ...], note: str) -> None:
+def test_a_longer_run_has_another_lr_schedule(
+    toml: Path, flags: tuple[str, ...], note: str
+) -> None:
     """It is no refusal, for that is what a resume is for, and not silent."""
     command = Command(toml, 2, 2, flags)
     found, said = find_changes(Command(toml, 2, 2, ()), command, resolve=resolve_two)
@@ -397,10 +450,14 @@ def test_a_longer_run_has_another_lr_schedule(toml: Path, flags: tuple[str, ...]
     assert note in said
     assert "\n" not in said
     if note:
-        assert said.startswith(f"training.steps was 60, is {found['training.steps'].now}, and the LR schedule follows")
+        assert said.startswith(
+            f"training.steps was 60, is {found['training.steps'].now}, and the LR schedule follows"
+        )
 
 
-def test_fields_of_a_user_s_config_module(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fields_of_a_user_s_config_module(
+    toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are compared, and count as arithmetic; also where one of the launches has none."""
     (tmp_path / "mine_of_resume.py").write_text(
         "from dataclasses import dataclass, field\n"
@@ -421,18 +478,25 @@ def test_the_earlier_launch_is_not_checked_again(toml: Path, tmp_path: Path) -> 
     """It has trained: that its tokenizer lies elsewhere by now is a difference, and no mistake."""
     gone = f"--model.hf_assets_path={tmp_path / 'gone'}"
     assert refused(changes(toml, before=(gone,))) == {"model.hf_assets_path": DATA}
-    with pytest.raises(ConfigError, match=r"model\.hf_assets_path must be the folder of a tokenizer"):
+    with pytest.raises(
+        ConfigError, match=r"model\.hf_assets_path must be the folder of a tokenizer"
+    ):
         changes(toml, gone)
 
 
 def test_a_mistake_in_this_launch_is_its_line(toml: Path) -> None:
     """As without --resume."""
-    with pytest.raises(ConfigError, match=r"--optimizer.lrr is no flag of torchtitan; did you mean --optimizer.lr\?"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--optimizer.lrr is no flag of torchtitan; did you mean --optimizer.lr\?",
+    ):
         changes(toml, "--optimizer.lrr=3")
 
 
 @pytest.mark.slow
-def test_the_launcher_asks_a_process_of_its_own(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_asks_a_process_of_its_own(
+    toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It never imports torch itself; what a module of the user's prints there is no answer."""
     (tmp_path / "loud_config.py").write_text(
         "import os, sys\nprint('{')\nos.write(1, b'noise')\n"
@@ -441,10 +505,14 @@ def test_the_launcher_asks_a_process_of_its_own(toml: Path, tmp_path: Path, monk
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     loud = "--job.custom_config_module=loud_config"
     earlier = Command(toml, 2, 2, ()).worker_flags()
-    before, now = resolve_in_child(earlier, Command(toml, 2, 2, (loud, "--optimizer.lr=1e-3")).worker_flags())
+    before, now = resolve_in_child(
+        earlier, Command(toml, 2, 2, (loud, "--optimizer.lr=1e-3")).worker_flags()
+    )
     assert (before["optimizer.lr"], now["optimizer.lr"]) == (8e-4, 1e-3)
     assert refused(compare(complete(before, 2), complete(now, 2))) == {"optimizer.lr": ARITHMETIC}
-    with pytest.raises(ConfigError, match=r"^--training.steps must be a whole number, got 'x'; correct it$"):
+    with pytest.raises(
+        ConfigError, match=r"^--training.steps must be a whole number, got 'x'; correct it$"
+    ):
         resolve_in_child(earlier, [*earlier, "--training.steps=x"])
 
 
@@ -453,10 +521,15 @@ def test_the_launcher_asks_a_process_of_its_own(toml: Path, tmp_path: Path, monk
     [
         ('{"earlier": {"a": 1}, "now": {"a": 2}}', ""),
         ('{"error": "a must be b, got c; set it"}', "^a must be b, got c; set it$"),
-        ("", "^--resume must be able to read both configs, got: Error: No module named 'torchtitan'; install"),
+        (
+            "",
+            "^--resume must be able to read both configs, got: Error: No module named 'torchtitan'; install",
+        ),
     ],
 )
-def test_what_that_process_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prints: str, line: str) -> None:
+def test_what_that_process_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prints: str, line: str
+) -> None:
     """Values, a mistake in the config, or the line that it failed with."""
     script = tmp_path / "python"
     said = "echo Traceback >&2; echo \"Error: No module named 'torchtitan'\" >&2"
@@ -480,14 +553,18 @@ def run(tmp_path: Path) -> LaunchPlan:
     """An earlier launch, of which there is a checkpoint."""
     config = tmp_path / "run.toml"
     config.write_text(TOML)
-    first = LaunchPlan(Launch(config, 2, 2, tmp_path / "run"), ["--optimizer.lr=2e-3", "--metrics.log_freq", "5"])
+    first = LaunchPlan(
+        Launch(config, 2, 2, tmp_path / "run"), ["--optimizer.lr=2e-3", "--metrics.log_freq", "5"]
+    )
     first.write()
     began(first.paths)
     (first.paths.checkpoint / "step-10").mkdir(parents=True)
     return first
 
 
-def again(run: LaunchPlan, *flags: str, shape: tuple[int, int] = (2, 2), **options: Any) -> LaunchPlan:
+def again(
+    run: LaunchPlan, *flags: str, shape: tuple[int, int] = (2, 2), **options: Any
+) -> LaunchPlan:
     launch = Launch(run.config, *shape, run.paths.root, resume=True, **options)
     return LaunchPlan(launch, list(flags), resolve=resolve_two)
 
@@ -495,12 +572,16 @@ def again(run: LaunchPlan, *flags: str, shape: tuple[int, int] = (2, 2), **optio
 def test_the_command_of_the_earlier_launch(run: LaunchPlan) -> None:
     """It is the first line of the run's config, with its flags, whatever characters are in them."""
     found = read_command(run.paths.config)
-    assert found == Command(run.paths.config, 2, 2, ("--optimizer.lr=2e-3", "--metrics.log_freq", "5"), Path.cwd())
+    assert found == Command(
+        run.paths.config, 2, 2, ("--optimizer.lr=2e-3", "--metrics.log_freq", "5"), Path.cwd()
+    )
     run.paths.config.write_text(
         "# titan-ft launch 'my run.toml' --replicas 3 --ranks-per-replica 1 --run-dir 'a b' --spares 1 --resume "
         "--resume-with lr -- '--job.description=it'\"'\"'s -- mine'\n[job]\n"
     )
-    assert read_command(run.paths.config) == Command(run.paths.config, 3, 1, ("--job.description=it's -- mine",))
+    assert read_command(run.paths.config) == Command(
+        run.paths.config, 3, 1, ("--job.description=it's -- mine",)
+    )
 
 
 @pytest.mark.parametrize("text", [None, "", "[training]\n", "# a comment\n"])
@@ -509,7 +590,9 @@ def test_a_folder_that_does_not_say_how_it_was_launched(run: LaunchPlan, text: s
     run.paths.config.unlink()
     if text is not None:
         run.paths.config.write_text(text)
-    with pytest.raises(ConfigError, match=r"^--resume needs the command of the earlier launch as the first line of"):
+    with pytest.raises(
+        ConfigError, match=r"^--resume needs the command of the earlier launch as the first line of"
+    ):
         again(run)
 
 
@@ -526,7 +609,9 @@ def test_the_same_command_is_not_resolved(run: LaunchPlan, monkeypatch: pytest.M
 
 def test_a_change_is_refused_unless_it_is_named(run: LaunchPlan) -> None:
     """The flags of the earlier launch count: without them the LR is another one."""
-    with pytest.raises(ConfigError, match=r"got optimizer.lr = 0.0008 \(was 0.002, of the arithmetic\); .*with lr$"):
+    with pytest.raises(
+        ConfigError, match=r"got optimizer.lr = 0.0008 \(was 0.002, of the arithmetic\); .*with lr$"
+    ):
         again(run)
     plan = again(run, resume_with="lr")
     assert plan.changes["optimizer.lr"] == ChangedField(before=2e-3, now=8e-4, kind=ARITHMETIC)
@@ -557,7 +642,14 @@ def test_a_folder_of_checkpoints_with_another_name(run: LaunchPlan) -> None:
 
 def test_the_option_by_itself(run: LaunchPlan, capsys: pytest.CaptureFixture[str]) -> None:
     """--resume-with without --resume is a mistake."""
-    words = ["launch", str(run.config), "--replicas=2", "--ranks-per-replica=2", "--run-dir", str(run.paths.root)]
+    words = [
+        "launch",
+        str(run.config),
+        "--replicas=2",
+        "--ranks-per-replica=2",
+        "--run-dir",
+        str(run.paths.root),
+    ]
     assert main([*words, "--resume-with", "lr"]) == 2
     assert capsys.readouterr().err == (
         "titan-ft: --resume-with must come with --resume, got lr alone; add it, or leave this out\n"
@@ -567,7 +659,15 @@ def test_the_option_by_itself(run: LaunchPlan, capsys: pytest.CaptureFixture[str
 @pytest.mark.slow
 def test_a_refusal_is_one_line(run: LaunchPlan) -> None:
     """With exit status 2, by the command itself, which starts nothing."""
-    command = [sys.executable, "-m", "titan_ft", "launch", str(run.config), "--replicas=2", "--ranks-per-replica=2"]
+    command = [
+        sys.executable,
+        "-m",
+        "titan_ft",
+        "launch",
+        str(run.config),
+        "--replicas=2",
+        "--ranks-per-replica=2",
+    ]
     command += ["--run-dir", str(run.paths.root), "--resume"]
     before = sorted(path for path in run.paths.root.rglob("*"))
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -586,7 +686,10 @@ def test_a_refusal_is_one_line(run: LaunchPlan) -> None:
 
 def test_config_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     """Every field, as the workers have it."""
-    assert main(["config", "llama3_debug", "--replicas", "3", "--json", "--", "--optimizer.lr=1e-3"]) == 0
+    assert (
+        main(["config", "llama3_debug", "--replicas", "3", "--json", "--", "--optimizer.lr=1e-3"])
+        == 0
+    )
     printed = json.loads(capsys.readouterr().out)
     values = dict(flat_values(printed))
     assert set(all_fields(merged_schema())) == set(values)

@@ -45,7 +45,9 @@ def test_a_store_serves_until_it_is_ended() -> None:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
         store.set("key", "value")
         assert store.get("key") == b"value"
-        others = [dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30)) for _ in range(100)]
+        others = [
+            dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30)) for _ in range(100)
+        ]
         assert others[-1].get("key") == b"value"
         assert server.poll() is None
     finally:
@@ -66,9 +68,16 @@ def test_a_store_at_all_addresses_is_reached_where_ipv6_is_switched_off() -> Non
     """A socket can listen at :: there, as in many a container and cluster, and nobody can connect to ::1."""
     command = 'ip link set lo up && echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6 && exec "$@"'
     without = ["unshare", "--net", "sh", "-c", command, "sh"]
-    if not shutil.which("unshare") or subprocess.run([*without, "true"], capture_output=True, check=False).returncode:
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*without, "true"], capture_output=True, check=False).returncode
+    ):
         pytest.skip("no network namespace can be made here")
     done = subprocess.run(
-        [*without, sys.executable, "-c", WITHOUT_IPV6], capture_output=True, text=True, timeout=60, check=False
+        [*without, sys.executable, "-c", WITHOUT_IPV6],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.stdout == "reached\n", done.stderr

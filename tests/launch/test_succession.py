@@ -38,7 +38,9 @@ class World:
     def lighthouse(self, name: str, *, standby: bool) -> Succession:
         self.answering.add(f"http://{name}:1")
         own = Announcement(f"http://{name}:1", host=name)
-        return Succession(self.path, own, standby=standby, ask=lambda address, *_: address in self.answering)
+        return Succession(
+            self.path, own, standby=standby, ask=lambda address, *_: address in self.answering
+        )
 
     @property
     def announced(self) -> str | None:
@@ -112,7 +114,9 @@ def test_one_that_is_no_standby_takes_over_at_once(world: World) -> None:
     assert second.poll()
 
 
-def test_of_two_that_take_over_at_once_one_remains(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_that_take_over_at_once_one_remains(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file holds one name at a time."""
     both = [world.lighthouse(name, standby=True) for name in ("a", "b")]
     for one in both:
@@ -128,7 +132,9 @@ def test_of_two_that_take_over_at_once_one_remains(world: World, monkeypatch: py
     assert world.announced == "b"
 
 
-def test_a_file_that_cannot_be_read_is_no_silence(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_is_no_silence(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A standby goes on asking the one that it knew."""
     first, second = world.lighthouse("a", standby=False), world.lighthouse("b", standby=True)
     first.poll()
@@ -143,7 +149,9 @@ def test_a_file_that_cannot_be_read_is_no_silence(world: World, monkeypatch: pyt
 
 def test_a_standby_gives_a_successor_its_time(world: World) -> None:
     """The silence of the one before does not count."""
-    first, second, third = (world.lighthouse(name, standby=number > 0) for number, name in enumerate("abc"))
+    first, second, third = (
+        world.lighthouse(name, standby=number > 0) for number, name in enumerate("abc")
+    )
     first.poll()
     assert third.poll()
     world.answering.clear()
@@ -174,7 +182,15 @@ def lighthouses(tmp_path: Path) -> Iterator[Any]:
     started = []
 
     def start(*options: str) -> subprocess.Popen[str]:
-        command = ["-m", "titan_ft", "lighthouse", "--bind", "[::]:0", "--announce", str(tmp_path / "lighthouse.json")]
+        command = [
+            "-m",
+            "titan_ft",
+            "lighthouse",
+            "--bind",
+            "[::]:0",
+            "--announce",
+            str(tmp_path / "lighthouse.json"),
+        ]
         log = (tmp_path / f"{len(started)}.log").open("w")
         environ = {**os.environ, "TITAN_FT_TOKEN": "0123456789abcdef"}
         command += ["--advertise", "127.0.0.1", *options]
@@ -196,28 +212,42 @@ def wait_for(condition: Any, what: str) -> Any:
     return value
 
 
-def test_a_frozen_lighthouse_is_replaced_and_becomes_the_standby(lighthouses: Any, tmp_path: Path) -> None:
+def test_a_frozen_lighthouse_is_replaced_and_becomes_the_standby(
+    lighthouses: Any, tmp_path: Path
+) -> None:
     """A stopped process still accepts connections. When it goes on it reads who serves, and waits for its turn."""
     path = tmp_path / "lighthouse.json"
     first = lighthouses("--standby")
     served = wait_for(lambda: Announcement.read(path), "one announces itself")
     second = lighthouses("--standby")
-    wait_for(lambda: f"standby of the lighthouse at {served.address}" in (tmp_path / "1.log").read_text(), "a standby")
+    wait_for(
+        lambda: (
+            f"standby of the lighthouse at {served.address}" in (tmp_path / "1.log").read_text()
+        ),
+        "a standby",
+    )
     first.send_signal(signal.SIGSTOP)
     stopped = time.monotonic()
-    successor = wait_for(lambda: (said := Announcement.read(path)) and said.id != served.id and said, "a successor")
+    successor = wait_for(
+        lambda: (said := Announcement.read(path)) and said.id != served.id and said, "a successor"
+    )
     assert time.monotonic() - stopped < DEADLINE / 2
     first.send_signal(signal.SIGCONT)
     line = f"standby of the lighthouse at {successor.address}"
     wait_for(lambda: line in (tmp_path / "0.log").read_text(), "the first one stands by")
     second.kill()
-    again = wait_for(lambda: (said := Announcement.read(path)) and said.id != successor.id and said, "the first again")
+    again = wait_for(
+        lambda: (said := Announcement.read(path)) and said.id != successor.id and said,
+        "the first again",
+    )
     assert again.id not in (served.id, successor.id)
     first.send_signal(signal.SIGTERM)
     assert first.wait(DEADLINE) == 143
 
 
-def test_a_lighthouse_on_a_full_disk_announces_itself_when_it_can(lighthouses: Any, small_disk: Any) -> None:
+def test_a_lighthouse_on_a_full_disk_announces_itself_when_it_can(
+    lighthouses: Any, small_disk: Any
+) -> None:
     """It does not end: the groups wait for it. A folder that is none is a mistake, as before."""
     path = small_disk.folder / "lighthouse.json"
     small_disk.fill()
@@ -232,7 +262,12 @@ def test_a_lighthouse_on_a_full_disk_announces_itself_when_it_can(lighthouses: A
     assert started.wait(DEADLINE) == 143
     assert not list(small_disk.folder.glob(".lighthouse*"))
     (small_disk.folder / "file").touch()
-    assert lighthouses("--announce", str(small_disk.folder / "file" / "lighthouse.json")).wait(DEADLINE) == 2
+    assert (
+        lighthouses("--announce", str(small_disk.folder / "file" / "lighthouse.json")).wait(
+            DEADLINE
+        )
+        == 2
+    )
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
@@ -245,20 +280,35 @@ def test_a_lighthouse_lives_where_it_cannot_log() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "titan_ft", "lighthouse", "--bind", f"127.0.0.1:{port}", "--min-replicas", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "titan_ft",
+        "lighthouse",
+        "--bind",
+        f"127.0.0.1:{port}",
+        "--min-replicas",
+        "1",
+    ]
     command += ["--join-timeout-ms", "600", "--heartbeat-timeout-ms", "2000"]
     with open("/dev/full", "wb") as full:
-        process = subprocess.Popen(command, stdout=full, stderr=full, env={**os.environ, "RUST_LOG": "error"})
+        process = subprocess.Popen(
+            command, stdout=full, stderr=full, env={**os.environ, "RUST_LOG": "error"}
+        )
     try:
         second = timedelta(seconds=1.0)
         client = wait_for(lambda: _client(LighthouseClient, port), "the lighthouse")
         for name in "abc":
             client.heartbeat(replica_id=f"{name}:x", timeout=second)
-        with contextlib.suppress(Exception):  # two of three wait for the third, and give up before the lighthouse does
+        with contextlib.suppress(
+            Exception
+        ):  # two of three wait for the third, and give up before the lighthouse does
             client.quorum(replica_id="a:x", timeout=timedelta(seconds=0.2))
         with contextlib.suppress(Exception):
             client.quorum(replica_id="b:x", timeout=timedelta(seconds=0.2))
-        wait_for(lambda: "Current quorum_id: 1" in _status(port), "the quorum that nobody waits for")
+        wait_for(
+            lambda: "Current quorum_id: 1" in _status(port), "the quorum that nobody waits for"
+        )
         assert client.quorum(replica_id="a:x", timeout=timedelta(seconds=20.0)).quorum_id > 0
     finally:
         process.kill()

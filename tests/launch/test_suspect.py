@@ -18,7 +18,13 @@ from titan_ft.run.log import EventLog
 
 
 def ended(
-    host: str = "n1", *, replica: int = 1, rank: int = 0, attempt: int = 0, stopped: bool = False, **more: Any
+    host: str = "n1",
+    *,
+    replica: int = 1,
+    rank: int = 0,
+    attempt: int = 0,
+    stopped: bool = False,
+    **more: Any,
 ) -> WorkerExited:
     return WorkerExited(
         rank=rank,
@@ -37,11 +43,22 @@ def ended(
     [
         (ended(signal="SIGKILL"), True),
         (ended(code=1), True),  # a library's exit: nobody knows why
-        (ended(code=1, error="AcceleratorError: CUDA error: uncorrectable ECC error encountered"), True),
+        (
+            ended(
+                code=1, error="AcceleratorError: CUDA error: uncorrectable ECC error encountered"
+            ),
+            True,
+        ),
         (ended(code=1, error="RuntimeError: No CUDA GPUs are available"), True),
-        (ended(code=1, error="HungError: no progress", error_kind="HungError"), True),  # a GPU, or a disk
+        (
+            ended(code=1, error="HungError: no progress", error_kind="HungError"),
+            True,
+        ),  # a GPU, or a disk
         (ended(code=1, error="HungError: of a library", error_kind="Error"), False),
-        (ended(code=1, error="KeyError: 'tokens'"), False),  # would exclude every host that it comes to
+        (
+            ended(code=1, error="KeyError: 'tokens'"),
+            False,
+        ),  # would exclude every host that it comes to
         (ended(code=1, error="AcceleratorError: CUDA error: device-side assert triggered"), False),
         (ended(code=1, error="ConnectionError", transient=True), False),  # a network
         (ended(signal="SIGKILL", transient=True), False),  # by a fault that was injected
@@ -59,8 +76,12 @@ def test_which_ends_count(event: WorkerExited, counts: bool) -> None:
 def test_deaths_are_counted_over_groups_and_restarts_within_the_window(tmp_path: Path) -> None:
     """Each agent reads what all of them have announced, those of earlier lives too."""
     for number, host in enumerate(("n1", "n1", "n2")):
-        EventLog(tmp_path / f"supervisor-{number}-1.jsonl", replica=number).emit(ended(host, replica=number))
-    EventLog(tmp_path / "replica-1-rank-0-attempt-0-7.jsonl", replica=1).emit(ended("n1"))  # no agent's
+        EventLog(tmp_path / f"supervisor-{number}-1.jsonl", replica=number).emit(
+            ended(host, replica=number)
+        )
+    EventLog(tmp_path / "replica-1-rank-0-attempt-0-7.jsonl", replica=1).emit(
+        ended("n1")
+    )  # no agent's
     now = time.time()
     deaths = HostDeaths(tmp_path, "supervisor-*.jsonl", "n1", 60.0, lambda: now)
     assert deaths.count() == 2
@@ -120,5 +141,7 @@ def test_the_policy_comes_from_the_environment(
     host, until = file.read_text().split()
     assert host == "n1"
     assert 0 < float(until) - begin - 600.0 < 60.0
-    with pytest.raises(ConfigError, match=r"TITAN_FT_HOST_DEATHS must be a whole number, at least 0, got 'x'"):
+    with pytest.raises(
+        ConfigError, match=r"TITAN_FT_HOST_DEATHS must be a whole number, at least 0, got 'x'"
+    ):
         SuspectPolicy.of({"TITAN_FT_HOST_DEATHS": "x"})

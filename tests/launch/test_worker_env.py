@@ -18,8 +18,20 @@ LEFT_OUT = {
     "TORCHELASTIC_SIGNALS_TO_HANDLE",
 }
 """What torchrun gives and the agent does not, and why."""
-OF_THE_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
-OF_THE_GROUP = ("GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
+OF_THE_RANK = (
+    "RANK",
+    "LOCAL_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+)
+OF_THE_GROUP = (
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
 
 
 def environments(run: Any, name: str, *command: str) -> list[dict[str, str]]:
@@ -31,7 +43,9 @@ def environments(run: Any, name: str, *command: str) -> list[dict[str, str]]:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     given = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-    return [{name: value for name, value in env.items() if run.env.get(name) != value} for env in given]
+    return [
+        {name: value for name, value in env.items() if run.env.get(name) != value} for env in given
+    ]
 
 
 def test_a_worker_has_the_variables_of_torchrun(run: Any) -> None:
@@ -45,10 +59,24 @@ def test_a_worker_has_the_variables_of_torchrun(run: Any) -> None:
         if name not in of_the_user and not name.startswith(("TORCH", "NCCL"))
     }
     torchrun = environments(
-        run, "torchrun", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "env_worker"
+        run,
+        "torchrun",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "env_worker",
     )
-    agent = ["titan_ft.launch.group.agent", f"--run-dir={run.paths.root}", "--ranks=2", "--module=env_worker"]
-    ours = environments(run, "agent", "-m", *agent, "--lighthouse=http://127.0.0.1:1", "--no-zygote", "--")
+    agent = [
+        "titan_ft.launch.group.agent",
+        f"--run-dir={run.paths.root}",
+        "--ranks=2",
+        "--module=env_worker",
+    ]
+    ours = environments(
+        run, "agent", "-m", *agent, "--lighthouse=http://127.0.0.1:1", "--no-zygote", "--"
+    )
     for theirs, own in zip(torchrun, ours, strict=True):
         assert theirs.keys() - own.keys() == LEFT_OUT
         for name in (*OF_THE_RANK, *OF_THE_GROUP):

@@ -66,7 +66,9 @@ class Asker:
 
     def fork(self, zygote: Zygote) -> ForkedProcess | None:
         with open(self.folder / "out", "ab") as out, open(self.folder / "errors", "ab") as errors:
-            return zygote.fork("subject", [], self.env, (out.fileno(), errors.fileno()), "titan-ft 7.0")
+            return zygote.fork(
+                "subject", [], self.env, (out.fileno(), errors.fileno()), "titan-ft 7.0"
+            )
 
     def printed(self) -> str:
         return (self.folder / "out").read_text()
@@ -88,7 +90,9 @@ def test_a_fork_is_the_asker_s_child(asker: Asker) -> None:
     zygote.close()
     assert [fork is not None and fork.wait(30.0) for fork in forks] == [0, 0]
     told = [line.split() for line in asker.printed().splitlines()]
-    assert sorted(told) == sorted([str(fork.pid), str(os.getpid())] for fork in forks if fork is not None)
+    assert sorted(told) == sorted(
+        [str(fork.pid), str(os.getpid())] for fork in forks if fork is not None
+    )
     assert (asker.folder / "errors").read_text() == "an error\n" * 2
     assert asker.processes[0].wait(10.0) == -signal.SIGKILL
     assert asker.fork(zygote) is None

@@ -29,8 +29,34 @@ ROOT = Path(__file__).parents[2]
 # https://prometheus.io/docs/practices/naming, and what promtool check metrics finds.
 UNITS = ("seconds", "bytes", "ratio", "celsius", "meters", "volts", "amperes", "joules", "grams")
 NOT_BASE = (
-    *("milliseconds", "microseconds", "nanoseconds", "minutes", "hours", "days", "ms", "us", "ns", "s", "sec", "secs"),
-    *("bits", "kilobytes", "megabytes", "gigabytes", "kb", "mb", "gb", "kib", "mib", "gib", "percent", "pct"),
+    *(
+        "milliseconds",
+        "microseconds",
+        "nanoseconds",
+        "minutes",
+        "hours",
+        "days",
+        "ms",
+        "us",
+        "ns",
+        "s",
+        "sec",
+        "secs",
+    ),
+    *(
+        "bits",
+        "kilobytes",
+        "megabytes",
+        "gigabytes",
+        "kb",
+        "mb",
+        "gb",
+        "kib",
+        "mib",
+        "gib",
+        "percent",
+        "pct",
+    ),
 )
 TYPES = ("counter", "gauge", "histogram", "summary", "untyped")
 RESERVED = ("_count", "_sum", "_bucket", "_total", "_info", "_created")
@@ -44,7 +70,9 @@ def exported() -> dict[str, tuple[str, tuple[str, ...], str]]:
     try:
         server.observe(build(ev.ChaosStarted))
         server.update(RunStatus(1).groups)
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(server.url, timeout=30) as response:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+            server.url, timeout=30
+        ) as response:
             families = list(text_string_to_metric_families(response.read().decode()))
     finally:
         server.close()
@@ -82,7 +110,9 @@ def wrong(name: str, kind: str, labels: tuple[str, ...], text: str) -> Iterator[
     if not text.endswith((".", "finite.", "one.")) or len(text) < 12:
         yield "says in a sentence what it is"
     # A gauge whose name ends with a label is a set of states: 1 for the one that holds, as in kube_pod_status_phase.
-    named = [label for label in labels if label in words and not (kind == "gauge" and label == words[-1])]
+    named = [
+        label for label in labels if label in words and not (kind == "gauge" and label == words[-1])
+    ]
     if set(labels) & {"le", "quantile", "job", "instance"} or named:
         yield "labels that are free, and not in its name"
 
@@ -107,7 +137,9 @@ def test_names_and_units_keep_prometheus_rules(name: str) -> None:
         ("titan_ft_groups", "gauge", (), ""),
     ],
 )
-def test_a_name_that_breaks_a_rule_is_found(name: str, kind: str, labels: tuple[str, ...], text: str) -> None:
+def test_a_name_that_breaks_a_rule_is_found(
+    name: str, kind: str, labels: tuple[str, ...], text: str
+) -> None:
     """The test above can fail."""
     assert list(wrong(name, kind, labels, text))
 
@@ -115,9 +147,14 @@ def test_a_name_that_breaks_a_rule_is_found(name: str, kind: str, labels: tuple[
 def test_all_metrics_are_told() -> None:
     """docs/metrics.md has a row for each: name, type, labels, and its help; and none that is not there."""
     rows = re.findall(
-        r"^\| `(titan_ft_\w+)` \| (\w+) \| (.*?) ?\| (.*) \|$", (ROOT / "docs/metrics.md").read_text(), re.M
+        r"^\| `(titan_ft_\w+)` \| (\w+) \| (.*?) ?\| (.*) \|$",
+        (ROOT / "docs/metrics.md").read_text(),
+        re.M,
     )
-    told = {name: (kind, tuple(re.findall(r"`(\w+)`", labels)), text) for name, kind, labels, text in rows}
+    told = {
+        name: (kind, tuple(re.findall(r"`(\w+)`", labels)), text)
+        for name, kind, labels, text in rows
+    }
     assert told == exported()
 
 
@@ -133,17 +170,23 @@ def test_the_dashboard_asks_for_what_is_there() -> None:
         names = set(re.findall(r"\btitan_ft_\w+", expr))
         assert names, expr
         families = {
-            name: exported().get(name) or exported().get(re.sub(r"_(bucket|sum|count)$", "", name)) for name in names
+            name: exported().get(name) or exported().get(re.sub(r"_(bucket|sum|count)$", "", name))
+            for name in names
         }
         assert None not in families.values(), expr
         for name, family in families.items():
             assert family is not None
             assert (family[0] == "histogram") == name.endswith(OF_HISTOGRAM), expr
-            assert ("rate(" in expr or "increase(" in expr) or family[0] in ("gauge", "counter"), expr
+            assert ("rate(" in expr or "increase(" in expr) or family[0] in ("gauge", "counter"), (
+                expr
+            )
         known = {label for family in families.values() if family for label in family[1]} | {"le"}
         for labels in re.findall(r"\bby \(([\w, ]+)\)", expr):
             assert set(labels.split(", ")) <= known, expr
-        asked |= {re.sub(r"_(bucket|sum|count)$", "", name) if name not in exported() else name for name in names}
+        asked |= {
+            re.sub(r"_(bucket|sum|count)$", "", name) if name not in exported() else name
+            for name in names
+        }
     assert asked == set(exported())
 
 
@@ -169,7 +212,9 @@ def test_each_state_of_a_group_has_a_number_and_a_colour() -> None:
     board = json.loads(DASHBOARD.read_text())
     (panel,) = [panel for panel in board["panels"] if panel["title"] == "State of each group"]
     (expr,) = queries(panel)
-    numbers = {state: int(number) for state, number in re.findall(r'state="(\w+)"\} == 1\) \* (\d+)', expr)}
+    numbers = {
+        state: int(number) for state, number in re.findall(r'state="(\w+)"\} == 1\) \* (\d+)', expr)
+    }
     assert expr.startswith("max by (replica) (")
     (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
     assert {shown["text"]: int(number) for number, shown in mapping["options"].items()} == numbers

@@ -38,7 +38,9 @@ def server(request: pytest.FixtureRequest) -> Iterator[FiguresServer]:
 
 def read(server: FiguresServer) -> bytes:
     host = f"[{server.server_name}]" if ":" in server.server_name else server.server_name
-    with urllib.request.urlopen(f"http://{host}:{server.server_port}/metrics", timeout=DEADLINE) as answer:
+    with urllib.request.urlopen(
+        f"http://{host}:{server.server_port}/metrics", timeout=DEADLINE
+    ) as answer:
         text: bytes = answer.read()
     return text
 
@@ -48,7 +50,9 @@ def test_idle_connections_take_no_threads(server: FiguresServer) -> None:
     before = threading.active_count()
     with contextlib.ExitStack() as idle:
         where = server.server_name, server.server_port
-        strangers = [idle.enter_context(socket.create_connection(where, DEADLINE)) for _ in range(300)]
+        strangers = [
+            idle.enter_context(socket.create_connection(where, DEADLINE)) for _ in range(300)
+        ]
         for _ in range(3):
             assert read(server) == b"figures"
         first = strangers[0]
@@ -67,7 +71,12 @@ def test_ten_thousand_lines_of_garbage(server: FiguresServer) -> None:
     """Requests that are nearly right, headers without end and noise: the figures stay there, and no thread does."""
     before = threading.active_count()
     chance = random.Random(38)
-    starts = (b"GET /metrics HTTP/1.1\r\n", b"GET ", b"POST / HTTP/1.1\r\nContent-Length: 9999999999\r\n\r\n", b"")
+    starts = (
+        b"GET /metrics HTTP/1.1\r\n",
+        b"GET ",
+        b"POST / HTTP/1.1\r\nContent-Length: 9999999999\r\n\r\n",
+        b"",
+    )
     for _ in range(10_000):
         noise = chance.choice(starts) + chance.randbytes(chance.randrange(300)) + b"\n"
         stranger = socket.create_connection((server.server_name, server.server_port), DEADLINE)
@@ -80,7 +89,9 @@ def test_ten_thousand_lines_of_garbage(server: FiguresServer) -> None:
     assert read(server) == b"figures"
 
 
-def test_a_client_that_says_nothing_is_closed(server: FiguresServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_says_nothing_is_closed(
+    server: FiguresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also if no other one comes."""
     monkeypatch.setattr(figures_server._Handler, "timeout", 0.05)
     with socket.create_connection((server.server_name, server.server_port), DEADLINE) as stranger:

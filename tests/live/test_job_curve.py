@@ -23,11 +23,25 @@ from titan_ft.run.log import EventLog
 LOSS = "loss_metrics/global_avg_loss"
 
 
-def step(number: int, replica: int = 0, name: str = "", parent: str = "", **fields: Any) -> StepCommitted:
+def step(
+    number: int, replica: int = 0, name: str = "", parent: str = "", **fields: Any
+) -> StepCommitted:
     """Return a commit; `name` and `parent` tell branches apart."""
     lineage, before = name or f"{number:012x}", parent or f"{number - 1:012x}"
-    usual: dict[str, Any] = {"time": float(number), "participants": [0, 1], "tokens": 100, "loss": 10.0 - number}
-    return build(StepCommitted, replica=replica, step=number, lineage=lineage, parent=before, **{**usual, **fields})
+    usual: dict[str, Any] = {
+        "time": float(number),
+        "participants": [0, 1],
+        "tokens": 100,
+        "loss": 10.0 - number,
+    }
+    return build(
+        StepCommitted,
+        replica=replica,
+        step=number,
+        lineage=lineage,
+        parent=before,
+        **{**usual, **fields},
+    )
 
 
 def write(folder: Path, *events: Event) -> None:
@@ -48,7 +62,9 @@ def read(folder: Path, tag: str = LOSS) -> list[tuple[int, float]]:
 def given(events: Iterable[Event]) -> list[int]:
     """Return the numbers of the steps that are given for events, and of those that are left at the end."""
     steps = JobSteps()
-    return [commit.step for event in events for commit in steps.observe(event)] + [s.step for s in steps.finish()]
+    return [commit.step for event in events for commit in steps.observe(event)] + [
+        s.step for s in steps.finish()
+    ]
 
 
 def test_each_step_is_one_point(tmp_path: Path) -> None:
@@ -75,7 +91,13 @@ def test_rounds_are_points_at_their_last_step(tmp_path: Path) -> None:
 def test_no_gap_when_a_group_dies_behind_its_commit(tmp_path: Path) -> None:
     """Group 0 commits a step and is gone; the point is there, whoever else has told of the step, and there once."""
     others = [step(n, 1, participants=[1], time=n + 0.5) for n in range(3, 6)]
-    events = [*(step(n, r) for n in (1, 2) for r in (0, 1)), step(3, 0), *others, step(6, 0, time=7.0), step(6, 1)]
+    events = [
+        *(step(n, r) for n in (1, 2) for r in (0, 1)),
+        step(3, 0),
+        *others,
+        step(6, 0, time=7.0),
+        step(6, 1),
+    ]
     write(tmp_path, *events)
     assert [number for number, _ in read(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
@@ -111,7 +133,10 @@ def test_steps_that_are_lost_are_dropped(tmp_path: Path) -> None:
 def test_second_launch_goes_on(tmp_path: Path) -> None:
     """A resumed run goes on in the same curve at the step behind its checkpoint."""
     write(tmp_path, *(step(n) for n in range(1, 9)))
-    again = [step(6, name="b" * 12, time=20.0, loss=0.5), step(7, name="c" * 12, parent="b" * 12, time=21.0, loss=0.5)]
+    again = [
+        step(6, name="b" * 12, time=20.0, loss=0.5),
+        step(7, name="c" * 12, parent="b" * 12, time=21.0, loss=0.5),
+    ]
     write(tmp_path, *again)
     assert read(tmp_path) == [*((n, 10.0 - n) for n in range(1, 6)), (6, 0.5), (7, 0.5)]
 
@@ -121,7 +146,10 @@ def test_a_clock_that_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("titan_ft.run.curve_file.time.time", lambda: 2_000_000_000.0)
     write(tmp_path, *(step(n) for n in range(1, 9)))
     monkeypatch.setattr("titan_ft.run.curve_file.time.time", lambda: 1_000_000_000.0)
-    again = [step(6, name="b" * 12, time=20.0, loss=0.5), step(7, name="c" * 12, parent="b" * 12, time=21.0, loss=0.5)]
+    again = [
+        step(6, name="b" * 12, time=20.0, loss=0.5),
+        step(7, name="c" * 12, parent="b" * 12, time=21.0, loss=0.5),
+    ]
     write(tmp_path, *again)
     assert read(tmp_path) == [*((n, 10.0 - n) for n in range(1, 6)), (6, 0.5), (7, 0.5)]
 
@@ -140,9 +168,23 @@ def test_step_is_given_once_another_one_goes_on_from_it() -> None:
 
 def test_events_that_come_late_are_waited_for() -> None:
     """Where a file is seen later than another one, its steps still come in order; one that never comes is a gap."""
-    assert given([step(1), step(2), step(4, 1), step(5, 1), step(3, time=3.0), step(6)]) == [1, 2, 3, 4, 5, 6]
+    assert given([step(1), step(2), step(4, 1), step(5, 1), step(3, time=3.0), step(6)]) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     late = step(6, time=4 + HOLD_SECONDS + 1)
-    assert given([step(1), step(2), step(4), step(5), late, step(3), step(7, time=late.time)]) == [1, 2, 4, 5, 6, 7]
+    assert given([step(1), step(2), step(4), step(5), late, step(3), step(7, time=late.time)]) == [
+        1,
+        2,
+        4,
+        5,
+        6,
+        7,
+    ]
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -153,7 +195,9 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     for number in range(1, 5):
         curve.observe(step(number))
     assert curve.is_stalled
-    assert lines == [f"{tmp_path}/tb/job cannot be written (Not a directory): its curves wait until it can"]
+    assert lines == [
+        f"{tmp_path}/tb/job cannot be written (Not a directory): its curves wait until it can"
+    ]
     (tmp_path / "tb").unlink()
     curve.observe(step(5))
     assert lines[1:] == [f"{tmp_path}/tb/job can be written again"]
@@ -182,7 +226,9 @@ def test_nothing_is_made_without_a_step(tmp_path: Path) -> None:
 def test_import_loads_no_tensorboard() -> None:
     """A launch without TensorBoard does not pay for it."""
     code = "import sys, titan_ft.live.job_curve; print('tensorboard' in sys.modules, 'torch' in sys.modules)"
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     assert process.stdout.split() == ["False", "False"]
 
 
@@ -193,10 +239,14 @@ def tell(run_dir: Path, *events: Event) -> None:
     log.close()
 
 
-def test_curves_of_a_run_without_a_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_curves_of_a_run_without_a_launcher(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The command writes them from the events, as often as it is called, and ends with the run."""
     tell(tmp_path, *(step(n, r) for n in range(1, 5) for r in (0, 1)))
-    tell(tmp_path, *(build(TrainingFinished, replica=r, step=4, lineage=f"{4:012x}") for r in (0, 1)))
+    tell(
+        tmp_path, *(build(TrainingFinished, replica=r, step=4, lineage=f"{4:012x}") for r in (0, 1))
+    )
     for _ in range(2):
         assert main(["curves", str(tmp_path)]) == 0
         assert read(tmp_path / "tb" / "job") == [(1, 9.0), (2, 8.0), (3, 7.0), (4, 6.0)]
@@ -204,7 +254,9 @@ def test_curves_of_a_run_without_a_launcher(tmp_path: Path, capsys: pytest.Captu
     assert f"tensorboard --logdir {tmp_path}/tb" in capsys.readouterr().out
 
 
-def test_curves_that_the_launcher_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_curves_that_the_launcher_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two writers in one folder would spoil it: the command says who writes, and what to do."""
     tell(tmp_path, build(LaunchStarted, replicas=2, ranks_per_replica=1), step(1))
     (tmp_path / "tb" / "job").mkdir(parents=True)
@@ -220,7 +272,9 @@ def test_curves_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "tb").touch()
     assert main(["curves", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"titan-ft: --out must be a folder that can be written, got {tmp_path}/tb/job (")
+    assert line.startswith(
+        f"titan-ft: --out must be a folder that can be written, got {tmp_path}/tb/job ("
+    )
     assert line.endswith("; make room, or give another")
     tell(tmp_path, build(TrainingFinished, replica=0, step=2, lineage=f"{2:012x}"))
     assert main(["curves", str(tmp_path), "--out", str(tmp_path / "other")]) == 0

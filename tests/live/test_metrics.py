@@ -73,13 +73,21 @@ def value(found: dict[Series, float], name: str, **labels: str) -> float:
     return found[f"titan_ft_{name}", tuple(sorted(labels.items()))]
 
 
-def event(name: str, replica: int | None = 0, rank: int | None = 0, attempt: int = 0, **fields: Any) -> Any:
+def event(
+    name: str, replica: int | None = 0, rank: int | None = 0, attempt: int = 0, **fields: Any
+) -> Any:
     whose = {"replica": replica, "rank": rank, "attempt": attempt}
     return build(named(name), **{k: v for k, v in whose.items() if v is not None}, **fields)
 
 
 def step(number: int, replica: int = 0, rank: int = 0, **fields: Any) -> Any:
-    usual = {"lineage": f"{number:012x}", "participants": [0, 1, 2, 3], "tokens": 1000, "loss": 2.5, "grad_norm": 0.75}
+    usual = {
+        "lineage": f"{number:012x}",
+        "participants": [0, 1, 2, 3],
+        "tokens": 1000,
+        "loss": 2.5,
+        "grad_norm": 0.75,
+    }
     usual |= {"lr": 1e-3, "seconds": 0.4, "exchanges": 1}
     return event("step_committed", replica, rank, step=number, **{**usual, **fields})
 
@@ -120,7 +128,13 @@ def test_before_the_first_step(server: MetricsServer) -> None:
     found = scrape(server)
     for name in ("loss", "grad_norm", "learning_rate"):
         assert math.isnan(value(found, name))
-    for name in ("steps_committed", "tokens", "exchanges", "digest_mismatches", "lighthouse_restarts"):
+    for name in (
+        "steps_committed",
+        "tokens",
+        "exchanges",
+        "digest_mismatches",
+        "lighthouse_restarts",
+    ):
         assert value(found, f"{name}_total") == 0
 
 
@@ -144,7 +158,9 @@ def test_failures_and_recoveries(server: MetricsServer) -> None:
     server.observe(event("worker_exited", 1, rank=0, attempt=1, code=3, stopped=False))
     server.observe(event("replica_restarted", 1, None, attempt=2))
     found = scrape(server)
-    failures = {key: count for key, count in found.items() if key[0] == "titan_ft_failures_total" and count}
+    failures = {
+        key: count for key, count in found.items() if key[0] == "titan_ft_failures_total" and count
+    }
     assert sorted(failures.values()) == [1, 1]
     assert value(found, "failures_total", replica="1", cause="SIGKILL") == 1
     assert value(found, "failures_total", replica="1", cause="exit code 3") == 1
@@ -162,12 +178,18 @@ def test_failures_of_all_kinds_are_there_from_the_start(server: MetricsServer) -
     failures = {key: count for key, count in before.items() if key[0] == "titan_ft_failures_total"}
     assert len(failures) == 2 * (len(FAILURE_CAUSES) + 1)
     assert set(failures.values()) == {0}
-    for attempt, how in enumerate(({"signal": "SIGKILL"}, {"code": 1}, {"code": 77}, {"signal": "SIGXCPU"})):
+    for attempt, how in enumerate(
+        ({"signal": "SIGKILL"}, {"code": 1}, {"code": 77}, {"signal": "SIGXCPU"})
+    ):
         server.observe(event("worker_started", 1, attempt=attempt))
         server.observe(event("worker_exited", 1, attempt=attempt, stopped=False, **how))
     after = scrape(server)
     assert after.keys() == before.keys()
-    counted = {dict(labels)["cause"]: count for (name, labels), count in after.items() if "failures" in name and count}
+    counted = {
+        dict(labels)["cause"]: count
+        for (name, labels), count in after.items()
+        if "failures" in name and count
+    }
     assert counted == {"SIGKILL": 1, "exit code 1": 1, "other": 2}
 
 
@@ -176,7 +198,9 @@ def test_faults_of_all_kinds_are_there_once_chaos_begins(server: MetricsServer) 
     assert not [key for key in scrape(server) if key[0] == "titan_ft_faults_injected_total"]
     server.observe(event("chaos_started", None, None, seed=1))
     assert {
-        key for key, count in scrape(server).items() if key[0] == "titan_ft_faults_injected_total" and not count
+        key
+        for key, count in scrape(server).items()
+        if key[0] == "titan_ft_faults_injected_total" and not count
     } == {("titan_ft_faults_injected_total", (("fault", name),)) for name in FAULTS}
 
 
@@ -242,7 +266,11 @@ def test_leaving_in_order_is_no_failure(server: MetricsServer) -> None:
     server.observe(event("worker_exited", 0, code=0, stopped=False))
     server.observe(event("drained", 1, step=5))
     server.observe(event("worker_exited", 1, signal="SIGTERM", stopped=False))
-    assert not [key for key, count in scrape(server).items() if key[0] == "titan_ft_failures_total" and count]
+    assert not [
+        key
+        for key, count in scrape(server).items()
+        if key[0] == "titan_ft_failures_total" and count
+    ]
 
 
 def test_what_all_groups_see_counts_once(server: MetricsServer) -> None:
@@ -253,7 +281,9 @@ def test_what_all_groups_see_counts_once(server: MetricsServer) -> None:
     server.observe(event("checkpoint_saved", 2, step=50))
     server.observe(event("lighthouse_restarted", None, None, seconds=0.5))
     server.observe(event("fault_injected", None, None, fault="kill_group", target={"replica": 1}))
-    server.observe(event("fault_injected", 2, 1, fault="slow_rank", target={"replica": 2, "rank": 1}))
+    server.observe(
+        event("fault_injected", 2, 1, fault="slow_rank", target={"replica": 2, "rank": 1})
+    )
     found = scrape(server)
     assert value(found, "digest_mismatches_total") == 2
     assert value(found, "checkpoints_saved_total") == 1
@@ -279,7 +309,9 @@ def test_state_of_each_group(server: MetricsServer) -> None:
 
 def test_every_state_is_known() -> None:
     """A state that a group can be in is among those that are served."""
-    names = {value for name, value in vars(status).items() if name.isupper() and isinstance(value, str)}
+    names = {
+        value for name, value in vars(status).items() if name.isupper() and isinstance(value, str)
+    }
     assert names == set(STATES)
 
 
@@ -309,20 +341,30 @@ def test_a_group_serves_its_own_figures(tmp_path: Path) -> None:
     try:
         config = {"steps": 500, "group_size": 4}
         write(
-            "replica-1-rank-0-attempt-1-8", event("worker_started", 1, attempt=1, config=config), step(2, 1, attempt=1)
+            "replica-1-rank-0-attempt-1-8",
+            event("worker_started", 1, attempt=1, config=config),
+            step(2, 1, attempt=1),
         )
         write("replica-1-rank-1-attempt-1-9", step(2, 1, 1, attempt=1))
         write("replica-11-rank-0-attempt-0-10", step(3, 11))
-        write("supervisor-1-6", event("worker_exited", 1, attempt=1, signal="SIGKILL", stopped=False))
+        write(
+            "supervisor-1-6", event("worker_exited", 1, attempt=1, signal="SIGKILL", stopped=False)
+        )
         write("supervisor-11-6", event("worker_exited", 11, signal="SIGKILL", stopped=False))
         metrics.poll()
         found = scrape(metrics)
         assert value(found, "run_info", run_dir=str(tmp_path), replica="1") == 1
         assert (value(found, "step"), value(found, "steps_committed_total")) == (2, 1)
-        assert (value(found, "groups"), value(found, "participants"), value(found, "target_step")) == (4, 4, 500)
+        assert (
+            value(found, "groups"),
+            value(found, "participants"),
+            value(found, "target_step"),
+        ) == (4, 4, 500)
         assert value(found, "failures_total", replica="1", cause="SIGKILL") == 1
         assert value(found, "group_state", replica="1", state="died") == 1
-        assert {dict(labels)["replica"] for (_, labels) in found if "replica" in dict(labels)} == {"1"}
+        assert {dict(labels)["replica"] for (_, labels) in found if "replica" in dict(labels)} == {
+            "1"
+        }
     finally:
         metrics.close()
 
@@ -406,7 +448,20 @@ def test_where_to_listen(text: str, address: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "70000", "host:", ":9464", "-1", "host:x", "9464:host", "+80", "http://host:80", "host:80/"]
+    "text",
+    [
+        "",
+        "x",
+        "70000",
+        "host:",
+        ":9464",
+        "-1",
+        "host:x",
+        "9464:host",
+        "+80",
+        "http://host:80",
+        "host:80/",
+    ],
 )
 def test_where_nothing_can_listen(text: str) -> None:
     """Anything else is refused with the field and the two forms."""
@@ -420,5 +475,7 @@ def test_import_loads_neither_torch_nor_the_client() -> None:
         "import sys, titan_ft.live.metrics, titan_ft.live.top; "
         "print(*sorted({n.partition('.')[0] for n in sys.modules} & {'torch', 'prometheus_client', 'rich'}))"
     )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     assert process.stdout.strip() == ""

@@ -33,8 +33,12 @@ def event(name: str, replica: int = 0, rank: int = 0, attempt: int = 0, **fields
     return build(named(name), replica=replica, rank=rank, attempt=attempt, **fields)
 
 
-def step(number: int, replica: int = 0, participants: tuple[int, ...] = (0, 1), **fields: Any) -> Any:
-    return event("step_committed", replica, step=number, loss=2.5, participants=list(participants), **fields)
+def step(
+    number: int, replica: int = 0, participants: tuple[int, ...] = (0, 1), **fields: Any
+) -> Any:
+    return event(
+        "step_committed", replica, step=number, loss=2.5, participants=list(participants), **fields
+    )
 
 
 def run_after(num_groups: int, *events: Any) -> RunStatus:
@@ -51,7 +55,14 @@ STORY = [
     event("joined", 1, quorum=1, participants=[0, 1]),
     step(1),
     step(1, replica=1),
-    event("worker_exited", 1, rank=1, signal="SIGKILL", reason="rank 1 was killed by SIGKILL", stopped=False),
+    event(
+        "worker_exited",
+        1,
+        rank=1,
+        signal="SIGKILL",
+        reason="rank 1 was killed by SIGKILL",
+        stopped=False,
+    ),
     event("worker_exited", 1, rank=0, signal="SIGTERM", reason="stopped because ...", stopped=True),
     event("joined", 0, quorum=2, participants=[0]),
     step(2, participants=(0,)),
@@ -86,7 +97,15 @@ def test_story_of_a_run() -> None:
         "group 0 finished at step 3",
         "group 1 finished at step 3",
     ]
-    assert list(dict.fromkeys(states)) == ["waiting", "starting", "joined", "training", "died", "healing", "finished"]
+    assert list(dict.fromkeys(states)) == [
+        "waiting",
+        "starting",
+        "joined",
+        "training",
+        "died",
+        "healing",
+        "finished",
+    ]
     assert run.groups[1] == status.GroupStatus(
         1, "finished", 3, 2.5, (0, 1), attempt=1, restarts=1, own_seconds=0.0, donor=0
     )
@@ -101,7 +120,9 @@ def test_late_events_of_an_old_attempt_are_ignored() -> None:
     assert run.groups == before
 
 
-@pytest.mark.parametrize("late", [step(8), event("joined", participants=[0]), event("heal_started", donor=1)])
+@pytest.mark.parametrize(
+    "late", [step(8), event("joined", participants=[0]), event("heal_started", donor=1)]
+)
 def test_late_events_of_a_dead_attempt_are_no_life(late: Any) -> None:
     """The agent has seen the worker end; a line that the worker wrote before comes later through a network file system.
 
@@ -124,9 +145,14 @@ def test_group_given_up() -> None:
     """A group that failed for good says why and where to look, and stays failed."""
     run = RunStatus(1)
     given_up = event(
-        "replica_gave_up", reason="rank 0 ended with exit status 1; no restart left", log="/l", error="E: x"
+        "replica_gave_up",
+        reason="rank 0 ended with exit status 1; no restart left",
+        log="/l",
+        error="E: x",
     )
-    assert run.observe(given_up) == ("group 0 failed: rank 0 ended with exit status 1; no restart left; /l: E: x")
+    assert run.observe(given_up) == (
+        "group 0 failed: rank 0 ended with exit status 1; no restart left; /l: E: x"
+    )
     assert run.groups[0].state == "failed"
     run.observe(event("worker_exited", code=1))
     assert run.groups[0].state == "failed"
@@ -138,12 +164,19 @@ def test_end_of_an_agent_without_another(worker_died: bool) -> None:
     run = run_after(2, event("worker_started"), step(1))
     if worker_died:
         run.observe(event("worker_exited", signal="SIGKILL", stopped=False))
-    ended = event("agent_ended", reason="its agent was killed by SIGKILL", restarts=False, signal="SIGKILL")
+    ended = event(
+        "agent_ended", reason="its agent was killed by SIGKILL", restarts=False, signal="SIGKILL"
+    )
     run.observe(ended)
     assert run.groups[0].state == "failed"
-    gave_up = event("replica_gave_up", reason=f"{ended.reason}; no restart left", log="/l", error=ended.reason)
+    gave_up = event(
+        "replica_gave_up", reason=f"{ended.reason}; no restart left", log="/l", error=ended.reason
+    )
     if not worker_died:
-        assert run.observe(gave_up) == "group 0 failed: its agent was killed by SIGKILL; no restart left"
+        assert (
+            run.observe(gave_up)
+            == "group 0 failed: its agent was killed by SIGKILL; no restart left"
+        )
 
 
 @pytest.mark.parametrize("kind", list(kinds()), ids=lambda kind: kind.__name__)
@@ -151,11 +184,17 @@ def test_every_event_has_a_line_or_none(kind: type[Event]) -> None:
     """A person gets one line of it at most."""
     run = run_after(3, step(7, 1))
     fields = {"replica": 1, "error": "E: gone", "reason": "full", "slots": [0, 2], "ranks": [1]}
-    line = run.observe(build(kind, **{name: text for name, text in fields.items() if name in kind.__struct_fields__}))
+    line = run.observe(
+        build(
+            kind, **{name: text for name, text in fields.items() if name in kind.__struct_fields__}
+        )
+    )
     assert line is None or (line and "\n" not in line)
 
 
-@pytest.mark.parametrize("name", ["straggler", "digest_mismatch", "gradient_excluded", "rolled_back", "waiting"])
+@pytest.mark.parametrize(
+    "name", ["straggler", "digest_mismatch", "gradient_excluded", "rolled_back", "waiting"]
+)
 def test_what_all_groups_see_is_told_once(name: str) -> None:
     """Of the groups that train, the first one tells what each of them finds."""
     run = run_after(3, step(7, 1), step(7, 2))
@@ -171,8 +210,16 @@ def chaos(name: str, fault: str, target: Any, **fields: Any) -> Any:
 @pytest.mark.parametrize(
     ("told", "line", "hit"),
     [
-        (chaos("fault_injected", "kill_group", {"replica": 2}), "fault: kill_group on group 2", [2]),
-        (chaos("fault_injected", "kill_rank", {"replica": 1, "rank": 0}), "fault: kill_rank on group 1, rank 0", [1]),
+        (
+            chaos("fault_injected", "kill_group", {"replica": 2}),
+            "fault: kill_group on group 2",
+            [2],
+        ),
+        (
+            chaos("fault_injected", "kill_rank", {"replica": 1, "rank": 0}),
+            "fault: kill_rank on group 1, rank 0",
+            [1],
+        ),
         (
             chaos("fault_injected", "kill_lighthouse", {"lighthouse": True}),
             "fault: kill_lighthouse on the lighthouse",
@@ -180,12 +227,25 @@ def chaos(name: str, fault: str, target: Any, **fields: Any) -> Any:
         ),
         (chaos("fault_injected", "kill_group", {"replica": 7}), "fault: kill_group on group 7", []),
         (
-            chaos("fault_injected", "slow_rank", {"replica": 0, "rank": 1}, params={"factor": 3, "seconds": 2.5}),
+            chaos(
+                "fault_injected",
+                "slow_rank",
+                {"replica": 0, "rank": 1},
+                params={"factor": 3, "seconds": 2.5},
+            ),
             "fault: slow_rank on group 0, rank 1 (factor 3, seconds 2.5)",
             [0],
         ),
-        (chaos("fault_undone", "stop_group", {"replica": 0}), "fault undone: stop_group on group 0", []),
-        (chaos("fault_skipped", "kill_group", None, reason="too few"), "fault skipped: kill_group (too few)", []),
+        (
+            chaos("fault_undone", "stop_group", {"replica": 0}),
+            "fault undone: stop_group on group 0",
+            [],
+        ),
+        (
+            chaos("fault_skipped", "kill_group", None, reason="too few"),
+            "fault skipped: kill_group (too few)",
+            [],
+        ),
     ],
 )
 def test_faults_are_told_and_remembered(told: Any, line: str, hit: list[int]) -> None:
@@ -194,7 +254,9 @@ def test_faults_are_told_and_remembered(told: Any, line: str, hit: list[int]) ->
     assert run.observe(told) == line
     after = run.groups
     assert [replica for replica, group in after.items() if group.fault] == hit
-    assert all((after[replica].fault, after[replica].fault_time) == (told.fault, 9.0) for replica in hit)
+    assert all(
+        (after[replica].fault, after[replica].fault_time) == (told.fault, 9.0) for replica in hit
+    )
 
 
 @pytest.mark.parametrize("fault", ["network_dead", "link_dead"])
@@ -202,10 +264,15 @@ def test_fault_of_a_whole_group_is_told_once(fault: str) -> None:
     """Where the agents of all ranks tell, one line is enough; of a fault of one rank, its own agent tells."""
     run = RunStatus(3)
     whole = [
-        chaos("fault_injected", fault, {"replica": 2, "rank": rank}, replica=2, rank=rank, attempt=0) for rank in (1, 0)
+        chaos(
+            "fault_injected", fault, {"replica": 2, "rank": rank}, replica=2, rank=rank, attempt=0
+        )
+        for rank in (1, 0)
     ]
     assert [run.observe(each) for each in whole] == [None, f"fault: {fault} on group 2"]
-    single = chaos("fault_injected", "segfault", {"replica": 2, "rank": 1}, replica=2, rank=1, attempt=0)
+    single = chaos(
+        "fault_injected", "segfault", {"replica": 2, "rank": 1}, replica=2, rank=1, attempt=0
+    )
     assert run.observe(single) == "fault: segfault on group 2, rank 1"
 
 
@@ -213,7 +280,16 @@ def test_own_part_of_a_step() -> None:
     """A group's own seconds are those without the exchange; after its death it has none until it commits again."""
     run = RunStatus(1)
     assert run.groups[0].own_seconds is None
-    run.observe(step(2, seconds=2.0, exchange_seconds=0.5, compute_seconds=1.0, apply_seconds=0.25, own_loss=2.25))
+    run.observe(
+        step(
+            2,
+            seconds=2.0,
+            exchange_seconds=0.5,
+            compute_seconds=1.0,
+            apply_seconds=0.25,
+            own_loss=2.25,
+        )
+    )
     group = run.groups[0]
     assert (group.own_seconds, group.own_loss, group.loss) == (1.25, 2.25, 2.5)
     run.observe(event("worker_exited", signal="SIGKILL", stopped=False))
@@ -233,13 +309,17 @@ def test_own_part_of_a_step() -> None:
 )
 def test_group_that_starts_shows_no_stale_numbers(begins: Any) -> None:
     """What an attempt has made is nothing that the next one has: not its step, its losses, its time, its donor."""
-    run = run_after(2, event("heal_started", donor=1, from_step=6), step(7, own_loss=2.0, compute_seconds=1.0))
+    run = run_after(
+        2, event("heal_started", donor=1, from_step=6), step(7, own_loss=2.0, compute_seconds=1.0)
+    )
     run.observe(event("worker_exited", signal="SIGKILL", stopped=False))
     died = run.groups[0]
     assert (died.step, died.loss, died.own_loss, died.own_seconds) == (7, None, None, None)
     run.observe(begins)
     starts = run.groups[0]
-    assert (starts.step, starts.loss, starts.own_loss, starts.own_seconds, starts.donor) == (None,) * 5
+    assert (starts.step, starts.loss, starts.own_loss, starts.own_seconds, starts.donor) == (
+        None,
+    ) * 5
     assert (starts.state, starts.attempt, starts.participants) == ("starting", 1, ())
 
 
@@ -344,8 +424,21 @@ def test_plain_view_shows_the_last_step(capsys: pytest.CaptureFixture[str], end:
 def test_the_exception_is_told_once() -> None:
     """With the first death, and where its traceback is; not for ranks that follow, nor when the group is given up."""
     ends = [
-        event("worker_exited", code=1, reason="rank 1 ended with exit status 1", rank=1, error="E: x", log="/l"),
-        event("worker_exited", code=1, reason="rank 0 ended with exit status 1", error="DistStoreError: y", log="/m"),
+        event(
+            "worker_exited",
+            code=1,
+            reason="rank 1 ended with exit status 1",
+            rank=1,
+            error="E: x",
+            log="/l",
+        ),
+        event(
+            "worker_exited",
+            code=1,
+            reason="rank 0 ended with exit status 1",
+            error="DistStoreError: y",
+            log="/m",
+        ),
         event("replica_gave_up", reason="no restart left", log="/l", error="E: x"),
     ]
     run = RunStatus(1)
@@ -369,14 +462,23 @@ def test_rounds_are_told_with_the_steps_of_torchtitan() -> None:
     """
     started = event("worker_started", config=ROUNDS)
     for told, line in [
-        (event("heal_started", donor=1, from_step=3), "group 0 healing from group 1 at round 3 (step 30)"),
-        (event("drained", step=4, reason="SIGTERM"), "group 0 left after round 4 (step 40) (SIGTERM)"),
+        (
+            event("heal_started", donor=1, from_step=3),
+            "group 0 healing from group 1 at round 3 (step 30)",
+        ),
+        (
+            event("drained", step=4, reason="SIGTERM"),
+            "group 0 left after round 4 (step 40) (SIGTERM)",
+        ),
         (event("training_finished", step=10), "group 0 finished at round 10 (step 95)"),
         (
             event("rolled_back", step=3, lost=1),
             "group 0 goes on from round 3 (step 30): rounds lost with their groups: 1",
         ),
-        (event("checkpoint_saved", step=40, seconds=2.0), "group 0 saved the checkpoint of step 40 in 2.0 s"),
+        (
+            event("checkpoint_saved", step=40, seconds=2.0),
+            "group 0 saved the checkpoint of step 40 in 2.0 s",
+        ),
     ]:
         assert run_after(2, started).observe(told) == line
     run = run_after(2, started, event("checkpoint_loaded", step=40))
@@ -393,7 +495,10 @@ def test_progress_in_rounds() -> None:
     for number in (1, 2, 3):
         run.observe(step(number, time=10.0 * number, inner_step=10 * number, tokens=1000))
     told = run.progress(30.0)
-    assert told == "round 3 (step 30)  loss 2.50000  groups 2/2  restarts 0  tokens/s 100  ETA 1:05 (step 95)"
+    assert (
+        told
+        == "round 3 (step 30)  loss 2.50000  groups 2/2  restarts 0  tokens/s 100  ETA 1:05 (step 95)"
+    )
     line = run.observe(step(2, time=40.0, lineage="other", inner_step=20))
     assert line == "training went back to round 1 (step 10): rounds 2 to 3 are made again"
 
@@ -424,7 +529,9 @@ def test_files_that_are_cut_for_long_are_told() -> None:
     assert run.num_cut == 0
 
 
-@pytest.mark.parametrize("file", ["replica-1-rank-0-attempt-2-77.jsonl", "replica-1-rank-0-attempt-2-77.3.jsonl"])
+@pytest.mark.parametrize(
+    "file", ["replica-1-rank-0-attempt-2-77.jsonl", "replica-1-rank-0-attempt-2-77.3.jsonl"]
+)
 def test_what_a_killed_worker_has_left_is_not_waited_for(file: str) -> None:
     """Its file stays cut for good: the disk has room again all the same."""
     run, files = RunStatus(2), {file}
@@ -451,11 +558,23 @@ def test_steps_that_come_late_are_no_step_back() -> None:
 def test_lost_events_are_a_line() -> None:
     """On the terminal, in `top` and on the launcher's lines: who lost them, and why."""
     run = RunStatus(2)
-    lost = {"error": "No space left on device", "events": 7, "kinds": {"hung": 7}, "since": 1.0, "until": 2.0}
+    lost = {
+        "error": "No space left on device",
+        "events": 7,
+        "kinds": {"hung": 7},
+        "since": 1.0,
+        "until": 2.0,
+    }
     of_rank = build(EventsDropped, replica=1, rank=0, attempt=0, **lost)
-    assert run.observe(of_rank) == "group 1, rank 0, lost events that it could not write: No space left on device"
+    assert (
+        run.observe(of_rank)
+        == "group 1, rank 0, lost events that it could not write: No space left on device"
+    )
     of_launcher = build(EventsDropped, **lost)
-    assert run.observe(of_launcher) == "the launcher lost events that it could not write: No space left on device"
+    assert (
+        run.observe(of_launcher)
+        == "the launcher lost events that it could not write: No space left on device"
+    )
     assert len(run.lines) == 2
 
 
@@ -466,7 +585,10 @@ def test_whom_a_group_waits_for() -> None:
         wait = run_after(2, event("worker_started"), *told).groups[0].waited
         return None if wait is None else (wait.slot, wait.why)
 
-    long, short = {"slot": 1, "seconds": 0.5, "why": "lost"}, {"slot": 1, "seconds": 0.1, "why": "computing"}
+    long, short = (
+        {"slot": 1, "seconds": 0.5, "why": "lost"},
+        {"slot": 1, "seconds": 0.1, "why": "computing"},
+    )
     needs = event("waiting", step=1, slots=[1], why="too_few")
     assert waited(step(1, waits=[long, short])) == (1, "lost")
     assert waited(step(1, waits=[long]), needs) == (1, "too_few")
@@ -506,7 +628,10 @@ def test_check_and_top_agree_on_who_is_lost() -> None:
     """
     joined = [event("worker_started", 1, time=1.0), event("joined", 1, time=2.0, participants=[1])]
     run = run_after(2, *joined, lost(12.0))
-    assert (run.groups[1].state, fold_events([*joined, lost(12.0)]).groups[1].silence is not None) == ("lost", True)
+    assert (
+        run.groups[1].state,
+        fold_events([*joined, lost(12.0)]).groups[1].silence is not None,
+    ) == ("lost", True)
     ended = event("ended_without", time=73.0, slots=[1], seconds=60.0)
     run = run_after(2, event("worker_started", 1, time=70.0), ended)
     assert (run.groups[1].state, run.fold.groups[1].silence is not None) == ("lost", True)
@@ -532,7 +657,9 @@ def test_lost_group_whose_last_commit_is_not_written() -> None:
     """The table says the step that the line says: the others know that it took part."""
     run = RunStatus(2)
     run.observe(step(1, replica=1, time=2.0))
-    assert run.observe(lost(12.0, last_step=2)) == "group 1 is lost: silent for 10 s, last in step 2"
+    assert (
+        run.observe(lost(12.0, last_step=2)) == "group 1 is lost: silent for 10 s, last in step 2"
+    )
     assert "lost since step 2" in text_of(group_table(run.groups, 50.0, 80))
 
 
@@ -540,7 +667,9 @@ def test_group_that_is_restarted_is_not_lost() -> None:
     """Its agent's events are newer than what a survivor knows."""
     run = RunStatus(2)
     run.observe(step(1, replica=1, time=2.0))
-    run.observe(event("worker_exited", 1, time=2.5, signal="SIGKILL", reason="killed", stopped=False))
+    run.observe(
+        event("worker_exited", 1, time=2.5, signal="SIGKILL", reason="killed", stopped=False)
+    )
     run.observe(build(ReplicaRestarted, time=3.0, replica=1, attempt=1, reason="killed"))
     assert run.observe(lost(13.0)) is None
     assert run.groups[1].state == status.STARTING

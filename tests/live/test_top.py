@@ -41,17 +41,29 @@ ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"  # the terminal's other screen
 HIDE, SHOW = b"\x1b[?25l", b"\x1b[?25h"  # its cursor
 
 
-def event(name: str, replica: int | None = 0, rank: int | None = 0, moment: float = 0.0, **fields: Any) -> Any:
+def event(
+    name: str, replica: int | None = 0, rank: int | None = 0, moment: float = 0.0, **fields: Any
+) -> Any:
     whose = {"replica": replica, "rank": rank}
-    return build(named(name), time=moment, **{k: v for k, v in whose.items() if v is not None}, **fields)
+    return build(
+        named(name), time=moment, **{k: v for k, v in whose.items() if v is not None}, **fields
+    )
 
 
 def launched(replicas: int, moment: float = 0.0) -> Any:
-    return event("launch_started", None, None, moment, replicas=replicas, ranks_per_replica=2, spares=0)
+    return event(
+        "launch_started", None, None, moment, replicas=replicas, ranks_per_replica=2, spares=0
+    )
 
 
 def step(number: int, replica: int = 0, moment: float = 0.0, rank: int = 0, **fields: Any) -> Any:
-    usual = {"lineage": f"{number:012x}", "participants": [0, 1], "tokens": 100, "loss": 9.0 - number, "exchanges": 1}
+    usual = {
+        "lineage": f"{number:012x}",
+        "participants": [0, 1],
+        "tokens": 100,
+        "loss": 9.0 - number,
+        "exchanges": 1,
+    }
     usual |= {"seconds": 1.0, "exchange_seconds": 0.25, "compute_seconds": 0.75}
     return event("step_committed", replica, rank, moment, step=number, **{**usual, **fields})
 
@@ -63,10 +75,14 @@ def fold(*events: Event) -> RunStatus:
     return run
 
 
-def shown(run: RunStatus, width: int = 80, height: int | None = None, now: float = 0.0, **options: Any) -> list[str]:
+def shown(
+    run: RunStatus, width: int = 80, height: int | None = None, now: float = 0.0, **options: Any
+) -> list[str]:
     """Return the lines that a terminal of this size shows."""
     console = Console(width=width, height=height or 1000, file=io.StringIO(), color_system=None)
-    rendered = console.render_lines(frame(run, "/runs/a", now, Screen(width, height, **options)), pad=False)
+    rendered = console.render_lines(
+        frame(run, "/runs/a", now, Screen(width, height, **options)), pad=False
+    )
     assert all(cell_len("".join(segment.text for segment in line)) <= width for line in rendered)
     return ["".join(segment.text for segment in line).rstrip() for line in rendered][:height]
 
@@ -88,16 +104,44 @@ def test_what_a_resume_changed_is_said() -> None:
 def story(replicas: int = 4, steps: int = 30) -> RunStatus:
     """Fold a run in which group 1 is killed and heals."""
     events = [launched(replicas)]
-    events += [event("worker_started", replica, host=f"node{replica:02}") for replica in range(replicas)]
+    events += [
+        event("worker_started", replica, host=f"node{replica:02}") for replica in range(replicas)
+    ]
     for number in range(1, steps + 1):
-        events += [step(number, replica, float(number), own_loss=2.0) for replica in range(replicas)]
+        events += [
+            step(number, replica, float(number), own_loss=2.0) for replica in range(replicas)
+        ]
     target = {"replica": 1, "rank": 0}
     events += [
-        event("fault_injected", None, None, 31.0, fault="abort_process_group", target=target, seed=1, shot=1),
-        event("worker_exited", 1, 0, 32.0, signal="SIGABRT", reason="rank 0 was killed by SIGABRT", stopped=False),
+        event(
+            "fault_injected",
+            None,
+            None,
+            31.0,
+            fault="abort_process_group",
+            target=target,
+            seed=1,
+            shot=1,
+        ),
+        event(
+            "worker_exited",
+            1,
+            0,
+            32.0,
+            signal="SIGABRT",
+            reason="rank 0 was killed by SIGABRT",
+            stopped=False,
+        ),
         event("replica_restarted", 1, None, 33.0, attempt=1, reason="", standby=True),
         event("heal_started", 1, 0, 34.0, attempt=1, donor=3, from_step=30),
-        event("lighthouse_restarted", None, None, 35.0, reason="the lighthouse ended (SIGKILL)", seconds=0.5),
+        event(
+            "lighthouse_restarted",
+            None,
+            None,
+            35.0,
+            reason="the lighthouse ended (SIGKILL)",
+            seconds=0.5,
+        ),
     ]
     return fold(*events)
 
@@ -105,7 +149,9 @@ def story(replicas: int = 4, steps: int = 30) -> RunStatus:
 def test_step_is_counted_once() -> None:
     """However many groups tell of a step it is one; its exchanges are those of the group with most."""
     steps = CommittedSteps()
-    told = [steps.observe(step(1, replica, exchanges=count)) for replica, count in enumerate((2, 1, 3))]
+    told = [
+        steps.observe(step(1, replica, exchanges=count)) for replica, count in enumerate((2, 1, 3))
+    ]
     assert told == [True, False, False]
     assert (steps.num_committed, steps.num_attempted) == (1, 3)
     assert steps.observe(step(1, lineage="another"))
@@ -133,11 +179,17 @@ def test_fault_is_counted_once() -> None:
 
 def on_hosts(replicas: int, num_hosts: int) -> RunStatus:
     """Fold a run on hosts n0, n1, ..., of which n1 has two deaths and was left, n0 has one."""
-    starts = [event("worker_started", r, 0, 1.0, host=f"n{r % num_hosts}.cluster") for r in range(replicas)]
+    starts = [
+        event("worker_started", r, 0, 1.0, host=f"n{r % num_hosts}.cluster")
+        for r in range(replicas)
+    ]
     return fold(
         *starts,
         event("worker_exited", 0, 0, 2.0, signal="SIGKILL", stopped=False, host="n0"),
-        *(event("worker_exited", 1, 0, 2.0 + n, signal="SIGBUS", stopped=False, host="n1") for n in range(2)),
+        *(
+            event("worker_exited", 1, 0, 2.0 + n, signal="SIGBUS", stopped=False, host="n1")
+            for n in range(2)
+        ),
         event("worker_exited", 0, 1, 2.0, signal="SIGTERM", stopped=True, host="n0"),
         event("host_left", 1, None, 4.0, host="n1", deaths=2, reason=""),
     )
@@ -145,7 +197,9 @@ def on_hosts(replicas: int, num_hosts: int) -> RunStatus:
 
 def hosts_table(lines: list[str]) -> list[list[str]]:
     """Return the lines of the table by host, the first one and what follows it up to an empty line, as words."""
-    start = next((number for number, line in enumerate(lines) if line.startswith("host ")), len(lines))
+    start = next(
+        (number for number, line in enumerate(lines) if line.startswith("host ")), len(lines)
+    )
     end = next((number for number in range(start, len(lines)) if not lines[number]), len(lines))
     return [line.split() for line in lines[start:end]]
 
@@ -164,10 +218,14 @@ def test_one_host_has_a_table_once_it_has_a_death() -> None:
     calm = [launched(2), *(event("worker_started", replica, host="laptop") for replica in (0, 1))]
     assert hosts_table(shown(fold(*calm), 100, now=5.0)) == []
     death = event("worker_exited", 1, 0, 2.0, signal="SIGKILL", stopped=False, host="laptop")
-    assert hosts_table(shown(fold(*calm, death), 100, now=5.0))[1:] == [["laptop", "2", "1", "0", "0,", "1"]]
+    assert hosts_table(shown(fold(*calm, death), 100, now=5.0))[1:] == [
+        ["laptop", "2", "1", "0", "0,", "1"]
+    ]
 
 
-@pytest.mark.parametrize(("height", "rows"), [(24, ["n1", "and"]), (60, ["n1", "n0", "n2", "and"]), (12, [])])
+@pytest.mark.parametrize(
+    ("height", "rows"), [(24, ["n1", "and"]), (60, ["n1", "n0", "n2", "and"]), (12, [])]
+)
 def test_hosts_leave_room_for_the_groups(height: int, rows: list[str]) -> None:
     """Of many hosts those with deaths are shown, as far as there is room; the others are counted."""
     lines = shown(on_hosts(40, 20), 80, height, now=5.0)
@@ -208,9 +266,33 @@ def test_row_of_a_group() -> None:
     head, *rows = shown(run, width=160, now=41.0)[5:9]
     columns = "group state step own loss own s x others restarts donor attempt host last fault"
     assert head.split() == columns.split()
-    assert rows[0].split() == ["0", "training", "31", "-22.0000", "3.000", "4.00", "0", "-", "0", "node00", "-"]
+    assert rows[0].split() == [
+        "0",
+        "training",
+        "31",
+        "-22.0000",
+        "3.000",
+        "4.00",
+        "0",
+        "-",
+        "0",
+        "node00",
+        "-",
+    ]
     fault = ["-0:10", "abort_process_group"]
-    assert rows[1].split() == ["1", "recovering", "-", "-", "-", "-", "1", "3", "1", "node01", *fault]
+    assert rows[1].split() == [
+        "1",
+        "recovering",
+        "-",
+        "-",
+        "-",
+        "-",
+        "1",
+        "3",
+        "1",
+        "node01",
+        *fault,
+    ]
 
 
 @pytest.mark.parametrize("replicas", [1, 4, 40])
@@ -234,10 +316,14 @@ def test_group_in_trouble_is_never_left_out() -> None:
 
 def test_narrow_terminal_keeps_what_matters() -> None:
     """Columns go by importance; of a fault that is cut, the age stays."""
-    wide, narrow = (next(line for line in shown(story(), width) if "state" in line) for width in (160, 52))
+    wide, narrow = (
+        next(line for line in shown(story(), width) if "state" in line) for width in (160, 52)
+    )
     assert "host" in wide
     assert "host" not in narrow
-    assert [name for name in ("group", "state", "step", "restarts", "last fault") if name not in narrow] == []
+    assert [
+        name for name in ("group", "state", "step", "restarts", "last fault") if name not in narrow
+    ] == []
     row = next(line for line in shown(story(), 52, now=41.0) if "recovering" in line)
     assert "-0:10 abort" in row
 
@@ -248,7 +334,19 @@ def test_reason_of_a_death_is_whole(size: tuple[int, int]) -> None:
     log = f"/scratch/{40 * 'x'}/{40 * 'y'}/logs/replica-1/attempt-0/rank-0.log"
     error = "ValueError: the batch has the wrong shape: expected (8, 2048), got (8, 2047), from the packed loader"
     run = story()
-    run.observe(event("worker_exited", 0, 0, 36.0, code=1, error=error, reason="rank 0 failed", log=log, stopped=False))
+    run.observe(
+        event(
+            "worker_exited",
+            0,
+            0,
+            36.0,
+            code=1,
+            error=error,
+            reason="rank 0 failed",
+            log=log,
+            stopped=False,
+        )
+    )
     told = " ".join(line[10:] for line in shown(run, *size, now=37.0))
     assert error in told
     assert log in told.replace(" ", "")
@@ -258,7 +356,11 @@ def test_for_whom_a_group_waits() -> None:
     """The group that it waited for, how long and why; one whose step cannot be committed now is waiting."""
     run = story(replicas=3, steps=5)
     run.observe(step(6, 0, 36.0, waits=[{"slot": 1, "seconds": 1.4, "why": "lost"}]))
-    run.observe(event("waiting", 2, 0, 36.5, step=5, participants=[0, 2], reason="x", slots=[1], why="too_few"))
+    run.observe(
+        event(
+            "waiting", 2, 0, 36.5, step=5, participants=[0, 2], reason="x", slots=[1], why="too_few"
+        )
+    )
     lines = shown(run, 120, now=37.0)
     rows = [line for line in lines if line.split()[:1] in (["0"], ["2"])]
     assert "training" in rows[0]
@@ -272,9 +374,16 @@ def test_ranks_are_shown_on_demand() -> None:
     """Step, process, memory, host and last event of each rank; of too many those that are behind or ended."""
     run = RunStatus()
     events = [launched(2)]
-    events += [event("worker_started", group, rank, 1.0, host="n1", pid=70) for group in (0, 1) for rank in range(4)]
     events += [
-        step(9, g, 2.0, rank=r, memory_bytes=3 * 2**30, pid=70) for g in (0, 1) for r in range(4) if (g, r) != (1, 2)
+        event("worker_started", group, rank, 1.0, host="n1", pid=70)
+        for group in (0, 1)
+        for rank in range(4)
+    ]
+    events += [
+        step(9, g, 2.0, rank=r, memory_bytes=3 * 2**30, pid=70)
+        for g in (0, 1)
+        for r in range(4)
+        if (g, r) != (1, 2)
     ]
     events += [event("worker_exited", 1, 3, 3.0, signal="SIGBUS", reason="", stopped=False)]
     for each in events:
@@ -289,13 +398,19 @@ def test_ranks_are_shown_on_demand() -> None:
     few = shown(run, 100, 20, now=12.0, ranks=True)
     assert len(few) <= 20
     assert any(line.endswith("SIGBUS") for line in few)
-    assert any(line.startswith("and ") and line.endswith("more ranks, not behind these") for line in few)
+    assert any(
+        line.startswith("and ") and line.endswith("more ranks, not behind these") for line in few
+    )
 
 
 def test_the_columns_are_explained_on_a_small_terminal_too() -> None:
     """Rows of groups make room: of two columns in three nothing was said on 24 lines."""
     text = shown(story(), 80, 24, now=36.0, help=True)
-    for explained in ("x others    own s, as a multiple", "restarts    how often", "host        host of its rank 0"):
+    for explained in (
+        "x others    own s, as a multiple",
+        "restarts    how often",
+        "host        host of its rank 0",
+    ):
         assert any(line.startswith(explained) for line in text)
     assert len(text) <= 24
 
@@ -331,7 +446,10 @@ def test_target_and_time_to_go() -> None:
     assert run.seconds_left(20.0) == pytest.approx(180.0)
     assert "step 10/100" in shown(run, 120, now=20.0)[2]
     assert "ETA 3:00" in shown(run, 120, now=20.0)[2]
-    assert run.progress(20.0) == "step 10  loss -1.00000  groups 2/2  restarts 0  tokens/s 50  ETA 3:00 (step 100)"
+    assert (
+        run.progress(20.0)
+        == "step 10  loss -1.00000  groups 2/2  restarts 0  tokens/s 50  ETA 3:00 (step 100)"
+    )
     run.observe(event("launch_finished", None, None, 21.0, code=0))
     assert run.seconds_left(21.0) is None
     unknown = fold(launched(2), *steps)
@@ -358,7 +476,9 @@ def test_a_run_in_rounds() -> None:
 
 def test_going_back_is_announced() -> None:
     """When all groups were lost, the checkpoint that the job goes on from is told, and which steps are made again."""
-    run = fold(launched(2), *(step(number, replica) for number in range(1, 9) for replica in (0, 1)))
+    run = fold(
+        launched(2), *(step(number, replica) for number in range(1, 9) for replica in (0, 1))
+    )
     told = [
         run.observe(event("checkpoint_loaded", 0, attempt=1, step=4)),
         run.observe(step(5, 0, attempt=1, lineage="0a")),
@@ -372,7 +492,9 @@ def test_going_back_is_announced() -> None:
         None,
     ]
     assert [line.text for line in run.lines][-2:] == told[:2]
-    assert run.observe(event("started_anew", 0, attempt=1)).startswith("group 0 starts anew from step 0")
+    assert run.observe(event("started_anew", 0, attempt=1)).startswith(
+        "group 0 starts anew from step 0"
+    )
 
 
 def test_launcher_shows_what_top_shows() -> None:
@@ -380,20 +502,31 @@ def test_launcher_shows_what_top_shows() -> None:
     run, console = story(), Console(width=100, height=1000, file=io.StringIO(), color_system=None)
     lines = console.render_lines(frame(run, "", 36.0, Screen(100, 24), history=False), pad=False)
     text = ["".join(segment.text for segment in line).rstrip() for line in lines]
-    assert text == [line for line in shown(run, 100, 24, now=36.0)[1:] if "  group 1 " not in line][: len(text)]
+    assert (
+        text
+        == [line for line in shown(run, 100, 24, now=36.0)[1:] if "  group 1 " not in line][
+            : len(text)
+        ]
+    )
     assert any("tokens/s" in line for line in text)
     assert not any("died" in line for line in text)
-    crowded = console.render_lines(frame(story(40), "", 36.0, Screen(100, 12), history=False), pad=False)
+    crowded = console.render_lines(
+        frame(story(40), "", 36.0, Screen(100, 12), history=False), pad=False
+    )
     assert len(crowded) <= 12
 
 
 def test_run_that_is_over() -> None:
     """The outcome stands in the head, as `check` and `report` have it, with the time up to the end."""
     run = story()
-    run.observe(event("launch_finished", None, None, 65.0, code=1, reason="1 of 4 groups failed: 1"))
+    run.observe(
+        event("launch_finished", None, None, 65.0, code=1, reason="1 of 4 groups failed: 1")
+    )
     text = "Failed at step 31: killed by SIGABRT, rank 0 of group 1; over after 1:05; 4 groups x 2 ranks"
     assert shown(run, now=9999.0, width=120)[1] == text
-    assert " ".join(shown(run, now=9999.0, width=40)[1:4]) == text  # whole in a narrow terminal, too
+    assert (
+        " ".join(shown(run, now=9999.0, width=40)[1:4]) == text
+    )  # whole in a narrow terminal, too
 
 
 def test_silence_is_told() -> None:
@@ -415,20 +548,37 @@ def test_run_without_a_launcher() -> None:
 def test_second_launch_in_the_folder() -> None:
     """A resumed run starts anew, with the loss curve of before; what was over is going on."""
     run = story()
-    run.observe(event("launch_finished", None, None, 65.0, code=130, reason="stopped by Ctrl-C", signal="SIGINT"))
+    run.observe(
+        event(
+            "launch_finished",
+            None,
+            None,
+            65.0,
+            code=130,
+            reason="stopped by Ctrl-C",
+            signal="SIGINT",
+        )
+    )
     run.observe(launched(4, 100.0))
     run.observe(event("worker_started", 1, 0, 101.0, attempt=2))
     run.observe(step(31, 1, 102.0, attempt=2))
     assert not run.end
     fold = run.fold
-    assert (run.restarts, fold.faults.num_injected, fold.steps.num_committed, run.elapsed(105.0)) == (0, 0, 1, 5.0)
+    assert (
+        run.restarts,
+        fold.faults.num_injected,
+        fold.steps.num_committed,
+        run.elapsed(105.0),
+    ) == (0, 0, 1, 5.0)
     assert (run.groups[1].state, run.groups[1].attempt) == ("training", 2)
     assert run.losses.points == [9.0 - number for number in range(1, 32)]
 
 
 def test_asked_to_leave() -> None:
     """When the launcher was asked to stop, its groups are seen to leave."""
-    run = fold(launched(2), step(1, 0), step(1, 1), event("launch_stopping", None, None, reason="Ctrl-C"))
+    run = fold(
+        launched(2), step(1, 0), step(1, 1), event("launch_stopping", None, None, reason="Ctrl-C")
+    )
     assert [group.state for group in run.groups.values()] == ["draining", "draining"]
     assert run.lines[-1][1] == "all groups are asked to leave: Ctrl-C"
 
@@ -436,8 +586,20 @@ def test_asked_to_leave() -> None:
 def test_stopped_before_it_began() -> None:
     """The last picture of a run that was stopped says so of groups that had no time to leave: not "draining"."""
     run = fold(launched(2), step(1, 0), event("launch_stopping", None, None, reason="Ctrl-C"))
-    run.observe(event("worker_exited", 0, 0, signal="SIGKILL", reason="stopped because ...", stopped=True))
-    run.observe(event("launch_finished", None, None, 9.0, code=130, reason="stopped by Ctrl-C", signal="SIGINT"))
+    run.observe(
+        event("worker_exited", 0, 0, signal="SIGKILL", reason="stopped because ...", stopped=True)
+    )
+    run.observe(
+        event(
+            "launch_finished",
+            None,
+            None,
+            9.0,
+            code=130,
+            reason="stopped by Ctrl-C",
+            signal="SIGINT",
+        )
+    )
     assert [group.state for group in run.groups.values()] == ["stopped", "stopped"]
     assert run.end == "stopped by Ctrl-C"
 
@@ -460,7 +622,9 @@ def write_run(folder: Path, *events: Event, name: str = "launcher-1") -> EventLo
     return log
 
 
-def test_one_snapshot_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_snapshot_without_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Piped somewhere, the run is shown once, whole, without control characters, though it goes on."""
     write_run(tmp_path, launched(30), *(step(1, replica) for replica in range(30)))
     assert top(tmp_path) == 0
@@ -486,7 +650,9 @@ def test_launcher_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     later = run.fold.last_event + 120
     monkeypatch.setattr(time, "time", lambda: later)
     gone = FollowedRun(tmp_path).poll()
-    line = "End unknown, the launcher is gone: last at step 1; no event for 2:00; 2 groups x 2 ranks"
+    line = (
+        "End unknown, the launcher is gone: last at step 1; no event for 2:00; 2 groups x 2 ranks"
+    )
     assert line in shown(gone, 120, now=later)
     with (tmp_path / "config.toml").open("a") as config:
         assert hold(config)
@@ -496,7 +662,10 @@ def test_launcher_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_folder_that_is_not_there(tmp_path: Path) -> None:
     """One line names the argument, what it must be, and what it is."""
-    with pytest.raises(ConfigError, match=r"^RUN_DIR must be the folder of a run, got .*/no; there is no such folder$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^RUN_DIR must be the folder of a run, got .*/no; there is no such folder$",
+    ):
         top(tmp_path / "no")
 
 
@@ -525,7 +694,11 @@ class Terminal:
             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "from titan_ft.cli.main import main; sys.exit(main(['top', sys.argv[1]]))\n"
         )
-        env = {name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+        env = {
+            name: text
+            for name, text in os.environ.items()
+            if name not in ("COLUMNS", "LINES", "NO_COLOR")
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, str(folder)],
             stdin=self.screen,
@@ -611,7 +784,9 @@ def test_followed_to_its_end(terminal: Terminal, tmp_path: Path) -> None:
     terminal.read_until(lambda: b"q leaves" in terminal.output)
     write_run(tmp_path / "run", step(7, loss=1.25), name="replica-0")
     terminal.read_until(lambda: b"1.25000" in terminal.output)
-    write_run(tmp_path / "run", event("launch_finished", None, None, code=0, reason="all groups finished"))
+    write_run(
+        tmp_path / "run", event("launch_finished", None, None, code=0, reason="all groups finished")
+    )
     assert terminal.wait() == 0
     assert_as_before(terminal)
     end = terminal.output[terminal.output.rfind(LEAVE) :]
@@ -631,7 +806,9 @@ def test_watched_folder_vanishes(terminal: Terminal, tmp_path: Path) -> None:
 
 def test_finished_run_is_shown_once(tmp_path: Path) -> None:
     """A run that is over needs no screen of its own: one frame, status 0."""
-    ended = event("launch_finished", None, None, code=130, reason="stopped by Ctrl-C", signal="SIGINT")
+    ended = event(
+        "launch_finished", None, None, code=130, reason="stopped by Ctrl-C", signal="SIGINT"
+    )
     write_run(tmp_path, launched(2), step(7), ended)
     terminal = Terminal(tmp_path)
     try:

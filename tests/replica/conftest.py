@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("RUST_LOG", "error")  # read when torchft is loaded: its servers log every refused heartbeat
+os.environ.setdefault(
+    "RUST_LOG", "error"
+)  # read when torchft is loaded: its servers log every refused heartbeat
 
 from titan_ft.host import cpu  # after the variable
 
@@ -93,7 +95,13 @@ class TinyTraining:
             self.model.inner._non_persistent_buffers_set.add("mask")
         if shard:
             self._shard()
-        kwargs = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "foreach": True, **optimizer}
+        kwargs = {
+            "lr": 1e-2,
+            "betas": (0.9, 0.95),
+            "weight_decay": 0.1,
+            "foreach": True,
+            **optimizer,
+        }
         self.optimizers = OptimizersContainer([self.model], torch.optim.AdamW, kwargs)
         self.lr_schedulers = LRSchedulersContainer(self.optimizers, lambda step: (step + 1) / 10)
         self.counters = Counters()
@@ -114,7 +122,9 @@ class TinyTraining:
         """Make steps; returns their losses."""
         losses = []
         for _ in range(num_steps):
-            tokens = torch.randint(0, 11, (4, 3), generator=torch.Generator().manual_seed(self.step))
+            tokens = torch.randint(
+                0, 11, (4, 3), generator=torch.Generator().manual_seed(self.step)
+            )
             loss = self.model(tokens)
             self.optimizers.zero_grad()
             loss.backward()
@@ -161,7 +171,9 @@ class RecordedEvents(EventLog):
     def wait_for(self, event: str, count: int = 1) -> None:
         """Wait until there are `count` events of a kind."""
         with self._told:
-            assert self._told.wait_for(lambda: len(self.named(event)) >= count, DEADLINE), f"no {event}: {self.all}"
+            assert self._told.wait_for(lambda: len(self.named(event)) >= count, DEADLINE), (
+                f"no {event}: {self.all}"
+            )
 
 
 LIGHTHOUSE = {"join_timeout_ms": 100, "quorum_tick_ms": 20, "heartbeat_timeout_ms": 500}
@@ -244,9 +256,15 @@ class Trees:
     def connect(self, rank: int = 0, num_ranks: int = 1, port: int = 0) -> ControlTree:
         """Connect one rank by its group's store at this port. A collective; a group of one rank needs no store."""
         host = "127.0.0.1"
-        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False) if num_ranks > 1 else None
+        store = (
+            dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+            if num_ranks > 1
+            else None
+        )
         name = f"node-{rank}"
-        tree = ControlTree(rank, num_ranks, host=host, token="token", store=store, key="group/0", host_name=name)
+        tree = ControlTree(
+            rank, num_ranks, host=host, token="token", store=store, key="group/0", host_name=name
+        )
         self._made.append(tree)
         return tree
 
@@ -292,7 +310,9 @@ class Seats:
             self.open_store(slot)
         config = options.pop("config", None) or self.config(slot)
         arguments: dict[str, Any] = {
-            "process_group": build_process_group("gloo", timedelta(milliseconds=config.process_group_timeout_ms)),
+            "process_group": build_process_group(
+                "gloo", timedelta(milliseconds=config.process_group_timeout_ms)
+            ),
             "lighthouse": self.lighthouse,
             "host": "127.0.0.1",
             "group_rank": rank,
@@ -310,20 +330,28 @@ class Seats:
         return self._taken[-1]
 
     def take_group(
-        self, slot: int, world_size: int = 2, of_rank: Callable[[int], dict[str, Any]] = lambda rank: {}, **options: Any
+        self,
+        slot: int,
+        world_size: int = 2,
+        of_rank: Callable[[int], dict[str, Any]] = lambda rank: {},
+        **options: Any,
     ) -> list[Membership]:
         """Take the seats of all ranks of a group; `of_rank` gives what differs between them."""
         store = self.open_store(slot)
 
         def take(rank: int) -> Membership:
-            return self.take(slot, rank=rank, world_size=world_size, **{"store": store} | options | of_rank(rank))
+            return self.take(
+                slot, rank=rank, world_size=world_size, **{"store": store} | options | of_rank(rank)
+            )
 
         return self.together(*[partial(take, rank) for rank in range(world_size)])
 
     def open_store(self, slot: int) -> tuple[str, int]:
         """Open the store of a group; returns its host and port."""
         if slot in self.stores:
-            self._former_stores.append(self.stores[slot])  # an older process of the slot may still use it
+            self._former_stores.append(
+                self.stores[slot]
+            )  # an older process of the slot may still use it
         self.stores[slot] = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return "127.0.0.1", self.stores[slot].port
 
@@ -364,7 +392,9 @@ class Seats:
                 seat.vote(step, True)
 
         numbers = steps or [0] * len(seats)
-        return self.together(*[lambda s=s, n=n: go_on(s, n) for s, n in zip(seats, numbers, strict=True)])
+        return self.together(
+            *[lambda s=s, n=n: go_on(s, n) for s, n in zip(seats, numbers, strict=True)]
+        )
 
     def close(self) -> None:
         """Give all seats back."""
@@ -389,7 +419,9 @@ def start_lighthouse() -> Iterator[Callable[..., str]]:
     servers = []
 
     def start(min_replicas: int = 1, **changes: int) -> str:
-        servers.append(LighthouseServer(bind="127.0.0.1:0", min_replicas=min_replicas, **LIGHTHOUSE | changes))
+        servers.append(
+            LighthouseServer(bind="127.0.0.1:0", min_replicas=min_replicas, **LIGHTHOUSE | changes)
+        )
         return f"http://127.0.0.1:{servers[-1].address().rsplit(':', 1)[1]}"
 
     yield start

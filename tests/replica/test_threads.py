@@ -25,7 +25,10 @@ DEADLINE = 10.0  # seconds; only ever reached by a bug
 def places_that_start_threads() -> Counter[str]:
     """Return how many places start a thread in each file of the engine."""
     package = ROOT / "titan_ft"
-    files = [*(path for room in ROOMS for path in (package / room).glob("*.py")), package / "system/threads.py"]
+    files = [
+        *(path for room in ROOMS for path in (package / room).glob("*.py")),
+        package / "system/threads.py",
+    ]
     return Counter(
         str(path.relative_to(package))
         for path in files
@@ -36,8 +39,18 @@ def places_that_start_threads() -> Counter[str]:
 
 def test_every_thread_is_in_the_table_with_its_owner_and_its_end() -> None:
     """A thread that nobody knows of outlives what it works for, or waits for a lock that another one holds."""
-    lines = (ROOT / "docs/patches.md").read_text().split("\n## Threads\n")[1].split("\n## ")[0].splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+    lines = (
+        (ROOT / "docs/patches.md")
+        .read_text()
+        .split("\n## Threads\n")[1]
+        .split("\n## ")[0]
+        .splitlines()
+    )
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("| `")
+    ]
     assert all(len(row) == 4 and all(row) for row in rows)
     assert Counter(row[0].strip("`") for row in rows) == places_that_start_threads()
 

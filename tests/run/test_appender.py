@@ -64,7 +64,9 @@ def make(tmp_path: Path, stalls: list[Stall]) -> Iterator[MakeAppender]:
     made: list[FileAppender] = []
 
     def build(name: str = "a.jsonl", **settings: int) -> FileAppender:
-        made.append(FileAppender(tmp_path / name, on_end=stalls.append, is_json_lines=True, **settings))
+        made.append(
+            FileAppender(tmp_path / name, on_end=stalls.append, is_json_lines=True, **settings)
+        )
         return made[-1]
 
     yield build
@@ -73,7 +75,9 @@ def make(tmp_path: Path, stalls: list[Stall]) -> Iterator[MakeAppender]:
 
 
 @pytest.mark.parametrize("room", [0, 1, 4, 7, 8, 9, 16])
-def test_records_wait_and_keep_their_order(make: MakeAppender, disk: Disk, tmp_path: Path, room: int) -> None:
+def test_records_wait_and_keep_their_order(
+    make: MakeAppender, disk: Disk, tmp_path: Path, room: int
+) -> None:
     """Whatever part of the lines fits, no line is ever glued to another one, and all come in their order."""
     path, log = tmp_path / "a.jsonl", make()
     log.append(b'{"n":1}\n')
@@ -90,7 +94,9 @@ def test_records_wait_and_keep_their_order(make: MakeAppender, disk: Disk, tmp_p
     assert not is_cut(path)
 
 
-@pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EFBIG", "ENOTCONN"])
+@pytest.mark.parametrize(
+    "name", ["ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EFBIG", "ENOTCONN"]
+)
 def test_error_of_a_file_system_ends_nothing(
     make: MakeAppender, disk: Disk, stalls: list[Stall], name: str, tmp_path: Path
 ) -> None:
@@ -127,14 +133,18 @@ def test_limit_of_a_file(tmp_path: Path) -> None:
         "log.append(b'last line\\n'); print(log.stall)"
     )
     path = tmp_path / "a.jsonl"
-    ran = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60
+    )
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout == "File too large 30\nNone\n"
     lines = ["first line", *(f"line number {number}" for number in range(5)), "last line"]
     assert path.read_text().splitlines() == lines
 
 
-def test_what_memory_does_not_hold_is_counted(make: MakeAppender, disk: Disk, stalls: list[Stall]) -> None:
+def test_what_memory_does_not_hold_is_counted(
+    make: MakeAppender, disk: Disk, stalls: list[Stall]
+) -> None:
     """Beyond the limit records are dropped, all from the first one on, and told by kind and time."""
     log, disk.room = make(limit=20), 0
     for number in range(6):
@@ -145,7 +155,12 @@ def test_what_memory_does_not_hold_is_counted(make: MakeAppender, disk: Disk, st
     log.append(b"last\n", "last", 301.0)
     assert (log.path.read_bytes()) == b"12345\n" * 3 + b"last\n"
     (stall,) = stalls
-    assert (stall.began, stall.first_dropped, stall.last_dropped, stall.num_waited) == (100.0, 103.0, 300.0, 3)
+    assert (stall.began, stall.first_dropped, stall.last_dropped, stall.num_waited) == (
+        100.0,
+        103.0,
+        300.0,
+        3,
+    )
     assert stall.dropped == {"odd": 2, "even": 1, "small": 1, "later": 1}
 
 
@@ -163,7 +178,9 @@ def test_folder_that_cannot_be_made_is_waited_for(tmp_path: Path) -> None:
     log.close(0.0)
 
 
-def test_folder_that_vanishes_is_not_made_again(make: MakeAppender, disk: Disk, tmp_path: Path) -> None:
+def test_folder_that_vanishes_is_not_made_again(
+    make: MakeAppender, disk: Disk, tmp_path: Path
+) -> None:
     """Who removes a run's folder finds it removed; where it comes back, the file has all lines that waited, whole."""
     log = make("events/a.jsonl")
     log.append(b"1\n")
@@ -187,7 +204,11 @@ def test_file_of_a_former_process_is_mended_as_soon_as_it_can_be(
     path.write_bytes(b'{"a": 1}\n{"b"')
     log = FileAppender(path, is_json_lines=True)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pread", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))))
+        patch.setattr(
+            os,
+            "pread",
+            lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))),
+        )
         log.append(b'{"c": 3}\n')
     assert log.stall is not None
     log.append(b'{"d": 4}\n')
@@ -195,10 +216,14 @@ def test_file_of_a_former_process_is_mended_as_soon_as_it_can_be(
     log.close(0.0)
 
 
-def test_file_server_that_was_started_again(make: MakeAppender, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_server_that_was_started_again(
+    make: MakeAppender, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stale handle stays stale: the file is opened anew, and goes on where it was."""
     opened, open_file = [], os.open
-    monkeypatch.setattr(os, "open", lambda path, *args: opened.append(path) or open_file(path, *args))
+    monkeypatch.setattr(
+        os, "open", lambda path, *args: opened.append(path) or open_file(path, *args)
+    )
     log = make()
     log.append(b"1\n")
     disk.room, disk.error = 1, errno.ESTALE
@@ -228,9 +253,15 @@ def test_file_of_a_killed_process_is_cut(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("left", "then"),
-    [(b'{"a": 1}\n{"b"', b'{"a": 1}\n'), (b'{"a": 1}\n{"b": 2}', b'{"a": 1}\n{"b": 2}\n'), (b'{"a": 1}\n', None)],
+    [
+        (b'{"a": 1}\n{"b"', b'{"a": 1}\n'),
+        (b'{"a": 1}\n{"b": 2}', b'{"a": 1}\n{"b": 2}\n'),
+        (b'{"a": 1}\n', None),
+    ],
 )
-def test_line_of_an_earlier_process_is_ended(tmp_path: Path, left: bytes, then: bytes | None) -> None:
+def test_line_of_an_earlier_process_is_ended(
+    tmp_path: Path, left: bytes, then: bytes | None
+) -> None:
     """A pid comes again: half a line of its former owner goes, a whole one gets its newline back."""
     path, cuts = tmp_path / "a.jsonl", []
     path.write_bytes(left)
@@ -278,7 +309,9 @@ def test_fork_leaves_to_its_parent_what_waits(tmp_path: Path, disk: Disk) -> Non
     log.close(0.0)
 
 
-def test_end_of_a_process_waits_for_room(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_of_a_process_waits_for_room(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last records get their time, and no more: they are written when there is room within it."""
     log, disk.room = FileAppender(tmp_path / "a.jsonl", is_json_lines=True), 0
     log.append(b"1\n")
@@ -307,7 +340,9 @@ def test_disk_with_room_for_a_line_now_and_then_is_told_once(
     monkeypatch.setattr(appender_module.time, "monotonic", lambda: now)
     told: list[Stall] = []
     ended: list[bool] = []
-    log = FileAppender(tmp_path / "a", told.append, lambda stall: ended.append(stall.reported), is_json_lines=True)
+    log = FileAppender(
+        tmp_path / "a", told.append, lambda stall: ended.append(stall.reported), is_json_lines=True
+    )
     for _ in range(3):
         disk.room = 0
         log.append(b"1\n")

@@ -73,7 +73,9 @@ def test_what_is_written_is_read(path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_error, get_error_handler().record_exception])
-def test_the_line_to_look_at(path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Exception], None]) -> None:
+def test_the_line_to_look_at(
+    path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Exception], None]
+) -> None:
     """A traceback is named by the user's own line that is nearest to the exception, below the working folder."""
     monkeypatch.chdir(path.parent)
     code = "import json\n\ndef forward(text):\n    return json.loads(text)\n"
@@ -94,14 +96,15 @@ def test_the_line_to_look_at_elsewhere() -> None:
     package = Path(sysconfig.get_path("purelib")) / "datasets" / "load.py"
     own = Path(error_file.__file__).parents[1] / "trainer.py"
     frames = [
-        f'  File "{file}", line {number}, in f\n    f()\n' for number, file in enumerate((own, package, json.__file__))
+        f'  File "{file}", line {number}, in f\n    f()\n'
+        for number, file in enumerate((own, package, json.__file__))
     ]
     text = f"Traceback (most recent call last):\n{''.join(frames)}ConnectionError: no route\n"
     assert find_where(text) == "datasets/load.py:1"
     raised = 'Traceback (most recent call last):\n  File "/home/me/mybug.py", line 7, in f\nValueError: x\n'
-    assert find_where(f"{raised}\nDuring handling of the above exception, another one occurred:\n\n{text}") == (
-        "datasets/load.py:1"
-    )
+    assert find_where(
+        f"{raised}\nDuring handling of the above exception, another one occurred:\n\n{text}"
+    ) == ("datasets/load.py:1")
     assert find_where(f"{text}\n{raised}") == "/home/me/mybug.py:7"
     assert find_where("RuntimeError: no traceback") == ""
 
@@ -127,7 +130,9 @@ def test_a_claimed_file_is_left_alone_by_torch(path: Path, monkeypatch: pytest.M
     assert read.text == "ValueError: ours"
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "[]", "3", '{"message": "text"}', '{"message": {"message": 3}}'])
+@pytest.mark.parametrize(
+    "text", [None, "", "{", "[]", "3", '{"message": "text"}', '{"message": {"message": 3}}']
+)
 def test_a_file_that_is_none(path: Path, text: str | None) -> None:
     """A worker that was killed leaves no file, or a part of one."""
     if text is not None:
@@ -179,7 +184,11 @@ def test_the_same_exception(one: str, other: str) -> None:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("KeyError: 'nope'", "KeyError: 'none'"), ("KeyError: 'a'", "ValueError: 'a'"), ("E: decade", "E: facade")],
+    [
+        ("KeyError: 'nope'", "KeyError: 'none'"),
+        ("KeyError: 'a'", "ValueError: 'a'"),
+        ("E: decade", "E: facade"),
+    ],
 )
 def test_other_exceptions(one: str, other: str) -> None:
     """Another type, or other words, is another exception."""
@@ -224,7 +233,9 @@ CONNECTION = Mock(host="a", port=443, ssl=True)
         OSError(errno.ENOSPC, "No space left on device"),
         torch.distributed.DistStoreError("wait timeout"),
         torch.distributed.DistBackendError("NCCL error"),
-        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1"),
+        RuntimeError(
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1"
+        ),
         LighthouseError("away"),
     ],
 )
@@ -234,7 +245,9 @@ def test_what_may_go_by_itself(error: Exception) -> None:
     assert is_network_error(error)
 
 
-@pytest.mark.parametrize("error", [GaveUpError("too few groups came"), JobLostError("gone"), RankSilentError("frozen")])
+@pytest.mark.parametrize(
+    "error", [GaveUpError("too few groups came"), JobLostError("gone"), RankSilentError("frozen")]
+)
 def test_what_other_groups_and_hosts_may_mend(error: Exception) -> None:
     """They may be in a queue for hours: their absence is no dead network, however long it lasts."""
     assert is_transient(error)
@@ -243,7 +256,11 @@ def test_what_other_groups_and_hosts_may_mend(error: Exception) -> None:
 
 def test_a_network_error_is_told_as_one(path: Path) -> None:
     """It reaches whoever decides about the next start."""
-    for error, network in ((ConnectionRefusedError("no"), True), (GaveUpError("alone"), False), (KeyError("x"), False)):
+    for error, network in (
+        (ConnectionRefusedError("no"), True),
+        (GaveUpError("alone"), False),
+        (KeyError("x"), False),
+    ):
         write_error(error)
         read = read_error(path)
         assert read is not None
@@ -262,7 +279,9 @@ def test_a_network_error_is_told_as_one(path: Path) -> None:
         urllib.error.URLError("no host given"),
         http_error(404),
         ssl.SSLCertVerificationError("self-signed"),
-        aiohttp.ClientConnectorCertificateError(CONNECTION, ssl.SSLCertVerificationError("self-signed")),
+        aiohttp.ClientConnectorCertificateError(
+            CONNECTION, ssl.SSLCertVerificationError("self-signed")
+        ),
         raised_from(DivergedError("two states"), NO_NAME),
         RuntimeError("CUDA error: device-side assert triggered"),
         DivergedError("two states"),
@@ -274,7 +293,9 @@ def test_what_somebody_must_mend(error: Exception) -> None:
     assert not is_network_error(error)
 
 
-@pytest.mark.parametrize("error", [JobLostError("gone"), RankSilentError("frozen"), GaveUpError("too few")])
+@pytest.mark.parametrize(
+    "error", [JobLostError("gone"), RankSilentError("frozen"), GaveUpError("too few")]
+)
 def test_the_engine_says_itself_what_its_errors_are(error: Exception) -> None:
     """A lost connection may be what it noticed them by; other groups and hosts are what it waits for."""
     assert not is_network_error(raised_from(error, ConnectionResetError()))

@@ -26,13 +26,19 @@ NAMES = {str(kind.__struct_config__.tag): kind for kind in KINDS}
 def sources() -> list[tuple[Path, ast.Module]]:
     """Return the product's modules, but for the schema."""
     paths = sorted([*(ROOT / "titan_ft").rglob("*.py"), *(ROOT / "scripts").glob("*.py")])
-    return [(path.relative_to(ROOT), ast.parse(path.read_text())) for path in paths if path != Path(events.__file__)]
+    return [
+        (path.relative_to(ROOT), ast.parse(path.read_text()))
+        for path in paths
+        if path != Path(events.__file__)
+    ]
 
 
 def test_document_is_current() -> None:
     """docs/events.md is what the schema says, made by the command that stands in it."""
     command = [sys.executable, "-m", "titan_ft.run.events"]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False
+    )
     assert process.returncode == 0
     assert process.stdout == (ROOT / "docs" / "events.md").read_text(), (
         f"python {' '.join(command[1:])} > docs/events.md"
@@ -84,9 +90,16 @@ def test_nobody_else_spells_a_name() -> None:
     found = []
     for path, tree in sources():
         keys = [node.slice for node in ast.walk(tree) if isinstance(node, ast.Subscript)]
-        keys += [argument for node in ast.walk(tree) if isinstance(node, ast.Call) for argument in node.args[:1]]
+        keys += [
+            argument
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+            for argument in node.args[:1]
+        ]
         found += [
-            f"{path}:{key.lineno} event" for key in keys if isinstance(key, ast.Constant) and key.value == "event"
+            f"{path}:{key.lineno} event"
+            for key in keys
+            if isinstance(key, ast.Constant) and key.value == "event"
         ]
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
@@ -125,7 +138,9 @@ def test_schema_imports_nothing_of_the_project() -> None:
 
 def test_builder_refuses_what_the_schema_has_not() -> None:
     """A test that spells a name or a field wrongly, or gives another type, fails instead of testing nothing."""
-    assert build(Hung, time=2.0) == Hung(time=2.0, mono=2.0, pid=1, replica=0, rank=0, attempt=0, step=0)
+    assert build(Hung, time=2.0) == Hung(
+        time=2.0, mono=2.0, pid=1, replica=0, rank=0, attempt=0, step=0
+    )
     with pytest.raises(ValueError, match="'hanged' must be the name of an event"):
         event("hanged")
     with pytest.raises(ValueError, match="Hung must have the field steps"):
@@ -138,9 +153,13 @@ def test_builder_refuses_what_the_schema_has_not() -> None:
 
 def test_a_mistake_is_known_by_its_code_and_not_by_words() -> None:
     """A user's exception may begin with any words."""
-    mistake = event("worker_exited", code=2, error="ConfigError: x must be y", error_kind="ConfigError")
+    mistake = event(
+        "worker_exited", code=2, error="ConfigError: x must be y", error_kind="ConfigError"
+    )
     assert mistake.is_mistake
-    assert not event("worker_exited", code=2, error="ConfigError: of mine", error_kind="MyError").is_mistake
+    assert not event(
+        "worker_exited", code=2, error="ConfigError: of mine", error_kind="MyError"
+    ).is_mistake
     gave_up = event("replica_gave_up", cause="config", error="ConfigError: x must be y")
     assert gave_up.mistake == "x must be y"
 
@@ -160,5 +179,7 @@ def test_a_mistake_is_known_by_its_code_and_not_by_words() -> None:
         ("launch_finished", {"reason": "all groups failed or not"}, "notice"),
     ],
 )
-def test_an_event_says_how_it_is_to_be_taken(name: str, fields: dict[str, object], severity: str) -> None:
+def test_an_event_says_how_it_is_to_be_taken(
+    name: str, fields: dict[str, object], severity: str
+) -> None:
     assert event(name, **fields).severity == severity

@@ -26,7 +26,9 @@ def test_what_is_announced_is_read(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def test_a_prepared_announcement_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prepared_announcement_needs_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A standby takes over on a full disk; what nobody needs any more goes, and a failed attempt leaves nothing."""
     path = tmp_path / "run" / "lighthouse.json"
     standby, late = Announcement("http://10.0.0.7:1234"), Announcement("http://10.0.0.8:1234")
@@ -50,7 +52,9 @@ def test_a_prepared_announcement_needs_no_room(tmp_path: Path, monkeypatch: pyte
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("text", ["", '{"address": "http://10.0.0.7:1', "[]", '{"address": "x", "job": "", "id": ""}'])
+@pytest.mark.parametrize(
+    "text", ["", '{"address": "http://10.0.0.7:1', "[]", '{"address": "x", "job": "", "id": ""}']
+)
 def test_a_file_that_is_not_whole_says_nothing(tmp_path: Path, text: str) -> None:
     """As shared storage may show it for seconds: where the lighthouse was before stays in use."""
     path = tmp_path / "lighthouse.json"
@@ -68,7 +72,9 @@ def test_a_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     address = LighthouseAddress(f"file:{path}")
     with pytest.raises(TimeoutError, match=str(path)):
         address.wait(0.01)
-    threading.Timer(0.1, lambda: Announcement("http://10.0.0.7:1234", "77", id="x").write(path)).start()
+    threading.Timer(
+        0.1, lambda: Announcement("http://10.0.0.7:1234", "77", id="x").write(path)
+    ).start()
     assert address.wait(20.0) == "http://10.0.0.7:1234"
     assert address.place == Place("http://10.0.0.7:1234", "x", "77")
 
@@ -93,7 +99,12 @@ def test_a_number_never_changes() -> None:
 
 def test_a_name_is_resolved_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of the answers says nothing; a resolver that is away says nothing either."""
-    answers: list[list[str]] = [["10.0.0.1", "10.0.0.2"], ["10.0.0.2", "10.0.0.1"], ["10.0.0.3"], []]
+    answers: list[list[str]] = [
+        ["10.0.0.1", "10.0.0.2"],
+        ["10.0.0.2", "10.0.0.1"],
+        ["10.0.0.3"],
+        [],
+    ]
 
     def resolve(host: str, port: int, **_: Any) -> list[Any]:
         assert (host, port) == ("light.house", 29510)

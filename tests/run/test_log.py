@@ -39,14 +39,25 @@ from titan_ft.run.tail import EventTail
 
 
 def write(folder: Path, name: str, *lines: bytes | str) -> None:
-    (folder / name).write_bytes(b"".join(line.encode() if isinstance(line, str) else line for line in lines))
+    (folder / name).write_bytes(
+        b"".join(line.encode() if isinstance(line, str) else line for line in lines)
+    )
 
 
 def test_line_has_header_and_fields(tmp_path: Path) -> None:
     """Each line is a JSON object with its name, times, process, who it is about, and the event's own fields."""
     log = EventLog(tmp_path / "events" / "a.jsonl", replica=1, rank=0, attempt=None)
     before, mono = time.time(), round(time.monotonic(), 6)
-    log.emit(WorkerExited(rank=1, attempt=2, worker_pid=7, reason="it got SIGKILL", stopped=False, signal="SIGKILL"))
+    log.emit(
+        WorkerExited(
+            rank=1,
+            attempt=2,
+            worker_pid=7,
+            reason="it got SIGKILL",
+            stopped=False,
+            signal="SIGKILL",
+        )
+    )
     log.close()
     text = (tmp_path / "events" / "a.jsonl").read_text()
     assert text.endswith("\n")
@@ -70,10 +81,16 @@ def test_event_comes_back(tmp_path: Path) -> None:
     """What was emitted is what is read, with its parts; nothing is told of what is absent."""
     log = EventLog(tmp_path / "a.jsonl", replica=1, rank=0, attempt=2)
     data = {"slot": 1, "first_batch": 4, "num_batches": 2, "checksum": "c5"}
-    told = build(StepCommitted, step=3, participants=[0, 1], data=data, batches={"1": [4, 2]}, loss=2.5)
+    told = build(
+        StepCommitted, step=3, participants=[0, 1], data=data, batches={"1": [4, 2]}, loss=2.5
+    )
     told.replica = told.rank = told.attempt = -1  # as an emitter leaves them
     log.emit(told)
-    log.emit(FaultInjected(fault="kill_group", target=Target(lighthouse=True), seed=None, params={"bit": 3}))
+    log.emit(
+        FaultInjected(
+            fault="kill_group", target=Target(lighthouse=True), seed=None, params={"bit": 3}
+        )
+    )
     assert '"digest"' not in (tmp_path / "a.jsonl").read_text()
     commit, fault = read_events(tmp_path)
     assert commit == told
@@ -92,9 +109,13 @@ def test_lines_are_in_the_file_at_once(tmp_path: Path) -> None:
         "log = EventLog(Path(sys.argv[1]), replica=0, rank=0, attempt=0); [log.emit(Hung(step=i)) for i in range(10)]\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    process = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.jsonl")], timeout=60, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a.jsonl")], timeout=60, check=False
+    )
     assert process.returncode == -signal.SIGKILL
-    assert [event.step for event in read_events(tmp_path) if isinstance(event, Hung)] == list(range(10))
+    assert [event.step for event in read_events(tmp_path) if isinstance(event, Hung)] == list(
+        range(10)
+    )
 
 
 def test_an_event_that_is_nested_without_end_is_none() -> None:
@@ -144,7 +165,12 @@ def test_values_that_json_does_not_know(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "a.jsonl", replica=0, rank=0, attempt=0)
     told = build(StepCommitted, participants=[1, 2], batches={0: [0, 1]})
     told.loss, told.grad_norm, told.own_loss = float("nan"), float("inf"), np.float32("nan")
-    told.lr, told.seconds, told.step, told.participants = Scalar(), np.float64(0.5), np.int64(3), (1, 2)
+    told.lr, told.seconds, told.step, told.participants = (
+        Scalar(),
+        np.float64(0.5),
+        np.int64(3),
+        (1, 2),
+    )
     told.lineage = Path("x/y")
     log.emit(told)
     line = (tmp_path / "a.jsonl").read_text()
@@ -183,13 +209,17 @@ def test_full_disk_raises_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         log.emit(Hung(step=step))
     assert log.is_stalled
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("titan_ft: /dev/full cannot be written (No space left on device): this process keeps ")
+    assert line.startswith(
+        "titan_ft: /dev/full cannot be written (No space left on device): this process keeps "
+    )
     log._file.close(0.0)  # without the seconds that the end of a process waits
     log.close()
     assert capsys.readouterr().err == ""
 
 
-def test_events_come_late_and_whole(tmp_path: Path, limit: Limit, capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_come_late_and_whole(
+    tmp_path: Path, limit: Limit, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What waited is in the file in its order, with the times at which it happened; an event says that it came late."""
     path = tmp_path / "a.jsonl"
     log = EventLog(path, replica=1, rank=0, attempt=2)
@@ -198,7 +228,9 @@ def test_events_come_late_and_whole(tmp_path: Path, limit: Limit, capsys: pytest
     log.emit(Hung(step=1))
     before = time.time()
     log.emit(Hung(step=2))
-    assert [event.step for event in read_events(tmp_path) if isinstance(event, Hung)] == [0]  # half a line is none
+    assert [event.step for event in read_events(tmp_path) if isinstance(event, Hung)] == [
+        0
+    ]  # half a line is none
     assert is_cut(path)
     limit.lift()
     since = time.time()
@@ -221,7 +253,10 @@ def test_events_come_late_and_whole(tmp_path: Path, limit: Limit, capsys: pytest
 
 
 def test_events_beyond_the_memory_are_an_event(
-    tmp_path: Path, limit: Limit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    limit: Limit,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """How many are lost, of which kinds, from when to when; what memory held is not."""
     path = tmp_path / "a.jsonl"
@@ -292,7 +327,9 @@ def test_events_are_sorted_by_time_across_files(tmp_path: Path) -> None:
     assert read_events(tmp_path) == told
 
 
-@pytest.mark.parametrize("tail", ['{"time": 2, "eve', '{"time": 2', "\x00\x00", "{", '{"time": 2, "event": "hung"}'])
+@pytest.mark.parametrize(
+    "tail", ['{"time": 2, "eve', '{"time": 2', "\x00\x00", "{", '{"time": 2, "event": "hung"}']
+)
 def test_cut_last_line_is_skipped(tmp_path: Path, tail: str) -> None:
     """The last line of a writer that died in it counts for nothing; the lines before it stay."""
     whole = build(Hung, time=1.0)
@@ -300,7 +337,9 @@ def test_cut_last_line_is_skipped(tmp_path: Path, tail: str) -> None:
     assert read_events(tmp_path) == [whole]
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"time": 1}', '{"event": "hung"}', '{"event": "hung", "time": "now"}'])
+@pytest.mark.parametrize(
+    "line", ["{", "[1]", '{"time": 1}', '{"event": "hung"}', '{"event": "hung", "time": "now"}']
+)
 def test_whole_line_that_is_no_event_is_named(tmp_path: Path, line: str) -> None:
     """A whole line that is no event is an error with file and line, never passed over."""
     write(tmp_path, "a.jsonl", encode(build(Hung, time=1.0)), line + "\n")
@@ -320,12 +359,17 @@ def test_whole_line_that_is_no_event_is_named(tmp_path: Path, line: str) -> None
         ({"rank": "0"}, r"\$\.rank"),
     ],
 )
-def test_event_with_a_wrong_field_is_named(tmp_path: Path, change: dict[str, object], named: str) -> None:
+def test_event_with_a_wrong_field_is_named(
+    tmp_path: Path, change: dict[str, object], named: str
+) -> None:
     """A known event that lacks a field, or has one of another type, is an error with file, line and field."""
     line = json.loads(encode(build(Hung, time=1.0)))
     line = {name: value for name, value in {**line, **change}.items() if value is not ...}
     write(tmp_path, "a.jsonl", encode(build(Hung, time=1.0)), json.dumps(line) + "\n")
-    with pytest.raises(ValueError, match=rf"a\.jsonl:2 must have the fields of hung \(see docs/events\.md\).*{named}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"a\.jsonl:2 must have the fields of hung \(see docs/events\.md\).*{named}",
+    ):
         read_events(tmp_path)
 
 
@@ -363,13 +407,17 @@ def test_missing_or_empty_folder_has_no_events(tmp_path: Path) -> None:
     assert read_events(tmp_path) == []
 
 
-def test_report_names_a_line_of_another_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_names_a_line_of_another_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A history that cannot be read costs one line on stderr, which says where, what and what to do, and status 1."""
     (tmp_path / "events").mkdir()
     write(tmp_path / "events", "a.jsonl", '{"event": "hung", "time": 1.0}\n')
     assert main(["report", str(tmp_path)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"titan-ft report: {tmp_path / 'events' / 'a.jsonl'}:1 must have the fields of hung")
+    assert line.startswith(
+        f"titan-ft report: {tmp_path / 'events' / 'a.jsonl'}:1 must have the fields of hung"
+    )
     assert "`step`" in line
     assert line.endswith("read an older version's run with that version")
 
@@ -396,7 +444,9 @@ def test_a_learning_rate_that_is_no_number_can_be_read(tmp_path: Path) -> None:
     assert event.lr is None
 
 
-def test_a_long_file_is_followed_by_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_file_is_followed_by_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The names are still those of the process, and a reader gets every event once, in order."""
     monkeypatch.setattr("titan_ft.run.log.ROTATE_BYTES", 2000)
     first = RunPaths(tmp_path).worker_events(0, 1, 2, 99)
@@ -409,7 +459,9 @@ def test_a_long_file_is_followed_by_another_one(tmp_path: Path, monkeypatch: pyt
     events.close()
     names = sorted(path.name for path in (tmp_path / "events").iterdir())
     assert len(names) > 3
-    assert names == sorted(path.name for path in (tmp_path / "events").glob(RunPaths.workers_pattern(0, 2)))
+    assert names == sorted(
+        path.name for path in (tmp_path / "events").glob(RunPaths.workers_pattern(0, 2))
+    )
     assert {RunPaths.process_of(name) for name in names} == {first.stem}
     assert [event.step for event in read_events(tmp_path / "events")] == list(range(60))
     assert [event.step for event in followed] == list(range(60))
@@ -417,7 +469,9 @@ def test_a_long_file_is_followed_by_another_one(tmp_path: Path, monkeypatch: pyt
     assert max(path.stat().st_size for path in (tmp_path / "events").iterdir()) < 2500
 
 
-def test_a_long_file_goes_on_where_no_other_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_file_goes_on_where_no_other_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else events would wait without a word of it in any file."""
     monkeypatch.setattr("titan_ft.run.log.ROTATE_BYTES", 200)
     events = EventLog(tmp_path / "a.jsonl", replica=0, rank=1, attempt=2)

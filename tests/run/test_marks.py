@@ -40,14 +40,18 @@ def test_a_worker_that_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     """Its event says so; only where that has to wait there is a mark, beside its log."""
     error_file = beside(tmp_path / "rank-0.log")
     monkeypatch.setenv(FILE_ENV, str(error_file))
-    log = EventLog(tmp_path / "a.jsonl" if room else Path("/dev/full"), replica=0, rank=0, attempt=0)
+    log = EventLog(
+        tmp_path / "a.jsonl" if room else Path("/dev/full"), replica=0, rank=0, attempt=0
+    )
     announce_left(log, Drained(step=3, reason="SIGTERM", in_order=True))
     assert has_left(error_file) == (not room)
     assert not has_left(beside(tmp_path / "rank-1.log"))
     log._file.close(0.0)
 
 
-def test_a_worker_whose_mark_is_not_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_whose_mark_is_not_possible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It leaves all the same, and so does one that nobody supervises."""
     log = EventLog(Path("/dev/full"), replica=0, rank=0, attempt=0)
     monkeypatch.setenv(FILE_ENV, str(tmp_path / "nowhere" / "error.json"))
@@ -71,7 +75,9 @@ def test_a_worker_that_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list(tmp_path.iterdir())
 
 
-def test_a_mark_that_cannot_be_removed_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_that_cannot_be_removed_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The disk has become read-only: a worker that has finished could not remove it either."""
     error_file = beside(tmp_path / "rank-0.log")
     monkeypatch.setenv(FILE_ENV, str(error_file))

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 PROTECT = "from titan_ft.run.output import protect_output; protect_output(); protect_output()\n"
-LIMIT = (
-    "import resource, sys\ndef limit(size): resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))\n"
-)
+LIMIT = "import resource, sys\ndef limit(size): resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))\n"
 
 
 def run(code: str, stdout: Path, stderr: Path | None = None) -> tuple[int, str]:
     """Run a program that prints into files; return its exit status and what went to the other stream."""
     with stdout.open("ab") as out:
         errors = subprocess.PIPE if stderr is None else stderr.open("ab")
-        ran = subprocess.run([sys.executable, "-c", code], stdout=out, stderr=errors, timeout=60, check=False)
+        ran = subprocess.run(
+            [sys.executable, "-c", code], stdout=out, stderr=errors, timeout=60, check=False
+        )
     return ran.returncode, (ran.stderr or b"").decode()
 
 
@@ -48,8 +48,15 @@ def test_lines_are_there_when_there_is_room_again(tmp_path: Path) -> None:
     assert run(LIMIT + PROTECT + code, path, path)[0] == 0
     expected = ["out 1", "err 1", "out 2", "a line too many", "another one", "err 2", "out 3"]
     assert path.read_text().splitlines() == expected
-    assert run(LIMIT + PROTECT + code.replace("20", "4"), tmp_path / "out", tmp_path / "err")[0] == 0
-    assert (tmp_path / "out").read_text().splitlines() == ["out 1", "out 2", "a line too many", "out 3"]
+    assert (
+        run(LIMIT + PROTECT + code.replace("20", "4"), tmp_path / "out", tmp_path / "err")[0] == 0
+    )
+    assert (tmp_path / "out").read_text().splitlines() == [
+        "out 1",
+        "out 2",
+        "a line too many",
+        "out 3",
+    ]
     assert (tmp_path / "err").read_text().splitlines() == ["err 1", "another one", "err 2"]
 
 
@@ -64,7 +71,9 @@ def test_fork_with_other_outputs(tmp_path: Path) -> None:
     path, other = tmp_path / "log", tmp_path / "other"
     with path.open("ab") as out:
         command = [sys.executable, "-c", "import sys\n" + PROTECT + code, str(other)]
-        assert subprocess.run(command, stdout=out, stderr=out, timeout=60, check=False).returncode == 0
+        assert (
+            subprocess.run(command, stdout=out, stderr=out, timeout=60, check=False).returncode == 0
+        )
     assert path.read_text() == "child out\nparent\n"
     assert other.read_text() == "child err\n"
 
@@ -72,7 +81,9 @@ def test_fork_with_other_outputs(tmp_path: Path) -> None:
 def test_lost_lines_are_counted_at_their_place(tmp_path: Path) -> None:
     """Memory holds so much; the log itself says where something is missing."""
     code = (
-        "import titan_ft.run.output as output; output.WAITING_BYTES = 40\n" + PROTECT + "print('first'); limit(6)\n"
+        "import titan_ft.run.output as output; output.WAITING_BYTES = 40\n"
+        + PROTECT
+        + "print('first'); limit(6)\n"
         "for n in range(10): print(f'line {n:03}.')\nlimit(-1); print('last')"
     )
     path = tmp_path / "log"
@@ -111,7 +122,10 @@ def test_reader_that_is_gone_is_told(tmp_path: Path) -> None:
 
 def test_a_line_is_one_write(tmp_path: Path) -> None:
     """What several processes print into one log is not mixed within a line."""
-    code = PROTECT + "import os, threading\nfor n in range(200): print('aaaaaaaa', 'bbbbbbbb', sep='', end='cc\\n')"
+    code = (
+        PROTECT
+        + "import os, threading\nfor n in range(200): print('aaaaaaaa', 'bbbbbbbb', sep='', end='cc\\n')"
+    )
     path = tmp_path / "log"
     with path.open("ab") as out:
         processes = [subprocess.Popen([sys.executable, "-c", code], stdout=out) for _ in range(2)]
@@ -129,5 +143,11 @@ def test_native_code_prints_into_a_pipe(tmp_path: Path) -> None:
     )
     path = tmp_path / "log"
     assert run(code, tmp_path / "out", path)[0] == 0
-    assert path.read_text().splitlines() == [*(f"native {number}" for number in range(1000)), "after"]
-    assert run(code.replace("os.write(2, b'after\\n')", ""), tmp_path / "out", Path("/dev/full"))[0] == 0
+    assert path.read_text().splitlines() == [
+        *(f"native {number}" for number in range(1000)),
+        "after",
+    ]
+    assert (
+        run(code.replace("os.write(2, b'after\\n')", ""), tmp_path / "out", Path("/dev/full"))[0]
+        == 0
+    )

@@ -16,7 +16,9 @@ def test_layout() -> None:
     paths = RunPaths("/runs/a")
     assert paths.config == Path("/runs/a/config.toml")
     assert paths.logs(1, 2, 3) == Path("/runs/a/logs/replica-1/attempt-2/rank-3.log")
-    assert paths.worker_events(1, 3, 2, 99) == Path("/runs/a/events/replica-1-rank-3-attempt-2-99.jsonl")
+    assert paths.worker_events(1, 3, 2, 99) == Path(
+        "/runs/a/events/replica-1-rank-3-attempt-2-99.jsonl"
+    )
     assert paths.agent_events(1, 99) == Path("/runs/a/events/supervisor-1-99.jsonl")
     assert paths.launcher_events(99) == Path("/runs/a/events/launcher-99.jsonl")
     assert [paths.checkpoint.name, paths.report.name] == ["checkpoint", "report"]

@@ -82,13 +82,24 @@ def test_folder_that_comes_and_goes(tmp_path: Path, from_start: bool) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        *("[]", "3", '{"time": 1.0}', '{"time": "x", "event": "hung"}', '{"time": 1.0, "event": 3}'),
-        *('{"time": 1.0, "event": "hung", "mono": 1.0, "pid": 1}', '{"time": 1.0, "event": "of_a_newer_version"}'),
+        *(
+            "[]",
+            "3",
+            '{"time": 1.0}',
+            '{"time": "x", "event": "hung"}',
+            '{"time": 1.0, "event": 3}',
+        ),
+        *(
+            '{"time": 1.0, "event": "hung", "mono": 1.0, "pid": 1}',
+            '{"time": 1.0, "event": "of_a_newer_version"}',
+        ),
     ],
 )
 def test_what_is_no_event_is_skipped(tmp_path: Path, line: str) -> None:
     """Only an object with a number as time, a name as event and that event's fields is one."""
-    (tmp_path / "a.jsonl").write_bytes(line.encode() + b"\n" + encode(build(Hung, time=2.0, step=7)))
+    (tmp_path / "a.jsonl").write_bytes(
+        line.encode() + b"\n" + encode(build(Hung, time=2.0, step=7))
+    )
     assert steps(EventTail(tmp_path, from_start=True)) == [7]
 
 
@@ -201,7 +212,9 @@ def test_only_what_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for file in (mine, other):
         for event in (hung(1), build(Drained, step=2), hung(3)):
             file.emit(event)
-    assert [(event.name, event.step) for event in tail.poll() if isinstance(event, Drained)] == [("drained", 2)]
+    assert [(event.name, event.step) for event in tail.poll() if isinstance(event, Drained)] == [
+        ("drained", 2)
+    ]
     assert tail.poll() == []
     mine.emit(build(Drained, step=4))
     assert len(tail.poll()) == 1
@@ -227,7 +240,9 @@ def test_what_a_writer_could_not_write_is_seen(tmp_path: Path) -> None:
     assert (event.time, tail.cut) == (2.0, {"a.jsonl", "d.jsonl"})
 
 
-def test_a_folder_that_cannot_be_listed_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_listed_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process without a free descriptor ended here, and with the launcher the whole run."""
     log = EventLog(tmp_path / "a.jsonl")
     tail = EventTail(tmp_path)

@@ -12,7 +12,10 @@ from titan_ft.run.workers import latest_attempts, latest_workers
 def test_the_workers_are_those_of_the_latest_attempt() -> None:
     """Of each group by itself; what else a worker tells does not count."""
     started = [(0, 0, 5), (1, 0, 6), (0, 1, 9), (0, 1, 7), (0, 0, 8)]
-    events = [build(WorkerStarted, replica=replica, attempt=attempt, pid=pid) for replica, attempt, pid in started]
+    events = [
+        build(WorkerStarted, replica=replica, attempt=attempt, pid=pid)
+        for replica, attempt, pid in started
+    ]
     events.append(build(StepCommitted, replica=0, attempt=2, pid=10))
     assert latest_attempts(events) == {0: 1, 1: 0}
     assert [latest_workers(events, replica) for replica in (0, 1, 2)] == [[7, 9], [6], []]

@@ -32,8 +32,21 @@ esac
 
 
 def clean_environment(**environment: str) -> dict[str, str]:
-    ours = ("TITAN_FT_", "PYTHON", "CALLS", "HANG", "LAUNCH", "CHECK", "REPORT", "REFERENCE", "FIGURES")
-    return {**{name: value for name, value in os.environ.items() if not name.startswith(ours)}, **environment}
+    ours = (
+        "TITAN_FT_",
+        "PYTHON",
+        "CALLS",
+        "HANG",
+        "LAUNCH",
+        "CHECK",
+        "REPORT",
+        "REFERENCE",
+        "FIGURES",
+    )
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith(ours)},
+        **environment,
+    }
 
 
 @pytest.fixture
@@ -43,11 +56,15 @@ def campaign(tmp_path: Path) -> Callable[..., tuple[subprocess.CompletedProcess[
     python.write_text(STAND_IN)
     python.chmod(0o755)
 
-    def run(*arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    def run(
+        *arguments: str, **environment: str
+    ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         calls.write_text("")
         ended = subprocess.run(
             ["/bin/bash", str(SCRIPTS / "campaign.sh"), *arguments],
-            env=clean_environment(TITAN_FT_PYTHON=str(python), CALLS=str(calls), HANG="", **environment),
+            env=clean_environment(
+                TITAN_FT_PYTHON=str(python), CALLS=str(calls), HANG="", **environment
+            ),
             cwd=tmp_path,
             capture_output=True,
             text=True,
@@ -65,7 +82,18 @@ def test_a_campaign_is_launched_checked_and_reported(campaign: Campaign, tmp_pat
     """The seed is printed and handed on; the user's flags come last, so that they win."""
     plan = tmp_path / "plan.toml"
     plan.touch()
-    arguments = ["--seed", "7", "--minutes", "3", "--groups", "5", "--run-dir", "run", "--plan", "plan.toml"]
+    arguments = [
+        "--seed",
+        "7",
+        "--minutes",
+        "3",
+        "--groups",
+        "5",
+        "--run-dir",
+        "run",
+        "--plan",
+        "plan.toml",
+    ]
     ended, calls = campaign(*arguments, "--", "--metrics.log_freq=5")
     assert ended.returncode == 0, ended.stderr
     assert "seed 7" in ended.stdout
@@ -73,9 +101,12 @@ def test_a_campaign_is_launched_checked_and_reported(campaign: Campaign, tmp_pat
     run_dir = tmp_path / "run"
     shape = f"--replicas 5 --ranks-per-replica 1 --run-dir {run_dir}"
     assert (
-        f"-m titan_ft launch configs/llama3_debug.toml {shape} --chaos {plan} --chaos-seed 7 --minutes 3 --" in launch
+        f"-m titan_ft launch configs/llama3_debug.toml {shape} --chaos {plan} --chaos-seed 7 --minutes 3 --"
+        in launch
     )
-    assert launch.endswith("--fault_tolerance.batch_policy=constant --fault_tolerance.chaos --metrics.log_freq=5")
+    assert launch.endswith(
+        "--fault_tolerance.batch_policy=constant --fault_tolerance.chaos --metrics.log_freq=5"
+    )
     assert "--lr_scheduler.total_steps=100000" in launch
     assert check == f"-m titan_ft check {run_dir}"
     assert report == f"-m titan_ft report {run_dir}"
@@ -94,7 +125,9 @@ def test_above_eight_groups_the_model_is_halved(campaign: Campaign, tmp_path: Pa
     assert small not in calls[0]
     assert "--fault_tolerance.hang_timeout_seconds=20" in calls[0]
     config = ROOT / "configs" / "llama3_debug.toml"
-    _, calls = campaign("--run-dir", str(tmp_path / "own"), "--groups", "30", "--config", str(config))
+    _, calls = campaign(
+        "--run-dir", str(tmp_path / "own"), "--groups", "30", "--config", str(config)
+    )
     assert f" launch {config} --replicas 30 " in calls[0]
     assert small not in calls[0]
 
@@ -110,7 +143,9 @@ def test_a_campaign_that_was_cut_goes_on(campaign: Campaign, tmp_path: Path) -> 
     assert f"--replicas 5 --ranks-per-replica 1 --run-dir {run_dir} " in calls[0]
     assert f"--chaos {plan} --chaos-seed 8 --minutes 9 --resume -- " in calls[0]
     assert calls[0].endswith(" --metrics.log_freq=5")
-    ended, calls = campaign("--resume", "--run-dir", str(run_dir), "--groups", "6", "--", "--metrics.log_freq=1")
+    ended, calls = campaign(
+        "--resume", "--run-dir", str(run_dir), "--groups", "6", "--", "--metrics.log_freq=1"
+    )
     assert "--replicas 6 " in calls[0]
     assert "--chaos-seed 9 " in calls[0]
     assert calls[0].endswith(" --metrics.log_freq=5 --metrics.log_freq=1")
@@ -132,7 +167,9 @@ def test_a_resume_that_was_refused_changes_nothing(campaign: Campaign, tmp_path:
     assert "--resume --resume-with replicas,lr -- " in calls[0]
 
 
-def test_a_command_that_was_refused_can_be_corrected_in_the_same_folder(campaign: Campaign, tmp_path: Path) -> None:
+def test_a_command_that_was_refused_can_be_corrected_in_the_same_folder(
+    campaign: Campaign, tmp_path: Path
+) -> None:
     ended, _ = campaign("--run-dir", str(tmp_path / "run"), LAUNCH="2")
     assert ended.returncode == 2
     ended, _ = campaign("--run-dir", str(tmp_path / "run"))
@@ -215,8 +252,14 @@ def test_a_reference_that_fails_is_no_comparison(campaign: Campaign, tmp_path: P
         (["--config", "/no/job.toml"], "--config must be a TOML file, got '/no/job.toml'"),
         (["--run-dir", "."], "--run-dir must not hold another run"),
         (["--resume"], "--resume needs --run-dir: the folder of the campaign that is to go on"),
-        (["--resume", "--run-dir", "."], "--resume needs a campaign in --run-dir, got '.', which holds none"),
-        (["--resume", "--run-dir", ".", "--reference"], "--reference must be left out with --resume"),
+        (
+            ["--resume", "--run-dir", "."],
+            "--resume needs a campaign in --run-dir, got '.', which holds none",
+        ),
+        (
+            ["--resume", "--run-dir", ".", "--reference"],
+            "--reference must be left out with --resume",
+        ),
         (["--resume-with", "lr"], "--resume-with must come with --resume, got 'lr' alone"),
         (["--training.steps=3"], "no option '--training.steps=3' (torchtitan flags go after --)"),
     ],
@@ -231,7 +274,18 @@ def test_bad_usage_is_one_line(campaign: Campaign, arguments: list[str], message
 def test_the_usage_names_every_option(campaign: Campaign) -> None:
     ended, _ = campaign("--help")
     assert ended.returncode == 0
-    names = ("minutes", "seed", "groups", "ranks", "run-dir", "plan", "config", "resume", "resume-with", "reference")
+    names = (
+        "minutes",
+        "seed",
+        "groups",
+        "ranks",
+        "run-dir",
+        "plan",
+        "config",
+        "resume",
+        "resume-with",
+        "reference",
+    )
     for name in names:
         assert f"--{name}" in ended.stdout
 
@@ -241,12 +295,16 @@ def test_a_campaign_that_is_stopped_ends_its_launch(tmp_path: Path) -> None:
     python, pid_file = tmp_path / "python", tmp_path / "pid"
     python.write_text(STAND_IN)
     python.chmod(0o755)
-    environment = clean_environment(TITAN_FT_PYTHON=str(python), CALLS=str(tmp_path / "calls"), HANG=str(pid_file))
+    environment = clean_environment(
+        TITAN_FT_PYTHON=str(python), CALLS=str(tmp_path / "calls"), HANG=str(pid_file)
+    )
     command = ["/bin/bash", str(SCRIPTS / "campaign.sh"), "--run-dir", str(tmp_path / "run")]
     script = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 30.0
-        while not (pid_file.exists() and pid_file.read_text().strip()) and time.monotonic() < deadline:
+        while (
+            not (pid_file.exists() and pid_file.read_text().strip()) and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         pid = int(pid_file.read_text())
         script.send_signal(signal.SIGTERM)

@@ -18,22 +18,53 @@ from titan_ft.run.log import encode
 SCRIPT = Path(__file__).parents[2] / "scripts" / "expect_rejoin.py"
 
 
-def history(final: str = "aa", at_step: str = "11", kill: bool = True, rejoin: bool = True) -> list[Event]:
+def history(
+    final: str = "aa", at_step: str = "11", kill: bool = True, rejoin: bool = True
+) -> list[Event]:
     """Two groups of one rank; group 1 is killed after step 1, is back for step 3, and both end after it."""
 
-    def worker(time: float, event: str, replica: int, attempt: int = 0, **fields: Any) -> dict[str, Any]:
+    def worker(
+        time: float, event: str, replica: int, attempt: int = 0, **fields: Any
+    ) -> dict[str, Any]:
         pid = 100 + 10 * replica + attempt
-        return {"time": time, "event": event, "pid": pid, "replica": replica, "rank": 0, "attempt": attempt, **fields}
+        return {
+            "time": time,
+            "event": event,
+            "pid": pid,
+            "replica": replica,
+            "rank": 0,
+            "attempt": attempt,
+            **fields,
+        }
 
-    def commit(time: float, replica: int, step: int, attempt: int = 0, **fields: Any) -> dict[str, Any]:
+    def commit(
+        time: float, replica: int, step: int, attempt: int = 0, **fields: Any
+    ) -> dict[str, Any]:
         both = [0, 1] if step != 2 else [0]
-        return worker(time, "step_committed", replica, attempt, step=step, participants=both, seconds=1.0, **fields)
+        return worker(
+            time,
+            "step_committed",
+            replica,
+            attempt,
+            step=step,
+            participants=both,
+            seconds=1.0,
+            **fields,
+        )
 
-    events = [worker(0.0, "worker_started", r) for r in (0, 1)] + [commit(1.0, r, 1) for r in (0, 1)]
+    events = [worker(0.0, "worker_started", r) for r in (0, 1)] + [
+        commit(1.0, r, 1) for r in (0, 1)
+    ]
     if kill:
         agent = {"time": 1.2, "pid": 9, "replica": 1, "attempt": 0, "rank": 0}
         events.append(
-            {"time": 1.1, "pid": 8, "event": "fault_injected", "fault": "sigkill_group", "target": {"replica": 1}}
+            {
+                "time": 1.1,
+                "pid": 8,
+                "event": "fault_injected",
+                "fault": "sigkill_group",
+                "target": {"replica": 1},
+            }
         )
         events.append({**agent, "event": "worker_exited", "signal": "SIGKILL", "stopped": False})
         events.append({**agent, "event": "replica_restarted", "attempt": 1})
@@ -50,7 +81,9 @@ def history(final: str = "aa", at_step: str = "11", kill: bool = True, rejoin: b
 def expect_rejoin(run_dir: Path, events: list[Event]) -> subprocess.CompletedProcess[str]:
     (run_dir / "events").mkdir()
     (run_dir / "events" / "all.jsonl").write_bytes(b"".join(map(encode, events)))
-    return subprocess.run([sys.executable, str(SCRIPT), str(run_dir)], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), str(run_dir)], capture_output=True, text=True, timeout=60
+    )
 
 
 def test_a_group_that_came_back_with_equal_digests_passes(tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ def start() -> Iterator[Callable[[str], Process]]:
     processes: list[Process] = []
 
     def start_one(name: str) -> Process:
-        processes.append(subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", name]))
+        processes.append(
+            subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", name])
+        )
         return processes[-1]
 
     yield start_one
@@ -76,7 +78,9 @@ def test_it_kills_all_of_the_groups_latest_attempt_and_nothing_else(
     assert result.returncode == 0, result.stderr
     assert {rank0.wait(10), rank1.wait(10)} == {-signal.SIGKILL}
     assert [process.poll() for process in (other, earlier, stranger)] == [None, None, None]
-    (fault,) = [event for event in read_events(tmp_path / "events") if isinstance(event, FaultInjected)]
+    (fault,) = [
+        event for event in read_events(tmp_path / "events") if isinstance(event, FaultInjected)
+    ]
     assert (fault.fault, fault.target, fault.seed) == ("kill_group", Target(1), None)
 
 
@@ -96,4 +100,6 @@ def test_a_group_without_a_live_worker_is_named(tmp_path: Path) -> None:
     result = kill_group(tmp_path, "--replica", "1")
     assert result.returncode == 1
     assert "group 1 has no live worker on this host" in result.stderr
-    assert not [event for event in read_events(tmp_path / "events") if isinstance(event, FaultInjected)]
+    assert not [
+        event for event in read_events(tmp_path / "events") if isinstance(event, FaultInjected)
+    ]

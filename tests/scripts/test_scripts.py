@@ -23,7 +23,14 @@ from titan_ft.run.held import hold
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "llama3_debug.toml"
 LIGHTHOUSE = "http://10.0.0.1:29510"
-OURS = ("SLURM_", "TITAN_FT_", "TORCHFT_", "PYTHON", "OMP_", "RUST_LOG")  # how names of variables begin
+OURS = (
+    "SLURM_",
+    "TITAN_FT_",
+    "TORCHFT_",
+    "PYTHON",
+    "OMP_",
+    "RUST_LOG",
+)  # how names of variables begin
 FULL = {
     "config": str(CONFIG),
     "run-dir": "/shared/run",
@@ -33,7 +40,9 @@ FULL = {
 }
 
 
-def run(script: str, *arguments: str, path: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    script: str, *arguments: str, path: str | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run a script without anything of Slurm or of this project in its environment but what is given."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     clean["PATH"] = path or clean["PATH"]
@@ -49,10 +58,14 @@ def run(script: str, *arguments: str, path: str | None = None, **environment: st
 def options(**changes: str | None) -> list[str]:
     """A full set of options for replica_group.sh, with changes; None leaves one out."""
     merged = {**FULL, **{name.replace("_", "-"): value for name, value in changes.items()}}
-    return [word for name, value in merged.items() if value is not None for word in (f"--{name}", value)]
+    return [
+        word for name, value in merged.items() if value is not None for word in (f"--{name}", value)
+    ]
 
 
-def group(*arguments: str, path: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def group(
+    *arguments: str, path: str | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run replica_group.sh, which must end by itself, with this interpreter and this source."""
     python = {"TITAN_FT_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     return run("replica_group.sh", "--dry-run", *arguments, path=path, **python, **environment)
@@ -76,7 +89,9 @@ def test_scripts_are_valid_bash(script: str) -> None:
 
 def test_ci_runs_no_code_that_can_be_replaced() -> None:
     """An action's tag can be moved to other code, a commit cannot. An extra index may serve every package's name."""
-    workflows = [path.read_text() for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
+    workflows = [
+        path.read_text() for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    ]
     used = re.findall(r"uses: *(\S+)", "\n".join(workflows))
     assert used
     assert [each for each in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", each)] == []
@@ -145,7 +160,12 @@ def test_the_number_of_groups_may_come_from_the_config() -> None:
 
 @pytest.mark.parametrize(
     ("nodelist", "first"),
-    [("gpu[003-004,009]", "gpu003"), ("gpu7,gpu8", "gpu7"), ("a-[1,4]-x,b2", "a-1-x"), ("solo", "solo")],
+    [
+        ("gpu[003-004,009]", "gpu003"),
+        ("gpu7,gpu8", "gpu7"),
+        ("a-[1,4]-x,b2", "a-1-x"),
+        ("solo", "solo"),
+    ],
 )
 def test_slurm_gives_what_is_not_named(nodelist: str, first: str) -> None:
     """Replica id, group count, ranks, nodes and rendezvous come from an array job's environment."""
@@ -167,10 +187,16 @@ def test_slurm_gives_what_is_not_named(nodelist: str, first: str) -> None:
 def test_a_scontrol_that_fails_is_done_without(tmp_path: Path) -> None:
     """Slurm's commands may be installed where its configuration is not: in a container of a compute node."""
     (tmp_path / "dirname").symlink_to("/usr/bin/dirname")
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho scontrol: fatal: no configuration >&2\nexit 1\n")
+    (tmp_path / "scontrol").write_text(
+        "#!/bin/sh\necho scontrol: fatal: no configuration >&2\nexit 1\n"
+    )
     (tmp_path / "scontrol").chmod(0o755)
     words = options(nodes="2", lighthouse="http://127.0.0.1:1")
-    environment = {"SLURM_JOB_NODELIST": "gpu[003-004]", "SLURM_JOB_ID": "7", "TITAN_FT_TOKEN": "a secret of this run"}
+    environment = {
+        "SLURM_JOB_NODELIST": "gpu[003-004]",
+        "SLURM_JOB_ID": "7",
+        "TITAN_FT_TOKEN": "a secret of this run",
+    }
     result = group(*words, path=str(tmp_path), **environment)
     assert (result.returncode, result.stderr) == (0, "")
     assert "--rendezvous=gpu003:20007" in shlex.split(result.stdout)
@@ -184,7 +210,9 @@ def test_slurm_counts_are_understood(value: str) -> None:
 
 def test_arguments_win_over_slurm() -> None:
     """What the user names is taken."""
-    words = dry_run(*options(nodes="3", rendezvous="10.0.0.7:555"), SLURM_NNODES="2", SLURM_ARRAY_TASK_ID="5")
+    words = dry_run(
+        *options(nodes="3", rendezvous="10.0.0.7:555"), SLURM_NNODES="2", SLURM_ARRAY_TASK_ID="5"
+    )
     assert {"--hosts=3", "--rendezvous=10.0.0.7:555", "--fault_tolerance.replica_id=1"} < set(words)
 
 
@@ -198,29 +226,59 @@ def test_arguments_win_over_slurm() -> None:
         ),
         (options(config="llama3_debig"), "did you mean llama3_debug?"),
         (options(run_dir=None), "--run-dir must be given, got nothing"),
-        (options(replica=None), "--replica must be given, got nothing, and SLURM_ARRAY_TASK_ID is not set"),
-        (options(lighthouse=None), "--lighthouse must be given, got nothing, and TORCHFT_LIGHTHOUSE is not set"),
-        (options(lighthouse="10.0.0.1"), "--lighthouse must look like http://host:port, got '10.0.0.1'"),
-        (options(lighthouse="file:x"), "--lighthouse must have an absolute path behind file:, got 'file:x'"),
-        (options(ranks_per_node=None), "--ranks-per-node must be given, got nothing, and Slurm names no GPUs"),
+        (
+            options(replica=None),
+            "--replica must be given, got nothing, and SLURM_ARRAY_TASK_ID is not set",
+        ),
+        (
+            options(lighthouse=None),
+            "--lighthouse must be given, got nothing, and TORCHFT_LIGHTHOUSE is not set",
+        ),
+        (
+            options(lighthouse="10.0.0.1"),
+            "--lighthouse must look like http://host:port, got '10.0.0.1'",
+        ),
+        (
+            options(lighthouse="file:x"),
+            "--lighthouse must have an absolute path behind file:, got 'file:x'",
+        ),
+        (
+            options(ranks_per_node=None),
+            "--ranks-per-node must be given, got nothing, and Slurm names no GPUs",
+        ),
         (options(ranks_per_node="0"), "--ranks-per-node must be >= 1, got 0"),
-        (options(ranks_per_replica="12"), "--ranks-per-replica must be --ranks-per-node (8) x --nodes (1), got 12"),
+        (
+            options(ranks_per_replica="12"),
+            "--ranks-per-replica must be --ranks-per-node (8) x --nodes (1), got 12",
+        ),
         (
             options(ranks_per_node=None, ranks_per_replica="9", nodes="2", rendezvous="a:1"),
             "--ranks-per-replica must be divisible by --nodes (2), got 9",
         ),
         (options(replica="-1"), "--replica must be >= 0, got -1"),
         (options(replica="4", replicas="4"), "--replica must be below --replicas (4), got 4"),
-        (options(nodes="2"), "--rendezvous must be given for 2 nodes, got nothing, and SLURM_JOB_NODELIST is not set"),
+        (
+            options(nodes="2"),
+            "--rendezvous must be given for 2 nodes, got nothing, and SLURM_JOB_NODELIST is not set",
+        ),
         (options(nodes="2", rendezvous="host"), "--rendezvous must be HOST:PORT, got 'host'"),
-        (options(nodes="2", rendezvous="host:70000"), "--rendezvous must be HOST:PORT, got 'host:70000'"),
+        (
+            options(nodes="2", rendezvous="host:70000"),
+            "--rendezvous must be HOST:PORT, got 'host:70000'",
+        ),
         (options(nodes="2", rendezvous="host:0"), "--rendezvous must be HOST:PORT, got 'host:0'"),
         (options(host_deaths="-1"), "--host-deaths must be >= 0, got -1"),
-        (options(metrics_port="x"), "--metrics-port must be PORT (this host only) or HOST:PORT, got 'x'"),
+        (
+            options(metrics_port="x"),
+            "--metrics-port must be PORT (this host only) or HOST:PORT, got 'x'",
+        ),
         ([*options(), "--steps", "3"], "--steps is no option of titan-ft group"),
         ([*options(), "--nodes"], "--nodes must be followed by a whole number, got nothing"),
         ([*options(), "--training.steps=3"], "--training.steps must come after a --"),
-        ([*options(), "--group=0"], "--group must be the same as --replica (1), got 0; give one of the two"),
+        (
+            [*options(), "--group=0"],
+            "--group must be the same as --replica (1), got 0; give one of the two",
+        ),
         (
             [*options(), "--", "--fault_tolerance.replica_id=3"],
             "--fault_tolerance.replica_id must not come after the --, got '3'; --replica says it",
@@ -229,11 +287,17 @@ def test_arguments_win_over_slurm() -> None:
             [*options(), "--", "--job.dump_folder", "/tmp/x"],
             "--job.dump_folder must not come after the --, got '/tmp/x'; --run-dir says it",
         ),
-        ([*options(), "--", "training.steps=3"], "torchtitan's flags must begin with --, got 'training.steps=3'"),
+        (
+            [*options(), "--", "training.steps=3"],
+            "torchtitan's flags must begin with --, got 'training.steps=3'",
+        ),
     ],
 )
 def test_mistakes_are_refused_in_one_line(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The line names the option, the rule and the value; the status is that of bad usage.
 
@@ -254,7 +318,9 @@ def test_the_lighthouse_of_the_option_counts_before_that_of_the_config(tmp_path:
     config.write_text('[fault_tolerance]\nlighthouse = "http://10.0.0.9:1"\n')
     words = dry_run(*options(config=str(config)))
     assert f"--fault_tolerance.lighthouse={LIGHTHOUSE}" in words
-    words = dry_run(*options(config=str(config), lighthouse=None), TORCHFT_LIGHTHOUSE="http://127.0.0.1:1")
+    words = dry_run(
+        *options(config=str(config), lighthouse=None), TORCHFT_LIGHTHOUSE="http://127.0.0.1:1"
+    )
     assert "TORCHFT_LIGHTHOUSE=http://10.0.0.9:1" in words
 
 
@@ -294,7 +360,9 @@ def test_a_token_may_be_in_a_file(tmp_path: Path) -> None:
     assert group(*options(), TITAN_FT_TOKEN="", TITAN_FT_TOKEN_FILE=str(token)).returncode == 0
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:29510", "http://localhost:1", "http://[::1]:29510"])
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:29510", "http://localhost:1", "http://[::1]:29510"]
+)
 def test_no_token_is_needed_on_this_host(address: str) -> None:
     """A first try on one machine needs no secret."""
     assert group(*options(lighthouse=address)).returncode == 0
@@ -309,9 +377,12 @@ def test_no_token_but_a_rendezvous_elsewhere_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "instead"), [("smoke_single_gpu.sh", "scripts/quickstart.sh"), ("check_gpu.sh", "--cpu")]
+    ("script", "instead"),
+    [("smoke_single_gpu.sh", "scripts/quickstart.sh"), ("check_gpu.sh", "--cpu")],
 )
-def test_what_needs_a_gpu_refuses_a_machine_without_one(script: str, instead: str, tmp_path: Path) -> None:
+def test_what_needs_a_gpu_refuses_a_machine_without_one(
+    script: str, instead: str, tmp_path: Path
+) -> None:
     """It says so at once, in a line, before it installs anything, and names what to do instead."""
     if Path("/dev/kfd").exists():
         pytest.skip("this machine has a GPU")
@@ -348,7 +419,16 @@ def test_the_gpu_check_refuses_what_it_cannot_do(arguments: tuple[str, ...], tol
 
 @pytest.mark.parametrize(
     "script",
-    ["quickstart", "smoke_single_gpu", "test", "explore", "campaign", "check_gpu", "kill_and_rejoin", "mutate"],
+    [
+        "quickstart",
+        "smoke_single_gpu",
+        "test",
+        "explore",
+        "campaign",
+        "check_gpu",
+        "kill_and_rejoin",
+        "mutate",
+    ],
 )
 def test_help_comes_before_anything_is_installed(script: str, tmp_path: Path) -> None:
     """At once, also where there is no Python at all."""
@@ -375,7 +455,10 @@ def test_the_set_up_names_the_python_it_needs(tmp_path: Path) -> None:
     old.chmod(0o755)
     result = run("setup_env.sh", path=str(tmp_path), PYTHON="/opt/py39/bin/python")
     assert result.returncode == 2
-    assert "Python 3.11, 3.12 or 3.13 is needed, and none of /opt/py39/bin/python, python3.11," in result.stderr
+    assert (
+        "Python 3.11, 3.12 or 3.13 is needed, and none of /opt/py39/bin/python, python3.11,"
+        in result.stderr
+    )
     assert result.stderr.count("\n") == 1
 
 
@@ -396,7 +479,9 @@ exit {status}
         )
         (tools / name).chmod(0o755)
     environment = {"PATH": f"{tools}:/usr/bin:/bin"}
-    subprocess.run(["/bin/bash", str(root / "scripts" / "setup_env.sh")], env=environment, check=True)
+    subprocess.run(
+        ["/bin/bash", str(root / "scripts" / "setup_env.sh")], env=environment, check=True
+    )
     assert "python3.13 -m venv" in calls.read_text().splitlines()
 
 

@@ -20,7 +20,9 @@ ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "llama3_debug.toml"
 
 
-def submit(folder: Path, *options: str, refused: str = "nothing of the kind") -> subprocess.CompletedProcess[str]:
+def submit(
+    folder: Path, *options: str, refused: str = "nothing of the kind"
+) -> subprocess.CompletedProcess[str]:
     """Run it with a stand-in that gives jobs the ids 101, 102, ..."""
     tools = folder / "bin"
     tools.mkdir(exist_ok=True)
@@ -34,7 +36,11 @@ echo $((100 + $(wc -l < {folder}/calls)))
     (tools / "scancel").write_text(f'#!/bin/bash\necho "$@" > {folder}/cancelled\n')
     (tools / "scancel").chmod(0o755)
     stand_in.chmod(0o755)
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM", "SBATCH"))
+    }
     return subprocess.run(
         ["/bin/bash", str(ROOT / "slurm" / "submit.sh"), *options],
         env={
@@ -51,14 +57,25 @@ echo $((100 + $(wc -l < {folder}/calls)))
 
 
 def full(folder: Path) -> list[str]:
-    return ["--config", str(CONFIG), "--run-dir", str(folder / "run"), "--groups", "4", "--ranks-per-node", "8"]
+    return [
+        "--config",
+        str(CONFIG),
+        "--run-dir",
+        str(folder / "run"),
+        "--groups",
+        "4",
+        "--ranks-per-node",
+        "8",
+    ]
 
 
 def calls(folder: Path) -> list[list[str]]:
     return [shlex.split(line) for line in (folder / "calls").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("script", [ROOT / "slurm" / "submit.sh", *sorted(BATCH.iterdir())], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "script", [ROOT / "slurm" / "submit.sh", *sorted(BATCH.iterdir())], ids=lambda path: path.name
+)
 def test_scripts_are_valid_bash(script: Path) -> None:
     """Each script at least parses."""
     subprocess.run(["/bin/bash", "-n", str(script)], check=True)
@@ -75,8 +92,17 @@ def test_help_is_that_of_the_command(tmp_path: Path, option: str) -> None:
 def test_what_differs_in_the_config_is_told_to_the_lighthouse(tmp_path: Path) -> None:
     """It does not read the config; a round of several steps would be cut short by its usual settings."""
     config = tmp_path / "mine.toml"
-    config.write_text("[fault_tolerance]\nheartbeat_timeout_ms = 900\nsemi_sync_method = 'diloco'\n")
-    options = ["--config=mine.toml", "--run-dir=run", "--replicas=2", "--ranks-per-replica=4", "--nodes=2", "--dry-run"]
+    config.write_text(
+        "[fault_tolerance]\nheartbeat_timeout_ms = 900\nsemi_sync_method = 'diloco'\n"
+    )
+    options = [
+        "--config=mine.toml",
+        "--run-dir=run",
+        "--replicas=2",
+        "--ranks-per-replica=4",
+        "--nodes=2",
+        "--dry-run",
+    ]
     with contextlib.chdir(tmp_path):
         done = submit(tmp_path, *options, "--", "--fault_tolerance.heartbeat_timeout_ms=750")
     assert done.returncode == 0, done.stderr
@@ -108,13 +134,25 @@ def test_one_command_submits_a_run(tmp_path: Path) -> None:
     assert first == second
     assert first[-4:] == [str(BATCH / "lighthouse.sbatch"), str(BATCH), sys.executable, str(run)]
     assert groups[1:7] == [
-        *("--dependency=after:101", "--array=0-3", "--nodes=2", "--gpus-per-node=8", "--partition=gpu", "--time=60")
+        *(
+            "--dependency=after:101",
+            "--array=0-3",
+            "--nodes=2",
+            "--gpus-per-node=8",
+            "--partition=gpu",
+            "--time=60",
+        )
     ]
     assert groups[groups.index(str(BATCH / "replicas.sbatch")) + 1 :][:7] == [
         *(str(BATCH), sys.executable, str(run), "--config", str(CONFIG), "--ranks-per-node", "8")
     ]
     assert groups[-3:] == ["--no-zygote", "--", "--training.steps=7"]
-    assert groups[groups.index("--host-deaths") :][:4] == ["--host-deaths", "5", "--host-window", "600"]
+    assert groups[groups.index("--host-deaths") :][:4] == [
+        "--host-deaths",
+        "5",
+        "--host-window",
+        "600",
+    ]
     assert (run / "slurm" / "jobs").read_text() == "103 101 102\n"
     token = run / "token"
     assert (token.stat().st_mode & 0o777, len(token.read_text())) == (0o600, 64)
@@ -162,8 +200,12 @@ def test_a_short_token_is_refused(tmp_path: Path) -> None:
     assert "at least 16 bytes, got 7 bytes" in done.stderr
 
 
-@pytest.mark.parametrize(("content", "reason"), [(None, "No such file or directory"), (b"\xff" * 32, "it is no text")])
-def test_a_token_file_without_a_token_is_refused(tmp_path: Path, content: bytes | None, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "reason"), [(None, "No such file or directory"), (b"\xff" * 32, "it is no text")]
+)
+def test_a_token_file_without_a_token_is_refused(
+    tmp_path: Path, content: bytes | None, reason: str
+) -> None:
     """One line, before anything is submitted."""
     token = tmp_path / "secret"
     if content is not None:
@@ -198,12 +240,23 @@ def test_a_token_of_the_users_is_taken_if_nobody_else_can_read_it(tmp_path: Path
         ({"--nodes": "0"}, "--nodes must be >= 1, got 0"),
         ({"--host-window": "0"}, "--host-window must be >= 1, got 0"),
         ({"--ranks-per-node": "x"}, "--ranks-per-node must be a whole number, got 'x'"),
-        ({"--replicas": "5"}, "--replicas must be the same as --groups (4), got 5; give one of the two"),
-        ({"--group-options": "--comment='x"}, "--group-options must be options as a shell reads them, got"),
-        ({"--stand-by": "x"}, "--stand-by is no option of titan-ft slurm submit; did you mean --standby?"),
+        (
+            {"--replicas": "5"},
+            "--replicas must be the same as --groups (4), got 5; give one of the two",
+        ),
+        (
+            {"--group-options": "--comment='x"},
+            "--group-options must be options as a shell reads them, got",
+        ),
+        (
+            {"--stand-by": "x"},
+            "--stand-by is no option of titan-ft slurm submit; did you mean --standby?",
+        ),
     ],
 )
-def test_mistakes_are_refused_in_one_line(tmp_path: Path, change: dict[str, str], message: str) -> None:
+def test_mistakes_are_refused_in_one_line(
+    tmp_path: Path, change: dict[str, str], message: str
+) -> None:
     """Before anything is submitted."""
     given = full(tmp_path)
     options = {**dict(zip(given[::2], given[1::2], strict=True)), **change}
@@ -214,7 +267,9 @@ def test_mistakes_are_refused_in_one_line(tmp_path: Path, change: dict[str, str]
     assert not (tmp_path / "calls").exists()
 
 
-@pytest.mark.parametrize("answer", ["echo '103_1 titan_ft RUNNING'", "exit 1", ""], ids=["running", "unknown", "over"])
+@pytest.mark.parametrize(
+    "answer", ["echo '103_1 titan_ft RUNNING'", "exit 1", ""], ids=["running", "unknown", "over"]
+)
 def test_the_folder_of_a_run_that_goes_on_is_refused(tmp_path: Path, answer: str) -> None:
     """Its announced lighthouse and its jobs stay as they are; those of a run that is over are replaced."""
     assert submit(tmp_path, *full(tmp_path)).returncode == 0
@@ -275,14 +330,22 @@ def noted(folder: Path, *verbs: str) -> list[str]:
 def hasten(folder: Path, reason: str, exclude: str = "", own: str = "(null)") -> list[str]:
     """Run `hasten_requeued` for an array's last job, whose id is the array's; returns what it changed."""
     stand_in(folder, "squeue", f"echo '7 7_2 2020-01-01T00:00:00 {reason}'")
-    stand_in(folder, "scontrol", f"[[ $1 != show ]] || echo 'JobId=7 ReqNodeList=(null) ExcNodeList={own}'")
+    stand_in(
+        folder,
+        "scontrol",
+        f"[[ $1 != show ]] || echo 'JobId=7 ReqNodeList=(null) ExcNodeList={own}'",
+    )
     (folder / "slurm").mkdir()
     (folder / "slurm" / "jobs").write_text("7 8\n")
     if exclude:
         (folder / "slurm" / "exclude-7").write_text(exclude)
-    script = f"run_dir={folder}; source {BATCH}/common.sh; save_own_exclusion 7 7_2; hasten_requeued"
+    script = (
+        f"run_dir={folder}; source {BATCH}/common.sh; save_own_exclusion 7 7_2; hasten_requeued"
+    )
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
-    subprocess.run(["/bin/bash", "-c", script], env={**os.environ, "PATH": path}, check=True, timeout=60)
+    subprocess.run(
+        ["/bin/bash", "-c", script], env={**os.environ, "PATH": path}, check=True, timeout=60
+    )
     return noted(folder, "update", "release")
 
 
@@ -291,9 +354,13 @@ HELD = "job requeued in held state"
 
 
 @pytest.mark.parametrize(
-    ("own", "hosts"), [("n[1-3,7]", "n[1-3,7],n5"), ("(null)", "n5")], ids=["with the user's own", "alone"]
+    ("own", "hosts"),
+    [("n[1-3,7]", "n[1-3,7],n5"), ("(null)", "n5")],
+    ids=["with the user's own", "alone"],
 )
-def test_hosts_are_excluded_as_long_as_they_are_suspected(tmp_path: Path, own: str, hosts: str) -> None:
+def test_hosts_are_excluded_as_long_as_they_are_suspected(
+    tmp_path: Path, own: str, hosts: str
+) -> None:
     """In addition to those that the user excludes, of one job of the array alone."""
     assert hasten(tmp_path, HELD, SUSPECTS, own) == [
         f"scontrol update JobId=7_2 ExcNodeList={hosts}",
@@ -309,7 +376,9 @@ def test_a_host_may_be_used_again(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("reason", ["JobHeldUser", "JobHeldAdmin", "launch failed requeued held", "Resources"])
+@pytest.mark.parametrize(
+    "reason", ["JobHeldUser", "JobHeldAdmin", "launch failed requeued held", "Resources"]
+)
 def test_what_others_hold_stays_held(tmp_path: Path, reason: str) -> None:
     """Only what replicas.sbatch holds is released."""
     assert hasten(tmp_path, reason, SUSPECTS) == []

@@ -49,9 +49,19 @@ def script(tmp_path: Path) -> Script:
     python.write_text(STAND_IN)
     python.chmod(0o755)
 
-    def run(*arguments: str, pip: int = 0, build: int = 0) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-        given = {"TITAN_FT_PYTHON": str(python), "CALLS": str(calls), "PACKAGES": str(tmp_path / "packages")}
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("TITAN_FT_", "PYTHON"))}
+    def run(
+        *arguments: str, pip: int = 0, build: int = 0
+    ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        given = {
+            "TITAN_FT_PYTHON": str(python),
+            "CALLS": str(calls),
+            "PACKAGES": str(tmp_path / "packages"),
+        }
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("TITAN_FT_", "PYTHON"))
+        }
         ended = subprocess.run(
             ["/bin/bash", str(tmp_path / "scripts" / "test_cuda.sh"), *arguments],
             env={**clean, **given, "PIP": str(pip), "BUILD": str(build)},
@@ -72,9 +82,13 @@ def test_without_the_wheel_a_line_says_so_and_nothing_fails(
     ended, asked = script(*arguments, pip=1)
     assert ended.returncode == 0
     (line,) = ended.stderr.splitlines()
-    assert line.startswith("the CUDA build of torch 2.13.0 cannot be had from here: nothing is tested")
+    assert line.startswith(
+        "the CUDA build of torch 2.13.0 cannot be had from here: nothing is tested"
+    )
     assert asked == []
-    assert not (tmp_path / ".venv-cuda").exists()  # half of an environment would be taken for a whole one
+    assert not (
+        tmp_path / ".venv-cuda"
+    ).exists()  # half of an environment would be taken for a whole one
 
 
 def test_a_build_that_fails_is_a_failure(script: Script) -> None:

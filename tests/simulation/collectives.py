@@ -80,7 +80,11 @@ class Ring:
 
     def neighbours(self, rank: int, operation: _Operation) -> set[int]:
         """Return whose connections a rank's part of an operation goes over."""
-        others = range(self.size) if operation.direct else ((rank - 1) % self.size, (rank + 1) % self.size)
+        others = (
+            range(self.size)
+            if operation.direct
+            else ((rank - 1) % self.size, (rank + 1) % self.size)
+        )
         return set(others) - {rank}
 
     def flows(self, operation: _Operation) -> bool:
@@ -177,7 +181,9 @@ class ProcessGroup:
         self._ring: Ring | None = None
         self._rank = self._number = 0
         self._error: Exception | None = None
-        self._count: _Operation | None = None  # of the members that give gradients in the round under way
+        self._count: _Operation | None = (
+            None  # of the members that give gradients in the round under way
+        )
         self.reduced = 0  # values of gradients that this rank has summed with others
         process.on_end.append(self._close)
 
@@ -204,7 +210,10 @@ class ProcessGroup:
         if ring is None:
             ring = self._rings[store_addr] = Ring(kernel, network, world_size)
         if ring.size != world_size:
-            self._report("one trajectory", f"at {store_addr}: {world_size} members here, {ring.size} elsewhere")
+            self._report(
+                "one trajectory",
+                f"at {store_addr}: {world_size} members here, {ring.size} elsewhere",
+            )
         self._ring = ring
         end = kernel.now + self._timeout
         kernel.sleep(0.001 + 0.004 * kernel.rng.random())
@@ -231,7 +240,9 @@ class ProcessGroup:
         self._sends_gradients(values)
         return self._begin(values, values, options, "sum")
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any) -> Work:
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any
+    ) -> Work:
         """Begin to gather a vector of each member: gradients that are rounded."""
         (rows,), (own,) = outputs, inputs
         values = own.numpy()
@@ -249,7 +260,12 @@ class ProcessGroup:
         return Work(wait)
 
     def alltoall_base(
-        self, output: torch.Tensor, rows: torch.Tensor, output_sizes: list[int], input_sizes: list[int], options: Any
+        self,
+        output: torch.Tensor,
+        rows: torch.Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        options: Any,
     ) -> Work:
         """Begin to send a row to each member: facts, or parts of gradients that are rounded."""
         work = self._begin(rows.numpy(), output.numpy(), options, "exchange")
@@ -261,7 +277,10 @@ class ProcessGroup:
     def _sends_gradients(self, values: np.ndarray) -> None:
         self.reduced += values.size
         if self._count is None or not self._count.done_at or not self._count.sum()[0, 0]:
-            self._report("no idle traffic", "sends gradients in a round to which nobody gives any, as far as it knows")
+            self._report(
+                "no idle traffic",
+                "sends gradients in a round to which nobody gives any, as far as it knows",
+            )
 
     def _begin(self, given: np.ndarray, target: np.ndarray, options: Any, kind: str) -> Work:
         self._kernel.pause()
@@ -276,7 +295,10 @@ class ProcessGroup:
         elif operation.inputs:
             other = next(iter(operation.inputs.values()))
             if what != (there := (operation.kind, other.shape, other.dtype)):
-                self._report("one trajectory", f"makes collective {number} of a ring: {what} here, {there} there")
+                self._report(
+                    "one trajectory",
+                    f"makes collective {number} of a ring: {what} here, {there} there",
+                )
         operation.inputs[self._rank] = given.copy()
         timeout = options.timeout.total_seconds()
         return Work(lambda: self._finish(ring, operation, target, self._kernel.now + timeout))
@@ -329,7 +351,11 @@ class ProcessGroup:
             now = kernel.now
             if self._ring is not ring:
                 raise RuntimeError("Application timeout caused pair closure")
-            if not operation.done_at and len(operation.inputs) == ring.size and ring.flows(operation):
+            if (
+                not operation.done_at
+                and len(operation.inputs) == ring.size
+                and ring.flows(operation)
+            ):
                 self._complete(ring, operation)
             done_at = operation.done_at.get(rank)
             if done_at is not None and rank not in operation.lost:
@@ -338,7 +364,9 @@ class ProcessGroup:
                 if now < end:
                     ring.wait(min(done_at, end) - now, rank)
                     continue
-            if not self._silent and (rank in operation.lost or ring.closed & ring.neighbours(rank, operation)):
+            if not self._silent and (
+                rank in operation.lost or ring.closed & ring.neighbours(rank, operation)
+            ):
                 raise RuntimeError("Connection closed by peer")
             if not self._silent and rank in ring.reset:
                 raise RuntimeError("Connection reset by peer")
@@ -350,10 +378,14 @@ class ProcessGroup:
         """Let each member have the result in a moment, not all at the same one."""
         kernel, rank = self._kernel, self._rank
         for member, late in enumerate(ring.late()):
-            operation.done_at[member] = kernel.now + late + 0.0004 + self._jitter * kernel.rng.random() ** 6
+            operation.done_at[member] = (
+                kernel.now + late + 0.0004 + self._jitter * kernel.rng.random() ** 6
+            )
         for task, place in ring.waiting:
             if place != rank:
-                kernel.after(operation.done_at[place] - kernel.now, functools.partial(kernel.wake, task))
+                kernel.after(
+                    operation.done_at[place] - kernel.now, functools.partial(kernel.wake, task)
+                )
         for member in range(ring.size):
             self._on_moment("exchange", ring.ends[member].node)
 

@@ -46,7 +46,9 @@ class Wire:
         """Let the child take the connection, before any frame on it. A reset reaches the child later, too."""
         child, parent = self._ends
         arrival = self._note_arrival(parent, child)
-        child.kernel.after(arrival - child.kernel.now, partial(parent.when_usable, child, partial(child.add, take)))
+        child.kernel.after(
+            arrival - child.kernel.now, partial(parent.when_usable, child, partial(child.add, take))
+        )
 
     def end(self, source: SimulatedSockets) -> None:
         """End the connection at one end; the other end notices."""
@@ -57,7 +59,9 @@ class Wire:
         """Break the connection at both ends, each at a time of its own."""
         self.is_reset = True
         for source, target in (self._ends, self._ends[::-1]):
-            target.kernel.after(source.delay(target), partial(target.add, partial(target.lose, self)))
+            target.kernel.after(
+                source.delay(target), partial(target.add, partial(target.lose, self))
+            )
 
     def peer_of(self, end: SimulatedSockets) -> int:
         """Return the rank at the other end."""
@@ -75,13 +79,17 @@ class Wire:
         child, parent = self._ends
         return parent if end is child else child
 
-    def _deliver(self, source: SimulatedSockets, target: SimulatedSockets, event: Callable[[], None]) -> None:
+    def _deliver(
+        self, source: SimulatedSockets, target: SimulatedSockets, event: Callable[[], None]
+    ) -> None:
         def arrive() -> None:
             if not self.is_reset:
                 target.add(event)
 
         arrival = self._note_arrival(source, target)
-        source.kernel.after(arrival - source.kernel.now, partial(source.when_usable, target, arrive))
+        source.kernel.after(
+            arrival - source.kernel.now, partial(source.when_usable, target, arrive)
+        )
 
     def _note_arrival(self, source: SimulatedSockets, target: SimulatedSockets) -> float:
         """Return when something that is sent now arrives: after all that was sent before."""
@@ -239,7 +247,9 @@ class SimulatedSockets:
         if self._wires.get(peer) is wire:
             del self._wires[peer]
             self._watch.remove(peer)
-            self.call(partial(self._node.disconnected, peer, has_ended=wire.has_ended_at_peer(self)))
+            self.call(
+                partial(self._node.disconnected, peer, has_ended=wire.has_ended_at_peer(self))
+            )
 
     # Connections
 

@@ -38,7 +38,9 @@ class Findings:
     commits: int = 0
     faults: Counter[str] = field(default_factory=collections.Counter)
     problems: Counter[str] = field(default_factory=collections.Counter)
-    first: dict[str, tuple[int, str]] = field(default_factory=dict)  # by kind of problem: seed and text
+    first: dict[str, tuple[int, str]] = field(
+        default_factory=dict
+    )  # by kind of problem: seed and text
 
     def add(self, other: Findings) -> None:
         """Take others in."""
@@ -80,24 +82,31 @@ def _explore_apart(work: tuple[Sequence[int], Sequence[str], str]) -> Findings:
         return explore(*work)
 
 
-def run_all(first: int, count: int, kinds: Sequence[str], mode: str, jobs: int) -> Iterator[Findings]:
+def run_all(
+    first: int, count: int, kinds: Sequence[str], mode: str, jobs: int
+) -> Iterator[Findings]:
     """Explore in several processes; yields what each chunk of seeds came to."""
     chunks = [
-        (range(start, min(start + _CHUNK, first + count)), kinds, mode) for start in range(first, first + count, _CHUNK)
+        (range(start, min(start + _CHUNK, first + count)), kinds, mode)
+        for start in range(first, first + count, _CHUNK)
     ]
     for warm_mode in MODES[:2]:  # what torch loads at its first use is there before the forks
         _explore_apart((range(1), (), warm_mode))
     importlib.import_module("networkx")  # the engine's, when a link is dead
     gc.collect()
     gc.freeze()
-    with multiprocessing.get_context("fork").Pool(jobs, initializer=gc.disable, maxtasksperchild=_CHUNKS) as pool:
+    with multiprocessing.get_context("fork").Pool(
+        jobs, initializer=gc.disable, maxtasksperchild=_CHUNKS
+    ) as pool:
         yield from pool.imap_unordered(_explore_apart, chunks)
 
 
 def show(world: World, schedule: Schedule) -> None:
     """Print a schedule's trace and what it came to."""
     options = schedule.options
-    print(f"{options.groups} groups x {options.ranks} ranks, {options.steps} steps; {options.fault_tolerance}")
+    print(
+        f"{options.groups} groups x {options.ranks} ranks, {options.steps} steps; {options.fault_tolerance}"
+    )
     for fault in schedule.faults:
         print(f"  {fault}")
     for at, who, text in world.trace:
@@ -120,18 +129,30 @@ def _print_findings(findings: Findings, seconds: float, kinds: Sequence[str], mo
         seed, text = findings.first[kind]
         print(f"{number:6} x {kind}")
         print(f"         first: seed {seed}: {text[:200]}")
-        chosen = (f" --kinds {','.join(kinds)}" if kinds else "") + ("" if mode == "mixed" else f" --mode {mode}")
+        chosen = (f" --kinds {','.join(kinds)}" if kinds else "") + (
+            "" if mode == "mixed" else f" --mode {mode}"
+        )
         print(f"         bash scripts/explore.sh --schedules 1 --seed {seed}{chosen} --trace")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Explore; 1 if a promise was broken."""
-    parser = argparse.ArgumentParser(prog="explore.sh", description="Simulate the protocol under schedules of faults.")
+    parser = argparse.ArgumentParser(
+        prog="explore.sh", description="Simulate the protocol under schedules of faults."
+    )
     parser.add_argument("--schedules", type=int, default=1000, help="how many (1000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first one (0); the next ones follow")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first one (0); the next ones follow"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="processes (all cores)"
+    )
     known = list(dict.fromkeys((*KINDS, *ROUND_KINDS)))
-    parser.add_argument("--kinds", default="", help=f"faults to draw from (all that the mode has): {','.join(known)}")
+    parser.add_argument(
+        "--kinds",
+        default="",
+        help=f"faults to draw from (all that the mode has): {','.join(known)}",
+    )
     parser.add_argument(
         "--mode",
         choices=MODES,
@@ -139,15 +160,23 @@ def main(arguments: Sequence[str]) -> int:
         help="semi: with a semi-synchronous method; mixed: one in twenty (mixed)",
     )
     parser.add_argument(
-        "--trace", action="store_true", help="print the trace of the first one, or of the first that fails, as it is"
+        "--trace",
+        action="store_true",
+        help="print the trace of the first one, or of the first that fails, as it is",
     )
-    parser.add_argument("--replay", metavar="JSON", help="run this schedule, which was printed before, with its trace")
+    parser.add_argument(
+        "--replay",
+        metavar="JSON",
+        help="run this schedule, which was printed before, with its trace",
+    )
     options = parser.parse_args(arguments)
     kinds, mode = tuple(filter(None, options.kinds.split(","))), options.mode
     if kinds and mode == "mixed":
         mode = "sync"  # most kinds are of one of the modes
     if unknown := set(kinds) - {*(ROUND_KINDS if mode == "semi" else KINDS)}:
-        parser.error(f"--kinds must be of {','.join(known)} and of the mode, got {','.join(sorted(unknown))}")
+        parser.error(
+            f"--kinds must be of {','.join(known)} and of the mode, got {','.join(sorted(unknown))}"
+        )
     if options.replay:
         with standins.installed():
             schedule = Schedule.decode(options.replay)

@@ -55,7 +55,11 @@ class Fault:
         }
 
     def __str__(self) -> str:
-        words = [f"{field.name}={_text(getattr(self, field.name))}" for field in fields(self) if field.name != "at"]
+        words = [
+            f"{field.name}={_text(getattr(self, field.name))}"
+            for field in fields(self)
+            if field.name != "at"
+        ]
         return f"{type(self).__name__} at {self.at:.3f} s: {' '.join(words)}"
 
     def shorter(self) -> list[Fault]:
@@ -68,7 +72,13 @@ def _text(value: object) -> str:
 
 
 def _at_moment(
-    world: World, moment: str, slot: int, act: Callable[[Node], None], node: Node, *, breaks: bool = True
+    world: World,
+    moment: str,
+    slot: int,
+    act: Callable[[Node], None],
+    node: Node,
+    *,
+    breaks: bool = True,
 ) -> None:
     """Act now, or at the group's next moment of this kind."""
     if moment:
@@ -119,7 +129,9 @@ class KillGroups(Fault):
                 for rank in group.ranks if group is not None else ():
                     rank.process.end()
 
-        _at_moment(world, self.moment, self.slots[0] if self.of < 0 else self.of, act, (self.slots[0], 0))
+        _at_moment(
+            world, self.moment, self.slots[0] if self.of < 0 else self.of, act, (self.slots[0], 0)
+        )
 
 
 @dataclass(frozen=True)
@@ -220,7 +232,10 @@ class Cut(Fault):
         pairs: list[tuple[Node, Node]] = []
         for i in ranks:
             for j in ranks:
-                if self.rank < 0 or (i, j) == (self.rank, self.rank if self.other < 0 else self.other):
+                if self.rank < 0 or (i, j) == (
+                    self.rank,
+                    self.rank if self.other < 0 else self.other,
+                ):
                     pairs.append(((self.a, i), (self.b, j)))
                     if not self.one_way:
                         pairs.append(((self.b, j), (self.a, i)))
@@ -361,7 +376,9 @@ class ResetOwn(Fault):
     def inject(self, world: World) -> None:
         def act(node: Node) -> None:
             if node[0] in world.groups:
-                world.say("fault", f"resets the connections of g{node[0]}r{self.rank} within its group")
+                world.say(
+                    "fault", f"resets the connections of g{node[0]}r{self.rank} within its group"
+                )
                 world.network.reset((node[0], self.rank))
 
         _at_moment(world, self.moment, self.slot, act, (self.slot, self.rank))
@@ -462,7 +479,9 @@ class Flip(Fault):
     moment: str = ""
 
     def inject(self, world: World) -> None:
-        _at_moment(world, self.moment, self.slot, partial(self._flip, world), (self.slot, self.rank))
+        _at_moment(
+            world, self.moment, self.slot, partial(self._flip, world), (self.slot, self.rank)
+        )
 
     def _flip(self, world: World, node: Node) -> None:
         group = world.groups.get(node[0])
@@ -494,7 +513,10 @@ class Publish(Fault):
     def inject(self, world: World) -> None:
         def act(node: Node) -> None:
             step = world.folder.publish() if world.folder is not None else 0
-            world.say("fault", f"publishes the checkpoint of step {step}" if step else "has no newer checkpoint")
+            world.say(
+                "fault",
+                f"publishes the checkpoint of step {step}" if step else "has no newer checkpoint",
+            )
 
         _at_moment(world, self.moment, -1, act, LIGHTHOUSE)
 
@@ -520,7 +542,10 @@ class TakeAway(Fault):
 
         def act(node: Node) -> None:
             step = folder.take_away()
-            world.say("fault", f"removes the checkpoint of step {step}" if step else "there is no checkpoint")
+            world.say(
+                "fault",
+                f"removes the checkpoint of step {step}" if step else "there is no checkpoint",
+            )
             if step and self.seconds:
                 world.kernel.after(self.seconds, partial(folder.put_back, step))
 
@@ -553,12 +578,16 @@ class NotFinite(Fault):
 
 def as_json(fault: Fault) -> dict[str, Any]:
     """Return a fault as JSON values."""
-    return {"kind": type(fault).__name__} | {field.name: getattr(fault, field.name) for field in fields(fault)}
+    return {"kind": type(fault).__name__} | {
+        field.name: getattr(fault, field.name) for field in fields(fault)
+    }
 
 
 def from_json(values: dict[str, Any]) -> Fault:
     """Return the fault that `as_json` was given."""
     values = dict(values)
     kind: Any = Fault.kinds[values.pop("kind")]
-    fault: Fault = kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    fault: Fault = kind(
+        **{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    )
     return fault

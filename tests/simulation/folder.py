@@ -40,7 +40,9 @@ class Folder:
         on_look: told before a process looks.
     """
 
-    def __init__(self, kernel: Kernel, ranks: int, sight: float, on_look: Callable[[], None]) -> None:
+    def __init__(
+        self, kernel: Kernel, ranks: int, sight: float, on_look: Callable[[], None]
+    ) -> None:
         self._kernel, self._ranks, self._sight, self._on_look = kernel, ranks, sight, on_look
         self._kept: dict[int, _Kept] = {}
         self._views: list[tuple[float, dict[int, _Kept]]] = [(0.0, {})]  # by step, and since when
@@ -163,7 +165,11 @@ class Folder:
         late = self._late.get(node)
         if late is None:
             late = self._late[node] = self._sight * self._kernel.rng.random()
-        return next(view for since, view in reversed(self._views) if since + late <= self._kernel.now or not since)
+        return next(
+            view
+            for since, view in reversed(self._views)
+            if since + late <= self._kernel.now or not since
+        )
 
     def _show(self, published: dict[int, _Kept]) -> None:
         self._views.append((self._kernel.now, published))

@@ -21,7 +21,9 @@ STEP_SECONDS = 1e-6
 """Virtual time that a task takes from one switch to the next: a loop that never blocks cannot stop the clock."""
 
 
-class Killed(BaseException):  # no error: the end of a process, which no `except Exception` may catch
+class Killed(
+    BaseException
+):  # no error: the end of a process, which no `except Exception` may catch
     """Unwinds a task whose process has ended."""
 
 
@@ -93,7 +95,17 @@ class Process:
 class Task:
     """A thread of a simulated process."""
 
-    __slots__ = ("done", "fn", "green", "joiners", "name", "process", "queued", "ticket", "timed_out")
+    __slots__ = (
+        "done",
+        "fn",
+        "green",
+        "joiners",
+        "name",
+        "process",
+        "queued",
+        "ticket",
+        "timed_out",
+    )
 
     def __init__(self, fn: Callable[[], object], name: str, process: Process) -> None:
         self.fn, self.name, self.process = fn, name, process
@@ -128,13 +140,18 @@ class Kernel:
         self.closed = False
         self.stopped = False
         self._random = self.rng.random
-        self._until, self._left = 0.0, 0  # of `run`: when it ends, and how many switches it may make yet
+        self._until, self._left = (
+            0.0,
+            0,
+        )  # of `run`: when it ends, and how many switches it may make yet
         self._went_on: bool | None = None  # what it returns; None = it goes on
         self._error: BaseException | None = None  # of the world's code, for `run` to raise
         self._timers: list[tuple[float, int, Callable[[], None] | Task, int]] = []
         self._order = 0
         self._tasks: list[Task] = []
-        self._idle: list[greenlet.greenlet] = []  # of tasks that are done: a new one costs a page of memory
+        self._idle: list[
+            greenlet.greenlet
+        ] = []  # of tasks that are done: a new one costs a page of memory
 
     # What tasks call
 
@@ -212,7 +229,9 @@ class Kernel:
         self._until, self._left, self._went_on = until, max_switches, None
         while (task := self.task or self._next()) is not None:
             if task.green is None:
-                task.green = self._idle.pop() if self._idle else greenlet.greenlet(self._run_tasks, self.hub)
+                task.green = (
+                    self._idle.pop() if self._idle else greenlet.greenlet(self._run_tasks, self.hub)
+                )
             task.green.switch()
             if self._error is not None:
                 raise self._error
@@ -222,12 +241,18 @@ class Kernel:
         """Return what each task of a live process waits for: its name, and where in the engine it is."""
         found = []
         for task in self._tasks:
-            frame = None if task.done or task.process.dead or task.green is None else task.green.gr_frame
+            frame = (
+                None
+                if task.done or task.process.dead or task.green is None
+                else task.green.gr_frame
+            )
             places = []
             while frame is not None:
                 file = frame.f_code.co_filename
                 if "titan_ft" in file:
-                    places.append(f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}")
+                    places.append(
+                        f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}"
+                    )
                 frame = frame.f_back
             if places:
                 found.append((repr(task), " < ".join(places[:5])))
@@ -288,7 +313,9 @@ class Kernel:
             task, ready[place] = ready[place], ready[-1]
             ready.pop()
             process = task.process
-            if process.dead or task.done:  # it was woken for nothing, and its greenlet may be another's by now
+            if (
+                process.dead or task.done
+            ):  # it was woken for nothing, and its greenlet may be another's by now
                 continue
             if process.frozen:
                 process.held.append(task)

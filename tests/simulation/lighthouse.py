@@ -171,8 +171,12 @@ class Lighthouse:
         now, healthy = self._kernel.now, self._healthy()
         asking = sum(name in self._participants for name in healthy)
         requests = f"[{asking}/{len(self._participants)} participants healthy]\n"
-        members = "".join(f"  <b>{member.replica_id}</b> <br/>\n" for member in self._previous or ())
-        beats = "".join(f"    {name}: seen {heart.age(now):.6f}s ago\n" for name, heart in self._hearts.items())
+        members = "".join(
+            f"  <b>{member.replica_id}</b> <br/>\n" for member in self._previous or ()
+        )
+        beats = "".join(
+            f"    {name}: seen {heart.age(now):.6f}s ago\n" for name, heart in self._hearts.items()
+        )
         return requests + members + beats
 
     @property
@@ -182,25 +186,35 @@ class Lighthouse:
 
     def _healthy(self) -> list[str]:
         now, timeout = self._kernel.now, self._heartbeat_timeout
-        return [name for name, heart in self._hearts.items() if heart.beats or now - heart.last < timeout]
+        return [
+            name
+            for name, heart in self._hearts.items()
+            if heart.beats or now - heart.last < timeout
+        ]
 
     def _look(self) -> None:
         """Form a quorum if there is one; else plan the look at which time alone can have changed that."""
         healthy = self._healthy()
-        present = [self._participants[name] for name in sorted(healthy) if name in self._participants]
+        present = [
+            self._participants[name] for name in sorted(healthy) if name in self._participants
+        ]
         if self._is_quorum(healthy, present):
             self._form(tuple(participant.requester for participant in present))
             return
         now, timeout = self._kernel.now, self._heartbeat_timeout
         moments = [heart.last + timeout for heart in self._hearts.values() if not heart.beats]
-        moments += [participant.joined + self._join_timeout for participant in self._participants.values()]
+        moments += [
+            participant.joined + self._join_timeout for participant in self._participants.values()
+        ]
         later = [moment for moment in moments if moment > now]
         if later:
             self._plan(min(later))
 
     def _is_quorum(self, healthy: list[str], present: list[_Participant]) -> bool:
         names = {participant.requester.replica_id for participant in present}
-        if self._previous is not None and all(member.replica_id in names for member in self._previous):
+        if self._previous is not None and all(
+            member.replica_id in names for member in self._previous
+        ):
             return True  # fast: all of the previous one
         if len(present) < self._min_replicas or len(present) <= len(healthy) // 2:
             return False
@@ -209,8 +223,12 @@ class Lighthouse:
         return len(present) == len(healthy) or self._kernel.now - first >= self._join_timeout - 1e-9
 
     def _form(self, members: tuple[Requester, ...]) -> None:
-        former = None if self._previous is None else [member.replica_id for member in self._previous]
-        if former != [member.replica_id for member in members] or any(member.commit_failures for member in members):
+        former = (
+            None if self._previous is None else [member.replica_id for member in self._previous]
+        )
+        if former != [member.replica_id for member in members] or any(
+            member.commit_failures for member in members
+        ):
             self._quorum_id += 1
         self._previous = members
         self._participants.clear()
@@ -221,7 +239,9 @@ class Lighthouse:
             if request.requester.replica_id in names:
                 request.reply(formed)
             elif request.alive():  # it goes on waiting, for the next one
-                self._participants[request.requester.replica_id] = _Participant(request.requester, self._kernel.now)
+                self._participants[request.requester.replica_id] = _Participant(
+                    request.requester, self._kernel.now
+                )
                 self._asking.append(request)
         self.on_formed(formed)
         if self._participants:
@@ -322,7 +342,14 @@ class ManagerServer:
         self._participants[call.rank] = None
         if len(self._participants) == self._world_size:
             self._participants.clear()
-            requester = Requester(self.replica_id, self._address, self._store_address, step, self._world_size, failures)
+            requester = Requester(
+                self.replica_id,
+                self._address,
+                self._store_address,
+                step,
+                self._world_size,
+                failures,
+            )
             self._ask(requester, timeout, 0)
 
     def _ask(self, requester: Requester, timeout: float, retry: int) -> None:
@@ -350,7 +377,11 @@ class ManagerServer:
             if state["over"]:
                 return
             if self.lighthouse.listens:
-                self.lighthouse.ask(_Asking(requester, reply, again, lambda: not (state["over"] or self.process.dead)))
+                self.lighthouse.ask(
+                    _Asking(
+                        requester, reply, again, lambda: not (state["over"] or self.process.dead)
+                    )
+                )
             else:
                 again()
 
@@ -446,15 +477,25 @@ class ManagerClient:
         assert not shrink_only, "only what the engine asks for has a model"
         assert not init_sync, "only what the engine asks for has a model"
         seconds = timeout.total_seconds()
-        return self._call(group_rank, seconds, lambda call: self._server.quorum(call, step, commit_failures, seconds))
+        return self._call(
+            group_rank,
+            seconds,
+            lambda call: self._server.quorum(call, step, commit_failures, seconds),
+        )
 
     def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
         raise RuntimeError("rank not found")  # it takes no time, and no rank has any
 
-    def should_commit(self, group_rank: int, step: int, should_commit: bool, timeout: timedelta) -> bool:
+    def should_commit(
+        self, group_rank: int, step: int, should_commit: bool, timeout: timedelta
+    ) -> bool:
         """Vote; true if all ranks said yes."""
         return bool(
-            self._call(group_rank, timeout.total_seconds(), lambda call: self._server.vote(call, should_commit))
+            self._call(
+                group_rank,
+                timeout.total_seconds(),
+                lambda call: self._server.vote(call, should_commit),
+            )
         )
 
     def _call(self, rank: int, timeout: float, act: Callable[[_Call], None]) -> Any:
@@ -488,7 +529,9 @@ class ManagerClient:
                     server.waiting.remove(kernel.current)
         lag = kernel.process.lag
         if lag and kernel.rng.random() < 0.5:
-            kernel.sleep(lag * kernel.rng.random())  # ranks of a group never hear an answer at the same moment
+            kernel.sleep(
+                lag * kernel.rng.random()
+            )  # ranks of a group never hear an answer at the same moment
         return call.value
 
 
@@ -500,7 +543,9 @@ def compute_result(replica_id: str, group_rank: int, formed: Formed) -> QuorumRe
     foremost = [member for member in members if member.step == max_step]
     behind = [place for place, member in enumerate(members) if member.step != max_step]
     ahead = [place for place, member in enumerate(members) if member.step == max_step]
-    sources = {place: ahead[(number + group_rank) % len(ahead)] for number, place in enumerate(behind)}
+    sources = {
+        place: ahead[(number + group_rank) % len(ahead)] for number, place in enumerate(behind)
+    }
     source = sources.get(rank)
     names = [member.replica_id for member in foremost]
     return QuorumResult(

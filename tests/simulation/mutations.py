@@ -28,7 +28,17 @@ import torch
 from tests.simulation import standins
 from tests.simulation.schedule import draw
 from titan_ft.device import local_shard
-from titan_ft.engine import catch_up, drain, feed, heal, outer, round_strategy, step, waits, watchdog
+from titan_ft.engine import (
+    catch_up,
+    drain,
+    feed,
+    heal,
+    outer,
+    round_strategy,
+    step,
+    waits,
+    watchdog,
+)
 from titan_ft.engine import round as rounds
 from titan_ft.gradients import exchange, quantize
 from titan_ft.gradients.bucket import Bucket
@@ -220,12 +230,21 @@ def dead_links_not_reported(patch: Patch) -> None:
 def donor_shows_no_digest(patch: Patch) -> None:
     """A donor does not show the digest of its bytes, and the joiner does not miss it."""
 
-    def hold(former: Callable[..., healing.Healing], self: Any, step: int, lineage: int, digest: int, own: int) -> Any:
+    def hold(
+        former: Callable[..., healing.Healing],
+        self: Any,
+        step: int,
+        lineage: int,
+        digest: int,
+        own: int,
+    ) -> Any:
         shown = digest or own or 1
         return former(self, step, lineage, shown, own if digest else shown)
 
     def load(former: Callable[..., bool], self: Any) -> bool:
-        with lent(self._rounds, take_digest=lambda: self._position.note_digest(self._healing.digest)):
+        with lent(
+            self._rounds, take_digest=lambda: self._position.note_digest(self._healing.digest)
+        ):
             return former(self)
 
     substitute(patch, rounds.Rounds, "_digest_for_joiners", lambda self, quorum: None)
@@ -261,7 +280,9 @@ def reader_of_nothing_not_present(patch: Patch) -> None:
     around(patch, decision, "_find_wait", find_wait)
 
 
-@mutation(kinds=("kill", "drain", "freeze"), promises=("no state given up", "one trajectory", "liveness"))
+@mutation(
+    kinds=("kill", "drain", "freeze"), promises=("no state given up", "one trajectory", "liveness")
+)
 def update_keeps_digest(patch: Patch) -> None:
     """A group keeps the digest of the state before an update."""
 
@@ -279,7 +300,9 @@ def load_keeps_digest(patch: Patch) -> None:
 
     def load(former: Callable[..., bool], self: Any) -> bool:
         digest = self._position.digest
-        with lent(self._rounds, take_digest=lambda: self._position.note_digest(self._healing.digest)):
+        with lent(
+            self._rounds, take_digest=lambda: self._position.note_digest(self._healing.digest)
+        ):
             is_loaded = former(self)
         self._position.digest = digest
         return is_loaded
@@ -291,17 +314,23 @@ def load_keeps_digest(patch: Patch) -> None:
 def stale_gradient_is_added(patch: Patch) -> None:
     """A group that is behind adds its stale gradient."""
 
-    def launch(former: Callable[..., Any], self: Any, newest_step: int | None, **options: Any) -> Any:
+    def launch(
+        former: Callable[..., Any], self: Any, newest_step: int | None, **options: Any
+    ) -> Any:
         return former(self, None if newest_step is None else 2**62, **options)
 
-    def complete(former: Callable[..., Any], self: RoundReport, quorum: Any, gave: bool, came: float) -> Any:
+    def complete(
+        former: Callable[..., Any], self: RoundReport, quorum: Any, gave: bool, came: float
+    ) -> Any:
         return former(self, quorum, gave and quorum.max_step <= self.newest_step, came)
 
     around(patch, exchange.GradientExchange, "_launch", launch)
     around(patch, RoundReport, "complete", complete)
 
 
-@mutation(kinds=("flip", "freeze", "tail"), promises=("exact average", "one trajectory", "no work lost"))
+@mutation(
+    kinds=("flip", "freeze", "tail"), promises=("exact average", "one trajectory", "no work lost")
+)
 def strays_gradient_enters(patch: Patch) -> None:
     """A stray's gradient enters the update."""
 
@@ -344,7 +373,8 @@ def sums_are_no_mean(patch: Patch) -> None:
 
 
 @mutation(
-    kinds=("many", "groups_die", "lighthouse", "cut_lighthouse"), promises=("every batch once", "no state given up")
+    kinds=("many", "groups_die", "lighthouse", "cut_lighthouse"),
+    promises=("every batch once", "no state given up"),
 )
 def doubled_data_is_taken(patch: Patch) -> None:
     """Two groups that have read the same data both enter the update."""
@@ -364,7 +394,9 @@ def rank_leaves_on_its_own(patch: Patch) -> None:
     around(patch, drain.Drain, "after_vote", after_vote)
 
 
-@mutation(kinds=("drain",), promises=("ranks never part", "no state given up", "liveness"), first=4050)
+@mutation(
+    kinds=("drain",), promises=("ranks never part", "no state given up", "liveness"), first=4050
+)
 def note_may_come_after_the_vote(patch: Patch) -> None:
     """A note travels on its own, and may reach a rank after the result of its sender's next vote."""
 
@@ -374,11 +406,15 @@ def note_may_come_after_the_vote(patch: Patch) -> None:
     around(patch, ControlTree, "say", say)
 
 
-@mutation(kinds=("kill", "donor"), promises=("ranks never part", "one trajectory", "no state given up"))
+@mutation(
+    kinds=("kill", "donor"), promises=("ranks never part", "one trajectory", "no state given up")
+)
 def joiner_begins_rank_by_rank(patch: Patch) -> None:
     """A joiner begins with the fetched state before all ranks of its group have it."""
 
-    def gather(former: Callable[..., list[int]], self: group_collectives.GroupCollectives, value: int) -> list[int]:
+    def gather(
+        former: Callable[..., list[int]], self: group_collectives.GroupCollectives, value: int
+    ) -> list[int]:
         return [value] if isinstance(value, catch_up.Fetched) else former(self, value)
 
     around(patch, group_collectives.GroupCollectives, "gather", gather)
@@ -388,7 +424,9 @@ def joiner_begins_rank_by_rank(patch: Patch) -> None:
 def each_rank_chooses_checkpoint(patch: Patch) -> None:
     """Each rank lists the folder of checkpoints by itself."""
 
-    def agree(former: Callable[..., Any], request: Any, rank: int, gather: Callable[[int], list[int]]) -> Any:
+    def agree(
+        former: Callable[..., Any], request: Any, rank: int, gather: Callable[[int], list[int]]
+    ) -> Any:
         def own_first(value: int) -> list[int]:
             values = gather(value)
             return values[rank:] + values[:rank]
@@ -414,7 +452,9 @@ def outsider_does_not_leave(patch: Patch) -> None:
 def each_rank_leaves_gradients_out(patch: Patch) -> None:
     """Each rank leaves its gradients out, or not, for itself."""
 
-    def break_(former: Callable[..., Broken], self: Any, error: str, is_spoiled: bool, *args: Any) -> Broken:
+    def break_(
+        former: Callable[..., Broken], self: Any, error: str, is_spoiled: bool, *args: Any
+    ) -> Broken:
         return replace(former(self, error, is_spoiled, *args), gave_nonfinite=is_spoiled)
 
     around(patch, rounds.Rounds, "_break", break_)
@@ -422,7 +462,13 @@ def each_rank_leaves_gradients_out(patch: Patch) -> None:
 
 @mutation(
     kinds=("kill", "lossy"),
-    promises=("ranks never part", "one trajectory", "exact average", "liveness", "no state given up"),
+    promises=(
+        "ranks never part",
+        "one trajectory",
+        "exact average",
+        "liveness",
+        "no state given up",
+    ),
 )
 def rank0_asks_nobody(patch: Patch) -> None:
     """Rank 0 decides by its own findings alone."""
@@ -537,7 +583,9 @@ def hang_ends_silently(patch: Patch) -> None:
 def transfer_is_awaited(patch: Patch) -> None:
     """The others wait for a joiner's transfer."""
 
-    def take(former: Callable[..., healing.Healing], self: healing.Healing, *args: Any) -> healing.Healing:
+    def take(
+        former: Callable[..., healing.Healing], self: healing.Healing, *args: Any
+    ) -> healing.Healing:
         return former(self, *args).let_others_wait()
 
     around(patch, healing.Healing, "take", take)
@@ -565,7 +613,11 @@ def base_of_queue_not_compared(patch: Patch) -> None:
     """A joiner does not compare the base of the first update in its queue."""
 
     def queue(
-        former: Callable[..., healing.Healing], self: healing.Healing, step: int, base: int, lineage: int
+        former: Callable[..., healing.Healing],
+        self: healing.Healing,
+        step: int,
+        base: int,
+        lineage: int,
     ) -> healing.Healing:
         is_first = step == self.from_step + 1
         return former(self, step, self.lineage if is_first else base, lineage)
@@ -598,10 +650,19 @@ def fetched_bytes_not_compared(patch: Patch) -> None:
     """A joiner does not compare the fetched bytes with the digest that the holders agreed on."""
 
     def load(former: Callable[..., bool], self: Any) -> bool:
-        with lent(self._rounds, take_digest=lambda: self._position.note_digest(self._healing.digest)):
+        with lent(
+            self._rounds, take_digest=lambda: self._position.note_digest(self._healing.digest)
+        ):
             return former(self)
 
-    def hold(former: Callable[..., healing.Healing], self: Any, step: int, lineage: int, digest: int, _: int) -> Any:
+    def hold(
+        former: Callable[..., healing.Healing],
+        self: Any,
+        step: int,
+        lineage: int,
+        digest: int,
+        _: int,
+    ) -> Any:
         return former(self, step, lineage, digest, digest)
 
     around(patch, healing.Healing, "confirm", hold)
@@ -664,7 +725,9 @@ def data_claims_to_go_on(patch: Patch) -> None:
 def connecting_is_charged_to_nobody(patch: Patch) -> None:
     """No wait has the time in which all members connect because one came or went."""
 
-    def find_waits(former: Callable[..., Any], rows: Any, own: int, began: float, connected: float, gone: Any) -> Any:
+    def find_waits(
+        former: Callable[..., Any], rows: Any, own: int, began: float, connected: float, gone: Any
+    ) -> Any:
         return former(rows, own, began, -1.0, gone)
 
     around(patch, waits, "find_waits", find_waits)
@@ -673,7 +736,9 @@ def connecting_is_charged_to_nobody(patch: Patch) -> None:
 # Semi-synchronous methods
 
 
-@mutation(kinds=("joiner",), promises=("no stall for a joiner", "no work lost", "liveness"), mode="semi")
+@mutation(
+    kinds=("joiner",), promises=("no stall for a joiner", "no work lost", "liveness"), mode="semi"
+)
 def no_opening_after_update(patch: Patch) -> None:
     """No group meets the others right after a round's update."""
     patch.setattr(step, "_MAX_OPENING_ROUNDS", 0)
@@ -682,7 +747,9 @@ def no_opening_after_update(patch: Patch) -> None:
 @mutation(kinds=("alone",), promises=("no stall for a joiner", "liveness"), mode="semi")
 def joiner_ignores_waiting_groups(patch: Patch) -> None:
     """A joiner lets the others wait until it has trained a whole round."""
-    around(patch, rounds.Rounds, "signs", lambda former, self: former(self) & ~rounds.Sign.OTHERS_WAIT)
+    around(
+        patch, rounds.Rounds, "signs", lambda former, self: former(self) & ~rounds.Sign.OTHERS_WAIT
+    )
 
 
 @mutation(kinds=("joiner",), promises=("no stall for a joiner",), mode="semi")
@@ -700,7 +767,9 @@ def joiner_sits_in_next_round(patch: Patch) -> None:
 def groups_in_round_not_awaited(patch: Patch) -> None:
     """A quorum that lacks groups in the midst of a round is used, after a restart of the lighthouse for example."""
     nothing = membership._Missing(membership._Lack.NOTHING, [])
-    substitute(patch, membership.Membership, "_look_for_others", lambda self, present, absent: nothing)
+    substitute(
+        patch, membership.Membership, "_look_for_others", lambda self, present, absent: nothing
+    )
 
 
 @mutation(kinds=("flip",), promises=("one trajectory",), mode="semi")
@@ -719,7 +788,9 @@ def inner_moments_in_digest(patch: Patch) -> None:
 def change_without_tokens(patch: Patch) -> None:
     """A group's change is not weighted by its tokens."""
 
-    def take(former: Callable[..., None], self: outer.OuterModel, weights: dict[int, float]) -> None:
+    def take(
+        former: Callable[..., None], self: outer.OuterModel, weights: dict[int, float]
+    ) -> None:
         former(self, dict.fromkeys(weights, 1 / 3))
 
     around(patch, outer.OuterModel, "take_changes", take)
@@ -752,7 +823,9 @@ def resting_fragments_are_updated(patch: Patch) -> None:
 def model_takes_all_anchors(patch: Patch) -> None:
     """A group goes on with the anchors of all fragments."""
 
-    def make_step(former: Callable[..., float], self: outer.OuterModel, alpha: float = 0.0) -> float:
+    def make_step(
+        former: Callable[..., float], self: outer.OuterModel, alpha: float = 0.0
+    ) -> float:
         squares = former(self, alpha)
         with torch.no_grad():
             for anchor, (_, parameter) in zip(self.anchors, self._named, strict=True):
@@ -848,7 +921,11 @@ def main(arguments: Sequence[str]) -> int:
         if options.only in mutation.name:
             found = find(mutation, options.schedules)
             missed += isinstance(found, str)
-            said = found if isinstance(found, str) else f"seed {found.seed}, {found.promise}: {found.text[:110]}"
+            said = (
+                found
+                if isinstance(found, str)
+                else f"seed {found.seed}, {found.promise}: {found.text[:110]}"
+            )
             print(f"{mutation.name}: {said}", flush=True)
     return 1 if missed else 0
 

@@ -218,7 +218,9 @@ class Store:
         RuntimeError: as the real one's errors are: the server is gone, or a wait took longer than the timeout.
     """
 
-    def __init__(self, network: Network, node: Node, server: StoreServer | None, timeout: float) -> None:
+    def __init__(
+        self, network: Network, node: Node, server: StoreServer | None, timeout: float
+    ) -> None:
         self._network, self._node, self._timeout = network, node, timeout
         if server is None:
             raise DistNetworkError("connection refused")
@@ -236,7 +238,9 @@ class Store:
         self._sent.append((key, value.encode() if isinstance(value, str) else value))
         if self._node[0] != server.node[0] or kernel.rng.random() < _SLOW_SETS:
             delay = self._network.delay(self._node, server.node)
-            kernel.after(delay, lambda: self._network.when_usable(self._node, server.node, self._arrive))
+            kernel.after(
+                delay, lambda: self._network.when_usable(self._node, server.node, self._arrive)
+            )
         else:
             self._network.when_usable(self._node, server.node, self._arrive)
 

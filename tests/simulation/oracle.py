@@ -100,20 +100,34 @@ class Oracle:
                 known.participants = facts[2]
             elif participants is None:
                 facts = (*facts[:2], known.participants, *facts[3:])
-            told = (known.step, known.parent, known.participants, known.batches, known.readers, known.tokens)
+            told = (
+                known.step,
+                known.parent,
+                known.participants,
+                known.batches,
+                known.readers,
+                known.tokens,
+            )
             if told != facts:
-                self._report("one trajectory", f"g{slot} commits {facts} where another group committed {told}")
+                self._report(
+                    "one trajectory",
+                    f"g{slot} commits {facts} where another group committed {told}",
+                )
             known.groups.add(slot)
             return
         base = self.chain.get(parent)
         if base is None:
-            self._report("one trajectory", f"g{slot} commits step {step} on a state that nobody committed")
+            self._report(
+                "one trajectory", f"g{slot} commits step {step} on a state that nobody committed"
+            )
             return
         if step != base.step + 1:
             self._report("counters", f"g{slot} commits step {step} on a state of step {base.step}")
         if participants is not None:
             self._check_members(slot, step, participants, batches, readers)
-        self.chain[lineage] = Committed(*facts, ends=self._advance(slot, step, base, batches), groups={slot})
+        self.chain[lineage] = Committed(
+            *facts, ends=self._advance(slot, step, base, batches), groups={slot}
+        )
 
     def applied(self, slot: int, rank: int, lineage: int, state: training.State) -> None:
         """Check one rank's state after an update, live or replayed."""
@@ -130,7 +144,10 @@ class Oracle:
             return
         if there is not None:
             if not np.array_equal(there, state.array, equal_nan=True):
-                self._report("one trajectory", f"g{slot} r{rank} has other bytes after step {known.step} than others")
+                self._report(
+                    "one trajectory",
+                    f"g{slot} r{rank} has other bytes after step {known.step} than others",
+                )
             return
         known.states[rank] = state.array.copy()
         base = self._state_of(known.parent, rank)
@@ -139,7 +156,9 @@ class Oracle:
         if not np.isfinite(base).all():
             return  # the model has diverged, with everybody's consent
         expected = list(self._expect(known, base, rank))
-        if not np.isfinite(state.array).all() and len(self._spoiled_in(lineage)) >= len(known.participants or [0]):
+        if not np.isfinite(state.array).all() and len(self._spoiled_in(lineage)) >= len(
+            known.participants or [0]
+        ):
             return  # no participant had a finite gradient: it is what stock torchtitan makes of it
         if expected and not any(_is_near(state.array, one, slack) for one, slack in expected):
             self._report(
@@ -152,7 +171,9 @@ class Oracle:
         """Say whether a state is not the one of its lineage; `otherwise` if no sound rank has held that yet."""
         known = self.chain.get(state.held[1])
         there = None if known is None else known.states.get(rank)
-        return state.tainted and (otherwise if there is None else not np.array_equal(there, state.array))
+        return state.tainted and (
+            otherwise if there is None else not np.array_equal(there, state.array)
+        )
 
     def path(self, lineage: int) -> list[Committed]:
         """Return the commits from the first one to `lineage`."""
@@ -164,13 +185,22 @@ class Oracle:
 
     def _spoiled_in(self, lineage: int, updates: int = 1) -> set[int]:
         """Return the slots that had a gradient that is not finite in an update, or in as many up to it."""
-        trained = [batches for update in self.path(lineage)[-updates:] for batches in update.batches]
-        return {slot for slot, first, count in trained for n in range(count) if (slot, first + n) in self.spoiled}
+        trained = [
+            batches for update in self.path(lineage)[-updates:] for batches in update.batches
+        ]
+        return {
+            slot
+            for slot, first, count in trained
+            for n in range(count)
+            if (slot, first + n) in self.spoiled
+        }
 
     def _state_of(self, lineage: int, rank: int) -> np.ndarray | None:
         return training.initial(rank) if lineage == 0 else self.chain[lineage].states.get(rank)
 
-    def _expect(self, update: Committed, base: np.ndarray, rank: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _expect(
+        self, update: Committed, base: np.ndarray, rank: int
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the states that the update may make of `base`, and how far it may be off; none if nobody can tell."""
         rules = self._rules
         total, sizes = np.zeros(training.SIZE), np.zeros(training.SIZE)
@@ -183,7 +213,10 @@ class Oracle:
         share = len({slot for slot, _, _ in update.batches}) / rules.group_size
         rate = training.learning_rate(update.step, share, rules.lr_policy)
         slack = rules.rounding * sizes / max(weight, 1)
-        yield training.descend(base.astype(np.float64), total / max(weight, 1), rate), np.stack([rate * slack, slack])
+        yield (
+            training.descend(base.astype(np.float64), total / max(weight, 1), rate),
+            np.stack([rate * slack, slack]),
+        )
 
     def _advance(
         self, slot: int, step: int, base: Committed, batches: tuple[tuple[int, int, int], ...]
@@ -210,15 +243,25 @@ class Oracle:
         rules = self._rules
         # Groups that hold the state count, also one whose data another group has read in this step.
         if len(readers) < rules.min_replica_size or not participants:
-            self._report("exact average", f"g{slot} commits step {step} of groups {participants}, with {readers} only")
+            self._report(
+                "exact average",
+                f"g{slot} commits step {step} of groups {participants}, with {readers} only",
+            )
         slots = sorted({of for of, _, _ in batches})
         if rules.batch_policy == "shrink":
             if slots != sorted(participants):
-                self._report("exact average", f"g{slot}: step {step} of {participants} has the batches of {slots}")
+                self._report(
+                    "exact average",
+                    f"g{slot}: step {step} of {participants} has the batches of {slots}",
+                )
         elif not rules.not_finite and slots != list(range(rules.group_size)):
-            self._report("every batch once", f"g{slot}: step {step} has the batches of {slots} only")
+            self._report(
+                "every batch once", f"g{slot}: step {step} has the batches of {slots} only"
+            )
 
-    def _check_counters(self, slot: int, known: Committed, lineage: int, state: training.State) -> None:
+    def _check_counters(
+        self, slot: int, known: Committed, lineage: int, state: training.State
+    ) -> None:
         path = self.path(lineage)
         tokens, steps = sum(update.tokens for update in path), known.step
         ends = {of: state.ledger.end(of) for of in range(self._rules.group_size)}
@@ -230,7 +273,8 @@ class Oracle:
             )
         if ends != known.ends:
             self._report(
-                "every batch once", f"g{slot} has trained {ends} after step {steps}, by its ledger, not {known.ends}"
+                "every batch once",
+                f"g{slot} has trained {ends} after step {steps}, by its ledger, not {known.ends}",
             )
 
 
@@ -238,4 +282,6 @@ def _is_near(state: np.ndarray, expected: np.ndarray, slack: np.ndarray) -> bool
     """Say whether a state is the expected one to rounding, and to what the exchange may have rounded besides."""
     both = np.isnan(state) & np.isnan(expected)
     with np.errstate(invalid="ignore"):
-        return bool((both | (np.abs(state - expected) <= _TOLERANCE * (1 + np.abs(state)) + slack)).all())
+        return bool(
+            (both | (np.abs(state - expected) <= _TOLERANCE * (1 + np.abs(state)) + slack)).all()
+        )

@@ -57,7 +57,9 @@ class OwnSteps:
             readings.append(rank.read_batch(slot, work.count_batches(slot)))
             batch = readings[-1].entry.first_batch
             tokens = training.valid_tokens(slot, batch)
-            mean = training.gradient(slot, batch, rank.number, rank.state.array[0], options.coupling)
+            mean = training.gradient(
+                slot, batch, rank.number, rank.state.array[0], options.coupling
+            )
             values += mean * tokens / self.nominal_tokens
             valid += tokens
         work.inner_steps = 1
@@ -82,10 +84,14 @@ class OwnSteps:
         rank.feed.read_ahead(readings)
         if rank.spoiled > 0:
             rank.spoiled -= 1
-            rank.world.oracle.spoiled.update((reading.entry.slot, reading.entry.first_batch) for reading in readings)
+            rank.world.oracle.spoiled.update(
+                (reading.entry.slot, reading.entry.first_batch) for reading in readings
+            )
             values[rank.spoiled % training.SIZE] = float("nan")
 
-    def _contribute(self, readings: Sequence[Reading], valid: int, tokens: int, seconds: float) -> Contribution:
+    def _contribute(
+        self, readings: Sequence[Reading], valid: int, tokens: int, seconds: float
+    ) -> Contribution:
         facts = self._rank.gather_losses([valid, tokens, 0.1, 0.1, seconds])
         return Contribution(
             valid_tokens=valid,
@@ -152,7 +158,14 @@ class SteadyStrategy(StepStrategy):
         self._rank = rank
         rank_as: Any = rank  # gathers as a group does
         no_counters: Any = None  # the state has them
-        super().__init__(rank.config, own, position=rank.position, group=rank_as, counters=no_counters, num_ranks=1)
+        super().__init__(
+            rank.config,
+            own,
+            position=rank.position,
+            group=rank_as,
+            counters=no_counters,
+            num_ranks=1,
+        )
 
     def _build_state(self, num_ranks: int) -> Any:
         state: Any = training.State(self._rank.number, self._rank.ledger, self._rank.shapes)

@@ -77,7 +77,11 @@ class Events:
         rank = self._rank
         if isinstance(event, DataOpened):
             rank.data.opened(event)
-        fields = {n: getattr(event, n) for n in event.__struct_fields__ if n not in Event.__struct_fields__}
+        fields = {
+            n: getattr(event, n)
+            for n in event.__struct_fields__
+            if n not in Event.__struct_fields__
+        }
         rank.world.saw(rank, event.name, fields)
 
     def close(self) -> None:
@@ -145,14 +149,20 @@ class Rank:
         self.spoiled = 0  # backwards to come whose gradients are not finite
         self.hangs = False
         self.slowness = 0.0  # seconds that each backward takes longer
-        self.ahead = False  # in its last round it was an update ahead of more groups that had missed that
+        self.ahead = (
+            False  # in its last round it was an update ahead of more groups that had missed that
+        )
         self.met: list[int] = []  # slots of the groups in the last round that worked
-        self.tied = False  # nobody could tell in its last round whose bytes are right, and rightly so
+        self.tied = (
+            False  # nobody could tell in its last round whose bytes are right, and rightly so
+        )
         self.voted = self.voted_when_told = False
         self.returned = False  # its process ends as one does that has done its work
         self.told_why = False  # an event has said why its process ends itself
         self.abandoned = False  # ends without having left in order, as it has told
-        self.renewals = 0  # newer states that it has fetched in this heal, because its queue was full
+        self.renewals = (
+            0  # newer states that it has fetched in this heal, because its queue was full
+        )
         self.sent = 0  # values of gradients that it has summed with others in the last round
         self.found: int | None = None  # step of the checkpoint that it has chosen, or NO_STEP
         self.dimension: ReplicaDimension
@@ -276,7 +286,9 @@ class Rank:
         host, port = world.store_address(self.slot)
         events: Any = Events(self)
         self.feed = Feed(self.ledger, self._open_loader, iter, events.emit)
-        control_store: Any = world.connect_store(host, port, 300.0) if world.options.ranks > 1 else None
+        control_store: Any = (
+            world.connect_store(host, port, 300.0) if world.options.ranks > 1 else None
+        )
         control = ControlTree(
             self.number,
             world.options.ranks,
@@ -308,7 +320,9 @@ class Rank:
             self.found = agree_on_step(request, self.number, self._group.gather).step
             world.chose(self, self.found)
         address = f"{world.host(self.node)}:{9000 + self.group.attempt}"
-        server = SnapshotServer(world.kernel, process, self.node, config.process_group_timeout_ms / 1000)
+        server = SnapshotServer(
+            world.kernel, process, self.node, config.process_group_timeout_ms / 1000
+        )
         world.transfers.servers[address] = self._server = server
         self._process_group = world.process_group(self)
         if self.number == 0:
@@ -387,7 +401,9 @@ class Rank:
         number = reading.entry.first_batch
         self.data.read(slot, number, reading.batches[0][1])
         if (slot, number) in self._read:
-            self.world.report("no work lost", f"{self.process.name} computes batch {number} of slot {slot} twice")
+            self.world.report(
+                "no work lost", f"{self.process.name} computes batch {number} of slot {slot} twice"
+            )
         self._read.add((slot, number))
         return reading
 
@@ -408,7 +424,9 @@ class Rank:
             world.agreed(self, announced.text)
             return announced
 
-        def watched_request(step: int, failures: int, is_outdated: Callable[[Sequence[str]], bool]) -> Any:
+        def watched_request(
+            step: int, failures: int, is_outdated: Callable[[Sequence[str]], bool]
+        ) -> Any:
             world.asks(self, step)
             return request(step, failures, is_outdated)
 
@@ -437,7 +455,9 @@ class Rank:
 
             def note(quorum: Quorum) -> None:
                 times = (quorum.asked, quorum.answered, quorum.ready)
-                asked, answered, ready = ((at - self.process.clock) / self.process.rate for at in times)
+                asked, answered, ready = (
+                    (at - self.process.clock) / self.process.rate for at in times
+                )
                 connecting = max(ready - max(began, answered), 0.0)
                 arrival = Arrival(began, asked, max(came, ready), connecting, self.joins(quorum))
                 world.waits.comes(self, quorum.key, arrival)
@@ -452,7 +472,9 @@ class Rank:
         Not where a rank stood still, or its connection to the lighthouse or to its group's store broke: its request may
         arrive late, or it reads the answer late and takes that for the moment of the answer.
         """
-        late = self.world.thawed or any(isinstance(fault, LATE_ANSWERS) for fault in self.world.faults)
+        late = self.world.thawed or any(
+            isinstance(fault, LATE_ANSWERS) for fault in self.world.faults
+        )
         if not (self.config.semi_sync_method or late):
             self.world.waits.judge(self, made, self._rounds.waits._last_waits)
 
@@ -485,7 +507,9 @@ class Rank:
         if step and kept is not None:
             check_still_there(folder.PATH, step, gather)
             world.moment("loading", self.node)
-            snapshot = fail_together(lambda: kept.load(step, self.number, self.node), folder.PATH, gather)
+            snapshot = fail_together(
+                lambda: kept.load(step, self.number, self.node), folder.PATH, gather
+            )
             world.kernel.sleep(0.1 * world.kernel.rng.random())
             self.state.load(snapshot)
             self.position.restore_lineage(snapshot.lineage)
@@ -566,7 +590,10 @@ class Rank:
         self._know(update, self.held[1], None)
         world.kernel.sleep(world.options.apply_seconds)
         if update.step != self.state.progress.steps + 1:
-            world.report("counters", f"{self.process.name} applies update {update.step} to a state of {self.held[0]}")
+            world.report(
+                "counters",
+                f"{self.process.name} applies update {update.step} to a state of {self.held[0]}",
+            )
         self.strategy.apply(update)
         self._hold(update.step, update.lineage)
         world.oracle.applied(self.slot, self.number, update.lineage, self.state)

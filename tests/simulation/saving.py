@@ -61,7 +61,11 @@ class Saves:
         self._settle(wait=last)
         due = step if last else step // self._every * self._every
         writer = bool(self.participants) and min(self.participants) == self._rank.slot
-        if writer and self._under_way is None and due > max(self._rank.position.saved_step, self._failed):
+        if (
+            writer
+            and self._under_way is None
+            and due > max(self._rank.position.saved_step, self._failed)
+        ):
             self._write(step, last)
 
     def due_at(self, step: int) -> bool:
@@ -86,7 +90,10 @@ class Saves:
         """Say whether a checkpoint has the state that this group holds, as the host of rank 0 sees it."""
         rank, folder = self._rank, self._rank.world.folder
         assert folder is not None
-        found = rank.number == 0 and folder.lineage(rank.position.step, rank.node) == rank.position.lineage
+        found = (
+            rank.number == 0
+            and folder.lineage(rank.position.step, rank.node) == rank.position.lineage
+        )
         return bool(rank.gather(found)[0])
 
     def watch_others(self) -> Callable[[], bool]:
@@ -96,7 +103,10 @@ class Saves:
         earlier = folder.written_by_others(rank.slot, rank.position.step)
 
         def is_begun() -> bool:
-            found = rank.number == 0 and folder.written_by_others(rank.slot, rank.position.step) != earlier
+            found = (
+                rank.number == 0
+                and folder.written_by_others(rank.slot, rank.position.step) != earlier
+            )
             return bool(rank.gather(found)[0])
 
         return is_begun
@@ -115,7 +125,11 @@ class Saves:
         position.withdraw_saved()
         for step in sorted(step for step in self._published if step > position.agreed_step):
             self._published.remove(step)
-            if self._rank.number == 0 and folder is not None and folder.writer(step) == self._rank.slot:
+            if (
+                self._rank.number == 0
+                and folder is not None
+                and folder.writer(step) == self._rank.slot
+            ):
                 self._rank.world.withdraws(self._rank, step)
                 folder.remove(step)
 
@@ -144,7 +158,9 @@ class Saves:
             save.state = _State.FAILED
             return
         if rank.number == 0:
-            if rank.position.saved_corrupt:  # another group may have saved this step in the meantime
+            if (
+                rank.position.saved_corrupt
+            ):  # another group may have saved this step in the meantime
                 save.state = _State.FAILED
                 return
             rank.world.publishes(rank, save.step)

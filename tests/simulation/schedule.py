@@ -68,7 +68,13 @@ class Schedule:
             for field in dataclasses.fields(Options)
             if getattr(self.options, field.name) != _default(field)
         }
-        return json.dumps({"seed": self.seed, "options": options, "faults": [as_json(fault) for fault in self.faults]})
+        return json.dumps(
+            {
+                "seed": self.seed,
+                "options": options,
+                "faults": [as_json(fault) for fault in self.faults],
+            }
+        )
 
     @staticmethod
     def decode(text: str) -> Schedule:
@@ -96,10 +102,18 @@ class _Draw:
         rng = self.rng = random.Random(seed * 7919 + 17)
         chosen = rng.sample(list(kinds), min(len(kinds), rng.choice([1, 1, 2, 2, 3])))
         sizes = [kind for kind in chosen if kind in _SIZES]
-        self.kinds = sizes[:1] or sorted(chosen)  # a kind that says how many groups there are goes alone
-        self.groups = rng.choice([2, 3, 3, 3, 4, 5] if "cut" in self.kinds else [2, 2, 2, 3, 3, 3, 4])
+        self.kinds = sizes[:1] or sorted(
+            chosen
+        )  # a kind that says how many groups there are goes alone
+        self.groups = rng.choice(
+            [2, 3, 3, 3, 4, 5] if "cut" in self.kinds else [2, 2, 2, 3, 3, 3, 4]
+        )
         self.ranks = rng.choice(
-            [1, 1, 1, 2, 2, 3] if self.groups < 3 else [1, 1, 1, 2, 2] if self.groups < 4 else [1, 1, 1, 1, 2]
+            [1, 1, 1, 2, 2, 3]
+            if self.groups < 3
+            else [1, 1, 1, 2, 2]
+            if self.groups < 4
+            else [1, 1, 1, 1, 2]
         )
         self.steps = rng.choice([2, 3, 3, 4, 4, 5, 7])
         self.compute = rng.choice([0.05, 0.1, 0.2, 0.4])
@@ -112,7 +126,9 @@ class _Draw:
     def schedule(self, seed: int) -> Schedule:
         rng = self.rng
         self._draw_config()
-        for kind in sorted(self.kinds, key=lambda kind: kind not in _SIZES):  # those that say how many there are first
+        for kind in sorted(
+            self.kinds, key=lambda kind: kind not in _SIZES
+        ):  # those that say how many there are first
             getattr(self, kind)()
         flips = any(isinstance(fault, Flip) for fault in self.faults)
         lost = any(isinstance(fault, KillGroups) and fault.for_good for fault in self.faults)
@@ -165,7 +181,9 @@ class _Draw:
             "batch_policy": rng.choice(["shrink", "shrink", "constant"]),
             "lr_policy": rng.choice(["none", "sqrt"]),
         }
-        is_tight = rng.choice([False, False, False, True])  # the others wait for a joiner after one update
+        is_tight = rng.choice(
+            [False, False, False, True]
+        )  # the others wait for a joiner after one update
         self.room = rng.choice([0, 1, 2, 100])
         if is_tight:
             self.room = 1
@@ -209,7 +227,9 @@ class _Draw:
     def kill(self) -> None:
         """One to three ranks die."""
         for _ in range(self.rng.randint(1, 3)):
-            self.faults.append(Kill(self._time(), self._slot(), self._rank(), self.rng.choice(MOMENTS)))
+            self.faults.append(
+                Kill(self._time(), self._slot(), self._rank(), self.rng.choice(MOMENTS))
+            )
 
     def many(self) -> None:
         """Ranks die all the time."""
@@ -220,7 +240,9 @@ class _Draw:
     def groups_die(self) -> None:
         """Several groups die at once, not all."""
         slots = self.rng.sample(range(self.groups), self.rng.randint(1, max(1, self.groups - 1)))
-        self.faults.append(KillGroups(self._time(), tuple(slots), self.rng.choice(["", "exchange", "vote"])))
+        self.faults.append(
+            KillGroups(self._time(), tuple(slots), self.rng.choice(["", "exchange", "vote"]))
+        )
 
     def donor(self) -> None:
         """A group comes back, and its donor dies while it serves."""
@@ -245,7 +267,9 @@ class _Draw:
         at = self._time(0.3)
         self.faults.append(KillGroups(at, (back,)))
         moment = self.rng.choice(["fetched", "fetched", "exchange"])
-        self.faults.append(KillGroups(at + self.rng.random(), (gone,), moment, of=back, for_good=True))
+        self.faults.append(
+            KillGroups(at + self.rng.random(), (gone,), moment, of=back, for_good=True)
+        )
 
     def fork(self) -> None:
         """One of three groups is a step ahead and gives its state to a fourth one, while the others are frozen."""
@@ -253,7 +277,12 @@ class _Draw:
         self.compute = self.changes["compute_seconds"] = 0.1
         self.config |= {"group_size": 4, "min_replica_size": 2, "batch_policy": "shrink"}
         at = round(1.8 + 0.3 * self.rng.random(), 4)  # they wait for the fourth group up to 1.5 s
-        self.changes |= {"late": {3: at + 1.0}, "jitter": 0.5, "transfer_seconds": (0.0, 0.05), "silent": False}
+        self.changes |= {
+            "late": {3: at + 1.0},
+            "jitter": 0.5,
+            "transfer_seconds": (0.0, 0.05),
+            "silent": False,
+        }
         self.faults.append(Reset(at, 1, 0, "vote"))
         self.faults += [Freeze(at, slot, 0, 3.0, "broke") for slot in (0, 2)]
         self.faults.append(Freeze(at, 3, 0, round(1.4 + 1.4 * self.rng.random(), 3), "fetched"))
@@ -268,7 +297,11 @@ class _Draw:
         self.faults.append(Kill(0.5, 1, 0))
         self.faults.append(KillGroups(1.0, (0,), "fetched", of=1))
         self.compute = self.changes["compute_seconds"] = 0.02
-        self.changes |= {"apply_seconds": 0.6, "transfer_seconds": (0.0, 16.0), "restart_seconds": (0.1, 0.2)}
+        self.changes |= {
+            "apply_seconds": 0.6,
+            "transfer_seconds": (0.0, 16.0),
+            "restart_seconds": (0.1, 0.2),
+        }
 
     def rejoin(self) -> None:
         """A group comes back, and its transfer takes many steps of the others."""
@@ -277,9 +310,16 @@ class _Draw:
         self.compute = self.changes["compute_seconds"] = self.rng.choice([0.1, 0.3])
         most = self.steps * self.compute
         # When it comes, the others are over its end and its start: they have made some steps since.
-        self.changes |= {"transfer_seconds": (most / 2, 3 * most), "build_seconds": 3 * self.compute}
+        self.changes |= {
+            "transfer_seconds": (most / 2, 3 * most),
+            "build_seconds": 3 * self.compute,
+        }
         self.faults.append(
-            Kill(round(3 * self.compute + 0.3 + most / 4 * self.rng.random(), 4), self._slot(), self._rank())
+            Kill(
+                round(3 * self.compute + 0.3 + most / 4 * self.rng.random(), 4),
+                self._slot(),
+                self._rank(),
+            )
         )
 
     def freeze(self) -> None:
@@ -287,7 +327,9 @@ class _Draw:
         for _ in range(self.rng.randint(1, 2)):
             rank = self.rng.choice([-1, 0, self._rank()])
             seconds = self.rng.choice([0.2, 0.7, 1.5, 4.0, 8.0])
-            self.faults.append(Freeze(self._time(), self._slot(), rank, seconds, self.rng.choice(MOMENTS[:5])))
+            self.faults.append(
+                Freeze(self._time(), self._slot(), rank, seconds, self.rng.choice(MOMENTS[:5]))
+            )
 
     def hang(self) -> None:
         """A training thread hangs, perhaps for longer than the others wait before they look for the lighthouse."""
@@ -300,7 +342,9 @@ class _Draw:
         if self.rng.random() < 0.5:
             self.faults.append(Slow(self._time(), self._slot(), self._rank(), 0.5, 2.0))
         else:
-            self.faults.append(SlowLink(self._time(), *self._pair(), self.rng.choice([0.02, 0.2]), 2.0))
+            self.faults.append(
+                SlowLink(self._time(), *self._pair(), self.rng.choice([0.02, 0.2]), 2.0)
+            )
 
     def long(self) -> None:
         """All groups but one die, and come back while that one is in the midst of a step that takes long."""
@@ -326,33 +370,47 @@ class _Draw:
             self.ranks = self.rng.choice([2, 2, 3])
         for _ in range(self.rng.randint(1, 3)):
             moment = self.rng.choice(["", "asking", "asking", "vote"])
-            self.faults.append(ResetOwn(self._time(), self._slot(), self.rng.randrange(1, self.ranks), moment))
+            self.faults.append(
+                ResetOwn(self._time(), self._slot(), self.rng.randrange(1, self.ranks), moment)
+            )
 
     def cut(self) -> None:
         """The network between two groups is dead, or comes and goes."""
         seconds = self.rng.choice([0.3, 1.5, 5.0, 25.0])
         rank = self.rng.choice([-1, -1, self._rank()])
         flaps = self.rng.choice([0.0, 0.0, 0.2, 0.9]) if seconds < 10 else 0.0
-        self.faults.append(Cut(self._time(), *self._pair(), rank, self.rng.random() < 0.3, seconds, flaps))
+        self.faults.append(
+            Cut(self._time(), *self._pair(), rank, self.rng.random() < 0.3, seconds, flaps)
+        )
 
     def cut_ranks(self) -> None:
         """The network between two ranks is dead: of one group, or one rank and another one of two groups."""
         if self.ranks == 1:
             self.ranks = self.rng.choice([2, 2, 3])
         rank, other = self.rng.sample(range(self.ranks), 2)
-        at, one_way, seconds = self._time(), self.rng.random() < 0.3, self.rng.choice([0.3, 1.5, 5.0, 25.0])
+        at, one_way, seconds = (
+            self._time(),
+            self.rng.random() < 0.3,
+            self.rng.choice([0.3, 1.5, 5.0, 25.0]),
+        )
         if self.rng.random() < 0.5:
             self.faults.append(CutInside(at, self._slot(), rank, other, one_way, seconds))
         else:
             a, b = self._pair()
             self.faults.append(Cut(at, a, b, rank, one_way, seconds, other=other))
-            if self.rng.random() < 0.7:  # what goes over such a link is asked for when groups meet, and heal
+            if (
+                self.rng.random() < 0.7
+            ):  # what goes over such a link is asked for when groups meet, and heal
                 self.faults.append(Kill(at, self.rng.choice([a, b]), self._rank()))
 
     def cut_lighthouse(self) -> None:
         """The network between a group and the lighthouse is dead."""
         seconds = self.rng.choice([0.3, 1.0, 3.0, 8.0])
-        self.faults.append(CutLighthouse(self._time(), self._slot(), self.rng.choice(["to", "from", "both"]), seconds))
+        self.faults.append(
+            CutLighthouse(
+                self._time(), self._slot(), self.rng.choice(["to", "from", "both"]), seconds
+            )
+        )
 
     def lighthouse(self) -> None:
         """The lighthouse dies and comes back."""
@@ -382,7 +440,9 @@ class _Draw:
         moment = self.rng.choice(["", "", "exchange"])
         for slot in range(self.groups):
             rank = self._rank() if self.rng.random() < 0.3 else -1
-            self.faults.append(DrainGroup(round(at + apart * self.rng.random(), 4), slot, comes_back, rank, moment))
+            self.faults.append(
+                DrainGroup(round(at + apart * self.rng.random(), 4), slot, comes_back, rank, moment)
+            )
         if self.rng.random() < 0.3:
             self.faults.append(Kill(at, -1, self._rank(), "saving"))
 
@@ -391,13 +451,18 @@ class _Draw:
         place, bit = self.rng.randrange(5), self.rng.choice([3, 15, 22, 24])
         moment = self.rng.choice(["", "", "naming"])
         slot = -1 if moment else self._slot()
-        fault = Flip(self._time(0.3), slot, self._rank(), self.rng.random() < 0.4, place, bit, moment)
+        fault = Flip(
+            self._time(0.3), slot, self._rank(), self.rng.random() < 0.4, place, bit, moment
+        )
         self.faults.append(fault)
 
     def checkpoint(self) -> None:
         """All groups die; another process publishes checkpoints before, meanwhile and after."""
         self.changes |= {"folder": True, "sight": self.rng.choice([0.0, 0.0, 0.3, 2.0])}
-        self.changes |= {"save_every": self.rng.choice([0, 1, 2]), "save_seconds": self.rng.choice([0.01, 0.3, 1.0])}
+        self.changes |= {
+            "save_every": self.rng.choice([0, 1, 2]),
+            "save_seconds": self.rng.choice([0.01, 0.3, 1.0]),
+        }
         self.changes["save_failures"] = self.rng.choice([0.0, 0.0, 0.3])
         at = self._time(0.3)
         for _ in range(self.rng.randint(1, 2)):
@@ -410,7 +475,10 @@ class _Draw:
         self.faults.append(KillGroups(at, tuple(range(self.groups))))
         if self.rng.random() < 0.3:  # once more: then there are several states of one step
             again = at + 1.0 + self.span * self.rng.random()
-            self.faults += [KillGroups(again, tuple(range(self.groups))), TakeAway(again, "chosen", 0.01)]
+            self.faults += [
+                KillGroups(again, tuple(range(self.groups))),
+                TakeAway(again, "chosen", 0.01),
+            ]
 
     def save(self) -> None:
         """The job saves; a writer dies, is ahead of the others or has another state than they; all groups may die."""
@@ -418,8 +486,15 @@ class _Draw:
         self.compute = self.changes["compute_seconds"] = 0.1
         self.span = 0.3 + self.steps * (self.compute + 0.05)
         seconds = self.rng.choice([0.02, 0.1, 0.4])
-        self.changes |= {"folder": True, "save_every": self.rng.choice([1, 2]), "save_seconds": seconds}
-        self.changes |= {"sight": self.rng.choice([0.0, 0.3]), "jitter": self.rng.choice([0.001, 0.08])}
+        self.changes |= {
+            "folder": True,
+            "save_every": self.rng.choice([1, 2]),
+            "save_seconds": seconds,
+        }
+        self.changes |= {
+            "sight": self.rng.choice([0.0, 0.3]),
+            "jitter": self.rng.choice([0.001, 0.08]),
+        }
         if (what := self.rng.choice(["dies", "ahead", "corrupt", "fails"])) == "fails":
             self.changes["save_failures"] = 0.3
         elif what == "corrupt":
@@ -429,7 +504,9 @@ class _Draw:
             self.faults.append(Flip(at, 0, self._rank(), False, self.rng.randrange(5), 15))
         else:
             moment = "saving" if what == "dies" else "exchange"
-            self.faults.append(Kill(self._time(), self._slot() if what == "ahead" else -1, self._rank(), moment))
+            self.faults.append(
+                Kill(self._time(), self._slot() if what == "ahead" else -1, self._rank(), moment)
+            )
         if self.rng.random() < 0.5:
             self.faults.append(KillGroups(self._time(0.5), tuple(range(self.groups))))
 
@@ -465,7 +542,9 @@ class _DrawRounds(_Draw):
         # Of the lighthouse: more than a round, or groups that came to be at different places in it are left out.
         self.patience = rng.choice([5.0, 60.0])
         slow = rng.choice([1.0, 1.0, 1.3, 2.0])
-        self.changes["speeds"] = tuple(rng.choice([1.0, slow]) for _ in range(5))  # as many as there may be
+        self.changes["speeds"] = tuple(
+            rng.choice([1.0, slow]) for _ in range(5)
+        )  # as many as there may be
         self.changes["overlap"] = False
         self._plan()
 
@@ -534,7 +613,9 @@ class _DrawRounds(_Draw):
         self._lengthen(20.0)
         for _ in range(self.rng.randint(1, 2)):
             rank = self._rank() if self.rng.random() < 0.4 else -1
-            self.faults.append(DrainGroup(self._time(), self._slot(), self.rng.random() < 0.7, rank))
+            self.faults.append(
+                DrainGroup(self._time(), self._slot(), self.rng.random() < 0.7, rank)
+            )
 
     def _lengthen(self, seconds: float) -> None:
         """Make the rounds of a schedule long."""
@@ -552,7 +633,9 @@ class _DrawRounds(_Draw):
         self._plan()
         self.changes["transfer_seconds"] = (0.0, self.rng.choice([0.1, 0.5, 1.0]) * self.seconds)
         for _ in range(self.rng.randint(1, 2)):
-            self.faults.append(Kill(self._time(0.5), self._slot(), self._rank(), self.rng.choice(MOMENTS)))
+            self.faults.append(
+                Kill(self._time(0.5), self._slot(), self._rank(), self.rng.choice(MOMENTS))
+            )
 
 
 KINDS = (
@@ -591,7 +674,13 @@ KINDS = (
 _SIZES = ("fork", "last", "long", "lost", "tail")
 
 _NOT_IN_ROUNDS = ("long", "fork", "last", "rejoin", "checkpoint", "save", "shape")
-ROUND_KINDS = (*(kind for kind in KINDS if kind not in _NOT_IN_ROUNDS), "alone", "joiner", "leave", "impatient")
+ROUND_KINDS = (
+    *(kind for kind in KINDS if kind not in _NOT_IN_ROUNDS),
+    "alone",
+    "joiner",
+    "leave",
+    "impatient",
+)
 """The same with a semi-synchronous method."""
 
 MODES = ("sync", "semi", "mixed")
@@ -646,7 +735,10 @@ def shrink(schedule: Schedule, problem: Problem, tries: int = 4, budget: int = 4
 
 def _smaller(schedule: Schedule) -> list[Schedule]:
     options, faults = schedule.options, schedule.faults
-    found = [dataclasses.replace(schedule, faults=faults[:place] + faults[place + 1 :]) for place in range(len(faults))]
+    found = [
+        dataclasses.replace(schedule, faults=faults[:place] + faults[place + 1 :])
+        for place in range(len(faults))
+    ]
     for place, fault in enumerate(faults):
         found += [
             dataclasses.replace(schedule, faults=(*faults[:place], other, *faults[place + 1 :]))
@@ -656,13 +748,19 @@ def _smaller(schedule: Schedule) -> list[Schedule]:
     def change(**changes: Any) -> None:
         found.append(dataclasses.replace(schedule, options=dataclasses.replace(options, **changes)))
 
-    used = {value for fault in faults for value in _slots(fault)} | set(options.absent) | set(options.late)
+    used = (
+        {value for fault in faults for value in _slots(fault)}
+        | set(options.absent)
+        | set(options.late)
+    )
     last = options.groups - 1
     if options.groups > 2 and last not in used:
         config = {**options.fault_tolerance, "group_size": last}
         change(groups=last, fault_tolerance=config)
     if options.ranks > 1 and all(
-        getattr(fault, name, 0) < options.ranks - 1 for fault in faults for name in ("rank", "other")
+        getattr(fault, name, 0) < options.ranks - 1
+        for fault in faults
+        for name in ("rank", "other")
     ):
         change(ranks=options.ranks - 1)
     if options.steps > 2:

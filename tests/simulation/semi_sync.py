@@ -83,10 +83,14 @@ class RoundSteps(OwnSteps):
         parts = torch.from_numpy(training.initial(rank.number)[0].copy()).split(rank.shapes)
         self.model = nn.ParameterList([nn.Parameter(part.clone()) for part in parts])
         self.model_parts = [self.model]
-        inner = torch.optim.SGD(self.model.parameters(), lr=_RATE, momentum=_MOMENTUM, foreach=False)
+        inner = torch.optim.SGD(
+            self.model.parameters(), lr=_RATE, momentum=_MOMENTUM, foreach=False
+        )
         self.optimizers, self.lr_schedulers = _Optimizers([inner]), _Schedulers(inner)
         self.expected = self.weights  # those that the next step must begin with
-        self.left: np.ndarray | None = None  # the moments that the last step has ended with, since a heal
+        self.left: np.ndarray | None = (
+            None  # the moments that the last step has ended with, since a heal
+        )
 
     @property
     def lr(self) -> float:  # type: ignore[override]
@@ -101,9 +105,13 @@ class RoundSteps(OwnSteps):
     @property
     def moments(self) -> np.ndarray:
         """Return a copy of those of the inner optimizer."""
-        states = (self.optimizers[0].state.get(parameter, {}).get("momentum_buffer") for parameter in self.model)
+        states = (
+            self.optimizers[0].state.get(parameter, {}).get("momentum_buffer")
+            for parameter in self.model
+        )
         return _flat(
-            torch.zeros_like(own) if state is None else state for state, own in zip(states, self.model, strict=True)
+            torch.zeros_like(own) if state is None else state
+            for state, own in zip(states, self.model, strict=True)
         )
 
     def compute(self, work: Work, slots: Sequence[int], arm: Callable[[], None]) -> Contribution:
@@ -120,7 +128,9 @@ class RoundSteps(OwnSteps):
         tokens = training.valid_tokens(slot, batch)
         values = training.gradient(slot, batch, rank.number, self.weights, options.coupling)
         self._feed_ahead([reading], values)
-        grads = torch.from_numpy((values * tokens / self.nominal_tokens).astype(np.float32)).split(rank.shapes)
+        grads = torch.from_numpy((values * tokens / self.nominal_tokens).astype(np.float32)).split(
+            rank.shapes
+        )
         for parameter, grad in zip(self.model, grads, strict=True):
             parameter.grad = grad.clone()
         return self._contribute([reading], tokens, 10, spent)
@@ -134,7 +144,9 @@ class RoundSteps(OwnSteps):
         if not np.array_equal(self.expected, self.weights, equal_nan=True):
             world.report("one trajectory", f"{name} with other weights than it should have")
         if self.left is not None and not np.array_equal(self.left, self.moments, equal_nan=True):
-            world.report("one trajectory", f"{name} with other moments than it has ended the last one with")
+            world.report(
+                "one trajectory", f"{name} with other moments than it has ended the last one with"
+            )
 
     def clear_gradients(self) -> None:
         """Drop the gradients."""
@@ -144,13 +156,17 @@ class RoundSteps(OwnSteps):
 class State(OuterState):
     """The state of one rank, with what `training.State` has for the world and the oracle."""
 
-    def __init__(self, rank: Rank, own: RoundSteps, outer: OuterModel, on_load: Callable[[], None]) -> None:
+    def __init__(
+        self, rank: Rank, own: RoundSteps, outer: OuterModel, on_load: Callable[[], None]
+    ) -> None:
         self.rank, self.ledger = rank.number, rank.ledger
         self.progress = training.Progress()
         self.held = (0, 0)
         self.tainted = self.inherited = self.shown = False
         self.outer, self._own = outer, own
-        super().__init__(own.model_parts, own.optimizers, own.lr_schedulers, self, outer=outer, on_load=on_load)
+        super().__init__(
+            own.model_parts, own.optimizers, own.lr_schedulers, self, outer=outer, on_load=on_load
+        )
         self.parameters = outer.anchors
         self.fragments = outer.fragments
 
@@ -191,7 +207,9 @@ class State(OuterState):
         """Return a copy of anchors and outer momentum: float32 [2, SIZE]."""
         if not self.outer.has_state:
             return np.stack([_flat(self.outer.anchors), np.zeros(training.SIZE, np.float32)])
-        return np.stack([_flat(self.outer.anchors), _flat(map(self.outer.momentum, self.outer.anchors))])
+        return np.stack(
+            [_flat(self.outer.anchors), _flat(map(self.outer.momentum, self.outer.anchors))]
+        )
 
     def flip(self, momentum: bool, place: int, bit: int) -> None:
         """Flip a bit of the anchors, or of the outer momentum if there is one."""
@@ -222,7 +240,14 @@ class _WatchedRounds(RoundStrategy):
         self._rank, self._own = rank, own
         rank_as: Any = rank  # gathers as a group does
         no_counters: Any = None  # the state has them
-        super().__init__(rank.config, own, position=rank.position, group=rank_as, counters=no_counters, num_ranks=1)
+        super().__init__(
+            rank.config,
+            own,
+            position=rank.position,
+            group=rank_as,
+            counters=no_counters,
+            num_ranks=1,
+        )
 
     def _build_state(self, num_ranks: int) -> OuterState:
         super()._build_state(num_ranks)  # checks the model, and makes the outer one
@@ -248,7 +273,9 @@ class _WatchedRounds(RoundStrategy):
         is_last = update.step >= self._rank.world.options.steps
         number = len(self._trained)
         exchanged = range(number) if is_last else [(update.step - 1) % number]
-        alpha = self._config.fragment_update_alpha if any(self._given.values()) and not is_last else 0.0
+        alpha = (
+            self._config.fragment_update_alpha if any(self._given.values()) and not is_last else 0.0
+        )
         norm = super()._apply_sums(update)
         owns = torch.from_numpy(self._own.expected).split(self._rank.shapes)
         parts = zip(owns, self.outer.anchors, self.fragments, strict=True)
@@ -282,7 +309,9 @@ class RoundRank(Rank):
         void = strategy._ahead.inner_steps if strategy._ahead is not None else 0
         super()._heal_once(computed)
         work = strategy._under_way
-        if work is not None and strategy._ahead is None:  # it has gone back to its own state, and gives the same again
+        if (
+            work is not None and strategy._ahead is None
+        ):  # it has gone back to its own state, and gives the same again
             if work.inner_steps:
                 self.world.say(self.process.name, f"keeps {work.inner_steps} steps of its round")
             return
@@ -313,13 +342,23 @@ class RoundOracle(Oracle):
     """
 
     def __init__(
-        self, rules: Rules, report: Callable[[str, str], None], config: FaultTolerance, steps_of: Callable[[int], int]
+        self,
+        rules: Rules,
+        report: Callable[[str, str], None],
+        config: FaultTolerance,
+        steps_of: Callable[[int], int],
     ) -> None:
         super().__init__(rules, report)
-        self._outer, self._length, self._steps_of = outer_optimizer(config), steps_per_round(config), steps_of
+        self._outer, self._length, self._steps_of = (
+            outer_optimizer(config),
+            steps_per_round(config),
+            steps_of,
+        )
         self._compares = config.digest_every > 0
         self._rounds_of_a_change = max(config.num_fragments, 1) + bool(config.fragment_sync_delay)
-        self._parts: dict[tuple[int, int], dict[int, list[_Part]]] = {}  # by lineage and rank; of each slot
+        self._parts: dict[
+            tuple[int, int], dict[int, list[_Part]]
+        ] = {}  # by lineage and rank; of each slot
         self._fragments: list[int] = []
         self._quantizes = quantizes(config)
         self._coarsest: dict[int, float] = {}
@@ -337,32 +376,48 @@ class RoundOracle(Oracle):
         parts.append(_Part(weights, dict(sent), corrupt, late))
         if self._quantizes:
             largest = np.abs(state.array[0] - weights).max() * max(sent.values())
-            self._coarsest[number] = np.fmax(self._coarsest.get(number, 0.0), 1.01 * largest / _MULTIPLES)
+            self._coarsest[number] = np.fmax(
+                self._coarsest.get(number, 0.0), 1.01 * largest / _MULTIPLES
+            )
 
     def _spoiled_in(self, lineage: int, updates: int = 0) -> set[int]:
         # A fragment's change is of all since its last exchange, and of the participants: nobody trains another's slot.
         spoiled = super()._spoiled_in(lineage, updates or self._rounds_of_a_change)
         return spoiled.intersection(self.chain[lineage].participants or spoiled)
 
-    def _expect(self, update: Committed, base: np.ndarray, rank: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _expect(
+        self, update: Committed, base: np.ndarray, rank: int
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the states that the update may make of `base`: a group may have given more than once."""
         first = self._steps_of(update.step - 1)
         given = self._parts.get((update.parent, rank), {})
         trained = {slot: count for slot, _, count in update.batches}
         if not given.keys() >= trained.keys():
-            self._report("exact average", f"step {update.step} has batches of groups that did not begin its round")
+            self._report(
+                "exact average",
+                f"step {update.step} has batches of groups that did not begin its round",
+            )
             return
         if not self._compares and any(part.tainted for parts in given.values() for part in parts):
             return  # its change is wrong, and nobody can tell
-        sound = {slot: [part for part in parts if not part.tainted] for slot, parts in given.items()}
-        if not all(sound[slot] for slot in trained):  # else it was found, has healed and trained the same round again
-            self._report("one trajectory", f"step {update.step} has a change from an anchor in which a bit flipped")
+        sound = {
+            slot: [part for part in parts if not part.tainted] for slot, parts in given.items()
+        }
+        if not all(
+            sound[slot] for slot in trained
+        ):  # else it was found, has healed and trained the same round again
+            self._report(
+                "one trajectory",
+                f"step {update.step} has a change from an anchor in which a bit flipped",
+            )
             return
         for slot, count in trained.items():
             if count > self._steps_of(update.step) - first:
                 self._report("counters", f"step {update.step} has {count} steps of group {slot}")
         choices: list[list[_Part | None]] = [
-            [part for part in parts if not part.late] if slot in trained else [None, *(p for p in parts if p.late)]
+            [part for part in parts if not part.late]
+            if slot in trained
+            else [None, *(p for p in parts if p.late)]
             for slot, parts in sound.items()
         ]
         for chosen in itertools.product(*choices):
@@ -372,7 +427,11 @@ class RoundOracle(Oracle):
                 tokens = np.array([part.tokens.get(fragment, 0) for fragment in self._fragments])
                 given = tokens * (base[0].astype(np.float64) - part.weights)
                 total, sizes, weight = total + given, sizes + np.abs(given), weight + tokens
-            off = len(parts) * self._coarsest.get(rank, 0.0) if self._quantizes else self._rules.rounding * sizes
+            off = (
+                len(parts) * self._coarsest.get(rank, 0.0)
+                if self._quantizes
+                else self._rules.rounding * sizes
+            )
             mean, slack = total / np.maximum(weight, 1), off / np.maximum(weight, 1)
             state = self._update(base.astype(np.float64), mean, weight > 0)
             yield state, self._update(np.zeros_like(base), slack, weight > 0) * [[-1], [1]]
@@ -381,5 +440,7 @@ class RoundOracle(Oracle):
         outer = self._outer
         momentum = outer.momentum * base[1] + mean
         step = mean + outer.momentum * momentum if outer.nesterov else momentum
-        after = np.stack([base[0] - outer.lr * step, momentum if outer.momentum else np.zeros_like(mean)])
+        after = np.stack(
+            [base[0] - outer.lr * step, momentum if outer.momentum else np.zeros_like(mean)]
+        )
         return np.where(exchanged, after, base)

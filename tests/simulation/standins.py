@@ -238,7 +238,11 @@ class Thread:
         *,
         daemon: bool | None = None,
     ) -> None:
-        self._run = functools.partial(target, *args, **(kwargs or {})) if target is not None else lambda: None
+        self._run = (
+            functools.partial(target, *args, **(kwargs or {}))
+            if target is not None
+            else lambda: None
+        )
         self.name, self.daemon = name or "thread", daemon
         self._task: Task | None = None
 
@@ -478,7 +482,9 @@ class World:
     def connect(self, host: str, port: int, timeout: float) -> None:
         raise NotImplementedError
 
-    def round_trip(self, address: str, token: str, seconds: float, size: int, back: str = "") -> None:
+    def round_trip(
+        self, address: str, token: str, seconds: float, size: int, back: str = ""
+    ) -> None:
         raise NotImplementedError
 
     def read_status(self, timeout: float) -> str:
@@ -600,7 +606,11 @@ class ProcPath:
 
     def _children(self) -> set[str]:
         prefix = f"{self._path}/"
-        return {path.removeprefix(prefix).split("/")[0] for path in world().files() if path.startswith(prefix)}
+        return {
+            path.removeprefix(prefix).split("/")[0]
+            for path in world().files()
+            if path.startswith(prefix)
+        }
 
 
 class _Connection:
@@ -655,9 +665,14 @@ class _Opener:
 
 
 URLLIB_REQUEST = Module(
-    "urllib.request", build_opener=lambda *handlers: _Opener(), ProxyHandler=lambda proxies: None, Request=None
+    "urllib.request",
+    build_opener=lambda *handlers: _Opener(),
+    ProxyHandler=lambda proxies: None,
+    Request=None,
 )
-UUID = Module("uuid", uuid4=lambda: SimpleNamespace(hex=f"{kernels.current().rng.getrandbits(64):016x}"))
+UUID = Module(
+    "uuid", uuid4=lambda: SimpleNamespace(hex=f"{kernels.current().rng.getrandbits(64):016x}")
+)
 
 
 # torch.distributed
@@ -755,14 +770,23 @@ def _replacements() -> dict[int, Any]:
     ]
     found: dict[int, Any] = {}
     for real, standin in modules:
-        if real is not dist:  # of which much is no part of the world: tensors, stores' types, options
+        if (
+            real is not dist
+        ):  # of which much is no part of the world: tensors, stores' types, options
             # Names that were imported from the module: `from time import monotonic`, `from threading import Lock`.
             own = {real.__name__, f"_{real.__name__}", "builtins"}
             for name in getattr(real, "__all__", None) or vars(real):
                 member = getattr(real, name, None)
                 native = hasattr(real, "__all__") or getattr(member, "__module__", "") in own
-                if callable(member) and native and not name.startswith("__") and not _is_error(member):
-                    found[id(member)] = standin.__dict__.get(name) or _unknown(f"{real.__name__}.{name}")
+                if (
+                    callable(member)
+                    and native
+                    and not name.startswith("__")
+                    and not _is_error(member)
+                ):
+                    found[id(member)] = standin.__dict__.get(name) or _unknown(
+                        f"{real.__name__}.{name}"
+                    )
         found[id(real)] = standin
     found[id(pathlib.Path)] = ProcPath
     found[id(vars(dist)["TCPStore"])] = _tcp_store
@@ -797,7 +821,9 @@ def real_names() -> list[str]:
     for module_name, module in sorted(sys.modules.items()):
         if not module_name.startswith("titan_ft."):
             continue
-        found += [f"{module_name}.{name}" for name, value in vars(module).items() if id(value) in real]
+        found += [
+            f"{module_name}.{name}" for name, value in vars(module).items() if id(value) in real
+        ]
     return found
 
 
@@ -806,7 +832,11 @@ def installed() -> Iterator[None]:
     """Put the stand-ins into the engine's modules; everything is as before afterwards."""
 
     replacements, changed = _replacements(), []
-    targets = [module for name, module in sys.modules.items() if name.startswith(PACKAGES) and module is not None]
+    targets = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith(PACKAGES) and module is not None
+    ]
     for module in [*targets, torchft.coordination]:
         for name, value in list(vars(module).items()):
             standin = replacements.get(id(value))

@@ -183,7 +183,9 @@ class RealWorld:
         return [told[rank] for rank in range(len(votes))]
 
     def page(self) -> str:
-        with urllib.request.urlopen(f"{self._address}/status", timeout=_SECONDS.total_seconds()) as answer:
+        with urllib.request.urlopen(
+            f"{self._address}/status", timeout=_SECONDS.total_seconds()
+        ) as answer:
             return str(answer.read().decode())
 
     def sleep(self, seconds: float) -> None:
@@ -237,7 +239,9 @@ class ModelWorld:
 
         def run() -> None:
             seconds = timedelta(seconds=30)
-            result = self._clients[name, rank]._quorum(rank, step, "", False, seconds, failures, init_sync=False)
+            result = self._clients[name, rank]._quorum(
+                rank, step, "", False, seconds, failures, init_sync=False
+            )
             found.append(_to_answer(result))
 
         task = self._kernel.spawn(run, "ask")
@@ -280,7 +284,9 @@ class ModelWorld:
 Script = Callable[[Lighthouses], Iterator[Any]]
 
 
-def _rounds(world: Lighthouses, names: str, steps: list[int], failures: list[int] | None = None) -> list[Answer | None]:
+def _rounds(
+    world: Lighthouses, names: str, steps: list[int], failures: list[int] | None = None
+) -> list[Answer | None]:
     """Let groups ask one after the other, and collect their answers."""
     for place, name in enumerate(names):
         world.ask(name, steps[place], failures[place] if failures else 0)
@@ -488,7 +494,9 @@ def test_a_manager_waits_for_its_lighthouse() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     started: list[LighthouseServer] = []
-    later = threading.Timer(0.5, lambda: started.append(LighthouseServer(bind=address, min_replicas=1)))
+    later = threading.Timer(
+        0.5, lambda: started.append(LighthouseServer(bind=address, min_replicas=1))
+    )
     later.start()
     began = time.monotonic()
     manager = ManagerServer(

@@ -74,13 +74,21 @@ def test_every_promise_holds() -> None:
     command = ["sh", "-c", begin, "sh", sys.executable, *explore]
     environ = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     explored = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,
     )
     assert explored.returncode == 0, explored.stdout[-4000:] + explored.stderr[-2000:]
     assert f"{SCHEDULES} schedules" in explored.stdout
 
 
-@pytest.mark.parametrize("kinds", [("kill", "freeze"), ("checkpoint", "flip"), ("shape", "late")], ids="-".join)
+@pytest.mark.parametrize(
+    "kinds", [("kill", "freeze"), ("checkpoint", "flip"), ("shape", "late")], ids="-".join
+)
 def test_a_seed_replays(kinds: tuple[str, ...]) -> None:
     """The same seed gives the same trace, event for event, also after it was written down."""
     with standins.installed():
@@ -96,14 +104,21 @@ def test_what_fails_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader gets the faults that it takes, and no others; the schedule that is printed breaks the same promise."""
     monkeypatch.setattr(ReplicaDimension, "_look_for_outsiders", lambda dimension, made: False)
     monkeypatch.setattr(
-        Rounds, "find_holders", lambda rounds: {} if rounds.last_round is None else rounds._membership.find_holders()
+        Rounds,
+        "find_holders",
+        lambda rounds: {} if rounds.last_round is None else rounds._membership.find_holders(),
     )
     fault_tolerance = {
         **QUICK,
         "group_size": 3,
         "process_group_timeout_ms": 60_000,
     }
-    faults = Slow(0.2, 0, 0, 1.5, 0.1), Slow(0.6, 2, 0, 12.0, 20.0), KillGroups(1.5, (0, 1)), Slow(20.0, 1, 0, 1.5, 0.1)
+    faults = (
+        Slow(0.2, 0, 0, 1.5, 0.1),
+        Slow(0.6, 2, 0, 12.0, 20.0),
+        KillGroups(1.5, (0, 1)),
+        Slow(20.0, 1, 0, 1.5, 0.1),
+    )
     with standins.installed():
         whole = Schedule(1, Options(3, 1, 14, fault_tolerance, lag=0.01), faults)
         problem = whole.run().problems[0]
@@ -118,15 +133,19 @@ def test_a_rank_that_a_fault_names_stays_when_a_schedule_is_made_small() -> None
     cut, across = CutInside(0.2, 0, 0, 1, False, 1.5), Cut(0.2, 0, 1, 0, False, 1.5, other=1)
     for fault in (cut, across):
         assert all(
-            small.options.ranks == 2 for small in _smaller(Schedule(1, Options(2, 2, 4, fault_tolerance), (fault,)))
+            small.options.ranks == 2
+            for small in _smaller(Schedule(1, Options(2, 2, 4, fault_tolerance), (fault,)))
         )
         assert any(
-            small.options.ranks == 2 for small in _smaller(Schedule(1, Options(2, 3, 4, fault_tolerance), (fault,)))
+            small.options.ranks == 2
+            for small in _smaller(Schedule(1, Options(2, 3, 4, fault_tolerance), (fault,)))
         )
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_holder_that_was_silent_in_a_long_step_is_waited_for(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+def test_a_holder_that_was_silent_in_a_long_step_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
     """Its joiner goes on without it meanwhile, and takes the state for lost unless it sees that the holder lives."""
     if not waits:
         monkeypatch.setattr(Lookout, "_find_outsiders", lambda lookout, made: 0)
@@ -135,8 +154,14 @@ def test_a_holder_that_was_silent_in_a_long_step_is_waited_for(monkeypatch: pyte
         "group_size": 2,
         "process_group_timeout_ms": 30_000,
     }
-    options = Options(2, 1, 14, fault_tolerance, restart_seconds=(1.0, 1.0), transfer_seconds=(18.0, 18.0))
-    killed, slow, frozen = KillGroups(0.3, (0,)), Slow(1.9, 1, 0, 15.0, 20.0), Freeze(3.6, 1, 0, 1.6)
+    options = Options(
+        2, 1, 14, fault_tolerance, restart_seconds=(1.0, 1.0), transfer_seconds=(18.0, 18.0)
+    )
+    killed, slow, frozen = (
+        KillGroups(0.3, (0,)),
+        Slow(1.9, 1, 0, 15.0, 20.0),
+        Freeze(3.6, 1, 0, 1.6),
+    )
     with standins.installed():
         world = Schedule(2, options, (killed, slow, frozen)).run()
     if waits:
@@ -155,7 +180,9 @@ def test_no_job_is_begun_anew_beside_a_group_in_a_long_step(
     Its state server answers nobody meanwhile, so that they hear of no offer.
     """
     monkeypatch.setattr(
-        Rounds, "find_holders", lambda rounds: {} if rounds.last_round is None else rounds._membership.find_holders()
+        Rounds,
+        "find_holders",
+        lambda rounds: {} if rounds.last_round is None else rounds._membership.find_holders(),
     )
     if not waits:
         monkeypatch.setattr(ReplicaDimension, "_look_for_outsiders", lambda dimension, made: False)
@@ -177,7 +204,9 @@ def test_no_job_is_begun_anew_beside_a_group_in_a_long_step(
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_nobody_leaves_a_group_in_a_long_step_behind_at_the_end(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+def test_nobody_leaves_a_group_in_a_long_step_behind_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
     """It was silent for a moment: the other one goes on alone, finishes, and waits for it."""
     if not waits:
         monkeypatch.setattr(ReplicaDimension, "_look_for_outsiders", lambda dimension, made: False)
@@ -188,14 +217,18 @@ def test_nobody_leaves_a_group_in_a_long_step_behind_at_the_end(monkeypatch: pyt
     }
     options = Options(2, 1, 8, fault_tolerance)
     with standins.installed():
-        world = Schedule(1, options, (Slow(0.9, 1, 0, 10.0, 0.15), Freeze(1.3, 1, -1, 1.6))).run(traces=True)
+        world = Schedule(1, options, (Slow(0.9, 1, 0, 10.0, 0.15), Freeze(1.3, 1, -1, 1.6))).run(
+            traces=True
+        )
     assert not world.problems
     finished = sorted(who for _, who, text in world.trace if text.startswith("finished"))
     assert finished == ["g0r0", "g1r0"][: 1 + waits]
 
 
 @pytest.mark.parametrize("buffers", [True, False])
-def test_a_group_that_hangs_keeps_the_others_from_going_on_until_it_has_ended(buffers: bool) -> None:
+def test_a_group_that_hangs_keeps_the_others_from_going_on_until_it_has_ended(
+    buffers: bool,
+) -> None:
     """It heartbeats, and nobody can tell that it will ask for no quorum. What it offers is then the latest state that
     is left. If its model has buffers, the thread that hangs would have to copy it, and the job begins anew: one group
     trains the first step, and the other one heals from it.
@@ -215,7 +248,11 @@ def test_a_group_that_hangs_keeps_the_others_from_going_on_until_it_has_ended(bu
     begun = [at for at, _, text in world.trace if text.startswith("commits step 1 ")]
     assert (len(begun) > 3) is buffers  # three groups make the first step of a job
     assert all(at > hung for at in begun[3:])
-    later = [at for at, who, text in world.trace if who in ("g0r0a1", "g1r0a1") and text.startswith("commits")]
+    later = [
+        at
+        for at, who, text in world.trace
+        if who in ("g0r0a1", "g1r0a1") and text.startswith("commits")
+    ]
     assert later
     assert all(at > hung for at in later)
 
@@ -230,7 +267,9 @@ def test_a_joiner_that_is_alone_at_a_new_lighthouse_ends_no_exchange(
             pulse,
             "find_successors",
             lambda own, others, quorum: (
-                [] if own.replica_id in quorum else [member.slot for member in pulse.members_of_job(own, quorum)]
+                []
+                if own.replica_id in quorum
+                else [member.slot for member in pulse.members_of_job(own, quorum)]
             ),
         )
     fault_tolerance = {
@@ -238,7 +277,9 @@ def test_a_joiner_that_is_alone_at_a_new_lighthouse_ends_no_exchange(
         "group_size": 3,
         "process_group_timeout_ms": 60_000,
     }
-    options = Options(3, 1, 8, fault_tolerance, restart_seconds=(1.0, 1.0), transfer_seconds=(3.0, 3.0))
+    options = Options(
+        3, 1, 8, fault_tolerance, restart_seconds=(1.0, 1.0), transfer_seconds=(3.0, 3.0)
+    )
     faults = KillGroups(1.0, (2,)), Slow(1.2, 1, 0, 15.0, 20.0), LighthouseDies(4.0, 0.3)
     left_out = 0
     with standins.installed():
@@ -261,7 +302,9 @@ def test_a_group_that_others_cannot_reach_is_not_waited_for_at_a_new_lighthouse(
         "num_fragments": 2,
         "batch_policy": "shrink",
     }
-    options = Options(3, 1, 2, fault_tolerance, compute_seconds=0.25, speeds=(1.3, 1.0, 1.0), switch=0.4)
+    options = Options(
+        3, 1, 2, fault_tolerance, compute_seconds=0.25, speeds=(1.3, 1.0, 1.0), switch=0.4
+    )
     faults = Cut(4.5891, 2, 0, -1, False, 25.0), LighthouseDies(10.2393, 0.3)
     with standins.installed():
         for seed in range(8):
@@ -281,9 +324,16 @@ def test_two_groups_that_wait_for_one_they_cannot_reach_are_judged(
         monkeypatch.setattr(
             member,
             "largest_clique",
-            lambda members, dead: tuple(other for other in members if frozenset((members[0], other)) not in dead),
+            lambda members, dead: tuple(
+                other for other in members if frozenset((members[0], other)) not in dead
+            ),
         )
-    fault_tolerance = {**QUICK, "group_size": 3, "min_replica_size": 2, "process_group_timeout_ms": 3000}
+    fault_tolerance = {
+        **QUICK,
+        "group_size": 3,
+        "min_replica_size": 2,
+        "process_group_timeout_ms": 3000,
+    }
     with standins.installed():
         world = Schedule(1, Options(3, 1, 60, fault_tolerance), CUT_OFF).run()
     assert [problem.promise for problem in world.problems] == ["liveness"] * waits
@@ -292,7 +342,12 @@ def test_two_groups_that_wait_for_one_they_cannot_reach_are_judged(
 
 def test_groups_that_wait_for_the_only_one_with_the_state_are_right() -> None:
     """They are two, were started again and hold nothing: without it they would give the state of the job up."""
-    fault_tolerance = {**QUICK, "group_size": 3, "min_replica_size": 2, "process_group_timeout_ms": 3000}
+    fault_tolerance = {
+        **QUICK,
+        "group_size": 3,
+        "min_replica_size": 2,
+        "process_group_timeout_ms": 3000,
+    }
     options = Options(3, 1, 60, fault_tolerance, restart_seconds=(0.5, 0.5))
     with standins.installed():
         world = Schedule(1, options, (*CUT_OFF, KillGroups(3.6, (1, 2)))).run(traces=True)
@@ -303,7 +358,9 @@ def test_groups_that_wait_for_the_only_one_with_the_state_are_right() -> None:
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_a_job_is_not_begun_anew_beside_a_group_that_is_outside(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+def test_a_job_is_not_begun_anew_beside_a_group_that_is_outside(
+    monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
     """It sends no heartbeats there, and the groups that went on without it die: who is started again asks it."""
     if not asked:
         monkeypatch.setattr(membership, "find_cut_off", lambda *_: [])
@@ -315,7 +372,9 @@ def test_a_job_is_not_begun_anew_beside_a_group_that_is_outside(monkeypatch: pyt
     (outside,) = [at for at, _, text in world.trace if text.startswith("outside")]
     assert outside < 8.14
     first = next(
-        text for _, who, text in world.trace if who == "g1r0a1" and text.startswith(("commits", "heal_started"))
+        text
+        for _, who, text in world.trace
+        if who == "g1r0a1" and text.startswith(("commits", "heal_started"))
     )
     assert first.startswith("heal_started donor=2" if asked else "commits step 1 of groups [1]")
 
@@ -328,7 +387,9 @@ def test_a_group_is_waited_for_when_all_of_its_ranks_are_there() -> None:
             faults = Kill(0.6, 1, 1), CutInside(0.7, 1, 1, 0, False, 12.0)
             world = Schedule(seed, options, faults).run(traces=True)
             assert not world.problems
-            commits = [at for at, who, text in world.trace if who == "g0r0" and text.startswith("commits")]
+            commits = [
+                at for at, who, text in world.trace if who == "g0r0" and text.startswith("commits")
+            ]
             assert len(commits) == options.steps
             assert max(later - at for at, later in itertools.pairwise(commits)) < 2.0
 
@@ -345,12 +406,31 @@ def test_a_group_whose_ranks_meet_late_comes_late(seed: int) -> None:
     assert ended == {"g0r0", "g0r1"}
 
 
-def test_a_nan_in_a_fragment_that_is_not_due_is_in_its_next_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nan_in_a_fragment_that_is_not_due_is_in_its_next_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Who is alone diverges with it, as in stock torchtitan: the batch that brought it is one of an earlier round."""
-    fault_tolerance = {**QUICK, "group_size": 2, "join_timeout_ms": 60_000, "batch_policy": "shrink"}
-    fault_tolerance |= {"semi_sync_method": "diloco", "sync_steps": 2, "num_fragments": 2, "should_quantize": True}
+    fault_tolerance = {
+        **QUICK,
+        "group_size": 2,
+        "join_timeout_ms": 60_000,
+        "batch_policy": "shrink",
+    }
+    fault_tolerance |= {
+        "semi_sync_method": "diloco",
+        "sync_steps": 2,
+        "num_fragments": 2,
+        "should_quantize": True,
+    }
     options = Options(
-        2, 1, 3, fault_tolerance, compute_seconds=0.5, jitter=0.02, transfer_seconds=(0.0, 2.0), lag=0.005
+        2,
+        1,
+        3,
+        fault_tolerance,
+        compute_seconds=0.5,
+        jitter=0.02,
+        transfer_seconds=(0.0, 2.0),
+        lag=0.005,
     )
 
     def explore() -> list[bool]:
@@ -368,19 +448,25 @@ def test_a_checkpoint_that_another_one_replaces_may_be_missed() -> None:
     kernel = SimpleNamespace(now=10.0)
     folder = Folder(cast(Any, kernel), 1, 0.5, lambda: None)
     parts = [{0: Snapshot(4, lineage, b"", torch.empty(0))} for lineage in (7, 7, 8)]
-    for now, own, replaced in zip((10.0, 20.0, 30.0), parts, (-math.inf, -math.inf, 30.5), strict=True):
+    for now, own, replaced in zip(
+        (10.0, 20.0, 30.0), parts, (-math.inf, -math.inf, 30.5), strict=True
+    ):
         kernel.now = now
         folder.publish_saved(0, own)
         assert folder.replaced == replaced
 
 
-@pytest.mark.parametrize(("missed", "replaced"), [(-math.inf, -math.inf), (12.0, -math.inf), (3.0, 12.0), (3.0, 9.9)])
+@pytest.mark.parametrize(
+    ("missed", "replaced"), [(-math.inf, -math.inf), (12.0, -math.inf), (3.0, 12.0), (3.0, 9.9)]
+)
 def test_who_loads_a_checkpoint_that_goes_meanwhile_may_end(missed: float, replaced: float) -> None:
     """Whoever took it away: a group may withdraw what it has saved of an update that nobody else has made."""
     world = SimpleNamespace(faults=[], folder=SimpleNamespace(missed=missed, replaced=replaced))
     rank = SimpleNamespace(group=SimpleNamespace(over=False, began=10.0))
     crash = SimpleNamespace(error=LoadError("checkpoint: step-4 vanished after it was chosen"))
-    assert World._may_end(cast(Any, world), cast(Any, rank), cast(Any, crash)) is (12.0 in (missed, replaced))
+    assert World._may_end(cast(Any, world), cast(Any, rank), cast(Any, crash)) is (
+        12.0 in (missed, replaced)
+    )
 
 
 def test_the_successor_of_a_joiner_that_hung_is_served_in_the_midst_of_a_round() -> None:
@@ -395,11 +481,17 @@ def test_the_successor_of_a_joiner_that_hung_is_served_in_the_midst_of_a_round()
         "semi_sync_method": "local_sgd",
         "sync_steps": 5,
     }
-    options = Options(2, 1, 4, fault_tolerance, jitter=0.08, compute_seconds=0.4, latency=0.002, switch=0.1)
-    options = dataclasses.replace(options, lag=0.00078125, restart_seconds=(0.1, 0.4), skew=7200.0, room=2)
+    options = Options(
+        2, 1, 4, fault_tolerance, jitter=0.08, compute_seconds=0.4, latency=0.002, switch=0.1
+    )
+    options = dataclasses.replace(
+        options, lag=0.00078125, restart_seconds=(0.1, 0.4), skew=7200.0, room=2
+    )
     with standins.installed():
         for seed in range(11):
-            assert not Schedule(seed, options, (Kill(3.5304, 0, 0), Hang(4.9817, 0, 0))).run().problems
+            assert (
+                not Schedule(seed, options, (Kill(3.5304, 0, 0), Hang(4.9817, 0, 0))).run().problems
+            )
 
 
 def test_a_group_finds_its_lighthouse_when_the_way_there_is_back() -> None:
@@ -410,7 +502,9 @@ def test_a_group_finds_its_lighthouse_when_the_way_there_is_back() -> None:
         "min_replica_size": 4,
         "process_group_timeout_ms": 3000,
     }
-    options = Options(4, 2, 2, fault_tolerance, lag=0.05, restart_seconds=(0.3, 1.5), overlap=True, silent=True)
+    options = Options(
+        4, 2, 2, fault_tolerance, lag=0.05, restart_seconds=(0.3, 1.5), overlap=True, silent=True
+    )
     faults = KillGroups(0.3874, (0,)), CutLighthouse(0.4727, 1, "to", 3.0)
     link_dead = 0
     with standins.installed():
@@ -429,7 +523,9 @@ def test_ranks_that_wait_long_get_the_same_quorum() -> None:
         "process_group_timeout_ms": 3000,
         "hang_timeout_seconds": 6.0,
     }
-    options = Options(2, 2, 3, fault_tolerance, lag=0.05, restart_seconds=(1.0, 1.0), probe_seconds=0.3)
+    options = Options(
+        2, 2, 3, fault_tolerance, lag=0.05, restart_seconds=(1.0, 1.0), probe_seconds=0.3
+    )
     with standins.installed():
         for seed in range(4, 12):
             assert not Schedule(seed, options, (Hang(0.35, 0, 1),)).run().problems
@@ -444,7 +540,9 @@ def test_a_job_begun_anew_has_a_final_state_of_its_own() -> None:
     }
     options = Options(2, 1, 4, fault_tolerance, restart_seconds=(1.0, 1.0), compute_seconds=0.4)
     with standins.installed():
-        world = Schedule(3, options, (Freeze(1.8, 1, -1, 4.0), KillGroups(2.2, (0,)))).run(traces=True)
+        world = Schedule(3, options, (Freeze(1.8, 1, -1, 4.0), KillGroups(2.2, (0,)))).run(
+            traces=True
+        )
     assert not world.problems
     assert sum("commits step 1 " in text for _, _, text in world.trace) == 3
     assert any(who == "g1r0" and text.startswith("finished") for _, who, text in world.trace)
@@ -458,12 +556,22 @@ def test_a_group_that_heals_at_the_end_trains_on_if_the_state_is_an_earlier_one(
         "digest_every": 4,
         "process_group_timeout_ms": 3000,
     }
-    options = Options(3, 1, 7, fault_tolerance, restart_seconds=(0.3, 0.3), transfer_seconds=(0.5, 0.5), coupling=0.0)
+    options = Options(
+        3,
+        1,
+        7,
+        fault_tolerance,
+        restart_seconds=(0.3, 0.3),
+        transfer_seconds=(0.5, 0.5),
+        coupling=0.0,
+    )
     faults = Flip(0.9, 2, 0, True, 3, 22), KillGroups(1.2, (0, 1), "fetching", of=2)
     with standins.installed():
         world = Schedule(1, options, faults).run(traces=True)
     assert not world.problems
-    (back,) = (text for _, who, text in world.trace if who == "g2r0" and text.startswith("has step "))
+    (back,) = (
+        text for _, who, text in world.trace if who == "g2r0" and text.startswith("has step ")
+    )
     assert 0 < int(back.split()[2].strip(",")) < 7
     assert {who for _, who, text in world.trace if text.startswith("finished at step 7")} == {
         "g0r0a1",
@@ -473,7 +581,9 @@ def test_a_group_that_heals_at_the_end_trains_on_if_the_state_is_an_earlier_one(
 
 
 @pytest.mark.parametrize("before", [0.001, 0.003])
-def test_a_rank_that_finds_its_sibling_silent_at_the_end_takes_the_group_along(before: float) -> None:
+def test_a_rank_that_finds_its_sibling_silent_at_the_end_takes_the_group_along(
+    before: float,
+) -> None:
     """It waits for the sibling, which is frozen in the last votes, and ends; its store goes with it."""
     fault_tolerance = {
         **QUICK,
@@ -483,7 +593,11 @@ def test_a_rank_that_finds_its_sibling_silent_at_the_end_takes_the_group_along(b
     options = Options(2, 2, 4, fault_tolerance, store_survives=False)
     with standins.installed():
         undisturbed = Schedule(1, options, ()).run(traces=True)
-        (end,) = (at for at, who, text in undisturbed.trace if who == "g1r1" and text.startswith("commits step 4"))
+        (end,) = (
+            at
+            for at, who, text in undisturbed.trace
+            if who == "g1r1" and text.startswith("commits step 4")
+        )
         world = Schedule(1, options, (Freeze(end - before, 1, 1, 4.0),)).run(traces=True)
     assert not world.problems
     own = [text.split()[:3] for _, who, text in world.trace if who == "g1r0"]
@@ -491,7 +605,9 @@ def test_a_rank_that_finds_its_sibling_silent_at_the_end_takes_the_group_along(b
 
 
 @pytest.mark.parametrize(("ranks", "told"), [(1, -1), (2, -1), (2, 1)])
-def test_a_group_that_waits_at_the_end_of_its_round_leaves_before_the_others_are_there(ranks: int, told: int) -> None:
+def test_a_group_that_waits_at_the_end_of_its_round_leaves_before_the_others_are_there(
+    ranks: int, told: int
+) -> None:
     """It was told to leave, and they are in the midst of theirs for longer than it has; they go on without it."""
     fault_tolerance = {
         "enable": True,
@@ -508,7 +624,9 @@ def test_a_group_that_waits_at_the_end_of_its_round_leaves_before_the_others_are
     with standins.installed():
         world = Schedule(1, options, (DrainGroup(6.0, 0, True, told),)).run(traces=True)
     assert not world.problems
-    left = [at for at, who, text in world.trace if who.startswith("g0") and text.startswith("drained")]
+    left = [
+        at for at, who, text in world.trace if who.startswith("g0") and text.startswith("drained")
+    ]
     assert len(left) == ranks
     assert 17.0 < left[0] <= left[-1] < 19.0
     assert sum("commits step 1 of groups [1]" in text for _, _, text in world.trace) == ranks
@@ -516,7 +634,9 @@ def test_a_group_that_waits_at_the_end_of_its_round_leaves_before_the_others_are
 
 
 @pytest.mark.parametrize("compared", [False, True])
-def test_a_bit_that_flips_in_an_anchor_is_in_no_update(monkeypatch: pytest.MonkeyPatch, compared: bool) -> None:
+def test_a_bit_that_flips_in_an_anchor_is_in_no_update(
+    monkeypatch: pytest.MonkeyPatch, compared: bool
+) -> None:
     """In the midst of a round, no digest being due: the group's change would be measured from it."""
     if not compared:
         monkeypatch.setattr(Rounds, "_compares_changes", lambda rounds, contribution: False)
@@ -553,7 +673,9 @@ def test_moments_that_are_not_finite_come_to_no_joiner(ranks: int, transfer: flo
         "sync_steps": 8,
         "batch_policy": "shrink",
     }
-    options = Options(3, ranks, 5, fault_tolerance, compute_seconds=0.5, transfer_seconds=(transfer, transfer))
+    options = Options(
+        3, ranks, 5, fault_tolerance, compute_seconds=0.5, transfer_seconds=(transfer, transfer)
+    )
     for killed in (5.0, 7.2):
         faults = NotFinite(4.4, 0, ranks - 1, 1), KillGroups(killed, (1,))
         with standins.installed():
@@ -562,7 +684,9 @@ def test_moments_that_are_not_finite_come_to_no_joiner(ranks: int, transfer: flo
         said = [text for _, _, text in world.trace]
         assert any(text.startswith("heal_finished") for text in said)
         assert any(text.startswith("gradient_excluded") and "slots=[0]" in text for text in said)
-        assert not any(text.startswith("gradient_excluded") and "slots=[1]" in text for text in said)
+        assert not any(
+            text.startswith("gradient_excluded") and "slots=[1]" in text for text in said
+        )
 
 
 @pytest.mark.parametrize("heard", [True, False])
@@ -585,7 +709,12 @@ def test_a_state_that_was_offered_and_is_lost_is_not_begun_anew_silently(
     with standins.installed():
         world = Schedule(1, options, (killed, lost)).run(traces=True)
     said = [text for _, who, text in world.trace if who == "g0r0a1"]
-    assert any("ends by JobLostError: every group with the state after step 1" in text for text in said) is heard
+    assert (
+        any(
+            "ends by JobLostError: every group with the state after step 1" in text for text in said
+        )
+        is heard
+    )
     assert any(text.startswith("rolled_back step=0") for text in said) is not heard
 
 
@@ -599,7 +728,9 @@ def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
         "sync_steps": 4,
         "batch_policy": "shrink",
     }
-    options = Options(2, 1, 5, fault_tolerance, compute_seconds=0.1, transfer_seconds=(0.5, 0.5), jitter=0.1)
+    options = Options(
+        2, 1, 5, fault_tolerance, compute_seconds=0.1, transfer_seconds=(0.5, 0.5), jitter=0.1
+    )
     faults = Reset(0.9, 1, 0, "vote"), KillGroups(0.9, (1,), "fetching", of=0)
     kept = 0
     with standins.installed():
@@ -615,14 +746,18 @@ def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
 
 
 @pytest.mark.parametrize("broken", [None, "reason", "time"])
-def test_what_a_group_waited_for_is_what_it_waited_for(monkeypatch: pytest.MonkeyPatch, broken: str | None) -> None:
+def test_what_a_group_waited_for_is_what_it_waited_for(
+    monkeypatch: pytest.MonkeyPatch, broken: str | None
+) -> None:
     """Held against the virtual time in which all came: a slow group, a joiner, a group that is gone."""
     if broken == "reason":
         report = rounds.RoundReport
         monkeypatch.setattr(
             rounds,
             "RoundReport",
-            lambda *values, **more: dataclasses.replace(report(*values, **more), joining_reason=Why.COMPUTING),
+            lambda *values, **more: dataclasses.replace(
+                report(*values, **more), joining_reason=Why.COMPUTING
+            ),
         )
     elif broken == "time":
         monkeypatch.setattr(waits, "_charge", lambda start, arrivals: iter(()))
@@ -653,12 +788,20 @@ STREAMING = {
 def test_joiners_in_an_overlapped_exchange_cost_the_last_holder_no_round(restart: float) -> None:
     """It makes steps beside the exchange of its next update: with the state before they would be more than it is."""
     fault_tolerance = {**STREAMING, "group_size": 3, "sync_steps": 16, "fragment_sync_delay": 6}
-    times = {"transfer_seconds": (0.2, 0.2), "restart_seconds": (restart, restart), "compute_seconds": 0.5}
+    times = {
+        "transfer_seconds": (0.2, 0.2),
+        "restart_seconds": (restart, restart),
+        "compute_seconds": 0.5,
+    }
     with standins.installed():
         faults = (KillGroups(11.4, (1, 2)),)
         world = Schedule(1, Options(3, 1, 6, fault_tolerance, **times), faults).run(traces=True)
     assert not world.problems
-    steps = [text.split()[2] for _, who, text in world.trace if who == "g0r0" and text.startswith("commits")]
+    steps = [
+        text.split()[2]
+        for _, who, text in world.trace
+        if who == "g0r0" and text.startswith("commits")
+    ]
     assert steps == ["1", "2", "3", "4", "5", "6"]
 
 
@@ -674,15 +817,30 @@ def test_a_joiner_finds_an_offer_that_lasts_for_one_step(seed: int) -> None:
         "num_fragments": 2,
         "fragment_sync_delay": 1,
     }
-    times = {"latency": 0.0002, "compute_seconds": 0.5, "restart_seconds": (0.3, 1.5), "jitter": 0.08, "switch": 0.4}
+    times = {
+        "latency": 0.0002,
+        "compute_seconds": 0.5,
+        "restart_seconds": (0.3, 1.5),
+        "jitter": 0.08,
+        "switch": 0.4,
+    }
     with standins.installed():
-        world = Schedule(seed, Options(2, 1, 5, fault_tolerance, **times), (KillGroups(0.4894, (1,)),)).run()
+        world = Schedule(
+            seed, Options(2, 1, 5, fault_tolerance, **times), (KillGroups(0.4894, (1,)),)
+        ).run()
     assert not world.problems
 
 
 @pytest.mark.parametrize(
     ("groups", "ranks", "seed", "after"),
-    [(2, 1, 0, 0.3), (2, 1, 5, 0.35), (2, 2, 0, 0.45), (2, 2, 8, 0.3), (3, 2, 18, 0.25), (3, 2, 18, 0.45)],
+    [
+        (2, 1, 0, 0.3),
+        (2, 1, 5, 0.35),
+        (2, 2, 0, 0.45),
+        (2, 2, 8, 0.3),
+        (3, 2, 18, 0.25),
+        (3, 2, 18, 0.45),
+    ],
 )
 def test_no_round_is_committed_without_groups_in_the_midst_of_it(
     groups: int, ranks: int, seed: int, after: float
@@ -701,7 +859,9 @@ def test_no_round_is_committed_without_groups_in_the_midst_of_it(
         "sync_steps": 2,
     }
     times = {"transfer_seconds": (0.0, 0.6), "restart_seconds": (0.3, 0.3), "compute_seconds": 1.0}
-    options = Options(groups, ranks, 3, fault_tolerance, lag=0.001, jitter=0.08, switch=0.1, **times)
+    options = Options(
+        groups, ranks, 3, fault_tolerance, lag=0.001, jitter=0.08, switch=0.1, **times
+    )
     faults = KillGroups(2.9, (0,)), LighthouseDies(3.2 + after, 2.0)
     with standins.installed():
         assert not Schedule(seed, options, faults).run().problems
@@ -716,7 +876,11 @@ def test_a_joiner_in_an_overlapped_exchange_waits_for_its_update(kill: float) ->
         faults = (KillGroups(kill, (1,)),)
         world = Schedule(1, Options(2, 1, 6, fault_tolerance, **times), faults).run(traces=True)
     assert not world.problems
-    heals = [text.split(" ", 1)[0] for _, who, text in world.trace if who == "g1r0a1" and text.startswith("heal_")]
+    heals = [
+        text.split(" ", 1)[0]
+        for _, who, text in world.trace
+        if who == "g1r0a1" and text.startswith("heal_")
+    ]
     assert heals == ["heal_started", "heal_finished"]
 
 
@@ -738,9 +902,15 @@ def test_a_state_that_comes_early_in_a_step_is_loaded_in_it(
     """The joiner trains the step behind it. One that comes late is loaded in the next, so that nobody waits for that:
     to load takes a while."""
     fault_tolerance = {"enable": True, "group_size": 2, "process_group_timeout_ms": 3000}
-    times = {"transfer_seconds": (seconds, seconds), "restart_seconds": (restart, restart), "compute_seconds": 0.4}
+    times = {
+        "transfer_seconds": (seconds, seconds),
+        "restart_seconds": (restart, restart),
+        "compute_seconds": 0.4,
+    }
     with standins.installed():
-        world = Schedule(0, Options(2, ranks, 12, fault_tolerance, **times), (KillGroups(1.0, (1,)),)).run(traces=True)
+        world = Schedule(
+            0, Options(2, ranks, 12, fault_tolerance, **times), (KillGroups(1.0, (1,)),)
+        ).run(traces=True)
     assert not world.problems
     said = [text for _, who, text in world.trace if who == "g1r0a1"]
     (begun,) = (text for text in said if text.startswith("heal_started"))
@@ -753,13 +923,21 @@ def test_a_state_that_comes_early_in_a_step_is_loaded_in_it(
 def test_a_lone_group_admits_a_joiner_to_the_step_under_way(ranks: int) -> None:
     """Its quorum is not the exchange's until it has computed: else each joiner would wait for a whole step."""
     fault_tolerance = {"enable": True, "group_size": 2, "process_group_timeout_ms": 3000}
-    times = {"transfer_seconds": (0.05, 0.05), "restart_seconds": (0.5, 0.5), "compute_seconds": 0.4}
+    times = {
+        "transfer_seconds": (0.05, 0.05),
+        "restart_seconds": (0.5, 0.5),
+        "compute_seconds": 0.4,
+    }
     with standins.installed():
-        world = Schedule(2, Options(2, ranks, 6, fault_tolerance, **times), (KillGroups(1.0, (1,)),)).run(traces=True)
+        world = Schedule(
+            2, Options(2, ranks, 6, fault_tolerance, **times), (KillGroups(1.0, (1,)),)
+        ).run(traces=True)
     assert not world.problems
     said = [(at, text) for at, who, text in world.trace if who == "g0r0" and at > 1.0]
     commits = [at for at, text in said if text.startswith("commits")]
-    joined = next(at for at, text in said if text.startswith("joined") and "participants=[0, 1]" in text)
+    joined = next(
+        at for at, text in said if text.startswith("joined") and "participants=[0, 1]" in text
+    )
     assert commits[0] + 0.1 < joined < commits[1] - 0.1
 
 
@@ -786,7 +964,9 @@ def test_a_step_has_one_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(steps: int) -> Counter[str]:
         counts.clear()
-        options = Options(2, 2, steps, {"enable": True, "group_size": 2, "digest_every": 3}, jitter=0.0)
+        options = Options(
+            2, 2, steps, {"enable": True, "group_size": 2, "digest_every": 3}, jitter=0.0
+        )
         assert not Schedule(3, options, ()).run().problems
         return Counter(counts)
 
@@ -807,15 +987,30 @@ def test_a_group_that_has_yet_to_begin_serves_no_joiner_beside_one_that_trains()
         "exchange_dtype": "bfloat16",
     }
     options = Options(
-        3, 2, 2, fault_tolerance, compute_seconds=0.4, restart_seconds=(0.1, 0.4), overlap=True, skew=7200.0, switch=0.4
+        3,
+        2,
+        2,
+        fault_tolerance,
+        compute_seconds=0.4,
+        restart_seconds=(0.1, 0.4),
+        overlap=True,
+        skew=7200.0,
+        switch=0.4,
     )
-    faults = Kill(0.6817, 1, 1), Kill(0.6817, -1, 1, "serving"), Kill(1.7732, 2, 1), Kill(2.2628, 2, 1)
+    faults = (
+        Kill(0.6817, 1, 1),
+        Kill(0.6817, -1, 1, "serving"),
+        Kill(1.7732, 2, 1),
+        Kill(2.2628, 2, 1),
+    )
     with standins.installed():
         for seed in range(8):
             assert not Schedule(seed, options, faults).run().problems
 
 
-def test_a_fault_that_waits_for_its_moment_disturbs_the_world_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_that_waits_for_its_moment_disturbs_the_world_when_it_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """From there the judges count what is late."""
     disturbed = []
     monkeypatch.setattr(World, "silenced", lambda self, *_: disturbed.append(self.disturbed))
@@ -832,7 +1027,9 @@ def test_a_world_goes_when_it_is_dropped() -> None:
     """Nothing of a schedule stays in memory: thousands are run in a process."""
     with standins.installed():
         schedule = draw(7, ("kill", "freeze"))
-        overlapping = dataclasses.replace(schedule, options=dataclasses.replace(schedule.options, overlap=True))
+        overlapping = dataclasses.replace(
+            schedule, options=dataclasses.replace(schedule.options, overlap=True)
+        )
         world = weakref.ref(overlapping.run())
     gc.collect()
     assert world() is None

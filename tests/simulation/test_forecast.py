@@ -49,7 +49,9 @@ def drawn_kills(seed: int) -> list[tuple[float, int]]:
     """Return when which group is killed: drawn failures that are as far apart as a group needs to be back."""
     cluster = {"gpus": GROUPS, "gpus_per_node": 1}
     failure = {"name": "kill", "mtbf": 6.0, "spacing": "memoryless"}
-    read = scenario(cluster=cluster, job={"step": 0.45, "groups": GROUPS}, failure=[failure], days=60 / 86400)
+    read = scenario(
+        cluster=cluster, job={"step": 0.45, "groups": GROUPS}, failure=[failure], days=60 / 86400
+    )
     kills: list[tuple[float, int]] = []
     for each in draw_failures(read, seed):
         if each.time > (kills[-1][0] if kills else 0.0) + 4.0:
@@ -72,7 +74,9 @@ def test_the_engine_and_the_forecast_agree(seed: int, tmp_path: Path) -> None:
     """Steps to within one, for the length of a step is a mean; one more vote for each death; who is in which step."""
     kills = drawn_kills(seed)
     with standins.installed():
-        world = Schedule(seed, OPTIONS, tuple(KillGroups(time, (group,)) for time, group in kills)).run(traces=True)
+        world = Schedule(
+            seed, OPTIONS, tuple(KillGroups(time, (group,)) for time, group in kills)
+        ).run(traces=True)
     assert not world.problems
     commits = commits_of(world)
     assert len(commits) == STEPS
@@ -84,10 +88,17 @@ def test_the_engine_and_the_forecast_agree(seed: int, tmp_path: Path) -> None:
         (late if is_death else calm).append(end - begin)
     step = fmean(calm)
     for time, group in kills:
-        joined = next(place for place, (end, groups) in enumerate(commits) if end > time + 1.0 and group in groups)
+        joined = next(
+            place
+            for place, (end, groups) in enumerate(commits)
+            if end > time + 1.0 and group in groups
+        )
         away.append(commits[joined - 1][0] - time - step / 2)
     start = commits[0][0] - step
-    write_trace(tmp_path / "kills.csv", [TraceLine(time - start, "kill_group", group) for time, group in kills])
+    write_trace(
+        tmp_path / "kills.csv",
+        [TraceLine(time - start, "kill_group", group) for time, group in kills],
+    )
     job = candidate(
         tmp_path,
         cluster={"gpus": GROUPS, "gpus_per_node": 1},
@@ -99,5 +110,12 @@ def test_the_engine_and_the_forecast_agree(seed: int, tmp_path: Path) -> None:
     broken = {text for _, _, text in world.trace if text.startswith("exchange_failed")}
     assert account.failures == len(kills)
     assert abs(account.steps - STEPS) <= 1
-    assert account.votes - account.steps - 1 == len(kills) == len({text.rpartition("step=")[2] for text in broken})
-    assert abs(account.contributions - sum(len(groups) for _, groups in commits)) <= 2 + len(kills) + GROUPS
+    assert (
+        account.votes - account.steps - 1
+        == len(kills)
+        == len({text.rpartition("step=")[2] for text in broken})
+    )
+    assert (
+        abs(account.contributions - sum(len(groups) for _, groups in commits))
+        <= 2 + len(kills) + GROUPS
+    )

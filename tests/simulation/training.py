@@ -72,13 +72,17 @@ class State:
 
     fragments: Sequence[int] = ()  # of the parameters
     buffers = False  # whether a forward may write some of it
-    is_scarce: Callable[[], bool] = staticmethod(lambda: False)  # the host's memory: see Options.scarce
+    is_scarce: Callable[[], bool] = staticmethod(
+        lambda: False
+    )  # the host's memory: see Options.scarce
 
     def __init__(self, rank: int, ledger: Ledger, shapes: tuple[int, ...] = SHAPES) -> None:
         self.rank, self.ledger, self._shapes = rank, ledger, shapes
         self.progress = Progress()
         self.held = (0, 0)  # step and lineage
-        self.tainted = False  # the simulation's own knowledge: some byte of it was changed from outside
+        self.tainted = (
+            False  # the simulation's own knowledge: some byte of it was changed from outside
+        )
         self.inherited = False  # so was the one that it was loaded from
         self.shown = False  # so was the one whose digest was taken last
         self.payload = torch.from_numpy(initial(rank).copy())
@@ -106,7 +110,9 @@ class State:
             "tokens": self.progress.tokens,
             "tainted": self.tainted,
         }
-        return Snapshot(step, lineage, json.dumps(header, sort_keys=True).encode(), target, part, held.start)
+        return Snapshot(
+            step, lineage, json.dumps(header, sort_keys=True).encode(), target, part, held.start
+        )
 
     def share(self, step: int, lineage: int) -> bool:
         """Let other threads copy it until the next update; False if it may change before."""
@@ -183,7 +189,9 @@ class State:
     def descend(self, rate: float) -> None:
         """Make the optimizer's step with what is in the gradients."""
         self.unshare()
-        mean = np.concatenate([parameter.grad.numpy() for parameter in self.parameters if parameter.grad is not None])
+        mean = np.concatenate(
+            [parameter.grad.numpy() for parameter in self.parameters if parameter.grad is not None]
+        )
         np.copyto(self.array, descend(self.array, mean, rate))
 
     def advance(self, update: Update) -> None:

@@ -16,10 +16,17 @@ from tests.simulation.network import Network, Node
 from titan_ft.transfer.snapshot import WHOLE, Part, Snapshot
 from titan_ft.transfer.wire import Message, TransferError
 
-_STALL_SECONDS, _LATE_SECONDS, _OFFER_SECONDS = 10.0, 1.0, 1.5  # as in titan_ft.transfer.state_fetch
+_STALL_SECONDS, _LATE_SECONDS, _OFFER_SECONDS = (
+    10.0,
+    1.0,
+    1.5,
+)  # as in titan_ft.transfer.state_fetch
 _SLICE_SECONDS = 20.0  # the engine's 300, shortened as the waits in a schedule are
 _SERVER_OFFER_SECONDS = 1.0  # as in titan_ft.transfer.state_server
-_SOUND, _TAINTED = b'"tainted": false', b'"tainted": true'  # in a header: what nobody but the simulation knows
+_SOUND, _TAINTED = (
+    b'"tainted": false',
+    b'"tainted": true',
+)  # in a header: what nobody but the simulation knows
 
 
 class _NothingLeftError(Exception):
@@ -31,7 +38,9 @@ def _take(missing: list[range], held: range) -> range:
     for place, part in enumerate(missing):
         start, stop = max(part.start, held.start), min(part.stop, held.stop)
         if start < stop:
-            missing[place : place + 1] = filter(len, [range(part.start, start), range(stop, part.stop)])
+            missing[place : place + 1] = filter(
+                len, [range(part.start, start), range(stop, part.stop)]
+            )
             return range(start, stop)
     raise _NothingLeftError
 
@@ -40,7 +49,12 @@ class SnapshotServer:
     """Stands in for titan_ft.transfer.state_server.StateServer."""
 
     def __init__(self, kernel: Kernel, process: Process, node: Node, wait_seconds: float) -> None:
-        self._kernel, self.process, self.node, self.wait_seconds = kernel, process, node, wait_seconds
+        self._kernel, self.process, self.node, self.wait_seconds = (
+            kernel,
+            process,
+            node,
+            wait_seconds,
+        )
         self.snapshot: Snapshot | None = None
         self.offered: Message | None = None
         self.offered_at = 0.0
@@ -140,35 +154,47 @@ class Transfers:
         while found is None or missing:
             place = self._choose(donors, node, step)
             end = kernel.now + min(timeout, _SLICE_SECONDS)
-            patience = _STALL_SECONDS if len(donors) == 1 else _LATE_SECONDS  # others give what a silent one owes
+            patience = (
+                _STALL_SECONDS if len(donors) == 1 else _LATE_SECONDS
+            )  # others give what a silent one owes
             try:
                 server = donors[place]
                 if server is None:
                     raise TransferError("connection refused")
                 if found is None:  # each request is one of its own
                     part_wanted = Part(place, len(addresses))
-                    found = self._acquire(server, node, step, None, end, cancelled, patience, part_wanted)
+                    found = self._acquire(
+                        server, node, step, None, end, cancelled, patience, part_wanted
+                    )
                     server.readers -= 1
                     size = json.loads(found.header)["bytes"]
                     missing = [range(size // 2), range(size // 2, size)]
-                start, part, header = self._fetch_part(server, node, found, missing, end, cancelled, patience)
+                start, part, header = self._fetch_part(
+                    server, node, found, missing, end, cancelled, patience
+                )
                 parts[start] = part
                 note_share(sum(map(len, parts.values())) / size)
                 tainted = tainted or _TAINTED in header
             except _NothingLeftError as error:
                 del donors[place]
                 if not donors:
-                    raise TransferError(f"state of step {step}: the donors that are left do not hold it") from error
+                    raise TransferError(
+                        f"state of step {step}: the donors that are left do not hold it"
+                    ) from error
             except TransferError as error:
                 del donors[place]
                 if not donors:
-                    raise TransferError(f"state of step {step} from {addresses[place]}: {error}") from error
+                    raise TransferError(
+                        f"state of step {step} from {addresses[place]}: {error}"
+                    ) from error
                 if cancelled is None or not cancelled._set:
                     lose(place, str(error))
         self.on_moment("fetched", node)
         assert found is not None, "the header comes first"
         header = found.header.replace(_SOUND, _TAINTED) if tainted else found.header
-        return Snapshot(step, found.lineage, header, torch.cat([parts[start] for start in sorted(parts)]))
+        return Snapshot(
+            step, found.lineage, header, torch.cat([parts[start] for start in sorted(parts)])
+        )
 
     def _choose(self, donors: dict[int, SnapshotServer | None], node: Node, step: int) -> int:
         """Return the place of a donor that can give the next part at once; the first one if there is none."""
@@ -181,7 +207,9 @@ class Transfers:
             and not (server.process.dead or server.process.frozen or server.closed)
             and self._network.usable(node, server.node)
         ]
-        return self._kernel.rng.choice(at_once) if len(at_once) > 1 else (at_once or list(donors))[0]
+        return (
+            self._kernel.rng.choice(at_once) if len(at_once) > 1 else (at_once or list(donors))[0]
+        )
 
     def _fetch_part(
         self,
@@ -197,7 +225,9 @@ class Transfers:
         snapshot = self._acquire(server, node, found.step, found.lineage, end, cancelled, patience)
         try:
             if snapshot.header.replace(_TAINTED, _SOUND) != found.header.replace(_TAINTED, _SOUND):
-                raise TransferError("its state is not that of the other donors: their headers differ")
+                raise TransferError(
+                    "its state is not that of the other donors: their headers differ"
+                )
             _take(list(missing), snapshot.byte_range)
             least, most = self._seconds
             took = least + (most - least) * self._kernel.rng.random() ** 2
@@ -214,7 +244,9 @@ class Transfers:
         finally:
             server.readers -= 1
 
-    def ask_offer(self, address: str, token: str, step: int = 0) -> tuple[int, int, int, int, int] | None:
+    def ask_offer(
+        self, address: str, token: str, step: int = 0
+    ) -> tuple[int, int, int, int, int] | None:
         """Ask the server at `address` what it offers.
 
         Raises:
@@ -230,17 +262,29 @@ class Transfers:
             raise TimeoutError(f"{address}: {error}") from error
         kernel.sleep(0.01 * kernel.rng.random())
         end = kernel.now + _SERVER_OFFER_SECONDS
-        while (rest := end - kernel.now) > 0 and server.offered is not None and server.offered["step"] < step:
+        while (
+            (rest := end - kernel.now) > 0
+            and server.offered is not None
+            and server.offered["step"] < step
+        ):
             server.wait(rest)
             if server.process.dead or server.closed:
                 raise ConnectionResetError(f"{address}: connection reset")
         offer = server.offered
         if offer is None or (
-            server.is_pinned and server.snapshot is not None and server.snapshot.step != offer["step"]
+            server.is_pinned
+            and server.snapshot is not None
+            and server.snapshot.step != offer["step"]
         ):
             return None
         elapsed = int(1000 * (kernel.now - server.offered_at))
-        return offer["step"], offer["lineage"], offer["digest"], offer.get("milliseconds", 0), elapsed
+        return (
+            offer["step"],
+            offer["lineage"],
+            offer["digest"],
+            offer.get("milliseconds", 0),
+            elapsed,
+        )
 
     def _acquire(
         self,
@@ -264,12 +308,22 @@ class Transfers:
             self._reach(server, node, end, cancelled, patience)
             found = server.snapshot
             offered = -1 if server.offered is None else server.offered["step"]
-            is_fit = found is not None and found.step == step and (part is None or found.part in (WHOLE, part))
+            is_fit = (
+                found is not None
+                and found.step == step
+                and (part is None or found.part in (WHOLE, part))
+            )
             is_past = (found is not None and found.step > step) or offered > step
-            settled = server.closed or is_past or is_fit or (kernel.now >= waits and offered != step)
+            settled = (
+                server.closed or is_past or is_fit or (kernel.now >= waits and offered != step)
+            )
             if not settled and server.copy is not None and part is not None and not asked:
                 asked = True  # a thread of the donor's copies it, and ends with the donor
-                kernel.spawn(functools.partial(server.copy, step, part), "titan_ft_state_server", server.process)
+                kernel.spawn(
+                    functools.partial(server.copy, step, part),
+                    "titan_ft_state_server",
+                    server.process,
+                )
             is_here = found is not None and found.step == step and lineage in (None, found.lineage)
             if found is not None and is_here and (settled or offered != step):
                 server.readers += 1
@@ -282,7 +336,13 @@ class Transfers:
             server.wait(server.wait_seconds if offered == step else waits - kernel.now)
 
     def _spend(
-        self, seconds: float, server: SnapshotServer, node: Node, end: float, cancelled: Any, patience: float
+        self,
+        seconds: float,
+        server: SnapshotServer,
+        node: Node,
+        end: float,
+        cancelled: Any,
+        patience: float,
     ) -> None:
         """Let time go by in which bytes come."""
         until = self._kernel.now + seconds
@@ -292,7 +352,12 @@ class Transfers:
         self._reach(server, node, end, cancelled, patience)
 
     def _reach(
-        self, server: SnapshotServer, node: Node, end: float, cancelled: Any, patience: float = _STALL_SECONDS
+        self,
+        server: SnapshotServer,
+        node: Node,
+        end: float,
+        cancelled: Any,
+        patience: float = _STALL_SECONDS,
     ) -> None:
         """Return when the donor answers; a silence breaks the transfer off after a while."""
         kernel, network = self._kernel, self._network

@@ -75,18 +75,27 @@ class WaitJudge:
             return  # a member died before it could say when it came
         own = arrivals[rank.slot]
         who = f"g{rank.slot} r{rank.number} in the exchange after step {rank.position.step}"
-        charged = [(slot, why, seconds) for slot, why, seconds in waits if why not in (Why.LOST, Why.LEFT)]
+        charged = [
+            (slot, why, seconds) for slot, why, seconds in waits if why not in (Why.LOST, Why.LEFT)
+        ]
         for slot, why, seconds in charged:
             self.judged[why] += 1
             # Whoever is charged asked, or came, by so much later than this rank; and a joiner than all that train.
             there = arrivals[slot]
-            rest = [each for other, each in arrivals.items() if other != slot and why.joins and not each.joins]
+            rest = [
+                each
+                for other, each in arrivals.items()
+                if other != slot and why.joins and not each.joins
+            ]
             later = max(there.asked - max([own.began, *(each.asked for each in rest)]), 0.0)
             later += max(there.ready - max([own.began, *(each.ready for each in rest)]), 0.0)
             if there.joins:  # for its sake all members connect anew
                 later += own.connecting
             if seconds > later + self._slack:
-                self._report("waits", f"{who} waited {seconds:.3f} s for g{slot}, which came {later:.3f} s later")
+                self._report(
+                    "waits",
+                    f"{who} waited {seconds:.3f} s for g{slot}, which came {later:.3f} s later",
+                )
             if why.joins is not there.joins and why is not Why.CONNECTING:
                 self._report("waits", f"{who} says that g{slot} was {why.name}")
         said = sum(seconds for _, _, seconds in charged)
@@ -97,4 +106,6 @@ class WaitJudge:
         said = sum(seconds for _, _, seconds in waits)
         # A group that heals forgets what it waited.
         if has_cause and not own.joins and said < own.connecting - self._slack:
-            self._report("waits", f"{who} was connecting for {own.connecting:.3f} s and says {said:.3f} s")
+            self._report(
+                "waits", f"{who} was connecting for {own.connecting:.3f} s and says {said:.3f} s"
+            )

@@ -44,16 +44,27 @@ if TYPE_CHECKING:
     from titan_ft.protocol.round import Broken, Round
 
 
-_MEETING_SECONDS = 1.0  # that the lighthouse and the members of a round may take to take a newcomer in
+_MEETING_SECONDS = (
+    1.0  # that the lighthouse and the members of a round may take to take a newcomer in
+)
 _CLEAR = r".*(group|fault_tolerance\.|lighthouse|host|checkpoint:).*"  # one line: it names a peer, a field or a file
-_RECONNECT_SECONDS, _RECONNECT_GROWTH = 0.1, 1.5  # until a manager tries its lighthouse again, as torchft's does
+_RECONNECT_SECONDS, _RECONNECT_GROWTH = (
+    0.1,
+    1.5,
+)  # until a manager tries its lighthouse again, as torchft's does
 _AGAIN_SECONDS = 2.0  # that it may take longer after a disturbance
-_LEFT_OUT_SECONDS = 1.5  # that a group which thaws may take to see that the others have left its exchange
+_LEFT_OUT_SECONDS = (
+    1.5  # that a group which thaws may take to see that the others have left its exchange
+)
 _MISSED_SECONDS = 5.0  # that it may take longer for a rendezvous which it missed, and then it asks whom it can reach
 _BREAK_SECONDS = 4.0  # that a group needs at least to end a step by itself when the others are gone
 _SETTLED_SECONDS = 5.0  # that the groups may take to be over what happened
-_CHOICE_SECONDS = 5.0  # that a group may take to choose a checkpoint from a folder that nobody changes
-_USUAL_STEPS = 3  # that may go by without a commit while a group heals: it replays, an exchange is made again
+_CHOICE_SECONDS = (
+    5.0  # that a group may take to choose a checkpoint from a folder that nobody changes
+)
+_USUAL_STEPS = (
+    3  # that may go by without a commit while a group heals: it replays, an exchange is made again
+)
 _PAUSE_SECONDS = 2.0  # between two steps: a group hangs, and the others cannot know yet
 _LATE_SECONDS = 0.5  # of them, whatever a step takes: pauses, latencies and lags
 
@@ -151,7 +162,9 @@ class Options:
 
     def steps_of(self, updates: int) -> int:
         """Return how many steps of a group so many updates have."""
-        total = self.steps * self.round_steps - (self.round_steps - self.last_steps if self.last_steps else 0)
+        total = self.steps * self.round_steps - (
+            self.round_steps - self.last_steps if self.last_steps else 0
+        )
         return min(updates * self.round_steps, total)
 
 
@@ -179,7 +192,9 @@ class _Sequence:
 
     def __init__(self, ranks: int) -> None:
         self._counts = [0] * ranks
-        self._open: dict[int, tuple[dict[str, Any], int, int]] = {}  # by place: what, of which rank, how many did it
+        self._open: dict[
+            int, tuple[dict[str, Any], int, int]
+        ] = {}  # by place: what, of which rank, how many did it
 
     def add(self, rank: int, what: dict[str, Any]) -> str:
         """Take in what a rank does next; says how another rank has done something else in its place."""
@@ -218,7 +233,9 @@ class GroupRun:
         self.world, self.slot, self.attempt = world, slot, attempt
         kernel, options = world.kernel, world.options
         self.link = GroupLink(kernel, world.network, slot, options.ranks)
-        self.sequences: dict[str, _Sequence] = collections.defaultdict(lambda: _Sequence(options.ranks))
+        self.sequences: dict[str, _Sequence] = collections.defaultdict(
+            lambda: _Sequence(options.ranks)
+        )
         self.told: set[int] = set()
         self.comes_back = False
         self.entered: float | None = None
@@ -230,18 +247,25 @@ class GroupRun:
         self.was_outside = self.rolled_back = False
         self.failed_heals = 0
         self.heal_broke = self.former_heal_broke = False
-        self.delays = [options.build_seconds + kernel.rng.random() * (0.02 + options.lag) for _ in range(options.ranks)]
+        self.delays = [
+            options.build_seconds + kernel.rng.random() * (0.02 + options.lag)
+            for _ in range(options.ranks)
+        ]
         self.began = kernel.now
         self.over = False
         self.members: frozenset[GroupRun] = frozenset()  # of the quorum that it was in last
         self.ranks: list[Rank] = []
         for number in range(options.ranks):
-            process = world.new_process(f"g{slot}r{number}" + (f"a{attempt}" if attempt else ""), (slot, number))
+            process = world.new_process(
+                f"g{slot}r{number}" + (f"a{attempt}" if attempt else ""), (slot, number)
+            )
             self.ranks.append(world.make_rank(world, self, number, process))
             process.on_end.append(lambda: world.process_ended(self))
         for rank in self.ranks:
             world.ranks[rank.process] = rank
-            collective = GroupCollective(self.link, rank.number, functools.partial(world.enters, rank, "gather"))
+            collective = GroupCollective(
+                self.link, rank.number, functools.partial(world.enters, rank, "gather")
+            )
             world.collectives[rank.process] = collective
             kernel.spawn(rank.main, "main", rank.process)
 
@@ -287,7 +311,9 @@ class World(standins.World):
         traces: whether what happens is written down, for people.
     """
 
-    def __init__(self, seed: int, options: Options, faults: list[Fault], traces: bool = False) -> None:
+    def __init__(
+        self, seed: int, options: Options, faults: list[Fault], traces: bool = False
+    ) -> None:
         self.seed, self.options, self.faults = seed, options, faults
         self.kernel = Kernel(seed, options.switch)
         self.kernel.on_crash = self._crashed
@@ -318,7 +344,9 @@ class World(standins.World):
         )
         self.make_rank: Callable[..., Rank] = RoundRank if config["semi_sync_method"] else Rank
         self.oracle = (
-            RoundOracle(rules, self.report, FaultTolerance(**options.fault_tolerance), options.steps_of)
+            RoundOracle(
+                rules, self.report, FaultTolerance(**options.fault_tolerance), options.steps_of
+            )
             if config["semi_sync_method"]
             else Oracle(rules, self.report)
         )
@@ -330,7 +358,9 @@ class World(standins.World):
         self.ranks: dict[Process, Rank] = {}
         self.collectives: dict[Process, GroupCollective] = {}
         self.groups: dict[int, GroupRun] = {}
-        self.entered: list[GroupRun] = []  # all that came to the lighthouse, also those that are gone
+        self.entered: list[
+            GroupRun
+        ] = []  # all that came to the lighthouse, also those that are gone
         self.stores: dict[tuple[str, int], StoreServer] = {}
         self.trees: dict[tuple[str, int], SimulatedSockets] = {}  # that children connect to
         self.rings: dict[str, Ring] = {}
@@ -338,22 +368,34 @@ class World(standins.World):
         self.gone: dict[int, str] = {}  # slots that come no more, and why
         # For a joiner: who showed sound bytes when its donor was named, if they were enough; and who that is.
         self.sound: dict[Rank, tuple[list[int], int]] = {}
-        self.clocks: dict[Node, tuple[float, float]] = {}  # of each host: its wall clock's error, its clock's rate
+        self.clocks: dict[
+            Node, tuple[float, float]
+        ] = {}  # of each host: its wall clock's error, its clock's rate
         self.flipped: set[int] = set()  # slots of groups in which a bit has flipped
         self.thawed: dict[int, float] = {}  # by slot: when one of its ranks was thawed last
         self.changed = 0.0  # when something last happened to the world
         self.disturbed = 0.0  # the same, or when training last could not go on
-        self.undisturbed_steps = 0  # committed for the first time since then, and since it could go on again
+        self.undisturbed_steps = (
+            0  # committed for the first time since then, and since it could go on again
+        )
         self.calm_since = 0.0  # when the first of them was
-        self._saves_since = self._judged_saves = 0.0  # since when steps go by that a save could follow; the last one
-        self.progressed = 0.0  # when a step was last committed for the first time, or a heal began or ended
+        self._saves_since = self._judged_saves = (
+            0.0  # since when steps go by that a save could follow; the last one
+        )
+        self.progressed = (
+            0.0  # when a step was last committed for the first time, or a heal began or ended
+        )
         self.stepped = 0.0  # when a step was last committed for the first time
         self.furthest = 0
         self.commits = 0
         self.due: dict[int, float] = {}  # steps to be saved, and since when
         self.last_fault = max((fault.ends for fault in faults), default=0.0)
-        self.final: set[GroupRun] | None = None  # groups of the quorum in which the first one finished
-        self.told_first = self.told_last = -math.inf  # when groups were told to leave, of those that leave together
+        self.final: set[GroupRun] | None = (
+            None  # groups of the quorum in which the first one finished
+        )
+        self.told_first = (
+            self.told_last
+        ) = -math.inf  # when groups were told to leave, of those that leave together
         self.left = 0  # largest step of a group that has left with them
         self.struck = -math.inf  # when something other than a request to leave happened last
         self._pids = 100
@@ -365,21 +407,34 @@ class World(standins.World):
         kernel = self.kernel
         standins.enter(kernel, self)
         former = seat.PROBE_SECONDS, engine_step.FINISH_SECONDS
-        seat.PROBE_SECONDS, engine_step.FINISH_SECONDS = self.options.probe_seconds, self.options.finish_seconds
+        seat.PROBE_SECONDS, engine_step.FINISH_SECONDS = (
+            self.options.probe_seconds,
+            self.options.finish_seconds,
+        )
         try:
             for slot in range(self.options.groups):
                 if slot not in self.options.absent:
-                    kernel.after(self.options.late.get(slot, 0.0), functools.partial(self._start, slot, 0))
+                    kernel.after(
+                        self.options.late.get(slot, 0.0), functools.partial(self._start, slot, 0)
+                    )
             for fault in self.faults:
                 kernel.after(fault.at, functools.partial(self._inject, fault))
             self._watch()
             limit = max(self.last_fault, *self.options.late.values(), 0.0) + self.bound * 4 + 60.0
-            limit += 3 * self.options.steps * self.options.round_seconds if self.config["semi_sync_method"] else 0.0
+            limit += (
+                3 * self.options.steps * self.options.round_seconds
+                if self.config["semi_sync_method"]
+                else 0.0
+            )
             went_on = kernel.run(limit)
             if kernel.missing:
                 self._problem("simulation", kernel.missing[0])
             elif not self.problems and not kernel.stopped and (self._viable() or self._job_over()):
-                text = "groups wait for ever" if not went_on else f"groups have not ended after {kernel.now:.0f} s"
+                text = (
+                    "groups wait for ever"
+                    if not went_on
+                    else f"groups have not ended after {kernel.now:.0f} s"
+                )
                 self._problem("liveness", f"{text}: {self._describe()}")
             if self.traces and any(problem.promise == "liveness" for problem in self.problems):
                 for task, place in kernel.waits():
@@ -396,9 +451,19 @@ class World(standins.World):
     def bound(self) -> float:
         """Return the seconds within which a step must be committed while nothing happens to the world."""
         config = self.config
-        waits = config["join_timeout_ms"] + config["process_group_timeout_ms"] + config["heartbeat_timeout_ms"]
+        waits = (
+            config["join_timeout_ms"]
+            + config["process_group_timeout_ms"]
+            + config["heartbeat_timeout_ms"]
+        )
         rounds = 3 * self.options.round_seconds if config["semi_sync_method"] else 0.0
-        return 30.0 + rounds + waits / 1000 + config["start_timeout_seconds"] + self.options.finish_seconds
+        return (
+            30.0
+            + rounds
+            + waits / 1000
+            + config["start_timeout_seconds"]
+            + self.options.finish_seconds
+        )
 
     def say(self, who: str, text: str) -> None:
         """Write a line of the trace."""
@@ -426,7 +491,9 @@ class World(standins.World):
         self.changed = self.disturbed = self.kernel.now
         self.undisturbed_steps = 0
 
-    def when(self, moment: str, slot: int, act: Callable[[Node], None], *, breaks: bool = True) -> None:
+    def when(
+        self, moment: str, slot: int, act: Callable[[Node], None], *, breaks: bool = True
+    ) -> None:
         """Call `act` at the next moment of a kind ("exchange", "vote", ...) of a group, or of any if `slot` is -1.
 
         Args:
@@ -467,7 +534,9 @@ class World(standins.World):
 
     def _job_over(self) -> bool:
         finished = any(group.ended == "finished" for group in self.groups.values())
-        return finished or "DivergedError" in self.gone.values()  # a person has to choose a checkpoint
+        return (
+            finished or "DivergedError" in self.gone.values()
+        )  # a person has to choose a checkpoint
 
     # What stand-ins ask
 
@@ -532,7 +601,9 @@ class World(standins.World):
         process = self.kernel.process
         node = self.ranks[process].node
         lighthouse = self.lighthouse
-        came = self.kernel.now  # which its name says, however long it has to wait for the lighthouse
+        came = (
+            self.kernel.now
+        )  # which its name says, however long it has to wait for the lighthouse
         end, pause = came + options["connect_timeout"].total_seconds(), _RECONNECT_SECONDS
         while not (lighthouse.listens and self.network.usable(node, LIGHTHOUSE)):
             if self.kernel.now >= end:
@@ -544,7 +615,9 @@ class World(standins.World):
             group.entered, group.met_from = came, self.kernel.now
             self.entered.append(group)
         address = f"http://{self.host(node)}:{len(self.managers) + 1000}"
-        server = ManagerServer(self.kernel, self.network, lighthouse, process, node, address=address, **options)
+        server = ManagerServer(
+            self.kernel, self.network, lighthouse, process, node, address=address, **options
+        )
         self.managers[address] = server
         return server
 
@@ -570,7 +643,9 @@ class World(standins.World):
         if server is None or server.gone:
             raise ConnectionRefusedError("connection refused")
 
-    def round_trip(self, address: str, token: str, seconds: float, size: int, back: str = "") -> None:
+    def round_trip(
+        self, address: str, token: str, seconds: float, size: int, back: str = ""
+    ) -> None:
         """Send bytes to a rank's state server and back.
 
         Raises:
@@ -627,7 +702,8 @@ class World(standins.World):
         assert self.folder is not None
         if max(step, 0) < (lasting := self.folder.lasting(rank.group.began)):
             self.report(
-                "no work lost", f"{rank.process.name} chooses step {step} although {lasting} was there all the time"
+                "no work lost",
+                f"{rank.process.name} chooses step {step} although {lasting} was there all the time",
             )
         self.moment("chosen", rank.node)
         self._stop_if_over()
@@ -643,7 +719,10 @@ class World(standins.World):
             return
         since = max(group.began, self.folder.settled, self.thawed.get(group.slot, 0.0))
         if group.runs and self.kernel.now - since > _CHOICE_SECONDS:
-            self.report("liveness", f"g{group.slot} has looked for a checkpoint for {self.kernel.now - since:.0f} s")
+            self.report(
+                "liveness",
+                f"g{group.slot} has looked for a checkpoint for {self.kernel.now - since:.0f} s",
+            )
         self.kernel.after(1.0, lambda: self._judge_choice(group))
 
     def told_to_drain(self, rank: Rank) -> bool:
@@ -679,7 +758,12 @@ class World(standins.World):
         what: object = type(decision.error) if isinstance(decision, GiveUp) else decision
         if position.standing is Standing.FINISHED and isinstance(decision, Wait | Done):
             what = "ends or waits"  # who left in order some ranks may not have heard: it is agreed on later
-        facts = {**vars(position), "left": None, "outcome": type(outcome).__name__, "decision": what}
+        facts = {
+            **vars(position),
+            "left": None,
+            "outcome": type(outcome).__name__,
+            "decision": what,
+        }
         self._compare_all(rank, "decides", facts)
 
     def agreed(self, rank: Rank, answer: str) -> None:
@@ -702,7 +786,11 @@ class World(standins.World):
     def saw(self, rank: Rank, event: str, fields: dict[str, Any]) -> None:
         """Take note of an event of the engine."""
         if self.traces:
-            told = " ".join(f"{name}={_short(value)}" for name, value in fields.items() if not name.endswith("seconds"))
+            told = " ".join(
+                f"{name}={_short(value)}"
+                for name, value in fields.items()
+                if not name.endswith("seconds")
+            )
             self.say(rank.process.name, f"{event} {told}")
         if event == "joined":
             rank.group.members = frozenset(self.groups[slot] for slot in fields["participants"])
@@ -718,7 +806,9 @@ class World(standins.World):
             self.moment("outside", rank.node)
         if event == "link_back":
             rank.group.met_from = self.kernel.now
-        rank.told_why |= event in ("hung", "rank_silent") or (event == "drained" and not fields["in_order"])
+        rank.told_why |= event in ("hung", "rank_silent") or (
+            event == "drained" and not fields["in_order"]
+        )
         if event in ("heal_started", "heal_finished"):
             self.progressed = self.kernel.now
         if event in ("heal_started", "heal_failed", "catch_up_waiting"):
@@ -729,7 +819,10 @@ class World(standins.World):
             self._judge_abandoned(rank, fields["reason"])
         if event == "rolled_back":
             if lost := rank.unreplayed:
-                self.report("no state given up", f"{rank.process.name} rolls back with {lost} updates not replayed")
+                self.report(
+                    "no state given up",
+                    f"{rank.process.name} rolls back with {lost} updates not replayed",
+                )
             self._judge_loss(rank, int(fields["step"]), event)
         elif event == "digest_mismatch":
             self._judge_mismatch(rank, fields)
@@ -739,11 +832,16 @@ class World(standins.World):
         most = self.options.room or math.inf
         slow = "to replay" in reason and rank.unreplayed > 1
         if not slow and rank.queued < most:
-            self.report("no stall for a joiner", f"{rank.process.name}: {event} with {rank.queued} updates")
+            self.report(
+                "no stall for a joiner", f"{rank.process.name}: {event} with {rank.queued} updates"
+            )
         if event == "catch_up_renewed":
             rank.renewals += 1
             if rank.renewals > 1:
-                self.report("no stall for a joiner", f"{rank.process.name} fetches a newer state again and again")
+                self.report(
+                    "no stall for a joiner",
+                    f"{rank.process.name} fetches a newer state again and again",
+                )
         if self.options.ranks > 1:
             self._compare(rank, "ends its queue by", event)
 
@@ -751,13 +849,19 @@ class World(standins.World):
         """A group that others wait for in an exchange, since it has joined and trains, must not let that break."""
         # A quorum is asked for one step ahead: who is in it may have gone meanwhile.
         step = 1.6 * self.options.compute_seconds * max(self.options.speeds, default=1.0)
-        quiet = self.kernel.now - self.disturbed > self.config["process_group_timeout_ms"] / 1000 + step + 2.0
+        quiet = (
+            self.kernel.now - self.disturbed
+            > self.config["process_group_timeout_ms"] / 1000 + step + 2.0
+        )
         at_work = all(group.runs for group in self.groups.values() if not group.over)
         # What is left of a broken connection, or of a NaN, is seen in the next exchange, which may be long after it.
-        ends_only = all(type(fault).__name__ in ("Kill", "KillGroups", "DrainGroup") for fault in self.faults)
+        ends_only = all(
+            type(fault).__name__ in ("Kill", "KillGroups", "DrainGroup") for fault in self.faults
+        )
         if self.config["semi_sync_method"] and quiet and at_work and ends_only:
             self.report(
-                "no stall for a joiner", f"an exchange of {rank.process.name} breaks though nothing has happened"
+                "no stall for a joiner",
+                f"an exchange of {rank.process.name} breaks though nothing has happened",
             )
 
     def tell_to_leave(self, group: GroupRun, ranks: Collection[int], comes_back: bool) -> None:
@@ -770,7 +874,10 @@ class World(standins.World):
         group.told |= set(ranks)
         group.comes_back = comes_back
         for number in ranks:
-            self.kernel.after(0.05 * self.kernel.rng.random(), functools.partial(self._terminate, group.ranks[number]))
+            self.kernel.after(
+                0.05 * self.kernel.rng.random(),
+                functools.partial(self._terminate, group.ranks[number]),
+            )
 
     def _terminate(self, rank: Rank) -> None:
         rank.voted_when_told = rank.voted
@@ -784,30 +891,49 @@ class World(standins.World):
         thawed = self.thawed.get(rank.slot, 0.0) >= since
         if rank.process.runs and not thawed:
             seconds = self.kernel.now - since
-            self.report("liveness", f"{rank.process.name} is there {seconds:.0f} s after it was told to leave")
+            self.report(
+                "liveness",
+                f"{rank.process.name} is there {seconds:.0f} s after it was told to leave",
+            )
 
     def _judge_abandoned(self, rank: Rank, reason: str) -> None:
         """A group that was told to leave ends its step first, unless something keeps it from that."""
         group = rank.group
         if "another rank" in reason:
-            fair = any(other.abandoned or other.process.dead for other in group.ranks if other is not rank)
+            fair = any(
+                other.abandoned or other.process.dead for other in group.ranks if other is not rank
+            )
         elif "had not begun" in reason:
             fair = not rank.voted_when_told  # it may vote while it says its last words
         else:
             # Alone it needs an answer of the lighthouse, and outside of the quorum not even that.
             lonely = sum(other.runs for other in self.groups.values()) < self.options.min_replicas
-            lately = self.kernel.now - self.changed < self.config["drain_timeout_seconds"] - _BREAK_SECONDS
-            fair = lately or lonely or self._waits_for_last_steps(rank) or not group.runs or not self._reaches(group)
+            lately = (
+                self.kernel.now - self.changed
+                < self.config["drain_timeout_seconds"] - _BREAK_SECONDS
+            )
+            fair = (
+                lately
+                or lonely
+                or self._waits_for_last_steps(rank)
+                or not group.runs
+                or not self._reaches(group)
+            )
         rank.abandoned = True
         if not fair:
-            self.report("no work lost", f"{rank.process.name} ends without having left in order: {reason}")
+            self.report(
+                "no work lost", f"{rank.process.name} ends without having left in order: {reason}"
+            )
 
     def _waits_for_last_steps(self, rank: Rank) -> bool:
         """Say whether a group waits in the exchange for others that make the last step of their round, a long one.
 
         They have asked for the quorum at its beginning. Who left the exchange would cost them another one all the same.
         """
-        options, left = self.options, (1 - drain.WAITING_SHARE) * self.config["drain_timeout_seconds"]
+        options, left = (
+            self.options,
+            (1 - drain.WAITING_SHARE) * self.config["drain_timeout_seconds"],
+        )
         longest = 1.2 * options.compute_seconds * max(options.speeds, default=1.0)
         return bool(self.config["semi_sync_method"]) and rank.in_exchange and longest > left
 
@@ -821,7 +947,10 @@ class World(standins.World):
     def committed(self, rank: Rank, step: int, participants: list[int]) -> None:
         """Take note of a commit."""
         if self.traces:
-            self.say(rank.process.name, f"commits step {step} of groups {participants}, {rank.state.peek()[:8]}")
+            self.say(
+                rank.process.name,
+                f"commits step {step} of groups {participants}, {rank.state.peek()[:8]}",
+            )
         self.commits += 1
         if self.folder is not None and not rank.state.tainted:
             self.folder.keep(rank.number, rank.state.copy(*rank.held))
@@ -850,7 +979,11 @@ class World(standins.World):
         in_time = math.ceil(min(limit / options.compute_seconds, options.round_steps))
         steps = in_time - 1 - self.config["fragment_sync_delay"]
         fits = fetch < min(steps * options.compute_seconds, limit)
-        fetching = 0 if fits else 1 + int(fetch / min(options.round_steps * options.compute_seconds, limit))  # rounds
+        fetching = (
+            0
+            if fits
+            else 1 + int(fetch / min(options.round_steps * options.compute_seconds, limit))
+        )  # rounds
         short = self.furthest == options.steps and options.last_steps > 0
         joining = sum(group.missed is not None and group.runs for group in self.groups.values())
         for group in self.groups.values():
@@ -859,8 +992,15 @@ class World(standins.World):
             if group.missed is None or group.entered is None or not group.runs or group.ended:
                 continue
             group.missed += 1
-            quiet = not short and self.disturbed <= group.entered and self.network.calm and self.lighthouse.listens
-            quiet &= not self.flipped  # whose bytes are not the agreed ones is asked once more, a round later
+            quiet = (
+                not short
+                and self.disturbed <= group.entered
+                and self.network.calm
+                and self.lighthouse.listens
+            )
+            quiet &= (
+                not self.flipped
+            )  # whose bytes are not the agreed ones is asked once more, a round later
             if quiet and group.missed > (1 + fetching) * joining + group.failed_heals:
                 text = f"g{group.slot} has had no part in the {group.missed} rounds since it came"
                 self.report("no stall for a joiner", text)
@@ -895,7 +1035,9 @@ class World(standins.World):
         every, folder = self.options.save_every, self.folder
         if not every or folder is None:
             return
-        if self.kernel.now - self._judged_saves > _PAUSE_SECONDS:  # a group hung: who takes over does so at a commit
+        if (
+            self.kernel.now - self._judged_saves > _PAUSE_SECONDS
+        ):  # a group hung: who takes over does so at a commit
             self._saves_since = self.kernel.now
         self._judged_saves = self.kernel.now
         if step % every == 0:
@@ -905,18 +1047,28 @@ class World(standins.World):
         for due, since in self.due.items():
             late = self.kernel.now - max(since, self.calm_since, self._saves_since) > patience
             if folder.latest < due <= step - 3 and self.undisturbed_steps > 3 and late:
-                self.report("no work lost", f"nobody has saved step {due}, due for {self.kernel.now - since:.1f} s")
+                self.report(
+                    "no work lost",
+                    f"nobody has saved step {due}, due for {self.kernel.now - since:.1f} s",
+                )
 
     def heals(self, rank: Rank, computed: bool) -> None:
         """Take note that a rank is behind; `computed`: it throws the gradients of a step away."""
         self.moment("healing", rank.node)
-        if computed and rank.ready and not rank.state.tainted and not self.config["semi_sync_method"]:
+        if (
+            computed
+            and rank.ready
+            and not rank.state.tainted
+            and not self.config["semi_sync_method"]
+        ):
             self._judge_lost_work(rank)
         rank.ready = False
         if rank.group.heals_since is None:
             rank.group.heals_since = self.kernel.now
             rank.group.former_heal_broke, rank.group.heal_broke = rank.group.heal_broke, False
-            self.kernel.after(self._patience, functools.partial(self._judge_stall, rank.group, self.kernel.now))
+            self.kernel.after(
+                self._patience, functools.partial(self._judge_stall, rank.group, self.kernel.now)
+            )
 
     def lost_steps(self, rank: Rank, number: int, ahead: bool, before: int) -> None:
         """Look why the steps that a rank had made in the round under way are in no update, now that it has healed.
@@ -934,14 +1086,20 @@ class World(standins.World):
         """
         now = {id(update) for update in self.oracle.path(rank.held[1])}
         forsaken = any(
-            update.parent == before and rank.slot in (update.participants or ()) and id(update) not in now
+            update.parent == before
+            and rank.slot in (update.participants or ())
+            and id(update) not in now
             for update in self.oracle.chain.values()
         )
         own = rank.slot in self.thawed or any(fault.concerns(rank.slot) for fault in self.faults)
         own |= rank.group.was_outside or rank.group.rolled_back or rank.group.former_heal_broke
         self.say(rank.process.name, f"has lost {number} steps" + (", was ahead" if ahead else ""))
-        if not (own or ahead or forsaken or rank.slot in self.flipped or rank.group.missed is not None):
-            self.report("no work lost", f"{rank.process.name} heals and loses {number} steps of its round")
+        if not (
+            own or ahead or forsaken or rank.slot in self.flipped or rank.group.missed is not None
+        ):
+            self.report(
+                "no work lost", f"{rank.process.name} heals and loses {number} steps of its round"
+            )
 
     @property
     def _patience(self) -> float:
@@ -954,7 +1112,12 @@ class World(standins.World):
     def _judge_stall(self, group: GroupRun, heal: float) -> None:
         """Look whether the others train on while a group heals since `heal`, however long its transfer takes."""
         now = self.kernel.now
-        if group.over or group.heals_since != heal or self._job_over() or self.furthest >= self.options.steps:
+        if (
+            group.over
+            or group.heals_since != heal
+            or self._job_over()
+            or self.furthest >= self.options.steps
+        ):
             return
         if group.others_wait or not self._trains_on():
             self.undisturbed_steps = 0
@@ -970,8 +1133,15 @@ class World(standins.World):
         """Say whether enough groups hold the job's state, and nothing slows any group or link down."""
         groups = [group for group in self.groups.values() if not group.over and not group.ended]
         ready = sum(group.ready and group.heals_since is None for group in groups)
-        at_work = all(group.runs and not any(rank.slowness for rank in group.ranks) for group in groups)
-        return at_work and ready >= self.config["min_replica_size"] and self.lighthouse.listens and self.network.calm
+        at_work = all(
+            group.runs and not any(rank.slowness for rank in group.ranks) for group in groups
+        )
+        return (
+            at_work
+            and ready >= self.config["min_replica_size"]
+            and self.lighthouse.listens
+            and self.network.calm
+        )
 
     def _judge_lost_work(self, rank: Rank) -> None:
         """One group ahead must not cost the work of more that are ready one step behind it, but at the very end."""
@@ -982,17 +1152,27 @@ class World(standins.World):
         holders = [
             group
             for group in members
-            if all(other.ready or other.position.standing is Standing.READY for other in group.ranks)
+            if all(
+                other.ready or other.position.standing is Standing.READY for other in group.ranks
+            )
         ]
         held = [group.ranks[rank.number].held for group in holders]
         # One that has healed for this very round has computed nothing yet.
         rear = sum(
-            group.runs and group.ranks[rank.number].computed and group.ranks[rank.number].held == rank.held
+            group.runs
+            and group.ranks[rank.number].computed
+            and group.ranks[rank.number].held == rank.held
             for group in holders
         )
         ahead = sum(step == rank.held[0] + 1 for step, _ in held)
-        if rear > ahead > 0 and held.count(rank.held) + ahead == len(held) and rank.held[0] + 1 < self.options.steps:
-            self.report("no work lost", f"g{rank.slot} heals, one of {rear} groups one step behind {ahead}")
+        if (
+            rear > ahead > 0
+            and held.count(rank.held) + ahead == len(held)
+            and rank.held[0] + 1 < self.options.steps
+        ):
+            self.report(
+                "no work lost", f"g{rank.slot} heals, one of {rear} groups one step behind {ahead}"
+            )
 
     def made_round(self, rank: Rank, made: Round) -> None:
         """Take note of a round that worked on all ranks of a group, before anything follows from it."""
@@ -1001,9 +1181,12 @@ class World(standins.World):
         rank.ahead = own.has_state and own.step > made.verdict.step
         rank.tied = rank.tied and made.verdict.tie
         # One with steps left may give what it has of former rounds, and no token of this one.
-        if rank.sent and not any((row.valid_tokens or row.unfinished) and not row.holding_back for row in made.rows):
+        if rank.sent and not any(
+            (row.valid_tokens or row.unfinished) and not row.holding_back for row in made.rows
+        ):
             self.report(
-                "no idle traffic", f"{rank.process.name} has sent gradients in a round to which nobody gave any"
+                "no idle traffic",
+                f"{rank.process.name} has sent gradients in a round to which nobody gave any",
             )
         verdict = made.verdict
         is_shown = own.donor < 0 or own.from_step == verdict.step  # what it asks for, or fetches
@@ -1011,21 +1194,34 @@ class World(standins.World):
             # With fewer holders that show sound bytes than others, or without any, nobody can tell which are right.
             held = [row.slot for row in made.rows if row.has_state and row.step == verdict.step]
             groups = [self.groups[slot] for slot in held]
-            sound = [group.slot for group in groups if not any(rank.state.shown for rank in group.ranks)]
+            sound = [
+                group.slot for group in groups if not any(rank.state.shown for rank in group.ranks)
+            ]
             self.sound[rank] = (sound if 2 * len(sound) >= len(held) else [], own.donor)
 
     def silenced(self, group: GroupRun, ranks: list[Rank], seconds: float) -> None:
         """Look in a while whether a group still looks alive although its first host hears nothing of another one."""
-        if not group.ready or group.ranks[0] in ranks or not all(rank.is_built for rank in group.ranks):
+        if (
+            not group.ready
+            or group.ranks[0] in ranks
+            or not all(rank.is_built for rank in group.ranks)
+        ):
             return
         since, patience = self.kernel.now, 2 * self.config["heartbeat_timeout_ms"] / 1000
 
         def look() -> None:
             first = group.ranks[0]
-            looks_alive = not group.over and first.process.runs and not any(rank.ended for rank in group.ranks)
+            looks_alive = (
+                not group.over
+                and first.process.runs
+                and not any(rank.ended for rank in group.ranks)
+            )
             thawed = self.thawed.get(group.slot, 0.0) >= since
             if looks_alive and not thawed:
-                self.report("liveness", f"g{group.slot} still beats {longest:.0f} s after one of its hosts fell silent")
+                self.report(
+                    "liveness",
+                    f"g{group.slot} still beats {longest:.0f} s after one of its hosts fell silent",
+                )
 
         # It is seen when it is silent for the whole patience, at the next look, after looks that came late.
         longest = 3 * patience + 0.5
@@ -1038,7 +1234,12 @@ class World(standins.World):
         self.disturb()
 
         def look() -> None:
-            quiet = self.disturbed == since and self.network.calm and self.lighthouse.listens and not self._job_over()
+            quiet = (
+                self.disturbed == since
+                and self.network.calm
+                and self.lighthouse.listens
+                and not self._job_over()
+            )
             # Nobody has a new quorum while the others sit out an exchange with one that hangs.
             at_work = quiet and not any(
                 rank.slowness or rank.hangs or rank.process.frozen
@@ -1047,10 +1248,13 @@ class World(standins.World):
             )
             met = group.runs and not group.ended and not group.told and group.met_from < since
             names = self.lighthouse.quorum[1]
-            if at_work and met and names and not any(int(name.split("/")[1]) == group.slot for name in names):
-                text = (
-                    f"g{group.slot} is left out of the others' quorum {self.kernel.now - since:.0f} s after it thawed"
-                )
+            if (
+                at_work
+                and met
+                and names
+                and not any(int(name.split("/")[1]) == group.slot for name in names)
+            ):
+                text = f"g{group.slot} is left out of the others' quorum {self.kernel.now - since:.0f} s after it thawed"
                 self.report("liveness", text)
 
         if group.ready and group.heals_since is None:
@@ -1066,9 +1270,14 @@ class World(standins.World):
         self.undisturbed_steps = 0  # before it, perhaps too few held the state
         rank.group.heals_since, rank.group.others_wait = None, False
         sound, donor = self.sound.pop(rank, ([], -1))
-        if sound and rank.state.inherited and self.oracle.is_corrupt(rank.number, rank.state, donor in sound):
+        if (
+            sound
+            and rank.state.inherited
+            and self.oracle.is_corrupt(rank.number, rank.state, donor in sound)
+        ):
             self.report(
-                "one trajectory", f"g{rank.slot} has a corrupt state from its donor, {sound} had shown a sound one"
+                "one trajectory",
+                f"g{rank.slot} has a corrupt state from its donor, {sound} had shown a sound one",
             )
 
     def rank_ended(self, rank: Rank) -> None:
@@ -1077,7 +1286,10 @@ class World(standins.World):
         assert ended is not None
         self.say(rank.process.name, f"{ended.how} at step {ended.step}, {ended.digest[:8]}")
         if ended.how == "finished" and ended.step != self.options.steps:
-            self.report("counters", f"{rank.process.name} has finished at step {ended.step} of {self.options.steps}")
+            self.report(
+                "counters",
+                f"{rank.process.name} has finished at step {ended.step} of {self.options.steps}",
+            )
         group = rank.group
         self._compare(rank, "ends", (ended.how, ended.step, ended.lineage))
         if group.ended == "drained" and not group.comes_back:
@@ -1087,7 +1299,9 @@ class World(standins.World):
         if self.final is None and group.ended == "finished":
             # Who is not with the group that finishes first, or cannot reach it, has been given up and is too late. So
             # has who has come since: after a freeze that group's last round may be one of long ago.
-            self.final = {other for other in group.members if other.stays and self._linked(group, other)}
+            self.final = {
+                other for other in group.members if other.stays and self._linked(group, other)
+            }
             self.final.add(group)
         self._judge_end(rank)
 
@@ -1101,8 +1315,14 @@ class World(standins.World):
             return
         self.left = max(self.left, min(rank.held[0] for rank in group.ranks))
         others = [other for other in self.groups.values() if other.alive and not other.ended]
-        at_work = all(other.runs and not any(rank.slowness for rank in other.ranks) for other in others)
-        quiet = self.struck < self.told_first - _SETTLED_SECONDS and self.network.calm and self.lighthouse.listens
+        at_work = all(
+            other.runs and not any(rank.slowness for rank in other.ranks) for other in others
+        )
+        quiet = (
+            self.struck < self.told_first - _SETTLED_SECONDS
+            and self.network.calm
+            and self.lighthouse.listens
+        )
         odd = group.was_outside or any(rank.state.tainted for rank in group.ranks)
         if any(other.ready for other in others) or odd or not (at_work and quiet):
             return
@@ -1120,17 +1340,24 @@ class World(standins.World):
         dead = [rank for rank in group.ranks if rank.process.dead]
         for rank in dead:
             if rank.process.exited and not (rank.ended or rank.told_why):
-                self.report("nothing silent", f"{rank.process.name} ends itself and has not told why")
+                self.report(
+                    "nothing silent", f"{rank.process.name} ends itself and has not told why"
+                )
         left = [rank.number for rank in group.ranks if rank.ended]
         stuck = [rank.number for rank in dead if rank.process.exited and not rank.ended]
         if left and stuck:
-            self.report("ranks never part", f"g{group.slot}: ranks {left} have left in order, {stuck} had to end")
+            self.report(
+                "ranks never part",
+                f"g{group.slot}: ranks {left} have left in order, {stuck} had to end",
+            )
         # One that has its final state may still be killed, or find at its end that a sibling is silent.
         if not all(rank.returned for rank in dead):
             group.ended_at = self.kernel.now
             self.say("launch", f"sees an end in group {group.slot}")
             group.over = True
-            self.kernel.after(0.02 + 0.2 * self.kernel.rng.random(), lambda: self._end_others(group))
+            self.kernel.after(
+                0.02 + 0.2 * self.kernel.rng.random(), lambda: self._end_others(group)
+            )
         elif len(dead) == len(group.ranks):
             group.over = True
             if group.ended == "drained" and group.slot not in self.gone:
@@ -1149,25 +1376,32 @@ class World(standins.World):
             return
         low, high = self.options.restart_seconds
         self.kernel.after(
-            low + (high - low) * self.kernel.rng.random(), lambda: self._start(group.slot, group.attempt + 1)
+            low + (high - low) * self.kernel.rng.random(),
+            lambda: self._start(group.slot, group.attempt + 1),
         )
 
     # Judging
 
     def _crashed(self, crash: Crash) -> None:
         process, error = crash.task.process, crash.error
-        self.say(process.name, f"{crash.task.name} ends by {type(error).__name__}: {str(error)[:160]}")
+        self.say(
+            process.name, f"{crash.task.name} ends by {type(error).__name__}: {str(error)[:160]}"
+        )
         rank = self.ranks[process]
         if self._may_end(rank, crash):
             if isinstance(error, ReplicaError) and not re.fullmatch(_CLEAR, str(error)):
-                self.report("nothing silent", f"{process.name} ends by {type(error).__name__}: {str(error)!r}")
+                self.report(
+                    "nothing silent",
+                    f"{process.name} ends by {type(error).__name__}: {str(error)!r}",
+                )
             if not getattr(crash.error, "restart", True):
                 self.gone[rank.slot] = type(crash.error).__name__
             process.end()
             self._stop_if_over()
         else:
             self.report(
-                "no state given up", f"{process.name} ({crash.task.name}) ends by {type(error).__name__}: {error}"
+                "no state given up",
+                f"{process.name} ({crash.task.name}) ends by {type(error).__name__}: {error}",
             )
 
     def _may_end(self, rank: Rank, crash: Crash) -> bool:
@@ -1192,8 +1426,15 @@ class World(standins.World):
     def _too_few(self, rank: Rank) -> bool:
         """Say whether a rank that waits for the first step has met too few groups, and there were no others to meet."""
         least = self.config["min_replica_size"]
-        others = [group for group in self.groups.values() if group is not rank.group and self._can_be_met(group)]
-        return len(rank.met) < least and self._how_many_go_on([rank.group, *others], rank.group) < least
+        others = [
+            group
+            for group in self.groups.values()
+            if group is not rank.group and self._can_be_met(group)
+        ]
+        return (
+            len(rank.met) < least
+            and self._how_many_go_on([rank.group, *others], rank.group) < least
+        )
 
     def _can_be_met(self, group: GroupRun) -> bool:
         """Say whether nothing keeps a group from meeting others, and has not for a while."""
@@ -1210,14 +1451,20 @@ class World(standins.World):
         As the engine has it (docs/failures.md): as many holders of the job's state as possible, then as many groups. A
         larger part without that state could only begin the job anew. A tie decides who goes on, not how many.
         """
-        claims = {group: min(rank.position.claimed_step for rank in group.ranks) for group in groups}
+        claims = {
+            group: min(rank.position.claimed_step for rank in group.ranks) for group in groups
+        }
         latest = max(claims.values(), default=0)
         holders = {group for group in groups if claims[group] >= max(latest - 1, min(latest, 1))}
         reach = networkx.Graph()
         reach.add_nodes_from(groups)
-        reach.add_edges_from(pair for pair in itertools.combinations(groups, 2) if self._linked(*pair))
+        reach.add_edges_from(
+            pair for pair in itertools.combinations(groups, 2) if self._linked(*pair)
+        )
         parts = [part for part in networkx.find_cliques(reach) if own is None or own in part]
-        return max(((len(holders.intersection(part)), len(part)) for part in parts), default=(0, 0))[1]
+        return max(
+            ((len(holders.intersection(part)), len(part)) for part in parts), default=(0, 0)
+        )[1]
 
     def _reaches(self, group: GroupRun) -> bool:
         return self.lighthouse.listens and self.network.usable((group.slot, 0), LIGHTHOUSE)
@@ -1260,32 +1507,47 @@ class World(standins.World):
         if holders and not self._job_over():
             slots = [group.slot for group in holders]
             self.report(
-                "no state given up", f"{rank.process.name}: {what} at step {step} while groups {slots} hold more"
+                "no state given up",
+                f"{rank.process.name}: {what} at step {step} while groups {slots} hold more",
             )
 
     def _judge_mismatch(self, rank: Rank, fields: dict[str, Any]) -> None:
         """A state that nobody has changed must not be outvoted by one that somebody has."""
         minority = set(fields.get("minority", ()))
         lineages = fields.get("lineages", {})
-        tainted = {slot: self._is_tainted(slot) for slot in fields.get("digests", {}) if slot in self.groups}
+        tainted = {
+            slot: self._is_tainted(slot)
+            for slot in fields.get("digests", {})
+            if slot in self.groups
+        }
         rank.tied = len(minority) == len(tainted) and any(
-            2 * len(corrupt) >= len(alike) for corrupt, alike in self._split(fields, tainted) if corrupt
+            2 * len(corrupt) >= len(alike)
+            for corrupt, alike in self._split(fields, tainted)
+            if corrupt
         )
         for slot in minority:
             majority = [
-                other for other in tainted if other not in minority and lineages.get(other) == lineages.get(slot)
+                other
+                for other in tainted
+                if other not in minority and lineages.get(other) == lineages.get(slot)
             ]
             if not tainted.get(slot, True) and any(tainted[other] for other in majority):
-                self.report("one trajectory", f"g{slot} is sound, and outvoted by corrupt groups {majority}")
+                self.report(
+                    "one trajectory", f"g{slot} is sound, and outvoted by corrupt groups {majority}"
+                )
 
-    def _split(self, fields: dict[str, Any], tainted: dict[int, bool]) -> Iterator[tuple[set[int], set[int]]]:
+    def _split(
+        self, fields: dict[str, Any], tainted: dict[int, bool]
+    ) -> Iterator[tuple[set[int], set[int]]]:
         """Yield who of the groups that had the same update last is corrupt, and all of them that showed their bytes.
 
         Corrupt by a fault, or loaded from what such a group has saved; not by a donor: no group may come to that.
         """
         lineages, digests = fields.get("lineages", {}), fields.get("digests", {})
         for lineage in sorted(set(lineages.values())):
-            shown = {slot for slot in tainted if lineages.get(slot) == lineage and int(digests[slot], 16)}
+            shown = {
+                slot for slot in tainted if lineages.get(slot) == lineage and int(digests[slot], 16)
+            }
             # Who has yet to begin has it from a checkpoint, which beside those that train is a witness only for bytes
             # that none of them shows.
             ready = {slot for slot in shown if all(rank.ready for rank in self.groups[slot].ranks)}
@@ -1308,9 +1570,20 @@ class World(standins.World):
             return
         for other in finished:
             assert other.ended is not None
-            if ended.how == "finished" and other.number == rank.number and other.ended.digest != ended.digest:
-                self.report("one trajectory", f"g{rank.slot} and g{other.slot} have finished with other bytes")
-        if ended.how == "finished" and self.oracle.is_corrupt(rank.number, rank.state) and not self._corruption_wins():
+            if (
+                ended.how == "finished"
+                and other.number == rank.number
+                and other.ended.digest != ended.digest
+            ):
+                self.report(
+                    "one trajectory",
+                    f"g{rank.slot} and g{other.slot} have finished with other bytes",
+                )
+        if (
+            ended.how == "finished"
+            and self.oracle.is_corrupt(rank.number, rank.state)
+            and not self._corruption_wins()
+        ):
             self.report("one trajectory", f"{rank.process.name} has finished with a corrupt state")
         self._stop_if_over()
 
@@ -1372,7 +1645,9 @@ class World(standins.World):
         words = []
         for slot, group in sorted(self.groups.items()):
             for rank in group.ranks:
-                state = "dead" if rank.process.dead else "frozen" if rank.process.frozen else "lives"
+                state = (
+                    "dead" if rank.process.dead else "frozen" if rank.process.frozen else "lives"
+                )
                 if rank.ended:
                     state = rank.ended.how
                 words.append(f"g{slot}r{rank.number} {state} at {rank.held[0]}")

@@ -61,7 +61,11 @@ PartitionName=drill Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 def why_not() -> str:
     """Return why no Slurm can be started here; empty if one can."""
-    missing = [name for name in NEEDED if shutil.which(name, path=f"{os.environ.get('PATH', '')}:{_PATH}") is None]
+    missing = [
+        name
+        for name in NEEDED
+        if shutil.which(name, path=f"{os.environ.get('PATH', '')}:{_PATH}") is None
+    ]
     if missing:
         return f"no {', '.join(missing)} (Debian's packages slurm-wlm and munge)"
     return "" if os.geteuid() == 0 else "a Slurm of the test's own needs root"
@@ -94,7 +98,9 @@ class Cluster:
         ]
         for name in ("state", *(f"spool-{name}" for name in self.nodes)):
             (folder / name).mkdir()
-        text = _CONF.format(host=host, controller_port=ports[0], folder=folder, nodes="\n".join(lines))
+        text = _CONF.format(
+            host=host, controller_port=ports[0], folder=folder, nodes="\n".join(lines)
+        )
         (folder / "slurm.conf").write_text(text)
         folder.chmod(0o755)
 
@@ -104,7 +110,9 @@ class Cluster:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
         files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("pid", "log", "seed")]
-        self._start("munged", "--foreground", "--force", f"--socket={munge}", f"--key-file={key}", *files)
+        self._start(
+            "munged", "--foreground", "--force", f"--socket={munge}", f"--key-file={key}", *files
+        )
         self.wait_until(munge.exists, 20, "munge listens")
         self._start("slurmctld", "-D")
         for name in self.nodes:
@@ -146,14 +154,21 @@ class Cluster:
 
     def run(self, *command: str, **more: Any) -> str:
         """Run one of Slurm's commands; returns what it prints."""
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60, check=False, **more)
+        done = subprocess.run(
+            command, env=self.env, capture_output=True, text=True, timeout=60, check=False, **more
+        )
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}{done.stdout}"
         return done.stdout
 
     def states(self) -> dict[str, str]:
         """Return the state of each node."""
         done = subprocess.run(
-            ["sinfo", "-N", "-h", "-o", "%N %t"], env=self.env, capture_output=True, text=True, timeout=60, check=False
+            ["sinfo", "-N", "-h", "-o", "%N %t"],
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         return dict(line.split() for line in done.stdout.splitlines())
 
@@ -188,5 +203,10 @@ class Cluster:
         assert path is not None
         log = (self.folder / f"{key or program}.out").open("ab")
         self._processes[key or program] = subprocess.Popen(
-            [path, *arguments], env=self.env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            [path, *arguments],
+            env=self.env,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )

@@ -82,7 +82,16 @@ class Drill:
             str(self.paths.root),
         ]
         config = REPOSITORY / "configs" / "llama3_debug.toml"
-        said = cluster.run("bash", "slurm/submit.sh", "--config", str(config), *options, "--", *FLAGS, cwd=REPOSITORY)
+        said = cluster.run(
+            "bash",
+            "slurm/submit.sh",
+            "--config",
+            str(config),
+            *options,
+            "--",
+            *FLAGS,
+            cwd=REPOSITORY,
+        )
         assert f"titan-ft top {self.paths.root}" in said
         self.array = (self.paths.root / "slurm" / "jobs").read_text().split()[0]
 
@@ -113,15 +122,21 @@ class Drill:
             return self.cluster.wait_until(condition, seconds, what)
         except AssertionError as error:
             logs = sorted((self.paths.root / "logs").glob("*.log"))
-            tails = "".join(f"\n--- {log}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
-            raise AssertionError(f"{error}\n{self.cluster.jobs()}\n{self.cluster.states()}{tails}") from None
+            tails = "".join(
+                f"\n--- {log}\n{log.read_text(errors='replace')[-3000:]}" for log in logs
+            )
+            raise AssertionError(
+                f"{error}\n{self.cluster.jobs()}\n{self.cluster.states()}{tails}"
+            ) from None
 
     def wait_for_all(self, what: str) -> None:
         """Wait for a step of all groups that is later than the last one there is now."""
         last = max((event.step for event in self.of(ev.StepCommitted)), default=0)
         everybody = list(range(GROUPS))
         self.wait_until(
-            lambda: any(e.step > last and e.participants == everybody for e in self.of(ev.StepCommitted)),
+            lambda: any(
+                e.step > last and e.participants == everybody for e in self.of(ev.StepCommitted)
+            ),
             f"a step of all groups {what}",
         )
 
@@ -169,10 +184,14 @@ def test_a_group_that_lost_an_agent_is_requeued(folder: Path) -> None:
         (folder / "token").write_text("a secret of this run")
         cluster.env["RUN"] = str(folder)
         script = [str(batch / "replicas.sbatch"), str(batch), str(agent), str(folder)]
-        submitted = cluster.run("sbatch", "--parsable", "--nodes=2", f"--output={folder}/out", *script)
+        submitted = cluster.run(
+            "sbatch", "--parsable", "--nodes=2", f"--output={folder}/out", *script
+        )
         cluster.wait_until(lambda: (folder / "life--1").exists(), 60, "both agents run")
         shown = ["scontrol", "show", "job", submitted.strip()]
-        cluster.wait_until(lambda: "Restarts=1 " in cluster.run(*shown), 120, "the group is requeued")
+        cluster.wait_until(
+            lambda: "Restarts=1 " in cluster.run(*shown), 120, "the group is requeued"
+        )
         assert "killed with its agent" in (folder / "out").read_text()
     finally:
         cluster.close()
@@ -183,7 +202,10 @@ def test_drill(drill: Drill) -> None:
     cluster = drill.cluster
 
     def is_back(replica: int, attempt: int) -> bool:
-        return any(e.replica == replica and e.attempt >= attempt and e.contributed for e in drill.of(ev.StepCommitted))
+        return any(
+            e.replica == replica and e.attempt >= attempt and e.contributed
+            for e in drill.of(ev.StepCommitted)
+        )
 
     cluster.run("scancel", "--signal=KILL", f"{drill.job(1)['id']}.0")
     drill.wait_until(lambda: is_back(1, 1), "group 1 is back after a kill")
@@ -204,7 +226,9 @@ def test_drill(drill: Drill) -> None:
     moment = time.time()
     cluster.lose_node(house["node"])
     drill.wait_until(
-        lambda: any(e.job == standby["id"] and e.time > moment for e in drill.of(ev.LighthouseMoved)),
+        lambda: any(
+            e.job == standby["id"] and e.time > moment for e in drill.of(ev.LighthouseMoved)
+        ),
         "the groups follow to the standby",
     )
     drill.wait_for_all("after the lighthouse's node was lost")
@@ -217,7 +241,9 @@ def test_drill(drill: Drill) -> None:
     # Twice on one host, and by its agent the group is not started there a third time.
     suspected = drill.job(1)["node"]
     for _ in range(2):
-        worker = max((e for e in drill.of(ev.WorkerStarted) if e.replica == 1), key=lambda e: e.attempt)
+        worker = max(
+            (e for e in drill.of(ev.WorkerStarted) if e.replica == 1), key=lambda e: e.attempt
+        )
         drill.wait_until(lambda attempt=worker.attempt: is_back(1, attempt), "group 1 trains")
         os.kill(worker.pid, signal.SIGKILL)
         drill.wait_until(
@@ -234,7 +260,10 @@ def test_drill(drill: Drill) -> None:
 
     replica = 0
     attempt = max(e.attempt for e in drill.of(ev.WorkerStarted) if e.replica == replica) + 1
-    minutes = int(cluster.run("squeue", "-h", "-j", drill.job(0)["id"], "-o", "%M").rsplit(":", 2)[-2]) + 2
+    minutes = (
+        int(cluster.run("squeue", "-h", "-j", drill.job(0)["id"], "-o", "%M").rsplit(":", 2)[-2])
+        + 2
+    )
     cluster.run("scontrol", "update", f"JobId={drill.job(0)['id']}", f"TimeLimit={minutes}")
     drill.wait_until(lambda: is_back(0, attempt), "group 0 is back after its time limit")
     cluster.run("scontrol", "update", f"JobId={drill.job(0)['id']}", "TimeLimit=60")
@@ -246,12 +275,18 @@ def test_drill(drill: Drill) -> None:
     assert len({e.digest for e in drill.of(ev.TrainingFinished)}) == 1
     checked = drill.command("check", "--json")
     # Of the rest, one needs a run to compare with, and one compares with the speed after the gate was opened.
-    verdicts = {found["promise"]: found["verdict"] for found in checked["judgements"] if found["promise"] not in (1, 5)}
+    verdicts = {
+        found["promise"]: found["verdict"]
+        for found in checked["judgements"]
+        if found["promise"] not in (1, 5)
+    }
     assert set(verdicts.values()) == {"holds"}, json.dumps(checked, indent=1)
     audited = checked["audit"]
     assert (audited["verdict"], audited["num_lost"], audited["num_repeated"]) == ("holds", 0, 0)
     report = drill.command("report", "--json")
-    assert (report["recomputed_forward_passes"], report["rework"]["setbacks"]) == (0, []), report["rework"]
+    assert (report["recomputed_forward_passes"], report["rework"]["setbacks"]) == (0, []), report[
+        "rework"
+    ]
     assert report["steps_committed"] == STEPS
     assert {e.step for e in drill.of(ev.StepCommitted)} == set(range(1, STEPS + 1))
     figures = {each["host"]: each for each in report["hosts"]}

@@ -12,24 +12,36 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from titan_ft.system.address import find_source_address, is_unspecified, join_address, split_address, usable_bind
+from titan_ft.system.address import (
+    find_source_address,
+    is_unspecified,
+    join_address,
+    split_address,
+    usable_bind,
+)
 
 
-@pytest.mark.parametrize(("host", "text"), [("10.0.0.1", "10.0.0.1:80"), ("fe80::1", "[fe80::1]:80"), ("n1", "n1:80")])
+@pytest.mark.parametrize(
+    ("host", "text"), [("10.0.0.1", "10.0.0.1:80"), ("fe80::1", "[fe80::1]:80"), ("n1", "n1:80")]
+)
 def test_an_address_is_what_it_was_made_of(host: str, text: str) -> None:
     """IPv6 hosts have brackets, also after http:// and before a slash."""
     assert join_address(host, 80) == text
     assert split_address(text) == split_address(f"http://{text}/") == (host, 80)
 
 
-@pytest.mark.parametrize("text", ["", "host", "host:", "host:+80", "host:8_0", "host: 80", "host:80a", "host:65536"])
+@pytest.mark.parametrize(
+    "text", ["", "host", "host:", "host:+80", "host:8_0", "host: 80", "host:80a", "host:65536"]
+)
 def test_a_port_is_a_plain_number(text: str) -> None:
     """Texts that int() would accept are refused."""
     with pytest.raises(ValueError, match="has no port"):
         split_address(text)
 
 
-@pytest.mark.parametrize(("url", "host"), [("http://127.0.0.1:29510", "127.0.0.1"), ("http://[::1]:29510/", "::1")])
+@pytest.mark.parametrize(
+    ("url", "host"), [("http://127.0.0.1:29510", "127.0.0.1"), ("http://[::1]:29510/", "::1")]
+)
 def test_the_source_is_the_interface_that_leads_there(url: str, host: str) -> None:
     """The result is numeric, and no packet is sent."""
     try:
@@ -40,7 +52,8 @@ def test_the_source_is_the_interface_that_leads_there(url: str, host: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("host", "unspecified"), [("::", True), ("[::]", True), ("0.0.0.0", True), ("0::0", True), ("::1", False)]
+    ("host", "unspecified"),
+    [("::", True), ("[::]", True), ("0.0.0.0", True), ("0::0", True), ("::1", False)],
 )
 def test_all_addresses_are_written_in_several_ways(host: str, unspecified: bool) -> None:
     """For each spelling, an address for other hosts must be found."""
@@ -48,7 +61,9 @@ def test_all_addresses_are_written_in_several_ways(host: str, unspecified: bool)
 
 
 @pytest.mark.parametrize(("has_ipv6", "bind"), [(True, "::"), (False, "0.0.0.0")])
-def test_a_host_without_ipv6_listens_all_the_same(has_ipv6: bool, bind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_ipv6_listens_all_the_same(
+    has_ipv6: bool, bind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The default address is [::], which a kernel without IPv6 refuses."""
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: has_ipv6)
     assert usable_bind("::") == bind
@@ -61,7 +76,9 @@ def host() -> Iterator[Callable[..., str]]:
     name = f"titan-ft-{uuid.uuid4().hex[:8]}"
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            ["ip", *words], capture_output=True, text=True, timeout=60, check=False
+        )
 
     try:
         made = run("netns", "add", name)
@@ -105,7 +122,15 @@ V4_ROUTE, V6_ROUTE = "route add default via 192.0.2.1", "-6 route add default vi
         ("0.0.0.0", (V4, V4_ROUTE), "192.0.2.7"),
         ("::", (), "127.0.0.1"),
     ],
-    ids=["both", "IPv6 only", "IPv6 only, no route", "IPv4 leads nowhere", "IPv4 asked for", "IPv4 only", "no network"],
+    ids=[
+        "both",
+        "IPv6 only",
+        "IPv6 only, no route",
+        "IPv4 leads nowhere",
+        "IPv4 asked for",
+        "IPv4 only",
+        "no network",
+    ],
 )
 def test_what_others_reach_is_announced(
     host: Callable[..., str], bind: str, commands: tuple[str, ...], found: str

@@ -30,7 +30,10 @@ def test_processes_are_recognized() -> None:
 
 def test_a_listener_that_is_shut() -> None:
     """Open connections and other listeners stay."""
-    with socket.create_server(("127.0.0.1", 0)) as shut, socket.create_server(("127.0.0.1", 0)) as other:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as shut,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
         address = shut.getsockname()
         with socket.create_connection(address) as outside, shut.accept()[0] as inside:
             shut_listener(address[1])
@@ -58,9 +61,13 @@ time.sleep(3600)
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "on_exit"), reason="needs glibc")
 def test_an_exit_on_a_thread_ends_the_process() -> None:
     """torchft's manager calls exit() on a thread. A library's handler would keep the process."""
-    ended = subprocess.run([sys.executable, "-c", EXITS.format(call="end_at_exit()")], timeout=60.0, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", EXITS.format(call="end_at_exit()")], timeout=60.0, check=False
+    )
     assert ended.returncode == 7
-    with subprocess.Popen([sys.executable, "-c", EXITS.format(call="print('', flush=True)")]) as stays:
+    with subprocess.Popen(
+        [sys.executable, "-c", EXITS.format(call="print('', flush=True)")]
+    ) as stays:
         with pytest.raises(subprocess.TimeoutExpired):
             stays.wait(1.0)
         stays.kill()

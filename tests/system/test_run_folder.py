@@ -51,7 +51,9 @@ def test_a_folder_of_another_user_is_refused(folder: Path, planted: str) -> None
     elif planted == "link":
         target.symlink_to(folder)  # at something of this user
     os.chown(target, NOBODY, NOBODY, follow_symlinks=False)
-    with pytest.raises(ConfigError, match=rf"--run-dir must be yours alone.*{target} belongs to user {NOBODY}"):
+    with pytest.raises(
+        ConfigError, match=rf"--run-dir must be yours alone.*{target} belongs to user {NOBODY}"
+    ):
         check_run_folder(folder)
 
 
@@ -81,25 +83,33 @@ def test_a_folder_above_that_everybody_may_write_is_one_line(
 
 
 @pytest.mark.parametrize(("mode", "is_refused"), [(0o777, True), (0o757, True), (0o1777, False)])
-def test_a_folder_that_everybody_may_write_is_refused(folder: Path, mode: int, is_refused: bool) -> None:
+def test_a_folder_that_everybody_may_write_is_refused(
+    folder: Path, mode: int, is_refused: bool
+) -> None:
     """A folder with the sticky bit is not."""
     folder.chmod(mode)
     if not is_refused:
         check_run_folder(folder)
         return
-    with pytest.raises(ConfigError, match=rf"which every user may write \(mode {mode:o}\); chmod o-w") as caught:
+    with pytest.raises(
+        ConfigError, match=rf"which every user may write \(mode {mode:o}\); chmod o-w"
+    ) as caught:
         check_run_folder(folder)
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_that_the_group_may_write_is_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_the_group_may_write_is_one_line(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """That is common with the umask 002."""
     folder.chmod(0o775)
     check_run_folder(folder)
     assert capfd.readouterr().err.count(f"the group may write {folder}") == 1
 
 
-def test_a_file_server_that_maps_this_user_is_no_stranger(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_server_that_maps_this_user_is_no_stranger(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Most file servers map root to nobody, who then owns its new files."""
     with tempfile.TemporaryFile(dir=folder) as file:
         mapped = os.fstat(file.fileno()).st_uid
@@ -142,7 +152,10 @@ def test_events_are_not_written_through_a_link(folder: Path, victim: Path) -> No
     appender.append(b"{}\n")
     assert appender.stall is not None, "the record waits, as it does for a disk that has failed"
     appender.close(0.0)
-    with pytest.raises(OSError, match="symbolic links"), open(folder / "events.jsonl", "w", opener=no_follow):
+    with (
+        pytest.raises(OSError, match="symbolic links"),
+        open(folder / "events.jsonl", "w", opener=no_follow),
+    ):
         pass
     assert victim.read_text() == "mine\n"
 
@@ -164,8 +177,12 @@ def usual_umask() -> Iterator[None]:
     os.umask(before)
 
 
-@pytest.mark.parametrize(("given", "expected"), [(0o002, 0o022), (0o022, 0o022), (0o077, 0o077), (0o000, 0o022)])
-def test_nobody_else_may_write_what_a_run_makes(usual_umask: None, given: int, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("given", "expected"), [(0o002, 0o022), (0o022, 0o022), (0o077, 0o077), (0o000, 0o022)]
+)
+def test_nobody_else_may_write_what_a_run_makes(
+    usual_umask: None, given: int, expected: int
+) -> None:
     """A stricter umask of the user stays."""
     os.umask(given)
     write_for_owner_only()

@@ -54,5 +54,8 @@ def test_one_kind_of_message_is_not_taken_for_another() -> None:
 def test_nothing_of_a_shown_text_moves_the_terminal() -> None:
     """Control characters and characters that reverse the direction of text are escaped."""
     assert printable("replica 2, größer") == "replica 2, größer"
-    assert printable("a\x1b]0;title\x07\x9b2J\u202e\ud800\nb") == "a\\x1b]0;title\\x07\\x9b2J\\u202e\\ud800\\nb"
+    assert (
+        printable("a\x1b]0;title\x07\x9b2J\u202e\ud800\nb")
+        == "a\\x1b]0;title\\x07\\x9b2J\\u202e\\ud800\\nb"
+    )
     assert printable("x" * 10, 4) == "xxxx..."

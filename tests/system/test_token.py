@@ -18,7 +18,9 @@ LONG = "0123456789abcdef"
 @pytest.mark.parametrize("token", ["", "x", "hunter2", LONG[:-1]])
 def test_a_token_that_anybody_finds_is_refused_off_loopback(token: str) -> None:
     """With an empty token everybody computes the proofs. A short token is found offline."""
-    with pytest.raises(ConfigError, match=rf"TITAN_FT_TOKEN must be set .* at least {MIN_BYTES} bytes, got") as caught:
+    with pytest.raises(
+        ConfigError, match=rf"TITAN_FT_TOKEN must be set .* at least {MIN_BYTES} bytes, got"
+    ) as caught:
         check_token(token, is_local=False)
     assert "\n" not in str(caught.value)
     assert not token or f"got {len(token)} bytes" in str(caught.value)
@@ -44,7 +46,9 @@ def test_a_token_comes_from_the_environment_or_a_file(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     """Otherwise the worker would have no token."""
-    with pytest.raises(ConfigError, match=r"TITAN_FT_TOKEN_FILE must name a file .*No such file") as caught:
+    with pytest.raises(
+        ConfigError, match=r"TITAN_FT_TOKEN_FILE must name a file .*No such file"
+    ) as caught:
         read_token({"TITAN_FT_TOKEN_FILE": str(tmp_path / "none")})
     assert "\n" not in str(caught.value)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
@@ -59,7 +63,9 @@ def test_a_file_that_others_can_read_or_change_is_refused(tmp_path: Path, mode: 
     file = tmp_path / "token"
     file.write_text(LONG)
     file.chmod(mode)
-    with pytest.raises(ConfigError, match=f"readable by you alone, got mode {mode:o} of .*chmod 600"):
+    with pytest.raises(
+        ConfigError, match=f"readable by you alone, got mode {mode:o} of .*chmod 600"
+    ):
         read_token({"TITAN_FT_TOKEN_FILE": str(file)})
 
 
@@ -74,7 +80,9 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
         read_token({"TITAN_FT_TOKEN_FILE": str(file)})
 
 
-def test_a_file_server_that_maps_this_user_is_no_stranger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_server_that_maps_this_user_is_no_stranger(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Most file servers map root to nobody. The mode counts as for any other file of this user."""
     file = tmp_path / "token"
     file.write_text(LONG)
@@ -89,7 +97,9 @@ def test_a_file_server_that_maps_this_user_is_no_stranger(monkeypatch: pytest.Mo
         read_token({"TITAN_FT_TOKEN_FILE": str(file)})
 
 
-def test_a_file_of_root_may_be_read_by_the_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_of_root_may_be_read_by_the_group(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Kubernetes provides a Secret in this way to a pod of another user, which is alone in that group."""
     found = os.stat_result((0o100440, 0, 0, 1, 0, 1000, 0, 0, 0, 0))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)

@@ -24,7 +24,9 @@ def world() -> Iterator[None]:
 
 
 @pytest.fixture
-def make_run(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
+def make_run(
+    world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Run]]:
     """Make groups that share a folder; closes their checkpoints with the test."""
     monkeypatch.setattr(choice, "_PAUSE_SECONDS", 0.01)
     runs: list[Run] = []

@@ -91,7 +91,9 @@ def test_a_checkpoint_brings_everything_back(make_run: Callable[..., Run], mode:
     assert_equal(other.values(), expected)
     assert other.loaded == [5]
     assert other.position.saved_step == 5
-    assert other.events.told == [("checkpoint_loaded", {"step": 5, "lineage": f"{LINEAGE + 5:012x}"})]
+    assert other.events.told == [
+        ("checkpoint_loaded", {"step": 5, "lineage": f"{LINEAGE + 5:012x}"})
+    ]
 
 
 def test_the_folder_tells_what_the_checkpoint_was_made_of(make_run: Callable[..., Run]) -> None:
@@ -101,7 +103,14 @@ def test_the_folder_tells_what_the_checkpoint_was_made_of(make_run: Callable[...
     assert len(manifest.pop("save_id")) == 32
     assert len(manifest.pop("table")) == len(manifest.pop("sha256")) == 64
     digests = manifest.pop("digests")
-    assert digests.keys() == {"model", "optimizer", "lr_scheduler", "train_state", "dataloader", "titan_ft"}
+    assert digests.keys() == {
+        "model",
+        "optimizer",
+        "lr_scheduler",
+        "train_state",
+        "dataloader",
+        "titan_ft",
+    }
     assert manifest | {"version": ""} == {
         "step": 5,
         "lineage": f"{LINEAGE + 5:012x}",
@@ -117,7 +126,9 @@ def test_the_folder_tells_what_the_checkpoint_was_made_of(make_run: Callable[...
         "version": "",
     }
     keys = FileSystemReader(run.folder / "step-5").read_metadata().state_dict_metadata
-    ledger = {f"dataloader.{slot}.{name}" for slot in (0, 1) for name in ("batches", "state", "following")}
+    ledger = {
+        f"dataloader.{slot}.{name}" for slot in (0, 1) for name in ("batches", "state", "following")
+    }
     stock = {"dataloader.dp_rank_0", "dataloader.dp_rank_1", "dataloader.world_size"}
     assert {key for key in keys if key.startswith("dataloader")} == ledger | stock
     assert [path.name for path in run.folder.iterdir()] == ["step-5"]
@@ -146,7 +157,9 @@ def test_without_checkpoints_nothing_happens(make_run: Callable[..., Run]) -> No
     assert run.gathered == []
 
 
-def test_rounds_are_saved_behind_the_steps_that_fall_due_in_them(make_run: Callable[..., Run]) -> None:
+def test_rounds_are_saved_behind_the_steps_that_fall_due_in_them(
+    make_run: Callable[..., Run],
+) -> None:
     """Once each: a checkpoint is called after torchtitan's step, what the groups tell each other counts rounds."""
     run = make_run(interval=15, keep_latest_k=0)
     run.per_round = 10
@@ -155,7 +168,9 @@ def test_rounds_are_saved_behind_the_steps_that_fall_due_in_them(make_run: Calla
     assert run.position.saved_step == 6
 
 
-def test_the_last_round_is_saved_where_a_shorter_one_was_resumed_from(make_run: Callable[..., Run]) -> None:
+def test_the_last_round_is_saved_where_a_shorter_one_was_resumed_from(
+    make_run: Callable[..., Run],
+) -> None:
     """A run of 25 steps goes on to 30: its third round ended at step 25, and the fourth at 30, where a third would."""
     run = make_run()
     run.per_round = 10
@@ -344,7 +359,9 @@ def test_the_last_group_to_leave_saves_the_whole_state(
 ) -> None:
     """Whatever is asked of the last save, for training goes on from this one; it is complete at once."""
     adapter = Exporter() if "last_save_in_hf" in last else None
-    run = make_run(async_mode=mode, adapter=adapter, **{"last_save_model_only": True, **last}).train(7)
+    run = make_run(
+        async_mode=mode, adapter=adapter, **{"last_save_model_only": True, **last}
+    ).train(7)
     expected = run.values()
     assert leave(run)
     assert complete_steps(run.folder) == [5, 7]
@@ -396,7 +413,9 @@ def test_a_state_that_could_not_be_saved_before_is_tried_again_by_who_leaves(
     assert complete_steps(run.folder) == [5]
 
 
-def test_a_save_of_a_group_that_leaves_may_fail(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_of_a_group_that_leaves_may_fail(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is told, as ever, with the step that is left to go back to; a model alone would be no use."""
     run = make_run().train(6)
     monkeypatch.setattr(FileSystemWriter, "write_data", fail)
@@ -424,7 +443,9 @@ def test_a_save_that_may_be_too_long_for_who_leaves_is_told_and_tried(
     assert all("raise fault_tolerance.drain_timeout_seconds" in text for text in said)
 
 
-def test_the_last_save_is_made_up_for_by_who_goes_on_from_the_last_step(make_run: Callable[..., Run]) -> None:
+def test_the_last_save_is_made_up_for_by_who_goes_on_from_the_last_step(
+    make_run: Callable[..., Run],
+) -> None:
     """The groups left with it: the state is whole, and the format that was asked for is yet to come."""
     left = make_run(adapter=Exporter(), last_save_in_hf=True, last_save_model_only=True).train(6)
     assert leave(left)
@@ -474,7 +495,9 @@ def test_the_same_state_by_whoever_is_found(make_run: Callable[..., Run]) -> Non
     assert not other.checkpoints.holds_state(1)
 
 
-def test_who_leaves_sees_whether_another_group_has_begun_to_save(make_run: Callable[..., Run]) -> None:
+def test_who_leaves_sees_whether_another_group_has_begun_to_save(
+    make_run: Callable[..., Run],
+) -> None:
     """Its own folder does not count, nor what a writer that hangs had written before, nor other steps."""
     run = make_run()
     run.folder.mkdir(parents=True, exist_ok=True)
@@ -498,7 +521,9 @@ def test_who_leaves_sees_whether_another_group_has_begun_to_save(make_run: Calla
     assert is_begun()
 
 
-def test_close_waits_for_the_save_under_way(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_waits_for_the_save_under_way(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A group that leaves in order completes what it has begun."""
     gate = Gate(monkeypatch)
     run = make_run(async_mode="async").train(5)
@@ -529,18 +554,25 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
         run.settle()
         run.train(11)
     assert run.position.saved_step == 10
-    assert [path.name for path in run.folder.iterdir()] == ["step-10"]  # what was left of step 5 is gone
+    assert [path.name for path in run.folder.iterdir()] == [
+        "step-10"
+    ]  # what was left of step 5 is gone
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_class_that_a_load_refuses_is_not_saved(
-    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str
+    make_run: Callable[..., Run],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    mode: str,
 ) -> None:
     """No start after a failure could load such a checkpoint, nor any other one of that run."""
     run = make_run(async_mode=mode)
     counters = run.progress.state_dict
     with monkeypatch.context() as patch:
-        patch.setattr(run.progress, "state_dict", lambda: {**counters(), "recent": [collections.deque([1])]})
+        patch.setattr(
+            run.progress, "state_dict", lambda: {**counters(), "recent": [collections.deque([1])]}
+        )
         run.train(5)
         run.settle()
     (failed,) = run.events.named("checkpoint_failed")
@@ -552,12 +584,17 @@ def test_a_class_that_a_load_refuses_is_not_saved(
     assert complete_steps(run.folder) == [10]
 
 
-def test_each_save_that_fails_says_what_is_left(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_save_that_fails_says_what_is_left(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Training goes on, and each failure names the step that there is to go back to."""
     run = make_run().train(5)
     monkeypatch.setattr(FileSystemWriter, "write_data", fail)
     run.train(15)
-    told = [(each["step"], each["error"], each["latest"]) for each in run.events.named("checkpoint_failed")]
+    told = [
+        (each["step"], each["error"], each["latest"])
+        for each in run.events.named("checkpoint_failed")
+    ]
     assert told == [(step, "No space left on device", 5) for step in (10, 15)]
     run.checkpoints.raise_last_failure()  # of the last step there is none
 
@@ -603,7 +640,12 @@ def test_a_model_of_hugging_faces_format_is_begun_with(make_run: Callable[..., R
     """The model of one run's last save is the first of another, whose optimizer and counters begin anew."""
     run = make_run(adapter=Exporter(), **EXPORT).train(6)
     run.checkpoints.save(6, last_step=True)
-    other = make_run(folder="elsewhere", adapter=Exporter(), initial_load_path=str(run.folder / "step-6"), **IMPORT)
+    other = make_run(
+        folder="elsewhere",
+        adapter=Exporter(),
+        initial_load_path=str(run.folder / "step-6"),
+        **IMPORT,
+    )
     assert other.checkpoints.load()
     assert_equal(other.model.weight.detach(), run.model.weight.detach())
     assert (other.position.saved_step, other.progress.step) == (0, 0)
@@ -613,17 +655,31 @@ def test_an_import_that_cannot_be_is_refused(make_run: Callable[..., Run], tmp_p
     """Where torchtitan asserts, or fails with a traceback in mid-load: one line, with the setting and what to do."""
     with pytest.raises(ConfigError, match=r"initial_load_in_hf must be false for this model"):
         make_run(**IMPORT)
-    with pytest.raises(ConfigError, match=r"initial_load_in_hf needs checkpoint\.initial_load_model_only = true"):
+    with pytest.raises(
+        ConfigError, match=r"initial_load_in_hf needs checkpoint\.initial_load_model_only = true"
+    ):
         make_run(adapter=Exporter(), **{**IMPORT, "initial_load_model_only": False})
-    with pytest.raises(ConfigError, match=r"initial_load_in_hf_quantized needs checkpoint\.initial_load_in_hf = true"):
+    with pytest.raises(
+        ConfigError,
+        match=r"initial_load_in_hf_quantized needs checkpoint\.initial_load_in_hf = true",
+    ):
         make_run(adapter=Exporter(), initial_load_in_hf_quantized=True)
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ConfigError, match=r"empty must hold a model in Hugging Face's format .* got none; "):
-        make_run(folder="a", adapter=Exporter(), initial_load_path=str(empty), **IMPORT).checkpoints.load()
+    with pytest.raises(
+        ConfigError, match=r"empty must hold a model in Hugging Face's format .* got none; "
+    ):
+        make_run(
+            folder="a", adapter=Exporter(), initial_load_path=str(empty), **IMPORT
+        ).checkpoints.load()
     safetensors.torch.save_file({"other.weight": torch.zeros(2)}, empty / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"empty must hold the weights of this run's model, .*Missing key .* model\."):
-        make_run(folder="b", adapter=Exporter(), initial_load_path=str(empty), **IMPORT).checkpoints.load()
+    with pytest.raises(
+        ConfigError,
+        match=r"empty must hold the weights of this run's model, .*Missing key .* model\.",
+    ):
+        make_run(
+            folder="b", adapter=Exporter(), initial_load_path=str(empty), **IMPORT
+        ).checkpoints.load()
 
 
 def _no_module(run: Run, patch: pytest.MonkeyPatch) -> None:
@@ -658,7 +714,9 @@ def test_a_last_save_that_fails_in_one_format_is_made_in_the_other(
     assert (failed["step"], failed["latest"]) == (6, 5)
     assert reason in failed["error"]
     assert run.position.saved_step == 6  # so that the other groups save nothing
-    with pytest.raises(SaveError, match=rf"step 6 could not be saved as asked: .*{reason}.*training state.*step-6"):
+    with pytest.raises(
+        SaveError, match=rf"step 6 could not be saved as asked: .*{reason}.*training state.*step-6"
+    ):
         run.checkpoints.raise_last_failure()
     other = make_run()
     assert other.checkpoints.load()
@@ -691,7 +749,9 @@ def test_a_rank_that_cannot_merge_its_files_still_meets_the_others(
     met: list[str] = []
     barrier = dist.barrier
     monkeypatch.setattr(
-        dist, "barrier", lambda **options: met.append("at the end of the merging") or barrier(**options)
+        dist,
+        "barrier",
+        lambda **options: met.append("at the end of the merging") or barrier(**options),
     )
     if fails is not None:
         monkeypatch.setattr(_consolidate_hf_safetensors, fails, fail)
@@ -722,7 +782,8 @@ def test_a_disk_with_room_for_the_model_gets_that(
     monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", fail)
     run.checkpoints.save(6, last_step=True)
     with pytest.raises(
-        SaveError, match=r"No space left on device\. Nothing is lost of the model, which is in .*step-6"
+        SaveError,
+        match=r"No space left on device\. Nothing is lost of the model, which is in .*step-6",
     ):
         run.checkpoints.raise_last_failure()
     manifest = Manifest.read(run.folder / "step-6")
@@ -732,13 +793,17 @@ def test_a_disk_with_room_for_the_model_gets_that(
 
 def test_what_cannot_be_exported_is_told_at_the_start(make_run: Callable[..., Run]) -> None:
     """Not by an assertion of torchtitan, which would have the group started again and again, or at the last step."""
-    with pytest.raises(ConfigError, match=r"checkpoint\.last_save_in_hf must be false for this model"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.last_save_in_hf must be false for this model"
+    ):
         make_run(**EXPORT)
     with pytest.raises(ConfigError, match=r"needs checkpoint\.last_save_model_only = true"):
         make_run(adapter=Exporter(), last_save_in_hf=True)
 
 
-def test_an_export_that_fails_on_another_rank_fails_on_this_one(make_run: Callable[..., Run]) -> None:
+def test_an_export_that_fails_on_another_rank_fails_on_this_one(
+    make_run: Callable[..., Run],
+) -> None:
     """Else this rank would go into a collective in which the other one never comes."""
     run = make_run(adapter=Exporter(), **EXPORT).train(6)
     flags = [1]  # the other rank's, at the first agreement of the save: it could not convert
@@ -760,7 +825,9 @@ def test_a_save_that_keeps_the_others_waiting_too_long_is_warned_of(
 ) -> None:
     """A synchronous save longer than join_timeout_ms costs the writer its place in the quorum: say what to change."""
     said: list[str] = []
-    monkeypatch.setattr("titan_ft.training.checkpoint.manager.logger.warning", lambda text, *_: said.append(text))
+    monkeypatch.setattr(
+        "titan_ft.training.checkpoint.manager.logger.warning", lambda text, *_: said.append(text)
+    )
     run = make_run().train(5)
     assert said == []
     run.config.fault_tolerance.join_timeout_ms = 0.001
@@ -787,17 +854,26 @@ def test_an_incomplete_checkpoint_is_never_loaded(make_run: Callable[..., Run]) 
     assert run.checkpoints.load()
     assert run.progress.step == 5
     with pytest.raises(
-        ConfigError, match=r"load_step must name a sound .*got 15.*damaged: \.metadata is missing; sound ones are 5"
+        ConfigError,
+        match=r"load_step must name a sound .*got 15.*damaged: \.metadata is missing; sound ones are 5",
     ):
         make_run().checkpoints.load(15)
-    with pytest.raises(ConfigError, match=r"load_step must name a complete checkpoint in .*, got 20; there are 5"):
+    with pytest.raises(
+        ConfigError, match=r"load_step must name a complete checkpoint in .*, got 20; there are 5"
+    ):
         make_run().checkpoints.load(20)
 
 
 def test_partial_folders_are_overwritten_and_cleaned(make_run: Callable[..., Run]) -> None:
     """A save takes the remains of its own group with it, and those that nobody has written for long."""
     run = make_run()
-    for name in ("partial-3-group-0", "partial-3-group-1", "partial-5-group-0", "partial-5-group-1", "step-5"):
+    for name in (
+        "partial-3-group-0",
+        "partial-3-group-1",
+        "partial-5-group-0",
+        "partial-5-group-1",
+        "step-5",
+    ):
         (run.folder / name).mkdir(parents=True)
         (run.folder / name / "__7_0.distcp").touch()
     run.train(5)
@@ -806,15 +882,22 @@ def test_partial_folders_are_overwritten_and_cleaned(make_run: Callable[..., Run
     assert run.names() == ["partial-3-group-1", "partial-5-group-1", "step-5"]
     assert not (run.folder / "step-5" / "__7_0.distcp").exists()
     long_ago = time.time() - 3700
-    for path in (run.folder / "partial-3-group-1", run.folder / "partial-3-group-1" / "__7_0.distcp"):
+    for path in (
+        run.folder / "partial-3-group-1",
+        run.folder / "partial-3-group-1" / "__7_0.distcp",
+    ):
         os.utime(path, (long_ago, long_ago))
-    os.utime(run.folder / "partial-5-group-1", (long_ago, long_ago))  # but not the file that is written in it
+    os.utime(
+        run.folder / "partial-5-group-1", (long_ago, long_ago)
+    )  # but not the file that is written in it
     run.train(10)
     run.wait_for_purge()
     assert run.names() == ["partial-5-group-1", "step-10", "step-5"]
 
 
-def test_a_planted_link_overwrites_no_other_checkpoint(make_run: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_planted_link_overwrites_no_other_checkpoint(
+    make_run: Callable[..., Run], tmp_path: Path
+) -> None:
     """Another user who may write the folder links the place of the next save to a folder of ours."""
     run, precious = make_run(), tmp_path / "precious"
     precious.mkdir()
@@ -844,7 +927,9 @@ def test_a_step_can_be_saved_again(make_run: Callable[..., Run]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_what_was_saved_of_a_corrupt_state_is_withdrawn(make_run: Callable[..., Run], mode: str) -> None:
+def test_what_was_saved_of_a_corrupt_state_is_withdrawn(
+    make_run: Callable[..., Run], mode: str
+) -> None:
     """Only what was saved behind the last digest that all had alike goes, a save that is not settled yet included."""
     run = make_run(async_mode=mode).train(5)
     run.checkpoints._settle(wait=True)
@@ -1019,7 +1104,9 @@ def test_a_rank_waits_for_the_checkpoint_that_has_replaced_another(
     assert next(looks) > 3
 
 
-def test_what_rank_0_refuses_is_refused_by_all(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_rank_0_refuses_is_refused_by_all(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other ranks end with it, instead of waiting in the load."""
     make_run().train(5)
     errors = Ranks(monkeypatch, make_run).load(step=15)
@@ -1028,7 +1115,9 @@ def test_what_rank_0_refuses_is_refused_by_all(make_run: Callable[..., Run], mon
     assert "rank 0" in str(errors[1])
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), EOFError("Ran out of input")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), EOFError("Ran out of input")], ids=repr
+)
 def test_a_folder_that_rank_0_cannot_read_ends_all(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -1122,7 +1211,10 @@ def stale(path: object = "") -> OSError:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stale_handle_is_no_checkpoint_that_vanished(
-    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int
+    make_run: Callable[..., Run],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    rank: int,
 ) -> None:
     """On NFS a handle goes stale when another group renames or purges beside it; later looks find what is there."""
     make_run().train(10)
@@ -1228,12 +1320,20 @@ def test_another_model_is_refused(make_run: Callable[..., Run]) -> None:
         run.checkpoints.load()
     text = str(error.value)
     assert "\n" not in text
-    for part in (str(run.folder / "step-5"), "llama3 8B", "llama3 tiny", "checkpoint.folder", "job.dump_folder"):
+    for part in (
+        str(run.folder / "step-5"),
+        "llama3 8B",
+        "llama3 tiny",
+        "checkpoint.folder",
+        "job.dump_folder",
+    ):
         assert part in text
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_what_is_saved_between_rounds_is_the_anchors(make_run: Callable[..., Run], mode: str) -> None:
+def test_what_is_saved_between_rounds_is_the_anchors(
+    make_run: Callable[..., Run], mode: str
+) -> None:
     """Also at the end of a round in whose midst the save fell due, and whether or not the others wait for that."""
     run = make_run(async_mode=mode, method={"semi_sync_method": "diloco", "sync_steps": 4})
     run.per_round = 4
@@ -1261,15 +1361,26 @@ def test_what_is_saved_between_rounds_is_the_anchors(make_run: Callable[..., Run
 @pytest.mark.parametrize(
     ("earlier", "now", "lengths"),
     [
-        ({"semi_sync_method": "diloco", "sync_steps": 5}, {"semi_sync_method": "diloco", "sync_steps": 4}, (5, 4)),
+        (
+            {"semi_sync_method": "diloco", "sync_steps": 5},
+            {"semi_sync_method": "diloco", "sync_steps": 4},
+            (5, 4),
+        ),
         ({}, {"semi_sync_method": "local_sgd", "sync_steps": 5}, (1, 5)),
         ({"semi_sync_method": "diloco", "sync_steps": 5}, {}, (5, 1)),
-        ({"semi_sync_method": "diloco", "sync_steps": 5}, {"semi_sync_method": "local_sgd", "sync_steps": 5}, None),
+        (
+            {"semi_sync_method": "diloco", "sync_steps": 5},
+            {"semi_sync_method": "local_sgd", "sync_steps": 5},
+            None,
+        ),
         ({"sync_steps": 5}, {"sync_steps": 4}, None),  # of no method
     ],
 )
 def test_rounds_of_another_length_are_refused(
-    make_run: Callable[..., Run], earlier: dict[str, Any], now: dict[str, Any], lengths: tuple[int, int] | None
+    make_run: Callable[..., Run],
+    earlier: dict[str, Any],
+    now: dict[str, Any],
+    lengths: tuple[int, int] | None,
 ) -> None:
     """What was round 3 would be another one, and a round begin in the midst of one: one line says what to do."""
     make_run(method=earlier).train(5)
@@ -1338,7 +1449,9 @@ def test_another_dataset_resets_the_data(make_run: Callable[..., Run]) -> None:
     assert "c4" in reset["reason"]
 
 
-def test_a_stock_checkpoint_is_taken_without_its_data(make_run: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_stock_checkpoint_is_taken_without_its_data(
+    make_run: Callable[..., Run], tmp_path: Path
+) -> None:
     """torchtitan's own checkpoint: state yes, loader state no, and a warning."""
     run = make_run()
     for _ in range(3):
@@ -1368,7 +1481,9 @@ def test_a_model_alone_is_no_training_state(make_run: Callable[..., Run]) -> Non
     """A checkpoint of last_save_model_only is refused as a training state, with the ways out; and loads as a model."""
     run = make_run(last_save_model_only=True).train(6)
     run.checkpoints.save(6, last_step=True)
-    with pytest.raises(ConfigError, match=r"step-6 must hold a training state, got a model only.*load_step"):
+    with pytest.raises(
+        ConfigError, match=r"step-6 must hold a training state, got a model only.*load_step"
+    ):
         make_run().checkpoints.load(6)
     other = make_run(folder="elsewhere", initial_load_path=str(run.folder / "step-6"))
     assert other.checkpoints.load()
@@ -1390,10 +1505,16 @@ def test_a_run_that_was_lost_behind_its_last_save_comes_back(make_run: Callable[
         make_run().checkpoints.load()
 
 
-def test_initial_load_path_counts_until_there_is_a_complete_checkpoint(make_run: Callable[..., Run]) -> None:
+def test_initial_load_path_counts_until_there_is_a_complete_checkpoint(
+    make_run: Callable[..., Run],
+) -> None:
     """A run whose first writer died in its first save begins with the given model again, not with a random one."""
     run = make_run().train(5)
-    other = make_run(folder="elsewhere", initial_load_path=str(run.folder / "step-5"), initial_load_model_only=False)
+    other = make_run(
+        folder="elsewhere",
+        initial_load_path=str(run.folder / "step-5"),
+        initial_load_model_only=False,
+    )
     (run.folder.parent / "elsewhere" / "partial-5-group-0").mkdir(parents=True)
     assert other.checkpoints.load()
     assert other.claimed == 0  # another folder's step is known when it is loaded
@@ -1434,7 +1555,9 @@ def test_excluded_data_begins_anew(make_run: Callable[..., Run]) -> None:
         ({"async_mode": "async_with_pinned_mem"}, "async_mode"),
     ],
 )
-def test_bad_settings_are_told_in_one_line(make_run: Callable[..., Run], settings: dict[str, Any], part: str) -> None:
+def test_bad_settings_are_told_in_one_line(
+    make_run: Callable[..., Run], settings: dict[str, Any], part: str
+) -> None:
     """What torchtitan refuses with a traceback, and what fails at the first save on a CPU."""
     if "pinned" in str(settings) and torch.accelerator.is_available():
         pytest.skip("an accelerator stages in pinned memory")

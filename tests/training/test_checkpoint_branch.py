@@ -41,18 +41,26 @@ def test_a_job_begins_at_load_step_once(make_run: MakeRun) -> None:
         assert_equal(begin(make_run, slot=slot, **branch).values(), expected)
 
 
-def test_a_job_without_a_name_says_that_it_goes_on(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_without_a_name_says_that_it_goes_on(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Started by hand, nobody knows whether it is the same one; the line says what to do if it is not."""
     said: list[str] = []
     monkeypatch.setattr(
-        "titan_ft.training.checkpoint.manager.logger.warning", lambda text, *values: said.append(text % values)
+        "titan_ft.training.checkpoint.manager.logger.warning",
+        lambda text, *values: said.append(text % values),
     )
     make_run(job_id="first").train(10)
     begin(make_run, load_step=5).train(10)
     assert not any("load_step" in line for line in said)
     assert begin(make_run, load_step=5).progress.step == 10
     (line,) = [line for line in said if "load_step" in line]
-    for part in ("checkpoint.load_step = 5 counts no longer", "job_id = ''", "step 10", "another name"):
+    for part in (
+        "checkpoint.load_step = 5 counts no longer",
+        "job_id = ''",
+        "step 10",
+        "another name",
+    ):
         assert part in line
 
 
@@ -74,7 +82,9 @@ def test_another_launch_with_load_step_goes_back_again(make_run: MakeRun) -> Non
     assert begin(make_run, job_id="second", load_step=5).progress.step == 5
 
 
-def test_a_requeued_array_of_slurm_is_the_same_job(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requeued_array_of_slurm_is_the_same_job(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without fault_tolerance.job_id: elements keep their array's number when they are requeued."""
     make_run().train(20)
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "4711")
@@ -214,7 +224,9 @@ def test_a_damaged_step_of_the_branch_leaves_the_one_before(make_run: MakeRun) -
 
 
 @pytest.mark.parametrize("damage", ["manifest cut", "manifest missing", "tables missing"])
-def test_a_step_that_has_lost_its_branch_is_not_passed_over_without_a_word(make_run: MakeRun, damage: str) -> None:
+def test_a_step_that_has_lost_its_branch_is_not_passed_over_without_a_word(
+    make_run: MakeRun, damage: str
+) -> None:
     """It may be this job's own; steps of the other branch are sound and none of its business."""
     make_run(job_id="first").train(20)
     branch = {"job_id": "second", "load_step": 10}
@@ -230,14 +242,18 @@ def test_a_step_that_has_lost_its_branch_is_not_passed_over_without_a_word(make_
     (run.folder / "aside-20-0").rename(run.folder / "step-20")
     again = begin(make_run, **branch)
     assert again.progress.step == 10
-    assert [(told["step"], told["instead"]) for told in again.events.named("checkpoint_skipped")] == [(15, 10)]
+    assert [
+        (told["step"], told["instead"]) for told in again.events.named("checkpoint_skipped")
+    ] == [(15, 10)]
 
 
 @pytest.mark.parametrize("initial", ["", "some/model"])
 def test_load_step_in_a_new_folder_is_refused(make_run: MakeRun, initial: str) -> None:
     """It trained from random weights without a word."""
     run = make_run(load_step=50, initial_load_path=initial)
-    with pytest.raises(ConfigError, match=r"load_step must name a complete .*got 50; there are none; leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"load_step must name a complete .*got 50; there are none; leave it out"
+    ):
         run.load()
     run.folder.mkdir()
     with pytest.raises(ConfigError, match="got 50; there are none"):
@@ -246,7 +262,9 @@ def test_load_step_in_a_new_folder_is_refused(make_run: MakeRun, initial: str) -
 
 def test_load_step_without_checkpoints_is_refused(make_run: MakeRun) -> None:
     """checkpoint.enable = false would pass over it as silently."""
-    with pytest.raises(ConfigError, match=r"checkpoint\.load_step needs checkpoint\.enable = true, got 50"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.load_step needs checkpoint\.enable = true, got 50"
+    ):
         make_run(load_step=50, enable=False).load()
 
 
@@ -280,11 +298,15 @@ def test_later_steps_of_nobody_are_set_aside(tmp_path: Path, damage: str) -> Non
     if damage:
         (later / MANIFEST).write_text(damage)
     partial = write_checkpoint(tmp_path / "partial-10-group-0", manifest_of(10))
-    assert [path.name for path in publish(partial, tmp_path / "step-10", manifest_of(10))] == ["aside-15-0"]
+    assert [path.name for path in publish(partial, tmp_path / "step-10", manifest_of(10))] == [
+        "aside-15-0"
+    ]
     assert complete_steps(tmp_path) == [10]
 
 
-def test_a_step_whose_manifest_cannot_be_read_just_now_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_whose_manifest_cannot_be_read_just_now_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may be this job's own."""
     write_checkpoint(tmp_path / "step-15", manifest_of(15))
     partial = write_checkpoint(tmp_path / "partial-10-group-0", manifest_of(10))
@@ -300,7 +322,9 @@ def test_a_step_whose_manifest_cannot_be_read_just_now_stays(tmp_path: Path, mon
     assert complete_steps(tmp_path) == [10, 15]
 
 
-def test_a_publication_that_fails_leaves_the_former_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publication_that_fails_leaves_the_former_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was out of the way already."""
     write_checkpoint(tmp_path / "step-10", manifest_of(10, save_id="former"))
     partial = write_checkpoint(tmp_path / "partial-10-group-0", manifest_of(10))

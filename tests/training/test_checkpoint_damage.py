@@ -85,16 +85,27 @@ SHOWN_BY_TABLES: dict[str, tuple[Damage, str]] = {
     "table empty": (change_table(lambda data: b""), ".metadata cannot be read"),
     "table zeroed": (change_table(lambda data: bytes(len(data))), ".metadata cannot be read"),
     "table garbage": (change_table(lambda data: b"garbage" * 100), ".metadata cannot be read"),
-    "table of another kind": (change_table(lambda data: pickle.dumps({})), ".metadata cannot be read"),
+    "table of another kind": (
+        change_table(lambda data: pickle.dumps({})),
+        ".metadata cannot be read",
+    ),
     "table is a folder": (lambda folder: become_folder(folder / ".metadata"), ".metadata is"),
     "table missing": (lambda folder: (folder / ".metadata").unlink(), ".metadata is missing"),
-    "table without places": (change_index(lambda table: setattr(table, "storage_data", None)), ".metadata cannot be"),
+    "table without places": (
+        change_index(lambda table: setattr(table, "storage_data", None)),
+        ".metadata cannot be",
+    ),
     "a place of no file": (
-        change_index(lambda table: [delattr(item, "relative_path") for item in table.storage_data.values()]),
+        change_index(
+            lambda table: [delattr(item, "relative_path") for item in table.storage_data.values()]
+        ),
         ".metadata cannot be read",
     ),
     "data is a folder": (lambda folder: become_folder(data_of(folder)), "__0_0.distcp is a folder"),
-    "manifest is a folder": (lambda folder: become_folder(folder / MANIFEST), f"{MANIFEST} is a folder"),
+    "manifest is a folder": (
+        lambda folder: become_folder(folder / MANIFEST),
+        f"{MANIFEST} is a folder",
+    ),
     "manifest missing": (lambda folder: (folder / MANIFEST).unlink(), f"{MANIFEST} is missing"),
     "manifest and table missing": (
         lambda folder: [(folder / name).unlink() for name in (MANIFEST, ".metadata")],
@@ -118,7 +129,9 @@ SHOWN_BY_TABLES: dict[str, tuple[Damage, str]] = {
 
 @pytest.mark.parametrize("by_earlier", [False, True], ids=["", "earlier version"])
 @pytest.mark.parametrize("name", SHOWN_BY_TABLES)
-def test_damage_that_tables_show_costs_no_start(make_run: MakeRun, name: str, by_earlier: bool) -> None:
+def test_damage_that_tables_show_costs_no_start(
+    make_run: MakeRun, name: str, by_earlier: bool
+) -> None:
     """The older checkpoint is chosen before any is announced to the other groups; an event names both."""
     damage, reason = SHOWN_BY_TABLES[name]
     if reason.startswith(".metadata cannot") and not by_earlier:
@@ -163,7 +176,9 @@ def test_a_flipped_bit_in_a_table_is_damage(make_run: MakeRun, name: str) -> Non
     assert find_defect(folder) == ""
 
 
-def test_a_flipped_bit_in_an_earlier_versions_table_never_stops_the_search(make_run: MakeRun) -> None:
+def test_a_flipped_bit_in_an_earlier_versions_table_never_stops_the_search(
+    make_run: MakeRun,
+) -> None:
     """Whatever reading it raises is a defect, or none: the search goes on to the older ones."""
     run = make_run().train(5)
     folder = run.folder / "step-5"
@@ -186,7 +201,9 @@ def test_a_flipped_bit_in_the_index_of_an_export_is_damage(make_run: MakeRun) ->
     assert find_defect(folder) == f"{INDEX} is not what was written (its digest is another one)"
 
 
-@pytest.mark.parametrize("error", [pickle.UnpicklingError("invalid load key"), AttributeError("no attribute 'size'")])
+@pytest.mark.parametrize(
+    "error", [pickle.UnpicklingError("invalid load key"), AttributeError("no attribute 'size'")]
+)
 def test_a_table_that_breaks_the_plan_of_a_load_is_damage(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -197,7 +214,10 @@ def test_a_table_that_breaks_the_plan_of_a_load_is_damage(
     def break_plan(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.create_local_plan", break_plan)
+    monkeypatch.setattr(
+        "torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.create_local_plan",
+        break_plan,
+    )
     with pytest.raises(LoadError, match=r"step-10 is damaged: .*goes on from step 5"):
         other.load()
 
@@ -207,7 +227,9 @@ def test_a_folder_that_has_lost_its_tables_is_not_begun_anew(make_run: MakeRun) 
     run = make_run().train(5)
     for name in (MANIFEST, ".metadata"):
         (run.folder / "step-5" / name).unlink()
-    with pytest.raises(ConfigError, match=r"must hold a training state .*got step 5 \(\.metadata is missing\)"):
+    with pytest.raises(
+        ConfigError, match=r"must hold a training state .*got step 5 \(\.metadata is missing\)"
+    ):
         make_run().load()
 
 
@@ -248,7 +270,9 @@ def _zero(run: Run) -> Callable[[bytes], bytes]:
 def _flip_counter(run: Run) -> Callable[[bytes], bytes]:
     """Change the number of tokens, which DCP has pickled."""
     tokens = run.progress.ntokens_seen
-    return lambda data: data.replace(b"M" + tokens.to_bytes(2, "little"), b"M" + (tokens + 1).to_bytes(2, "little"))
+    return lambda data: data.replace(
+        b"M" + tokens.to_bytes(2, "little"), b"M" + (tokens + 1).to_bytes(2, "little")
+    )
 
 
 def _flip_ledger(run: Run) -> Callable[[bytes], bytes]:
@@ -271,7 +295,9 @@ FOUND_BY_THE_LOAD: dict[str, tuple[Callable[[Run], Callable[[bytes], bytes]], st
 
 
 @pytest.mark.parametrize("name", FOUND_BY_THE_LOAD)
-def test_damage_that_a_load_finds_is_passed_over_by_the_next_start(make_run: MakeRun, name: str) -> None:
+def test_damage_that_a_load_finds_is_passed_over_by_the_next_start(
+    make_run: MakeRun, name: str
+) -> None:
     """Of every group: the step was announced by then, so this start takes no other one, and leaves a note."""
     make, reason = FOUND_BY_THE_LOAD[name]
     run = make_run().train(5)
@@ -288,7 +314,12 @@ def test_damage_that_a_load_finds_is_passed_over_by_the_next_start(make_run: Mak
     text = str(raised.value)
     assert other.loaded == []
     assert "\n" not in text
-    for part in ("step-10 is damaged", reason, "goes on from step 5, unless the group heals", "checkpoint.load_step"):
+    for part in (
+        "step-10 is damaged",
+        reason,
+        "goes on from step 5, unless the group heals",
+        "checkpoint.load_step",
+    ):
         assert part in text
     for slot in (0, 1):
         again = make_run(slot=slot)
@@ -330,7 +361,10 @@ def test_without_a_sound_one_the_job_ends_with_one_line(make_run: MakeRun, found
     """Neither does it begin anew, nor is it started again and again."""
     run = make_run().train(10)
     rewrite(data_of(run.folder / "step-5"), lambda data: data[:-1])
-    rewrite(data_of(run.folder / "step-10"), _flip(run) if found_by == "load" else lambda data: data[:-1])
+    rewrite(
+        data_of(run.folder / "step-10"),
+        _flip(run) if found_by == "load" else lambda data: data[:-1],
+    )
     if found_by == "load":
         with pytest.raises(LoadError, match=r"step-10 is damaged: .*no sound one is left"):
             make_run().load()
@@ -343,15 +377,24 @@ def test_without_a_sound_one_the_job_ends_with_one_line(make_run: MakeRun, found
 
 
 @pytest.mark.parametrize("found_by", ["tables", "load"])
-def test_the_checkpoint_that_was_asked_for_is_not_replaced_by_another(make_run: MakeRun, found_by: str) -> None:
+def test_the_checkpoint_that_was_asked_for_is_not_replaced_by_another(
+    make_run: MakeRun, found_by: str
+) -> None:
     """checkpoint.load_step = 10: it is refused, and the sound ones are named."""
     run = make_run().train(15)
-    rewrite(data_of(run.folder / "step-10"), lambda data: bytes(len(data)) if found_by == "load" else data[:-1])
+    rewrite(
+        data_of(run.folder / "step-10"),
+        lambda data: bytes(len(data)) if found_by == "load" else data[:-1],
+    )
     if found_by == "load":
-        with pytest.raises(LoadError, match=r"step-10 is damaged: .*load_step = 10 allows no other one"):
+        with pytest.raises(
+            LoadError, match=r"step-10 is damaged: .*load_step = 10 allows no other one"
+        ):
             make_run(load_step=10).load()
     other = make_run(load_step=10)
-    with pytest.raises(ConfigError, match=r"checkpoint\.load_step must name a sound .*got 10.*ones are 5, 15$"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.load_step must name a sound .*got 10.*ones are 5, 15$"
+    ):
         other.load()
     assert other.loaded == []
 
@@ -382,7 +425,9 @@ def test_a_group_whose_load_fails_alone_heals_from_the_others(make_run: MakeRun)
     assert not again.load()
 
 
-def test_what_stock_torchtitan_has_saved_is_looked_through_too(make_run: MakeRun, tmp_path: Path) -> None:
+def test_what_stock_torchtitan_has_saved_is_looked_through_too(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
     """It has no manifest; DCP's table tells how long its files must be."""
     run = make_run()
     stock = CheckpointManager(
@@ -463,7 +508,9 @@ def test_other_ranks_and_parts_are_not_compared(make_run: MakeRun) -> None:
 
 
 @pytest.mark.parametrize("counter", ["step", "lineage"])
-def test_counters_are_compared_with_the_manifest_for_any_number_of_ranks(make_run: MakeRun, counter: str) -> None:
+def test_counters_are_compared_with_the_manifest_for_any_number_of_ranks(
+    make_run: MakeRun, counter: str
+) -> None:
     """Also where the digest is of another layout."""
     run = make_run().train(10)
     value = {"step": 9, "lineage": "0" * 12}[counter]
@@ -524,7 +571,9 @@ def test_a_checkpoint_that_stays_unreadable_is_passed_over(
     assert list(run.folder.glob(f"*/{NOTES}")) == []
 
 
-def test_one_glance_does_not_make_damage(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_glance_does_not_make_damage(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another group replaces the checkpoint while this one looks at it: the first look sees half of the files."""
     make_run().train(10)
     looks = itertools.count()
@@ -550,7 +599,9 @@ def test_loads_that_fail_for_the_file_system_are_tried_again_but_not_for_ever(
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemReader, "read_data", fail)
         for _ in range(3):
-            with pytest.raises(LoadError, match=r"step-10 cannot be read: .*Input/output error") as raised:
+            with pytest.raises(
+                LoadError, match=r"step-10 cannot be read: .*Input/output error"
+            ) as raised:
                 make_run().load()
             assert raised.value.restart
             assert "damaged" not in str(raised.value)
@@ -561,7 +612,9 @@ def test_loads_that_fail_for_the_file_system_are_tried_again_but_not_for_ever(
     assert "Input/output error" in skipped["reason"]
 
 
-def test_a_file_without_permission_is_passed_over_at_once(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_permission_is_passed_over_at_once(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither a minute nor a hundred starts give the permission; the reason is in the event."""
     make_run().train(10)
 
@@ -584,7 +637,9 @@ def test_a_file_that_vanishes_in_the_load_is_damage_if_it_stays_away(
     """To DCP that is an error of the file system; the tables tell."""
     run = make_run().train(10)
     other = make_run()
-    monkeypatch.setattr(other, "heals_instead", lambda _: data_of(run.folder / "step-10").unlink() and False)
+    monkeypatch.setattr(
+        other, "heals_instead", lambda _: data_of(run.folder / "step-10").unlink() and False
+    )
     with pytest.raises(LoadError, match=r"step-10 is damaged: __0_0\.distcp is missing; .* step 5"):
         other.load()
 
@@ -610,7 +665,9 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_called_damaged(
     assert last.progress.step == 10
 
 
-def test_a_folder_that_is_for_reading_only_gets_no_note(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_for_reading_only_gets_no_note(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next start would choose the same one again: the line says what to set."""
     run = make_run().train(10)
     rewrite(data_of(run.folder / "step-10"), _flip(run))
@@ -623,11 +680,15 @@ def test_a_folder_that_is_for_reading_only_gets_no_note(make_run: MakeRun, monke
         make_run().load()
 
 
-def test_a_folder_that_will_never_do_is_refused_at_once(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_will_never_do_is_refused_at_once(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A hundred starts would not make a folder of a file, nor give a permission."""
     run = make_run()
     run.folder.write_text("no folder")
-    with pytest.raises(ConfigError, match=rf"checkpoint\.folder must be a folder, got the file {run.folder}; give"):
+    with pytest.raises(
+        ConfigError, match=rf"checkpoint\.folder must be a folder, got the file {run.folder}; give"
+    ):
         run.load()
     run.folder.unlink()
     run.train(5)
@@ -636,14 +697,18 @@ def test_a_folder_that_will_never_do_is_refused_at_once(make_run: MakeRun, monke
         raise _error(errno.EACCES)
 
     monkeypatch.setattr(checkpoint_choice, "complete_steps", fail)
-    with pytest.raises(ConfigError, match=r"must be a folder that this user may read, got: .*Permission denied"):
+    with pytest.raises(
+        ConfigError, match=r"must be a folder that this user may read, got: .*Permission denied"
+    ):
         make_run().load()
 
 
 # Ranks of one group
 
 
-def test_damage_that_one_rank_finds_ends_all(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_that_one_rank_finds_ends_all(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All ranks end alike, and one note is left."""
     run = make_run().train(10)
     ranks = Ranks(monkeypatch, make_run)
@@ -668,7 +733,9 @@ def _raise_damage(ranks: Ranks) -> None:
     raise DamagedError(f"the model in it is not what was saved, says rank {ranks.rank}")
 
 
-def test_what_rank_0_finds_damaged_is_passed_over_by_all(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_rank_0_finds_damaged_is_passed_over_by_all(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others load what it has chosen, whatever they see themselves."""
     make_run().train(10)
     ranks = Ranks(monkeypatch, make_run)
@@ -693,9 +760,14 @@ def test_a_damaged_model_to_begin_with_is_refused(make_run: MakeRun) -> None:
     rewrite(data_of(cut), lambda data: data[:-1])
     flipped = shutil.copytree(source, run.folder.parent / "flipped")
     rewrite(data_of(flipped), _flip(run))
-    for path, reason in ((cut, "__0_0.distcp has"), (flipped, "the model in it is not what was saved")):
+    for path, reason in (
+        (cut, "__0_0.distcp has"),
+        (flipped, "the model in it is not what was saved"),
+    ):
         other = make_run(folder="new", initial_load_path=str(path))
-        with pytest.raises(ConfigError, match=rf"initial_load_path must be .*{path}.*damaged: {reason}"):
+        with pytest.raises(
+            ConfigError, match=rf"initial_load_path must be .*{path}.*damaged: {reason}"
+        ):
             other.load()
 
 
@@ -705,8 +777,17 @@ def test_a_damaged_model_of_hugging_faces_format_is_refused(make_run: MakeRun) -
     run.checkpoints.save(6, last_step=True)
     folder = run.folder / "step-6"
     (path,) = folder.glob("*.safetensors")
-    settings = {"initial_load_in_hf": True, "initial_load_model_only": True, "initial_load_path": str(folder)}
-    for change in (lambda data: data[:-1], lambda data: data[:10], lambda data: b"", lambda data: bytes(len(data))):
+    settings = {
+        "initial_load_in_hf": True,
+        "initial_load_model_only": True,
+        "initial_load_path": str(folder),
+    }
+    for change in (
+        lambda data: data[:-1],
+        lambda data: data[:10],
+        lambda data: b"",
+        lambda data: bytes(len(data)),
+    ):
         before = path.read_bytes()
         rewrite(path, change)
         with pytest.raises(ConfigError, match=rf"{path.name} has "):
@@ -718,7 +799,9 @@ def test_a_damaged_model_of_hugging_faces_format_is_refused(make_run: MakeRun) -
 # What is written is read back
 
 
-def test_a_save_that_cannot_be_read_back_is_not_published(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_cannot_be_read_back_is_not_published(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A network file system may report an error of writing to nobody."""
     run = make_run().train(5)
     finish = FileSystemWriter.finish

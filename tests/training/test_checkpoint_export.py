@@ -48,7 +48,10 @@ def export(make_run: MakeRun, index: Mapping[str, int] | None, **more: Any) -> R
 
 def read(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Return the tensors of each file; raises where one cannot be read."""
-    return {path.name: safetensors.torch.load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+    return {
+        path.name: safetensors.torch.load_file(path)
+        for path in sorted(folder.glob("*.safetensors"))
+    }
 
 
 def names(files: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, list[str]]:
@@ -96,7 +99,9 @@ def test_every_file_of_an_export_can_be_read(
     assert written == {name: file for file, tensors in files.items() for name in tensors}
 
 
-def test_what_the_table_lacks_or_has_too_much_is_said(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_table_lacks_or_has_too_much_is_said(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A user may have given the table of another model."""
     said: list[str] = []
     monkeypatch.setattr("titan_ft.training.checkpoint.export.logger.warning", said.append)
@@ -113,7 +118,9 @@ def test_an_export_in_another_dtype_is_compared_in_that(make_run: MakeRun, dtype
     run = export(make_run, {WEIGHT: 1, BIAS: 2}, export_dtype=dtype)
     run.checkpoints.raise_last_failure()
     found = read(run.folder / "step-6")
-    assert {str(tensor.dtype) for tensors in found.values() for tensor in tensors.values()} == {f"torch.{dtype}"}
+    assert {str(tensor.dtype) for tensors in found.values() for tensor in tensors.values()} == {
+        f"torch.{dtype}"
+    }
 
 
 def _patch(monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]) -> None:
@@ -124,7 +131,9 @@ def _patch(monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]) -> N
         write(output_dir, *args)
         change(Path(output_dir))
 
-    monkeypatch.setattr(_consolidate_hf_safetensors, "_write_overall_metadata_file", write_and_change)
+    monkeypatch.setattr(
+        _consolidate_hf_safetensors, "_write_overall_metadata_file", write_and_change
+    )
 
 
 def _cut(folder: Path) -> None:
@@ -152,7 +161,9 @@ def _convert(folder: Path) -> None:
 
 
 def _add_a_file(folder: Path) -> None:
-    safetensors.torch.save_file({"more": torch.zeros(3)}, folder / "model-00003-of-00002.safetensors")
+    safetensors.torch.save_file(
+        {"more": torch.zeros(3)}, folder / "model-00003-of-00002.safetensors"
+    )
 
 
 def _change_index(change: Callable[[dict[str, str]], None]) -> Callable[[Path], None]:
@@ -172,9 +183,18 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "another tensor": (_rename, f"{TWO} lacks {BIAS}"),
     "another shape": (_reshape, f"{TWO} holds {BIAS} as float32 [4], which is float32 [3]"),
     "another dtype": (_convert, f"{TWO} holds {BIAS} as float16 [3], which is float32 [3]"),
-    "the index names a tensor too many": (_change_index(lambda index: index.update(more=ONE)), f"{INDEX} has more"),
-    "the index lacks a tensor": (_change_index(lambda index: index.pop(BIAS) and None), f"{INDEX} lacks {BIAS}"),
-    "the index names another file": (_change_index(lambda index: index.update({BIAS: "x"})), "the folder lacks x"),
+    "the index names a tensor too many": (
+        _change_index(lambda index: index.update(more=ONE)),
+        f"{INDEX} has more",
+    ),
+    "the index lacks a tensor": (
+        _change_index(lambda index: index.pop(BIAS) and None),
+        f"{INDEX} lacks {BIAS}",
+    ),
+    "the index names another file": (
+        _change_index(lambda index: index.update({BIAS: "x"})),
+        "the folder lacks x",
+    ),
     "no index": (lambda folder: (folder / INDEX).unlink(), f"{INDEX} was not written"),
 }
 
@@ -190,7 +210,9 @@ def test_an_export_that_is_not_the_model_is_a_failed_save(
     run.checkpoints.finish(6)
     (failed,) = run.events.named("checkpoint_failed")
     assert reason in failed["error"]
-    with pytest.raises(SaveError, match=r"step 6 could not be saved as asked: .*training state.*step-6") as raised:
+    with pytest.raises(
+        SaveError, match=r"step 6 could not be saved as asked: .*training state.*step-6"
+    ) as raised:
         run.checkpoints.raise_last_failure()
     assert reason in str(raised.value)
     assert run.names() == ["step-5", "step-6"]
@@ -205,7 +227,10 @@ def test_a_tensor_that_torch_would_write_as_zero_is_not_exported(
     """torch leaves out tensors without dimensions when it merges files, and their place is filled with zeros."""
 
     def to_hf(exporter: Exporter, state: dict[str, Any]) -> dict[str, Any]:
-        return {"scale": torch.tensor(0.5), **{f"model.{name}": value for name, value in state.items()}}
+        return {
+            "scale": torch.tensor(0.5),
+            **{f"model.{name}": value for name, value in state.items()},
+        }
 
     monkeypatch.setattr(Exporter, "to_hf", to_hf)
     run = export(make_run, None)
@@ -223,12 +248,16 @@ def test_tensors_of_all_stages_of_a_pipeline_are_expected(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather_objects)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     assert gather_tensors(first, lambda value: [value, value + 1]) == {**first, **second}
-    assert gather_tensors(first, lambda value: [value, value]) == first  # without a collective of objects
+    assert (
+        gather_tensors(first, lambda value: [value, value]) == first
+    )  # without a collective of objects
 
 
 def test_shapes_are_those_of_the_whole() -> None:
     """As the adapter gives them."""
-    assert describe_tensors({"a": torch.zeros(2, 3, dtype=torch.bfloat16)}) == {"a": Tensor((2, 3), "bfloat16")}
+    assert describe_tensors({"a": torch.zeros(2, 3, dtype=torch.bfloat16)}) == {
+        "a": Tensor((2, 3), "bfloat16")
+    }
 
 
 def test_a_folder_without_an_index_is_no_export(tmp_path: Path) -> None:
@@ -246,9 +275,14 @@ def test_transformers_loads_an_export(make_run: MakeRun, tmp_path: Path) -> None
         model.init_weights(torch.device("cpu"))
     weights = _names_of_llama(args.n_layers)
     old = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(args.n_layers)]
-    files = {name: f"model-0000{1 + place % 2}-of-00003.safetensors" for place, name in enumerate([*weights, *old])}
+    files = {
+        name: f"model-0000{1 + place % 2}-of-00003.safetensors"
+        for place, name in enumerate([*weights, *old])
+    }
     (tmp_path / "assets").mkdir()
-    (tmp_path / "assets" / INDEX).write_text(json.dumps({"weight_map": {**files, "gone": "model-00003-of-00003"}}))
+    (tmp_path / "assets" / INDEX).write_text(
+        json.dumps({"weight_map": {**files, "gone": "model-00003-of-00003"}})
+    )
     adapter = Llama3StateDictAdapter(args, str(tmp_path / "assets"))
     run = make_run(adapter=adapter, model=model, **EXPORT)
     run.position.start_at(6)
@@ -272,7 +306,9 @@ def test_transformers_loads_an_export(make_run: MakeRun, tmp_path: Path) -> None
             "original_max_position_embeddings": args.rope_scaling_args.original_max_position_embeddings,
         },
     )
-    config.save_pretrained(run.folder / "step-6")  # a user copies the one of the model that was begun with
+    config.save_pretrained(
+        run.folder / "step-6"
+    )  # a user copies the one of the model that was begun with
     loaded, report = transformers.LlamaForCausalLM.from_pretrained(
         run.folder / "step-6", dtype=torch.float32, output_loading_info=True
     )
@@ -283,7 +319,15 @@ def test_transformers_loads_an_export(make_run: MakeRun, tmp_path: Path) -> None
 
 
 def _names_of_llama(num_layers: int) -> list[str]:
-    parts = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj"]
+    parts = [
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+    ]
     parts += ["mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"]
-    layers = [f"model.layers.{layer}.{part}.weight" for layer in range(num_layers) for part in parts]
+    layers = [
+        f"model.layers.{layer}.{part}.weight" for layer in range(num_layers) for part in parts
+    ]
     return ["model.embed_tokens.weight", *layers, "model.norm.weight", "lm_head.weight"]

@@ -21,7 +21,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from titan_ft.training.checkpoint.damage import LoadFailure, classify, find_defect
-from titan_ft.training.checkpoint.reader import CheckpointPlanner, CheckpointReader, UnsafeValueError, check_values
+from titan_ft.training.checkpoint.reader import (
+    CheckpointPlanner,
+    CheckpointReader,
+    UnsafeValueError,
+    check_values,
+)
 
 
 class Payload:
@@ -47,7 +52,9 @@ def save(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    dcp.load(state, storage_reader=CheckpointReader(folder), planner=CheckpointPlanner(), no_dist=True)
+    dcp.load(
+        state, storage_reader=CheckpointReader(folder), planner=CheckpointPlanner(), no_dist=True
+    )
     return state
 
 
@@ -66,7 +73,10 @@ def test_a_checkpoint_of_dcp_is_read_as_torch_reads_it(tmp_path: Path) -> None:
     assert found["optimizer"] == saved["optimizer"]
     for name in ("weight", "half", "channels"):
         assert torch.equal(found[name], saved[name])
-    assert CheckpointReader(tmp_path / "step-1").read_metadata().state_dict_metadata.keys() >= {"weight", "half"}
+    assert CheckpointReader(tmp_path / "step-1").read_metadata().state_dict_metadata.keys() >= {
+        "weight",
+        "half",
+    }
 
 
 def poison_table(folder: Path, mark: Path) -> None:
@@ -96,7 +106,14 @@ class Point(NamedTuple):
 
 @pytest.mark.parametrize(
     "value",
-    [collections.deque([1]), Point(1), [Point(1)], {"deep": (Point(1),)}, 1 << 3000, Payload(Path("mark"))],
+    [
+        collections.deque([1]),
+        Point(1),
+        [Point(1)],
+        {"deep": (Point(1),)},
+        1 << 3000,
+        Payload(Path("mark")),
+    ],
     ids=repr,
 )
 def test_a_save_refuses_what_a_load_refuses(tmp_path: Path, value: Any) -> None:
@@ -108,17 +125,25 @@ def test_a_save_refuses_what_a_load_refuses(tmp_path: Path, value: Any) -> None:
         check_values({"extra": value})
 
 
-@pytest.mark.parametrize("value", [b"bytes", None, 1 << 2000, {}, np.float64(0.5), datetime.timedelta(1)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [b"bytes", None, 1 << 2000, {}, np.float64(0.5), datetime.timedelta(1)], ids=repr
+)
 def test_a_save_takes_what_a_load_takes(tmp_path: Path, value: Any) -> None:
     """No plain value is refused."""
     save(tmp_path / "step-1", extra=value)
     load(tmp_path / "step-1", {"extra": value})
-    check_values({"extra": value, "tensor": torch.zeros(1), "more": [torch.zeros(1), {"text": "a"}]})
+    check_values(
+        {"extra": value, "tensor": torch.zeros(1), "more": [torch.zeros(1), {"text": "a"}]}
+    )
 
 
 @pytest.mark.parametrize(
     "target",
-    ["pathlib PosixPath", "torch.distributed.checkpoint.metadata MetadataIndex", "torch.serialization _get_layout"],
+    [
+        "pathlib PosixPath",
+        "torch.distributed.checkpoint.metadata MetadataIndex",
+        "torch.serialization _get_layout",
+    ],
 )
 def test_a_table_changes_no_class_and_no_function(tmp_path: Path, target: str) -> None:
     """BUILD sets attributes of whatever is below it: `PosixPath._str` would replace every path of the process."""
@@ -147,7 +172,9 @@ def test_a_poisoned_value_runs_nothing(tmp_path: Path) -> None:
     [np.float64(0.5), np.arange(3), datetime.timedelta(1), range(3), frozenset({1})],
     ids=lambda v: type(v).__name__,
 )
-def test_plain_values_of_numpy_and_the_standard_library_are_read(tmp_path: Path, value: Any) -> None:
+def test_plain_values_of_numpy_and_the_standard_library_are_read(
+    tmp_path: Path, value: Any
+) -> None:
     """Optimizers and schedulers keep such values."""
     save(tmp_path / "step-1", extra=[value])
     (found,) = load(tmp_path / "step-1", {"extra": [None]})["extra"]
@@ -176,7 +203,9 @@ def test_a_class_that_is_refused_is_no_damage(tmp_path: Path) -> None:
     ],
     ids=".".join,
 )
-def test_a_name_that_is_no_part_of_a_table_is_refused(tmp_path: Path, name: tuple[str, str]) -> None:
+def test_a_name_that_is_no_part_of_a_table_is_refused(
+    tmp_path: Path, name: tuple[str, str]
+) -> None:
     """Not even looked up: neither a function, nor what is reached through a name that is allowed."""
     module, attribute = name
     pickled = pickle.PROTO + b"\x04"

@@ -92,7 +92,9 @@ def test_the_file_system_is_asked_for_what_torch_does_not_say(
     assert run.names() == []
 
 
-def test_a_manifest_that_finds_no_room_fails_the_save(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_that_finds_no_room_fails_the_save(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The data had just enough: nothing is published, and nothing left."""
     run = make_run().train(5)
 
@@ -132,7 +134,10 @@ def test_the_last_save_is_tried_in_another_way_with_all_room_there_is(
         ([None, OSError("full")], ["full (rank 1)", "full"]),
         ([OSError("one"), OSError("another")], ["one", "one"]),
         ([ElsewhereError(), OSError("another")], ["another (rank 1)", "another"]),
-        ([ElsewhereError(), PartError(str(ElsewhereError()))], [f"{ElsewhereError()} (rank 1)", str(ElsewhereError())]),
+        (
+            [ElsewhereError(), PartError(str(ElsewhereError()))],
+            [f"{ElsewhereError()} (rank 1)", str(ElsewhereError())],
+        ),
         ([None, ElsewhereError()], [str(ElsewhereError())] * 2),
     ],
 )
@@ -164,7 +169,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)],
+        capture_output=True,
+        check=False,
     )
     if mounted.returncode:
         pytest.skip("needs the right to mount a file system")
@@ -203,7 +210,12 @@ def test_a_real_disk_that_is_full(make_run: MakeRun, small_disk: Path, mode: str
 def test_a_start_removes_what_its_group_left(make_run: MakeRun, heals: bool) -> None:
     """Of any step. What another group is writing stays."""
     run = make_run().train(5)
-    for name in ("partial-3-group-0", "partial-10-group-0", "partial-10-group-0-replaced", "partial-10-group-1"):
+    for name in (
+        "partial-3-group-0",
+        "partial-10-group-0",
+        "partial-10-group-0-replaced",
+        "partial-10-group-1",
+    ):
         (run.folder / name / "sharded").mkdir(parents=True)
     again = make_run()
     again.heals = heals
@@ -220,7 +232,9 @@ def test_a_job_that_only_loads_removes_nothing(make_run: MakeRun) -> None:
     assert run.names() == ["partial-10-group-0", "step-5"]
 
 
-def test_a_save_under_way_is_not_taken_for_what_was_left(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_under_way_is_not_taken_for_what_was_left(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another group publishes, however much later, while this one still writes."""
     run, other = make_run(async_mode="async"), make_run(slot=1)
     go_on, write = threading.Event(), FileSystemWriter.write_data

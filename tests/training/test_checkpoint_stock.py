@@ -49,7 +49,9 @@ class Numbers(IterableDataset):  # type: ignore[type-arg]
 
 
 def make_loader(rank: int, world: int = 2) -> ParallelAwareDataloader:
-    return ParallelAwareDataloader(Numbers(rank, world), dp_rank=rank, dp_world_size=world, batch_size=2)
+    return ParallelAwareDataloader(
+        Numbers(rank, world), dp_rank=rank, dp_world_size=world, batch_size=2
+    )
 
 
 def inputs(batches: Iterator[Any], number: int) -> list[list[int]]:
@@ -63,7 +65,9 @@ def read(run: Run, feed: Feed, slot: int, number: int) -> list[list[int]]:
     return [batch["input"].flatten().tolist() for batch, _ in reading.batches]
 
 
-def make_stock(run: Run, base: Path, loader: ParallelAwareDataloader, **more: Any) -> CheckpointManager:
+def make_stock(
+    run: Run, base: Path, loader: ParallelAwareDataloader, **more: Any
+) -> CheckpointManager:
     """Return stock torchtitan's checkpoints with the state of `run`."""
     return CheckpointManager(
         dataloader=loader,
@@ -105,7 +109,9 @@ def test_stock_goes_on_with_the_very_next_batches(make_run: MakeRun, tmp_path: P
         assert inputs(iter(loader), 3) == read(run, feed, slot, 3)
 
 
-def test_stock_begins_the_data_of_a_slot_that_was_never_read(make_run: MakeRun, tmp_path: Path) -> None:
+def test_stock_begins_the_data_of_a_slot_that_was_never_read(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
     """Its group has been absent from the beginning."""
     save_in_mid_data(make_run, {0: 3})
     loader = make_loader(1)
@@ -149,7 +155,9 @@ def test_ours_reads_no_pickle(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
         assert read(other, again, slot, 3) == read(run, feed, slot, 3)
 
 
-def test_a_loader_that_stock_cannot_have_fails_no_save(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_that_stock_cannot_have_fails_no_save(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A state of the user's that cannot be unpacked: one line, and our own keys are there."""
     said: list[str] = []
     monkeypatch.setattr(checkpoint_states.logger, "warning", said.append)
@@ -159,7 +167,9 @@ def test_a_loader_that_stock_cannot_have_fails_no_save(make_run: MakeRun, monkey
 
     monkeypatch.setattr(checkpoint_states, "load_loader", refuse)
     run, feed = save_in_mid_data(make_run, {0: 3, 1: 4})
-    assert said[0] == "stock torchtitan will not find its place in shard 0: TypeError: of another kind"
+    assert (
+        said[0] == "stock torchtitan will not find its place in shard 0: TypeError: of another kind"
+    )
     monkeypatch.undo()
     other = make_run()
     assert other.load()

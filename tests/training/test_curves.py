@@ -39,19 +39,33 @@ from titan_ft.training.curves import (  # noqa: E402
 )
 
 
-def config(folder: Path, replica: int = 1, *, wandb: bool = False, all_ranks: bool = False, job_id: str = "") -> Any:
+def config(
+    folder: Path,
+    replica: int = 1,
+    *,
+    wandb: bool = False,
+    all_ranks: bool = False,
+    job_id: str = "",
+) -> Any:
     metrics = SimpleNamespace(
-        enable_tensorboard=not wandb, enable_wandb=wandb, save_tb_folder="tb", save_for_all_ranks=all_ranks
+        enable_tensorboard=not wandb,
+        enable_wandb=wandb,
+        save_tb_folder="tb",
+        save_for_all_ranks=all_ranks,
     )
     return SimpleNamespace(
         job=SimpleNamespace(dump_folder=str(folder)),
         metrics=metrics,
-        fault_tolerance=FaultTolerance(enable=True, replica_id=replica, group_size=4, job_id=job_id),
+        fault_tolerance=FaultTolerance(
+            enable=True, replica_id=replica, group_size=4, job_id=job_id
+        ),
         to_dict=lambda: {"a": 1},
     )
 
 
-def build_logger(monkeypatch: pytest.MonkeyPatch, job_config: Any, rank: int = 0) -> titan_metrics.BaseLogger:
+def build_logger(
+    monkeypatch: pytest.MonkeyPatch, job_config: Any, rank: int = 0
+) -> titan_metrics.BaseLogger:
     """Return what torchtitan builds in a worker."""
     for name in ("TensorBoardLogger", "WandBLogger"):
         monkeypatch.setattr(titan_metrics, name, getattr(titan_metrics, name))
@@ -80,7 +94,9 @@ def attempt(folder: Path, *points: tuple[int, float]) -> None:
 
 
 @pytest.mark.parametrize(("all_ranks", "below"), [(False, ""), (True, "rank_0")])
-def test_folder_of_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_ranks: bool, below: str) -> None:
+def test_folder_of_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_ranks: bool, below: str
+) -> None:
     """Whenever torchtitan builds its logger, the folder is that of the group; with every rank's, of the rank."""
     for step in (1, 2):
         logger = build_logger(monkeypatch, config(tmp_path, all_ranks=all_ranks))
@@ -121,7 +137,9 @@ def test_nothing_is_made_before_the_first_point(tmp_path: Path) -> None:
 def test_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The group trains on; its points wait, and are all there once the folder can be written. Two lines say so."""
     said: list[str] = []
-    monkeypatch.setattr("titan_ft.training.curves.logger", SimpleNamespace(info=str, warning=said.append))
+    monkeypatch.setattr(
+        "titan_ft.training.curves.logger", SimpleNamespace(info=str, warning=said.append)
+    )
     folder = tmp_path / "file" / "replica_0"
     folder.parent.touch()
     curves = GroupCurves(folder)
@@ -173,13 +191,18 @@ def test_wandb_run_is_the_same_for_every_attempt(tmp_path: Path) -> None:
     named = config(tmp_path / "a", job_id="my.job")
     assert wandb_environment(launched, named, 0)["WANDB_RUN_ID"] == "run-1a2b-replica-1"
     assert wandb_environment({}, named, 0)["WANDB_RUN_ID"] == "my-job-replica-1"
-    users = wandb_environment({**launched, "WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"}, named, 0)
+    users = wandb_environment(
+        {**launched, "WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"}, named, 0
+    )
     assert (users["WANDB_RUN_ID"], users["WANDB_RUN_GROUP"], users["WANDB_RESUME"]) == (
         "mine-replica-1",
         "run-1a2b",
         "must",
     )
-    ranks = [wandb_environment({}, config(tmp_path / "a", all_ranks=True), rank)["WANDB_RUN_ID"] for rank in (0, 1)]
+    ranks = [
+        wandb_environment({}, config(tmp_path / "a", all_ranks=True), rank)["WANDB_RUN_ID"]
+        for rank in (0, 1)
+    ]
     assert ranks[0] != ranks[1]
 
 
@@ -197,7 +220,9 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         logger.log({"loss": 1.0}, step)
         logger.close()
         wandb.teardown()
-    runs = sorted(path.name for path in (tmp_path / "tb" / "replica_1" / "wandb").glob("offline-run-*"))
+    runs = sorted(
+        path.name for path in (tmp_path / "tb" / "replica_1" / "wandb").glob("offline-run-*")
+    )
     assert runs
     assert all(name.endswith("-the-job-replica-1") for name in runs)
 
@@ -209,7 +234,9 @@ def test_each_group_has_its_own_traces(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(
         torch.profiler,
         "profile",
-        lambda activities, **options: profile(activities=[each for each in activities if each], **options),
+        lambda activities, **options: profile(
+            activities=[each for each in activities if each], **options
+        ),
     )
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     for name in ("maybe_enable_profiling", "maybe_enable_memory_snapshot"):
@@ -222,7 +249,9 @@ def test_each_group_has_its_own_traces(monkeypatch: pytest.MonkeyPatch, tmp_path
         settings.profiler_warmup, settings.profiler_active = 1, 1
         keep_traces(job_config, attempt=2)
         assert job_config.comm.save_traces_folder == f"comm_traces/replica_{replica}/attempt_2"
-        with torchtitan.train.maybe_enable_profiling(settings, base_folder=str(tmp_path)) as profiler:
+        with torchtitan.train.maybe_enable_profiling(
+            settings, base_folder=str(tmp_path)
+        ) as profiler:
             for _ in range(3):
                 profiler.step()
     traces = tmp_path / "profile_traces" / "iteration_3"
@@ -234,7 +263,9 @@ def test_each_group_has_its_own_traces(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_trace_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, begins: bool) -> None:
+def test_trace_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, begins: bool
+) -> None:
     """The group trains on, with a line in its log; an error of the training itself is none of the profiler's."""
     said: list[str] = []
     monkeypatch.setattr("titan_ft.training.curves.logger", SimpleNamespace(warning=said.append))

@@ -21,17 +21,30 @@ from titan_ft.training.divisions import check_model, check_ranks  # noqa: E402
 
 
 def config(
-    name: str = "llama3", flavor: str = "8B", training: Any = None, validation: Any = None, **degrees: Any
+    name: str = "llama3",
+    flavor: str = "8B",
+    training: Any = None,
+    validation: Any = None,
+    **degrees: Any,
 ) -> Any:
     full = {
-        name if name.startswith(("pipeline_parallel_", "expert_tensor")) else f"{name}_degree": value
+        name
+        if name.startswith(("pipeline_parallel_", "expert_tensor"))
+        else f"{name}_degree": value
         for name, value in degrees.items()
     }
     return SimpleNamespace(
         parallelism=Parallelism(**full),
-        training=SimpleNamespace(**{"seq_len": 64, "local_batch_size": 4, "global_batch_size": -1, **(training or {})}),
+        training=SimpleNamespace(
+            **{"seq_len": 64, "local_batch_size": 4, "global_batch_size": -1, **(training or {})}
+        ),
         validation=SimpleNamespace(
-            **{"enable": validation is not None, "seq_len": 64, "local_batch_size": 4, **(validation or {})}
+            **{
+                "enable": validation is not None,
+                "seq_len": 64,
+                "local_batch_size": 4,
+                **(validation or {}),
+            }
         ),
         fault_tolerance=SimpleNamespace(group_size=2),
         model=SimpleNamespace(name=name, flavor=flavor),
@@ -56,14 +69,22 @@ def test_what_divides_passes(ranks: int, asked: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "asked", "answer"),
     [
-        (4, {"tensor_parallel": 3}, r"ranks of a group must be a multiple of tensor_parallel_degree \(3\), got 4; "),
+        (
+            4,
+            {"tensor_parallel": 3},
+            r"ranks of a group must be a multiple of tensor_parallel_degree \(3\), got 4; ",
+        ),
         (
             8,
             {"tensor_parallel": 2, "data_parallel_shard": 2},
             r"ranks of a group must be data_parallel_shard_degree \(2\) x tensor_parallel_degree \(2\), got 8; ",
         ),
         (2, {"data_parallel_shard": 1}, r"ranks of a group must be 1, got 2; "),
-        (2, {"data_parallel_shard": 0}, r"data_parallel_shard_degree must be >= 1, or -1 for .*, got 0; "),
+        (
+            2,
+            {"data_parallel_shard": 0},
+            r"data_parallel_shard_degree must be >= 1, or -1 for .*, got 0; ",
+        ),
         (2, {"tensor_parallel": 0}, r"tensor_parallel_degree must be >= 1, got 0; "),
         (
             4,
@@ -72,10 +93,17 @@ def test_what_divides_passes(ranks: int, asked: dict[str, Any]) -> None:
         ),
         (
             2,
-            {"tensor_parallel": 2, "training": {"seq_len": 66}},  # torchtitan's models want an even part for each rank
+            {
+                "tensor_parallel": 2,
+                "training": {"seq_len": 66},
+            },  # torchtitan's models want an even part for each rank
             r"training\.seq_len must be a multiple of tensor_parallel_degree \(2\) x 2 x .* got 66",
         ),
-        (6, {"expert_parallel": 4}, r"expert_parallel_degree must divide the ranks .* = 6\), got 4; lower it"),
+        (
+            6,
+            {"expert_parallel": 4},
+            r"expert_parallel_degree must divide the ranks .* = 6\), got 4; lower it",
+        ),
         (
             8,
             {"expert_parallel": 2, "tensor_parallel": 4, "expert_tensor_parallel_degree": 2},
@@ -98,7 +126,9 @@ def test_what_divides_passes(ranks: int, asked: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_ranks_cannot_be_cut_into_is_refused(ranks: int, asked: dict[str, Any], answer: str) -> None:
+def test_what_ranks_cannot_be_cut_into_is_refused(
+    ranks: int, asked: dict[str, Any], answer: str
+) -> None:
     with pytest.raises(ConfigError, match=answer):
         check_ranks(config(**asked), ranks)
 
@@ -111,8 +141,16 @@ def test_what_ranks_cannot_be_cut_into_is_refused(ranks: int, asked: dict[str, A
             {"tensor_parallel": 3},
             r"tensor_parallel_degree must divide the 32 attention heads .* 8B, got 3",
         ),
-        ("llama3 8B", {"tensor_parallel": 16}, r"must divide the 8 key-value heads of llama3 8B, got 16; lower it"),
-        ("llama3 8B", {"pipeline_parallel": 64}, r"pipeline_parallel_degree must leave each of its 64 stages a layer"),
+        (
+            "llama3 8B",
+            {"tensor_parallel": 16},
+            r"must divide the 8 key-value heads of llama3 8B, got 16; lower it",
+        ),
+        (
+            "llama3 8B",
+            {"pipeline_parallel": 64},
+            r"pipeline_parallel_degree must leave each of its 64 stages a layer",
+        ),
         (
             "llama3 8B",
             {"pipeline_parallel": 32, "pipeline_parallel_schedule": "Interleaved1F1B"},
@@ -134,7 +172,11 @@ def test_what_ranks_cannot_be_cut_into_is_refused(ranks: int, asked: dict[str, A
             {"pipeline_parallel": 2, "pipeline_parallel_microbatch_size": 0},
             r"microbatch_size must be >= 1, got 0; ",
         ),
-        ("llama3 8B", {"training": {"seq_len": 63}}, r"training\.seq_len must be a multiple of .* got 63; "),
+        (
+            "llama3 8B",
+            {"training": {"seq_len": 63}},
+            r"training\.seq_len must be a multiple of .* got 63; ",
+        ),
         (
             "llama3 8B",
             {"context_parallel": 2, "validation": {"seq_len": 66}},
@@ -154,11 +196,21 @@ def test_what_ranks_cannot_be_cut_into_is_refused(ranks: int, asked: dict[str, A
             },
             r"layers_per_stage must cut the 32 layers .* into 8 stages for ZBVZeroBubble, got 3; it makes 12; ",
         ),
-        ("qwen3 30B-A3B", {"expert_parallel": 48}, r"must divide the 128 experts of qwen3 30B-A3B, got 48; lower it"),
-        ("qwen3 0.6B", {"pipeline_parallel": 2}, r"must be 1: torchtitan cannot cut qwen3 0\.6B into stages, got 2"),
+        (
+            "qwen3 30B-A3B",
+            {"expert_parallel": 48},
+            r"must divide the 128 experts of qwen3 30B-A3B, got 48; lower it",
+        ),
+        (
+            "qwen3 0.6B",
+            {"pipeline_parallel": 2},
+            r"must be 1: torchtitan cannot cut qwen3 0\.6B into stages, got 2",
+        ),
     ],
 )
-def test_what_a_model_cannot_be_cut_into_is_refused(model: str, asked: dict[str, Any], answer: str) -> None:
+def test_what_a_model_cannot_be_cut_into_is_refused(
+    model: str, asked: dict[str, Any], answer: str
+) -> None:
     name, flavor = model.split()
     with pytest.raises(ConfigError, match=answer):
         check_model(config(name, flavor, **asked), get_train_spec(name))
@@ -171,7 +223,12 @@ def test_a_pipeline_is_refused_where_torchtitan_refuses_it(stages: int, schedule
     from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 
     batch = {"local_batch_size": 64}  # enough for any schedule
-    asked = config(flavor="debugmodel", training=batch, pipeline_parallel=stages, pipeline_parallel_schedule=schedule)
+    asked = config(
+        flavor="debugmodel",
+        training=batch,
+        pipeline_parallel=stages,
+        pipeline_parallel_schedule=schedule,
+    )
     try:
         generate_llm_fqn_per_model_part(stages * (1 if schedule == "1F1B" else 2), 6)
     except ValueError:
@@ -181,12 +238,22 @@ def test_a_pipeline_is_refused_where_torchtitan_refuses_it(stages: int, schedule
         check_model(asked, get_train_spec("llama3"))
 
 
-SCHEDULES = ["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble", "DualPipeV"]
+SCHEDULES = [
+    "1F1B",
+    "GPipe",
+    "Interleaved1F1B",
+    "InterleavedZeroBubble",
+    "LoopedBFS",
+    "ZBVZeroBubble",
+    "DualPipeV",
+]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("microbatches", range(1, 10))
-def test_microbatches_are_refused_where_torch_refuses_them(schedule: str, microbatches: int) -> None:
+def test_microbatches_are_refused_where_torch_refuses_them(
+    schedule: str, microbatches: int
+) -> None:
     """In each rank, and in mid-start: `launch` would tell of an exception."""
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
@@ -214,7 +281,9 @@ def test_microbatches_are_refused_where_torch_refuses_them(schedule: str, microb
         pipeline_parallel_microbatch_size=2,
     )
     try:
-        schedule_class(parts[0] if single else parts, microbatches, loss_fn=lambda *_: None, scale_grads=False)
+        schedule_class(
+            parts[0] if single else parts, microbatches, loss_fn=lambda *_: None, scale_grads=False
+        )
     except ValueError:
         with pytest.raises(ConfigError, match=r"^training\.local_batch_size must make "):
             check_model(asked, get_train_spec("llama3"))

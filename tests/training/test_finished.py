@@ -28,7 +28,9 @@ def test_another_job_in_the_folder_is_not_over(tmp_path: Path) -> None:
     assert finished_step(tmp_path / "finished.json", "decaf") is None
 
 
-@pytest.mark.parametrize("text", ["", '{"config_digest": "c0ffee"', '{"config_digest": "c0ffee"}', "[]", "null"])
+@pytest.mark.parametrize(
+    "text", ["", '{"config_digest": "c0ffee"', '{"config_digest": "c0ffee"}', "[]", "null"]
+)
 def test_a_mark_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
     """To train on is the safe mistake."""
     (tmp_path / "finished.json").write_text(text)

@@ -31,8 +31,17 @@ class Training:
     def __init__(self, *, steps: int = 20, warmup_steps: int = 2, **settings: Any) -> None:
         torch.manual_seed(0)
         layers = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
-        self.parts = [torch.nn.ModuleDict({f"layer{number}": layer}) for number, layer in enumerate(layers)]
-        given = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "foreach": True, "fused": False}
+        self.parts = [
+            torch.nn.ModuleDict({f"layer{number}": layer}) for number, layer in enumerate(layers)
+        ]
+        given = {
+            "lr": 1e-3,
+            "betas": (0.9, 0.95),
+            "eps": 1e-8,
+            "weight_decay": 0.1,
+            "foreach": True,
+            "fused": False,
+        }
         self.optimizers = OptimizersContainer(self.parts, torch.optim.AdamW, {**given, **settings})
         self.schedulers: LRSchedulersContainer = build_lr_schedulers(
             self.optimizers, LRScheduler(warmup_steps=warmup_steps), steps
@@ -56,7 +65,9 @@ class Training:
     def groups(self) -> list[dict[str, Any]]:
         """The param groups, without the parameters."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        return [
+            {name: value for name, value in group.items() if name != "params"} for group in groups
+        ]
 
 
 def resume(tmp_path: Path, **settings: Any) -> tuple[Training, Training]:
@@ -119,7 +130,9 @@ def test_each_change_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(hyperparameters.logger, "warning", lines.append)
     _, now = resume(tmp_path, weight_decay=0.5)
     now.hyperparameters.restore()
-    assert lines == ["optimizer: the checkpoint was made with weight_decay = 0.1; from here on it is 0.5"]
+    assert lines == [
+        "optimizer: the checkpoint was made with weight_decay = 0.1; from here on it is 0.5"
+    ]
 
 
 def test_what_an_optimizer_of_the_user_s_keeps_stays_loaded() -> None:

@@ -42,7 +42,10 @@ def test_debug_runs_have_a_flight_recorder(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ('{"weight_map": {"lm_head.weight": "model.safetensors"}}', "has 'model.safetensors' for lm_head.weight"),
+        (
+            '{"weight_map": {"lm_head.weight": "model.safetensors"}}',
+            "has 'model.safetensors' for lm_head.weight",
+        ),
         ('{"weight_map": {"lm_head.weight": 1}}', "has 1 for lm_head.weight"),
         ('{"weight_map": ["model-00001-of-00001.safetensors"]}', 'has no table "weight_map"'),
         ('{"metadata": {}}', 'has no table "weight_map"'),
@@ -52,14 +55,20 @@ def test_debug_runs_have_a_flight_recorder(name: str) -> None:
         ("", "cannot be read (Expecting value"),
     ],
 )
-def test_a_table_of_files_that_torchtitan_cannot_read_is_refused(tmp_path: Path, text: str, found: str) -> None:
+def test_a_table_of_files_that_torchtitan_cannot_read_is_refused(
+    tmp_path: Path, text: str, found: str
+) -> None:
     """It ended the first start and the second one with a traceback, although nothing is exported."""
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(ConfigError) as raised:
         read_config(f"--job.config_file={CONFIG}", f"--model.hf_assets_path={tmp_path}")
     line = str(raised.value)
     assert "\n" not in line
-    for part in (f"{INDEX} of model.hf_assets_path must", f"got {tmp_path / INDEX}, which {found}", "remove it"):
+    for part in (
+        f"{INDEX} of model.hf_assets_path must",
+        f"got {tmp_path / INDEX}, which {found}",
+        "remove it",
+    ):
         assert part in line
 
 
@@ -69,7 +78,9 @@ def test_a_table_of_files_that_is_no_file_is_refused(tmp_path: Path) -> None:
         read_config(f"--job.config_file={CONFIG}", f"--model.hf_assets_path={tmp_path}")
 
 
-@pytest.mark.parametrize("text", ["{}", '{"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}'])
+@pytest.mark.parametrize(
+    "text", ["{}", '{"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}']
+)
 def test_a_table_of_files_that_torchtitan_reads_is_taken(tmp_path: Path, text: str) -> None:
     """Also an empty one, which it takes for none."""
     (tmp_path / INDEX).write_text(text)
@@ -104,11 +115,15 @@ def test_a_path_that_is_not_looked_at_may_lead_nowhere(tmp_path: Path) -> None:
     """A run with checkpoints of its own does not load the first one again."""
     (tmp_path / "checkpoint").mkdir()
     own = [f"--job.dump_folder={tmp_path}", "--checkpoint.folder=checkpoint", "--checkpoint.enable"]
-    check_paths(read_config(f"--job.config_file={CONFIG}", *own, "--checkpoint.initial_load_path=nowhere"))
+    check_paths(
+        read_config(f"--job.config_file={CONFIG}", *own, "--checkpoint.initial_load_path=nowhere")
+    )
 
 
 @pytest.mark.parametrize("end", ["_exit(0)", "_exit(3)"])
-def test_a_module_that_ends_the_process_is_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+def test_a_module_that_ends_the_process_is_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
     """Each worker ended with status 0 in the import, which counted as a job that had finished."""
     (tmp_path / f"ends_{end[6]}.py").write_text(f"import os\nos.{end}\n")
     monkeypatch.syspath_prepend(tmp_path)

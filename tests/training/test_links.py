@@ -59,7 +59,17 @@ class TwoRanks(GroupCollectives):
 
 def shape(*parts: nn.Module, group: GroupCollectives | None = None, **degrees: int) -> str:
     dims = ParallelDims(
-        **{"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1, "world_size": 1, **degrees}
+        **{
+            "dp_replicate": 1,
+            "dp_shard": 1,
+            "cp": 1,
+            "tp": 1,
+            "pp": 1,
+            "ep": 1,
+            "etp": 1,
+            "world_size": 1,
+            **degrees,
+        }
     )
     return _group_shape(dims, parts, group or GroupCollectives(torch.device("cpu"), None))
 
@@ -70,7 +80,11 @@ def test_the_same_model_has_the_same_shape() -> None:
     assert one == other
     ranks, *facts = one.split(";")
     assert ranks == "1r"
-    assert {f"torch={metadata.version('torch')}", "torchtitan=0.2.2", f"titan_ft={titan_ft.__version__}"} < set(facts)
+    assert {
+        f"torch={metadata.version('torch')}",
+        "torchtitan=0.2.2",
+        f"titan_ft={titan_ft.__version__}",
+    } < set(facts)
 
 
 def test_the_mesh_is_told() -> None:
@@ -81,10 +95,14 @@ def test_the_mesh_is_told() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        nn.ModuleDict({"b": nn.Linear(2, 2), "a": nn.Linear(2, 2)}),  # another order of parameters of the same sizes
+        nn.ModuleDict(
+            {"b": nn.Linear(2, 2), "a": nn.Linear(2, 2)}
+        ),  # another order of parameters of the same sizes
         nn.ModuleDict({"a": nn.Linear(4, 1), "b": nn.Linear(2, 2)}),  # as many numbers in all
         nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).bfloat16()}),
-        nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).requires_grad_(requires_grad=False)}),
+        nn.ModuleDict(
+            {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).requires_grad_(requires_grad=False)}
+        ),
         nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, bias=False)}),
     ],
 )
@@ -109,14 +127,23 @@ def test_load_balancing_is_part_of_the_shape() -> None:
 def test_every_rank_counts() -> None:
     """Two groups whose ranks 0 are alike differ if their ranks 1 do."""
     model = nn.Linear(2, 3)
-    assert shape(model, group=TwoRanks(1)) == shape(model, group=TwoRanks(1)) != shape(model, group=TwoRanks(2))
+    assert (
+        shape(model, group=TwoRanks(1))
+        == shape(model, group=TwoRanks(1))
+        != shape(model, group=TwoRanks(2))
+    )
 
 
 @pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.parametrize(("method", "overlap"), [(None, True), ("diloco", False)])
 @pytest.mark.parametrize(("microbatches", "calls"), [(0, 0), (4, 4)])
 def test_the_exchange_overlaps_with_the_backward(
-    monkeypatch: pytest.MonkeyPatch, method: str | None, overlap: bool, microbatches: int, calls: int, quantize: bool
+    monkeypatch: pytest.MonkeyPatch,
+    method: str | None,
+    overlap: bool,
+    microbatches: int,
+    calls: int,
+    quantize: bool,
 ) -> None:
     """A pipeline calls autograd's hooks for each microbatch; what a semi-synchronous method exchanges has none."""
     built: dict[str, Any] = {}
@@ -143,7 +170,9 @@ def test_the_exchange_overlaps_with_the_backward(
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 @pytest.mark.parametrize("is_asked", [False, True])
-def test_the_state_is_encrypted_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, is_asked: bool) -> None:
+def test_the_state_is_encrypted_if_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, is_asked: bool
+) -> None:
     """What the setting says is what a joiner meets at the port."""
     monkeypatch.setattr(links, "_group_shape", lambda *_: "")
     for name in ("_join", "_build_exchange"):
@@ -151,7 +180,12 @@ def test_the_state_is_encrypted_if_it_is_asked_for(monkeypatch: pytest.MonkeyPat
     config = FaultTolerance(enable=True, transfer_tls=is_asked, advertise_address="127.0.0.1")
     no: Any = None
     launch: Any = SimpleNamespace(token="a shared secret", rank=1)
-    what: dict[str, Any] = {"exchanged": [], "fragments": [], "gradient_scale": 1.0, "num_microbatches": 0}
+    what: dict[str, Any] = {
+        "exchanged": [],
+        "fragments": [],
+        "gradient_scale": 1.0,
+        "num_microbatches": 0,
+    }
     server = links.Links(config, launch, no, [], no, no, no, no, **what).server
     try:
         with socket.create_connection(("127.0.0.1", server.port), DEADLINE) as joiner:
@@ -167,13 +201,18 @@ def test_ranks_of_a_later_attempt_find_each_other(monkeypatch: pytest.MonkeyPatc
     config = FaultTolerance(enable=True, replica_id=3)
 
     def connect(rank: int, attempt: int) -> Future[ControlTree]:
-        launch: Any = SimpleNamespace(rank=rank, store=("127.0.0.1", store.port), token="token", attempt=attempt)
+        launch: Any = SimpleNamespace(
+            rank=rank, store=("127.0.0.1", store.port), token="token", attempt=attempt
+        )
         return call_aside(partial(links.connect_control, config, launch), "connect")
 
     trees = [connect(rank, 0).result(DEADLINE) for rank in range(2)]
     rank_one = connect(1, 1)
     trees += [connect(0, 1).result(DEADLINE), rank_one.result(DEADLINE)]
-    answers = [call_aside(partial(tree.rank0_decides, (), lambda _: "decided"), "decide") for tree in trees[2:]]
+    answers = [
+        call_aside(partial(tree.rank0_decides, (), lambda _: "decided"), "decide")
+        for tree in trees[2:]
+    ]
     assert [answer.result(DEADLINE) for answer in answers] == ["decided", "decided"]
     for tree in trees:
         tree.close()
@@ -228,7 +267,9 @@ def test_a_group_with_a_silent_rank_says_why_before_it_falls_silent(
     read = read_error(error_file)
     assert read is not None
     assert (read.transient, read.network) == (True, False)
-    assert read.text.startswith("RankSilentError: no heartbeat from rank 1 on node5, rank 3 on node7 for 1.5 s")
+    assert read.text.startswith(
+        "RankSilentError: no heartbeat from rank 1 on node5, rank 3 on node7 for 1.5 s"
+    )
     assert "fault_tolerance.heartbeat_timeout_ms (500)" in read.text
     assert status == 1
     assert emitted == [RankSilent(ranks=[1, 3], hosts=["node5", "node7"], seconds=1.5)]

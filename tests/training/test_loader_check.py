@@ -203,7 +203,9 @@ def test_loaders_of_torchdata(workers: int) -> None:
 
     found = check(Stateful)
     assert found.exact
-    assert found.loader.startswith("torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader of ")
+    assert found.loader.startswith(
+        "torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader of "
+    )
     assert found.loader.endswith("Stateful")
     assert check(Stateless).reason == "opened again after batch 4, it gave another batch 5"
 
@@ -238,7 +240,9 @@ class Opaque(IterableDataset):
     """A stream of a user's own class."""
 
 
-def text_loader(data: Any, of: type[HuggingFaceTextDataset] = HuggingFaceTextDataset, **options: Any) -> Any:
+def text_loader(
+    data: Any, of: type[HuggingFaceTextDataset] = HuggingFaceTextDataset, **options: Any
+) -> Any:
     """Return torchtitan's loader of text over `data`, which nobody reads."""
     dataset = of.__new__(of)
     dataset._data = data
@@ -249,7 +253,9 @@ def test_only_text_over_known_classes_is_transparent() -> None:
     """Of any other loader the first batches prove nothing of the later ones."""
     documents = Dataset.from_dict({"text": ["a", "b", "c"]})
     stream = documents.to_iterable_dataset()
-    mixed = interleave_datasets([stream.shuffle(seed=1, buffer_size=2).map(dict), stream.filter(bool)])
+    mixed = interleave_datasets(
+        [stream.shuffle(seed=1, buffer_size=2).map(dict), stream.filter(bool)]
+    )
     for data in (documents, stream, mixed, split_dataset_by_node(mixed, 0, 2)):
         assert is_transparent(text_loader(data))
 
@@ -316,11 +322,16 @@ class HoldsGenerator(Counting):
     ("loader", "text"),
     [
         (CannotSave, r"CannotSave\) must save its state, .* got NotImplementedError"),
-        (CannotLoad, r"CannotLoad\) must go on from a state that it has saved, .* got KeyError: 'epoch'"),
+        (
+            CannotLoad,
+            r"CannotLoad\) must go on from a state that it has saved, .* got KeyError: 'epoch'",
+        ),
         (HoldsGenerator, r"got numpy.random._generator.Generator at \['rng'\]"),
     ],
 )
-def test_a_loader_that_no_group_could_come_back_with_is_refused(loader: type[Counting], text: str) -> None:
+def test_a_loader_that_no_group_could_come_back_with_is_refused(
+    loader: type[Counting], text: str
+) -> None:
     with pytest.raises(ConfigError, match=text) as told:
         check_loader(loader)
     assert "\n" not in str(told.value)

@@ -35,7 +35,9 @@ def local(feed: Any = None, group: Any = None, watchdog: Any = None, **parts: An
     """Return the training of a trainer that has these parts."""
     training = LocalTraining.__new__(LocalTraining)
     trainer: Any = SimpleNamespace(**parts)
-    vars(training).update(_trainer=trainer, _feed=feed, _group=group, _watchdog=watchdog, nominal_tokens=100)
+    vars(training).update(
+        _trainer=trainer, _feed=feed, _group=group, _watchdog=watchdog, nominal_tokens=100
+    )
     return training
 
 
@@ -56,7 +58,8 @@ def test_a_gradient_begins_without_counts_of_other_batches() -> None:
 def test_nominal_tokens_are_those_of_all_groups() -> None:
     """Local losses are divided by them, so that the sum over all groups is the mean."""
     config = SimpleNamespace(
-        training=SimpleNamespace(local_batch_size=2, seq_len=8), fault_tolerance=SimpleNamespace(group_size=5)
+        training=SimpleNamespace(local_batch_size=2, seq_len=8),
+        fault_tolerance=SimpleNamespace(group_size=5),
     )
     trainer: Any = SimpleNamespace(
         job_config=config,
@@ -69,20 +72,27 @@ def test_nominal_tokens_are_those_of_all_groups() -> None:
 @pytest.mark.parametrize("cp", [1, 2])
 def test_a_group_s_contribution_is_the_sum_over_its_ranks(cp: int) -> None:
     """Ranks of one context-parallel group share their tokens, and each has a part of the loss."""
-    facts = torch.tensor([[8.0, 10.0, 0.25, 1.0, 0.5, 0.2], [8.0, 10.0, 0.5, 3.0, 0.1, 0.3]], dtype=torch.float64)
+    facts = torch.tensor(
+        [[8.0, 10.0, 0.25, 1.0, 0.5, 0.2], [8.0, 10.0, 0.5, 3.0, 0.1, 0.3]], dtype=torch.float64
+    )
     told: list[list[float]] = []
 
     def gather(values: list[float]) -> torch.Tensor:
         told.append(values)
         return facts
 
-    this = local(group=SimpleNamespace(gather_losses=gather), parallel_dims=SimpleNamespace(cp=cp, pp_enabled=False))
+    this = local(
+        group=SimpleNamespace(gather_losses=gather),
+        parallel_dims=SimpleNamespace(cp=cp, pp_enabled=False),
+    )
     work = Work(1, lr=0.1, loading_seconds=1.0)
     reading = Reading(Entry(0, 0, 1, b""), [], "0")
     made = this._gather_contribution(work, 8, 10, 0.25, 0.5, 0.2, [reading])
     assert made == Contribution(16 // cp, 20 // cp, 0.75, 3.0, 0.5, (reading.entry,))
     assert told == [[8, 10, 0.25, 0.25 * 100 / 8, 0.5, 0.2]]
-    assert work.loading_seconds == 1.0 + 0.3  # the group comes to the exchange with its slowest rank
+    assert (
+        work.loading_seconds == 1.0 + 0.3
+    )  # the group comes to the exchange with its slowest rank
 
 
 class Mesh:
@@ -95,13 +105,22 @@ class Mesh:
 
 def test_a_pipeline_s_loss_is_known_to_all_its_ranks() -> None:
     """Only the last stage has one, all of whose tensor-parallel ranks hold the same; its tokens count once."""
-    losses = {(0, 0): -2.0, (0, 1): -2.0, (1, 0): 0.25, (1, 1): 0.25}  # of (stage, tensor-parallel rank)
+    losses = {
+        (0, 0): -2.0,
+        (0, 1): -2.0,
+        (1, 0): 0.25,
+        (1, 1): 0.25,
+    }  # of (stage, tensor-parallel rank)
     told: list[list[float]] = []
 
     def make(stage: int, tensor_rank: int) -> Any:
-        dims = SimpleNamespace(cp=1, pp_enabled=True, get_optional_mesh=lambda name: Mesh(tensor_rank))
+        dims = SimpleNamespace(
+            cp=1, pp_enabled=True, get_optional_mesh=lambda name: Mesh(tensor_rank)
+        )
         this = local(
-            group=SimpleNamespace(gather_losses=lambda values: told.append(values) or torch.tensor(told)),
+            group=SimpleNamespace(
+                gather_losses=lambda values: told.append(values) or torch.tensor(told)
+            ),
             parallel_dims=dims,
             pp_has_last_stage=stage == 1,
         )
@@ -121,7 +140,8 @@ def test_the_exchange_is_armed_before_the_last_backward(monkeypatch: pytest.Monk
     item = torch.Tensor.item
     monkeypatch.setattr(torch.Tensor, "item", lambda tensor: order.append("wait") or item(tensor))
     readings = {
-        slot: SimpleNamespace(batches=[({}, LABELS), ({}, LABELS)], entry=Entry(slot, 0, 2, b"")) for slot in (0, 2)
+        slot: SimpleNamespace(batches=[({}, LABELS), ({}, LABELS)], entry=Entry(slot, 0, 2, b""))
+        for slot in (0, 2)
     }
 
     def read(slot: int, count: int, behind: int) -> Any:
@@ -147,7 +167,10 @@ def test_the_exchange_is_armed_before_the_last_backward(monkeypatch: pytest.Monk
         metrics_processor=metrics,
         gradient_accumulation_steps=2,
     )
-    vars(this).update(_forward_backward=backward, _gather_contribution=lambda *facts: given.append(facts) or NOTHING)
+    vars(this).update(
+        _forward_backward=backward,
+        _gather_contribution=lambda *facts: given.append(facts) or NOTHING,
+    )
     this.compute(work, [0, 2], lambda: order.append("arm"))
     assert order == ["backward"] * 3 + ["arm", "backward", "read ahead of 2", "wait"]
     assert (this._trainer.ntokens_seen, metrics.ntokens_since_last_log) == (70, 7 + 4 * 6)
@@ -179,7 +202,10 @@ def test_without_data_no_step_is_made() -> None:
     def read(slot: int, count: int, behind: int) -> Any:
         raise DataloaderExhaustedError
 
-    this, work = local(feed=SimpleNamespace(read=read), gradient_accumulation_steps=2), Work(1, lr=0.1)
+    this, work = (
+        local(feed=SimpleNamespace(read=read), gradient_accumulation_steps=2),
+        Work(1, lr=0.1),
+    )
     with pytest.raises(this.data_ended):
         this.compute(work, [0], lambda: None)
     assert work.inner_steps == 0
@@ -197,7 +223,9 @@ def test_a_pipeline_s_gradients_are_divided_by_the_tokens(pp: bool, scale: float
 )
 def test_no_quorum_is_asked_for_before_a_pause(step: int, saves: bool, pauses: bool) -> None:
     """torchtitan validates (after the first step, too), saves or ends: the others would wait in the exchange."""
-    config: Any = SimpleNamespace(validation=SimpleNamespace(enable=True, freq=4), training=SimpleNamespace(steps=10))
+    config: Any = SimpleNamespace(
+        validation=SimpleNamespace(enable=True, freq=4), training=SimpleNamespace(steps=10)
+    )
     validator, saver = BaseValidator(config), SimpleNamespace(pauses_after=lambda step: saves)
     this = local(job_config=config, checkpointer=saver, validator=validator)
     assert this.pauses_after(step) is pauses
@@ -217,7 +245,9 @@ def test_no_quorum_is_asked_for_before_a_pause(step: int, saves: bool, pauses: b
         ({"pp_enabled": True}, (4, 256)),
     ],
 )
-def test_a_warm_up_is_short_where_no_shape_counts(facts: dict[str, Any], shape: tuple[int, int]) -> None:
+def test_a_warm_up_is_short_where_no_shape_counts(
+    facts: dict[str, Any], shape: tuple[int, int]
+) -> None:
     """The others make steps meanwhile; but what is compiled for another shape would be compiled again in the first."""
     degrees = {name: facts.get(name, False) for name in ("tp_enabled", "cp_enabled", "pp_enabled")}
     this = local(
@@ -238,15 +268,25 @@ def test_a_warm_up_is_taken_back(text: bool) -> None:
     done: list[str] = []
     drawn = torch.random.get_rng_state()
     this = local(
-        dataloader=SimpleNamespace(dataset=HuggingFaceTextDataset.__new__(HuggingFaceTextDataset) if text else None),
-        optimizers=SimpleNamespace(step=lambda: done.append("update"), zero_grad=lambda: done.append("zero")),
+        dataloader=SimpleNamespace(
+            dataset=HuggingFaceTextDataset.__new__(HuggingFaceTextDataset) if text else None
+        ),
+        optimizers=SimpleNamespace(
+            step=lambda: done.append("update"), zero_grad=lambda: done.append("zero")
+        ),
     )
     vars(this).update(
         _warm_up_shape=lambda: (1, 8),
-        _forward_backward=lambda made: done.append(f"step {[*made[0][1].shape]}, {torch.rand(1) < 2}"),
+        _forward_backward=lambda made: done.append(
+            f"step {[*made[0][1].shape]}, {torch.rand(1) < 2}"
+        ),
         clip_gradients=lambda: None,
     )
-    state: Any = SimpleNamespace(copy=lambda *_: "before", load=lambda state: done.append(f"load {state}"))
+    state: Any = SimpleNamespace(
+        copy=lambda *_: "before", load=lambda state: done.append(f"load {state}")
+    )
     this.warm_up(state)
-    assert done == (["step [1, 8], tensor([True])", "update", "zero", "load before"] if text else [])
+    assert done == (
+        ["step [1, 8], tensor([True])", "update", "zero", "load before"] if text else []
+    )
     assert torch.equal(torch.random.get_rng_state(), drawn)

@@ -33,7 +33,9 @@ def test_flags_are_told_apart() -> None:
         "--debug.seed=1",
     ]
     own = ("--fault-tolerance.group_size", "2", "--job.dump_folder=x")
-    expected = ModuleFlags("llama3", "llama3_debugmodel", own, ("--training.steps", "3", "--debug.seed=1"))
+    expected = ModuleFlags(
+        "llama3", "llama3_debugmodel", own, ("--training.steps", "3", "--debug.seed=1")
+    )
     assert split_flags(args) == expected
     assert split_flags(["--module=llama3", "--config=llama3_debugmodel", *args[4:]]) == expected
     assert split_flags(["--job.config_file=x.toml", "--training.steps=3"]).module == ""
@@ -42,9 +44,18 @@ def test_flags_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        (["--module=llama3"], "--module and --config must come together, got --module llama3 alone"),
-        (["--config=llama3_8b"], "--module and --config must come together, got --config llama3_8b alone"),
-        ([*MODULE, "--job.config-file=x.toml"], "--module must be left out with --job.config_file, got 'llama3'"),
+        (
+            ["--module=llama3"],
+            "--module and --config must come together, got --module llama3 alone",
+        ),
+        (
+            ["--config=llama3_8b"],
+            "--module and --config must come together, got --config llama3_8b alone",
+        ),
+        (
+            [*MODULE, "--job.config-file=x.toml"],
+            "--module must be left out with --job.config_file, got 'llama3'",
+        ),
     ],
 )
 def test_a_job_is_given_once(args: list[str], line: str) -> None:
@@ -67,7 +78,8 @@ def test_torchtitan_0_2_has_no_such_functions() -> None:
     """One line, by a worker and by a command; it names the release."""
     for refused in (lambda: read_config(*MODULE), lambda: place_toml(["config", *MODULE])):
         with pytest.raises(
-            ConfigError, match=r"--module must come with torchtitan 0.3, got --module llama3 .* 0\.2\.2"
+            ConfigError,
+            match=r"--module must come with torchtitan 0.3, got --module llama3 .* 0\.2\.2",
         ):
             refused()
 
@@ -75,7 +87,9 @@ def test_torchtitan_0_2_has_no_such_functions() -> None:
 def test_a_command_gets_a_toml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Which a child makes. Other words stay as they are; without --module all of them do."""
     script = tmp_path / "reader.py"
-    script.write_text("import sys\nprint('[job]')\nprint(f'description = \"{sys.argv[1]}/{sys.argv[2]}\"')\n")
+    script.write_text(
+        "import sys\nprint('[job]')\nprint(f'description = \"{sys.argv[1]}/{sys.argv[2]}\"')\n"
+    )
     monkeypatch.setattr(module_job, "_READER", "reader")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     *words, last = place_toml(["launch", "--replicas", "2", *MODULE, "--run-dir=x"])
@@ -88,11 +102,19 @@ def test_a_command_gets_a_toml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["launch", "--module", "llama3"], "--module must come with --config, got --module llama3 alone"),
-        (["slurm", "submit", *MODULE], f"slurm submit, got 'llama3'.*python -m {module_job._READER} llama3"),
+        (
+            ["launch", "--module", "llama3"],
+            "--module must come with --config, got --module llama3 alone",
+        ),
+        (
+            ["slurm", "submit", *MODULE],
+            f"slurm submit, got 'llama3'.*python -m {module_job._READER} llama3",
+        ),
     ],
 )
-def test_a_command_that_cannot_have_it(words: list[str], line: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_cannot_have_it(
+    words: list[str], line: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Exit status 2, and one line."""
     with pytest.raises(ConfigError, match=line):
         place_toml(words)

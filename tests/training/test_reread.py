@@ -36,7 +36,9 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("form", [["--job.config_file=/gone/a.toml"], ["--job.config-file", "/gone/a.toml"]])
+@pytest.mark.parametrize(
+    "form", [["--job.config_file=/gone/a.toml"], ["--job.config-file", "/gone/a.toml"]]
+)
 def test_the_config_is_that_of_the_given_folder(run_dir: Path, form: list[str]) -> None:
     """Of two flags torchtitan takes the first: a folder that had been moved was never read."""
     mine = f"--job.config_file={run_dir}/config.toml"
@@ -71,5 +73,7 @@ def test_a_shard_is_read_by_its_own_number(run_dir: Path, monkeypatch: pytest.Mo
         spec = get_train_spec("llama3")
         config = read_config(f"--job.config_file={run_dir}/config.toml")
         tokenizer = spec.build_tokenizer_fn(config)
-        expected = spec.build_dataloader_fn(dp_world_size=3, dp_rank=number, tokenizer=tokenizer, job_config=config)
+        expected = spec.build_dataloader_fn(
+            dp_world_size=3, dp_rank=number, tokenizer=tokenizer, job_config=config
+        )
         assert batch[1].equal(next(iter(expected))[1])

@@ -17,7 +17,9 @@ from titan_ft.protocol.member import Member, Quorum
 from titan_ft.training.job_config import read_config
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llama3_debug.toml"
-config = read_config(f"--job.config_file={CONFIG}")  # prepares the device, before torchtitan is imported
+config = read_config(
+    f"--job.config_file={CONFIG}"
+)  # prepares the device, before torchtitan is imported
 
 import torch.distributed as dist  # noqa: E402
 from torchtitan.components.optimizer import build_optimizers  # noqa: E402
@@ -39,7 +41,9 @@ class Wire:
         self.process_group = self
 
     def await_quorum(self) -> Quorum:
-        return Quorum("1/test", 0, tuple(Member(slot, 1.0, f"u{slot}", "c") for slot in (0, 1)), max_step=0)
+        return Quorum(
+            "1/test", 0, tuple(Member(slot, 1.0, f"u{slot}", "c") for slot in (0, 1)), max_step=0
+        )
 
     def watch_exchange(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -81,18 +85,28 @@ def test_a_rank_holds_and_moves_what_was_predicted() -> None:
     assert predicted.parameters == held(model.parameters())
     assert predicted.gradients == held(parameter.grad for parameter in model.parameters())
     (optimizer,) = optimizers
-    assert predicted.optimizer == held(value for state in optimizer.state.values() for value in state.values())
+    assert predicted.optimizer == held(
+        value for state in optimizer.state.values() for value in state.values()
+    )
     schedulers = counters = SimpleNamespace(state_dict=dict)
-    assert predicted.state == TrainState([model], optimizers, schedulers, counters).copy(1, 1).payload.numel()
+    assert (
+        predicted.state
+        == TrainState([model], optimizers, schedulers, counters).copy(1, 1).payload.numel()
+    )
     assert predicted.exchange == predicted.sent == sum(wire.sent)
     assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(("method", "momentum"), [("diloco", 1), ("local_sgd", 0)])
-def test_a_rank_of_a_semi_synchronous_job_holds_and_moves_what_was_predicted(method: str, momentum: int) -> None:
+def test_a_rank_of_a_semi_synchronous_job_holds_and_moves_what_was_predicted(
+    method: str, momentum: int
+) -> None:
     """Beside what a synchronous one holds: anchors in fp32 and the outer momentum, in the state of a heal as well."""
     plain = measure(config, num_ranks=1).largest
-    needs = (f"--fault_tolerance.semi_sync_method={method}", "--fault_tolerance.hang_timeout_seconds=60")
+    needs = (
+        f"--fault_tolerance.semi_sync_method={method}",
+        "--fault_tolerance.hang_timeout_seconds=60",
+    )
     predicted = measure(read_config(f"--job.config_file={CONFIG}", *needs), num_ranks=1).largest
     assert (predicted.parameters, predicted.gradients, predicted.optimizer, predicted.exchange) == (
         plain.parameters,
@@ -117,13 +131,22 @@ def test_a_rank_of_a_semi_synchronous_job_holds_and_moves_what_was_predicted(met
 
 def test_anchors_are_fp32_whatever_the_weights_are() -> None:
     """With weights in bfloat16 the anchors, their momentum and what travels are as large as ever."""
-    needs = ("--fault_tolerance.semi_sync_method=diloco", "--fault_tolerance.hang_timeout_seconds=60")
+    needs = (
+        "--fault_tolerance.semi_sync_method=diloco",
+        "--fault_tolerance.hang_timeout_seconds=60",
+    )
     config = read_config(f"--job.config_file={CONFIG}", *needs)
     full = measure(config, num_ranks=1).largest
-    config.training.dtype = "bfloat16"  # which is refused, but a user's own model may have such weights
+    config.training.dtype = (
+        "bfloat16"  # which is refused, but a user's own model may have such weights
+    )
     half = measure(config, num_ranks=1).largest
     assert 2 * half.parameters == full.parameters
-    assert (half.anchors, half.momentum, half.exchange) == (full.anchors, full.momentum, full.exchange)
+    assert (half.anchors, half.momentum, half.exchange) == (
+        full.anchors,
+        full.momentum,
+        full.exchange,
+    )
     assert half.state - half.anchors - half.momentum == pytest.approx(half.optimizer, rel=1e-3)
 
 
@@ -140,6 +163,8 @@ def test_shards_add_up_to_the_model() -> None:
 
 def test_a_batch_of_all_groups_is_accumulated() -> None:
     """Of 24 sequences in all each of 2 groups makes 12, on 2 ranks of 2 at a time: 3 microbatches."""
-    given = read_config(f"--job.config_file={CONFIG}", "--fault_tolerance.enable", "--training.global_batch_size=24")
+    given = read_config(
+        f"--job.config_file={CONFIG}", "--fault_tolerance.enable", "--training.global_batch_size=24"
+    )
     assert measure(given, num_ranks=2).accumulation == 3
     assert measure(config, num_ranks=2).accumulation == 1

@@ -24,12 +24,16 @@ from titan_ft.host.loader_workers import prepare_worker
 from titan_ft.training.slot_loaders import SlotLoaders
 
 
-def loaders(slot: int, group_size: int, shard: int = 0, num_shards: int = 1, workers: int = 0) -> SlotLoaders:
+def loaders(
+    slot: int, group_size: int, shard: int = 0, num_shards: int = 1, workers: int = 0
+) -> SlotLoaders:
     """Return loaders whose own slot was built; a loader is a record of what it was built with."""
     made = SlotLoaders(FaultTolerance(enable=True, group_size=group_size, replica_id=slot))
 
     def build(dp_world_size: int, dp_rank: int) -> Any:
-        return SimpleNamespace(parts=dp_world_size, part=dp_rank, num_workers=workers, worker_init_fn=None)
+        return SimpleNamespace(
+            parts=dp_world_size, part=dp_rank, num_workers=workers, worker_init_fn=None
+        )
 
     made.begin(build, shard, num_shards)
     return made
@@ -117,7 +121,9 @@ def test_workers_are_made_ready_beside_what_the_user_s_loader_does_in_them(tmp_p
 
     def init(worker: int) -> None:
         ignores = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-        sockets = [number for number in os.listdir("/proc/self/fd") if _is_of_the_internet(int(number))]
+        sockets = [
+            number for number in os.listdir("/proc/self/fd") if _is_of_the_internet(int(number))
+        ]
         (tmp_path / str(os.getpid())).write_text(f"{worker} {ignores} {sockets}")
 
     made = _loaders_of_tokens(init)

@@ -68,8 +68,16 @@ class Norm:
 def commit(log: StepLog, step: int, norm: Norm) -> None:
     """Tell of a step as the trainer does."""
     update = Update(step=step, tokens=1, lineage=step, scale=1.0, entries=[], readers=[])
-    facts: dict[str, Any] = {"valid_tokens": 1, "loss": 2.0, "max_loss": 2.0, "own_tokens": 1, "own_loss": 2.0}
-    committed = Committed(update=update, parent=step - 1, participants=[0], exchanges=1, slowest=1.0, **facts)
+    facts: dict[str, Any] = {
+        "valid_tokens": 1,
+        "loss": 2.0,
+        "max_loss": 2.0,
+        "own_tokens": 1,
+        "own_loss": 2.0,
+    }
+    committed = Committed(
+        update=update, parent=step - 1, participants=[0], exchanges=1, slowest=1.0, **facts
+    )
     work = Work(step, lr=0.1, grad_norm=norm.read)
     log.emit(committed, work, step, None)
     log.log(committed, work, step, step, 0.0)
@@ -117,7 +125,9 @@ def test_training_waits_for_the_norm_of_a_step_that_is_logged_only(gpu_path: Non
 
 
 @pytest.mark.parametrize("where", ["cpu", "gpu"])
-def test_one_that_cannot_be_written_ends_the_worker(where: str, request: pytest.FixtureRequest) -> None:
+def test_one_that_cannot_be_written_ends_the_worker(
+    where: str, request: pytest.FixtureRequest
+) -> None:
     """At once, or with the next step where a thread writes it."""
     if where == "gpu":
         request.getfixturevalue("gpu_path")

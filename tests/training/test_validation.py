@@ -25,7 +25,13 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 from titan_ft.config import ConfigError
 from titan_ft.host.loader_workers import prepare_worker
 from titan_ft.training.slot_loaders import enough_documents
-from titan_ft.training.validation import TO_THE_END, ValidationBatches, check_steps, share_loss, validate_updates
+from titan_ft.training.validation import (
+    TO_THE_END,
+    ValidationBatches,
+    check_steps,
+    share_loss,
+    validate_updates,
+)
 
 WAIT_SECONDS = 60.0  # for another rank; a rank that waits for longer waits for ever
 SEQ_LEN = 7
@@ -62,10 +68,14 @@ class Ranks:
 def batches(count: int, last: int = 2) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
     """Return so many batches of two sequences, the last one of `last`."""
     sizes = [2] * (count - 1) + [last] * bool(count)
-    return [({"input": torch.full((size, 3), i)}, torch.zeros(size, 3)) for i, size in enumerate(sizes)]
+    return [
+        ({"input": torch.full((size, 3), i)}, torch.zeros(size, 3)) for i, size in enumerate(sizes)
+    ]
 
 
-def validate(loaders: Sequence[Any], steps: int = TO_THE_END, passes: int = 1, **settings: Any) -> list[Any]:
+def validate(
+    loaders: Sequence[Any], steps: int = TO_THE_END, passes: int = 1, **settings: Any
+) -> list[Any]:
     """Let each rank go through its loader so often; return the number of batches of each pass, by rank."""
     ranks = Ranks(len(loaders))
 
@@ -87,7 +97,12 @@ def dataset(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ParallelAwareDatal
     """Build torchtitan's own loader of a rank's share of documents of so many characters each."""
 
     def build(
-        documents: Iterable[int], rank: int, num_ranks: int, *, stream: bool = False, **settings: Any
+        documents: Iterable[int],
+        rank: int,
+        num_ranks: int,
+        *,
+        stream: bool = False,
+        **settings: Any,
     ) -> ParallelAwareDataloader:
         texts = {"text": ["x" * length for length in documents]}
 
@@ -104,7 +119,9 @@ def dataset(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ParallelAwareDatal
     return build
 
 
-@pytest.mark.parametrize(("counts", "expected"), [((5, 3), 3), ((3, 5), 3), ((4, 4), 4), ((1, 9, 2), 1), ((6,), 6)])
+@pytest.mark.parametrize(
+    ("counts", "expected"), [((5, 3), 3), ((3, 5), 3), ((4, 4), 4), ((1, 9, 2), 1), ((6,), 6)]
+)
 def test_all_ranks_stop_where_the_first_share_ends(counts: tuple[int, ...], expected: int) -> None:
     """Whichever rank has the shortest share, in each validation of the run."""
     found = validate([batches(count) for count in counts], passes=3)
@@ -119,7 +136,9 @@ def test_a_rank_without_a_batch_is_a_mistake_of_the_config(counts: tuple[int, ..
     (text,) = {str(error) for error in errors}
     without = [rank for rank, count in enumerate(counts) if not count]
     named = f"rank {without[0]}" if len(without) == 1 else "ranks 0, 1"
-    assert text.startswith("validation.dataset must have a sequence of validation.seq_len tokens for each rank")
+    assert text.startswith(
+        "validation.dataset must have a sequence of validation.seq_len tokens for each rank"
+    )
     assert f"got none for {named} of a group; " in text
     assert "\n" not in text
 
@@ -138,7 +157,10 @@ def test_a_number_of_batches_is_left_to_torchtitan() -> None:
 
     loader = iter(batches(9))
     read = ValidationBatches(loader, steps=2, gather=gather, beat=lambda: None)
-    assert [int(inputs["input"][0, 0]) for (inputs, _), _ in zip(read, range(2), strict=False)] == [0, 1]
+    assert [int(inputs["input"][0, 0]) for (inputs, _), _ in zip(read, range(2), strict=False)] == [
+        0,
+        1,
+    ]
     assert int(next(iter(read))[0]["input"][0, 0]) > 1
 
 
@@ -146,7 +168,9 @@ def test_a_number_of_batches_is_left_to_torchtitan() -> None:
 def test_the_watchdog_sees_each_batch(steps: int) -> None:
     """All of a large dataset takes longer than `hang_timeout_seconds`, and is no hang."""
     beats: list[None] = []
-    read = ValidationBatches(batches(4), steps=steps, gather=lambda own: [own], beat=lambda: beats.append(None))
+    read = ValidationBatches(
+        batches(4), steps=steps, gather=lambda own: [own], beat=lambda: beats.append(None)
+    )
     for number, _ in enumerate(read, start=1):
         assert len(beats) >= number
     assert len(beats) == 4
@@ -165,7 +189,9 @@ def test_each_validation_is_of_the_same_batches(
     # One rank after the other, in this thread: a worker that is forked by another thread may crash.
     for rank in (0, 1):
         loader = dataset([30, 50, 10, 20], rank, 2, stream=stream, **workers)
-        read = ValidationBatches(loader, steps=TO_THE_END, gather=lambda value: [value], beat=lambda: None)
+        read = ValidationBatches(
+            loader, steps=TO_THE_END, gather=lambda value: [value], beat=lambda: None
+        )
         first, *later = [[labels.flatten().tolist() for _, labels in read] for _ in range(3)]
         assert first
         assert later == [first, first]
@@ -187,7 +213,9 @@ def test_a_share_without_a_document(dataset: Callable[..., ParallelAwareDataload
 
 def test_a_validator_of_the_user_s_finds_its_loader() -> None:
     """What it reads of it beside its batches, and none of its worker processes keeps a rank's sockets."""
-    loader = SimpleNamespace(num_workers=2, worker_init_fn=None, dataset=SimpleNamespace(name="mine"))
+    loader = SimpleNamespace(
+        num_workers=2, worker_init_fn=None, dataset=SimpleNamespace(name="mine")
+    )
     read = ValidationBatches(loader, steps=2, gather=lambda own: [own], beat=lambda: None)
     assert read.dataset.name == "mine"
     assert loader.worker_init_fn.func is prepare_worker
@@ -200,7 +228,9 @@ def test_an_error_of_the_loader_is_its_own() -> None:
         yield batches(1)[0]
         raise OSError("disk gone")
 
-    read = ValidationBatches(broken(), steps=TO_THE_END, gather=lambda own: [own], beat=lambda: None)
+    read = ValidationBatches(
+        broken(), steps=TO_THE_END, gather=lambda own: [own], beat=lambda: None
+    )
     with pytest.raises(OSError, match="disk gone"):
         list(read)
 
@@ -209,9 +239,12 @@ def test_an_error_of_the_loader_is_its_own() -> None:
 @pytest.mark.parametrize("in_toml", [True, False])
 def test_a_number_of_steps_that_is_none(steps: int, in_toml: bool) -> None:
     """torchtitan's own check is an assertion, whose traceback is all that a user sees."""
-    values, args = ({"validation": {"steps": steps}}, []) if in_toml else ({}, [f"--validation.steps={steps}"])
+    values, args = (
+        ({"validation": {"steps": steps}}, []) if in_toml else ({}, [f"--validation.steps={steps}"])
+    )
     with pytest.raises(
-        ConfigError, match=rf"^validation.steps must be >= 1, or -1 for all .*, got {steps}; correct it"
+        ConfigError,
+        match=rf"^validation.steps must be >= 1, or -1 for all .*, got {steps}; correct it",
     ):
         check_steps(values, args)
 
@@ -231,9 +264,14 @@ def test_a_pipeline_s_validation_loss_is_known_to_all_its_ranks() -> None:
         metrics = SimpleNamespace(log_validation=lambda loss, step: logged.append((loss, step)))
         dims = SimpleNamespace(pp_enabled=True, get_optional_mesh=lambda name: None)
         trainer: Any = SimpleNamespace(
-            validator=own, metrics_processor=metrics, parallel_dims=dims, pp_has_last_stage=last_stage
+            validator=own,
+            metrics_processor=metrics,
+            parallel_dims=dims,
+            pp_has_last_stage=last_stage,
         )
-        group: Any = SimpleNamespace(gather_losses=lambda values: told.append(values) or torch.tensor(told))
+        group: Any = SimpleNamespace(
+            gather_losses=lambda values: told.append(values) or torch.tensor(told)
+        )
         share_loss(trainer, group)
         return metrics
 
@@ -277,15 +315,20 @@ def test_the_state_after_a_validation_is_the_one_before_it(world: None) -> None:
     def lend() -> Iterator[None]:
         lent.append(True)
         yield
-        assert [type(parameter) for parameter in model.parameters()] == before, "shards are given back"
+        assert [type(parameter) for parameter in model.parameters()] == before, (
+            "shards are given back"
+        )
         lent.append(False)
 
     lent: list[bool] = []
     trainer: Any = SimpleNamespace(
-        validator=SimpleNamespace(validate=validate, should_validate=lambda step: step == 3), model_parts=[model]
+        validator=SimpleNamespace(validate=validate, should_validate=lambda step: step == 3),
+        model_parts=[model],
     )
     strategy: Any = SimpleNamespace(
-        lend_agreed_weights=lend, steps_of=lambda update: 4 * update, updates_of=lambda step: -(-step // 4)
+        lend_agreed_weights=lend,
+        steps_of=lambda update: 4 * update,
+        updates_of=lambda step: -(-step // 4),
     )
     validate_updates(trainer, strategy)
     assert list(map(trainer.validator.should_validate, (4, 8))) == [True, False]

@@ -21,14 +21,21 @@ def test_setup_tells_model_data_machine_and_versions() -> None:
     """A reader of the history learns what was trained, on what and with which software, without the config."""
     config: Any = SimpleNamespace(
         model=SimpleNamespace(name="llama3", flavor="8B"),
-        training=SimpleNamespace(dataset="c4", seq_len=8192, local_batch_size=2, global_batch_size=64),
+        training=SimpleNamespace(
+            dataset="c4", seq_len=8192, local_batch_size=2, global_batch_size=64
+        ),
         parallelism=Parallelism(tensor_parallel_degree=4),
     )
     setup = describe(config)
     assert (setup.model, setup.dataset, setup.seq_len) == ("llama3 8B", "c4", 8192)
     assert (setup.local_batch_size, setup.global_batch_size) == (2, 64)
-    assert setup.parallelism == {"tensor_parallel_degree": 4}  # what is 1, or whatever is left, is no choice
+    assert setup.parallelism == {
+        "tensor_parallel_degree": 4
+    }  # what is 1, or whatever is left, is no choice
     assert setup.device == device.name()
     assert setup.num_cpus >= 1
     assert setup.versions.keys() == {"titan_ft", "torchtitan", "torchft", "torch", "python"}
-    assert (setup.versions["titan_ft"], setup.versions["torch"]) == (__version__, metadata.version("torch"))
+    assert (setup.versions["titan_ft"], setup.versions["torch"]) == (
+        __version__,
+        metadata.version("torch"),
+    )

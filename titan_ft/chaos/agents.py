@@ -168,7 +168,9 @@ class Agents:
             return f"no agent has acted within {WAIT_SECONDS:g} s"
         return ""
 
-    def _report_miss(self, pending: _Pending, target: Target | None, reason: str, *, by_agent: bool = False) -> None:
+    def _report_miss(
+        self, pending: _Pending, target: Target | None, reason: str, *, by_agent: bool = False
+    ) -> None:
         for effect in pending.effects:
             self._job.drop_effect(effect)
         self._outcomes.report_skipped(pending.aimed.shot, target, reason, by_agent=by_agent)

@@ -34,9 +34,13 @@ def asked_plan(asked: Chaos) -> Plan:
     """
     if (asked.fault is None) == (asked.plan is None):
         got = "neither" if asked.fault is None else "both"
-        raise ConfigError(f"titan-ft chaos must get a FAULT or --plan FILE, got {got}; --list names the faults")
+        raise ConfigError(
+            f"titan-ft chaos must get a FAULT or --plan FILE, got {got}; --list names the faults"
+        )
     if asked.for_seconds is not None and not 0 < asked.for_seconds < float("inf"):
-        raise ConfigError(f"--for-seconds must be > 0, got {asked.for_seconds}; leave it out to go on to the end")
+        raise ConfigError(
+            f"--for-seconds must be > 0, got {asked.for_seconds}; leave it out to go on to the end"
+        )
     if asked.fault is not None:
         params = _params(asked.settings)
         return single(asked.fault, asked.replica, asked.rank, params, asked.seed)
@@ -48,7 +52,9 @@ def asked_plan(asked: Chaos) -> Plan:
     }
     for flag, value in flags.items():
         if value is not None:
-            raise ConfigError(f"{flag} must come with a FAULT, got it with --plan; set it in the plan's file")
+            raise ConfigError(
+                f"{flag} must come with a FAULT, got it with --plan; set it in the plan's file"
+            )
     return load_plan(asked.plan, asked.seed)
 
 
@@ -63,7 +69,9 @@ def run_chaos(asked: Chaos) -> int:
         ConfigError: bad usage, or no running job.
     """
     if asked.run_dir is None:
-        raise ConfigError("RUN_DIR must be the folder of a running job, got none; give the --run-dir of its launch")
+        raise ConfigError(
+            "RUN_DIR must be the folder of a running job, got none; give the --run-dir of its launch"
+        )
     plan = asked_plan(asked)
     follower = JobFollower(asked.run_dir)
     follower.check()
@@ -150,7 +158,9 @@ class JobFollower:
         # The event does not name the lighthouse's host, which is a host of workers.
         if not any(self.processes.is_local(worker) for worker in job.all_workers()):
             return None
-        lighthouse = RunProcess("the lighthouse", started.lighthouse_pid, self.processes.host, started.mono)
+        lighthouse = RunProcess(
+            "the lighthouse", started.lighthouse_pid, self.processes.host, started.mono
+        )
         return lighthouse.pid if self.processes.is_alive(lighthouse) else None
 
     def follow(self, runner: ChaosRunner, stop: StopRequests, for_seconds: float | None) -> None:

@@ -120,7 +120,9 @@ class RunningJob:
         if run.stopping is not None or run.launch_end is not None:
             return True
         # Exit status 0 alone proves nothing: a user's loader may exit, and the others train on.
-        return any(group.state == "finished" and group.has_announced_end for group in run.groups.values())
+        return any(
+            group.state == "finished" and group.has_announced_end for group in run.groups.values()
+        )
 
     def view(self) -> View:
         """Return the view that targets are chosen from."""

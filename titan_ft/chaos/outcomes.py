@@ -53,9 +53,13 @@ class Outcomes:
         """Report that no more faults will be injected."""
         self._events.emit(ChaosFinished(injected=self.num_injected, skipped=self.num_skipped))
 
-    def announce_injection(self, fault: str, target: Target, shot: Shot, params: Mapping[str, float | str]) -> None:
+    def announce_injection(
+        self, fault: str, target: Target, shot: Shot, params: Mapping[str, float | str]
+    ) -> None:
         """Write the event just before a target is hit. Agents write the events of their own faults."""
-        event = FaultInjected(fault=fault, target=target, seed=shot.seed, shot=shot.number, params=dict(params))
+        event = FaultInjected(
+            fault=fault, target=target, seed=shot.seed, shot=shot.number, params=dict(params)
+        )
         self._events.emit(event)
         self.count_injected(event)
 
@@ -72,7 +76,9 @@ class Outcomes:
         self._events.emit(FaultUndone(fault=fault, target=target, shot=shot.number))
         self._show(f"chaos: {_at(fault, target)} undone")
 
-    def report_skipped(self, shot: Shot, target: Target | None, reason: str, *, by_agent: bool = False) -> None:
+    def report_skipped(
+        self, shot: Shot, target: Target | None, reason: str, *, by_agent: bool = False
+    ) -> None:
         """Report that a target, or the whole shot, is not hit.
 
         Args:

@@ -45,7 +45,9 @@ class Limits(Struct, frozen=True):
     def refusal(self, fault: Fault, replica: int | None) -> str | None:
         """Return why this fault can never be injected within these limits; None if it can."""
         if fault.num_affected > self.max_down:
-            return f"it hits {fault.num_affected} groups at once, limits.max_down is {self.max_down}"
+            return (
+                f"it hits {fault.num_affected} groups at once, limits.max_down is {self.max_down}"
+            )
         if fault.extra_down and self.exempt:
             return "the job itself chooses the donor, which could be a group in limits.exempt"
         for group in fault.groups_given(replica):
@@ -54,13 +56,17 @@ class Limits(Struct, frozen=True):
         return None
 
 
-_ParamsTable = Annotated[dict[str, Any], Meta(title="a table", description="write its keys below it")]
+_ParamsTable = Annotated[
+    dict[str, Any], Meta(title="a table", description="write its keys below it")
+]
 
 
 class ListedFault(Struct, frozen=True):
     """A fault at a given time in the list of a plan."""
 
-    at: Annotated[NonNegativeNumber, Meta(description="give the seconds since the schedule's start")]
+    at: Annotated[
+        NonNegativeNumber, Meta(description="give the seconds since the schedule's start")
+    ]
     fault: Annotated[Any, Meta(description="titan-ft chaos --list has them")]
     """The name in the file. `__post_init__` replaces it by the `Fault`."""
     params: _ParamsTable = {}
@@ -83,7 +89,9 @@ _FAULTS = "a list of names, or a table of names and weights > 0"
 class Rule(Struct, frozen=True, kw_only=True, tag_field="when", tag=str.lower):
     """An endless stream of faults. The subclasses define the times."""
 
-    faults: Annotated[_Names | _Weights, Meta(title=_FAULTS, description='for example ["kill_group"]')]
+    faults: Annotated[
+        _Names | _Weights, Meta(title=_FAULTS, description='for example ["kill_group"]')
+    ]
     """Faults to choose from."""
     params: _ParamsTable = {}
     """Parameters by name of the fault. `__post_init__` replaces the values by the `Fault`s."""
@@ -94,7 +102,9 @@ class Rule(Struct, frozen=True, kw_only=True, tag_field="when", tag=str.lower):
         names = [find_fault(name, "faults").name for name in self.faults]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(f"faults must name each fault once, got {name} twice; use a table of weights")
+                raise ConfigError(
+                    f"faults must name each fault once, got {name} twice; use a table of weights"
+                )
         check_keys("params.", self.params, names, " (a fault of this rule)")
         faults = {}
         for name in names:
@@ -143,7 +153,9 @@ class Rule(Struct, frozen=True, kw_only=True, tag_field="when", tag=str.lower):
 class Every(Rule, frozen=True):
     """At 0, `seconds`, 2 x `seconds` and so on."""
 
-    seconds: Annotated[PositiveNumber, Meta(description="give the seconds from one fault to the next")]
+    seconds: Annotated[
+        PositiveNumber, Meta(description="give the seconds from one fault to the next")
+    ]
 
     def next_time(self, number: int, before: float, source: Random) -> float:
         # A product: the rounding errors of a sum would add up.
@@ -161,8 +173,12 @@ class Poisson(Rule, frozen=True):
 
     mtbf_seconds: Annotated[PositiveNumber, Meta(description=_MTBF)] | None = None
     """Mean of the job. `__post_init__` computes it if the other two are given."""
-    mtbf_hours_per_gpu: Annotated[PositiveNumber, Meta(description="of one GPU, with gpus")] | None = None
-    gpus: Annotated[PositiveInt, Meta(description="give the number of GPUs of the job")] | None = None
+    mtbf_hours_per_gpu: (
+        Annotated[PositiveNumber, Meta(description="of one GPU, with gpus")] | None
+    ) = None
+    gpus: Annotated[PositiveInt, Meta(description="give the number of GPUs of the job")] | None = (
+        None
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -277,7 +293,9 @@ def single(
     }
     entry = convert(ListedFault, values)
     limits = Limits(max_down=sys.maxsize)
-    return Plan(fault, new_seed() if seed is None else seed, limits=limits, rules=(Listed((entry,)),))
+    return Plan(
+        fault, new_seed() if seed is None else seed, limits=limits, rules=(Listed((entry,)),)
+    )
 
 
 def new_seed() -> int:

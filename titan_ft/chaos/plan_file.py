@@ -34,7 +34,9 @@ class _PlanFile(Struct):
         list[Any],
         Meta(min_length=1, title="an array of tables", description="write [[rule]] above each"),
     ]
-    seed: Annotated[NonNegativeInt, Meta(description="leave it out to have one drawn")] | None = None
+    seed: Annotated[NonNegativeInt, Meta(description="leave it out to have one drawn")] | None = (
+        None
+    )
     start_seconds: Annotated[NonNegativeNumber, Meta(description="0 starts at once")] = 0.0
     stop_after_seconds: Annotated[NonNegativeNumber, Meta(description="0 never stops")] = 0.0
     limits: Any = {}
@@ -153,7 +155,9 @@ def read_trace(path: Path) -> list[ListedFault]:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(f"trace must be a readable CSV file, got {path} ({reason}); correct the path") from error
+        raise ConfigError(
+            f"trace must be a readable CSV file, got {path} ({reason}); correct the path"
+        ) from error
     lines = []
     for number, line in enumerate(text.splitlines(), 1):
         stripped = line.strip()
@@ -161,16 +165,22 @@ def read_trace(path: Path) -> list[ListedFault]:
             # No cell holds a comma, so no cell is quoted.
             lines.append((number, [cell.strip() for cell in stripped.split(",")]))
     if not lines or (len(lines) == 1 and lines[0][1][0] == COLUMNS[0]):
-        raise ConfigError(f"{path.name} must hold at least one fault, got none; add a line such as 30,kill_group,0")
+        raise ConfigError(
+            f"{path.name} must hold at least one fault, got none; add a line such as 30,kill_group,0"
+        )
     (head_number, head), *rest = lines
     if tuple(head) not in (COLUMNS, COLUMNS[:-1]):
         rule = f"must name the columns {','.join(COLUMNS)} (the last may be missing)"
-        raise ConfigError(f"{path.name}:{head_number} {rule}, got {','.join(head)!r}; put them in the first line")
+        raise ConfigError(
+            f"{path.name}:{head_number} {rule}, got {','.join(head)!r}; put them in the first line"
+        )
     entries = []
     for number, cells in rest:
         name = f"{path.name}:{number}"
         if len(cells) != len(head):
-            raise ConfigError(f"{name} must have {len(head)} columns, got {len(cells)}; an empty cell needs its comma")
+            raise ConfigError(
+                f"{name} must have {len(head)} columns, got {len(cells)}; an empty cell needs its comma"
+            )
         entries.append(_trace_entry(name, *cells))
     return entries
 
@@ -194,7 +204,9 @@ def _trace_entry(name: str, time: str, fault: str, target: str, params: str = ""
     for part in params.split():
         key, equals, value = part.partition("=")
         if not equals:
-            raise ConfigError(f"{name}.params must be NAME=VALUE, got {part!r}; write for example seconds=10")
+            raise ConfigError(
+                f"{name}.params must be NAME=VALUE, got {part!r}; write for example seconds=10"
+            )
         values["params"][key] = number(value)
     return convert(ListedFault, values, name)
 

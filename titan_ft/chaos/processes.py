@@ -69,7 +69,9 @@ class Processes:
         """Return whether a local process still runs; False for a remote one."""
         return self.is_local(process) and is_running_worker(process.pid, since=process.mono)
 
-    def hold(self, processes: Sequence[RunProcess], all_workers: Collection[RunProcess]) -> HeldProcesses:
+    def hold(
+        self, processes: Sequence[RunProcess], all_workers: Collection[RunProcess]
+    ) -> HeldProcesses:
         """Hold the live ones of the processes. A remote one may turn out dead when it is signalled.
 
         Args:
@@ -113,7 +115,9 @@ class HeldProcesses:
         commands: argument lists that signal remote processes; {signal} stands for the signal.
     """
 
-    def __init__(self, names: str, pidfds: list[int], commands: list[list[str]], slurm_seconds: float) -> None:
+    def __init__(
+        self, names: str, pidfds: list[int], commands: list[list[str]], slurm_seconds: float
+    ) -> None:
         self._names = names
         self._pidfds = pidfds
         self._commands = commands
@@ -163,7 +167,9 @@ def _open_pidfd(process: RunProcess) -> int | None:
 # Slurm
 
 
-def _slurm_commands(processes: Sequence[RunProcess], all_workers: Collection[RunProcess]) -> list[list[str]]:
+def _slurm_commands(
+    processes: Sequence[RunProcess], all_workers: Collection[RunProcess]
+) -> list[list[str]]:
     """Return the fewest commands that signal the processes and nothing else.
 
     If all workers of a job step are hit, scancel signals the step. Otherwise srun runs a `kill` on
@@ -197,7 +203,9 @@ def _step(process: RunProcess) -> tuple[str, str]:
     for value in (job, step):
         if not re.fullmatch(r"\w+", value):
             got = dict(process.slurm)
-            raise Unreachable(f"{process.name} must name its Slurm job and step, got {got}", final=True)
+            raise Unreachable(
+                f"{process.name} must name its Slurm job and step, got {got}", final=True
+            )
     if not re.fullmatch(r"\w[\w.-]*", process.host):
         raise Unreachable(f"{process.name} must name its host, got {process.host!r}", final=True)
     return job, step

@@ -143,7 +143,9 @@ class ChaosRunner:
         if isinstance(aimed, Refusal):
             return aimed
         if self._agents.awaits_donor:
-            return Refusal("a donor is about to be hit, and its group is not known yet", final=False)
+            return Refusal(
+                "a donor is about to be hit, and its group is not known yet", final=False
+            )
         try:
             self._inject(aimed)
         except Unreachable as error:

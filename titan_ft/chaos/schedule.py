@@ -157,10 +157,14 @@ def _current_obstacles(shot: Shot, view: View, limits: Limits) -> Iterator[str]:
     num_up = sum(group.up for group in view.groups.values())
     num_down = len(view.groups) - num_up
     if num_up < fault.required_up:
-        yield (f"it needs {fault.required_up} groups that are up, {num_up} of {len(view.groups)} are")
+        yield (
+            f"it needs {fault.required_up} groups that are up, {num_up} of {len(view.groups)} are"
+        )
     num_affected = num_down + fault.num_affected
     if fault.num_targets and num_affected > limits.max_down:
-        yield (f"{num_affected} groups would be down or under a fault, limits.max_down is {limits.max_down}")
+        yield (
+            f"{num_affected} groups would be down or under a fault, limits.max_down is {limits.max_down}"
+        )
     for replica in fault.groups_given(shot.replica):
         if not view.groups[replica].up:
             yield f"group {replica} is not up"

@@ -42,7 +42,9 @@ def parse(argv: Sequence[str]) -> Any:
 
     description = describe_command(command)
     return refusing(
-        lambda: tyro.cli(command, prog=f"titan-ft {name}", args=args, description=description, config=PARSER),
+        lambda: tyro.cli(
+            command, prog=f"titan-ft {name}", args=args, description=description, config=PARSER
+        ),
         args,
         unknown,
         places,
@@ -118,10 +120,14 @@ def _split_name(argv: Sequence[str]) -> tuple[str, list[str]]:
     if is_command_group(argv[:1]):
         known, got = _names(first), " ".join(argv[:2])
         hint = closest(got, known)
-        raise ConfigError(f"titan-ft {first} must be one of {', '.join(known)}, got {got!r}; {hint}see titan-ft --help")
+        raise ConfigError(
+            f"titan-ft {first} must be one of {', '.join(known)}, got {got!r}; {hint}see titan-ft --help"
+        )
     known = [*dict.fromkeys(name.partition(" ")[0] for name in COMMANDS)]
     hint = closest(first, known)
-    raise ConfigError(f"the command must be one of {', '.join(known)}, got {first!r}; {hint}see titan-ft --help")
+    raise ConfigError(
+        f"the command must be one of {', '.join(known)}, got {first!r}; {hint}see titan-ft --help"
+    )
 
 
 def is_command_group(words: Sequence[str]) -> bool:
@@ -165,11 +171,18 @@ def describe_commands(group: str = "") -> str:
     names = _names(group) if group else list(COMMANDS)
     column = max(map(len, names)) + 4
     shown = f"titan-ft {group}" if group else "titan-ft"
-    lines = [f"usage: {shown} COMMAND [OPTIONS]", "", "Fault-tolerant data parallelism for torchtitan.", ""]
+    lines = [
+        f"usage: {shown} COMMAND [OPTIONS]",
+        "",
+        "Fault-tolerant data parallelism for torchtitan.",
+        "",
+    ]
     for name in names:
         text = f"  {name}".ljust(column) + _paragraphs(COMMANDS[name])[0]
         lines.append(_wrap(text, " " * column))
-    more = "titan-ft COMMAND --help tells more of each; titan-ft --version (-V) prints the versions."
+    more = (
+        "titan-ft COMMAND --help tells more of each; titan-ft --version (-V) prints the versions."
+    )
     return "\n".join([*lines, "", _wrap(more)])
 
 
@@ -193,4 +206,6 @@ def _paragraphs(command: type) -> list[str]:
 
 
 def _wrap(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )

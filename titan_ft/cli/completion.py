@@ -21,7 +21,10 @@ def run(command: Completion, worker_args: Sequence[str]) -> int:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         tyro.cli(
-            _union("", list(COMMANDS)), prog="titan-ft", args=["--tyro-print-completion", command.shell], config=PARSER
+            _union("", list(COMMANDS)),
+            prog="titan-ft",
+            args=["--tyro-print-completion", command.shell],
+            config=PARSER,
         )
     print(printed.getvalue())
     return 0

@@ -74,7 +74,9 @@ def _lines(config: Any) -> Iterator[str]:
         yield f"[{table}]"
         for field in fields(values):
             if table == TABLE or field.name in _SHOWN[table]:
-                yield _line(field.name, getattr(values, field.name), getattr(type(values)(), field.name))
+                yield _line(
+                    field.name, getattr(values, field.name), getattr(type(values)(), field.name)
+                )
         yield ""
     yield "# torchtitan's other tables and fields are as the TOML or their defaults have them"
 
@@ -82,7 +84,11 @@ def _lines(config: Any) -> Iterator[str]:
 def _line(name: str, value: Any, default: Any) -> str:
     if value is None:
         return f"# {name} is not set"
-    changed = "" if value == default else f"  # default {'not set' if default is None else _text(default)}"
+    changed = (
+        ""
+        if value == default
+        else f"  # default {'not set' if default is None else _text(default)}"
+    )
     return f"{name} = {_text(value)}{changed}"
 
 

@@ -41,7 +41,10 @@ def main(argv: list[str] | None = None) -> int:
             raise
         _print_no_more()
         why = f"got an error of its disk ({error.strerror})"
-        print(f"titan-ft: the output must go where it can be written, {why}; send it elsewhere", file=sys.stderr)
+        print(
+            f"titan-ft: the output must go where it can be written, {why}; send it elsewhere",
+            file=sys.stderr,
+        )
         return 2
 
 
@@ -74,7 +77,9 @@ def _run(argv: list[str]) -> int:
     command = parse(place_toml(own))
     if argv[end:] and not isinstance(command, TAKES_FLAGS):
         got = " ".join(argv[end:])
-        raise ConfigError(f"titan-ft {own[0]} must be without torchtitan's flags, got {got!r}; it starts no workers")
+        raise ConfigError(
+            f"titan-ft {own[0]} must be without torchtitan's flags, got {got!r}; it starts no workers"
+        )
     name = next(name for name, kind in COMMANDS.items() if type(command) is kind)
     module = importlib.import_module(f"titan_ft.cli.{name.replace(' ', '_')}")
     status: int = module.run(command, worker_args)

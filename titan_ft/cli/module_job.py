@@ -33,17 +33,24 @@ def place_toml(own: Sequence[str]) -> list[str]:
         return words
     function = _take(words, "--config")
     if function is None:
-        raise ConfigError(f"--module must come with --config, got --module {module} alone; give both, or a TOML")
+        raise ConfigError(
+            f"--module must come with --config, got --module {module} alone; give both, or a TOML"
+        )
     if words[:1] == ["slurm"]:
         raise ConfigError(
             f"--module must be left out with titan-ft slurm submit, got {module!r}: its jobs read a TOML; make it by "
             f"python -m {_READER} {module} {function} > {function}.toml"
         )
     made = subprocess.run(
-        [sys.executable, "-m", _READER, module, function], capture_output=True, text=True, check=False
+        [sys.executable, "-m", _READER, module, function],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if made.returncode != 0:
-        *_, last = made.stderr.strip().splitlines() or [f"{_READER} ended with status {made.returncode}"]
+        *_, last = made.stderr.strip().splitlines() or [
+            f"{_READER} ended with status {made.returncode}"
+        ]
         raise ConfigError(last.removeprefix("titan-ft: "))
     folder = Path(tempfile.mkdtemp(prefix="titan_ft_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -55,7 +62,9 @@ def place_toml(own: Sequence[str]) -> list[str]:
 def _take(words: list[str], option: str) -> str | None:
     """Take an option and its value out of a command line; returns the value, or None without the option."""
     for written, value in find_values(words, [option]):
-        place = next(number for number, word in enumerate(words) if word.partition("=")[0] == written)
+        place = next(
+            number for number, word in enumerate(words) if word.partition("=")[0] == written
+        )
         length = 1 if "=" in words[place] else 2
         del words[place : place + length]
         return value

@@ -60,7 +60,9 @@ def run(command: Planning, worker_args: Sequence[str]) -> int:
         return _forecast_campaign(command, command.chaos, measured, _least(records))
     if command.scenario is not None:
         folder = command.scenario.with_name(f"{command.scenario.stem}-plan")
-        return _compare(command, load_scenarios(command.scenario), measured, folder, command.scenario.name)
+        return _compare(
+            command, load_scenarios(command.scenario), measured, folder, command.scenario.name
+        )
     assert command.like is not None, "one of the four was asked for"
     assert measured is not None, "--like is a run"
     scenarios = scenarios_like(measured, _least(records))
@@ -130,7 +132,9 @@ def _forecast_campaign(command: Planning, chaos: Path, measured: Measured, least
     plan = find_config(chaos, "chaos")
     scenario = scenario_of_campaign(measured, plan, command.chaos_seed, seconds, least)
     (candidate,) = make_candidates(scenario, measured)
-    forecast = Forecast(candidate, estimate(candidate), run_seeds(candidate, measured, command.seeds, seconds))
+    forecast = Forecast(
+        candidate, estimate(candidate), run_seeds(candidate, measured, command.seeds, seconds)
+    )
     if command.json:
         print(json.dumps(forecast_figures(forecast) | {"seconds": seconds}, indent=2))
         return 0

@@ -25,8 +25,12 @@ def read_record(run_dir: Path, *, whole: bool = False) -> RunRecord:
         with _without_collector():
             record = RunRecord.read(RunPaths(run_dir).events, whole=whole)
     except OSError as error:
-        what = "a file of events" if str(error.filename).endswith(".jsonl") else "a folder with events"
-        raise ValueError(f"{error.filename} must be {what}, got {error.strerror}; mend or remove it") from error
+        what = (
+            "a file of events" if str(error.filename).endswith(".jsonl") else "a folder with events"
+        )
+        raise ValueError(
+            f"{error.filename} must be {what}, got {error.strerror}; mend or remove it"
+        ) from error
     if not record.events:
         below = "the --run-dir of a run"
         if any(run_dir.glob("*.jsonl")):

@@ -18,7 +18,9 @@ from titan_ft.run.paths import RunPaths
 def run(command: Report, worker_args: Sequence[str]) -> int:
     """Print the figures, and write the page unless they are asked for as JSON."""
     if command.other is not None and command.against is not None:
-        raise ConfigError(f"--against must not come with a second run, got {command.against}; it is the same")
+        raise ConfigError(
+            f"--against must not come with a second run, got {command.against}; it is the same"
+        )
     other = command.other or command.against
     check_folder("RUN_DIR", command.run_dir)
     if other is not None:

@@ -89,7 +89,11 @@ def plan_group(options: Group, flags: Sequence[str], environ: Mapping[str, str])
     table = {**load_toml(config).get(TABLE, {}), **table_overrides(flags)}
     command = [
         *(sys.executable, "-m", AGENT, "--cluster"),
-        *(f"--run-dir={options.run_dir.absolute()}", f"--replica={replica}", f"--ranks={ranks_per_node}"),
+        *(
+            f"--run-dir={options.run_dir.absolute()}",
+            f"--replica={replica}",
+            f"--ranks={ranks_per_node}",
+        ),
         *(
             [] if is_local else [f"--bind={ALL_HOSTS[socket.AF_INET6]}"]
         ),  # the other groups' ranks meet at its store, too
@@ -105,7 +109,11 @@ def plan_group(options: Group, flags: Sequence[str], environ: Mapping[str, str])
         f"--{TABLE}.replica_id={replica}",
         *([] if replicas is None else [f"--{TABLE}.group_size={replicas}"]),
         # A worker prefers the address in the config to that in its environment.
-        *([f"--{TABLE}.lighthouse={lighthouse}"] if _configured_lighthouse(config) not in ("", lighthouse) else []),
+        *(
+            [f"--{TABLE}.lighthouse={lighthouse}"]
+            if _configured_lighthouse(config) not in ("", lighthouse)
+            else []
+        ),
         *flags,
     ]
     return GroupPlan(_environment(options, lighthouse, environ), command)
@@ -154,11 +162,15 @@ def check_restarts(max_restarts: int, host_deaths: int, host_window: int) -> Non
 def check_flags(flags: Sequence[str]) -> None:
     """Raise ConfigError for torchtitan's flags that do not begin with --, or that contradict an option."""
     if flags and not flags[0].startswith("-"):
-        raise ConfigError(f"torchtitan's flags must begin with --, got {flags[0]!r}; for example --training.steps=60")
+        raise ConfigError(
+            f"torchtitan's flags must begin with --, got {flags[0]!r}; for example --training.steps=60"
+        )
     for name, value in read_flags(flags):
         # Given last, they would win: two groups with one number, or events outside of --run-dir.
         if name in _OWN_FLAGS:
-            raise ConfigError(f"--{name} must not come after the --, got {value!r}; {_OWN_FLAGS[name]} says it")
+            raise ConfigError(
+                f"--{name} must not come after the --, got {value!r}; {_OWN_FLAGS[name]} says it"
+            )
 
 
 def split_options(name: str, text: str) -> list[str]:
@@ -170,7 +182,9 @@ def split_options(name: str, text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"{name} must be options as a shell reads them, got {text!r}; {error}") from error
+        raise ConfigError(
+            f"{name} must be options as a shell reads them, got {text!r}; {error}"
+        ) from error
 
 
 def _check_not_in_use(run_dir: Path) -> None:
@@ -188,7 +202,9 @@ def _find_number(options: Group, environ: Mapping[str, str]) -> tuple[int, int |
         replica = slurm_env.find_number(environ, "SLURM_ARRAY_TASK_ID")
     if replica is None:
         remedy = "give the number of this group, from 0"
-        raise ConfigError(f"--replica must be given, got nothing, and SLURM_ARRAY_TASK_ID is not set; {remedy}")
+        raise ConfigError(
+            f"--replica must be given, got nothing, and SLURM_ARRAY_TASK_ID is not set; {remedy}"
+        )
     check_at_least("--replica", replica, 0)
     replicas = options.replicas
     if replicas is None:
@@ -240,7 +256,9 @@ def _find_shape(options: Group, environ: Mapping[str, str]) -> tuple[int, int]:
     return nodes, ranks
 
 
-def find_ranks_per_node(ranks_per_node: int | None, ranks_per_replica: int | None, nodes: int) -> int | None:
+def find_ranks_per_node(
+    ranks_per_node: int | None, ranks_per_replica: int | None, nodes: int
+) -> int | None:
     """Return the processes on each node by either of two options; None if neither is given.
 
     Raises:
@@ -257,7 +275,9 @@ def find_ranks_per_node(ranks_per_node: int | None, ranks_per_replica: int | Non
             f"{ranks_per_replica}; give one of the two"
         )
     if ranks_per_replica % nodes:
-        raise ConfigError(f"--ranks-per-replica must be divisible by --nodes ({nodes}), got {ranks_per_replica}")
+        raise ConfigError(
+            f"--ranks-per-replica must be divisible by --nodes ({nodes}), got {ranks_per_replica}"
+        )
     return ranks_per_replica // nodes
 
 
@@ -277,7 +297,9 @@ def _find_rendezvous(options: Group, environ: Mapping[str, str], nodes: int) -> 
         host, port = "", 0
     # At port 0 each host would be given a port of its own.
     if not host or not port or "/" in rendezvous:
-        raise ConfigError(f"--rendezvous must be HOST:PORT, got {rendezvous!r}; give a free port of one of the nodes")
+        raise ConfigError(
+            f"--rendezvous must be HOST:PORT, got {rendezvous!r}; give a free port of one of the nodes"
+        )
     return rendezvous
 
 

@@ -9,7 +9,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_ft.cluster.group import check_at_least, check_flags, find_drain_seconds, find_ranks_per_node, find_toml
+from titan_ft.cluster.group import (
+    check_at_least,
+    check_flags,
+    find_drain_seconds,
+    find_ranks_per_node,
+    find_toml,
+)
 from titan_ft.config import TABLE, ConfigError, load_toml
 from titan_ft.launch.lighthouse import changed_settings, split_bind
 from titan_ft.launch.shared_settings import lighthouse_settings, table_overrides
@@ -38,7 +44,9 @@ def render(options: Kubernetes, flags: Sequence[str]) -> str:
     check_flags(flags)
     ranks = find_ranks_per_node(options.ranks_per_node, options.ranks_per_replica, options.nodes)
     if ranks is None:
-        raise ConfigError("--ranks-per-node must be given, got nothing; give as many as a pod has GPUs, for example 8")
+        raise ConfigError(
+            "--ranks-per-node must be given, got nothing; give as many as a pod has GPUs, for example 8"
+        )
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,30}[a-z0-9])?", options.name):
         rule = "lower-case letters, digits and -, at most 32, from a letter on"
         raise ConfigError(f"--name must be of {rule}, got {options.name!r}; correct it")
@@ -46,7 +54,10 @@ def render(options: Kubernetes, flags: Sequence[str]) -> str:
     table = {**load_toml(config).get(TABLE, {}), **table_overrides(flags)}
     drain_seconds = find_drain_seconds(table)
     environment = Environment(
-        loader=FileSystemLoader(MANIFESTS), undefined=StrictUndefined, autoescape=False, keep_trailing_newline=False
+        loader=FileSystemLoader(MANIFESTS),
+        undefined=StrictUndefined,
+        autoescape=False,
+        keep_trailing_newline=False,
     )
     values = {
         "name": options.name,
@@ -70,7 +81,9 @@ def render(options: Kubernetes, flags: Sequence[str]) -> str:
         ],
         "group_command": _group_command(options, ranks, flags),
     }
-    return "---\n".join(environment.get_template(name).render(values) + "\n" for name in DOCUMENTS).rstrip()
+    return "---\n".join(
+        environment.get_template(name).render(values) + "\n" for name in DOCUMENTS
+    ).rstrip()
 
 
 def _group_command(options: Kubernetes, ranks_per_node: int, flags: Sequence[str]) -> list[str]:

@@ -70,7 +70,9 @@ def plan_submission(options: SlurmSubmit, flags: Sequence[str]) -> Submission:
     check_flags(flags)
     ranks = find_ranks_per_node(options.ranks_per_node, options.ranks_per_replica, options.nodes)
     if ranks is None:
-        raise ConfigError("--ranks-per-node must be given, got nothing; give as many as a node has GPUs, for example 8")
+        raise ConfigError(
+            "--ranks-per-node must be given, got nothing; give as many as a node has GPUs, for example 8"
+        )
     root = options.run_dir.resolve()
     logs = root / "logs"
     table = {**load_toml(config).get(TABLE, {}), **table_overrides(flags)}
@@ -109,7 +111,9 @@ def submit(options: SlurmSubmit, flags: Sequence[str]) -> int:
             print(shlex.join(["sbatch", *arguments]))
         return 0
     if shutil.which("sbatch") is None:
-        raise ConfigError("sbatch must be on the PATH, got no such command; run this where jobs are submitted")
+        raise ConfigError(
+            "sbatch must be on the PATH, got no such command; run this where jobs are submitted"
+        )
     root = options.run_dir.resolve()
     _check_not_in_use(root)
     check_run_folder(root)
@@ -149,13 +153,17 @@ def _check_not_in_use(root: Path) -> None:
     except OSError:  # nothing was submitted yet
         return
     if going_on := [job for job in jobs if _is_going_on(job)]:
-        raise ConfigError(f"{given} job {' '.join(going_on)} is going on; scancel {' '.join(jobs)}, {remedy}")
+        raise ConfigError(
+            f"{given} job {' '.join(going_on)} is going on; scancel {' '.join(jobs)}, {remedy}"
+        )
 
 
 def _is_going_on(job: str) -> bool:
     """True if Slurm knows a job, or an element of an array, that is not over."""
     try:
-        listed = subprocess.run(["squeue", "--noheader", f"--jobs={job}"], capture_output=True, text=True, check=False)
+        listed = subprocess.run(
+            ["squeue", "--noheader", f"--jobs={job}"], capture_output=True, text=True, check=False
+        )
     except OSError:  # no squeue here
         return False
     # Slurm forgets jobs after some minutes, and then calls their ids invalid.
@@ -164,7 +172,9 @@ def _is_going_on(job: str) -> bool:
 
 def _sbatch(arguments: Sequence[str]) -> str | None:
     """Submit one job; returns its id, or None after sbatch has said on stderr what is wrong."""
-    done = subprocess.run(["sbatch", "--parsable", *arguments], stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        ["sbatch", "--parsable", *arguments], stdout=subprocess.PIPE, text=True, check=False
+    )
     if done.returncode:
         return None
     return done.stdout.strip().partition(";")[0]  # the name of the cluster may follow
@@ -185,7 +195,12 @@ def _prepare(root: Path, token_file: Path | None) -> None:
     for folder in (root / "logs", root / "slurm"):
         folder.mkdir(parents=True, exist_ok=True)
     _place_token(root / "token", token_file)
-    stale = [_jobs(root), root / "lighthouse.json", RunPaths(root).finished, *(root / "slurm").glob("exclude-*")]
+    stale = [
+        _jobs(root),
+        root / "lighthouse.json",
+        RunPaths(root).finished,
+        *(root / "slurm").glob("exclude-*"),
+    ]
     for file in stale:
         file.unlink(missing_ok=True)
 
@@ -220,7 +235,9 @@ def _jobs(root: Path) -> Path:
 def _announce(root: Path, groups: str, lighthouses: Sequence[str]) -> None:
     ids = " ".join([groups, *lighthouses])
     write_whole(_jobs(root), f"{ids}\n".encode())
-    print(f"groups: job {groups}, lighthouse: job {' '.join(lighthouses)}; output in {root / 'logs'}")
+    print(
+        f"groups: job {groups}, lighthouse: job {' '.join(lighthouses)}; output in {root / 'logs'}"
+    )
     steps = {
         f"titan-ft top {root}": "watch it",
         f"titan-ft check {root}": "what holds, also while it runs",

@@ -45,7 +45,9 @@ def find_first_host(nodes: str) -> str:
     # In a container scontrol may be installed without Slurm's configuration, and fail.
     command = ["scontrol", "show", "hostnames", nodes]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return _parse_first_host(nodes)
     if done.returncode == 0 and done.stdout.strip():

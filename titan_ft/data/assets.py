@@ -41,7 +41,9 @@ def resolve(path: str) -> str:
     name = path.removeprefix(SCHEME).strip("/")
     if name not in _ASSETS:
         known = ", ".join(SCHEME + known_name for known_name in _ASSETS)
-        raise ConfigError(f"model.hf_assets_path must be a folder or one of {known}, got {path!r}; correct it")
+        raise ConfigError(
+            f"model.hf_assets_path must be a folder or one of {known}, got {path!r}; correct it"
+        )
     return str(_ASSETS[name])
 
 

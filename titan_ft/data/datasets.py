@@ -69,7 +69,9 @@ def load_documents(path: str) -> Any:
         FileNotFoundError: there is no such file.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"training.dataset_path must be an existing .txt or .txt.gz file, got {path!r}")
+        raise FileNotFoundError(
+            f"training.dataset_path must be an existing .txt or .txt.gz file, got {path!r}"
+        )
     status = os.stat(path)
     return _load(path, status.st_mtime_ns, status.st_size)
 

@@ -107,7 +107,9 @@ class Case:
     def title(self) -> str:
         texts = []
         for name, value in self.circumstances.items():
-            texts.append(f"{name} = {value:.5g}" if isinstance(value, float) else f"{name} = {value}")
+            texts.append(
+                f"{name} = {value:.5g}" if isinstance(value, float) else f"{name} = {value}"
+            )
         return ", ".join(texts)
 
 
@@ -247,11 +249,15 @@ def scaled(candidate: Candidate, name: str, factor: float) -> Candidate:
     if name == "time between failures":
         changed = replace(candidate, rates=rates.scaled(1 / factor))
     elif name == "stall":
-        changed = replace(candidate, costs=replace(costs, stall=Constant(costs.stall.mean * factor)))
+        changed = replace(
+            candidate, costs=replace(costs, stall=Constant(costs.stall.mean * factor))
+        )
     elif name == "time away":
         changed = replace(candidate, costs=replace(costs, away=Constant(costs.away.mean * factor)))
     elif name == "late when one returns":
-        changed = replace(candidate, costs=replace(costs, rejoin=Constant(costs.rejoin.mean * factor)))
+        changed = replace(
+            candidate, costs=replace(costs, rejoin=Constant(costs.rejoin.mean * factor))
+        )
     elif name == "save":
         changed = replace(candidate, save=candidate.save * factor)
     else:

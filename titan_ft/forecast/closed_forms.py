@@ -48,7 +48,11 @@ def find_doubts(candidate: Candidate) -> Iterator[str]:
     interval = candidate.save_every * candidate.step
     for kind in scenario.failures:
         loses_all = candidate.groups == 1 or kind.scope == "job"
-        if loses_all and kind.spacing != "memoryless" and lost_state_rate(candidate) * interval > 0.05:
+        if (
+            loses_all
+            and kind.spacing != "memoryless"
+            and lost_state_rate(candidate) * interval > 0.05
+        ):
             yield f"{kind.name} is not memoryless"
 
 
@@ -150,7 +154,9 @@ def _kept(candidate: Candidate) -> float:
     """Return the part of the work that losses of all groups, and saves, leave."""
     lost, step = lost_state_rate(candidate), candidate.step
     if candidate.save_every and lost > 0:
-        return daly(1 / lost, candidate.save_every * step, candidate.save, candidate.costs.away.mean)
+        return daly(
+            1 / lost, candidate.save_every * step, candidate.save, candidate.costs.away.mean
+        )
     if candidate.save_every:
         return 1 / (1 + candidate.save / (candidate.save_every * step))
     expected = lost * candidate.scenario.days * DAY

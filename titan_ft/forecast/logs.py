@@ -62,7 +62,9 @@ def read_lanl(path: Path, system: int | None = None) -> list[LoggedFailure]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         got = f"{path} ({reason})"
-        raise ConfigError(f"log must be a readable CSV file, got {got}; correct the path") from error
+        raise ConfigError(
+            f"log must be a readable CSV file, got {got}; correct the path"
+        ) from error
     rows = csv.DictReader(lines)
     missing = [name for name in LANL_COLUMNS if name not in (rows.fieldnames or ())]
     if missing:

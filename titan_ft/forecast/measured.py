@@ -239,7 +239,9 @@ def _look(record: RunRecord, found: _Found, until: float | None) -> None:
     found.seconds += end - first
 
 
-def _steps_of(commits: Sequence[StepCommitted], failures: Sequence[RecordedFailure], size: int) -> list[_Step]:
+def _steps_of(
+    commits: Sequence[StepCommitted], failures: Sequence[RecordedFailure], size: int
+) -> list[_Step]:
     """Return the steps between commits that follow each other."""
     steps = []
     for before, after in pairwise(commits):
@@ -253,7 +255,11 @@ def _steps_of(commits: Sequence[StepCommitted], failures: Sequence[RecordedFailu
 
 
 def _look_at_return(
-    failure: RecordedFailure, failures: Sequence[RecordedFailure], ends: Sequence[float], end: float, found: _Found
+    failure: RecordedFailure,
+    failures: Sequence[RecordedFailure],
+    ends: Sequence[float],
+    end: float,
+    found: _Found,
 ) -> None:
     """Add how long a group was away until it could join: half a step before its first step began.
 

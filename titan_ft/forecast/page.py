@@ -48,14 +48,19 @@ def write_page(folder: Path, cases: Sequence[Case], measured: Measured | None, s
                 "title": case.title,
                 "advice": case.advice,
                 "notes": case_notes(case),
-                "head": [name if name in ("candidate", "notes") else f"#{name}" for name in case_columns(case)],
+                "head": [
+                    name if name in ("candidate", "notes") else f"#{name}"
+                    for name in case_columns(case)
+                ],
                 "rows": case_cells(case),
             }
             for case in cases
         ],
         sensitivities=[
             (name, *(f"{100 * value:.2f} %" for value in values))
-            for name, *values in (sensitivity(first.forecasts[0].candidate) if first.forecasts else [])
+            for name, *values in (
+                sensitivity(first.forecasts[0].candidate) if first.forecasts else []
+            )
         ],
         observations=[] if measured is None else measured.observations(),
         inputs=_inputs(first),
@@ -80,7 +85,9 @@ def _inputs(case: Case) -> list[tuple[str, str]]:
         ("GPUs", f"{cluster.gpus:,} on {cluster.nodes:,} nodes"),
         (
             "clock of failures",
-            "goes on while the job waits" if scenario.clock == "wall" else "only while the job trains",
+            "goes on while the job waits"
+            if scenario.clock == "wall"
+            else "only while the job trains",
         ),
         (
             "stall, away, late at a return",
@@ -139,13 +146,23 @@ def _over_group_size(forecasts: Sequence[Forecast]) -> Chart | None:
         if len(known) < 2:
             continue
         sizes |= by_size.keys()
-        spans = [each.spread() if each.accounts else (each.estimate, each.estimate) for _, each in known]
+        spans = [
+            each.spread() if each.accounts else (each.estimate, each.estimate) for _, each in known
+        ]
         x = [float(size) for size, _ in known]
-        layers.append(Band(x, [100 * low for low, _ in spans], [100 * high for _, high in spans], colour=colour))
-        layers.append(_line(x, [each.effective for _, each in known], strategy, colour, "GPUs a group"))
+        layers.append(
+            Band(
+                x, [100 * low for low, _ in spans], [100 * high for _, high in spans], colour=colour
+            )
+        )
+        layers.append(
+            _line(x, [each.effective for _, each in known], strategy, colour, "GPUs a group")
+        )
     if not layers:
         return None
-    axis = Axis("GPUs of a group", kind="log", ticks={float(size): f"{size:,}" for size in sorted(sizes)})
+    axis = Axis(
+        "GPUs of a group", kind="log", ticks={float(size): f"{size:,}" for size in sorted(sizes)}
+    )
     caption = "Effective training time in %; the band holds 90 % of runs."
     return Chart("group-size", "Size of a group", caption, axis, Axis(), layers, height=3.3)
 
@@ -156,8 +173,12 @@ def _over_mtbf(forecasts: Sequence[Forecast]) -> Chart:
         best.setdefault(each.candidate.strategy, each)
     layers: list[Layer] = []
     for colour, each in zip(COLOURS, best.values(), strict=False):
-        values = [estimate(scaled(each.candidate, "time between failures", factor)) for factor in FACTORS]
-        layers.append(_line(FACTORS, values, each.candidate.shape, colour, "times the time between failures"))
+        values = [
+            estimate(scaled(each.candidate, "time between failures", factor)) for factor in FACTORS
+        ]
+        layers.append(
+            _line(FACTORS, values, each.candidate.shape, colour, "times the time between failures")
+        )
     ticks = {2.0**power: f"{2.0**power:g}" for power in range(-4, 5)}
     axis = Axis("times the scenario's time between failures", kind="log", ticks=ticks)
     caption = "Effective training time in %, by closed forms: the best shape of each strategy."
@@ -187,5 +208,7 @@ def _over_spares(candidate: Candidate) -> Chart | None:
 
 def _line(x: Sequence[float], y: Iterable[float], name: str, colour: str, unit: str) -> Curve:
     shares = [100 * value for value in y]
-    texts = [f"{value:.2f} % at {place:,.4g} {unit}" for place, value in zip(x, shares, strict=True)]
+    texts = [
+        f"{value:.2f} % at {place:,.4g} {unit}" for place, value in zip(x, shares, strict=True)
+    ]
     return Curve(x, shares, texts, name=name, colour=colour)

@@ -39,7 +39,9 @@ _A_LENGTH = 'a length of time, such as 20 (seconds) or "18 min"'
 _UNITS_TEXT = "units: ms, s, min, h, d; at most 1e10 s"
 
 Seconds = Annotated[float, Meta(ge=0, le=LONGEST, title=_A_LENGTH, description=_UNITS_TEXT)]
-SomeSeconds = Annotated[float, Meta(ge=0.001, le=LONGEST, title=f"{_A_LENGTH}, >= 1 ms", description=_UNITS_TEXT)]
+SomeSeconds = Annotated[
+    float, Meta(ge=0.001, le=LONGEST, title=f"{_A_LENGTH}, >= 1 ms", description=_UNITS_TEXT)
+]
 Count = Annotated[int, Meta(ge=1, le=10_000_000, title="a whole number from 1 to 10,000,000")]
 CountOrNone = Annotated[int, Meta(ge=0, le=10_000_000, title="a whole number from 0 to 10,000,000")]
 Share = Annotated[float, Meta(ge=0, le=1, title="a share from 0 to 1")]
@@ -94,9 +96,10 @@ class Cluster(Struct, frozen=True):
     gpus: Annotated[Count, Meta(description="give the GPUs that train; spares are beside them")]
     gpus_per_node: Count
     price_per_gpu_hour: NonNegativeNumber = 0.0
-    spare_nodes: Annotated[CountOrNone, Meta(description="leave it out if there is always a node to take")] | None = (
-        None
-    )
+    spare_nodes: (
+        Annotated[CountOrNone, Meta(description="leave it out if there is always a node to take")]
+        | None
+    ) = None
     gpu_memory_gb: PositiveNumber | None = None
     domain: Annotated[
         list[Any],
@@ -115,7 +118,9 @@ class Kind(Struct, frozen=True, kw_only=True):
     """One kind of failure: how often, how spaced, what it hits, what it does."""
 
     name: str
-    per_1000_node_days: Annotated[float, Meta(gt=0, le=1e6, title="a number > 0, at most 1e6")] | None = None
+    per_1000_node_days: (
+        Annotated[float, Meta(gt=0, le=1e6, title="a number > 0, at most 1e6")] | None
+    ) = None
     mtbf: SomeSeconds | None = None
     """Of the whole cluster."""
     mtbf_of_each: SomeSeconds | None = None
@@ -130,7 +135,9 @@ class Kind(Struct, frozen=True, kw_only=True):
     """A chaos plan: its schedule, its choice of groups, its limits."""
     seed: NonNegativeInt | None = None
     """Of the chaos plan; its own when left out."""
-    spacing: Annotated[Spacing, Meta(title=f"one of {SPACINGS}", description="set it")] | None = None
+    spacing: Annotated[Spacing, Meta(title=f"one of {SPACINGS}", description="set it")] | None = (
+        None
+    )
     """Of a rate. "even" puts the failures of the whole cluster at equal gaps, "uniform" at gaps from
     0 to twice the mean. "weibull" gives each node a life of its own if the rate is that of a node,
     else the gaps of the cluster."""
@@ -263,7 +270,9 @@ class Checkpoint(Struct, frozen=True):
 class Restart(Struct, frozen=True):
     """Everybody stops, and starts again from a checkpoint."""
 
-    recover: Annotated[Amount, Meta(description="give the time from a failure until training goes on")]
+    recover: Annotated[
+        Amount, Meta(description="give the time from a failure until training goes on")
+    ]
 
 
 class Groups(Struct, frozen=True):
@@ -287,9 +296,9 @@ class Rounds(Struct, frozen=True):
 
     steps: Count
     exchange: Seconds = 0.0
-    value_of_a_token: Annotated[PositiveNumber, Meta(description="1 says: as good as one of synchronous training")] = (
-        1.0
-    )
+    value_of_a_token: Annotated[
+        PositiveNumber, Meta(description="1 says: as good as one of synchronous training")
+    ] = 1.0
 
 
 class Scenario(Struct, frozen=True):
@@ -433,9 +442,17 @@ def _read_case(values: dict[str, Any], folder: Path, swept: dict[str, Any]) -> S
     file = convert(_File, values)
     cluster = convert(Cluster, file.cluster, "cluster")
     job = convert(Job, file.job, "job")
-    kinds = tuple(convert(Kind, table, f"failure[{index}]") for index, table in enumerate(file.failure))
-    domains = [convert(Domain, table, f"cluster.domain[{index}]") for index, table in enumerate(cluster.domain)]
-    stops = [convert(Maintenance, table, f"maintenance[{index}]") for index, table in enumerate(file.maintenance)]
+    kinds = tuple(
+        convert(Kind, table, f"failure[{index}]") for index, table in enumerate(file.failure)
+    )
+    domains = [
+        convert(Domain, table, f"cluster.domain[{index}]")
+        for index, table in enumerate(cluster.domain)
+    ]
+    stops = [
+        convert(Maintenance, table, f"maintenance[{index}]")
+        for index, table in enumerate(file.maintenance)
+    ]
     for index, domain in enumerate(domains):
         if sum(each.name == domain.name for each in domains) > 1 and index:
             name = f"cluster.domain[{index}].name"

@@ -99,7 +99,9 @@ def simulate(
 
 
 class _Simulation:
-    def __init__(self, candidate: Candidate, seed: int, seconds: float, commit: Commit | None) -> None:
+    def __init__(
+        self, candidate: Candidate, seed: int, seconds: float, commit: Commit | None
+    ) -> None:
         self.candidate, self.scenario, self._commit = candidate, candidate.scenario, commit
         self.account = Account(seconds, candidate.groups)
         self.env = simpy.Environment()
@@ -125,7 +127,8 @@ class _Simulation:
         self._unsaved = 0
         self._keeps_saves = any(kind.effect == "corrupt" for kind in self.scenario.failures)
         self._repairs = {
-            kind.name: to_length(f"{kind.name}.repair", kind.repair, candidate.gpus) for kind in self.scenario.failures
+            kind.name: to_length(f"{kind.name}.repair", kind.repair, candidate.gpus)
+            for kind in self.scenario.failures
         }
         self._process = self.env.process(self._train())
         self.env.process(self._fail(seed))
@@ -243,11 +246,15 @@ class _Simulation:
             return
         parts["stall"] += len(self._up) * (self._end - self._due)
         parts["checkpoints"] += len(self._up) * save
-        self._count(1, 0, slower=self._due - begin - candidate.step - candidate.exchange - save, began=begin)
+        self._count(
+            1, 0, slower=self._due - begin - candidate.step - candidate.exchange - save, began=begin
+        )
         if saves:
             self._saved()
 
-    def _count(self, steps: int, votes: int, slower: float | None = None, began: float = 0.0) -> None:
+    def _count(
+        self, steps: int, votes: int, slower: float | None = None, began: float = 0.0
+    ) -> None:
         """Count committed steps; a single one if `slower` is given: its seconds beyond usual."""
         candidate, account = self.candidate, self.account
         present = float(len(self._up))
@@ -275,7 +282,9 @@ class _Simulation:
 
     def _saved(self) -> None:
         account = self.account
-        self._saves.append((self.env.now, account.parts["steps"], account.contributions, account.steps))
+        self._saves.append(
+            (self.env.now, account.parts["steps"], account.contributions, account.steps)
+        )
         if len(self._saves) > MAX_SAVES:
             self._saves.popleft()
         self._unsaved = 0
@@ -316,9 +325,13 @@ class _Simulation:
             return
         self.account.failures += 1
         for number, nodes in groups.items():
-            self._affect(self.groups[number], failure.kind, failure.luck, nodes, failure.repair_seconds)
+            self._affect(
+                self.groups[number], failure.kind, failure.luck, nodes, failure.repair_seconds
+            )
 
-    def _affect(self, group: _Group, kind: Kind, luck: Luck, nodes: int, repair: float | None = None) -> None:
+    def _affect(
+        self, group: _Group, kind: Kind, luck: Luck, nodes: int, repair: float | None = None
+    ) -> None:
         """Let a failure have its effect on one group.
 
         Args:

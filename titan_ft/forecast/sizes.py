@@ -52,7 +52,10 @@ class Sizes:
         sizes = self._of(job.config, candidate.groups, candidate.gpus, job.link_gbps)
         if "refused" in sizes:
             raise ConfigError(sizes["refused"])
-        if cluster.gpu_memory_gb is not None and sizes["gpu_bytes"] > cluster.gpu_memory_gb * MEMORY_UNIT:
+        if (
+            cluster.gpu_memory_gb is not None
+            and sizes["gpu_bytes"] > cluster.gpu_memory_gb * MEMORY_UNIT
+        ):
             rule = f"must hold {sizes['gpu_bytes'] / MEMORY_UNIT:.1f} GB and activations"
             got = f"{cluster.gpu_memory_gb:g}"
             raise ConfigError(f"cluster.gpu_memory_gb {rule}, got {got}; take larger groups")
@@ -78,7 +81,9 @@ class Sizes:
         return sizes
 
 
-def _measure(config: Path, groups: int, ranks: int, link_gbps: float | None) -> tuple[dict[str, Any], bool]:
+def _measure(
+    config: Path, groups: int, ranks: int, link_gbps: float | None
+) -> tuple[dict[str, Any], bool]:
     """Return the sizes, or why there are none; and whether another try would say the same."""
     words = [
         sys.executable,

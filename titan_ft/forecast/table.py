@@ -153,7 +153,9 @@ def campaign_table(forecast: Forecast, minutes: float) -> Table:
         ("effective training time (%)", lambda run: 100 * run.effective),
     ):
         low, high = forecast.spread(value_of)
-        rows.append((name, f"{fmean(value_of(run) for run in accounts):,.1f}", f"{low:,.1f} to {high:,.1f}"))
+        rows.append(
+            (name, f"{fmean(value_of(run) for run in accounts):,.1f}", f"{low:,.1f} to {high:,.1f}")
+        )
     rows += [(note, "", "") for note in notes_of(forecast)]
     return grid(rows)
 
@@ -197,7 +199,9 @@ def case_figures(case: Case) -> dict[str, Any]:
         "advice": case.advice,
         "notes": case_notes(case),
         "candidates": [forecast_figures(each) for each in case.forecasts],
-        "sensitivity": [dict(zip(("input", "half", "as_it_is", "twice"), row, strict=True)) for row in rows],
+        "sensitivity": [
+            dict(zip(("input", "half", "as_it_is", "twice"), row, strict=True)) for row in rows
+        ],
     }
 
 

@@ -38,13 +38,19 @@ def write_drawn(path: Path, scenario: Scenario, seed: int) -> int:
     """
     drawn = list(draw_failures(scenario, seed))
     lines = [line for failure in drawn for line in _lines(failure, scenario)]
-    notes = [f"drawn by titan-ft plan: seed {seed}, {scenario.days:g} days, {scenario.job.groups} groups"]
-    notes += [f"of the lists the first case: {name} = {value}" for name, value in scenario.swept.items()]
+    notes = [
+        f"drawn by titan-ft plan: seed {seed}, {scenario.days:g} days, {scenario.job.groups} groups"
+    ]
+    notes += [
+        f"of the lists the first case: {name} = {value}" for name, value in scenario.swept.items()
+    ]
     whole = sum(failure.kind.scope == "job" for failure in drawn)
     if whole:
         why = "chaos leaves one group untouched"
         notes.append(f"{whole} failures of the whole job are left out: {why}")
-    notes += [f"left out: the chaos plan of {name}, which chaos takes as it is" for name in scenario.plans]
+    notes += [
+        f"left out: the chaos plan of {name}, which chaos takes as it is" for name in scenario.plans
+    ]
     if scenario.maintenance:
         notes.append("left out: maintenance")
     return write_trace(path, sorted(lines, key=lambda line: line.time), notes)

@@ -57,16 +57,23 @@ def check_against(record: RunRecord, reference: RunRecord, found: Judgement) -> 
 
 
 def _comparable(
-    record: RunRecord, reference: RunRecord, ours: Sequence[Point], theirs: Sequence[Point], found: Judgement
+    record: RunRecord,
+    reference: RunRecord,
+    ours: Sequence[Point],
+    theirs: Sequence[Point],
+    found: Judgement,
 ) -> bool:
     """Return whether both runs train the same from the beginning; note why not."""
     digests = [
-        {event.config_digest for event in each.of(WorkerStarted) if event.config_digest} for each in (record, reference)
+        {event.config_digest for event in each.of(WorkerStarted) if event.config_digest}
+        for each in (record, reference)
     ]
     if digests[0] and digests[1] and digests[0] != digests[1]:
         found.unknown.append("the two runs have different configs (config_digest)")
     if ours[0].event.parent != ROOT or theirs[0].event.parent != ROOT:
-        found.unknown.append(f"the history of one of the runs does not begin with {record.unit.noun} 1")
+        found.unknown.append(
+            f"the history of one of the runs does not begin with {record.unit.noun} 1"
+        )
     if not all(point.whole for point in theirs):
         found.notes.append("groups were missing in the other run too")
     if found.unknown:
@@ -83,7 +90,9 @@ def _common_steps(ours: Sequence[Point], theirs: Sequence[Point]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0].whole and pair[1].whole, pairs))
 
 
-def _compare_prefix(ours: Sequence[Point], theirs: Sequence[Point], record: RunRecord, found: Judgement) -> str:
+def _compare_prefix(
+    ours: Sequence[Point], theirs: Sequence[Point], record: RunRecord, found: Judgement
+) -> str:
     """Compare the first steps one by one; return what was found."""
     largest, noun = 0.0, record.unit.noun
     for our, their in zip(ours, theirs, strict=True):
@@ -96,7 +105,10 @@ def _compare_prefix(ours: Sequence[Point], theirs: Sequence[Point], record: RunR
             exact = record.group_size <= 2 or name in ("lr", "tokens")
             allowed = 0.0 if exact else min(ROUNDING * our.step, MOST_ROUNDING)
             if difference > allowed:
-                found.object_to(f"{name} {mine!r}; {other!r} without failures, all groups present in both", our.event)
+                found.object_to(
+                    f"{name} {mine!r}; {other!r} without failures, all groups present in both",
+                    our.event,
+                )
     if not ours:
         return f"no {noun} that both runs made with all groups, from the first on"
     if found.offences:
@@ -105,10 +117,16 @@ def _compare_prefix(ours: Sequence[Point], theirs: Sequence[Point], record: RunR
     return f"the first {count(len(ours), noun)} agree {how}"
 
 
-def _compare_ends(ours: Sequence[Point], theirs: Sequence[Point], total: int, noun: str, found: Judgement) -> None:
+def _compare_ends(
+    ours: Sequence[Point], theirs: Sequence[Point], total: int, noun: str, found: Judgement
+) -> None:
     """Compare the mean loss of the last window of tokens that both runs have."""
     mine, other = (
-        [point.loss for point in points if (1 - WINDOW) * total < point.tokens <= total and point.loss is not None]
+        [
+            point.loss
+            for point in points
+            if (1 - WINDOW) * total < point.tokens <= total and point.loss is not None
+        ]
         for points in (ours, theirs)
     )
     if min(len(mine), len(other)) < LEAST_STEPS:
@@ -125,9 +143,13 @@ def _compare_ends(ours: Sequence[Point], theirs: Sequence[Point], total: int, no
         f"({difference:+.4f}, {allowed:.4f} allowed)"
     )
     if difference > allowed:
-        found.object_to(f"the loss is {difference:.4f} above that of the run without failures at {total} tokens")
+        found.object_to(
+            f"the loss is {difference:.4f} above that of the run without failures at {total} tokens"
+        )
     elif -difference > allowed:
-        found.notes.append(f"the loss is {-difference:.4f} below that of the run without failures at equal tokens")
+        found.notes.append(
+            f"the loss is {-difference:.4f} below that of the run without failures at equal tokens"
+        )
 
 
 def _loss(point: Point) -> str:

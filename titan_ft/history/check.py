@@ -146,7 +146,9 @@ class Verdicts:
         }
 
 
-def check(record: RunRecord, against: RunRecord | None = None, reread: Reread | None = None) -> Verdicts:
+def check(
+    record: RunRecord, against: RunRecord | None = None, reread: Reread | None = None
+) -> Verdicts:
     """Judge a run.
 
     Args:

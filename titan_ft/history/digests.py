@@ -40,7 +40,9 @@ class DigestComparison(Generic[K]):
         return "equal" if self.num_compared else "unknown"
 
 
-def compare_digests(digests: Iterable[tuple[K, int, str | None]], num_equal: int = 0) -> DigestComparison[K]:
+def compare_digests(
+    digests: Iterable[tuple[K, int, str | None]], num_equal: int = 0
+) -> DigestComparison[K]:
     """Compare digests across groups.
 
     Args:

@@ -70,7 +70,9 @@ class RecordedRounds:
         if not made or not self.short:
             return text
         short = self.unit.count(len(self.short))
-        return f"{text}; {min(made):,} to {max(made):,} steps of a group; not all of them in {short}"
+        return (
+            f"{text}; {min(made):,} to {max(made):,} steps of a group; not all of them in {short}"
+        )
 
 
 @view
@@ -196,7 +198,9 @@ def _find_spans(record: RunRecord, group: int, chain: Sequence[JobState]) -> lis
     return spans
 
 
-def _read_process(process: ProcessHistory, span: _WeightsSpan, span_of: dict[str, _WeightsSpan]) -> list[_WeightsSpan]:
+def _read_process(
+    process: ProcessHistory, span: _WeightsSpan, span_of: dict[str, _WeightsSpan]
+) -> list[_WeightsSpan]:
     """Return the further spans of a process, and note the span of each round that it reports.
 
     Args:

@@ -22,7 +22,11 @@ from titan_ft.history.outcomes.outcome import Outcome, find_outcome
 from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.history.rounds import RecordedRounds, find_rounds
 from titan_ft.history.terminal import grid, headline
-from titan_ft.history.timing.goodput import count_exchanges, count_wire_bytes, effective_training_time
+from titan_ft.history.timing.goodput import (
+    count_exchanges,
+    count_wire_bytes,
+    effective_training_time,
+)
 from titan_ft.history.timing.incidents import (
     RecordedDrain,
     RecordedFailure,
@@ -161,7 +165,9 @@ def summarize(record: RunRecord) -> RunSummary:
     compared = compare_digests(told, record.num_usual_comparisons)
     audited = audit(record)
     # Workers that died before their first event are known by their exits alone.
-    ranks = [process.rank for process in record.processes] + [end.rank for end in record.of(WorkerExited)]
+    ranks = [process.rank for process in record.processes] + [
+        end.rank for end in record.of(WorkerExited)
+    ]
     effective, effective_in_training = effective_training_time(record)
     return RunSummary(
         outcome=find_outcome(record),
@@ -169,7 +175,10 @@ def summarize(record: RunRecord) -> RunSummary:
         num_groups=len(record.attempts),
         ranks_per_group=max(ranks, default=-1) + 1,
         seconds=events[-1].time - events[0].time if events else 0.0,
-        tokens=max([*(event.tokens for event in finished), *(point.tokens for point in record.curve[-1:])], default=0),
+        tokens=max(
+            [*(event.tokens for event in finished), *(point.tokens for point in record.curve[-1:])],
+            default=0,
+        ),
         unit=record.unit,
         rounds=find_rounds(record),
         steps_committed=max((event.step for event in commits), default=0),
@@ -186,7 +195,9 @@ def summarize(record: RunRecord) -> RunSummary:
         num_standby_restarts=sum(event.standby for event in restarts),
         num_lighthouse_restarts=len(record.of(LighthouseRestarted)),
         num_checkpoints=len({event.step for event in record.of(CheckpointSaved)}),
-        failed_checkpoints=[f"step {event.step}: {event.error}" for event in record.of(CheckpointFailed)],
+        failed_checkpoints=[
+            f"step {event.step}: {event.error}" for event in record.of(CheckpointFailed)
+        ],
         num_faults=sum(count_faults(record).values()),
         drains=find_drains(record),
         failures=find_failures(record),
@@ -195,7 +206,9 @@ def summarize(record: RunRecord) -> RunSummary:
         heals=find_heals(record),
         transfers=find_transfers(record),
         losses=_losses(record),
-        final_digests=compare_digests((rank, replica, e.digest) for (replica, rank), e in last.items()).verdict,
+        final_digests=compare_digests(
+            (rank, replica, e.digest) for (replica, rank), e in last.items()
+        ).verdict,
         finished_replicas=sorted({replica for replica, _ in last}),
         step_digests=compared.verdict,
         num_step_digests=compared.num_compared,
@@ -235,7 +248,9 @@ def _recomputed(commit: StepCommitted) -> int:
 def _losses(record: RunRecord) -> list[tuple[int, float | None]]:
     """Return the loss of the first, the last and the quartile steps."""
     points = record.curve
-    places = sorted({round(quarter * (len(points) - 1) / 4) for quarter in range(5)}) if points else []
+    places = (
+        sorted({round(quarter * (len(points) - 1) / 4) for quarter in range(5)}) if points else []
+    )
     return [(points[place].step, points[place].loss) for place in places]
 
 
@@ -261,51 +276,85 @@ def summary_table(summary: RunSummary) -> Group:
         ("exchanges", f"{s.exchanges_attempted} attempted, {s.exchanges_committed} committed"),
         *([("gradients sent", describe_sent(s))] if s.wire_bytes else []),
         ("steps recomputed by survivors", f"{s.recomputed_forward_passes} (forward passes)"),
-        ("batches", f"{s.batches}: every batch once {s.every_batch_once}" if s.batches else "unknown"),
+        (
+            "batches",
+            f"{s.batches}: every batch once {s.every_batch_once}" if s.batches else "unknown",
+        ),
         *([("faults injected", str(s.num_faults))] if s.num_faults else []),
         ("failures", f"{len(s.failures)}, {count(s.num_restarts, 'restart')}{standby}"),
-        *((f"  {_name(failure)}", _describe(failure)) for failure in s.failures[:MAX_FAILURES_SHOWN]),
+        *(
+            (f"  {_name(failure)}", _describe(failure))
+            for failure in s.failures[:MAX_FAILURES_SHOWN]
+        ),
     ]
     if len(s.failures) > MAX_FAILURES_SHOWN:
         rows.append(("  ...", f"{len(s.failures) - MAX_FAILURES_SHOWN} more"))
     rows += [("exception", crash.describe(s.start)) for crash in s.crashes[:MAX_FAILURES_SHOWN]]
     if len(s.crashes) > MAX_FAILURES_SHOWN:
-        rows.append(("  ...", f"{len(s.crashes) - MAX_FAILURES_SHOWN} more (--json names them all)"))
+        rows.append(
+            ("  ...", f"{len(s.crashes) - MAX_FAILURES_SHOWN} more (--json names them all)")
+        )
     if len(s.hosts) > 1:
         rows.append(("hosts", str(len(s.hosts))))
         rows += [(f"  {each.host}", _describe_host(each)) for each in s.hosts[:MAX_FAILURES_SHOWN]]
         if len(s.hosts) > MAX_FAILURES_SHOWN:
             rows.append(
-                ("  ...", f"{len(s.hosts) - MAX_FAILURES_SHOWN} more, with no more deaths (--json has them all)")
+                (
+                    "  ...",
+                    f"{len(s.hosts) - MAX_FAILURES_SHOWN} more, with no more deaths (--json has them all)",
+                )
             )
     if s.failures:
-        rows.append(("survivors' stall", _spread([failure.stall_seconds for failure in s.failures])))
+        rows.append(
+            ("survivors' stall", _spread([failure.stall_seconds for failure in s.failures]))
+        )
     if any(failure.away for failure in s.failures):
         rejoins = [failure.rejoin_seconds for failure in s.failures if failure.away]
         rows.append(("time to rejoin", _spread(rejoins)))
     if s.drains:
         who = ", ".join(_name(drain) for drain in s.drains[:MAX_FAILURES_SHOWN])
         more = ", ..." if len(s.drains) > MAX_FAILURES_SHOWN else ""
-        known = any(drain.stall_seconds is not None for drain in s.drains)  # else nobody was left to stall
-        stall = f", survivors stalled {_spread([drain.stall_seconds for drain in s.drains])}" if known else ""
+        known = any(
+            drain.stall_seconds is not None for drain in s.drains
+        )  # else nobody was left to stall
+        stall = (
+            f", survivors stalled {_spread([drain.stall_seconds for drain in s.drains])}"
+            if known
+            else ""
+        )
         rows.append(("drained", f"{len(s.drains)} ({who}{more}){stall}"))
     if s.transfers:
         size = sum(each.num_bytes for each in s.transfers) / 2**20
-        rows.append(("state served", f"{count(len(s.transfers), 'time')}, {size:.1f} MiB; {_served(s.transfers)}"))
+        rows.append(
+            (
+                "state served",
+                f"{count(len(s.transfers), 'time')}, {size:.1f} MiB; {_served(s.transfers)}",
+            )
+        )
     if s.num_checkpoints or s.failed_checkpoints:
         failed = (
-            f", {len(s.failed_checkpoints)} failed (last: {s.failed_checkpoints[-1]})" if s.failed_checkpoints else ""
+            f", {len(s.failed_checkpoints)} failed (last: {s.failed_checkpoints[-1]})"
+            if s.failed_checkpoints
+            else ""
         )
         rows.append(("checkpoints", f"{s.num_checkpoints} saved{failed}"))
     if s.num_lighthouse_restarts:
         rows.append(("lighthouse", count(s.num_lighthouse_restarts, "restart")))
     curve = ", ".join(
-        f"{'not finite' if loss is None else f'{loss:.4f}'} ({s.unit.noun} {step})" for step, loss in s.losses
+        f"{'not finite' if loss is None else f'{loss:.4f}'} ({s.unit.noun} {step})"
+        for step, loss in s.losses
     )
-    steps = f" at {s.unit.count(len(s.differing_steps))}, first {s.differing_steps[0]}" if s.differing_steps else ""
+    steps = (
+        f" at {s.unit.count(len(s.differing_steps))}, first {s.differing_steps[0]}"
+        if s.differing_steps
+        else ""
+    )
     rows += [
         ("loss", curve or "unknown"),
-        ("final digests", f"{s.final_digests} ({count(len(s.finished_replicas), 'group')} at the end)"),
+        (
+            "final digests",
+            f"{s.final_digests} ({count(len(s.finished_replicas), 'group')} at the end)",
+        ),
         ("digests on the way", f"{s.step_digests}{steps} ({s.num_step_digests} compared)"),
     ]
     return Group(*headline(s.outcome, s.outcome.colour), "", grid(rows))
@@ -344,7 +393,9 @@ def _describe(failure: RecordedFailure) -> str:
         parts.append(f"contributing again after {_seconds(failure.rejoin_seconds)}")
     if failure.heal is not None:
         heal = failure.heal
-        parts.append(f"healed from group {heal.donor}: {heal.num_bytes / 2**20:.1f} MiB in {_seconds(heal.seconds)}")
+        parts.append(
+            f"healed from group {heal.donor}: {heal.num_bytes / 2**20:.1f} MiB in {_seconds(heal.seconds)}"
+        )
         if heal.replayed:
             parts.append(f"{count(heal.replayed, 'update')} replayed")
     return ", ".join(parts)
@@ -352,12 +403,19 @@ def _describe(failure: RecordedFailure) -> str:
 
 def _describe_host(figures: HostFigures) -> str:
     groups = name_range(figures.groups)
-    left = f"; left {'once' if figures.left == 1 else f'{figures.left} times'} as suspected" if figures.left else ""
+    left = (
+        f"; left {'once' if figures.left == 1 else f'{figures.left} times'} as suspected"
+        if figures.left
+        else ""
+    )
     return f"{count(figures.deaths, 'death')} of {count(figures.starts, 'worker')} started, groups {groups}{left}"
 
 
 def _served(transfers: Sequence[Transfer]) -> str:
-    copies, sent = [each.copy_seconds for each in transfers], [each.serve_seconds for each in transfers]
+    copies, sent = (
+        [each.copy_seconds for each in transfers],
+        [each.serve_seconds for each in transfers],
+    )
     return f"copied in {_spread(copies)} (the longest pause of training), sent in {_spread(sent)}"
 
 
@@ -370,5 +428,9 @@ def _spread(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return "unknown"
-    text = _seconds(known[0]) if len(known) == 1 else f"{median(known):.2f} s median, {max(known):.2f} s at most"
+    text = (
+        _seconds(known[0])
+        if len(known) == 1
+        else f"{median(known):.2f} s median, {max(known):.2f} s at most"
+    )
     return text if len(known) == len(values) else f"{text} ({len(values) - len(known)} unknown)"

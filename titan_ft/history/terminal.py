@@ -54,7 +54,11 @@ def headline(outcome: Outcome, colour: Colour) -> list[Text]:
     head = coloured(f"{_MARKS[colour]} {outcome.headline}", colour)
     head.stylize("bold")
     lines = [head]
-    named = [reason for reason in (outcome.reason, *(group.reason for group in outcome.lost)) if reason is not None]
+    named = [
+        reason
+        for reason in (outcome.reason, *(group.reason for group in outcome.lost))
+        if reason is not None
+    ]
     for reason in outcome.reasons:
         said = "" if reason in named else f"not back: {reason.describe()}"
         log = f"see {reason.log}" if reason.log else ""
@@ -67,7 +71,9 @@ def text_of(shown: RenderableType) -> str:
     """Return what is shown where there is no terminal: lines as long as they are, without blanks at their ends."""
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), width=_UNLIMITED, color_system=None, highlight=False, emoji=False)
+    console = Console(
+        file=io.StringIO(), width=_UNLIMITED, color_system=None, highlight=False, emoji=False
+    )
     with console.capture() as captured:
         console.print(shown)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())

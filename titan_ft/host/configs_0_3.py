@@ -41,10 +41,16 @@ _IGNORED = (*_OURS, "validator.dataloader.infinite", "checkpoint.initial_load_mo
 """Fields that are not compared. A validator of 0.3 sets its `infinite` itself. `translate` leaves the
 last one out where it has no effect, because 0.3 would warn of it."""
 _LONGEST = 120  # letters of a value in a message
-_AC_MODES = {SelectiveAC.Config: "selective", FullAC.Config: "full", MemoryBudgetAC.Config: "memory_budget"}
+_AC_MODES = {
+    SelectiveAC.Config: "selective",
+    FullAC.Config: "full",
+    MemoryBudgetAC.Config: "memory_budget",
+}
 
 
-def read_module(module: str, function: str, flags: Sequence[str], spec_of: Callable[[str, str], Any]) -> dict[str, Any]:
+def read_module(
+    module: str, function: str, flags: Sequence[str], spec_of: Callable[[str, str], Any]
+) -> dict[str, Any]:
     """Return the tables of a TOML that describe the job of `--module M --config F` and 0.3's flags.
 
     Args:
@@ -62,7 +68,9 @@ def read_module(module: str, function: str, flags: Sequence[str], spec_of: Calla
         config = ConfigManager().parse_args([f"--module={module}", f"--config={function}", *flags])
     except ImportError as error:
         why = " ".join(str(error).split())
-        raise ConfigError(f"{given} must be a function whose imports are installed, got {why}; install them") from error
+        raise ConfigError(
+            f"{given} must be a function whose imports are installed, got {why}; install them"
+        ) from error
     if type(config) is not Trainer.Config:
         raise ConfigError(
             f"{given} must return a Trainer.Config, got a {type(config).__qualname__}: torchtitan's other trainers "
@@ -84,7 +92,10 @@ def read_module(module: str, function: str, flags: Sequence[str], spec_of: Calla
 
 def _read_tables(config: Trainer.Config) -> dict[str, Any]:
     """Return the tables, without the values that are their defaults."""
-    tables = {table: _read_table(TABLES[table], getattr(config, part)) for table, part in _SAME_FIELDS.items()}
+    tables = {
+        table: _read_table(TABLES[table], getattr(config, part))
+        for table, part in _SAME_FIELDS.items()
+    }
     for full in _OURS:
         table, _, name = full.partition(".")
         tables[table].pop(name, None)
@@ -93,7 +104,11 @@ def _read_tables(config: Trainer.Config) -> dict[str, Any]:
     tables["optimizer"] = _read_optimizer(config.optimizer)
     tables["activation_checkpoint"] = _read_activation_checkpoint(config.activation_checkpoint)
     spec = config.model_spec
-    tables["model"] = {"name": spec.name, "flavor": spec.flavor, "hf_assets_path": config.hf_assets_path}
+    tables["model"] = {
+        "name": spec.name,
+        "flavor": spec.flavor,
+        "hf_assets_path": config.hf_assets_path,
+    }
     tables["job"] = {"dump_folder": config.dump_folder}
     return {name: table for name, table in tables.items() if table}
 
@@ -127,7 +142,12 @@ def _read_optimizer(config: Any) -> dict[str, Any]:
     settings = dict(group.optimizer_kwargs)
     beta1, beta2 = settings.pop("betas", (None, None))
     known = {each.name for each in fields(TABLES["optimizer"])}
-    found = {"name": group.optimizer_name, "implementation": config.implementation, "beta1": beta1, "beta2": beta2}
+    found = {
+        "name": group.optimizer_name,
+        "implementation": config.implementation,
+        "beta1": beta1,
+        "beta2": beta2,
+    }
     found |= {name: value for name, value in settings.items() if name in known}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -151,7 +171,9 @@ def _find_difference(name: str, given: Any, made: Any) -> tuple[str, Any, Any] |
         return None
     if is_dataclass(given) and type(given) is type(made):
         for each in fields(given):
-            found = _find_difference(f"{name}.{each.name}", getattr(given, each.name), getattr(made, each.name))
+            found = _find_difference(
+                f"{name}.{each.name}", getattr(given, each.name), getattr(made, each.name)
+            )
             if found is not None:
                 return found
         return None
@@ -169,7 +191,9 @@ def _find_difference(name: str, given: Any, made: Any) -> tuple[str, Any, Any] |
         return None
     if isinstance(given, functools.partial) and isinstance(made, functools.partial):
         parts = ("func", "args", "keywords")
-        return _find_difference(name, [getattr(given, p) for p in parts], [getattr(made, p) for p in parts])
+        return _find_difference(
+            name, [getattr(given, p) for p in parts], [getattr(made, p) for p in parts]
+        )
     if callable(given) and callable(made):
         given, made = _name_of(given), _name_of(made)
     return None if given == made else (name, given, made)
@@ -181,4 +205,6 @@ def _shorten(value: Any) -> str:
 
 
 def _name_of(function: Any) -> str:
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
+    return (
+        f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
+    )

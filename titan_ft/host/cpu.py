@@ -33,7 +33,9 @@ def prepare() -> None:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cpu: Any = torch.cpu
     cpu.get_device_name = lambda device=None: "CPU"
-    cpu.get_device_properties = lambda device=None: SimpleNamespace(name="CPU", total_memory=memory_bytes)
+    cpu.get_device_properties = lambda device=None: SimpleNamespace(
+        name="CPU", total_memory=memory_bytes
+    )
     cpu.reset_peak_memory_stats = lambda device=None: None
     cpu.empty_cache = lambda: None
     cpu.memory_stats = lambda device=None: {
@@ -89,7 +91,9 @@ def adapt_attention(model: torch.nn.Module, load_balancer: str | None) -> None:
         return
     from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
-    modules = [module for module in model.modules() if isinstance(module, ScaledDotProductAttentionWrapper)]
+    modules = [
+        module for module in model.modules() if isinstance(module, ScaledDotProductAttentionWrapper)
+    ]
     if not modules:
         raise ConfigError(
             "parallelism.context_parallel_degree must be 1 on CPU for a model whose attention is not torchtitan's "
@@ -115,14 +119,20 @@ def _attend_gathered(
     """
     mesh = q.device_mesh
     # Each rank's loss depends on all keys and values: the gradients are partial sums.
-    keys, values = (x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()]) for x in (k, v))
+    keys, values = (
+        x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()]) for x in (k, v)
+    )
     size, rank = mesh.size(), mesh.get_local_rank()
     positions = torch.arange(keys.shape[2])
     if balanced:
         pieces = positions.chunk(2 * size)
-        positions = torch.cat([piece for i in range(size) for piece in (pieces[i], pieces[2 * size - 1 - i])])
+        positions = torch.cat(
+            [piece for i in range(size) for piece in (pieces[i], pieces[2 * size - 1 - i])]
+        )
     mask = positions.chunk(size)[rank][:, None] >= positions if is_causal else None
-    out = F.scaled_dot_product_attention(q.to_local(), keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    out = F.scaled_dot_product_attention(
+        q.to_local(), keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+    )
     return DTensor.from_local(out, mesh, q.placements, run_check=False)
 
 
@@ -130,7 +140,9 @@ def _replace_expert_kernels() -> None:
     """Route tokens to experts without CUDA."""
     from torchtitan.models.moe import kernels as expert_kernels
 
-    expert_kernels.fill_indices_wrapper = expert_kernels.fill_indices_cpu  # a Triton kernel otherwise
+    expert_kernels.fill_indices_wrapper = (
+        expert_kernels.fill_indices_cpu
+    )  # a Triton kernel otherwise
     if not hasattr(torch.histc, "counts_integers"):
         torch.histc = _histc_of_integers(torch.histc)
 

@@ -44,7 +44,9 @@ def _attend_by_blocks(
 ) -> torch.Tensor:
     """Attend as `FlexAttention.forward` does; [batch, sequence, head, dim]."""
     if score_mod is not None:
-        raise ConfigError("model.flavor must attend without a change of scores on CPU, got one with it; use GPUs")
+        raise ConfigError(
+            "model.flavor must attend without a change of scores on CPU, got one with it; use GPUs"
+        )
     return _attend(q_BLNH, k_BLNH, v_BLNH, _dense(attention_masks), **settings)
 
 
@@ -91,7 +93,9 @@ def _attend(
     """
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     if out_transform is None:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
         return out.transpose(1, 2)
     if enable_gqa:
         repeats = query.shape[1] // key.shape[1]
@@ -107,6 +111,8 @@ def _dense(mask: BlockMask) -> torch.Tensor:
     kept: dict[str, Any] = vars(mask)
     if "titan_ft_dense" not in kept:
         batch, where = mask.kv_num_blocks.shape[0], mask.kv_num_blocks.device
-        kept["titan_ft_dense"] = create_mask(mask.mask_mod, batch, 1, *mask.seq_lengths, device=where)
+        kept["titan_ft_dense"] = create_mask(
+            mask.mask_mod, batch, 1, *mask.seq_lengths, device=where
+        )
     dense: torch.Tensor = kept["titan_ft_dense"]
     return dense

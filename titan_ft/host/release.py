@@ -86,10 +86,16 @@ def _explain(error: Exception) -> ConfigError:
     found = importlib.util.find_spec("torchtitan")
     if found is None:
         return ConfigError(f"torchtitan must be installed, got none; {_INSTALL}")
-    folder = Path(found.origin).parent if found.origin else Path(next(iter(found.submodule_search_locations or ["?"])))
+    folder = (
+        Path(found.origin).parent
+        if found.origin
+        else Path(next(iter(found.submodule_search_locations or ["?"])))
+    )
     # The text of an ImportError ends with the path of a module, which is in `folder`.
     why = " ".join(str(error).partition(" (/")[0].split())
     remedy = _INSTALL
     if folder.absolute().is_relative_to(Path.cwd()) and "site-packages" not in folder.parts:
         remedy = "start from another folder: Python looks in the working folder first"
-    return ConfigError(f"torchtitan must be release {' or '.join(RELEASES)}, got that in {folder} ({why}); {remedy}")
+    return ConfigError(
+        f"torchtitan must be release {' or '.join(RELEASES)}, got that in {folder} ({why}); {remedy}"
+    )

@@ -129,7 +129,12 @@ def _init_shuffle_state(self: Any) -> State:
         since_anchor: examples that were given after it.
     """
     self._source_start = copy.deepcopy(self.ex_iterable._init_state_dict())
-    self._state_dict = {"anchor": None, "at_anchor": 0, "since_anchor": 0, "type": type(self).__name__}
+    self._state_dict = {
+        "anchor": None,
+        "at_anchor": 0,
+        "since_anchor": 0,
+        "type": type(self).__name__,
+    }
     return self._state_dict
 
 
@@ -154,10 +159,14 @@ def _shuffle(self: Any, open_source: Callable[[], Iterable[Any]]) -> Iterator[An
     # After an anchor, every slot is refilled before an example that was not given yet is read from it.
     buffer: list[Any] = [] if state["anchor"] is None else [None] * size
     num_given = state["at_anchor"]  # examples of this epoch, those that are replayed included
-    num_replayed = state["at_anchor"] + state["since_anchor"]  # `num_given` at which the replay ends
+    num_replayed = (
+        state["at_anchor"] + state["since_anchor"]
+    )  # `num_given` at which the replay ends
     indices = _draw_indices(generator, size, skip=num_given)
     refilled_at = [num_given] * size  # per slot: `num_given` at its last refill
-    candidates: deque[tuple[int, State]] = deque()  # for the anchor: `num_given` and the state of the source
+    candidates: deque[tuple[int, State]] = (
+        deque()
+    )  # for the anchor: `num_given` and the state of the source
 
     for example in open_source():
         if len(buffer) < size:
@@ -205,7 +214,9 @@ def _format_row_by_row(self: Any, ex_iterable: Any, *args: Any, **kwargs: Any) -
     Upstream's state counts whole Arrow tables: a stream that was opened again within a table gave its
     first rows twice or its last ones never.
     """
-    if ex_iterable.iter_arrow and not isinstance(ex_iterable, upstream.RebatchedArrowExamplesIterable):
+    if ex_iterable.iter_arrow and not isinstance(
+        ex_iterable, upstream.RebatchedArrowExamplesIterable
+    ):
         ex_iterable = upstream.RebatchedArrowExamplesIterable(ex_iterable, batch_size=1)
     _upstream_init_formatted(self, ex_iterable, *args, **kwargs)
 
@@ -239,5 +250,8 @@ def _map(self: Any) -> Iterator[Any]:
     state: State | None = self._state_dict
     num_given = 0
     if state and state["previous_state"] and inspect.iscoroutinefunction(self.function):
-        num_given, state["num_examples_since_previous_state"] = state["num_examples_since_previous_state"], 0
+        num_given, state["num_examples_since_previous_state"] = (
+            state["num_examples_since_previous_state"],
+            0,
+        )
     yield from islice(_upstream_map(self), num_given, None)

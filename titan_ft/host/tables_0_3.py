@@ -20,7 +20,11 @@ import tyro
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.components.optimizer import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    ParamGroupConfig,
+)
 from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import CommConfig, DebugConfig
@@ -34,7 +38,9 @@ from torchtitan.trainer import Trainer
 from titan_ft.config import ConfigError, read_flags
 
 
-def _table(name: str, source: Any = None, *own: tuple[str, Any, Any], without: Sequence[str] = ()) -> Any:
+def _table(
+    name: str, source: Any = None, *own: tuple[str, Any, Any], without: Sequence[str] = ()
+) -> Any:
     """Return a table with the fields of one of torchtitan's configs.
 
     Args:
@@ -52,13 +58,21 @@ def _table(name: str, source: Any = None, *own: tuple[str, Any, Any], without: S
             made = field(default_factory=each.default_factory)
         found[each.name] = (each.name, hints[each.name], made)
     for own_name, kind, default in own:
-        found[own_name] = (own_name, kind, field(default_factory=default) if callable(default) else default)
+        found[own_name] = (
+            own_name,
+            kind,
+            field(default_factory=default) if callable(default) else default,
+        )
     table = make_dataclass(name, found.values())
-    table.__module__ = __package__  # tyro parses the module of each class, and `types` takes it 0.05 s
+    table.__module__ = (
+        __package__  # tyro parses the module of each class, and `types` takes it 0.05 s
+    )
     return table
 
 
-_DataLoader = _table("DataLoader", HuggingFaceTextDataLoader.Config, without=("dataset", "dataset_path", "infinite"))
+_DataLoader = _table(
+    "DataLoader", HuggingFaceTextDataLoader.Config, without=("dataset", "dataset_path", "infinite")
+)
 _Nothing = _table("Nothing")
 TABLES: dict[str, Any] = {
     "job": _table(
@@ -115,7 +129,9 @@ TABLES: dict[str, Any] = {
         ("expert_tensor_parallel_degree", int, 1),
         ("expert_parallel_comm_backend", str, "standard"),
     ),
-    "checkpoint": _table("Checkpoint", CheckpointManager.Config, ("enable_ft_dataloader_checkpoints", bool, True)),
+    "checkpoint": _table(
+        "Checkpoint", CheckpointManager.Config, ("enable_ft_dataloader_checkpoints", bool, True)
+    ),
     "activation_checkpoint": _table(
         "ActivationCheckpoint",
         MemoryBudgetAC.Config,
@@ -127,8 +143,12 @@ TABLES: dict[str, Any] = {
     "compile": _table("Compile", CompileConfig),
     "quantize": _Nothing,
     "comm": _table("Comm", CommConfig),
-    "memory_estimation": _table("MemoryEstimation", None, ("enable", bool, False), ("disable_fake_mode", bool, False)),
-    "experimental": _table("Experimental", None, ("custom_import", str, ""), ("custom_args_module", str, "")),
+    "memory_estimation": _table(
+        "MemoryEstimation", None, ("enable", bool, False), ("disable_fake_mode", bool, False)
+    ),
+    "experimental": _table(
+        "Experimental", None, ("custom_import", str, ""), ("custom_args_module", str, "")
+    ),
     "validation": _table(
         "Validation",
         Validator.Config,
@@ -184,7 +204,9 @@ class _JobConfig:
         """Log and save the config, as the table [job] asks for."""
         job: Any = vars(self)["job"]
         if job.print_config:
-            logger.info(f"Running with configs: {json.dumps(self.to_dict(), indent=2, ensure_ascii=False)}")
+            logger.info(
+                f"Running with configs: {json.dumps(self.to_dict(), indent=2, ensure_ascii=False)}"
+            )
         if job.save_config_file is not None and torch.distributed.get_rank() == 0:
             path = os.path.join(job.dump_folder, job.save_config_file)
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -216,7 +238,9 @@ class Reader:
         return job_config
 
 
-def build_schema(own: type, arguments: Sequence[str], values: Mapping[str, Any]) -> tuple[Reader, type]:
+def build_schema(
+    own: type, arguments: Sequence[str], values: Mapping[str, Any]
+) -> tuple[Reader, type]:
     """Return the reader of configs with the tables of `own`, and the schema that it reads.
 
     Args:
@@ -289,7 +313,9 @@ def _refuse(job_config: Any) -> None:
         value = getattr(getattr(job_config, table), name)
         only = getattr(TABLES[table](), name)
         if value != only:
-            raise ConfigError(f"{full} must be {only!r} with torchtitan 0.3 ({reason}), got {value!r}; remove it")
+            raise ConfigError(
+                f"{full} must be {only!r} with torchtitan 0.3 ({reason}), got {value!r}; remove it"
+            )
     for rule in (_refuse_sequences, _refuse_validation):
         rule(job_config)
 
@@ -326,7 +352,9 @@ def _refuse_validation(job_config: Any) -> None:
             )
 
 
-def translate(job_config: Any, model_spec: Any = None, vocab_size: int | None = None) -> Trainer.Config:
+def translate(
+    job_config: Any, model_spec: Any = None, vocab_size: int | None = None
+) -> Trainer.Config:
     """Return 0.3's config of a job.
 
     Args:
@@ -353,9 +381,13 @@ def translate(job_config: Any, model_spec: Any = None, vocab_size: int | None = 
         activation_checkpoint=_activation_checkpoint(job_config.activation_checkpoint),
         compile=_compile(job_config),
         comm=_made_of(CommConfig, job_config.comm),
-        validator=_made_of(Validator.Config, job_config.validation, dataloader=loader_config(job_config.validation)),
+        validator=_made_of(
+            Validator.Config, job_config.validation, dataloader=loader_config(job_config.validation)
+        ),
         debug=_made_of(DebugConfig, job_config.debug),
-        loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=vocab_size)),
+        loss=ChunkedLossWrapper.Config(
+            loss_fn=CrossEntropyLoss.Config(global_vocab_size=vocab_size)
+        ),
     )
 
 
@@ -375,14 +407,19 @@ class _TrainerConfig(Trainer.Config):
 
 def _made_of(kind: Any, table: Any, **others: Any) -> Any:
     """Return one of 0.3's configs, with the values of a table where it has them."""
-    names = {each.name for each in fields(kind)} & {each.name for each in fields(table)} - set(others)
+    names = {each.name for each in fields(kind)} & {each.name for each in fields(table)} - set(
+        others
+    )
     return kind(**{name: getattr(table, name) for name in names}, **others)
 
 
 def loader_config(table: Any) -> HuggingFaceTextDataLoader.Config:
     """Return the config of the loader that a table with a dataset describes."""
     return _made_of(
-        HuggingFaceTextDataLoader.Config, table.dataloader, dataset=table.dataset, dataset_path=table.dataset_path
+        HuggingFaceTextDataLoader.Config,
+        table.dataloader,
+        dataset=table.dataset,
+        dataset_path=table.dataset_path,
     )
 
 
@@ -401,7 +438,11 @@ def optimizer_config(table: Any) -> OptimizersContainer.Config:
 def _checkpoint(table: Any) -> CheckpointManager.Config:
     # 0.3 warns of a value that has no effect, which is its own default, at each start.
     begins = bool(table.initial_load_path or table.initial_load_in_hf)
-    return _made_of(CheckpointManager.Config, table, initial_load_model_only=table.initial_load_model_only and begins)
+    return _made_of(
+        CheckpointManager.Config,
+        table,
+        initial_load_model_only=table.initial_load_model_only and begins,
+    )
 
 
 def _activation_checkpoint(table: Any) -> Any:

@@ -26,7 +26,10 @@ from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE, AsyncMode,
 from torchtitan.components.dataloader import DataloaderExhaustedError, ParallelAwareDataloader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.metrics import BaseLogger, MetricsProcessor, WandBLogger
-from torchtitan.components.optimizer import build_optimizers, build_optimizers_with_moe_load_balancing
+from torchtitan.components.optimizer import (
+    build_optimizers,
+    build_optimizers_with_moe_load_balancing,
+)
 from torchtitan.components.tokenizer import build_hf_tokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
@@ -34,7 +37,11 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import clip_grad_norm_, set_pg_timeouts
 from torchtitan.experiments import _supported_experiments
 from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset, build_text_dataloader
+from torchtitan.hf_datasets.text_datasets import (
+    DATASETS,
+    HuggingFaceTextDataset,
+    build_text_dataloader,
+)
 from torchtitan.models import _supported_models
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
@@ -185,7 +192,10 @@ def packages_of_model(name: str) -> list[str]:
     if name in _supported_models:
         return [f"torchtitan.models.{name}"]
     if name in _supported_experiments:
-        return [f"torchtitan.experiments.{part}" for part in dict.fromkeys((name.partition(".")[0], name))]
+        return [
+            f"torchtitan.experiments.{part}"
+            for part in dict.fromkeys((name.partition(".")[0], name))
+        ]
     return []
 
 
@@ -198,7 +208,9 @@ def file_in_package(package: str, file: str) -> Path | None:
     return None
 
 
-def build_schema(own: type, arguments: Sequence[str], values: Mapping[str, Any]) -> tuple[ConfigManager, type]:
+def build_schema(
+    own: type, arguments: Sequence[str], values: Mapping[str, Any]
+) -> tuple[ConfigManager, type]:
     """Return torchtitan's reader of configs with the tables of `own`, and the schema that it reads.
 
     Args:
@@ -232,7 +244,9 @@ def _name_small_module(schema: type, module: str) -> None:
 # What the other release does in another way
 
 
-def read_batches(trainer: Trainer, loader: Iterable[Any]) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+def read_batches(
+    trainer: Trainer, loader: Iterable[Any]
+) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
     """Yield a loader's batches as torchtitan does, which counts their tokens as read; here they count once trained."""
     for inputs, labels in trainer.batch_generator(loader):
         trainer.ntokens_seen -= labels.numel()
@@ -254,10 +268,14 @@ def forward_backward(
         batches: as many as `batches_per_call` says.
     """
     ((inputs, labels),) = batches
-    return trainer.forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=tokens)
+    return trainer.forward_backward_step(
+        input_dict=inputs, labels=labels, global_valid_tokens=tokens
+    )
 
 
-def make_up_batches(trainer: Trainer, tokens: torch.Tensor) -> list[tuple[dict[str, Any], torch.Tensor]]:
+def make_up_batches(
+    trainer: Trainer, tokens: torch.Tensor
+) -> list[tuple[dict[str, Any], torch.Tensor]]:
     """Return batches for one `forward_backward` with these tokens, [sequence, token]."""
     return [({"input": tokens}, tokens)]
 
@@ -282,13 +300,17 @@ def validation_batch_size(job_config: JobConfig) -> int:
 def build_model(job_config: JobConfig) -> tuple[torch.nn.Module, Any]:
     """Return the model of `job_config`, whole and on the meta device, and its arguments."""
     spec = get_train_spec(job_config.model.name)
-    arguments = copy.deepcopy(spec.model_args[job_config.model.flavor])  # a run writes the sequence length into its own
+    arguments = copy.deepcopy(
+        spec.model_args[job_config.model.flavor]
+    )  # a run writes the sequence length into its own
     arguments.update_from_config(job_config)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
         return spec.model_cls(arguments), arguments
 
 
-def build_parts(job_config: JobConfig, num_ranks: int) -> tuple[ParallelDims, int, list[torch.nn.Module], Any]:
+def build_parts(
+    job_config: JobConfig, num_ranks: int
+) -> tuple[ParallelDims, int, list[torch.nn.Module], Any]:
     """Build the parts of the model that this rank of `num_ranks` would train, on the meta device.
 
     Returns:
@@ -297,7 +319,9 @@ def build_parts(job_config: JobConfig, num_ranks: int) -> tuple[ParallelDims, in
     job_config = copy.deepcopy(job_config)
     job_config.activation_checkpoint.mode = "none"
     job_config.compile.enable = job_config.parallelism.enable_async_tensor_parallel = False
-    job_config.optimizer.implementation = "for-loop"  # the others want memory; all hold the same state
+    job_config.optimizer.implementation = (
+        "for-loop"  # the others want memory; all hold the same state
+    )
     job_config.model.converters = []
     parallel, spec = job_config.parallelism, get_train_spec(job_config.model.name)
     dims = ParallelDims(
@@ -316,7 +340,13 @@ def build_parts(job_config: JobConfig, num_ranks: int) -> tuple[ParallelDims, in
     if dims.pp_enabled:
         assert spec.pipelining_fn is not None, "`check_divisions` comes first"
         _, parts, _, _ = spec.pipelining_fn(
-            model, dims, job_config, torch.device("meta"), arguments, spec.parallelize_fn, torch.nn.CrossEntropyLoss()
+            model,
+            dims,
+            job_config,
+            torch.device("meta"),
+            arguments,
+            spec.parallelize_fn,
+            torch.nn.CrossEntropyLoss(),
         )
     else:
         parts = [spec.parallelize_fn(model, dims, job_config)]
@@ -341,7 +371,9 @@ def register_flavors(model: str) -> None:
     )
     llama3_args.setdefault("1B", flavor)
     # torchtitan's debug model halved: thirty groups of it train on two cores, with a step of a second.
-    llama3_args.setdefault("debugmodel_half", replace(llama3_args["debugmodel"], dim=128, n_layers=3, n_heads=8))
+    llama3_args.setdefault(
+        "debugmodel_half", replace(llama3_args["debugmodel"], dim=128, n_layers=3, n_heads=8)
+    )
 
 
 # Seams: what this package replaces inside torchtitan
@@ -382,7 +414,9 @@ def _silence_pipeline_loss_warning() -> None:
     _train.ensure_pp_loss_visible = lambda *_: None
 
 
-def use_curve_loggers(tensorboard: Callable[..., BaseLogger], wandb: Callable[..., BaseLogger]) -> None:
+def use_curve_loggers(
+    tensorboard: Callable[..., BaseLogger], wandb: Callable[..., BaseLogger]
+) -> None:
     """Let torchtitan's metrics processors, also a user's own, log by these.
 
     components/metrics.py: `_build_metric_logger` names both classes as module globals, and gives them a folder
@@ -392,7 +426,9 @@ def use_curve_loggers(tensorboard: Callable[..., BaseLogger], wandb: Callable[..
     _metrics.WandBLogger = wandb
 
 
-def wrap_profilers(wrap: Callable[[Callable[..., Any]], Callable[..., AbstractContextManager[Any]]]) -> None:
+def wrap_profilers(
+    wrap: Callable[[Callable[..., Any]], Callable[..., AbstractContextManager[Any]]],
+) -> None:
     """Let torchtitan's training loop profile by `wrap(f)` in place of `f`, for traces and for memory snapshots.
 
     train.py: imports both functions by name. An OSError inside them ended the group. Test: training/test_curves.py.

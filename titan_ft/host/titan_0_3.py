@@ -36,7 +36,11 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import clip_grad_norm_, set_pg_timeouts, set_spmd_backend
 from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader, HuggingFaceTextDataset
+from torchtitan.hf_datasets.text_datasets import (
+    DATASETS,
+    HuggingFaceTextDataLoader,
+    HuggingFaceTextDataset,
+)
 from torchtitan.models import _supported_models
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.moe import MoE
@@ -270,7 +274,9 @@ def _model_of(job_config: Any) -> Any:
     return get_train_spec(job_config.model.name).model_args[job_config.model.flavor].spec
 
 
-def _parallelize(model: torch.nn.Module, parallel_dims: ParallelDims, job_config: Any) -> torch.nn.Module:
+def _parallelize(
+    model: torch.nn.Module, parallel_dims: ParallelDims, job_config: Any
+) -> torch.nn.Module:
     config = translate(job_config)
     parallelized: torch.nn.Module = _model_of(job_config).parallelize_fn(
         model,
@@ -284,7 +290,9 @@ def _parallelize(model: torch.nn.Module, parallel_dims: ParallelDims, job_config
     return parallelized
 
 
-def build_text_dataloader(*, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any, **_: Any) -> Any:
+def build_text_dataloader(
+    *, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any, **_: Any
+) -> Any:
     """Build the loader of one data rank. A pipeline reads microbatches."""
     training, parallel = job_config.training, job_config.parallelism
     size = training.local_batch_size
@@ -307,7 +315,9 @@ def build_hf_tokenizer(job_config: Any) -> Any:
     return HuggingFaceTokenizer.Config().build(tokenizer_path=job_config.model.hf_assets_path)
 
 
-def _build_optimizers(model_parts: list[torch.nn.Module], config: Any, parallel_dims: ParallelDims) -> Any:
+def _build_optimizers(
+    model_parts: list[torch.nn.Module], config: Any, parallel_dims: ParallelDims
+) -> Any:
     return optimizer_config(config).build(model_parts=model_parts)
 
 
@@ -317,14 +327,19 @@ ADAM_BUILDERS = (_build_optimizers,)
 
 def _build_validator(*, job_config: Any, **parts: Any) -> Any:
     """Build the validator. 0.3 gives it the batches of the training; a TOML may ask for others."""
-    sizes = {"seq_len": job_config.validation.seq_len, "local_batch_size": job_config.validation.local_batch_size}
+    sizes = {
+        "seq_len": job_config.validation.seq_len,
+        "local_batch_size": job_config.validation.local_batch_size,
+    }
     return translate(job_config).validator.build(**{**parts, **sizes})
 
 
 class MetricsProcessor(_metrics.MetricsProcessor):
     """0.3's metrics, with the arguments of 0.2's."""
 
-    def __init__(self, job_config: Any, parallel_dims: ParallelDims, tag: str | None = None) -> None:
+    def __init__(
+        self, job_config: Any, parallel_dims: ParallelDims, tag: str | None = None
+    ) -> None:
         super().__init__(
             translate(job_config).metrics,
             parallel_dims=parallel_dims,
@@ -343,7 +358,9 @@ def build_model(job_config: Any) -> tuple[torch.nn.Module, Arguments]:
         return arguments.spec.model.build(), arguments
 
 
-def build_parts(job_config: Any, num_ranks: int) -> tuple[ParallelDims, int, list[torch.nn.Module], Any]:
+def build_parts(
+    job_config: Any, num_ranks: int
+) -> tuple[ParallelDims, int, list[torch.nn.Module], Any]:
     """Build the parts of the model that this rank of `num_ranks` would train, on the meta device.
 
     Returns:
@@ -353,7 +370,9 @@ def build_parts(job_config: Any, num_ranks: int) -> tuple[ParallelDims, int, lis
     job_config.activation_checkpoint.mode = "none"
     job_config.compile.enable = job_config.compile.enable_async_tensor_parallel = False
     job_config.parallelism.enable_async_tensor_parallel = False
-    job_config.optimizer.implementation = "for-loop"  # the others want memory; all hold the same state
+    job_config.optimizer.implementation = (
+        "for-loop"  # the others want memory; all hold the same state
+    )
     spec, config = get_train_spec(job_config.model.name), translate(job_config)
     dims = ParallelDims.from_config(config.parallelism, num_ranks)
     set_spmd_backend(config.parallelism.spmd_backend)
@@ -393,7 +412,9 @@ class HostTrainer(Trainer):
 
     def __init__(self, job_config: Any, checkpoints: Callable[..., CheckpointManager]) -> None:
         self.job_config = job_config
-        _trainer.ensure_pp_loss_visible = lambda **_: None  # all ranks of a pipeline know the loss here
+        _trainer.ensure_pp_loss_visible = lambda **_: (
+            None
+        )  # all ranks of a pipeline know the loss here
         super().__init__(_to_config(job_config, checkpoints))
 
     def refresh_converters(self) -> None:
@@ -422,11 +443,15 @@ def _to_config(job_config: Any, checkpoints: Callable[..., Any] | None = None) -
     """Return 0.3's config of a job, whose components are built as its `TrainSpec` builds them."""
     spec, model_spec = get_train_spec(job_config.model.name), _model_of(job_config)
 
-    def parallelize(model: torch.nn.Module, *, parallel_dims: ParallelDims, **_: Any) -> torch.nn.Module:
+    def parallelize(
+        model: torch.nn.Module, *, parallel_dims: ParallelDims, **_: Any
+    ) -> torch.nn.Module:
         return spec.parallelize_fn(model, parallel_dims, job_config)
 
     model_spec = dataclasses.replace(model_spec, parallelize_fn=parallelize)
-    config = translate(job_config, model_spec, vocab_size=getattr(model_spec.model, "vocab_size", None))
+    config = translate(
+        job_config, model_spec, vocab_size=getattr(model_spec.model, "vocab_size", None)
+    )
 
     def build_loader(*, dp_world_size: int, dp_rank: int, tokenizer: Any, **_: Any) -> Any:
         return spec.build_dataloader_fn(
@@ -456,11 +481,15 @@ def _to_config(job_config: Any, checkpoints: Callable[..., Any] | None = None) -
 
 def _built_by(config: Any, build: Callable[..., Any]) -> Any:
     """Return a copy of one of 0.3's configs from which `build` makes the component."""
-    made = type("Config", (type(config),), {"__slots__": (), "build": lambda self, **parts: build(**parts)})
+    made = type(
+        "Config", (type(config),), {"__slots__": (), "build": lambda self, **parts: build(**parts)}
+    )
     return made(**{each.name: getattr(config, each.name) for each in fields(config)})
 
 
-def read_batches(trainer: Trainer, loader: Iterable[Any]) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+def read_batches(
+    trainer: Trainer, loader: Iterable[Any]
+) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
     """Yield a loader's batches as torchtitan does, which counts their tokens as read; here they count once trained."""
     for inputs, labels in trainer.batch_generator(loader):
         trainer.metrics_processor.ntokens_since_last_log -= labels.numel()
@@ -480,18 +509,24 @@ def forward_backward(
     Args:
         batches: as many as `batches_per_call` says.
     """
-    seen = trainer.ntokens_seen  # 0.3 counts what goes forward; here tokens count once they are committed
+    seen = (
+        trainer.ntokens_seen
+    )  # 0.3 counts what goes forward; here tokens count once they are committed
     inputs: Any = [inputs for inputs, _ in batches]
     labels: Any = [labels for _, labels in batches]
     if not trainer.parallel_dims.pp_enabled:
         (inputs,), (labels,) = inputs, labels
     try:
-        return trainer.forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=tokens)
+        return trainer.forward_backward_step(
+            input_dict=inputs, labels=labels, global_valid_tokens=tokens
+        )
     finally:
         trainer.ntokens_seen = seen
 
 
-def make_up_batches(trainer: Trainer, tokens: torch.Tensor) -> list[tuple[dict[str, Any], torch.Tensor]]:
+def make_up_batches(
+    trainer: Trainer, tokens: torch.Tensor
+) -> list[tuple[dict[str, Any], torch.Tensor]]:
     """Return batches for one `forward_backward` with these tokens, [sequence, token]."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
     number = batches_per_call(trainer)
@@ -530,20 +565,28 @@ def validation_batch_size(job_config: Any) -> int:
     """Return the sequences in a batch of a validation's loader, which is a pipeline's microbatch."""
     parallel = job_config.parallelism
     is_cut = parallel.pipeline_parallel_degree > 1
-    return int(parallel.pipeline_parallel_microbatch_size if is_cut else job_config.validation.local_batch_size)
+    return int(
+        parallel.pipeline_parallel_microbatch_size
+        if is_cut
+        else job_config.validation.local_batch_size
+    )
 
 
 # Seams: what this package replaces inside torchtitan
 
 
-def use_curve_loggers(tensorboard: Callable[..., BaseLogger], wandb: Callable[..., BaseLogger]) -> None:
+def use_curve_loggers(
+    tensorboard: Callable[..., BaseLogger], wandb: Callable[..., BaseLogger]
+) -> None:
     """Let torchtitan's metrics processors, also a user's own, log by these.
 
     components/metrics.py: `_build_metric_logger` names both classes as module globals, and gives them a folder
     that is named by the minute.
     """
     _metrics.TensorBoardLogger = tensorboard
-    _metrics.WandBLogger = lambda log_dir, config_dict=None, tag=None: wandb(log_dir, config_dict, tag)
+    _metrics.WandBLogger = lambda log_dir, config_dict=None, tag=None: wandb(
+        log_dir, config_dict, tag
+    )
 
 
 @contextmanager
@@ -555,7 +598,9 @@ def _stock_profiler(config: Any, **settings: Any) -> Iterator[Any]:
 _profile: Callable[..., AbstractContextManager[Any]] = _stock_profiler
 
 
-def wrap_profilers(wrap: Callable[[Callable[..., Any]], Callable[..., AbstractContextManager[Any]]]) -> None:
+def wrap_profilers(
+    wrap: Callable[[Callable[..., Any]], Callable[..., AbstractContextManager[Any]]],
+) -> None:
     """Let torchtitan's training loop profile by `wrap(f)` in place of `f`."""
     global _profile
     _profile = wrap(_stock_profiler)

@@ -148,7 +148,9 @@ class AgentKeeper:
 
     def _workers(self) -> list[WorkerStarted]:
         """Return the latest workers of the agent, by rank."""
-        return [worker for worker in self._group.workers if worker.attempt >= self._agent.first_attempt]
+        return [
+            worker for worker in self._group.workers if worker.attempt >= self._agent.first_attempt
+        ]
 
     def _living_workers(self) -> list[WorkerStarted]:
         return [worker for worker in self._workers() if _is_alive(worker)]
@@ -224,7 +226,9 @@ class AgentKeeper:
         attempt, step = group.contributed or (-1, None)
         if attempt < agent.first_attempt:
             step = None  # an earlier agent's workers made it
-        has_fault = group.attempt_with_fault is not None and group.attempt_with_fault >= agent.first_attempt
+        has_fault = (
+            group.attempt_with_fault is not None and group.attempt_with_fault >= agent.first_attempt
+        )
         end = AttemptEnd(
             code,
             alive_seconds=agent.found_dead - agent.started,
@@ -239,7 +243,11 @@ class AgentKeeper:
     def _kill_if_frozen(self) -> None:
         """Kill an agent that is stopped (SIGSTOP) and so cannot restart its ended workers."""
         agent = self._agent
-        if not self._workers() or not _is_stopped(agent.child.process.pid) or self._living_workers():
+        if (
+            not self._workers()
+            or not _is_stopped(agent.child.process.pid)
+            or self._living_workers()
+        ):
             agent.found_frozen = None
             return
         if agent.found_frozen is None:
@@ -270,7 +278,9 @@ class AgentKeeper:
         self._announce(ended)
         if isinstance(decision, NoRestart):
             self._is_over = True
-            self._announce_give_up(decision.cause, f"{ended.reason}; {decision.reason}", error=ended.reason)
+            self._announce_give_up(
+                decision.cause, f"{ended.reason}; {decision.reason}", error=ended.reason
+            )
         else:
             self._restart_reason = ended.reason
             self._restart_time = self._clock() + decision

@@ -38,7 +38,9 @@ def describe(plan: LaunchPlan) -> str:
     Raises:
         ConfigError: there is a mistake in the config.
     """
-    from titan_ft.launch.group.worker_group import worker_env  # torch, which counts the GPUs, takes seconds to import
+    from titan_ft.launch.group.worker_group import (
+        worker_env,
+    )  # torch, which counts the GPUs, takes seconds to import
 
     options, paths = plan.options, plan.paths
     with working_folder_first():
@@ -65,9 +67,17 @@ def describe(plan: LaunchPlan) -> str:
     ]
     for replica in range(plan.num_replicas):
         attempt = paths.next_attempt(replica)
-        env = {**worker_env(replica, plan.num_ranks, f"http://{HOST}:{port}"), "TITAN_FT_TOKEN": "(a new secret)"}
+        env = {
+            **worker_env(replica, plan.num_ranks, f"http://{HOST}:{port}"),
+            "TITAN_FT_TOKEN": "(a new secret)",
+        }
         variables = " ".join(f"{name}={value}" for name, value in sorted(env.items()))
-        worker = [sys.executable, "-m", plan.module, *plan.worker_flags([f"--{TABLE}.replica_id={replica}"])]
+        worker = [
+            sys.executable,
+            "-m",
+            plan.module,
+            *plan.worker_flags([f"--{TABLE}.replica_id={replica}"]),
+        ]
         lines += [
             f"group {replica}, {plan.num_ranks} x:",
             f"  {shlex.join(worker)}",
@@ -91,11 +101,17 @@ def describe_sizes(plan: LaunchPlan) -> dict[str, Any]:
         "groups": plan.num_replicas,
         "ranks_per_group": plan.num_ranks,
         "parameters": job.sizes.num_parameters,
-        "tokens_per_step": plan.num_replicas * _own_batch(job.config, job.sizes) * job.config.training.seq_len,
+        "tokens_per_step": plan.num_replicas
+        * _own_batch(job.config, job.sizes)
+        * job.config.training.seq_len,
         "steps_per_round": steps_per_round(ft),
         "gpu_bytes": sum(_memory(plan, ft, rank, job.imported)[0].values()),
         "host_bytes": sum(_memory(plan, ft, rank, job.imported)[1].values()),
-        "exchange": {"bytes": traffic.moved, "sent_bytes": traffic.sent, "seconds": traffic.exchange_seconds},
+        "exchange": {
+            "bytes": traffic.moved,
+            "sent_bytes": traffic.sent,
+            "seconds": traffic.exchange_seconds,
+        },
         "heal": {
             "bytes": traffic.state,
             "group_bytes": job.sizes.group_state,
@@ -125,7 +141,11 @@ def _job_lines(plan: LaunchPlan) -> list[str]:
     """Return what the job is made of, needs and moves."""
     missing, config, sizes, imported = _read_job(plan)
     return [
-        *([f"tokenizer    {missing}, which this host does not have and the job's must"] if missing else []),
+        *(
+            [f"tokenizer    {missing}, which this host does not have and the job's must"]
+            if missing
+            else []
+        ),
         *_batch_lines(plan, config, sizes),
         *_memory_lines(plan, config, sizes, imported),
         *_move_lines(plan, config, sizes),
@@ -190,21 +210,29 @@ def _batch_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
     if config.fault_tolerance.semi_sync_method:
         length = steps_per_round(config.fault_tolerance)
         rounds, rest = -(-training.steps // length), training.steps % length
-        lines.append(f"rounds       {rounds} of {length} steps" + (f", the last of {rest}" if rest else ""))
+        lines.append(
+            f"rounds       {rounds} of {length} steps" + (f", the last of {rest}" if rest else "")
+        )
     return lines
 
 
 def _own_batch(config: Any, sizes: JobSizes) -> int:
     """Return the sequences that a group reads for a step."""
     dims = sizes.dims
-    return int(config.training.local_batch_size * dims.dp_replicate * dims.dp_shard * sizes.accumulation)
+    return int(
+        config.training.local_batch_size * dims.dp_replicate * dims.dp_shard * sizes.accumulation
+    )
 
 
 def _memory(
     plan: LaunchPlan, ft: FaultTolerance, rank: RankSizes, imported: int
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the bytes of a rank on its GPU, and in the memory of its host, by what they hold."""
-    on_gpu = {"parameters": rank.parameters, "gradients": rank.gradients, "optimizer": rank.optimizer}
+    on_gpu = {
+        "parameters": rank.parameters,
+        "gradients": rank.gradients,
+        "optimizer": rank.optimizer,
+    }
     on_host = {"copy of the state": rank.state}
     if ft.semi_sync_method:
         on_host["anchors and changes"] = 2 * rank.anchors
@@ -212,7 +240,9 @@ def _memory(
     where = on_host if ft.process_group == "gloo" else on_gpu
     where["buckets of the exchange"] = rank.exchange
     if quantizes(ft):
-        where["what rounding leaves"] = 2 * rank.exchange  # of the exchange under way, and of those before it
+        where["what rounding leaves"] = (
+            2 * rank.exchange
+        )  # of the exchange under way, and of those before it
     if ft.catch_up_max_gb:
         on_host["queue of updates while it heals"] = int(ft.catch_up_max_gb * 2**30)
     if plan.options.no_zygote:
@@ -229,7 +259,9 @@ def _memory_lines(plan: LaunchPlan, config: Any, sizes: JobSizes, imported: int)
         f"host memory  {_sum(on_host)}",
     ]
     if not plan.options.no_zygote:
-        lines.append(f"             and, once for all ranks of a host, about {_size(imported)} of imports")
+        lines.append(
+            f"             and, once for all ranks of a host, about {_size(imported)} of imports"
+        )
     if not ft.catch_up_max_gb:
         lines.append(
             f"             and {_size(rank.exchange)} for each update that it queues while it heals, in half of what "

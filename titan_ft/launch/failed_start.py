@@ -23,7 +23,11 @@ def is_failed_start(paths: RunPaths) -> bool:
     events = EventTail(paths.events, *wanted, from_start=True).poll()
     started = {event.pid for event in events if isinstance(event, LaunchStarted)}
     finished = {event.pid for event in events if isinstance(event, LaunchFinished)}
-    return bool(started) and started == finished and not any(isinstance(event, StepCommitted) for event in events)
+    return (
+        bool(started)
+        and started == finished
+        and not any(isinstance(event, StepCommitted) for event in events)
+    )
 
 
 def set_aside(paths: RunPaths) -> Path:
@@ -32,7 +36,9 @@ def set_aside(paths: RunPaths) -> Path:
     Raises:
         OSError: it cannot be written.
     """
-    folder = next(path for number in count(1) if not (path := paths.root / f"failed-start-{number}").exists())
+    folder = next(
+        path for number in count(1) if not (path := paths.root / f"failed-start-{number}").exists()
+    )
     folder.mkdir()
     for path in (paths.events, paths.lighthouse_log.parent, paths.chaos_orders.parent):
         if path.exists():

@@ -99,7 +99,11 @@ class Gate:
     """
 
     def __init__(
-        self, listener: socket.socket, inner: tuple[str, int], secret: str, report: Callable[[Refusal], None]
+        self,
+        listener: socket.socket,
+        inner: tuple[str, int],
+        secret: str,
+        report: Callable[[Refusal], None],
     ) -> None:
         self._listener, self._inner, self._report = listener, inner, report
         self._greeting = Greeting(secret)
@@ -161,7 +165,9 @@ class Gate:
         if self._unknown:
             self._refuse_oldest("no_descriptors")
         else:
-            time.sleep(_PAUSE_SECONDS)  # the listener stays ready: without a pause this thread would use a core
+            time.sleep(
+                _PAUSE_SECONDS
+            )  # the listener stays ready: without a pause this thread would use a core
 
     def _close_late(self) -> None:
         if not self._unknown:

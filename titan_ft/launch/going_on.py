@@ -23,7 +23,9 @@ def describe_stop(run: RunStatus, command: str, *, saves: bool, drain_seconds: f
     latest = run.fold.checkpoints.latest
     if run.step is None and latest is None:
         return ["stopped before the first step; the same command starts it again"]
-    where = "before a step was made" if run.step is None else f"after {run.fold.unit.name(run.step)}"
+    where = (
+        "before a step was made" if run.step is None else f"after {run.fold.unit.name(run.step)}"
+    )
     step = 0 if run.step is None else run.fold.unit.step_after(run.step)
     if not saves:
         return [f"stopped {where}; nothing is saved: {CHECKPOINTS_OFF}"]

@@ -48,7 +48,11 @@ def _count_by_nvml() -> str:
 def _torch_uses_cuda() -> bool:
     """Tell whether torch was built for CUDA. Its module of versions is loaded alone."""
     package = importlib.util.find_spec("torch")
-    spec = PathFinder.find_spec("torch.version", package.submodule_search_locations) if package is not None else None
+    spec = (
+        PathFinder.find_spec("torch.version", package.submodule_search_locations)
+        if package is not None
+        else None
+    )
     if spec is None or spec.loader is None:
         return False
     module = importlib.util.module_from_spec(spec)

@@ -85,7 +85,9 @@ class Greeting:
         if not begins_http2 and not b"GET ".startswith(received[:4]):
             return Reception.REFUSE
         try:
-            reception = self._judge_frames(received) if begins_http2 else self._judge_request(received)
+            reception = (
+                self._judge_frames(received) if begins_http2 else self._judge_request(received)
+            )
         except (IndexError, ValueError):  # no HTTP
             return Reception.REFUSE
         if reception is Reception.MORE and len(received) >= MAX_BYTES:
@@ -101,7 +103,12 @@ class Greeting:
         _, path, _ = request.split(b" ")
         fields = dict(_split_field(line) for line in lines)
         shown = hmac.compare_digest(fields.get(b"authorization", b""), self._bearer)
-        if not shown or rest or path not in _PATHS or fields.get(b"connection", b"").lower() != b"close":
+        if (
+            not shown
+            or rest
+            or path not in _PATHS
+            or fields.get(b"connection", b"").lower() != b"close"
+        ):
             return Reception.REFUSE
         return Reception.HOLD if path == HOLD.encode() else Reception.PASS
 

@@ -113,7 +113,12 @@ class LaunchPlan:
         module: str = DEFAULT_MODULE,
         resolve: Resolve = resolve_in_child,
     ) -> None:
-        self.options, self.worker_args, self.chaos, self.module = options, list(worker_args), chaos, module
+        self.options, self.worker_args, self.chaos, self.module = (
+            options,
+            list(worker_args),
+            chaos,
+            module,
+        )
         self.notes: list[str] = []
         self.changes: Changes = {}
         self._resolve = resolve
@@ -137,9 +142,14 @@ class LaunchPlan:
         self._sets_load_step = "load_step" in values.get("checkpoint", {})
         self.saves = _is_enabled("checkpoint.enable", values, self.worker_args)
         # Groups of an earlier run in this folder, or of another run at this lighthouse, are told apart by it.
-        self.job_id = table.get("job_id") or f"{_plain_name(self.paths.root.name)}-{secrets.token_hex(3)}"
+        self.job_id = (
+            table.get("job_id") or f"{_plain_name(self.paths.root.name)}-{secrets.token_hex(3)}"
+        )
         self.job_curve = self._find_job_curve(values)
-        if _is_enabled("metrics.enable_wandb", values, self.worker_args) and find_spec("wandb") is None:
+        if (
+            _is_enabled("metrics.enable_wandb", values, self.worker_args)
+            and find_spec("wandb") is None
+        ):
             # torchtitan trains on without; only the log of a rank said so.
             self.notes.append(
                 "metrics.enable_wandb is true and wandb is not installed: nothing is written for W&B; pip install "
@@ -173,22 +183,33 @@ class LaunchPlan:
     def labels(self) -> dict[str, str]:
         """Return what tells the run from others in figures that are served."""
         shape = {"replicas": str(self.num_replicas), "ranks_per_replica": str(self.num_ranks)}
-        return {"job_id": self.job_id, "run_dir": str(self.paths.root), "config": self.options.config.name, **shape}
+        return {
+            "job_id": self.job_id,
+            "run_dir": str(self.paths.root),
+            "config": self.options.config.name,
+            **shape,
+        }
 
     @property
     def first_job_id(self) -> str:
         """Return the job's name of its first launch in the folder: W&B goes on under it."""
         if self._replaces_failed_start:
             return self.job_id
-        earlier = EventTail(self.paths.events, LaunchStarted, pattern="launcher-*.jsonl", from_start=True).poll()
-        return next((event.job_id for event in earlier if isinstance(event, LaunchStarted)), self.job_id)
+        earlier = EventTail(
+            self.paths.events, LaunchStarted, pattern="launcher-*.jsonl", from_start=True
+        ).poll()
+        return next(
+            (event.job_id for event in earlier if isinstance(event, LaunchStarted)), self.job_id
+        )
 
     def _find_job_curve(self, values: Mapping[str, Any]) -> Path | None:
         """Return the folder for the job's curves, beside those of its groups; None if TensorBoard is off."""
         flags = self.worker_flags([])
         if not _is_enabled("metrics.enable_tensorboard", values, flags):
             return None
-        folder = [value for name, value in read_flags(flags) if name == "metrics.save_tb_folder"][-1]
+        folder = [value for name, value in read_flags(flags) if name == "metrics.save_tb_folder"][
+            -1
+        ]
         return self.paths.root / folder / JOB_CURVE
 
     def _check_own(self, table: Mapping[str, Any]) -> None:
@@ -204,7 +225,9 @@ class LaunchPlan:
             )
         for name, value in read_flags(self.worker_args):
             if name in OWN_FLAGS:
-                raise ConfigError(f"--{name} must be left to titan-ft launch, got {value!r}; {OWN_FLAGS[name]} says it")
+                raise ConfigError(
+                    f"--{name} must be left to titan-ft launch, got {value!r}; {OWN_FLAGS[name]} says it"
+                )
         if not _is_enabled(f"{TABLE}.enable", {TABLE: {"enable": True, **table}}, self.worker_args):
             raise ConfigError(
                 f"{TABLE}.enable must be true for titan-ft launch, got false; set it, or start plain training with "
@@ -220,8 +243,12 @@ class LaunchPlan:
         gpus, ranks, replicas = num_gpus(), self.num_ranks, self.num_replicas
         if not gpus or replicas * ranks <= gpus:
             return
-        if self.options.dry_run and (ranks > gpus or process_group == "nccl"):  # of a job for other hosts, perhaps
-            self.notes.append(f"{replicas} groups x {ranks} ranks need more than the {gpus} GPUs of this host")
+        if self.options.dry_run and (
+            ranks > gpus or process_group == "nccl"
+        ):  # of a job for other hosts, perhaps
+            self.notes.append(
+                f"{replicas} groups x {ranks} ranks need more than the {gpus} GPUs of this host"
+            )
             return
         if ranks > gpus:
             raise ConfigError(
@@ -234,7 +261,9 @@ class LaunchPlan:
                 f'{TABLE}.process_group = "nccl", got {replicas} x {ranks}; lower one, or set "gloo", with '
                 "which groups share GPUs"
             )
-        self.notes.append(f"{replicas} groups x {ranks} ranks share the {gpus} GPUs of this host, and their memory")
+        self.notes.append(
+            f"{replicas} groups x {ranks} ranks share the {gpus} GPUs of this host, and their memory"
+        )
 
     def _check_table(self, table: Mapping[str, Any]) -> None:
         """Check what only the launcher knows to be wrong; the workers check the rest."""
@@ -267,7 +296,9 @@ class LaunchPlan:
                 f"--resume needs a checkpoint in {folder}, got none; training would start anew in this "
                 "folder: give another --run-dir, or remove this one"
             )
-        now = Command(self.config, self.num_replicas, self.num_ranks, tuple(self.worker_args), self._folder)
+        now = Command(
+            self.config, self.num_replicas, self.num_ranks, tuple(self.worker_args), self._folder
+        )
         self.changes, note = find_changes(read_command(self.paths.config), now, self._resolve)
         check_allowed(self.changes, self._resume_with)
         self.notes += [note] if note else []
@@ -275,7 +306,9 @@ class LaunchPlan:
     def _checkpoint_folder(self, values: Mapping[str, Any]) -> str:
         """Return the folder that the workers look for a checkpoint in, below the run's."""
         given = str(values.get("checkpoint", {}).get("folder", self.paths.checkpoint.name))
-        flags = [value for name, value in read_flags(self.worker_args) if name == "checkpoint.folder"]
+        flags = [
+            value for name, value in read_flags(self.worker_args) if name == "checkpoint.folder"
+        ]
         return flags[-1] if flags else given
 
     @property
@@ -295,10 +328,14 @@ class LaunchPlan:
         try:
             if self._replaces_failed_start:
                 folder = set_aside(self.paths)
-                print(f"a launch that ended before any step was in {self.paths.root}; it is in {folder.name} now")
+                print(
+                    f"a launch that ended before any step was in {self.paths.root}; it is in {folder.name} now"
+                )
             self.paths.events.mkdir(parents=True, exist_ok=True)
             given = without_headers(self.config)
-            held = self.paths.config.read_text(encoding="utf-8") if self.paths.config.exists() else ""
+            held = (
+                self.paths.config.read_text(encoding="utf-8") if self.paths.config.exists() else ""
+            )
             earlier = takewhile(is_header, held.splitlines(keepends=True))
             command = self._arguments(
                 self.worker_args, resume=self.options.resume, resume_with=self.options.resume_with
@@ -372,9 +409,17 @@ class LaunchPlan:
             flags.append(f"--{LOAD_STEP}=-1")  # else the command would go back to that step again
         return shlex.join(["titan-ft", "launch", *self._arguments(flags, resume=True)])
 
-    def _arguments(self, worker_args: Sequence[str], *, resume: bool, resume_with: str = "") -> list[str]:
+    def _arguments(
+        self, worker_args: Sequence[str], *, resume: bool, resume_with: str = ""
+    ) -> list[str]:
         options = self.options
-        shown = [str(options.config), "--replicas", str(self.num_replicas), "--ranks-per-replica", str(self.num_ranks)]
+        shown = [
+            str(options.config),
+            "--replicas",
+            str(self.num_replicas),
+            "--ranks-per-replica",
+            str(self.num_ranks),
+        ]
         shown += ["--run-dir", str(options.run_dir)]
         for field in fields(options):
             value, flag = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
@@ -388,10 +433,15 @@ class LaunchPlan:
         command = [sys.executable, "-m", "titan_ft", "lighthouse", "--bind", f"{HOST}:{port}"]
         command += ["--run-dir", str(self.paths.root)]
         for setting in fields(self.lighthouse):
-            command += [f"--{setting.name.replace('_', '-')}", str(getattr(self.lighthouse, setting.name))]
+            command += [
+                f"--{setting.name.replace('_', '-')}",
+                str(getattr(self.lighthouse, setting.name)),
+            ]
         return command
 
-    def agent_args(self, replica: int, attempt: int, lighthouse: str, takeover: str = "") -> list[str]:
+    def agent_args(
+        self, replica: int, attempt: int, lighthouse: str, takeover: str = ""
+    ) -> list[str]:
         """Return the command line that supervises one group.
 
         Args:
@@ -444,13 +494,22 @@ def _check_options(options: Launch) -> None:
     ):
         if value < least:
             raise ConfigError(f"{flag} must be >= {least}, got {value}; correct it")
-    for flag, speed in (("--link-gbps", options.link_gbps), ("--host-link-gbps", options.host_link_gbps)):
+    for flag, speed in (
+        ("--link-gbps", options.link_gbps),
+        ("--host-link-gbps", options.host_link_gbps),
+    ):
         if speed is not None and not options.dry_run:
-            raise ConfigError(f"{flag} must come with --dry-run, got {speed:g} alone; a launch measures itself")
+            raise ConfigError(
+                f"{flag} must come with --dry-run, got {speed:g} alone; a launch measures itself"
+            )
         if speed is not None and not 0 < speed < float("inf"):
-            raise ConfigError(f"{flag} must be > 0, got {speed:g}; give what one rank has of the link")
+            raise ConfigError(
+                f"{flag} must be > 0, got {speed:g}; give what one rank has of the link"
+            )
     if not 0 <= options.minutes < float("inf"):
-        raise ConfigError(f"--minutes must be >= 0, got {options.minutes}; 0 trains to the last step")
+        raise ConfigError(
+            f"--minutes must be >= 0, got {options.minutes}; 0 trains to the last step"
+        )
     if options.metrics_port:
         split_address(options.metrics_port)
     if options.lighthouse_port > 65535:
@@ -461,15 +520,23 @@ def _check_options(options: Launch) -> None:
 
 def _check_text(options: Launch, worker_args: Sequence[str]) -> None:
     """Check that paths and flags are text, which the run's config and its events hold."""
-    for name, value in (("CONFIG", options.config), ("--run-dir", options.run_dir), *read_flags(worker_args)):
+    for name, value in (
+        ("CONFIG", options.config),
+        ("--run-dir", options.run_dir),
+        *read_flags(worker_args),
+    ):
         try:
             str(value).encode()
         except UnicodeEncodeError:
             flag = name if name.isupper() or name.startswith("--") else f"--{name}"
-            raise ConfigError(f"{flag} must be UTF-8, got {str(value)!a}; rename it, or correct it") from None
+            raise ConfigError(
+                f"{flag} must be UTF-8, got {str(value)!a}; rename it, or correct it"
+            ) from None
 
 
-def _check_ranks(values: Mapping[str, Any], worker_args: Sequence[str], num_replicas: int, num_ranks: int) -> None:
+def _check_ranks(
+    values: Mapping[str, Any], worker_args: Sequence[str], num_replicas: int, num_ranks: int
+) -> None:
     """Check what the ranks of a group must divide; what is no whole number is left to the workers' own check."""
     asked: dict[str, dict[str, int | None]] = {
         "parallelism": {
@@ -480,7 +547,9 @@ def _check_ranks(values: Mapping[str, Any], worker_args: Sequence[str], num_repl
         },
         "training": {"seq_len": None, "local_batch_size": None, "global_batch_size": None},
     }
-    given = [(name, value) for name, value in flat_values(values) if name.partition(".")[0] in asked]
+    given = [
+        (name, value) for name, value in flat_values(values) if name.partition(".")[0] in asked
+    ]
     for name, value in [*given, *read_flags(worker_args)]:
         section, _, key = name.partition(".")
         if key in asked.get(section, {}):
@@ -489,7 +558,10 @@ def _check_ranks(values: Mapping[str, Any], worker_args: Sequence[str], num_repl
             except (TypeError, ValueError):
                 return
     tables = {section: SimpleNamespace(**fields) for section, fields in asked.items()}
-    check_ranks(SimpleNamespace(**tables, fault_tolerance=SimpleNamespace(group_size=num_replicas)), num_ranks)
+    check_ranks(
+        SimpleNamespace(**tables, fault_tolerance=SimpleNamespace(group_size=num_replicas)),
+        num_ranks,
+    )
 
 
 def _is_enabled(switch: str, values: Mapping[str, Any], worker_args: Sequence[str]) -> bool:

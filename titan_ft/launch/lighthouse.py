@@ -63,7 +63,9 @@ def check_settings(settings: LighthouseSettings) -> None:
     for field in fields(LighthouseSettings):
         value = getattr(settings, field.name)
         if value <= 0:
-            raise ConfigError(f"the lighthouse's {field.name} must be > 0, got {value}; the default is {field.default}")
+            raise ConfigError(
+                f"the lighthouse's {field.name} must be > 0, got {value}; the default is {field.default}"
+            )
 
 
 def changed_settings(settings: LighthouseSettings) -> list[str]:
@@ -87,7 +89,9 @@ def split_bind(bind: str) -> tuple[str, int]:
     except ValueError:
         host, port = "", 0
     if not host or "/" in bind:
-        raise ConfigError(f"--bind must be HOST:PORT, got {bind!r}; for example [::]:29510, port 0 to have one chosen")
+        raise ConfigError(
+            f"--bind must be HOST:PORT, got {bind!r}; for example [::]:29510, port 0 to have one chosen"
+        )
     # A name stands for several addresses, of which torchft would take one, and the groups another.
     _check_numeric("--bind", host, "[::] listens at all addresses of this host")
     return host, port
@@ -125,7 +129,9 @@ def serve(command: Lighthouse) -> int:
     token = read_token(os.environ)
     check_token(token, is_local=is_loopback(join_address(host, 0)))
     refusal = allow_namespaces() if token else ""  # before there is another thread
-    if PARENT_PID_ENV in os.environ:  # started by a launcher; by hand, it may outlive the shell that started it
+    if (
+        PARENT_PID_ENV in os.environ
+    ):  # started by a launcher; by hand, it may outlive the shell that started it
         exit_with_parent()
     # The Rust side reads it when it is loaded; its own default, info, doubles the cost of a quorum.
     os.environ.setdefault("RUST_LOG", "warn")
@@ -134,11 +140,15 @@ def serve(command: Lighthouse) -> int:
         again = _serve(command, usable_bind(host), port, stop, token, refusal)
     if again and not stop:
         # Anew: a server that is shut down goes on answering those who are connected to it.
-        os.execv(sys.executable, [sys.executable, "-m", "titan_ft", *sys.argv[1:], f"--bind={again}"])
+        os.execv(
+            sys.executable, [sys.executable, "-m", "titan_ft", *sys.argv[1:], f"--bind={again}"]
+        )
     return stop.status
 
 
-def _serve(command: Lighthouse, host: str, port: int, stop: StopRequests, token: str, refusal: str) -> str:
+def _serve(
+    command: Lighthouse, host: str, port: int, stop: StopRequests, token: str, refusal: str
+) -> str:
     """Serve until a signal, until another lighthouse is announced, or until the names of ended processes are too many.
 
     Returns:
@@ -153,12 +163,18 @@ def _serve(command: Lighthouse, host: str, port: int, stop: StopRequests, token:
     try:
         if token:
             served = GuardedLighthouse(
-                _listen(host, port), token, partial(_start_server, command), partial(_report, command), refusal
+                _listen(host, port),
+                token,
+                partial(_start_server, command),
+                partial(_report, command),
+                refusal,
             )
         else:
             served = OpenLighthouse(_start_server(command, bind))
     except (RuntimeError, OSError) as error:
-        raise ConfigError(f"the lighthouse cannot listen at {bind}: {error}; choose another --bind") from error
+        raise ConfigError(
+            f"the lighthouse cannot listen at {bind}: {error}; choose another --bind"
+        ) from error
     reachable = command.advertise or (find_own_address(host) if is_unspecified(host) else host)
     address = f"http://{bracketed(reachable)}:{served.port}"
     crowd = Crowd(StatusPage(LighthouseAddress(address, token)))
@@ -178,7 +194,9 @@ def _serve(command: Lighthouse, host: str, port: int, stop: StopRequests, token:
             retry_waiting()
             time.sleep(0.1)
     if not stop and crowd.was_due:
-        _say(f"{crowd.num_former} processes of groups have ended: this lighthouse starts anew, and forgets their names")
+        _say(
+            f"{crowd.num_former} processes of groups have ended: this lighthouse starts anew, and forgets their names"
+        )
         return join_address(host, served.port)
     if not stop and command.standby:
         return command.bind  # without a shutdown: this process becomes the standby of the other one
@@ -260,16 +278,22 @@ def _take_turns(path: Path, succession: Succession, stop: StopRequests, crowd: C
         except OSError as error:
             if error.errno not in DISK_ERRNOS:
                 got = f"got {path} ({error.strerror})"
-                raise ConfigError(f"--announce must be a file that can be written, {got}; give another") from error
+                raise ConfigError(
+                    f"--announce must be a file that can be written, {got}; give another"
+                ) from error
             if not waits:  # the groups wait for it: it serves as soon as they can know
                 waits = True
-                _say(f"{path} cannot be written ({error.strerror}): this lighthouse announces itself when it can")
+                _say(
+                    f"{path} cannot be written ({error.strerror}): this lighthouse announces itself when it can"
+                )
             time.sleep(0.1)
             continue
         other = succession.other
         if not turn:
             assert other is not None, "it steps down for another one"
-            _say(f"{other.address} (on {other.host}) is announced in {path}: this lighthouse steps down")
+            _say(
+                f"{other.address} (on {other.host}) is announced in {path}: this lighthouse steps down"
+            )
             return
         if succession.serves and not served:
             served = True
@@ -308,9 +332,13 @@ def _say(text: str) -> None:
 
 def _check_announcement(command: Lighthouse) -> None:
     if command.announce is None and command.standby:
-        raise ConfigError("--standby must come with --announce FILE, got it alone; give the file that the groups read")
+        raise ConfigError(
+            "--standby must come with --announce FILE, got it alone; give the file that the groups read"
+        )
     if command.advertise:
-        _check_numeric("--advertise", command.advertise, "give that of the network that the groups use")
+        _check_numeric(
+            "--advertise", command.advertise, "give that of the network that the groups use"
+        )
 
 
 def _check_numeric(option: str, host: str, remedy: str) -> None:

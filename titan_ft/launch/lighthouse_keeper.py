@@ -115,12 +115,16 @@ class LighthouseKeeper:
         )
         self._answer, self._ask_at, self._num_silences = None, 0.0, 0
         self._start_at = now
-        self._events.emit(LighthouseStarted(lighthouse_pid=self._child.process.pid, address=self.address))
+        self._events.emit(
+            LighthouseStarted(lighthouse_pid=self._child.process.pid, address=self.address)
+        )
 
     @property
     def pid(self) -> int | None:
         """Return the process id of the lighthouse; None while there is none."""
-        return None if self._child is None or self._child.code is not None else self._child.process.pid
+        return (
+            None if self._child is None or self._child.code is not None else self._child.process.pid
+        )
 
     def _ask(self, child: Child, now: float) -> None:
         """Take the answer to the last question, and ask again; on a thread, because an answer may take seconds.
@@ -152,7 +156,9 @@ class LighthouseKeeper:
         if self._down_since is not None:
             seconds = round(now - self._down_since, 3)
             self._down_since = None
-            self._events.emit(LighthouseRestarted(reason=self._down_reason, seconds=seconds, address=self.address))
+            self._events.emit(
+                LighthouseRestarted(reason=self._down_reason, seconds=seconds, address=self.address)
+            )
 
     def _note_death(self, child: Child, now: float) -> None:
         reason = f"the {child.describe_end()}"
@@ -160,14 +166,18 @@ class LighthouseKeeper:
             self._silent = False
             reason = f"the lighthouse was killed: it did not answer {MAX_SILENCES} times, {_ASK_SECONDS:g} s each"
         if self._up_since is None:
-            self.failure = reason  # it could not even start: its settings or its installation are wrong
+            self.failure = (
+                reason  # it could not even start: its settings or its installation are wrong
+            )
             return
         if self.listens:
             self._down_since, self._down_reason = now, reason
         lived = now - self._up_since if self.listens else 0.0
         self._num_deaths = 1 if lived >= HEALTHY_SECONDS else self._num_deaths + 1
         if self._num_deaths >= MAX_DEATHS:
-            self.failure = f"{reason}, {self._num_deaths} times in a row within moments of its start"
+            self.failure = (
+                f"{reason}, {self._num_deaths} times in a row within moments of its start"
+            )
             return
         self.listens, self._child = False, None
         self._start_at = now + backoff_seconds(self._num_deaths - 1)
@@ -188,4 +198,6 @@ def _listen(port: int) -> socket.socket:
         return socket.create_server((HOST, port), backlog=BACKLOG)
     except OSError as error:
         remedy = "choose another, or 0 to have one chosen"
-        raise ConfigError(f"--lighthouse-port must be a free port, got {port} ({error.strerror}); {remedy}") from error
+        raise ConfigError(
+            f"--lighthouse-port must be a free port, got {port} ({error.strerror}); {remedy}"
+        ) from error

@@ -27,7 +27,13 @@ from titan_ft.launch.group.zygote import IMPORT_SECONDS, Zygote, is_possible
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import LighthouseKeeper
 from titan_ft.launch.record_keeper import RecordKeeper
-from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, CommonEnd, RestartPolicy, has_trained, may_replace
+from titan_ft.launch.restart_policy import (
+    CONFIG_ERROR_CODE,
+    CommonEnd,
+    RestartPolicy,
+    has_trained,
+    may_replace,
+)
 from titan_ft.live import status
 from titan_ft.live.job_curve import JobCurve
 from titan_ft.live.metrics import MetricsServer
@@ -86,10 +92,18 @@ class LocalRun:
         # First: when its port is taken, the folder must not look as if a run had been in it.
         self._metrics = None
         if plan.options.metrics_port:
-            self._metrics = MetricsServer.at(self.status.fold, plan.options.metrics_port, plan.labels)
-        if plan.options.private_network:  # after the port of the figures, before any socket and process of the run
+            self._metrics = MetricsServer.at(
+                self.status.fold, plan.options.metrics_port, plan.labels
+            )
+        if (
+            plan.options.private_network
+        ):  # after the port of the figures, before any socket and process of the run
             enter_network_namespace()
-        self._curve = None if plan.job_curve is None else JobCurve(plan.job_curve, lambda text: self.view.error(text))
+        self._curve = (
+            None
+            if plan.job_curve is None
+            else JobCurve(plan.job_curve, lambda text: self.view.error(text))
+        )
         self._events = EventLog(plan.paths.launcher_events(os.getpid()))
         # The token is not on any command line, where other users of the host could read it.
         token = secrets.token_hex(16)
@@ -123,7 +137,9 @@ class LocalRun:
         self._chaos = None if plan.chaos is None else self._chaos_runner(plan.chaos)
 
     def _chaos_runner(self, plan: Plan) -> ChaosRunner:
-        from titan_ft.chaos.processes import Processes  # a run that nobody breaks loads nothing of it
+        from titan_ft.chaos.processes import (
+            Processes,
+        )  # a run that nobody breaks loads nothing of it
         from titan_ft.chaos.runner import ChaosRunner
 
         return ChaosRunner(
@@ -197,8 +213,12 @@ class LocalRun:
             time.sleep(TICK_SECONDS / 4)
             self._lighthouse.poll()
         address = self._lighthouse.address
-        self.view.line(f"lighthouse at {address}; {shape(plan.num_replicas, plan.num_ranks)}; {plan.paths.root}")
-        self.view.line(f"watch it: titan-ft top {plan.paths.root}; logs: {plan.paths.root}/logs/replica-*/latest/")
+        self.view.line(
+            f"lighthouse at {address}; {shape(plan.num_replicas, plan.num_ranks)}; {plan.paths.root}"
+        )
+        self.view.line(
+            f"watch it: titan-ft top {plan.paths.root}; logs: {plan.paths.root}/logs/replica-*/latest/"
+        )
         if not plan.saves:
             self.view.line(CHECKPOINTS_OFF)
         if self._curve:
@@ -229,12 +249,17 @@ class LocalRun:
 
         def start(command: list[str], descriptor: int) -> Process:
             env, output = usual_env(), self._early_log
-            child = self._children.start("the zygote", command, log, env=env, pass_fds=[descriptor], output=output)
+            child = self._children.start(
+                "the zygote", command, log, env=env, pass_fds=[descriptor], output=output
+            )
             return child.process
 
         self._zygote = Zygote(start, self.plan.module, self.plan.check_flags())
         deadline = time.monotonic() + IMPORT_SECONDS
-        while not (self._zygote.checked or self._zygote.lost or self.stop) and time.monotonic() < deadline:
+        while (
+            not (self._zygote.checked or self._zygote.lost or self.stop)
+            and time.monotonic() < deadline
+        ):
             time.sleep(TICK_SECONDS / 10)
             self._zygote.poll()
         if self._zygote.mistake:
@@ -275,7 +300,9 @@ class LocalRun:
             self._zygote = None
 
     def _keep_agent(self, replica: int) -> AgentKeeper:
-        policy = RestartPolicy(self.plan.options.max_restarts, run_trains=lambda: has_trained(self.plan.paths))
+        policy = RestartPolicy(
+            self.plan.options.max_restarts, run_trains=lambda: has_trained(self.plan.paths)
+        )
         start = partial(self._start_agent, replica)
         read_group = partial(self._read_group, replica)
         return AgentKeeper(replica, self.plan.paths, policy, read_group, start, self._announce)
@@ -295,12 +322,16 @@ class LocalRun:
         if self._zygote is not None:
             with open_log(log, "ab") as output:
                 files = (output.fileno(), output.fileno())
-                forked = self._zygote.fork(AGENT, args, self._children.env, files, f"titan-ft {replica}")
+                forked = self._zygote.fork(
+                    AGENT, args, self._children.env, files, f"titan-ft {replica}"
+                )
             if forked is not None:
                 return self._children.add(Child(name, forked, log))
             self._watch_zygote()
             if self._zygote is not None:
-                self.view.line(f"{name} cannot be forked, and imports everything itself ({self.plan.paths.zygote_log})")
+                self.view.line(
+                    f"{name} cannot be forked, and imports everything itself ({self.plan.paths.zygote_log})"
+                )
         return self._children.start(name, [sys.executable, "-m", AGENT, *args], log)
 
     def _watch(self) -> _RunEnd:
@@ -321,11 +352,16 @@ class LocalRun:
             self._end_lost(codes)
             if CONFIG_ERROR_CODE in codes.values():
                 # All groups read the same file: the others would only wait for each other.
-                mistake = self._mistake or f"the configuration is wrong; see {self.plan.paths.root / 'logs'}"
+                mistake = (
+                    self._mistake
+                    or f"the configuration is wrong; see {self.plan.paths.root / 'logs'}"
+                )
                 self.view.refuse(mistake)
                 return _RunEnd(CONFIG_ERROR_CODE, mistake)
             if self._hopeless:
-                self.view.error(f"{self._hopeless}; starting again does not help: all groups are stopped")
+                self.view.error(
+                    f"{self._hopeless}; starting again does not help: all groups are stopped"
+                )
                 return _RunEnd(1, self._hopeless)
             self._replace_failed(codes)
             if None not in codes.values():
@@ -397,7 +433,9 @@ class LocalRun:
             self._curve.observe(event)
         stopping = self.stop or self._time_is_up
         if mistake:
-            self._mistake = self._mistake or mistake  # all groups have it, and it is one line, at the end
+            self._mistake = (
+                self._mistake or mistake
+            )  # all groups have it, and it is one line, at the end
         elif line is not None and (not stopping or status.is_shown_at_a_stop(event)):
             self.view.line(line)
 
@@ -410,7 +448,9 @@ class LocalRun:
         if group.give_up is event:
             # Commits of which no event tells, because the disk is full, are commits all the same.
             paths = self.plan.paths
-            trained = self._trains_since is not None or any_is_cut(paths.events, paths.workers_pattern())
+            trained = self._trains_since is not None or any_is_cut(
+                paths.events, paths.workers_pattern()
+            )
             return self._common_end.observe_loss(group.give_up, trained)
         return ""
 
@@ -425,23 +465,35 @@ class LocalRun:
         """Kill groups that are lost once all others have ended: the launch would wait for a frozen group for ever."""
         states = self.status.states
         rest = [replica for replica, code in codes.items() if code is None]
-        if not rest or status.FINISHED not in states.values() or any(states[r] != status.LOST for r in rest):
+        if (
+            not rest
+            or status.FINISHED not in states.values()
+            or any(states[r] != status.LOST for r in rest)
+        ):
             self._only_lost_since = None
             return
         now = time.monotonic()
         if self._only_lost_since is None:
             self._only_lost_since = now
             who = name_groups(rest)
-            self.view.line(f"all others have ended; waiting for {who} (lost) for {LOST_SECONDS:g} s at most")
+            self.view.line(
+                f"all others have ended; waiting for {who} (lost) for {LOST_SECONDS:g} s at most"
+            )
         elif now - self._only_lost_since >= LOST_SECONDS:
             for replica in rest:
-                self._agents[replica].give_up_lost("it was silent, and was killed when all others had ended")
+                self._agents[replica].give_up_lost(
+                    "it was silent, and was killed when all others had ended"
+                )
 
     def _replace_failed(self, codes: dict[int, int | None]) -> None:
         """Start a spare in the place of each group that is lost, while there is one; its exit status becomes None."""
         # By the exit status, too: on a full disk the event comes late, or never.
         states = self.status.states
-        left = [replica for replica, code in codes.items() if code == 0 and states[replica] != status.DRAINED]
+        left = [
+            replica
+            for replica, code in codes.items()
+            if code == 0 and states[replica] != status.DRAINED
+        ]
         if left or status.FINISHED in states.values():
             return  # nobody would be left to fetch the state from
         for replica, code in codes.items():
@@ -475,13 +527,17 @@ class LocalRun:
     def _end_in_time(self) -> _RunEnd:
         """End the run that has had its time; whether that is a success shows when its groups have left."""
         self._time_is_up = True
-        self._begin_to_drain("its time is up", f"--minutes ({self.plan.options.minutes:g}) are over", "Ctrl-C")
+        self._begin_to_drain(
+            "its time is up", f"--minutes ({self.plan.options.minutes:g}) are over", "Ctrl-C"
+        )
         return _RunEnd(0, "its time is up")
 
     def _begin_to_drain(self, reason: str, text: str, how_to_hurry: str) -> None:
         limit = self.plan.drain_seconds
         self._events.emit(LaunchStopping(reason=reason, drain_seconds=limit))
-        self.view.line(f"{text}: draining for {limit:g} s at most ({how_to_hurry} to kill them at once)")
+        self.view.line(
+            f"{text}: draining for {limit:g} s at most ({how_to_hurry} to kill them at once)"
+        )
 
     def _judge_leaving(self) -> _RunEnd:
         """Return the end of a run that ended in time.
@@ -519,7 +575,11 @@ def launch(plan: LaunchPlan) -> int:
         ConfigError: there is a mistake in the config, or the run directory or a port cannot be used.
     """
     # nohup has SIGHUP ignored
-    others = [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) != signal.SIG_IGN]
+    others = [
+        signum
+        for signum in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(signum) != signal.SIG_IGN
+    ]
     stop = StopRequests(signal.SIGINT, *others)
     plan.check_not_in_use()  # again: the check of the config takes seconds
     if plan.options.private_network:  # while this process has one thread

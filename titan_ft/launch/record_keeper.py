@@ -31,7 +31,11 @@ class RecordKeeper:
     """
 
     def __init__(
-        self, folder: Path, children: Children, log: Path, clock: Callable[[], float] = time.monotonic
+        self,
+        folder: Path,
+        children: Children,
+        log: Path,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
         self._children = children
@@ -60,6 +64,8 @@ class RecordKeeper:
         command = [sys.executable, "-m", "titan_ft.history.record.kept", str(self._folder)]
         try:
             # It reads files, and has no use for the token.
-            self._child = self._children.start("the keeper of the record", command, self._log, env={TOKEN_ENV: ""})
+            self._child = self._children.start(
+                "the keeper of the record", command, self._log, env={TOKEN_ENV: ""}
+            )
         except OSError:  # no room for a process on this host
             self._child = None

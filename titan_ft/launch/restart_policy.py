@@ -58,7 +58,13 @@ seconds. A network that is not there after both was named wrong, or is cut off: 
 """
 
 # Why a group is given up: `ReplicaGaveUp.cause`.
-CONFIG, FINAL, CRASH_LOOP, NETWORK, RESTARTS = "config", "final", "crash loop", "network", "restarts"
+CONFIG, FINAL, CRASH_LOOP, NETWORK, RESTARTS = (
+    "config",
+    "final",
+    "crash loop",
+    "network",
+    "restarts",
+)
 HOST = "host"
 
 
@@ -178,7 +184,9 @@ def has_trained(paths: RunPaths) -> bool:
     This reads each worker's file up to its first commit, and folds nothing: an agent on a cluster asks it, and the
     events of all groups may be gigabytes.
     """
-    launches = EventTail(paths.events, LaunchStarted, pattern="launcher-*.jsonl", from_start=True).poll()
+    launches = EventTail(
+        paths.events, LaunchStarted, pattern="launcher-*.jsonl", from_start=True
+    ).poll()
     since = max((event.time for event in launches), default=0.0)
     return any(_has_commit(path, since) for path in paths.events.glob(paths.workers_pattern()))
 
@@ -240,18 +248,27 @@ class RestartPolicy:
         if self._first_start is None:
             self._first_start = self.clock() - end.alive_seconds
         if end.code == CONFIG_ERROR_CODE:
-            return NoRestart(CONFIG, "the configuration is wrong (exit status 2); it is not started again")
+            return NoRestart(
+                CONFIG, "the configuration is wrong (exit status 2); it is not started again"
+            )
         if end.code == FINAL_CODE:
-            return NoRestart(FINAL, "the group must not come back by itself (exit status 3); see its log")
+            return NoRestart(
+                FINAL, "the group must not come back by itself (exit status 3); see its log"
+            )
         hopeless = self._find_loop(end) or self._find_dead_network(end)
         if hopeless is not None:
             return hopeless
         # Not without a commit: attempts that each wait long for what never comes (a file server) would go on for ever.
-        while end.committed and self._restarts and self._restarts[0] <= self.clock() - WINDOW_SECONDS:
+        while (
+            end.committed and self._restarts and self._restarts[0] <= self.clock() - WINDOW_SECONDS
+        ):
             self._restarts.popleft()
         if len(self._restarts) >= self.max_restarts:
             hours = WINDOW_SECONDS / 3600
-            return NoRestart(RESTARTS, f"no restart left (--max-restarts {self.max_restarts} within {hours:g} hours)")
+            return NoRestart(
+                RESTARTS,
+                f"no restart left (--max-restarts {self.max_restarts} within {hours:g} hours)",
+            )
         if end.committed or end.alive_seconds >= self.healthy_seconds:
             self.streak = 0
         delay = backoff_seconds(self.streak)
@@ -275,9 +292,13 @@ class RestartPolicy:
         self._num_same = self._num_same + 1 if end.kind == self._last_kind else 1
         self._num_own += 1
         self._last_kind = end.kind
-        where = f"each time after step {end.step}" if end.committed else "and no step committed between"
+        where = (
+            f"each time after step {end.step}" if end.committed else "and no step committed between"
+        )
         if self._num_own >= MAX_OWN_ENDS_FACTOR * self._most_crashes:
-            return NoRestart(CRASH_LOOP, f"{self._num_own} ends of its own in a row, without progress")
+            return NoRestart(
+                CRASH_LOOP, f"{self._num_own} ends of its own in a row, without progress"
+            )
         if self._num_same < self._most_ends(end):
             return None
         what = "the same exception"
@@ -319,7 +340,10 @@ class RestartPolicy:
         seconds = self.clock() - self._first_start
         if self._num_network < MAX_NETWORK_ENDS or seconds < NETWORK_SECONDS:
             return None
-        return NoRestart(NETWORK, f"{self._num_network} network errors within {seconds:.0f} s, and no step committed")
+        return NoRestart(
+            NETWORK,
+            f"{self._num_network} network errors within {seconds:.0f} s, and no step committed",
+        )
 
 
 class CommonEnd:
@@ -366,8 +390,12 @@ class CommonEnd:
         if any_committed or event.cause not in (CRASH_LOOP, NETWORK):
             return ""
         line = f"group {event.replica} ends with {event.error} ({event.reason} by any group; see {event.log})"
-        if event.cause == NETWORK and event.error_kind != LIGHTHOUSE_ERROR:  # which has a remedy of its own
-            line += "; check the network, or name data that are on this host (training.dataset_path)"
+        if (
+            event.cause == NETWORK and event.error_kind != LIGHTHOUSE_ERROR
+        ):  # which has a remedy of its own
+            line += (
+                "; check the network, or name data that are on this host (training.dataset_path)"
+            )
         return line
 
 

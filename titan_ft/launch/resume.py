@@ -183,7 +183,10 @@ _RANKS = "ranks_per_replica"
 _REPLICATE, _SHARD = (f"parallelism.data_parallel_{name}_degree" for name in ("replicate", "shard"))
 _CUT = (_REPLICAS, _REPLICATE, _SHARD)
 """Fields whose product is the number of shards that the data is cut into."""
-_NOT_FSDP = (_REPLICATE, *(f"parallelism.{name}_parallel_degree" for name in ("context", "tensor", "pipeline")))
+_NOT_FSDP = (
+    _REPLICATE,
+    *(f"parallelism.{name}_parallel_degree" for name in ("context", "tensor", "pipeline")),
+)
 """Degrees that take ranks of a group before FSDP gets the rest."""
 _OPTIONS = {"replicas": (_REPLICAS,), _RANKS: (_RANKS, _REPLICATE, _SHARD)}
 """Options of titan-ft launch, with the fields that follow from each."""
@@ -280,9 +283,13 @@ def read_command(config: Path) -> Command:
     options = refusing(
         lambda: tyro.cli(Launch, args=words[:end], config=flag_pairs),
         words[:end],
-        lambda option: f"{option} is no option of titan-ft launch; correct the first two lines of {config}",
+        lambda option: (
+            f"{option} is no option of titan-ft launch; correct the first two lines of {config}"
+        ),
     )
-    return Command(config, options.replicas, options.ranks_per_replica, tuple(words[end + 1 :]), folder)
+    return Command(
+        config, options.replicas, options.ranks_per_replica, tuple(words[end + 1 :]), folder
+    )
 
 
 Resolve = Callable[[Sequence[str], Sequence[str]], tuple[Values, Values]]
@@ -341,7 +348,9 @@ def complete(values: Values, ranks: int) -> dict[str, Any]:
     return found
 
 
-def _find_paths(before: dict[str, Any], after: dict[str, Any], earlier: Path | None, now: Path | None) -> None:
+def _find_paths(
+    before: dict[str, Any], after: dict[str, Any], earlier: Path | None, now: Path | None
+) -> None:
     """Put the files and folders that paths lead to in the place of these, which may be written in several ways.
 
     Args:
@@ -420,9 +429,7 @@ def lr_schedule_note(before: Values, now: Values) -> str:
     remedy = f"{_TOTAL_STEPS} = {old} keeps the former schedule"
     if new > old:
         # Past its end torchtitan's LR goes on below zero: updates would climb the loss.
-        remedy = (
-            f"the former schedule ends at step {old}; set {_TOTAL_STEPS} at the first launch of a run that may grow"
-        )
+        remedy = f"the former schedule ends at step {old}; set {_TOTAL_STEPS} at the first launch of a run that may grow"
     return (
         f"{_STEPS} was {old}, is {new}, and the LR schedule follows it ({_TOTAL_STEPS} is not set): the LR is another "
         f"one from here on; {remedy}"
@@ -448,7 +455,9 @@ def check_allowed(changes: Changes, named: Sequence[str]) -> None:
     allowed: set[str] = set()
     for name in named:
         allowed.update(_find_named(name, changes))
-    refused = [name for name, change in changes.items() if change.kind != HARMLESS and name not in allowed]
+    refused = [
+        name for name, change in changes.items() if change.kind != HARMLESS and name not in allowed
+    ]
     if not refused:
         return
     got = ", ".join(changes[name].describe(name + _OPTION_HINT.get(name, "")) for name in refused)
@@ -474,7 +483,9 @@ def _find_named(given: str, changes: Changes) -> list[str]:
     else:
         found = [field for field in changes if field.rpartition(".")[2] == name]
         if len(found) > 1:
-            raise ConfigError(f"--resume-with must name one of {', '.join(found)}, got {given!r}; give its full name")
+            raise ConfigError(
+                f"--resume-with must name one of {', '.join(found)}, got {given!r}; give its full name"
+            )
     if found:
         return found
     differing = ", ".join(changes) or "none does"

@@ -36,7 +36,9 @@ def table_overrides(worker_args: Sequence[str]) -> dict[str, Any]:
             found[key] = SHARED_FIELDS[key](value)
         except ValueError as error:
             kind = "a whole number" if SHARED_FIELDS[key] is int else "a number"
-            raise ConfigError(f"--{TABLE}.{key} must be {kind}, got {value!r}; correct it") from error
+            raise ConfigError(
+                f"--{TABLE}.{key} must be {kind}, got {value!r}; correct it"
+            ) from error
     return found
 
 

@@ -63,15 +63,23 @@ class Succession:
         if self.serves:
             self.other = said if said is not None and said.id != self._own.id else None
             return self.other is None
-        announced = said is not None and (self.other is None or said.id != self.other.id)  # just now
-        self.other = said or self.other  # a storage that cannot be read for a moment takes nobody's place away
+        announced = said is not None and (
+            self.other is None or said.id != self.other.id
+        )  # just now
+        self.other = (
+            said or self.other
+        )  # a storage that cannot be read for a moment takes nobody's place away
         # This lighthouse may have started anew: it would wait for itself at its own address.
-        other = self.other if self.other is None or self.other.address != self._own.address else None
+        other = (
+            self.other if self.other is None or self.other.address != self._own.address else None
+        )
         answered = False
         if self._standby and other is not None:
             answered = self._ask(other.address, self._token, _ANSWER_SECONDS)
         now = time.monotonic()
-        self._silent = 0.0 if announced or answered else self._silent + min(now - self._looked, _LOOK_SECONDS)
+        self._silent = (
+            0.0 if announced or answered else self._silent + min(now - self._looked, _LOOK_SECONDS)
+        )
         self._looked = now
         if not self._standby or self._silent >= SILENT_SECONDS:
             self._own.write(self._path)

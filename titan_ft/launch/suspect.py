@@ -55,7 +55,9 @@ class SuspectPolicy:
         for name, default in (("TITAN_FT_HOST_DEATHS", "0"), ("TITAN_FT_HOST_WINDOW", "3600")):
             value = environ.get(name) or default
             if not value.isdecimal():
-                raise ConfigError(f"{name} must be a whole number, at least 0, got {value!r}; correct it, or unset it")
+                raise ConfigError(
+                    f"{name} must be a whole number, at least 0, got {value!r}; correct it, or unset it"
+                )
             numbers[name] = int(value)
         file = environ.get("TITAN_FT_SUSPECTED_HOSTS")
         return cls(
@@ -72,12 +74,16 @@ class SuspectPolicy:
                 with open(self.file, "a", opener=no_follow) as file:
                     file.write(f"{host} {time.time() + self.window_seconds:.0f}\n")
             except OSError as error:
-                print(f"titan_ft: {self.file} cannot be written ({error.strerror})", file=sys.stderr)
+                print(
+                    f"titan_ft: {self.file} cannot be written ({error.strerror})", file=sys.stderr
+                )
         if not self.command:
             return
         try:
             env = {name: value for name, value in os.environ.items() if name != TOKEN_ENV}
-            done = subprocess.run([*self.command, host, reason], env=env, timeout=_COMMAND_SECONDS, check=False)
+            done = subprocess.run(
+                [*self.command, host, reason], env=env, timeout=_COMMAND_SECONDS, check=False
+            )
             said = f"ended with exit status {done.returncode}" if done.returncode else ""
         except (OSError, subprocess.TimeoutExpired) as error:
             said = f"failed: {error}"
@@ -109,7 +115,12 @@ class HostDeaths:
     """
 
     def __init__(
-        self, events: Path, pattern: str, host: str, window_seconds: float, clock: Callable[[], float] = time.time
+        self,
+        events: Path,
+        pattern: str,
+        host: str,
+        window_seconds: float,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._tail = EventTail(events, WorkerExited, pattern=pattern, from_start=True)
         self._host, self._window_seconds, self._clock = host, window_seconds, clock

@@ -47,7 +47,9 @@ class FiguresServer(ThreadingMixIn, WSGIServer):
         self._clients: dict[socket.socket, None] = {}  # the oldest first
         super().__init__((host, port), _Handler)
         self.set_app(app)
-        self._thread = threading.Thread(target=self.serve_forever, name="titan_ft_figures", daemon=True)
+        self._thread = threading.Thread(
+            target=self.serve_forever, name="titan_ft_figures", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:

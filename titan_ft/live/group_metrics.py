@@ -43,8 +43,12 @@ class GroupMetrics:
     def __init__(self, place: str, paths: RunPaths, replica: int) -> None:
         self._replica = replica
         self._status = RunStatus()
-        self._tails = [EventTail(paths.events, pattern=pattern) for pattern in paths.group_patterns(replica)]
-        self._server = MetricsServer.at(self._status.fold, place, {"run_dir": str(paths.root), "replica": str(replica)})
+        self._tails = [
+            EventTail(paths.events, pattern=pattern) for pattern in paths.group_patterns(replica)
+        ]
+        self._server = MetricsServer.at(
+            self._status.fold, place, {"run_dir": str(paths.root), "replica": str(replica)}
+        )
         self.url = self._server.url
 
     def close(self) -> None:
@@ -53,7 +57,9 @@ class GroupMetrics:
 
     def poll(self) -> None:
         """Take in what is new."""
-        events = sorted((event for tail in self._tails for event in tail.poll()), key=lambda event: event.time)
+        events = sorted(
+            (event for tail in self._tails for event in tail.poll()), key=lambda event: event.time
+        )
         for event in events:
             self._status.observe(event)
             self._server.observe(event)
@@ -61,7 +67,9 @@ class GroupMetrics:
         if self._replica in groups:
             # A lost group cannot say so itself, and its own series have vanished: the group that
             # missed it shows it.
-            shown = {r: group for r, group in groups.items() if r == self._replica or group.state == LOST}
+            shown = {
+                r: group for r, group in groups.items() if r == self._replica or group.state == LOST
+            }
             self._server.update(shown, num_groups=len(groups))
 
 

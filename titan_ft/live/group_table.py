@@ -83,7 +83,12 @@ GAP = 2
 
 
 def group_table(
-    groups: Groups, now: float, width: int, shown: Sequence[GroupStatus] | None = None, *, ascii_only: bool = False
+    groups: Groups,
+    now: float,
+    width: int,
+    shown: Sequence[GroupStatus] | None = None,
+    *,
+    ascii_only: bool = False,
 ) -> Table:
     """Return a table with a row per group.
 
@@ -116,7 +121,9 @@ def group_table(
 def _cells(group: GroupStatus, ratio: float | None, now: float) -> dict[str, str]:
     own_loss = group.own_loss if group.own_loss is not None else group.loss
     step = None if group.step is None else group.unit.step_after(group.step)
-    fault = f"-{clock(now - group.fault_time)} {group.fault}" if group.fault else "-"  # the age is never cut off
+    fault = (
+        f"-{clock(now - group.fault_time)} {group.fault}" if group.fault else "-"
+    )  # the age is never cut off
     return {
         "group": str(group.replica),
         "state": shown_state(group),
@@ -156,7 +163,11 @@ def _fitting(cells: Sequence[dict[str, str]], width: int) -> dict[str, int]:
     needed = {name: max([len(name), *(len(row[name]) for row in cells)]) for name in _COLUMNS}
     needed[_FLEXIBLE] = min(needed[_FLEXIBLE], MIN_FLEXIBLE)
     # A column in which no group has anything would only take room.
-    empty = {name for name in ("waits for", "donor", "last fault") if all(row[name] == "-" for row in cells)}
+    empty = {
+        name
+        for name in ("waits for", "donor", "last fault")
+        if all(row[name] == "-" for row in cells)
+    }
     kept = sorted(_COLUMNS.keys() - empty, key=lambda name: -_COLUMNS[name])
     while len(kept) > 1 and sum(needed[name] + GAP for name in kept) - GAP > width:
         kept.pop()
@@ -165,7 +176,11 @@ def _fitting(cells: Sequence[dict[str, str]], width: int) -> dict[str, int]:
 
 def _ratios(groups: Groups) -> dict[int, float]:
     """Return each training group's own seconds of its last step / median of the others', as the straggler's are."""
-    own = {r: g.own_seconds for r, g in groups.items() if g.own_seconds and g.state in (TRAINING, DRAINING)}
+    own = {
+        r: g.own_seconds
+        for r, g in groups.items()
+        if g.own_seconds and g.state in (TRAINING, DRAINING)
+    }
     others = {replica: [own[other] for other in own if other != replica] for replica in own}
     return {replica: own[replica] / median(values) for replica, values in others.items() if values}
 

@@ -129,7 +129,9 @@ class JobCurve:
         self._write(self._steps.finish())
         num_lost = self._file.close(seconds)
         if num_lost:
-            self._report(f"{self.folder} still cannot be written: the last {num_lost} points of its curves are lost")
+            self._report(
+                f"{self.folder} still cannot be written: the last {num_lost} points of its curves are lost"
+            )
         return num_lost
 
     def _write(self, commits: Iterable[StepCommitted]) -> None:
@@ -150,7 +152,11 @@ class JobCurve:
             "ft/retries": commit.exchanges - 1,
             "ft/exchange(s)": commit.exchange_seconds,
         }
-        if self._last is not None and commit.step == self._last.step + 1 and commit.time > self._last.time:
+        if (
+            self._last is not None
+            and commit.step == self._last.step + 1
+            and commit.time > self._last.time
+        ):
             seconds = commit.time - self._last.time
             figures["job/step(s)"] = seconds / max(1, commit.titan_step - self._last.titan_step)
             figures["job/tokens_per_second"] = commit.tokens / seconds

@@ -24,7 +24,30 @@ if TYPE_CHECKING:
     from prometheus_client import Counter as PrometheusCounter
 
 LOOPBACK = "127.0.0.1"
-STEP_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300, 600, 1200, 3600)
+STEP_BUCKETS = (
+    0.05,
+    0.1,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1,
+    1.5,
+    2,
+    3,
+    5,
+    7.5,
+    10,
+    15,
+    20,
+    30,
+    60,
+    120,
+    300,
+    600,
+    1200,
+    3600,
+)
 FAILURE_CAUSES = (
     *("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGKILL", "SIGSEGV", "SIGTERM"),
     *("exit code 1", "exit code 2", "exit code 3"),
@@ -70,7 +93,9 @@ class MetricsServer:
         ConfigError: the address cannot be used.
     """
 
-    def __init__(self, fold: RunFold, port: int, host: str = LOOPBACK, run: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, fold: RunFold, port: int, host: str = LOOPBACK, run: Mapping[str, str] | None = None
+    ) -> None:
         from prometheus_client import CollectorRegistry, disable_created_metrics, make_wsgi_app
 
         # Without this call each counter has a second series with its time of creation.
@@ -78,7 +103,9 @@ class MetricsServer:
         registry = CollectorRegistry()
         self._define_metrics(registry)
         own = versions()
-        self._build.info({"version": own.pop("titan_ft"), "python": platform.python_version(), **own})
+        self._build.info(
+            {"version": own.pop("titan_ft"), "python": platform.python_version(), **own}
+        )
         self._run.info(dict(run or {}))
         self._fold = fold
         self._counted: Counter[tuple[str, ...]] = Counter()
@@ -120,32 +147,54 @@ class MetricsServer:
         self._loss = gauge("loss", f"Mean loss of that step over its groups{unknown}")
         self._grad_norm = gauge("grad_norm", f"Gradient norm of that step before clipping{unknown}")
         self._lr = gauge("learning_rate", "Learning rate of that step.")
-        self._target = gauge("target_step", f"torchtitan's step that is to be the last one{unknown}")
-        self._last_commit = gauge("last_commit_timestamp_seconds", f"Unix time of that step's commit{unknown}")
+        self._target = gauge(
+            "target_step", f"torchtitan's step that is to be the last one{unknown}"
+        )
+        self._last_commit = gauge(
+            "last_commit_timestamp_seconds", f"Unix time of that step's commit{unknown}"
+        )
         for figure in (self._loss, self._grad_norm, self._lr, self._target, self._last_commit):
             figure.set(float("nan"))
         self._participants = gauge("participants", "Groups that contributed to that step.")
         self._groups = gauge("groups", "Groups that the run should have.")
-        self._state = gauge("group_state", "1 for the state that the group is in, else 0.", ("replica", "state"))
+        self._state = gauge(
+            "group_state", "1 for the state that the group is in, else 0.", ("replica", "state")
+        )
         self._own_seconds = gauge(
             "group_step_seconds",
             "Seconds that the last step took a group without the exchange; NaN until it has made one.",
             ("replica",),
         )
         self._tokens = counter("tokens", "Tokens with a label that the committed steps trained on.")
-        self._committed = counter("steps_committed", "Steps committed; rounds with a semi-synchronous method.")
-        self._exchanges = counter("exchanges", "Exchanges of gradients that the committed steps took.")
+        self._committed = counter(
+            "steps_committed", "Steps committed; rounds with a semi-synchronous method."
+        )
+        self._exchanges = counter(
+            "exchanges", "Exchanges of gradients that the committed steps took."
+        )
         self._exchanges_failed = counter("exchanges_failed", "Those that failed and were repeated.")
-        self._step_seconds = histogram("step_seconds", "Seconds of a committed step, or round.", buckets=STEP_BUCKETS)
+        self._step_seconds = histogram(
+            "step_seconds", "Seconds of a committed step, or round.", buckets=STEP_BUCKETS
+        )
         self._restarts = counter("restarts", "Restarts of groups.", ("replica", "standby"))
         ends = "Ends of groups, by what ended the first rank, or the agent."
         self._failures = counter("failures", ends, ("replica", "cause"))
-        self._heals = counter("heals", "Transfers of state to a group that ended well.", ("replica",))
-        self._heal_bytes = counter("heal_received_bytes", "Bytes of state that healing groups received.", ("replica",))
-        self._sent_bytes = counter("gradient_sent_bytes", "Bytes of gradients sent to other groups.", ("replica",))
-        self._heal_seconds = histogram("heal_seconds", "Seconds until the state was there.", buckets=HEAL_BUCKETS)
+        self._heals = counter(
+            "heals", "Transfers of state to a group that ended well.", ("replica",)
+        )
+        self._heal_bytes = counter(
+            "heal_received_bytes", "Bytes of state that healing groups received.", ("replica",)
+        )
+        self._sent_bytes = counter(
+            "gradient_sent_bytes", "Bytes of gradients sent to other groups.", ("replica",)
+        )
+        self._heal_seconds = histogram(
+            "heal_seconds", "Seconds until the state was there.", buckets=HEAL_BUCKETS
+        )
         self._faults = counter("faults_injected", "Faults injected.", ("fault",))
-        self._mismatches = counter("digest_mismatches", "Steps at which groups held different state.")
+        self._mismatches = counter(
+            "digest_mismatches", "Steps at which groups held different state."
+        )
         self._lighthouses = counter("lighthouse_restarts", "Restarts of the lighthouse.")
         self._saved = counter("checkpoints_saved", "Checkpoints saved.")
 
@@ -194,7 +243,9 @@ class MetricsServer:
         for slot, group in fold.groups.items():
             if group.num_restarts:
                 others = group.num_restarts - group.num_standby_restarts
-                self._count("restarts", self._restarts, group.num_standby_restarts, str(slot), "true")
+                self._count(
+                    "restarts", self._restarts, group.num_standby_restarts, str(slot), "true"
+                )
                 self._count("restarts", self._restarts, others, str(slot), "false")
 
     def _count(self, name: str, metric: PrometheusCounter, total: int, *labels: str) -> None:

@@ -33,7 +33,9 @@ def rank_lines(groups: Iterable[GroupFold], unit: Unit, now: float, max_rows: in
         return []
     shown: Sequence[tuple[int, RankFold]] = known
     if len(known) > max_rows - 1:
-        urgent = sorted(known, key=lambda row: (not row[1].ended, row[1].step or -1, row[1].last.time))
+        urgent = sorted(
+            known, key=lambda row: (not row[1].ended, row[1].step or -1, row[1].last.time)
+        )
         chosen = {(slot, rank.rank) for slot, rank in urgent[: max_rows - 2]}
         shown = [(slot, rank) for slot, rank in known if (slot, rank.rank) in chosen]
     rows = [
@@ -48,10 +50,22 @@ def rank_lines(groups: Iterable[GroupFold], unit: Unit, now: float, max_rows: in
             text.ljust(width) if place in left else text.rjust(width)
             for place, (text, width) in enumerate(zip(row, widths, strict=True))
         ]
-        style = "bold" if number == 0 else "red" if shown[number - 1][1].ended not in ("", "ended") else ""
+        style = (
+            "bold"
+            if number == 0
+            else "red"
+            if shown[number - 1][1].ended not in ("", "ended")
+            else ""
+        )
         lines.append(Text((GAP * " ").join(cells).rstrip(), style=style, no_wrap=True))
     if len(shown) < len(known):
-        lines.append(Text(f"and {len(known) - len(shown)} more ranks, not behind these", style="dim", no_wrap=True))
+        lines.append(
+            Text(
+                f"and {len(known) - len(shown)} more ranks, not behind these",
+                style="dim",
+                no_wrap=True,
+            )
+        )
     return lines
 
 

@@ -124,7 +124,9 @@ class RunStatus:
     @property
     def groups(self) -> status.Groups:
         """The status of each group, by slot."""
-        return {slot: status.show_group(group, self.fold) for slot, group in self.fold.groups.items()}
+        return {
+            slot: status.show_group(group, self.fold) for slot, group in self.fold.groups.items()
+        }
 
     @property
     def states(self) -> dict[int, str]:
@@ -248,9 +250,17 @@ class RunStatus:
     def seconds_left(self, now: float) -> float | None:
         """Return the time until the target at the present rate; None if unknown."""
         recent, seconds = self._recent(now)
-        if self.fold.target is None or self.step is None or not seconds or self.end or self.all_left:
+        if (
+            self.fold.target is None
+            or self.step is None
+            or not seconds
+            or self.end
+            or self.all_left
+        ):
             return None
-        commits = max(0, self.fold.target - self.fold.unit.step_after(self.step)) / self.fold.unit.steps
+        commits = (
+            max(0, self.fold.target - self.fold.unit.step_after(self.step)) / self.fold.unit.steps
+        )
         return commits * seconds / (len(recent) - 1)
 
     def progress(self, now: float) -> str | None:

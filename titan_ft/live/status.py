@@ -15,14 +15,33 @@ from titan_ft.history.fold.run import RunFold
 from titan_ft.history.fold.unit import STEP, Unit
 from titan_ft.run import events as ev
 
-WAITING, STARTING, JOINED, HEALING, TRAINING = "waiting", "starting", "joined", "healing", "training"
+WAITING, STARTING, JOINED, HEALING, TRAINING = (
+    "waiting",
+    "starting",
+    "joined",
+    "healing",
+    "training",
+)
 DIED, DRAINING, DRAINED, FINISHED, FAILED = "died", "draining", "drained", "finished", "failed"
 STOPPED = "stopped"
 """The launcher or the agent ended the group before it could leave in order."""
 LOST = "lost"
 """The group was silent for so long that its host may be gone. Its next event ends this state."""
 _SHOWN: dict[GroupState, str] = {"left": DRAINED, "finished": FINISHED, "given up": FAILED}
-STATES = (WAITING, STARTING, JOINED, HEALING, TRAINING, LOST, DIED, DRAINING, DRAINED, FINISHED, FAILED, STOPPED)
+STATES = (
+    WAITING,
+    STARTING,
+    JOINED,
+    HEALING,
+    TRAINING,
+    LOST,
+    DIED,
+    DRAINING,
+    DRAINED,
+    FINISHED,
+    FAILED,
+    STOPPED,
+)
 
 
 @dataclass(frozen=True)
@@ -299,7 +318,9 @@ def _describe_death(name: str, event: ev.WorkerExited) -> str:
     return f"{name} died: {'; '.join(parts)}"
 
 
-def _describe_end(name: str, event: ev.ReplicaGaveUp, group: GroupFold, state_before: str | None) -> str:
+def _describe_end(
+    name: str, event: ev.ReplicaGaveUp, group: GroupFold, state_before: str | None
+) -> str:
     """Return the line of a group that is not started again."""
     if event.mistake:
         return f"{name} has a mistake in its config: {event.mistake}"
@@ -377,7 +398,9 @@ def _writer(event: ev.LogEvent) -> str:
 
 def _params(event: ev.FaultInjected) -> str:
     params = event.params or {}
-    values = [f"{name} {value:g}" for name, value in params.items() if isinstance(value, int | float)]
+    values = [
+        f"{name} {value:g}" for name, value in params.items() if isinstance(value, int | float)
+    ]
     return f" ({', '.join(values)})" if values else ""
 
 

@@ -34,7 +34,10 @@ class PlainView:
             return
         if now < self._next_progress and not run.all_left:
             return
-        self._shown, self._next_progress = run.fold.steps.num_committed, now + self._progress_seconds
+        self._shown, self._next_progress = (
+            run.fold.steps.num_committed,
+            now + self._progress_seconds,
+        )
         self.line(run.progress(time.time()) or "")
 
     def close(self) -> None:
@@ -53,7 +56,9 @@ class TableView:
         self._live.start()
 
     def line(self, text: str) -> None:
-        self._live.console.print(f"[{time.monotonic() - self._start:7.1f} s] {text}", markup=False, highlight=False)
+        self._live.console.print(
+            f"[{time.monotonic() - self._start:7.1f} s] {text}", markup=False, highlight=False
+        )
 
     def update(self, run: RunStatus) -> None:
         width, height = self._live.console.size

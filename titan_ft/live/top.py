@@ -55,10 +55,14 @@ class FollowedRun:
             self.status.observe(event)
         self.status.observe_cut(self._tail.cut, time.monotonic())
         # The lock alone proves nothing: some file systems show it only on the launcher's own host.
-        may_be_gone = not self.status.end and self.status.fold.launched and self.status.is_silent(time.time())
+        may_be_gone = (
+            not self.status.end and self.status.fold.launched and self.status.is_silent(time.time())
+        )
         self.status.launcher_gone = may_be_gone and is_held(self._paths) is False
         if not self.run_dir.is_dir():
-            raise ConfigError(f"RUN_DIR must be the folder of a run, got {self.run_dir}; it has been removed")
+            raise ConfigError(
+                f"RUN_DIR must be the folder of a run, got {self.run_dir}; it has been removed"
+            )
         return self.status
 
     def render(self, screen: Screen) -> RenderableType:
@@ -105,7 +109,11 @@ def _watch(run: FollowedRun, console: Console) -> bool:
             hint = "r ranks  ? columns  q leaves" if sys.stdin.isatty() else "Ctrl-C leaves"
             # Read the size each time: the user may have resized the window.
             screen = Screen(
-                *console.size, ascii_only=console.options.ascii_only, hint=hint, ranks=ranks, help=explained
+                *console.size,
+                ascii_only=console.options.ascii_only,
+                hint=hint,
+                ranks=ranks,
+                help=explained,
             )
             live.update(run.render(screen), refresh=True)
             match pressed(REFRESH_SECONDS).lower():

@@ -176,7 +176,9 @@ def _text(text: str, style: str = "") -> Text:
 def _title(name: str, screen: Screen) -> Text:
     line = _text("titan-ft top  ", "bold")
     space = screen.width - len(line.plain) - len(screen.hint) - (GAP if screen.hint else 0)
-    line.append(name if len(name) <= space else f"...{name[len(name) - max(0, space - 3) :]}", "not bold")
+    line.append(
+        name if len(name) <= space else f"...{name[len(name) - max(0, space - 3) :]}", "not bold"
+    )
     if screen.hint:
         line.append(screen.hint.rjust(screen.width - len(line.plain)), "not bold dim")
     return line
@@ -189,15 +191,29 @@ def _state(run: RunStatus, now: float, screen: Screen) -> list[Text]:
     what, elapsed = shape(len(run.groups), run.fold.num_ranks), clock(run.elapsed(now))
     if run.end or run.launcher_gone:
         outcome = run.outcome
-        when = f"over after {elapsed}" if run.end else f"no event for {clock(now - run.fold.last_event)}"
+        when = (
+            f"over after {elapsed}"
+            if run.end
+            else f"no event for {clock(now - run.fold.last_event)}"
+        )
         text = f"{outcome.headline}; {when}; {what}"
-        return [_text(line, _STYLES[outcome.colour]) for line in textwrap.wrap(text, max(16, screen.width))]
+        return [
+            _text(line, _STYLES[outcome.colour])
+            for line in textwrap.wrap(text, max(16, screen.width))
+        ]
     line = _text(f"running for {elapsed}; {what}")
     if run.is_silent(now):
         line.append(f"; no event for {clock(now - run.fold.last_event)}", "bold yellow")
     if run.num_cut:
-        line.append(f"; events of {count(run.num_cut, 'process', 'processes')} are not written", "bold yellow")
-    lost = [part for group in run.outcome.lost for part in textwrap.wrap(f"without {group.describe()}", screen.width)]
+        line.append(
+            f"; events of {count(run.num_cut, 'process', 'processes')} are not written",
+            "bold yellow",
+        )
+    lost = [
+        part
+        for group in run.outcome.lost
+        for part in textwrap.wrap(f"without {group.describe()}", screen.width)
+    ]
     return [line, *(_text(part, "bold yellow") for part in lost)]
 
 
@@ -246,14 +262,18 @@ def _losses(run: RunStatus, screen: Screen) -> list[Text]:
         return []
     first, last = f"loss {run.losses.first:.3f} ", f" {run.losses.last:.3f}"
     tall = not screen.ascii_only and screen.height is not None and screen.height >= 32
-    rows = sparkline(known, screen.width - len(first) - len(last), 3 if tall else 1, ascii_only=screen.ascii_only)
+    rows = sparkline(
+        known, screen.width - len(first) - len(last), 3 if tall else 1, ascii_only=screen.ascii_only
+    )
     lines = [_text(" " * len(first)).append(row, "cyan") for row in rows]
     lines[0] = _text("").append(first, "dim").append(rows[0], "cyan")
     lines[-1].append(last, "dim")
     return lines
 
 
-def sparkline(values: Sequence[float], width: int, rows: int = 1, *, ascii_only: bool = False) -> list[str]:
+def sparkline(
+    values: Sequence[float], width: int, rows: int = 1, *, ascii_only: bool = False
+) -> list[str]:
     """Return a bar chart of `rows` lines and at most `width` columns. A column is the mean of its values."""
     num = min(len(values), max(1, width))
     cuts = [index * len(values) // num for index in range(num + 1)]
@@ -275,7 +295,9 @@ def _hosts(hosts: Sequence[HostFigures], width: int, max_rows: int) -> list[Text
         return []
     shown = hosts if len(hosts) <= max_rows else hosts[: max_rows - 1]
     cells = [("host", "starts", "deaths", "left", "groups")]
-    cells += [(h.host, f"{h.starts}", f"{h.deaths}", f"{h.left}", name_range(h.groups)) for h in shown]
+    cells += [
+        (h.host, f"{h.starts}", f"{h.deaths}", f"{h.left}", name_range(h.groups)) for h in shown
+    ]
     longest = max(len(row[0]) for row in cells)
     # A long name is cut, so that the figures after it are not.
     name = min(longest, max(8, width // 3))
@@ -303,6 +325,8 @@ def _shown(run: RunStatus, max_rows: int) -> tuple[list[GroupStatus], str]:
 
 def _line(seconds: float, text: str, severity: Severity, width: int) -> list[Text]:
     style = _STYLE_OF[severity]
-    first, *more = textwrap.wrap(text, max(16, width - 10), break_on_hyphens=False)[:MAX_WRAPPED] or [""]
+    first, *more = textwrap.wrap(text, max(16, width - 10), break_on_hyphens=False)[
+        :MAX_WRAPPED
+    ] or [""]
     lines = [_text(f"{clock(seconds):>8}  ", "dim").append(first, f"not dim {style}")]
     return lines + [_text(CONTINUED).append(part, style) for part in more]

@@ -320,7 +320,9 @@ class FileAppender(Appender):
     def _open(self) -> int:
         if not self._was_open:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        file = os.open(
+            self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
+        )
         try:
             # Opened again and empty: a new file in place of one that was removed. After ESTALE it is the
             # old one, which is not empty.
@@ -357,7 +359,9 @@ class FileAppender(Appender):
             return
         if self._offset:  # the file ends with half a record, and so without a newline
             return
-        if not self._records or self._records[0] == _NEWLINE:  # nothing is missing, or it is marked already
+        if (
+            not self._records or self._records[0] == _NEWLINE
+        ):  # nothing is missing, or it is marked already
             return
         with contextlib.suppress(OSError):
             size = os.fstat(self._file).st_size

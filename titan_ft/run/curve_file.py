@@ -86,7 +86,8 @@ class CurveFile:
         later one's steps.
         """
         stamps = [
-            path.name.removeprefix(FILE_PREFIX).partition(".")[0] for path in self._folder.glob(f"{FILE_PREFIX}*")
+            path.name.removeprefix(FILE_PREFIX).partition(".")[0]
+            for path in self._folder.glob(f"{FILE_PREFIX}*")
         ]
         latest = max((int(stamp) for stamp in stamps if stamp.isdigit()), default=0)
         return max(int(time.time()), latest + 1)

@@ -67,7 +67,13 @@ _TRANSIENT_ERRNOS = DISK_ERRNOS | {
 }
 _TRANSIENT_STATUSES = {408, 429, 500, 502, 503, 504}
 """Of HTTP: a server that is overloaded, or away behind its proxy."""
-_FILE_ERRORS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+_FILE_ERRORS = (
+    FileExistsError,
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
 """They say what is wrong with a file, whatever was tried before; see `_is_of_a_network`."""
 _NOT_IN_CACHE = "LocalEntryNotFoundError"
 """A FileNotFoundError of huggingface_hub, which says only that the file is not in the cache either."""
@@ -77,11 +83,15 @@ _IN_LOADER_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process")
 See torch/_utils.py, `ExceptionWrapper.reraise`.
 """
 _ERRNO = re.compile(r"\[Errno (-?\d+)\]")
-_GLOO = re.compile(r"gloo/.*(Connection|Timed out|timeout|Broken pipe|Socket closed)", re.IGNORECASE | re.DOTALL)
+_GLOO = re.compile(
+    r"gloo/.*(Connection|Timed out|timeout|Broken pipe|Socket closed)", re.IGNORECASE | re.DOTALL
+)
 """What Gloo says of a lost peer; it raises a plain RuntimeError (gloo/transport/tcp/pair.cc)."""
 _TRACEBACK = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^[ |]+File "(.+)", line (\d+)', re.MULTILINE)
-_ADDRESSES_AND_NUMBERS = re.compile(r"0x[0-9a-f]+|\b(?=\w*\d)[0-9a-f]{6,}\b|\btmp\w+|\d+(?:\.\d+)*", re.IGNORECASE)
+_ADDRESSES_AND_NUMBERS = re.compile(
+    r"0x[0-9a-f]+|\b(?=\w*\d)[0-9a-f]{6,}\b|\btmp\w+|\d+(?:\.\d+)*", re.IGNORECASE
+)
 
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0e-\x1b\x7f]")
@@ -161,7 +171,9 @@ def write_error(error: BaseException) -> None:
 def read_error(path: Path) -> WorkerError | None:
     """Read an error file; None where there is none, or it is damaged."""
     try:
-        return parse_error(json.loads(path.read_text(encoding="utf-8", errors="replace"))["message"])
+        return parse_error(
+            json.loads(path.read_text(encoding="utf-8", errors="replace"))["message"]
+        )
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -187,11 +199,17 @@ def find_where(traceback_text: str) -> str:
     frames = [(Path(file), line) for file, line in _FRAME.findall(last) if not file.startswith("<")]
     if not frames:
         return ""
-    libraries = [Path(path) for path in {sysconfig.get_path(name) for name in ("purelib", "platlib")}]
+    libraries = [
+        Path(path) for path in {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    ]
     own, standard = Path(__file__).parents[1], Path(sysconfig.get_path("stdlib"))
-    installed = [frame for frame in frames if any(frame[0].is_relative_to(path) for path in libraries)]
+    installed = [
+        frame for frame in frames if any(frame[0].is_relative_to(path) for path in libraries)
+    ]
     installed = [frame for frame in installed if not frame[0].is_relative_to(own)]
-    others = [frame for frame in frames if frame not in installed and not frame[0].is_relative_to(own)]
+    others = [
+        frame for frame in frames if frame not in installed and not frame[0].is_relative_to(own)
+    ]
     users = [frame for frame in others if not frame[0].is_relative_to(standard)]
     file, line = (users or installed or frames)[-1]
     for folder in (*libraries, Path.cwd()):
@@ -259,15 +277,25 @@ def _says_network(error: BaseException) -> bool:
     numbers = _ERRNO.findall(text)  # the last one is that of the error itself
     errno_in_worker = int(numbers[-1]) if numbers else 0
     # A negative one is no errno, but the resolver's: the name server did not answer.
-    return in_worker[1] in _TRANSIENT_CLASSES or errno_in_worker < 0 or errno_in_worker in _TRANSIENT_ERRNOS
+    return (
+        in_worker[1] in _TRANSIENT_CLASSES
+        or errno_in_worker < 0
+        or errno_in_worker in _TRANSIENT_ERRNOS
+    )
 
 
 def _http_status(error: BaseException) -> object:
     """Return the status of an HTTP error, by where urllib, aiohttp, requests and httpx keep it; else None."""
     if "HTTPError" not in {kind.__name__ for kind in type(error).__mro__}:
-        return getattr(error, "status", None) if type(error).__name__ == "ClientResponseError" else None
+        return (
+            getattr(error, "status", None)
+            if type(error).__name__ == "ClientResponseError"
+            else None
+        )
     response = getattr(error, "response", None)
-    return getattr(error, "code", None) if response is None else getattr(response, "status_code", None)
+    return (
+        getattr(error, "code", None) if response is None else getattr(response, "status_code", None)
+    )
 
 
 def _first_line(text: str) -> str:

@@ -992,7 +992,9 @@ def _meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
 
 def _type_name(kind: type[msgspec.Struct], field: str, required: bool) -> str:
     """Return the annotated type of a field as the document shows it."""
-    annotated = next(base.__annotations__[field] for base in kind.__mro__ if field in base.__annotations__)
+    annotated = next(
+        base.__annotations__[field] for base in kind.__mro__ if field in base.__annotations__
+    )
     name = str(annotated)
     if not required and name.endswith(" | None"):
         name = f"{name.removesuffix(' | None')}, *optional*"
@@ -1005,7 +1007,9 @@ def _rows(kind: type[msgspec.Struct]) -> list[tuple[str, str, str]]:
     rows = []
     for field in msgspec.structs.fields(kind):
         if field.name not in meanings:
-            raise ValueError(f"{kind.__name__}.{field.name} needs a comment that says what it means")
+            raise ValueError(
+                f"{kind.__name__}.{field.name} needs a comment that says what it means"
+            )
         type_name = _type_name(kind, field.name, field.required)
         rows.append((field.name, type_name, f"{meanings[field.name]}."))
     return rows

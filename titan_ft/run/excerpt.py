@@ -30,7 +30,10 @@ def read_end(log: Path) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    lines = [_RANK.sub("", _COLOUR.sub("", line.rpartition("\r")[2])).rstrip() for line in text.split("\n")]
+    lines = [
+        _RANK.sub("", _COLOUR.sub("", line.rpartition("\r")[2])).rstrip()
+        for line in text.split("\n")
+    ]
     lines = [line for line in lines if _MARKERS.match(line) is None]
     while lines and not lines[-1]:
         lines.pop()
@@ -64,7 +67,10 @@ def _first_of_chain(lines: list[str], begins: list[int]) -> int:
     first = begins[-1]
     for begin in reversed(begins[:-1]):
         between = lines[_end_of_traceback(lines, begin) : first]
-        if any(line and not line.startswith(("The above exception", "During handling")) for line in between):
+        if any(
+            line and not line.startswith(("The above exception", "During handling"))
+            for line in between
+        ):
             break
         first = begin
     return first

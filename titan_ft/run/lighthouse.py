@@ -76,7 +76,9 @@ class Announcement:
             with open(part, "w", opener=no_follow) as file:
                 file.write(json.dumps(asdict(self)) + "\n")
                 file.flush()
-                os.fsync(file.fileno())  # on a network file system the name could be there before the bytes
+                os.fsync(
+                    file.fileno()
+                )  # on a network file system the name could be there before the bytes
         except OSError:
             self.discard(path)
             raise
@@ -195,7 +197,9 @@ class LighthouseAddress:
         while self.place is None:
             self.place = self.look()
             if self.place is None and time.monotonic() >= deadline:
-                raise TimeoutError(f"no lighthouse has announced itself in {self._path} within {seconds:g} s")
+                raise TimeoutError(
+                    f"no lighthouse has announced itself in {self._path} within {seconds:g} s"
+                )
             if self.place is None:
                 time.sleep(_POLL_SECONDS)
         return self.place.url

@@ -48,7 +48,12 @@ class EventLog:
     """
 
     def __init__(
-        self, path: Path | None, *, replica: int | None = None, rank: int | None = None, attempt: int | None = None
+        self,
+        path: Path | None,
+        *,
+        replica: int | None = None,
+        rank: int | None = None,
+        attempt: int | None = None,
     ) -> None:
         self._who = {"replica": replica, "rank": rank, "attempt": attempt}
         self._lock = threading.Lock()
@@ -81,7 +86,9 @@ class EventLog:
             self._append(event)
 
     def _open(self, path: Path) -> FileAppender:
-        return FileAppender(path, self._report_stall, self._report_end, is_json_lines=True, on_cut=self._report_cut)
+        return FileAppender(
+            path, self._report_stall, self._report_end, is_json_lines=True, on_cut=self._report_cut
+        )
 
     def _rotate(self) -> None:
         path = RunPaths.following(self._path, self._number + 1)
@@ -103,7 +110,9 @@ class EventLog:
             self._closed = True
         num_lost = self._file.close(FINISH_SECONDS)
         if num_lost:
-            _report(f"{self._file.path} still cannot be written: the last {num_lost} events of this process are lost")
+            _report(
+                f"{self._file.path} still cannot be written: the last {num_lost} events of this process are lost"
+            )
 
     def _append(self, event: Event) -> None:
         event.pid = os.getpid()
@@ -126,7 +135,9 @@ class EventLog:
         num_dropped = stall.dropped.total()
         if stall.reported or num_dropped:
             lost = f"; {num_dropped} more are lost" if num_dropped else ""
-            _report(f"{self._file.path} can be written again: {stall.num_waited} events came late{lost}")
+            _report(
+                f"{self._file.path} can be written again: {stall.num_waited} events came late{lost}"
+            )
             delayed = EventsDelayed(error=stall.reason, events=stall.num_waited, since=stall.began)
             stamp(delayed)
             self._append(delayed)
@@ -164,7 +175,9 @@ def encode(event: Event) -> bytes:
     # With a space behind each colon and comma, as people read it and their tools may search for it.
     try:
         line = _ENCODER.encode(event)
-    except UnicodeEncodeError:  # a path or a message that is not UTF-8: what it cannot say must not end who says it
+    except (
+        UnicodeEncodeError
+    ):  # a path or a message that is not UTF-8: what it cannot say must not end who says it
         plain = msgspec.to_builtins(event, str_keys=True, enc_hook=_plain)
         line = json.dumps(plain, ensure_ascii=False).encode(errors="replace")
     return msgspec.json.format(line, indent=0) + b"\n"
@@ -194,7 +207,11 @@ def decode(line: bytes, *wanted: type[Event]) -> Event | None:
         raise ValueError(_WRONG_FIELDS.format(head.event, error)) from error
     names, defaults, values_of = _header(kind)
     if True in map(operator.eq, values_of(event), defaults):
-        missing = next(name for name, value in zip(names, defaults, strict=True) if getattr(event, name) == value)
+        missing = next(
+            name
+            for name, value in zip(names, defaults, strict=True)
+            if getattr(event, name) == value
+        )
         raise ValueError(_WRONG_FIELDS.format(head.event, f"{missing} is missing"))
     return event
 
@@ -212,7 +229,9 @@ def read_events(folder: Path) -> list[Event]:
     return read_history(folder)[0]
 
 
-def read_history(folder: Path, known: Mapping[str, Place] | None = None) -> tuple[list[Event], list[str]]:
+def read_history(
+    folder: Path, known: Mapping[str, Place] | None = None
+) -> tuple[list[Event], list[str]]:
     """Read events as `read_events` does; return them, and the names of the files that are cut (see `FileAppender`).
 
     Args:
@@ -235,7 +254,9 @@ def read_history(folder: Path, known: Mapping[str, Place] | None = None) -> tupl
             try:
                 event = decode(line) if line else None
             except ValueError as error:
-                if number < start.num_lines + len(lines):  # the text behind the last newline is a line that was cut
+                if number < start.num_lines + len(
+                    lines
+                ):  # the text behind the last newline is a line that was cut
                     raise ValueError(f"{path}:{number} {error}") from error
                 continue
             if event is not None:
@@ -260,7 +281,9 @@ def stream(path: Path, place: Place) -> Iterator[Event]:
     """
     rest = b""
     while True:
-        with path.open("rb") as file:  # only now and then: a run may have more files than a process may open
+        with path.open(
+            "rb"
+        ) as file:  # only now and then: a run may have more files than a process may open
             file.seek(place.num_bytes + len(rest))
             block = file.read(_BLOCK_BYTES)
         *lines, rest = (rest + block).split(b"\n")
@@ -298,7 +321,9 @@ class _Head(msgspec.Struct):
 
 def _plain(value: Any) -> Any:
     """Return what JSON knows of a value that it does not: a number, or its text."""
-    if callable(getattr(value, "item", None)):  # a scalar of NumPy or torch, which this layer does not import
+    if callable(
+        getattr(value, "item", None)
+    ):  # a scalar of NumPy or torch, which this layer does not import
         return value.item()
     return str(value)
 
@@ -321,11 +346,17 @@ def _decoder(kind: type[Event]) -> msgspec.json.Decoder[Any]:
 
 
 @cache
-def _header(kind: type[Event]) -> tuple[tuple[str, ...], tuple[Any, ...], Callable[[Event], tuple[Any, ...]]]:
+def _header(
+    kind: type[Event],
+) -> tuple[tuple[str, ...], tuple[Any, ...], Callable[[Event], tuple[Any, ...]]]:
     """Return the fields of the header that each line of a class has, what they are where a line has not, and a getter.
 
     Looked up one by one they would cost more than the decoding of the whole line.
     """
-    header = [f for f in msgspec.structs.fields(kind) if f.name in Event.__struct_fields__ and f.default is not None]
+    header = [
+        f
+        for f in msgspec.structs.fields(kind)
+        if f.name in Event.__struct_fields__ and f.default is not None
+    ]
     names = tuple(f.name for f in header)
     return names, tuple(f.default for f in header), operator.attrgetter(*names)

@@ -120,7 +120,9 @@ class RunPaths:
 
     @staticmethod
     def workers_pattern(
-        replica: int | None = None, attempt: int | Literal["*"] | None = None, rank: int | None = None
+        replica: int | None = None,
+        attempt: int | Literal["*"] | None = None,
+        rank: int | None = None,
     ) -> str:
         """Return a pattern for the names of the workers' event files: of all, or of one attempt of a group.
 

@@ -13,7 +13,9 @@ from titan_ft.run.events import Event
 from titan_ft.run.log import decode
 
 _MAX_LOG_BYTES = 65536  # at the end of a log, in which its last error is looked for
-_EXCEPTION = re.compile(r"^(\[rank\d+\]:\s*)?([A-Za-z_][\w.]*\.)?\w*(Error|Exception|Interrupt|Exit)\b")
+_EXCEPTION = re.compile(
+    r"^(\[rank\d+\]:\s*)?([A-Za-z_][\w.]*\.)?\w*(Error|Exception|Interrupt|Exit)\b"
+)
 
 _CRASH = "Fatal Python error: "
 """Begins what faulthandler (CPython's Modules/faulthandler.c) writes when a signal ends a process.
@@ -49,7 +51,9 @@ class FileTail:
             status = self._path.stat()
             size, replaced = status.st_size, self._inode not in (None, status.st_ino)
             self._inode = status.st_ino
-            if replaced or (size < self._offset and not self._only_grows):  # somebody has replaced or cut it
+            if replaced or (
+                size < self._offset and not self._only_grows
+            ):  # somebody has replaced or cut it
                 self._offset = 0
             self.is_cut = size < self._offset or not size
             if size <= self._offset:
@@ -57,7 +61,9 @@ class FileTail:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
-        except OSError:  # not there, yet or any more, or a network file system that has no answer right now
+        except (
+            OSError
+        ):  # not there, yet or any more, or a network file system that has no answer right now
             return b""
         if self._only_grows:
             data = data.partition(b"\0")[0]
@@ -91,7 +97,9 @@ class EventTail:
         starts = {folder / name: num_bytes for name, num_bytes in (known or {}).items()}
         if not from_start:
             starts = {path: path.stat().st_size for path in folder.glob(pattern)}
-        self._tails = {path: FileTail(path, start, only_grows=True) for path, start in starts.items()}
+        self._tails = {
+            path: FileTail(path, start, only_grows=True) for path, start in starts.items()
+        }
 
     @property
     def cut(self) -> set[str]:
@@ -107,10 +115,14 @@ class EventTail:
         events: list[Event] = []
         try:
             paths = sorted(self._folder.glob(self._pattern))
-        except OSError:  # this process has no descriptor left, or a network file system has no answer right now
+        except (
+            OSError
+        ):  # this process has no descriptor left, or a network file system has no answer right now
             paths = sorted(self._tails)
         for path in paths:
-            for line in self._tails.setdefault(path, FileTail(path, only_grows=True)).poll().splitlines():
+            for line in (
+                self._tails.setdefault(path, FileTail(path, only_grows=True)).poll().splitlines()
+            ):
                 with contextlib.suppress(ValueError):
                     event = decode(line, *self._wanted)
                     events += [] if event is None else [event]

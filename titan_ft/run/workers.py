@@ -20,6 +20,8 @@ def latest_attempts(events: Iterable[Event]) -> dict[int, int]:
 
 def latest_workers(events: Iterable[Event], replica: int) -> list[int]:
     """Return the pids of the workers that a group's latest attempt started; some may have ended since."""
-    started = [event for event in events if isinstance(event, WorkerStarted) and event.replica == replica]
+    started = [
+        event for event in events if isinstance(event, WorkerStarted) and event.replica == replica
+    ]
     attempt = max((event.attempt for event in started), default=0)
     return sorted({event.pid for event in started if event.attempt == attempt})

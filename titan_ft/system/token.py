@@ -49,7 +49,9 @@ def read_token_file(path: Path, option: str) -> str:
             return file.read(_MAX_BYTES).strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
-        raise ConfigError(f"{option} must name a file with the token, got {path} ({reason})") from error
+        raise ConfigError(
+            f"{option} must name a file with the token, got {path} ({reason})"
+        ) from error
 
 
 def check_token(token: str, *, is_local: bool) -> None:

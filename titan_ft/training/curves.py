@@ -16,7 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan_ft.host.titan import BaseLogger, JobConfig, WandBLogger, logger, use_curve_loggers, wrap_profilers
+from titan_ft.host.titan import (
+    BaseLogger,
+    JobConfig,
+    WandBLogger,
+    logger,
+    use_curve_loggers,
+    wrap_profilers,
+)
 from titan_ft.run.curve_file import CurveFile
 
 
@@ -40,7 +47,10 @@ class GroupCurves(BaseLogger):
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Write a point of each curve, at once: a process that is killed leaves all that it has logged."""
-        values = {name if self._tag is None else f"{self._tag}/{name}": float(metrics[name]) for name in metrics}
+        values = {
+            name if self._tag is None else f"{self._tag}/{name}": float(metrics[name])
+            for name in metrics
+        }
         anew = not self._last or any(self._last.get(name, -1) >= step for name in values)
         if anew:
             self._last.clear()
@@ -126,7 +136,9 @@ def _warned() -> Iterator[None]:
         logger.warning(f"a trace of the profiler is not written: {error}")
 
 
-def wandb_environment(environ: Mapping[str, str], job_config: JobConfig, rank: int) -> dict[str, str]:
+def wandb_environment(
+    environ: Mapping[str, str], job_config: JobConfig, rank: int
+) -> dict[str, str]:
     """Return what makes all attempts of this group one run of W&B, in a group of runs that is the job's.
 
     The job is called as WANDB_RUN_ID says, or WANDB_RUN_GROUP (`titan-ft launch` sets it to the name of its first
@@ -141,7 +153,9 @@ def wandb_environment(environ: Mapping[str, str], job_config: JobConfig, rank: i
     if job_config.metrics.save_for_all_ranks:
         whose += f"-rank-{rank}"
     return {
-        "WANDB_RUN_ID": re.sub(r"[^A-Za-z0-9_-]+", "-", f"{job}-{whose}"),  # W&B knows no other characters in ids
+        "WANDB_RUN_ID": re.sub(
+            r"[^A-Za-z0-9_-]+", "-", f"{job}-{whose}"
+        ),  # W&B knows no other characters in ids
         "WANDB_RUN_NAME": f"{environ.get('WANDB_RUN_NAME') or job} {whose}",
         "WANDB_RUN_GROUP": environ.get("WANDB_RUN_GROUP") or job,
         "WANDB_RESUME": environ.get("WANDB_RESUME") or "allow",

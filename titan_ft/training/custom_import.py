@@ -59,7 +59,11 @@ def working_folder_first() -> Iterator[None]:
 @contextlib.contextmanager
 def _as_a_rank() -> Iterator[None]:
     """Let a module that asks for its rank when it is imported find one, where no worker imports it."""
-    missing = [] if "RANK" in os.environ else [variable for variable in _RANK if variable not in os.environ]
+    missing = (
+        []
+        if "RANK" in os.environ
+        else [variable for variable in _RANK if variable not in os.environ]
+    )
     os.environ.update({variable: _RANK[variable] for variable in missing})
     try:
         yield

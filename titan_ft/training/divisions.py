@@ -16,7 +16,13 @@ from titan_ft.config import TABLE, ConfigError, Rule
 
 RANKS = "--ranks-per-replica, or torchrun's --nnodes x --nproc-per-node"
 
-DEGREES = ("data_parallel_replicate", "context_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel")
+DEGREES = (
+    "data_parallel_replicate",
+    "context_parallel",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "expert_parallel",
+)
 
 
 def check_ranks(config: Any, num_ranks: int) -> None:
@@ -51,7 +57,13 @@ def _rank_rules(config: Any, num_ranks: int) -> Iterator[Rule]:
     replicate, cp, tp, pp, ep = (getattr(parallel, f"{name}_degree") for name in DEGREES)
     yield from _number_rules(parallel)
     shard, name = parallel.data_parallel_shard_degree, "parallelism.data_parallel_shard_degree"
-    yield shard == -1 or shard >= 1, name, "must be >= 1, or -1 for all ranks that are left", shard, "set it to -1"
+    yield (
+        shard == -1 or shard >= 1,
+        name,
+        "must be >= 1, or -1 for all ranks that are left",
+        shard,
+        "set it to -1",
+    )
     others = replicate * cp * tp * pp
     product = " x ".join(
         f"{name} ({degree})"
@@ -66,10 +78,22 @@ def _rank_rules(config: Any, num_ranks: int) -> Iterator[Rule]:
     )
     remedy = f"change a degree, or the ranks ({RANKS})"
     if shard == -1:
-        yield num_ranks % others == 0, "ranks of a group", f"must be a multiple of {product}", num_ranks, remedy
+        yield (
+            num_ranks % others == 0,
+            "ranks of a group",
+            f"must be a multiple of {product}",
+            num_ranks,
+            remedy,
+        )
         shard = num_ranks // others
     else:
-        yield num_ranks == others * shard, "ranks of a group", f"must be {product or 1}", num_ranks, remedy
+        yield (
+            num_ranks == others * shard,
+            "ranks of a group",
+            f"must be {product or 1}",
+            num_ranks,
+            remedy,
+        )
     if cp * tp > 1:
         yield from _sequence_rules("training.seq_len", training.seq_len, cp, tp)
     if ep > 1:
@@ -111,12 +135,16 @@ def _batch_rules(config: Any, pp: int, readers: int) -> Iterator[Rule]:
         rule = f"must be a multiple of parallelism.pipeline_parallel_microbatch_size ({micro})"
         yield local % micro == 0, "training.local_batch_size", rule, local, "change one of them"
     if total is not None and total > 0:
-        factors = (
-            f"{TABLE}.group_size ({groups}) x training.local_batch_size ({local}) x {readers} ranks that read data"
-        )
+        factors = f"{TABLE}.group_size ({groups}) x training.local_batch_size ({local}) x {readers} ranks that read data"
         remedy = "it counts the sequences of all groups"
         rule = f"must be a multiple of {factors}"
-        yield total % (groups * local * readers) == 0, "training.global_batch_size", rule, total, remedy
+        yield (
+            total % (groups * local * readers) == 0,
+            "training.global_batch_size",
+            rule,
+            total,
+            remedy,
+        )
 
 
 def _model_rules(config: Any, spec: Any) -> Iterator[Rule]:
@@ -126,10 +154,15 @@ def _model_rules(config: Any, spec: Any) -> Iterator[Rule]:
     tp, ep = parallel.tensor_parallel_degree, parallel.expert_parallel_degree
     name = "parallelism.tensor_parallel_degree"
     heads = getattr(arguments, "n_heads", None)
-    for count, kind in ((heads, "attention heads"), (getattr(arguments, "n_kv_heads", None), "key-value heads")):
+    for count, kind in (
+        (heads, "attention heads"),
+        (getattr(arguments, "n_kv_heads", None), "key-value heads"),
+    ):
         if count:
             yield count % tp == 0, name, f"must divide the {count} {kind} {what}", tp, "lower it"
-    yield from _sequence_rules("training.seq_len", config.training.seq_len, parallel.context_parallel_degree, tp)
+    yield from _sequence_rules(
+        "training.seq_len", config.training.seq_len, parallel.context_parallel_degree, tp
+    )
     if ep > 1 and (experts := num_experts(arguments)):
         name = "parallelism.expert_parallel_degree"
         yield experts % ep == 0, name, f"must divide the {experts} experts {what}", ep, "lower it"
@@ -138,17 +171,29 @@ def _model_rules(config: Any, spec: Any) -> Iterator[Rule]:
         yield from _microbatch_rules(config)
     if config.validation.enable:
         yield from _validation_rules(config)
-        if hasattr(arguments, "max_seq_len"):  # torchtitan sets it to training.seq_len: positions end there
+        if hasattr(
+            arguments, "max_seq_len"
+        ):  # torchtitan sets it to training.seq_len: positions end there
             most, rule = config.training.seq_len, "must be <= training.seq_len"
             rule = f"{rule} ({most}), up to which the positions {what} are built"
             remedy = f"set it to {most}, or raise training.seq_len"
-            yield config.validation.seq_len <= most, "validation.seq_len", rule, config.validation.seq_len, remedy
+            yield (
+                config.validation.seq_len <= most,
+                "validation.seq_len",
+                rule,
+                config.validation.seq_len,
+                remedy,
+            )
 
 
 def num_experts(arguments: Any) -> int:
     """Return how many experts each of a model's layers has; 0 if it is dense."""
     moe = getattr(arguments, "moe_args", None)
-    return 0 if moe is None or getattr(arguments, "moe_enabled", True) is False else int(moe.num_experts)
+    return (
+        0
+        if moe is None or getattr(arguments, "moe_enabled", True) is False
+        else int(moe.num_experts)
+    )
 
 
 def _stage_rules(parallel: Any, arguments: Any, spec: Any, what: str) -> Iterator[Rule]:
@@ -163,12 +208,21 @@ def _stage_rules(parallel: Any, arguments: Any, spec: Any, what: str) -> Iterato
     rule = f"must be 1: torchtitan cannot cut {what.removeprefix('of ')} into stages"
     yield spec.pipelining_fn is not None, name, rule, pp, "set it to 1"
     layers = getattr(arguments, "n_layers", None)
-    first, last = parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers
+    first, last = (
+        parallel.pipeline_parallel_first_stage_less_layers,
+        parallel.pipeline_parallel_last_stage_less_layers,
+    )
     schedule = parallel.pipeline_parallel_schedule
     try:
         schedule_class = get_schedule_class(schedule)
     except ValueError:
-        yield False, "parallelism.pipeline_parallel_schedule", "must be a schedule of torch", schedule, 'such as "1F1B"'
+        yield (
+            False,
+            "parallelism.pipeline_parallel_schedule",
+            "must be a schedule of torch",
+            schedule,
+            'such as "1F1B"',
+        )
         return
     if layers is None or parallel.module_fqns_per_model_part is not None:
         return  # cut as the config names it
@@ -198,7 +252,11 @@ def _microbatch_rules(config: Any) -> Iterator[Rule]:
         get_schedule_class,
     )
 
-    parallel, local, name = config.parallelism, config.training.local_batch_size, "training.local_batch_size"
+    parallel, local, name = (
+        config.parallelism,
+        config.training.local_batch_size,
+        "training.local_batch_size",
+    )
     if parallel.pipeline_parallel_schedule_csv:
         return  # dealt out as that file says
     pp, size, schedule = (
@@ -208,7 +266,9 @@ def _microbatch_rules(config: Any) -> Iterator[Rule]:
     )
     schedule_class, count = get_schedule_class(schedule), local // size
     least = {Schedule1F1B: pp, ScheduleDualPipeV: 2 * pp}.get(schedule_class, 1)
-    rule = f"must make {least} or more microbatches (of {size}) for the {least} stages of {schedule}"
+    rule = (
+        f"must make {least} or more microbatches (of {size}) for the {least} stages of {schedule}"
+    )
     yield count >= least, name, rule, local, f"raise it to {least * size}"
     if schedule_class in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
         rounds = max(1, count // pp)

@@ -37,6 +37,11 @@ def finished_step(path: Path, config_digest: str) -> int | None:
     try:
         mark = json.loads(path.read_text())
         return int(mark["step"]) if mark["config_digest"] == config_digest else None
-    except (OSError, ValueError, KeyError, TypeError):  # no mark, or none that can be read: the job goes on
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # no mark, or none that can be read: the job goes on
         digest, _, step = (read_mark(path) or "").partition(" ")
         return int(step) if digest == config_digest and step.isdecimal() else None

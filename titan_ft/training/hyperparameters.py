@@ -29,11 +29,18 @@ class Hyperparameters:
         schedulers: torchtitan's LRSchedulersContainer, likewise; one for each optimizer.
     """
 
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], schedulers: Iterable[LRScheduler]) -> None:
+    def __init__(
+        self, optimizers: Iterable[torch.optim.Optimizer], schedulers: Iterable[LRScheduler]
+    ) -> None:
         self._optimizers = list(optimizers)
         # torchtitan knows this kind only; another one of the user's keeps what it has loaded.
-        self._schedulers = [scheduler for scheduler in schedulers if isinstance(scheduler, LambdaLR)]
-        self._settings = [[_settings_of(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
+        self._schedulers = [
+            scheduler for scheduler in schedulers if isinstance(scheduler, LambdaLR)
+        ]
+        self._settings = [
+            [_settings_of(group) for group in optimizer.param_groups]
+            for optimizer in self._optimizers
+        ]
         self._base_lrs = [list(scheduler.base_lrs) for scheduler in self._schedulers]
 
     def restore(self) -> None:
@@ -51,7 +58,9 @@ class Hyperparameters:
             if scheduler.get_last_lr() != loaded:
                 changed["lr"] = loaded[0], scheduler.get_last_lr()[0]
         for name, (before, now) in changed.items():
-            logger.warning(f"optimizer: the checkpoint was made with {name} = {before}; from here on it is {now}")
+            logger.warning(
+                f"optimizer: the checkpoint was made with {name} = {before}; from here on it is {now}"
+            )
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:

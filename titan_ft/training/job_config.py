@@ -64,7 +64,9 @@ def prepare_config(*args: str) -> Any:
 
 def _find_toml(args: Sequence[str]) -> tuple[str | None, int]:
     """Return the path of the TOML that the flags name, and when it was last changed (ns)."""
-    flags = dict(reversed(list(ft_config.read_flags(args))))  # torchtitan's ConfigManager takes the first
+    flags = dict(
+        reversed(list(ft_config.read_flags(args)))
+    )  # torchtitan's ConfigManager takes the first
     toml = flags.get("job.config_file")
     return toml, os.stat(toml).st_mtime_ns if toml is not None and os.path.exists(toml) else 0
 
@@ -122,7 +124,9 @@ def parse_config(args: Sequence[str], toml: str | None) -> Any:
         manager, schema = build_schema(ft_config.JobConfig, args, values)
     except (ImportError, AttributeError) as error:
         rule = "job.custom_config_module must be a module with a class JobConfig"
-        raise ConfigError(f"{rule}, got one that cannot be used ({error}); install it, or correct the name") from error
+        raise ConfigError(
+            f"{rule}, got one that cannot be used ({error}); install it, or correct the name"
+        ) from error
     ft_config.check_table("", values, schema)
     check_steps(values, args)
 
@@ -210,7 +214,9 @@ def _check_model(job_config: Any) -> None:
         _check_name("training.dataset", job_config.training.dataset, titan.DATASETS)
     if spec.build_optimizers_fn in titan.ADAM_BUILDERS:
         _check_name("optimizer.name", job_config.optimizer.name, ("Adam", "AdamW"))
-    if spec.build_tokenizer_fn is titan.build_hf_tokenizer and not os.path.isdir(model.hf_assets_path):
+    if spec.build_tokenizer_fn is titan.build_hf_tokenizer and not os.path.isdir(
+        model.hf_assets_path
+    ):
         raise ConfigError(
             f"model.hf_assets_path must be the folder of a tokenizer, got {model.hf_assets_path!r}, which is none; "
             'download one, or set it to "titan_ft://tokenizer"'
@@ -270,7 +276,9 @@ def _check_experts(job_config: Any, arguments: Any) -> None:
 def _check_name(field: str, value: str, known: Collection[str]) -> None:
     if value not in known:
         hint = closest(value, known)
-        raise ConfigError(f"{field} must be one of {', '.join(sorted(known))}, got {value!r}; {hint}set it")
+        raise ConfigError(
+            f"{field} must be one of {', '.join(sorted(known))}, got {value!r}; {hint}set it"
+        )
 
 
 def _assets_flag(values: dict[str, Any], args: Sequence[str]) -> list[str]:
@@ -293,4 +301,6 @@ def digest_config(job_config: Any) -> str:
     for key in _MAY_DIFFER:
         values["fault_tolerance"].pop(key, None)
     values["model"].pop("hf_assets_path", None)
-    return hashlib.blake2b(json.dumps(values, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(
+        json.dumps(values, sort_keys=True, default=str).encode(), digest_size=8
+    ).hexdigest()

@@ -81,7 +81,9 @@ class Links:
         self._config, self._launch, self._events, self._drain = config, launch, events, drain
         self._control = control
         shape = _group_shape(parallel_dims, model_parts, group)
-        self.host = config.advertise_address or find_source_address(*split_address(_find(launch.lighthouse, config)))
+        self.host = config.advertise_address or find_source_address(
+            *split_address(_find(launch.lighthouse, config))
+        )
         self.server = StateServer(
             self.host,
             launch.token,
@@ -94,7 +96,9 @@ class Links:
             # First: from its seat at the lighthouse on, the others wait for the group, also with a frozen rank.
             control.listen_for_losses(self._hear_loss)
         self.membership = self._join(self.host, shape)
-        self.exchange = self._build_exchange(exchanged, fragments, model_parts, gradient_scale, num_microbatches)
+        self.exchange = self._build_exchange(
+            exchanged, fragments, model_parts, gradient_scale, num_microbatches
+        )
         self._roll_call: RollCall | None = None
 
     def call_roll(self, find_left: Callable[[], Collection[int] | None]) -> None:
@@ -104,7 +108,9 @@ class Links:
             find_left: see `RollCall`.
         """
         if self._launch.rank == 0:
-            self._roll_call = RollCall(self._config, self._events, self.membership.find_ages, find_left)
+            self._roll_call = RollCall(
+                self._config, self._events, self.membership.find_ages, find_left
+            )
 
     def note_commit(self, step: int, slots: Collection[int], num_steps: int) -> None:
         """Note the groups that took part in an update, which is one of `num_steps` steps."""
@@ -158,7 +164,9 @@ class Links:
         line = f"titan_ft: {text}\n"
         last_words: list[Callable[[], object]] = [
             lambda: write_error(RankSilentError(text)),
-            lambda: self._events.emit(RankSilent(ranks=[*hosts], hosts=[*hosts.values()], seconds=seconds)),
+            lambda: self._events.emit(
+                RankSilent(ranks=[*hosts], hosts=[*hosts.values()], seconds=seconds)
+            ),
             lambda: os.write(2, line.encode()),  # sys.stderr may be locked by a thread that hangs
         ]
         if "membership" in vars(self):
@@ -193,7 +201,12 @@ class Links:
         return exchange
 
     def _on_served(
-        self, joiner: str, snapshot: Snapshot, num_bytes: int, copy_seconds: float, serve_seconds: float
+        self,
+        joiner: str,
+        snapshot: Snapshot,
+        num_bytes: int,
+        copy_seconds: float,
+        serve_seconds: float,
     ) -> None:
         self._events.emit(
             StateServed(
@@ -221,7 +234,9 @@ def connect_control(config: FaultTolerance, launch: WorkerSetup) -> ControlTree:
         num_ranks,
         host=host,
         token=launch.token,
-        store=TCPStore(*launch.store, is_master=False, wait_for_workers=False) if num_ranks > 1 else None,
+        store=TCPStore(*launch.store, is_master=False, wait_for_workers=False)
+        if num_ranks > 1
+        else None,
         key=f"titan_ft/control/{config.replica_id}/{launch.attempt}",
         patience=SILENT_BEATS * config.heartbeat_timeout_ms / 1000,
     )
@@ -248,7 +263,9 @@ def _make_certificate() -> Certificate:
         return Certificate.make()
     except OSError as error:
         rule = f"{TABLE}.transfer_tls needs the command openssl"
-        raise ConfigError(f"{rule}, got {first_line(error)}; install it, or set transfer_tls to false") from error
+        raise ConfigError(
+            f"{rule}, got {first_line(error)}; install it, or set transfer_tls to false"
+        ) from error
 
 
 def _calls_of_hooks(model_parts: Sequence[nn.Module], num_microbatches: int) -> int | None:
@@ -259,7 +276,9 @@ def _calls_of_hooks(model_parts: Sequence[nn.Module], num_microbatches: int) -> 
     return 1 if num_microbatches and isinstance(model_parts[0], FSDPModule) else num_microbatches
 
 
-def _group_shape(dims: ParallelDims, model_parts: Sequence[nn.Module], group: GroupCollectives) -> str:
+def _group_shape(
+    dims: ParallelDims, model_parts: Sequence[nn.Module], group: GroupCollectives
+) -> str:
     """Return the shape of this group, the same on all of its ranks. A collective of the group."""
     installed = versions()
     # Every rank's part: stages of a pipeline have other parameters, and the last ranks of a shard fewer.
@@ -279,7 +298,9 @@ def _layout(model_parts: Sequence[nn.Module]) -> str:
         for part in model_parts
         for name, parameter in part.named_parameters()
     ]
-    counts = [f"count {tuple(local_shard(count).shape)}" for count in spec.token_counts(model_parts)]
+    counts = [
+        f"count {tuple(local_shard(count).shape)}" for count in spec.token_counts(model_parts)
+    ]
     return "\n".join([*parameters, *counts])
 
 

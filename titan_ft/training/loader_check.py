@@ -79,12 +79,16 @@ def check_loader(build: Callable[[], Any]) -> LoaderChecked:
                 found += _read(reopened, length - next_save)
             del reopened, loader
             number = max(number, min(place + length, len(expected)))
-            reason = _describe_difference(expected[place : place + length], found, len(before) + place)
+            reason = _describe_difference(
+                expected[place : place + length], found, len(before) + place
+            )
             if reason:
                 break
     if not expected:
         reason = f"its data end with batch {len(before)}, before anything could be compared"
-    return LoaderChecked(loader=name, exact=not reason, batches=number, reason=reason, transparent=transparent)
+    return LoaderChecked(
+        loader=name, exact=not reason, batches=number, reason=reason, transparent=transparent
+    )
 
 
 def is_transparent(loader: Any) -> bool:
@@ -115,8 +119,13 @@ def _describe_difference(expected: list[str], found: list[str], opened_after: in
     if found == expected:
         return ""
     pairs = zip(expected, found, strict=False)
-    same = next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(expected), len(found)))
-    return f"opened again after batch {opened_after}, it gave another batch {opened_after + same + 1}"
+    same = next(
+        (place for place, (one, other) in enumerate(pairs) if one != other),
+        min(len(expected), len(found)),
+    )
+    return (
+        f"opened again after batch {opened_after}, it gave another batch {opened_after + same + 1}"
+    )
 
 
 def _read(batches: Iterator[Any], number: int) -> list[str]:

@@ -137,7 +137,9 @@ class LocalTraining:
         loading += time.monotonic() - reading
         loss_sum = torch.sum(torch.stack(losses)).item()
         seconds = time.monotonic() - started
-        contribution = self._gather_contribution(work, valid_tokens, tokens, loss_sum, seconds, loading, readings)
+        contribution = self._gather_contribution(
+            work, valid_tokens, tokens, loss_sum, seconds, loading, readings
+        )
         work.compute_seconds += time.monotonic() - started
         return contribution
 
@@ -229,7 +231,10 @@ class LocalTraining:
             # Not blocking: the host would wait for all that is queued, such as the microbatch before this one.
             return value.to(where, non_blocking=True) if isinstance(value, torch.Tensor) else value
 
-        moved = [({key: move(value) for key, value in inputs.items()}, move(labels)) for inputs, labels in batches]
+        moved = [
+            ({key: move(value) for key, value in inputs.items()}, move(labels))
+            for inputs, labels in batches
+        ]
         # The nominal number of tokens is only ever a divisor.
         return forward_backward(self._trainer, moved, self.nominal_tokens)
 
@@ -245,7 +250,11 @@ class LocalTraining:
     ) -> Contribution:
         """Add up this group's facts, as torchtitan does for its logs, in one collective."""
         local_mean = loss * self.nominal_tokens / max(valid_tokens, 1)
-        own = [valid_tokens, tokens, loss, local_mean] if knows_loss(self._trainer) else [0, 0, 0.0, -math.inf]
+        own = (
+            [valid_tokens, tokens, loss, local_mean]
+            if knows_loss(self._trainer)
+            else [0, 0, 0.0, -math.inf]
+        )
         facts = self._group.gather_losses([*own, seconds, loading])
         work.loading_seconds += float(facts[:, 5].max())
         cp = self._trainer.parallel_dims.cp
@@ -286,4 +295,7 @@ def knows_loss(trainer: HostTrainer) -> bool:
     if not dims.pp_enabled:
         return True
     tensor_parallel = dims.get_optional_mesh("tp")  # whose ranks all hold the same loss
-    return bool(trainer.pp_has_last_stage and (tensor_parallel is None or tensor_parallel.get_local_rank() == 0))
+    return bool(
+        trainer.pp_has_last_stage
+        and (tensor_parallel is None or tensor_parallel.get_local_rank() == 0)
+    )

@@ -62,7 +62,9 @@ def split_flags(args: Sequence[str]) -> ModuleFlags:
     found = ModuleFlags(given["module"], given["config"], tuple(own), tuple(others))
     if bool(found.module) != bool(found.function):
         got = f"--module {found.module}" if found.module else f"--config {found.function}"
-        raise ConfigError(f"--module and --config must come together, got {got} alone; give both, or a TOML")
+        raise ConfigError(
+            f"--module and --config must come together, got {got} alone; give both, or a TOML"
+        )
     if found.module and "job.config_file" in dict(read_flags(own)):
         raise ConfigError(
             f"--module must be left out with --job.config_file, got {found.module!r}; give one of the two"
@@ -87,7 +89,9 @@ def read_tables(flags: ModuleFlags) -> dict[str, Any]:
         return f"{flag} is no flag of --module {flags.module} --config {flags.function}; correct or remove it"
 
     try:
-        return refusing(lambda: read_module(flags.module, flags.function, flags.others), flags.others, unknown)
+        return refusing(
+            lambda: read_module(flags.module, flags.function, flags.others), flags.others, unknown
+        )
     except ConfigError:
         raise
     except ValueError as error:  # torchtitan's own rules
@@ -116,7 +120,10 @@ def _lines(table: Mapping[str, Any], name: str) -> Iterator[str]:
 def main(args: Sequence[str]) -> int:
     """Print the TOML of a job; returns the exit status."""
     if len(args) < len(_NAMES):
-        print("usage: python -m titan_ft.training.module_config M F [flags of torchtitan 0.3]", file=sys.stderr)
+        print(
+            "usage: python -m titan_ft.training.module_config M F [flags of torchtitan 0.3]",
+            file=sys.stderr,
+        )
         return 2
     module, function, *others = args
     try:

@@ -51,7 +51,11 @@ def check_tables(job_config: Any) -> None:
             continue
         module = f"{package}.job_config"
         schema = importlib.import_module(module).JobConfig
-        missing = [field.name for field in dataclasses.fields(schema) if not hasattr(job_config, field.name)]
+        missing = [
+            field.name
+            for field in dataclasses.fields(schema)
+            if not hasattr(job_config, field.name)
+        ]
         if missing:
             name = job_config.model.name
             raise ConfigError(
@@ -66,7 +70,9 @@ def _find_trainer(path: Path) -> str:
     for node in tree.body:
         if not isinstance(node, ast.ClassDef):
             continue
-        is_trainer = any(isinstance(base, ast.Name) and base.id.endswith("Trainer") for base in node.bases)
+        is_trainer = any(
+            isinstance(base, ast.Name) and base.id.endswith("Trainer") for base in node.bases
+        )
         methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
         if is_trainer and methods - _HARMLESS:
             return node.name

@@ -75,11 +75,15 @@ def measure(config: Any, num_ranks: int) -> JobSizes:
         config: what `read_config` returned and `check_divisions` has passed.
     """
     stages = config.parallelism.pipeline_parallel_degree
-    measured = [_measure_rank(config, num_ranks, stage * num_ranks // stages) for stage in range(stages)]
+    measured = [
+        _measure_rank(config, num_ranks, stage * num_ranks // stages) for stage in range(stages)
+    ]
     dims, num_parameters, _ = measured[0]
     sequences = config.training.local_batch_size * dims.dp_replicate * dims.dp_shard
     own = config.training.global_batch_size // max(config.fault_tolerance.group_size, 1)
-    return JobSizes(num_parameters, dims, max(own // sequences, 1), tuple(rank for _, _, rank in measured))
+    return JobSizes(
+        num_parameters, dims, max(own // sequences, 1), tuple(rank for _, _, rank in measured)
+    )
 
 
 def _measure_rank(config: Any, num_ranks: int, rank: int) -> tuple[ParallelDims, int, RankSizes]:
@@ -108,12 +112,16 @@ def _sizes(config: Any, parts: list[torch.nn.Module], optimizers: Any) -> RankSi
     )
     gradients = sum(map(_num_bytes, trained))
     anchors = sum(map(_num_bytes, _parameters_of(outer))) if outer else 0
-    state = TrainState(parts, [outer, *optimizers] if outer else optimizers, None, _NoCounters()).payload_bytes
+    state = TrainState(
+        parts, [outer, *optimizers] if outer else optimizers, None, _NoCounters()
+    ).payload_bytes
     return RankSizes(
         parameters=sum(map(_num_bytes, parameters)),
         gradients=gradients,
         optimizer=sum(map(_held_bytes, optimizers)),
-        state=state - gradients + anchors if outer else state,  # the anchors are what it has of the weights
+        state=state - gradients + anchors
+        if outer
+        else state,  # the anchors are what it has of the weights
         exchange=exchange.num_bytes,
         sent=exchange.wire_bytes(config.fault_tolerance.group_size),
         anchors=anchors,
@@ -121,14 +129,21 @@ def _sizes(config: Any, parts: list[torch.nn.Module], optimizers: Any) -> RankSi
     )
 
 
-def _outer_optimizer(ft: FaultTolerance, trained: list[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
+def _outer_optimizer(
+    ft: FaultTolerance, trained: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer | None:
     """Return the outer optimizer after an update, over anchors of what is trained; None without one."""
     if ft.semi_sync_method is None:
         return None
     shapes = [local_shard(parameter).shape for parameter in trained]
-    anchors = [torch.nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta")) for shape in shapes]
+    anchors = [
+        torch.nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
+        for shape in shapes
+    ]
     settings = outer_optimizer(ft)
-    outer = torch.optim.SGD(anchors, lr=settings.lr, momentum=settings.momentum, nesterov=settings.nesterov)
+    outer = torch.optim.SGD(
+        anchors, lr=settings.lr, momentum=settings.momentum, nesterov=settings.nesterov
+    )
     for anchor in anchors:
         anchor.grad = torch.zeros_like(anchor)
     outer.step()
@@ -140,7 +155,9 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]
 
 
 def _held_bytes(optimizer: torch.optim.Optimizer) -> int:
-    return sum(_num_bytes(value) for values in optimizer.state.values() for value in values.values())
+    return sum(
+        _num_bytes(value) for values in optimizer.state.values() for value in values.values()
+    )
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

@@ -43,7 +43,11 @@ class SlotLoaders:
     def open(self, slot: int) -> Any:
         """Return a loader of `slot` that nobody has read from."""
         first, self._first = self._first, None
-        return first if first is not None and slot == self._config.replica_id else self._build_slot(slot)
+        return (
+            first
+            if first is not None and slot == self._config.replica_id
+            else self._build_slot(slot)
+        )
 
     def check(self) -> LoaderChecked:
         """Find out whether this group's own data go on exactly where a state of their loader was saved.
@@ -58,7 +62,9 @@ class SlotLoaders:
         assert self._build is not None, "torchtitan builds its loader first"
         num_shards = self.num_shards * self._config.group_size
         with enough_documents("training.dataset", num_shards):
-            loader = self._build(dp_world_size=num_shards, dp_rank=self.num_shards * slot + self.shard)
+            loader = self._build(
+                dp_world_size=num_shards, dp_rank=self.num_shards * slot + self.shard
+            )
         prepare_workers(loader)
         return loader
 
@@ -94,7 +100,10 @@ def _check_workers(loader: Any) -> None:
     Raises:
         ConfigError: a worker would get no file, and search for one without end.
     """
-    workers, data = getattr(loader, "num_workers", 0), getattr(getattr(loader, "dataset", None), "_data", None)
+    workers, data = (
+        getattr(loader, "num_workers", 0),
+        getattr(getattr(loader, "dataset", None), "_data", None),
+    )
     if workers > 1 and isinstance(data, Dataset):
         logger.warning(
             f"training.dataloader.num_workers should be 0 or 1 for data in memory, got {workers}: torchtitan gives "

@@ -27,7 +27,9 @@ from titan_ft.training.custom_import import import_custom
 from titan_ft.training.slot_loaders import SlotLoaders, enough_documents
 
 
-def register(model_name: str, fault_tolerance: FaultTolerance, custom_import: str = "") -> SlotLoaders:
+def register(
+    model_name: str, fault_tolerance: FaultTolerance, custom_import: str = ""
+) -> SlotLoaders:
     """Register the wrapped spec of `model_name`, which torchtitan's `get_train_spec` then prefers.
 
     A model that the user registered himself is wrapped as well.
@@ -42,11 +44,15 @@ def register(model_name: str, fault_tolerance: FaultTolerance, custom_import: st
     return loaders
 
 
-def wrap(spec: TrainSpec, fault_tolerance: FaultTolerance, loaders: SlotLoaders | None = None) -> TrainSpec:
+def wrap(
+    spec: TrainSpec, fault_tolerance: FaultTolerance, loaders: SlotLoaders | None = None
+) -> TrainSpec:
     """Return `spec` with what a replica group (and a CPU) needs; nothing of the groups if they are not enabled."""
     loaders = loaders or SlotLoaders(fault_tolerance)
 
-    def parallelize(model: torch.nn.Module, parallel_dims: ParallelDims, job_config: Any) -> torch.nn.Module:
+    def parallelize(
+        model: torch.nn.Module, parallel_dims: ParallelDims, job_config: Any
+    ) -> torch.nn.Module:
         model = cpu.adapt_model(spec.parallelize_fn(model, parallel_dims, job_config))
         if parallel_dims.cp_enabled:
             adapt_attention(model, job_config.parallelism.context_parallel_load_balancer)
@@ -57,7 +63,9 @@ def wrap(spec: TrainSpec, fault_tolerance: FaultTolerance, loaders: SlotLoaders 
         return wrapped
 
     def build_dataloader(*, dp_world_size: int, dp_rank: int, **kwargs: Any) -> Any:
-        return loaders.begin(functools.partial(spec.build_dataloader_fn, **kwargs), dp_rank, dp_world_size)
+        return loaders.begin(
+            functools.partial(spec.build_dataloader_fn, **kwargs), dp_rank, dp_world_size
+        )
 
     def build_metrics_processor(*args: Any, **kwargs: Any) -> MetricsProcessor:
         build = spec.build_metrics_processor_fn or ReplicaMetrics
@@ -79,7 +87,9 @@ def wrap(spec: TrainSpec, fault_tolerance: FaultTolerance, loaders: SlotLoaders 
 class ReplicaMetrics(MetricsProcessor):
     """torchtitan's metrics, with a line for the replica dimension on the console."""
 
-    def __init__(self, job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None) -> None:
+    def __init__(
+        self, job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None
+    ) -> None:
         super().__init__(job_config, parallel_dims, tag)
 
     def log(
@@ -94,7 +104,10 @@ class ReplicaMetrics(MetricsProcessor):
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
         ours = {key: value for key, value in (extra_metrics or {}).items() if key.startswith("ft/")}
         if ours:
-            logger.info(f"step: {step:2}  " + "  ".join(f"{key}: {value:.4g}" for key, value in ours.items()))
+            logger.info(
+                f"step: {step:2}  "
+                + "  ".join(f"{key}: {value:.4g}" for key, value in ours.items())
+            )
 
 
 def token_counts(model_parts: Iterable[torch.nn.Module]) -> list[torch.Tensor]:

@@ -65,19 +65,25 @@ class StepLog:
             forward_passes=sum(reading.entry.num_batches for reading in work.readings),
             data=read.pop(self._slot, None),
             extra_data=list(read.values()),
-            batches={entry.slot: (entry.first_batch, entry.num_batches) for entry in update.entries},
+            batches={
+                entry.slot: (entry.first_batch, entry.num_batches) for entry in update.entries
+            },
             digest=digest,
             memory_bytes=device.memory_bytes(),
         )
         stamp(event)
         self.flush()  # in the order of the steps: that of the last one is there by now
-        self._written = device.in_background(partial(self._write, event, work.grad_norm), "titan_ft_step_log")
+        self._written = device.in_background(
+            partial(self._write, event, work.grad_norm), "titan_ft_step_log"
+        )
 
     def _write(self, event: StepCommitted, grad_norm: Callable[[], float]) -> None:
         event.grad_norm = grad_norm()
         self._events.emit(event, is_stamped=True)
 
-    def log(self, committed: Committed, work: Work, step: int, ntokens_seen: int, heal_seconds: float) -> None:
+    def log(
+        self, committed: Committed, work: Work, step: int, ntokens_seen: int, heal_seconds: float
+    ) -> None:
         """Log the metrics as those of torchtitan's `step`, if any of the steps that were made is to be logged.
 
         Args:

@@ -34,7 +34,9 @@ class Traffic:
 
     @property
     def exchange_seconds(self) -> float:
-        return transfer_seconds(self.sent, self.link_gbps) + transfer_seconds(self.staged, self.host_link_gbps)
+        return transfer_seconds(self.sent, self.link_gbps) + transfer_seconds(
+            self.staged, self.host_link_gbps
+        )
 
     @property
     def copy_seconds(self) -> float:

@@ -61,7 +61,9 @@ class ProcessGroup:
 class Worker:
     """A worker with an agent."""
 
-    def __init__(self, folder: Path, replica: int = 0, rank: int = 0, attempt: int = 0, hang: float = 60.0) -> None:
+    def __init__(
+        self, folder: Path, replica: int = 0, rank: int = 0, attempt: int = 0, hang: float = 60.0
+    ) -> None:
         self.me = (replica, rank, attempt)
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
@@ -69,7 +71,9 @@ class Worker:
         self.process_group = ProcessGroup()
         self.server = StateServer("127.0.0.1", TOKEN, DEADLINE, lambda *_: None)
         self.folder = folder
-        self.events = EventLog(folder / "events" / f"{replica}-{rank}-{attempt}.jsonl", replica=replica, rank=rank)
+        self.events = EventLog(
+            folder / "events" / f"{replica}-{rank}-{attempt}.jsonl", replica=replica, rank=rank
+        )
         parts = TargetWorker(
             model_parts=[self.model],
             parameters=dict(self.model.named_parameters()),
@@ -82,7 +86,9 @@ class Worker:
             folder=folder / "chaos",
         )
         self.orders = folder / "chaos" / "orders.jsonl"
-        self.agent = ChaosAgent(self.orders, parts, self.events, replica=replica, rank=rank, attempt=attempt)
+        self.agent = ChaosAgent(
+            self.orders, parts, self.events, replica=replica, rank=rank, attempt=attempt
+        )
         self.steps = 0
 
     def order(self, fault: str, **fields: Any) -> None:
@@ -111,12 +117,16 @@ class Worker:
         return found[-1]
 
     def told(self, *events: str) -> list[dict[str, Any]]:
-        return [untyped(event) for event in read_events(self.folder / "events") if event.name in events]
+        return [
+            untyped(event) for event in read_events(self.folder / "events") if event.name in events
+        ]
 
     def wait_until_read(self) -> None:
         """Wait until the agent has taken every order so far: orders are taken one after the other."""
         marker = next(_MARKERS)
-        self.order("no such fault", replica=self.me[0], rank=self.me[1], attempt=self.me[2], shot=marker)
+        self.order(
+            "no such fault", replica=self.me[0], rank=self.me[1], attempt=self.me[2], shot=marker
+        )
         deadline = time.monotonic() + DEADLINE
         while not any(event["shot"] == marker for event in self.told("fault_skipped")):
             assert time.monotonic() < deadline
@@ -155,7 +165,9 @@ def bits(worker: Worker) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone().view(torch.int32) for name, tensor in tensors.items()}
 
 
-def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+def changed(
+    before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
+) -> dict[str, list[int]]:
     """Return the differing bits of each tensor."""
     differences = {name: (before[name] ^ after[name]).view(-1) for name in before}
     return {name: d[d != 0].tolist() for name, d in differences.items() if d.any()}
@@ -186,7 +198,13 @@ def test_an_exception_strikes_once(worker: Worker) -> None:
     with pytest.raises(RuntimeError, match="fault injection"):
         worker.step_until("never")
     (event,) = worker.told("fault_injected")
-    expected = {"fault": "exception", "target": {"replica": 0, "rank": 0}, "seed": 11, "shot": 4, "params": {}}
+    expected = {
+        "fault": "exception",
+        "target": {"replica": 0, "rank": 0},
+        "seed": 11,
+        "shot": 4,
+        "params": {},
+    }
     assert expected.items() <= event.items()
     assert event["step"] == worker.steps
     worker.step()
@@ -230,7 +248,11 @@ def test_a_nan_gradient_lasts_one_step(worker: Worker) -> None:
         worker.model(torch.ones(2, 8))
     for expected in (True, False):
         worker.model(torch.ones(2, 8)).sum().backward()
-        assert all(bool(p.grad.isnan().any()) == expected for p in worker.model.parameters() if p.grad is not None)
+        assert all(
+            bool(p.grad.isnan().any()) == expected
+            for p in worker.model.parameters()
+            if p.grad is not None
+        )
         worker.optimizer.zero_grad()
     assert len(worker.told("fault_injected")) == 1
 
@@ -261,7 +283,10 @@ def test_a_flip_without_a_state_is_skipped(worker: Worker) -> None:
     worker.order("flip_optimizer")
     worker.wait_until_read()
     worker.agent.at_step(1)
-    assert "nothing to flip" in next(e for e in worker.told("fault_skipped") if e["shot"] == 1)["reason"]
+    assert (
+        "nothing to flip"
+        in next(e for e in worker.told("fault_skipped") if e["shot"] == 1)["reason"]
+    )
 
 
 def test_a_slow_rank(worker: Worker) -> None:
@@ -295,7 +320,10 @@ def test_a_corrupt_chunk_is_fetched_again(worker: Worker) -> None:
     worker.server.publish(Snapshot(3, 8, header, payload.clone()), 0.0)
     sent: list[bytes] = []
     send = worker.server.send
-    worker.server.send = lambda connection, data: (sent.append(bytes(data)), send(connection, data))[1]
+    worker.server.send = lambda connection, data: (
+        sent.append(bytes(data)),
+        send(connection, data),
+    )[1]
     worker.order("corrupt_chunk")
     worker.wait_until_read()
     fetched = fetch([f"127.0.0.1:{worker.server.port}"], TOKEN, 3, "1", 2, DEADLINE)
@@ -328,7 +356,9 @@ def test_orders_for_others_are_not_obeyed(worker: Worker, field: str) -> None:
 
 
 @pytest.mark.parametrize("age", [LIFETIME_SECONDS + 1, 5.0])
-def test_old_orders_are_not_obeyed(tmp_path: Path, start_worker: Callable[..., Worker], age: float) -> None:
+def test_old_orders_are_not_obeyed(
+    tmp_path: Path, start_worker: Callable[..., Worker], age: float
+) -> None:
     """Those from before the worker was there killed its predecessor."""
     path = tmp_path / "chaos" / "orders.jsonl"
     Order(fault="abort_process_group", replica=0, params={}, seed=1, shot=1).append_to(path)
@@ -340,7 +370,9 @@ def test_old_orders_are_not_obeyed(tmp_path: Path, start_worker: Callable[..., W
 
 
 @pytest.mark.parametrize("target", [{"replica": None, "rank": None}, {"replica": 0, "rank": None}])
-def test_one_of_several_takes_an_order(start_worker: Callable[..., Worker], target: dict[str, Any]) -> None:
+def test_one_of_several_takes_an_order(
+    start_worker: Callable[..., Worker], target: dict[str, Any]
+) -> None:
     """Whoever comes first."""
     workers = [start_worker(rank=rank) for rank in range(3)]
     workers[0].order("abort_process_group", **target)
@@ -413,7 +445,9 @@ def falls_silent(connection: socket.socket) -> None:
 def test_a_dead_link(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing comes from the peer, also on what a new process group opens; then all goes on, as it was before."""
     passed = 0.0  # seconds of the fault that the test does not wait for
-    monkeypatch.setattr(network, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed))
+    monkeypatch.setattr(
+        network, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed)
+    )
     script = Path(__file__).with_name("member.py")
     command = [sys.executable, str(script), str(tmp_path / "chaos"), "1", "127.0.0.1"]
     peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -480,7 +514,9 @@ def test_half_a_line_waits_for_its_rest(worker: Worker, tmp_path: Path) -> None:
     """As a network file system may show it."""
     path = tmp_path / "chaos" / "orders.jsonl"
     elsewhere = tmp_path / "elsewhere" / "orders.jsonl"
-    Order(fault="abort_process_group", replica=0, rank=0, params={}, seed=1, shot=1).append_to(elsewhere)
+    Order(fault="abort_process_group", replica=0, rank=0, params={}, seed=1, shot=1).append_to(
+        elsewhere
+    )
     line = elsewhere.read_text()
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as file:
@@ -498,6 +534,9 @@ def test_a_flip_is_small(worker: Worker) -> None:
     worker.order("flip_parameter")
     worker.wait_until_read()
     worker.agent.at_step(1)
-    worst = max(float(((p.detach() - before[n]) / before[n]).abs().max()) for n, p in worker.model.named_parameters())
+    worst = max(
+        float(((p.detach() - before[n]) / before[n]).abs().max())
+        for n, p in worker.model.named_parameters()
+    )
     assert 0 < worst <= 2e-6
     assert math.isfinite(worst)

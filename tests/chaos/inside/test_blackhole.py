@@ -53,7 +53,9 @@ class Echo:
     def __init__(self, host: str = "127.0.0.1") -> None:
         self.host = host
         command = [sys.executable, "-c", ECHO, host]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline())
         self.pid = self._process.pid
@@ -100,7 +102,9 @@ def make_hole() -> Iterator[Callable[..., Blackhole]]:
         hole.lift()
 
 
-def answers(connection: socket.socket, text: bytes = b"x", within_seconds: float = DEADLINE) -> bool:
+def answers(
+    connection: socket.socket, text: bytes = b"x", within_seconds: float = DEADLINE
+) -> bool:
     """Say whether the other end's answer comes while one listens for it."""
     connection.settimeout(within_seconds)
     connection.sendall(text)
@@ -121,7 +125,9 @@ def filter_length(connection: socket.socket) -> int:
     """Return the number of instructions of a socket's filter; 0 = none."""
     length = ctypes.c_uint32(0)
     libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.getsockopt(connection.fileno(), socket.SOL_SOCKET, 26, None, ctypes.byref(length)) == 0
+    assert (
+        libc.getsockopt(connection.fileno(), socket.SOL_SOCKET, 26, None, ctypes.byref(length)) == 0
+    )
     return length.value
 
 
@@ -144,7 +150,9 @@ def test_a_dead_network_is_silent_and_loses_nothing(
         assert answers(connection)
 
 
-def test_its_own_kind_stays_connected(start_echo: Callable[..., Echo], make_hole: Callable[..., Blackhole]) -> None:
+def test_its_own_kind_stays_connected(
+    start_echo: Callable[..., Echo], make_hole: Callable[..., Blackhole]
+) -> None:
     """Connections to a sibling and to a spared endpoint go on, also those that are made meanwhile; others do not."""
     sibling, store, stranger = start_echo(), start_echo(), start_echo()
     with sibling.connect() as first, store.connect() as second, stranger.connect() as third:
@@ -161,7 +169,10 @@ def test_its_own_kind_stays_connected(start_echo: Callable[..., Echo], make_hole
 
 def test_connections_within_this_process_stay(make_hole: Callable[..., Blackhole]) -> None:
     """A host without network still talks to itself."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as one:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as one,
+    ):
         other, _ = listener.accept()
         with other:
             make_hole(1.0).extend()
@@ -217,7 +228,9 @@ def test_after_its_end_nothing_is_taken_in(
         assert answers(connection)
 
 
-def test_a_listener_answers_nobody(start_echo: Callable[..., Echo], make_hole: Callable[..., Blackhole]) -> None:
+def test_a_listener_answers_nobody(
+    start_echo: Callable[..., Echo], make_hole: Callable[..., Blackhole]
+) -> None:
     """Who calls gets no answer until the network is back, and then a connection without a filter."""
     echo = start_echo()
     with socket.create_server((echo.host, 0)) as listener:
@@ -253,7 +266,9 @@ def test_what_a_lossy_listener_accepts_is_freed_too(
             assert filter_length(listener) == 0
 
 
-@pytest.mark.parametrize(("loss", "least", "most"), [(0.0, 400, 400), (0.5, 120, 280), (0.999999, 0, 2), (1.0, 0, 0)])
+@pytest.mark.parametrize(
+    ("loss", "least", "most"), [(0.0, 400, 400), (0.5, 120, 280), (0.999999, 0, 2), (1.0, 0, 0)]
+)
 def test_the_share_that_is_lost(loss: float, least: int, most: int) -> None:
     """Of 400 datagrams the filter takes about its share; the limits are eight standard deviations away."""
     with (
@@ -302,7 +317,15 @@ def test_sockets_in_time_wait_are_passed_over() -> None:
         accepted.close()
         port = f":{ours[1]:04X} "
         deadline = time.monotonic() + DEADLINE
-        while not any(port in line and " 06 " in line for line in Path("/proc/net/tcp").read_text().splitlines()):
+        while not any(
+            port in line and " 06 " in line
+            for line in Path("/proc/net/tcp").read_text().splitlines()
+        ):
             assert time.monotonic() < deadline, "no socket is in TIME_WAIT"
-        here = {(connection.local[1], connection.peer[1]) for connection in blackhole.connections_here()}
-        assert (ours[1], theirs[1]) not in here  # the port alone may be another connection's as well
+        here = {
+            (connection.local[1], connection.peer[1]) for connection in blackhole.connections_here()
+        }
+        assert (
+            ours[1],
+            theirs[1],
+        ) not in here  # the port alone may be another connection's as well

@@ -35,8 +35,16 @@ class Group:
     """One of the processes; its methods are those of `member.Member`."""
 
     def __init__(self, folder: Path, replica: int, address: str) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("member.py")), str(folder), str(replica), address]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("member.py")),
+            str(folder),
+            str(replica),
+            address,
+        ]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def begin(self, *command: object) -> None:
         assert self._process.stdin is not None
@@ -71,7 +79,9 @@ class Groups:
             alive: whether an answer is expected: it is waited for as long as a busy machine takes.
         """
         name = f"{one} to {other}, {next(self._names)}"
-        return name if self.each[one].do("connect", name, self._ports[other], patience(alive)) else ""
+        return (
+            name if self.each[one].do("connect", name, self._ports[other], patience(alive)) else ""
+        )
 
     def ask(self, one: int, name: str, alive: bool = True) -> bool:
         """Say whether the other end sends back "old"."""
@@ -83,7 +93,9 @@ class Groups:
         deadline = time.monotonic() + DEADLINE
         unanswered = 0 if name else 2
         while unanswered < 2 and time.monotonic() < deadline:  # one answer may be late
-            unanswered = 0 if self.each[one].do("ask", name, "new", SILENCE_SECONDS) else unanswered + 1
+            unanswered = (
+                0 if self.each[one].do("ask", name, "new", SILENCE_SECONDS) else unanswered + 1
+            )
         return unanswered == 2
 
     def start_anew(self, replica: int, folder: Path, address: str) -> None:
@@ -128,7 +140,9 @@ def mend(groups: Groups) -> None:
     groups.each[B].do("mend")
 
 
-def test_only_the_link_is_dead_and_only_as_long_as_it_is(make_groups: Callable[[str], Groups], address: str) -> None:
+def test_only_the_link_is_dead_and_only_as_long_as_it_is(
+    make_groups: Callable[[str], Groups], address: str
+) -> None:
     """A and B hear nothing from each other and each hears C, on old connections and on new ones; then all is there."""
     groups = make_groups(address)
     old = {pair: groups.open(*pair) for pair in PAIRS}
@@ -139,7 +153,11 @@ def test_only_the_link_is_dead_and_only_as_long_as_it_is(make_groups: Callable[[
     for pair in PAIRS:
         assert bool(groups.open(*pair, alive=C in pair)) == (C in pair), pair
     mend(groups)
-    assert groups.each[A].do("receive", old[A, B], 3) == groups.each[B].do("receive", old[B, A], 3) == "old"
+    assert (
+        groups.each[A].do("receive", old[A, B], 3)
+        == groups.each[B].do("receive", old[B, A], 3)
+        == "old"
+    )
     assert all(groups.open(*pair) for pair in PAIRS)
 
 
@@ -173,7 +191,9 @@ def test_what_both_ends_have_in_common_is_left_alone(make_groups: Callable[[str]
         assert groups.ask(A, "store")
 
 
-def test_a_peer_that_is_started_again_is_the_same_peer(make_groups: Callable[[str], Groups], tmp_path: Path) -> None:
+def test_a_peer_that_is_started_again_is_the_same_peer(
+    make_groups: Callable[[str], Groups], tmp_path: Path
+) -> None:
     """Its new process is as far away as the old one was."""
     groups = make_groups("127.0.0.1")
     cut(groups)
@@ -211,4 +231,7 @@ def test_what_cannot_be_told_apart_is_refused(tmp_path: Path) -> None:
     afar = replace(here, replica=B, host="another", address="10.0.0.2")
     for worker in (here, afar, replace(afar, replica=C)):
         worker.publish(tmp_path)
-    assert PeerConnections(tmp_path, B).obstacle() == "group 1 shares 10.0.0.2 with group 2, which is not here"
+    assert (
+        PeerConnections(tmp_path, B).obstacle()
+        == "group 1 shares 10.0.0.2 with group 2, which is not here"
+    )

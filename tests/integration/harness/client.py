@@ -65,12 +65,22 @@ class ZygoteClient:
         self._ready = False
         self.wait_until(lambda: self._ready, 120, "the zygote has imported everything")
 
-    def start(self, call: str, log: Path, argv: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Process:
+    def start(
+        self, call: str, log: Path, argv: Sequence[str] = (), env: Mapping[str, str] | None = None
+    ) -> Process:
         """Fork a process that calls `call` ("module:function"), its output going to `log`."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self._number += 1
         process = self._processes[self._number] = Process(self._number, log)
-        self._send({"id": self._number, "call": call, "argv": list(argv), "env": dict(env or {}), "log": str(log)})
+        self._send(
+            {
+                "id": self._number,
+                "call": call,
+                "argv": list(argv),
+                "env": dict(env or {}),
+                "log": str(log),
+            }
+        )
         return process
 
     def signal(self, process: Process, signum: signal.Signals) -> None:
@@ -104,7 +114,12 @@ class ZygoteClient:
         return value
 
     def call(
-        self, call: str, log: Path, argv: Sequence[str] = (), env: Mapping[str, str] | None = None, seconds: float = 60
+        self,
+        call: str,
+        log: Path,
+        argv: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        seconds: float = 60,
     ) -> Process:
         """Fork a process and wait for its end."""
         process = self.start(call, log, argv, env)

@@ -30,7 +30,10 @@ def register() -> None:
             moe_enabled=True,
             moe_inter_dim=32,
             moe_args=dataclasses.replace(
-                qwen3.qwen3_args["debugmodel_moe"].moe_args, num_experts=8, top_k=2, load_balance_coeff=coeff
+                qwen3.qwen3_args["debugmodel_moe"].moe_args,
+                num_experts=8,
+                top_k=2,
+                load_balance_coeff=coeff,
             ),
         )
         deepseek_v3.deepseekv3_args[flavor] = DeepSeekV3ModelArgs(
@@ -47,9 +50,13 @@ def register() -> None:
             qk_rope_head_dim=8,
             v_head_dim=16,
             mscale=0.70,
-            moe_args=dataclasses.replace(deepseek_v3.deepseekv3_args["debugmodel"].moe_args, load_balance_coeff=coeff),
+            moe_args=dataclasses.replace(
+                deepseek_v3.deepseekv3_args["debugmodel"].moe_args, load_balance_coeff=coeff
+            ),
         )
     register_train_spec(
         "qwen3_balanced",
-        dataclasses.replace(qwen3.get_train_spec(), build_optimizers_fn=build_optimizers_with_moe_load_balancing),
+        dataclasses.replace(
+            qwen3.get_train_spec(), build_optimizers_fn=build_optimizers_with_moe_load_balancing
+        ),
     )

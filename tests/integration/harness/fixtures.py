@@ -24,17 +24,32 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZygoteClient]:
 
 
 _JOBS = pytest.StashKey[list[Job]]()
-_TELLING = ("step", "participants", "exchanges", "forwards", "slots", "donor", "fault", "reason", "error", "seconds")
+_TELLING = (
+    "step",
+    "participants",
+    "exchanges",
+    "forwards",
+    "slots",
+    "donor",
+    "fault",
+    "reason",
+    "error",
+    "seconds",
+)
 _STORY_LINES = 400
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show what happened in the jobs of a test that fails; their files may be gone when somebody reads of it."""
     report = yield
     if report.when == "call" and report.failed:
         for job in item.stash.get(_JOBS, []):
-            report.sections.append((f"events of {job.paths.events}", "\n".join(_story(job)[-_STORY_LINES:])))
+            report.sections.append(
+                (f"events of {job.paths.events}", "\n".join(_story(job)[-_STORY_LINES:]))
+            )
     return report
 
 
@@ -49,7 +64,9 @@ def _story(job: Job) -> list[str]:
 
 
 @pytest.fixture
-def make_job(zygote: ZygoteClient, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Job]]:
+def make_job(
+    zygote: ZygoteClient, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Job]]:
     """Make jobs, each in a folder of its own; ends them with the test."""
     jobs: list[Job] = []
     request.node.stash[_JOBS] = jobs

@@ -15,7 +15,9 @@ from titan_ft.host.release import series
 def register() -> None:
     """Make it known to torchtitan. Steps of a few milliseconds; deep enough that forward and backward have a middle."""
     if series() == "0.2":
-        llama3.llama3_args["tiny"] = llama3.TransformerModelArgs(dim=64, n_layers=3, n_heads=4, vocab_size=2048)
+        llama3.llama3_args["tiny"] = llama3.TransformerModelArgs(
+            dim=64, n_layers=3, n_heads=4, vocab_size=2048
+        )
     else:
         llama3.llama3_configs["tiny"] = _build
         llama3.llama3_configs["tiny_tied"] = partial(_build, tied=True)
@@ -46,7 +48,9 @@ def _build(attn_backend: str, *, tied: bool = False, **_: Any) -> Any:
             dim=dim,
             n_heads=4,
             hidden_dim=llama3.compute_ffn_hidden_dim(dim, multiple_of=256),
-            rope=llama3.ComplexRoPE.Config(dim=dim // 4, max_seq_len=131072, theta=500000, scaling="llama"),
+            rope=llama3.ComplexRoPE.Config(
+                dim=dim // 4, max_seq_len=131072, theta=500000, scaling="llama"
+            ),
             attn_backend=attn_backend,
         ),
     )

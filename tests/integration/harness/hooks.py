@@ -120,7 +120,9 @@ class Worker:
     def __init__(self) -> None:
         self.step = 0  # the step under way, torchtitan's
         self.forwards = 0  # calls of the model since the last commit
-        self.held_seconds = 0.0  # spent waiting for other groups since the last commit, by order of a test
+        self.held_seconds = (
+            0.0  # spent waiting for other groups since the last commit, by order of a test
+        )
         self.samples = 0  # texts that this process has tokenized
         self.rate: float | None = None  # LR of the last update
         self.scales: list[float] | None = None  # see Scales
@@ -153,17 +155,27 @@ class Worker:
             if reset["point"] == point and self.is_target(reset):
                 self.break_control()
         for gate in SETTINGS.get("gates", ()):
-            if gate.get("point", "forward") == point and self.is_target(gate) and self.step >= gate.get("step", 0):
+            if (
+                gate.get("point", "forward") == point
+                and self.is_target(gate)
+                and self.step >= gate.get("step", 0)
+            ):
                 self.wait_at(gate["name"])
         for fault in SETTINGS.get("faults", ()):
-            due = fault["point"] == point and self.is_target(fault) and self.step >= fault.get("step", 0)
+            due = (
+                fault["point"] == point
+                and self.is_target(fault)
+                and self.step >= fault.get("step", 0)
+            )
             due = due and self.forwards >= fault.get("forwards", 0)
             due = due and all((self.markers / mark).exists() for mark in fault.get("after", ()))
             if due and not any((self.markers / mark).exists() for mark in fault.get("unless", ())):
                 self.mark("down")
                 self.fetching.unlink(missing_ok=True)
                 target = Target(SETTINGS["replica"], SETTINGS["rank"])
-                told = FaultInjected(fault=f"sigkill:{point}", target=target, seed=None, step=self.step)
+                told = FaultInjected(
+                    fault=f"sigkill:{point}", target=target, seed=None, step=self.step
+                )
                 self.events.emit(told)
                 os.kill(os.getpid(), signal.SIGKILL)
                 signal.pause()  # the signal may come to another thread
@@ -218,7 +230,9 @@ class Worker:
         kind, replica, attempt = mark.name.split("-")[:3]
         if kind == "down":
             return (self.markers / f"ready-{replica}-{int(attempt) + 1}").exists()
-        died = (self.markers / f"down-{replica}-{attempt}").exists()  # the rest of its group is ended without a word
+        died = (
+            self.markers / f"down-{replica}-{attempt}"
+        ).exists()  # the rest of its group is ended without a word
         return died or not mark.exists()
 
 
@@ -233,7 +247,11 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
-    setattr(owner, name, staticmethod(wrapped) if isinstance(vars(owner)[name], staticmethod) else wrapped)
+    setattr(
+        owner,
+        name,
+        staticmethod(wrapped) if isinstance(vars(owner)[name], staticmethod) else wrapped,
+    )
 
 
 def before(owner: Any, name: str, action: Callable[..., None]) -> None:
@@ -263,7 +281,9 @@ class FrameCount:
         self._num_frames += 1
         if self._num_frames % SETTINGS["reset_every"] == 0:
             # Closing sends a RST then.
-            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.socket.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
             with contextlib.suppress(OSError):  # it has ended just now
                 connection.socket.shutdown(socket.SHUT_RDWR)
                 WORKER.mark("broken-control")
@@ -292,7 +312,9 @@ def install_progress() -> None:
     def build(trainer: ReplicaTrainer) -> None:
         WORKER.trainer, WORKER.events, WORKER.watchdog = trainer, trainer._events, trainer._watchdog
         model = trainer.model_parts[0]
-        if trainer.parallel_dims.pp_enabled:  # which calls each of its models for every part of a batch
+        if (
+            trainer.parallel_dims.pp_enabled
+        ):  # which calls each of its models for every part of a batch
             schedule: Any = trainer.pp_schedule
             step = schedule.step
 
@@ -304,7 +326,9 @@ def install_progress() -> None:
             schedule.step = count_step
         else:
             model.register_forward_pre_hook(count_forward)
-        list(model.layers.values())[:2][-1].register_forward_pre_hook(lambda *_: WORKER.at("forward"))
+        list(model.layers.values())[:2][-1].register_forward_pre_hook(
+            lambda *_: WORKER.at("forward")
+        )
 
     def count_forward(*_: Any) -> None:
         WORKER.forwards += 1
@@ -318,7 +342,12 @@ def install_progress() -> None:
                     time.sleep(delay["seconds"])
 
     def step(trainer: ReplicaTrainer, *_: Any) -> None:
-        WORKER.step, WORKER.forwards, WORKER.held_seconds, WORKER.all_reductions = trainer.step, 0, 0.0, 0
+        WORKER.step, WORKER.forwards, WORKER.held_seconds, WORKER.all_reductions = (
+            trainer.step,
+            0,
+            0.0,
+            0,
+        )
 
     def inner_step(_: RoundStrategy, step: int, *__: Any) -> None:
         WORKER.step = step
@@ -338,10 +367,14 @@ def install_progress() -> None:
         WORKER.samples += 1
 
     def optimize(optimizers: OptimizersContainer, *_: Any) -> None:
-        (WORKER.rate,) = {group["lr"] for optimizer in optimizers for group in optimizer.param_groups}
+        (WORKER.rate,) = {
+            group["lr"] for optimizer in optimizers for group in optimizer.param_groups
+        }
 
     def apply(original: Any, *args: Any) -> Any:
-        with WORKER.watchdog.paused():  # the first optimizer step of DTensors takes seconds on a busy machine
+        with (
+            WORKER.watchdog.paused()
+        ):  # the first optimizer step of DTensors takes seconds on a busy machine
             return original(*args)
 
     def fetch(original: Any, *args: Any) -> Any:
@@ -378,7 +411,9 @@ def install_progress() -> None:
     after(ReplicaDimension, "heal", lambda *_: WORKER.mark("healed"))
     # The pause of two seconds at the end of torchtitan's train().
     trainer_module: Any = sys.modules[torchtitan.train.Trainer.__module__]
-    trainer_module.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
+    trainer_module.time = SimpleNamespace(
+        perf_counter=time.perf_counter, sleep=lambda seconds: None
+    )
 
 
 def install_faults() -> None:
@@ -401,7 +436,9 @@ def install_faults() -> None:
         WORKER.all_reductions += 1
         if WORKER.reductions == 2:  # the first bucket, after the count of those that give gradients
             WORKER.at("exchange_first")
-        elif WORKER.reductions == sum(b.fragment in flight.travelling for b in flight._buckets) + 3:  # rows, messages
+        elif (
+            WORKER.reductions == sum(b.fragment in flight.travelling for b in flight._buckets) + 3
+        ):  # rows, messages
             WORKER.at("exchange_last")
 
     def request(_: Any, request: dict[str, Any], *__: Any) -> None:
@@ -423,11 +460,21 @@ def install_faults() -> None:
     after(Rendezvous, "_exchange_texts", lambda *_: WORKER.at("rendezvous"))
     before(Membership, "vote", lambda *_: WORKER.at("vote_before"))
     after(Membership, "vote", lambda *_: WORKER.at("vote_after"))
-    before(StepStrategy, "apply", lambda _, update: WORKER.at("replay" if update.sums.is_copy else "commit"))
-    after(StepStrategy, "apply", lambda _, update: None if update.sums.is_copy else WORKER.at("optimizer"))
+    before(
+        StepStrategy,
+        "apply",
+        lambda _, update: WORKER.at("replay" if update.sums.is_copy else "commit"),
+    )
+    after(
+        StepStrategy,
+        "apply",
+        lambda _, update: None if update.sums.is_copy else WORKER.at("optimizer"),
+    )
     after(state_fetch._DonorConnection, "request", request)
     after(StateServer, "_answer", answer)
-    after(_FileSystemWriter, "write_data", lambda *_: WORKER.at("save"))  # the data is there, the metadata is not
+    after(
+        _FileSystemWriter, "write_data", lambda *_: WORKER.at("save")
+    )  # the data is there, the metadata is not
 
 
 def install_breaks() -> None:
@@ -436,7 +483,10 @@ def install_breaks() -> None:
     def send(original: Any, pace: Any, connection: socket.socket, data: memoryview) -> None:
         if data.nbytes == state_fetch._CHUNK:
             WORKER.answers += 1
-            if any(WORKER.is_target(what) and what["answer"] == WORKER.answers for what in SETTINGS["breaks"]):
+            if any(
+                WORKER.is_target(what) and what["answer"] == WORKER.answers
+                for what in SETTINGS["breaks"]
+            ):
                 connection.sendall(data[: data.nbytes // 2])
                 connection.shutdown(socket.SHUT_RDWR)
                 raise ConnectionAbortedError("by order of a test")
@@ -469,9 +519,17 @@ def install_chaos() -> None:
                 make_fault(order.fault, {}).start(task, worker)
                 worker.between_steps.popleft()()
 
-    before(ReplicaTrainer, "train_step", lambda trainer, *_: strike(trainer, trainer.step, "nan_gradient"))
+    before(
+        ReplicaTrainer,
+        "train_step",
+        lambda trainer, *_: strike(trainer, trainer.step, "nan_gradient"),
+    )
     # Between the optimizer and the digest: a faulty memory of which no step of the others is to be made.
-    after(StepStrategy, "apply", lambda _, update: strike(WORKER.trainer, update.step, "flip_parameter"))
+    after(
+        StepStrategy,
+        "apply",
+        lambda _, update: strike(WORKER.trainer, update.step, "flip_parameter"),
+    )
 
 
 def install_mask() -> None:
@@ -497,16 +555,27 @@ def install_records(folder: Path) -> None:
         with (folder / f"{name}.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
 
-    def log(_: Any, step: int, loss: Any, max_loss: Any, grad_norm: Any, extra_metrics: Any = None) -> None:
+    def log(
+        _: Any, step: int, loss: Any, max_loss: Any, grad_norm: Any, extra_metrics: Any = None
+    ) -> None:
         values = {"loss": float(loss), "max_loss": float(max_loss), "grad_norm": float(grad_norm)}
-        write({"step": step, **values, "lr": rate_of(extra_metrics), "tokens": int(extra_metrics["n_tokens_seen"])})
+        write(
+            {
+                "step": step,
+                **values,
+                "lr": rate_of(extra_metrics),
+                "tokens": int(extra_metrics["n_tokens_seen"]),
+            }
+        )
 
     def rate_of(metrics: dict[str, Any]) -> float:
         return float(next(value for name, value in metrics.items() if name in ("lr", "lr/AdamW")))
 
     def end(trainer: Any) -> None:
         for module in (module for part in trainer.model_parts for module in part.modules()):
-            if isinstance(module, FSDPModule):  # stock torchtitan leaves whole weights behind a validation
+            if isinstance(
+                module, FSDPModule
+            ):  # stock torchtitan leaves whole weights behind a validation
                 module.reshard()
         state = TrainState(trainer.model_parts, trainer.optimizers, trainer.lr_schedulers, None)  # type: ignore[arg-type]
         write({"digest": state.digest()})
@@ -515,7 +584,9 @@ def install_records(folder: Path) -> None:
     def dump(trainer: Any, moment: str) -> None:
         if SETTINGS.get("dump"):
             parameters = {
-                key: whole(value.detach()) for part in trainer.model_parts for key, value in part.named_parameters()
+                key: whole(value.detach())
+                for part in trainer.model_parts
+                for key, value in part.named_parameters()
             }
             torch.save(parameters, folder / f"{moment}-{name}.pt")
 
@@ -524,7 +595,9 @@ def install_records(folder: Path) -> None:
             dump(strategy._training, f"round-{update.step}")
 
     def whole(value: torch.Tensor) -> torch.Tensor:
-        return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()  # the oracle has no GPU
+        return (
+            value.full_tensor() if isinstance(value, DTensor) else value
+        ).cpu()  # the oracle has no GPU
 
     before(MetricsProcessor, "log", log)
     before(torchtitan.train.Trainer, "train", lambda trainer: dump(trainer, "begin"))
@@ -540,7 +613,12 @@ def install_experts() -> None:
     name = "{replica}-{rank}".format(**SETTINGS)
 
     def count(sums: Sums, *_: Any) -> None:
-        parts = [part for bucket in sums._buckets for part in bucket.parts if isinstance(part, CountBuffer)]
+        parts = [
+            part
+            for bucket in sums._buckets
+            for part in bucket.parts
+            if isinstance(part, CountBuffer)
+        ]
         with (WORKER.markers / f"counts-{name}.jsonl").open("a") as file:
             file.write(json.dumps([part.buffer.sum().item() for part in parts]) + "\n")
 
@@ -563,7 +641,9 @@ def install_stream(files: list[str]) -> None:
         return load(path).shuffle(seed=1, buffer_size=3)
 
     for name, loader in (("stream", load), ("shuffled", shuffle)):
-        DATASETS[name] = DatasetConfig(path="", loader=loader, sample_processor=lambda sample: sample["text"])
+        DATASETS[name] = DatasetConfig(
+            path="", loader=loader, sample_processor=lambda sample: sample["text"]
+        )
 
 
 def install_begin(path: Path) -> None:
@@ -575,7 +655,9 @@ def install_begin(path: Path) -> None:
         for name, parameter in parameters:
             value = values[name].to(parameter.device)
             if isinstance(parameter, DTensor):
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements).to_local()
+                value = distribute_tensor(
+                    value, parameter.device_mesh, parameter.placements
+                ).to_local()
             local_shard(parameter.detach()).copy_(value)
 
     before(torchtitan.train.Trainer, "train", load)
@@ -594,14 +676,22 @@ class Scales:
     @staticmethod
     @torch.no_grad()
     def of(parts: list[torch.nn.Module]) -> list[float]:
-        return [local_shard(parameter).float().abs().sum().item() for part in parts for parameter in part.parameters()]
+        return [
+            local_shard(parameter).float().abs().sum().item()
+            for part in parts
+            for parameter in part.parameters()
+        ]
 
     @classmethod
     def compare(cls, training: LocalTraining, *_: Any) -> None:
         """Fail before a forward with scales of other weights; in the first step of a job there may be none yet."""
         trainer: Any = training._trainer
-        if WORKER.scales is not None or (trainer.step > 1 and "scales" in trainer.job_config.model.converters):
-            assert cls.of(trainer.model_parts) == WORKER.scales, f"step {trainer.step}: scales of other weights"
+        if WORKER.scales is not None or (
+            trainer.step > 1 and "scales" in trainer.job_config.model.converters
+        ):
+            assert cls.of(trainer.model_parts) == WORKER.scales, (
+                f"step {trainer.step}: scales of other weights"
+            )
 
 
 def install_scales() -> None:

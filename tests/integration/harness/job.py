@@ -105,12 +105,17 @@ class Job:
         self.paths = RunPaths(folder / "run")
         self.markers = folder / "markers"
         self.markers.mkdir(parents=True)
-        self.groups = [Group(replica, (replica_ranks or {}).get(replica, ranks)) for replica in range(groups)]
+        self.groups = [
+            Group(replica, (replica_ranks or {}).get(replica, ranks)) for replica in range(groups)
+        ]
         self.steps = steps
         self._max_restarts, self._late, self._grace_seconds = max_restarts, late, grace_seconds
         self._zygote = zygote
         self._replica_flags = dict(replica_flags or {})
-        self._hooks = {**(hooks or {}), "constants": {**CONSTANTS, **(hooks or {}).get("constants", {})}}
+        self._hooks = {
+            **(hooks or {}),
+            "constants": {**CONSTANTS, **(hooks or {}).get("constants", {})},
+        }
         self.env = dict(env or {})
         self.flags = [
             f"--job.config_file={CONFIG}",
@@ -141,7 +146,9 @@ class Job:
 
     def finish(self, seconds: float = 60) -> None:
         """Wait until every group has ended for good."""
-        self.wait_until(lambda: all(map(self._is_over, self.groups)), seconds, "every group has ended")
+        self.wait_until(
+            lambda: all(map(self._is_over, self.groups)), seconds, "every group has ended"
+        )
 
     def start(self, absent: Collection[int] = ()) -> None:
         """Start lighthouse and groups, except those that come later (see `start_again`)."""
@@ -160,10 +167,14 @@ class Job:
         """Leave a mark for the workers' hooks; opens the gate of that name."""
         (self.markers / name).touch()
 
-    def wait_for_gate(self, name: str, replica: int, ranks: Sequence[int] = (0,), attempt: int = 0) -> None:
+    def wait_for_gate(
+        self, name: str, replica: int, ranks: Sequence[int] = (0,), attempt: int = 0
+    ) -> None:
         """Wait until these ranks of a group have reached a gate (see `harness.hooks`)."""
         marks = [self.markers / f"reached-{name}-{replica}-{attempt}-{rank}" for rank in ranks]
-        self.wait_until(lambda: all(mark.exists() for mark in marks), 60, f"group {replica} reached gate {name}")
+        self.wait_until(
+            lambda: all(mark.exists() for mark in marks), 60, f"group {replica} reached gate {name}"
+        )
 
     def wait_for_end(self, replica: int) -> list[int | None]:
         """Wait until all ranks of a group have ended; returns their exit statuses."""
@@ -209,7 +220,10 @@ class Job:
         self._num_lighthouses += 1
         log = self.paths.root / f"lighthouse-{self._num_lighthouses}.log"
         self._lighthouse = self._zygote.start(
-            "harness.zygote:lighthouse", log, [bind, self._lighthouse_settings], {"TITAN_FT_TOKEN": TOKEN}
+            "harness.zygote:lighthouse",
+            log,
+            [bind, self._lighthouse_settings],
+            {"TITAN_FT_TOKEN": TOKEN},
         )
         self._address = self._announced(self._lighthouse, "lighthouse listening at ")
 
@@ -245,7 +259,10 @@ class Job:
                 "TITAN_FT_TEST_HOOKS": json.dumps(hooks),
                 **self.env,
             }
-            flags = [flag.replace("{rank}", str(rank)) for flag in self._replica_flags.get(group.replica, ())]
+            flags = [
+                flag.replace("{rank}", str(rank))
+                for flag in self._replica_flags.get(group.replica, ())
+            ]
             argv = [*self.flags, *flags, f"--fault_tolerance.replica_id={group.replica}"]
             log = self.paths.logs(group.replica, group.attempt, rank)
             group.workers.append(self._zygote.start("titan_ft.train:main", log, argv, env))
@@ -281,7 +298,8 @@ class Job:
         holders = [
             other
             for other in self.groups
-            if not other.failed and (self.markers / f"trained-{other.replica}-{other.attempt}").exists()
+            if not other.failed
+            and (self.markers / f"trained-{other.replica}-{other.attempt}").exists()
         ]
         return not holders or any(waiting) or any(self.markers.glob("finishing-*"))
 
@@ -294,8 +312,12 @@ class Job:
 
     def _announced(self, process: Process, text: str) -> str:
         def find() -> str | None:
-            lines = [line for line in process.output().splitlines(keepends=True) if line.endswith("\n")]
-            return next((line.strip().removeprefix(text) for line in lines if line.startswith(text)), None)
+            lines = [
+                line for line in process.output().splitlines(keepends=True) if line.endswith("\n")
+            ]
+            return next(
+                (line.strip().removeprefix(text) for line in lines if line.startswith(text)), None
+            )
 
         found: str = self._zygote.wait_until(find, 30, f"{text!r} in {process.log}")
         return found
@@ -307,5 +329,7 @@ class Job:
         while time.monotonic() < until:
             self._zygote.poll()
         logs = sorted(self.paths.root.glob("logs/*/*/rank-*.log"))
-        tails = "\n".join(f"--- {path}\n{path.read_text(errors='replace')[-4000:]}" for path in logs)
+        tails = "\n".join(
+            f"--- {path}\n{path.read_text(errors='replace')[-4000:]}" for path in logs
+        )
         pytest.fail(f"{reason}\n{tails}")

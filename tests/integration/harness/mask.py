@@ -14,5 +14,7 @@ def mask_labels(labels: torch.Tensor, shard: int, batch: int) -> torch.Tensor:
     """Mask the first labels of each sequence, another number in each batch of each data shard."""
     length = labels.shape[1]
     masked = labels.clone()
-    masked[:, : length if (shard, batch) == EMPTY else (7 + 11 * batch + 29 * shard) % length] = IGNORE_INDEX
+    masked[:, : length if (shard, batch) == EMPTY else (7 + 11 * batch + 29 * shard) % length] = (
+        IGNORE_INDEX
+    )
     return masked

@@ -45,7 +45,9 @@ def main() -> None:
     tokenizer = spec.build_tokenizer_fn(config)
     shards = [
         iter(
-            spec.build_dataloader_fn(dp_world_size=task["shards"], dp_rank=rank, tokenizer=tokenizer, job_config=config)
+            spec.build_dataloader_fn(
+                dp_world_size=task["shards"], dp_rank=rank, tokenizer=tokenizer, job_config=config
+            )
         )
         for rank in range(task["shards"])
     ]
@@ -57,15 +59,25 @@ def main() -> None:
             for number in range(task["microbatches"]):
                 inputs, labels = next(shard)
                 batch = step * task["microbatches"] + number
-                batches.append((inputs["input"], mask_labels(labels, rank, batch) if task["mask"] else labels))
-        steps.append(train_step(model, optimizer, batches, learning_rate(config, step), config.training.max_norm))
+                batches.append(
+                    (inputs["input"], mask_labels(labels, rank, batch) if task["mask"] else labels)
+                )
+        steps.append(
+            train_step(
+                model, optimizer, batches, learning_rate(config, step), config.training.max_norm
+            )
+        )
     theirs = torch.load(task["parameters"])
     parameters = dict(model.named_parameters())
     assert parameters.keys() == theirs.keys()
     result = {
         "steps": steps,
-        "difference": max((value - theirs[name]).abs().max().item() for name, value in parameters.items()),
-        "change": max((value - begin[name]).abs().max().item() for name, value in parameters.items()),
+        "difference": max(
+            (value - theirs[name]).abs().max().item() for name, value in parameters.items()
+        ),
+        "change": max(
+            (value - begin[name]).abs().max().item() for name, value in parameters.items()
+        ),
     }
     Path(task["output"]).write_text(json.dumps(result))
 
@@ -85,13 +97,21 @@ def train_step(
     total = 0.0
     for inputs, labels in batches:
         loss = F.cross_entropy(
-            model(inputs).flatten(0, 1).float(), labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
+            model(inputs).flatten(0, 1).float(),
+            labels.flatten(),
+            reduction="sum",
+            ignore_index=IGNORE_INDEX,
         )
         (loss / max(valid_tokens, 1)).backward()
         total += loss.item()
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
-    return {"loss": total / max(valid_tokens, 1), "grad_norm": grad_norm.item(), "lr": lr, "valid_tokens": valid_tokens}
+    return {
+        "loss": total / max(valid_tokens, 1),
+        "grad_norm": grad_norm.item(),
+        "lr": lr,
+        "valid_tokens": valid_tokens,
+    }
 
 
 def build_optimizer(model: torch.nn.Module, config: JobConfig) -> torch.optim.Optimizer:
@@ -122,7 +142,9 @@ def learning_rate(config: JobConfig, step: int) -> float:
 def read_config(flags: list[str]) -> Any:
     flavor.register()
     register_datasets()
-    config: Any = ConfigManager(ConfigManager._merge_configs(JobConfig, ft_config.JobConfig)).parse_args(flags)
+    config: Any = ConfigManager(
+        ConfigManager._merge_configs(JobConfig, ft_config.JobConfig)
+    ).parse_args(flags)
     config.model.hf_assets_path = str(resolve(config.model.hf_assets_path))
     return config
 

@@ -45,12 +45,17 @@ class Group:
         total = task["shards"]
         each = total // task["groups"]
         self._shards = [
-            self._read(spec, rank, total, task["mask"]) for rank in range(number * each, (number + 1) * each)
+            self._read(spec, rank, total, task["mask"])
+            for rank in range(number * each, (number + 1) * each)
         ]
-        self.tokens = [0] * len(task["fragments"] or [None])  # trained on each fragment since its last exchange
+        self.tokens = [0] * len(
+            task["fragments"] or [None]
+        )  # trained on each fragment since its last exchange
         self.facts: list[tuple[int, float]] = []  # valid tokens and sum of the losses of each step
 
-    def _read(self, spec: Any, rank: int, total: int, mask: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _read(
+        self, spec: Any, rank: int, total: int, mask: bool
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         tokenizer = spec.build_tokenizer_fn(self._config)
         loader = spec.build_dataloader_fn(
             dp_world_size=total, dp_rank=rank, tokenizer=tokenizer, job_config=self._config
@@ -62,7 +67,10 @@ class Group:
         """Make steps until so many are made."""
         for step in range(len(self.facts), until):
             batches = [next(shard) for shard in self._shards for _ in range(self._microbatches)]
-            rate, max_norm = oracle.learning_rate(self._config, step), self._config.training.max_norm
+            rate, max_norm = (
+                oracle.learning_rate(self._config, step),
+                self._config.training.max_norm,
+            )
             made = oracle.train_step(self.model, self._optimizer, batches, rate, max_norm)
             self.tokens = [tokens + made["valid_tokens"] for tokens in self.tokens]
             self.facts.append((made["valid_tokens"], made["loss"] * made["valid_tokens"]))
@@ -132,10 +140,15 @@ def main() -> None:
         rounds.append(
             {
                 "loss": sum(loss for _, loss in facts) / valid_tokens,
-                "norm": sum(change.double().square().sum().item() for change in changes.values()) ** 0.5,
+                "norm": sum(change.double().square().sum().item() for change in changes.values())
+                ** 0.5,
                 "valid_tokens": valid_tokens,
-                "difference": max((value - theirs[name]).abs().max().item() for name, value in anchors.items()),
-                "change": max((value - before[name]).abs().max().item() for name, value in anchors.items()),
+                "difference": max(
+                    (value - theirs[name]).abs().max().item() for name, value in anchors.items()
+                ),
+                "change": max(
+                    (value - before[name]).abs().max().item() for name, value in anchors.items()
+                ),
             }
         )
     Path(task["output"]).write_text(json.dumps(rounds))

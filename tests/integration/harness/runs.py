@@ -74,11 +74,16 @@ class Runs:
     ) -> list[list[dict[str, Any]]]:
         """Train with `enable = false`; returns the records of each rank."""
         degrees = {"replicate": replicate, "shard": shard}
-        mesh = [f"--parallelism.data_parallel_{name}_degree={degree}" for name, degree in degrees.items()]
+        mesh = [
+            f"--parallelism.data_parallel_{name}_degree={degree}"
+            for name, degree in degrees.items()
+        ]
         job = self._start("stock", 1, ranks, ["--fault_tolerance.no-enable", *flags, *mesh], hooks)
         assert job.groups[0].finished, job.output(0)
         assert not job.events()
-        return [records for _, records in sorted(self._read("stock", job, ends_of_rounds(1)).items())]
+        return [
+            records for _, records in sorted(self._read("stock", job, ends_of_rounds(1)).items())
+        ]
 
     def parameters(self, moment: str, name: str = "groups") -> Path:
         """Return a file with all of a group's parameters before or after training, if the run had `dump`.
@@ -93,7 +98,9 @@ class Runs:
             torch.save(values, merged)
         return merged
 
-    def oracle(self, microbatches: int, mask: bool, *, shards: int = 1, same_begin: bool = False) -> dict[str, Any]:
+    def oracle(
+        self, microbatches: int, mask: bool, *, shards: int = 1, same_begin: bool = False
+    ) -> dict[str, Any]:
         """Compute in one process what the groups (trained before, with `dump`) must have computed.
 
         Args:
@@ -101,7 +108,9 @@ class Runs:
             same_begin: begin with the groups' parameters, not with those of `debug.seed`; always on a GPU.
         """
         task = {"microbatches": microbatches, "parameters": str(self.parameters("end"))}
-        result: dict[str, Any] = self._compute("harness.oracle:main", task, mask, shards, same_begin)
+        result: dict[str, Any] = self._compute(
+            "harness.oracle:main", task, mask, shards, same_begin
+        )
         return result
 
     def outer_oracle(
@@ -131,13 +140,19 @@ class Runs:
             "outer": outer,
             "rounds": [str(self.parameters(f"round-{number}")) for number in numbers],
         }
-        result: list[dict[str, Any]] = self._compute("harness.outer_oracle:main", task, mask, shards, same_begin)
+        result: list[dict[str, Any]] = self._compute(
+            "harness.outer_oracle:main", task, mask, shards, same_begin
+        )
         return result
 
-    def _compute(self, call: str, task: dict[str, Any], mask: bool, shards: int, same_begin: bool) -> Any:
+    def _compute(
+        self, call: str, task: dict[str, Any], mask: bool, shards: int, same_begin: bool
+    ) -> Any:
         assert self.job is not None
         output = self._folder / "oracle.json"
-        same_begin = same_begin or bool(PROCESS_GROUP)  # a GPU's generator draws other parameters than a CPU's
+        same_begin = same_begin or bool(
+            PROCESS_GROUP
+        )  # a GPU's generator draws other parameters than a CPU's
         task |= {
             "flags": [*self.job.flags, "--fault_tolerance.no-enable"],
             "shards": shards * len(self.job.groups),
@@ -149,7 +164,9 @@ class Runs:
         assert process.code == 0, process.output()
         return json.loads(output.read_text())
 
-    def _start(self, name: str, groups: int, ranks: int, flags: Sequence[str], hooks: dict[str, Any]) -> Job:
+    def _start(
+        self, name: str, groups: int, ranks: int, flags: Sequence[str], hooks: dict[str, Any]
+    ) -> Job:
         (self._folder / name).mkdir()
         job = self._make_job(
             groups=groups,
@@ -175,7 +192,10 @@ class Runs:
             assert [int(step) for step, _, _ in printed] == logged
             assert list(digest) == ["digest"]
             for record, (step, loss, grad_norm) in zip(steps, printed, strict=True):
-                assert (record["step"], f"{record['loss']:.5f}") == (int(step), loss)  # what is logged is printed
+                assert (record["step"], f"{record['loss']:.5f}") == (
+                    int(step),
+                    loss,
+                )  # what is logged is printed
                 assert f"{record['grad_norm']:.4f}" == grad_norm
         return records
 
@@ -194,7 +214,9 @@ def check_equal(groups: dict[str, list[dict[str, Any]]], stock: list[list[dict[s
     for replica in range(2):
         for rank in range(2):
             ours, theirs = groups[f"{replica}-{rank}"], stock[2 * replica + rank]
-            assert column(ours, "loss") == pytest.approx(column(theirs, "loss"), rel=2 * FLOAT32_ULP, abs=0)
+            assert column(ours, "loss") == pytest.approx(
+                column(theirs, "loss"), rel=2 * FLOAT32_ULP, abs=0
+            )
             for record in (*ours, *theirs):
                 record.pop("loss", None)
             assert ours == theirs

@@ -49,7 +49,13 @@ def call(port: int, path: str, message: bytes) -> bytes:
     fields |= {"content-type": "application/grpc", "te": "trailers"}
     block = b"".join(b"\0" + _string(name) + _string(value) for name, value in fields.items())
     data = b"\0" + len(message).to_bytes(4, "big") + message
-    return ask(port, PREFACE + _frame(_SETTINGS, 0, 0, b"") + _frame(_HEADERS, 0x4, 1, block) + _frame(0, 0x1, 1, data))
+    return ask(
+        port,
+        PREFACE
+        + _frame(_SETTINGS, 0, 0, b"")
+        + _frame(_HEADERS, 0x4, 1, block)
+        + _frame(0, 0x1, 1, data),
+    )
 
 
 def _frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
@@ -94,7 +100,9 @@ def ask(port: int, request: bytes) -> bytes:
 
 def post_kill(port: int, name: str) -> bytes:
     """Press the button of torchft's page that ends a group's process; returns the answer."""
-    return ask(port, f"POST /replica/{name}/kill HTTP/1.1\r\nHost: h\r\nContent-Length: 0\r\n\r\n".encode())
+    return ask(
+        port, f"POST /replica/{name}/kill HTTP/1.1\r\nHost: h\r\nContent-Length: 0\r\n\r\n".encode()
+    )
 
 
 def read_page(port: int) -> bytes:
@@ -143,7 +151,9 @@ class Campaign:
     """
 
     def __init__(self, run_dir: Path, seed: int) -> None:
-        self._tail = EventTail(run_dir / "events", LighthouseStarted, WorkerStarted, WorkerExited, from_start=True)
+        self._tail = EventTail(
+            run_dir / "events", LighthouseStarted, WorkerStarted, WorkerExited, from_start=True
+        )
         self._chance = random.Random(seed)
         self._workers: set[int] = set()
         self._lighthouse = 0  # its port

@@ -76,14 +76,18 @@ def check_one_trajectory(committed: Iterable[Event]) -> None:
         fact = {key: event[key] for key in ("participants", "tokens", "loss", "grad_norm", "lr")}
         fact["digest"] = event.get("digest")
         first = facts.setdefault((event["step"], event["rank"]), fact)
-        assert fact == first, f"step {event['step']}, rank {event['rank']}: group {event['replica']} differs"
+        assert fact == first, (
+            f"step {event['step']}, rank {event['rank']}: group {event['replica']} differs"
+        )
 
 
 def check_finished(job: Job, events: Iterable[Event], steps: int) -> None:
     """Each rank of each group finished once, at the last step, with the same state as its peers."""
     finished = named(events, "training_finished")
     ranks = [(event["replica"], event["rank"]) for event in finished]
-    assert sorted(ranks) == [(group.replica, rank) for group in job.groups for rank in range(group.num_ranks)]
+    assert sorted(ranks) == [
+        (group.replica, rank) for group in job.groups for rank in range(group.num_ranks)
+    ]
     assert {event["step"] for event in finished} == {steps}
     assert len({event["tokens"] for event in finished}) == 1
     for rank in range(job.groups[0].num_ranks):
@@ -102,7 +106,9 @@ def check_order(process: list[Event]) -> None:
         last = event["step"]
 
 
-def check_survivor(process: list[Event], steps: int, longest_gap: float = LONGEST_GAP_SECONDS, ahead: int = 0) -> None:
+def check_survivor(
+    process: list[Event], steps: int, longest_gap: float = LONGEST_GAP_SECONDS, ahead: int = 0
+) -> None:
     """A survivor made all steps, computed each batch exactly once, and was never stopped for long.
 
     Args:
@@ -132,7 +138,9 @@ def check_killed(job: Job, events: Iterable[Event], kills: Sequence[tuple[int, i
     injected = named(events, "fault_injected")
     assert sorted((e["replica"], e["attempt"], e["fault"]) for e in injected) == sorted(kills)
     for group in job.groups:
-        assert len(group.ended) == sum(replica == group.replica for replica, _, _ in kills), exits(job)
+        assert len(group.ended) == sum(replica == group.replica for replica, _, _ in kills), exits(
+            job
+        )
         for codes in group.ended:
             assert -signal.SIGKILL in codes, exits(job)
             # The rest of the group is told to end, or ends by itself because it lost its peer.

@@ -83,7 +83,9 @@ class Zygote:
         for pid in list(self._running):
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
-                self._answer({"id": self._running.pop(pid), "code": os.waitstatus_to_exitcode(status)})
+                self._answer(
+                    {"id": self._running.pop(pid), "code": os.waitstatus_to_exitcode(status)}
+                )
 
     def _answer(self, message: dict[str, Any]) -> None:
         os.write(self._answers, json.dumps(message).encode() + b"\n")
@@ -104,7 +106,9 @@ def store() -> None:
     """Host the TCPStore of one attempt of a group, as the agent does; it outlives every worker of the group."""
     import torch.distributed as dist
 
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    server = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
     print(f"store listening at {server.port}", flush=True)
     while True:
         time.sleep(3600)
@@ -119,7 +123,9 @@ def main() -> None:
     obstacle = preload("titan_ft.train", [f"--job.config_file={CONFIG}"])
     assert not obstacle, obstacle
     importlib.import_module("titan_ft.launch.lighthouse")
-    for node in ast.parse(HOOKS.read_text()).body:  # all that the hooks import: once, and not by each worker
+    for node in ast.parse(
+        HOOKS.read_text()
+    ).body:  # all that the hooks import: once, and not by each worker
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             importlib.import_module(node.module)
     zygote = Zygote(answers)

@@ -25,7 +25,9 @@ class HeldFetch:
     """A fetch that ends when the test says so."""
 
     def __init__(self) -> None:
-        self.result: Snapshot | Exception = Snapshot(FROM_STEP, 100, b"{}", torch.empty(0, dtype=torch.uint8))
+        self.result: Snapshot | Exception = Snapshot(
+            FROM_STEP, 100, b"{}", torch.empty(0, dtype=torch.uint8)
+        )
         self.began, self.let_go = threading.Event(), threading.Event()
 
     def __call__(self, cancelled: threading.Event, note_share: Callable[[float], None]) -> Snapshot:
@@ -53,7 +55,9 @@ def attempt(held: HeldFetch) -> CatchUp:
 
 def update(step: int, lineage: int) -> Update:
     """Return a committed update that made a state of `lineage`."""
-    return Update(step=step, tokens=1, lineage=lineage, scale=1.0, entries=[], readers=[], sums=SUMS)
+    return Update(
+        step=step, tokens=1, lineage=lineage, scale=1.0, entries=[], readers=[], sums=SUMS
+    )
 
 
 def end(held: HeldFetch, attempt: CatchUp) -> None:
@@ -65,7 +69,8 @@ def end(held: HeldFetch, attempt: CatchUp) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at_half", "at_end", "in_time"), [(0.0, 0.5, True), (0.3, 0.8, True), (0.3, 0.79, False), (0.6, 0.9, False)]
+    ("at_half", "at_end", "in_time"),
+    [(0.0, 0.5, True), (0.3, 0.8, True), (0.3, 0.79, False), (0.6, 0.9, False)],
 )
 def test_the_latest_pace_decides_whether_a_newer_state_is_fetched(
     held: HeldFetch, attempt: CatchUp, at_half: float, at_end: float, in_time: bool

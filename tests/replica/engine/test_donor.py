@@ -29,7 +29,9 @@ class Server:
     def __init__(self) -> None:
         self.snapshot: Any = None
         self.offers: list[Message | None] = []
-        self.take: Callable[[int, Part], None] = lambda step, part: None  # of a joiner that asks for what is offered
+        self.take: Callable[[int, Part], None] = lambda step, part: (
+            None
+        )  # of a joiner that asks for what is offered
         self.wanted: Part | None = None
         self.is_pinned = False
 
@@ -107,12 +109,17 @@ class World:
     def make_round(self, *joiners: Row, is_update: bool = True, is_holder: bool = True) -> None:
         """Make a round, and the update that it is, if it is one."""
         held = {"lineage": 1000 + self.step, "digest": 77, "training": 1}
-        rows = [*(Row(slot, Standing.READY, self.step, **held) for slot in (ME, OTHER, THIRD)), *joiners]
+        rows = [
+            *(Row(slot, Standing.READY, self.step, **held) for slot in (ME, OTHER, THIRD)),
+            *joiners,
+        ]
         members = tuple(Member(row.slot, 0.0, f"process {row.slot}", "c0ffee") for row in rows)
         if not is_holder:
             rows[0] = Row(ME, Standing.BEHIND, 0)
         made = Round(Quorum("1/a", 0, members, self.step), rows, judge(rows), [])
-        self.donor.serve(made, Position(step=self.step, lineage=1000 + self.step), is_update=is_update)
+        self.donor.serve(
+            made, Position(step=self.step, lineage=1000 + self.step), is_update=is_update
+        )
         self.step += is_update
 
 

@@ -59,7 +59,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def start(code: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", PREAMBLE + code, str(tmp_path)]
         pipe = subprocess.PIPE
-        process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe)
+        process = subprocess.Popen(
+            command, cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe
+        )
         processes.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -85,9 +87,17 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return statuses
 
 
-def build(tree: ControlTree, rank: int = 0, num_ranks: int = 1, timeout_seconds: float = NEVER) -> Drain:
+def build(
+    tree: ControlTree, rank: int = 0, num_ranks: int = 1, timeout_seconds: float = NEVER
+) -> Drain:
     """Build a rank of this process."""
-    return Drain(tree, rank=rank, num_ranks=num_ranks, timeout_seconds=timeout_seconds, on_abandon=pytest.fail)
+    return Drain(
+        tree,
+        rank=rank,
+        num_ranks=num_ranks,
+        timeout_seconds=timeout_seconds,
+        on_abandon=pytest.fail,
+    )
 
 
 def build_group(trees: list[ControlTree]) -> list[Drain]:
@@ -105,7 +115,9 @@ def leave_all(ranks: list[Drain]) -> None:
     call_for_each(Drain.leave, ranks, "leave", len(ranks))
 
 
-@pytest.mark.parametrize(("told", "after", "urgent"), [(False, 90.0, False), (True, 74.0, False), (True, 76.0, True)])
+@pytest.mark.parametrize(
+    ("told", "after", "urgent"), [(False, 90.0, False), (True, 74.0, False), (True, 76.0, True)]
+)
 def test_three_quarters_of_the_time_are_what_a_group_may_wait_for_others(
     monkeypatch: pytest.MonkeyPatch, trees: Trees, told: bool, after: float, urgent: bool
 ) -> None:
@@ -190,7 +202,9 @@ def test_an_answer_before_a_rank_has_said_so_is_taken_by_all(waiting: Waiting) -
 
 
 @pytest.mark.parametrize("answer_first", [False, True])
-def test_an_answer_beside_the_last_word_ends_alike_on_all_ranks(waiting: Waiting, answer_first: bool) -> None:
+def test_an_answer_beside_the_last_word_ends_alike_on_all_ranks(
+    waiting: Waiting, answer_first: bool
+) -> None:
     """Both ranks have said "hurry", and only one is answered.
 
     The first proposal decides for both.
@@ -229,7 +243,9 @@ def test_a_word_counts_for_one_round(waiting: Waiting) -> None:
     assert first.stops_waiting(False)
 
 
-def test_a_rank_pauses_until_it_is_answered_or_its_time_is_over(monkeypatch: pytest.MonkeyPatch, trees: Trees) -> None:
+def test_a_rank_pauses_until_it_is_answered_or_its_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, trees: Trees
+) -> None:
     """It looks at the answer and at its time once more at the end."""
     rank = build(trees.connect())
     pauses: list[int] = []
@@ -240,7 +256,9 @@ def test_a_rank_pauses_until_it_is_answered_or_its_time_is_over(monkeypatch: pyt
     assert len(pauses) == 5
 
 
-def test_a_group_of_one_rank_decides_by_itself(monkeypatch: pytest.MonkeyPatch, trees: Trees) -> None:
+def test_a_group_of_one_rank_decides_by_itself(
+    monkeypatch: pytest.MonkeyPatch, trees: Trees
+) -> None:
     """No sibling must agree. An answer after its word finds the decision settled."""
     rank = build(trees.connect())
     assert not rank.stops_waiting(False)
@@ -261,7 +279,9 @@ def test_a_rank_that_looks_late_does_not_leave_early(trees: Trees) -> None:
     vote(group)
     assert not fast.after_vote()
     fast.request()
-    fast.before_vote(lambda: True)  # of the second vote, while the other rank has not looked after the first
+    fast.before_vote(
+        lambda: True
+    )  # of the second vote, while the other rank has not looked after the first
     wait_until(lambda: group[1].heard("leave/2") is not None, "the other rank has heard it")
     assert not slow.after_vote()
     slow.before_vote(lambda: True)
@@ -274,7 +294,9 @@ def test_a_rank_that_looks_late_does_not_leave_early(trees: Trees) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_rank_that_may_not_leave_yet_tells_its_siblings_later(trees: Trees, num_ranks: int) -> None:
+def test_a_rank_that_may_not_leave_yet_tells_its_siblings_later(
+    trees: Trees, num_ranks: int
+) -> None:
     """The group stays for one more round: the other groups have not read that it leaves."""
     group = trees.connect_group(num_ranks)
     ranks = build_group(group)
@@ -319,7 +341,9 @@ def test_all_ranks_leave_after_the_same_vote(trees: Trees, told: int) -> None:
         assert len(set(left)) == 1, left
 
 
-def test_leaving_waits_for_the_others_but_not_for_ever(monkeypatch: pytest.MonkeyPatch, trees: Trees) -> None:
+def test_leaving_waits_for_the_others_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch, trees: Trees
+) -> None:
     """A rank that leaves alone waits for its whole time. Ranks that leave together do not."""
 
     def leave(ranks: list[Drain], seconds: float) -> float:
@@ -428,7 +452,9 @@ def test_a_dead_sibling_ends_a_rank_at_once(start: Start, dead: int) -> None:
     The rank does not wait for the step, or for its first vote.
     """
     voting = "" if dead else "made.before_vote(lambda: True);"
-    ranks = [start(f"made = drain(1000, {rank}, 2); {voting} say('ready'); block()") for rank in range(2)]
+    ranks = [
+        start(f"made = drain(1000, {rank}, 2); {voting} say('ready'); block()") for rank in range(2)
+    ]
     ranks[dead].kill()
     other = ranks[1 - dead]
     other.send_signal(signal.SIGTERM)
@@ -488,7 +514,9 @@ def test_a_rank_without_a_request_follows_a_sibling_that_gave_up(start: Start) -
     It ends with status 0 as well, because the group has left.
     """
     rank = start("made = drain(1000, 0, 2); made.before_vote(lambda: True); say('ready'); block()")
-    sibling = start("made = drain(0.2, 1, 2); made.before_vote(lambda: True); say('ready'); block()")
+    sibling = start(
+        "made = drain(0.2, 1, 2); made.before_vote(lambda: True); say('ready'); block()"
+    )
     sibling.send_signal(signal.SIGTERM)
     assert sibling.wait(DEADLINE) == 0
     output, _ = rank.communicate(timeout=DEADLINE)

@@ -31,9 +31,12 @@ PLAINER_KINDS = ("streamed", "workers", "streamed, workers")
 
 
 @pytest.fixture(
-    scope="module", params=[*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in PLAINER_KINDS)]
+    scope="module",
+    params=[*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in PLAINER_KINDS)],
 )
-def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
+def build(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Build]:
     """torchtitan's own loader over a map-style or a streaming Hugging Face dataset, with and without workers.
 
     With "epochs" a step's batches are about all that a slot has: each one is of another epoch.
@@ -47,7 +50,10 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
     folder = tmp_path_factory.mktemp("texts")
     count = 8 if "epochs" in request.param else 80
-    texts = [f"The {number}th sentence, and {number * 7919} words more. " * (1 + number % 5) for number in range(count)]
+    texts = [
+        f"The {number}th sentence, and {number * 7919} words more. " * (1 + number % 5)
+        for number in range(count)
+    ]
     for file in range(2 * NUM_SLOTS):  # a stream is cut by files: one for each worker of each slot
         lines = [json.dumps({"text": text}) + "\n" for text in texts[file :: 2 * NUM_SLOTS]]
         (folder / f"{file}.jsonl").write_text("".join(lines))
@@ -55,17 +61,27 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     streaming = shuffled or "streamed" in request.param
 
     def load(path: str) -> Any:
-        data = datasets.load_dataset("json", data_files=f"{path}/*.jsonl", split="train", streaming=streaming)
+        data = datasets.load_dataset(
+            "json", data_files=f"{path}/*.jsonl", split="train", streaming=streaming
+        )
         return data.shuffle(seed=1, buffer_size=2) if shuffled else data
 
-    DATASETS["titan_ft_test"] = DatasetConfig(path=str(folder), loader=load, sample_processor=lambda s: s["text"])
+    DATASETS["titan_ft_test"] = DatasetConfig(
+        path=str(folder), loader=load, sample_processor=lambda s: s["text"]
+    )
     config = JobConfig()
     config.model.hf_assets_path = resolve("titan_ft://tokenizer")
-    config.training.dataset, config.training.seq_len, config.training.local_batch_size = "titan_ft_test", 16, 2
+    config.training.dataset, config.training.seq_len, config.training.local_batch_size = (
+        "titan_ft_test",
+        16,
+        2,
+    )
     config.training.dataloader.num_workers = 2 if "workers" in request.param else 0
     tokenizer = build_hf_tokenizer(config)
     loaders = SlotLoaders(FaultTolerance(enable=True, group_size=NUM_SLOTS))
-    loaders.begin(functools.partial(build_text_dataloader, tokenizer=tokenizer, job_config=config), 0, 1)
+    loaders.begin(
+        functools.partial(build_text_dataloader, tokenizer=tokenizer, job_config=config), 0, 1
+    )
     yield loaders.open
     del DATASETS["titan_ft_test"]
 
@@ -121,7 +137,9 @@ def test_the_steps_of_a_round_read_consecutive_batches(build: Build) -> None:
         assert reading.checksum == whole.checksum
         assert not reading.batches, "they would fill the memory in a long round"
     commit(ledger, reading)
-    assert [each.read(0, 2).checksum for each in (feed, Feed(ledger, build, iter))] == straight(build, 0, 4)[3:] * 2
+    assert [each.read(0, 2).checksum for each in (feed, Feed(ledger, build, iter))] == straight(
+        build, 0, 4
+    )[3:] * 2
 
 
 def test_reading_ahead_changes_nothing(build: Build) -> None:
@@ -275,7 +293,9 @@ def test_merged_readings_are_like_one_reading(build: Build) -> None:
     alone = rounds.read(0, 2, 6)
     assert [reading.describe() for reading in merge([alone])] == [alone.describe()]
     assert alone.batches
-    assert not any(reading.batches for reading in [*merged, *merge([alone])]), "a long round would fill the memory"
+    assert not any(reading.batches for reading in [*merged, *merge([alone])]), (
+        "a long round would fill the memory"
+    )
 
 
 class Listed:
@@ -326,7 +346,9 @@ def test_the_checksum_covers_all_inputs_and_labels() -> None:
         return Feed(Ledger(1), lambda slot: Listed(batches), iter).read(0, 2).checksum
 
     numbers = [1, 2, 3, 4, 5, 6]
-    changed = [[9 if place == at else number for place, number in enumerate(numbers)] for at in range(6)]
+    changed = [
+        [9 if place == at else number for place, number in enumerate(numbers)] for at in range(6)
+    ]
     assert len({checksum(each) for each in (numbers, *changed)}) == 7
     assert checksum(numbers) == checksum(list(numbers))
 
@@ -375,7 +397,10 @@ def test_another_batch_than_the_one_that_follows(caplog: pytest.LogCaptureFixtur
     for healed in (joiner, resumed):
         Feed(healed, lambda slot: Skipping(batches), iter, events.append).read(0, 1)
     assert opened(events) == [(0, 0, None), (0, 2, False), (0, 2, False)]
-    assert "slot 0 was opened at batch 2, and this batch is not the one that follows there" in caplog.text
+    assert (
+        "slot 0 was opened at batch 2, and this batch is not the one that follows there"
+        in caplog.text
+    )
 
 
 def test_batches_of_another_size_prove_nothing() -> None:

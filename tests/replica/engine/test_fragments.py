@@ -12,7 +12,11 @@ from titan_ft.engine.fragments import assign, block_of, find, find_unknown
 
 LLAMA = {
     "tok_embeddings.weight": 70,
-    **{f"layers.{layer}.{part}.weight": size for layer in range(6) for part, size in (("wq", 60), ("norm", 2))},
+    **{
+        f"layers.{layer}.{part}.weight": size
+        for layer in range(6)
+        for part, size in (("wq", 60), ("norm", 2))
+    },
     "norm.weight": 2,
     "output.weight": 70,
 }
@@ -22,7 +26,10 @@ LLAMA = {
 def test_fragments_are_of_whole_blocks_and_about_equal(num_fragments: int) -> None:
     """Two fragments differ by at most the largest block, and none is empty."""
     found = dict(zip(LLAMA, assign(LLAMA, num_fragments), strict=True))
-    sizes = [sum(LLAMA[name] for name in LLAMA if found[name] == number) for number in range(num_fragments)]
+    sizes = [
+        sum(LLAMA[name] for name in LLAMA if found[name] == number)
+        for number in range(num_fragments)
+    ]
     assert min(sizes) > 0
     assert max(sizes) - min(sizes) <= 70
     for one, other in pairwise(LLAMA):

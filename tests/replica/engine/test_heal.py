@@ -119,7 +119,9 @@ class World:
         self.lineages = {5: 55}  # by step
         self.holders: tuple[int, ...] = (0, 1)
         self.offers = True
-        self.is_expected = False  # its former process, in the holders' exchange: it may ask before it has a quorum
+        self.is_expected = (
+            False  # its former process, in the holders' exchange: it may ask before it has a quorum
+        )
         self.has_met = False  # it has a quorum
         self.offered: Offer | None = None  # instead of what they hold
         self.milliseconds = 0  # that their last step took, as they say
@@ -138,14 +140,24 @@ class World:
         self.corrupt: set[int] = set()
         self.release = threading.Event()  # lets fetches end
         self.applied: list[int] = []
-        self.dropped: list[int] = []  # states that were there when what rounding had left was dropped
+        self.dropped: list[
+            int
+        ] = []  # states that were there when what rounding had left was dropped
         self.seconds = 0.0  # of the group's clock
         self.step_seconds = 0.0  # that the holders' steps take
-        self.others_see: list[int] = []  # what other ranks of its group say of what is gathered next
+        self.others_see: list[
+            int
+        ] = []  # what other ranks of its group say of what is gathered next
         self.retracted = 0
-        self.rooms: list[tuple[int, bool]] = []  # after how many rounds it took memory, and whether the others waited
-        self.expected: list[tuple[int, ...]] = []  # groups that its first quorum must include one of, by fetch
-        self.begun: list[int] = []  # after how many rounds it has said that it has something to finish
+        self.rooms: list[
+            tuple[int, bool]
+        ] = []  # after how many rounds it took memory, and whether the others waited
+        self.expected: list[
+            tuple[int, ...]
+        ] = []  # groups that its first quorum must include one of, by fetch
+        self.begun: list[
+            int
+        ] = []  # after how many rounds it has said that it has something to finish
         self.events: list[Event] = []
         self.value = 0  # the joiner's state
         self.position = Position()
@@ -179,7 +191,9 @@ class World:
         if self.offered is not None:
             return self.offered
         digest = self._digest(value_after(self.step)) if self.semi else 0
-        return Offer(self.holders if self.offers else (), self.step, self.lineage, digest, self.milliseconds)
+        return Offer(
+            self.holders if self.offers else (), self.step, self.lineage, digest, self.milliseconds
+        )
 
     def named(self, name: str) -> list[Event]:
         return [event for event in self.events if event.name == name]
@@ -191,7 +205,9 @@ class World:
 
     def get_quorum(self) -> Quorum:
         self.has_met = True
-        members = tuple(Member(slot, 0.0, f"process {slot}", "c0ffee") for slot in (*self.holders, 2))
+        members = tuple(
+            Member(slot, 0.0, f"process {slot}", "c0ffee") for slot in (*self.holders, 2)
+        )
         return Quorum("quorum 1", len(members) - 1, members, self.step)
 
     def request_quorum(self) -> None:
@@ -242,11 +258,15 @@ class World:
         assert self.made < MOST_ROUNDS, f"it never ends: {self.events[-5:]}"
         self.on_round(self.made)
         if self.release.is_set() and self.heal._attempt is not None:
-            concurrent.futures.wait([self.heal._attempt._fetch], 20)  # else the rounds could outrun its thread
+            concurrent.futures.wait(
+                [self.heal._attempt._fetch], 20
+            )  # else the rounds could outrun its thread
         if self.made in self.broken:
             self.position.note_broken()
             return Broken("a peer is gone")
-        members = tuple(Member(slot, 0.0, f"process {slot}", "c0ffee") for slot in (*self.holders, 2))
+        members = tuple(
+            Member(slot, 0.0, f"process {slot}", "c0ffee") for slot in (*self.holders, 2)
+        )
         quorum = Quorum(f"quorum {self.made}", len(members) - 1, members, self.step)
         given = 0 if self.idle else TOKENS
         rows = [
@@ -294,7 +314,9 @@ class World:
     @property
     def waits_for_members(self) -> bool:
         phase = self.heal._healing.phase
-        return (self.offers and phase is Phase.ASKING) or (self.step_lasts and phase is Phase.FETCHING)
+        return (self.offers and phase is Phase.ASKING) or (
+            self.step_lasts and phase is Phase.FETCHING
+        )
 
     def keep_on_device(self) -> int:
         return 0
@@ -352,7 +374,10 @@ class World:
             raise TransferError("the donor is gone")
         wrong = 0 if self.corrupt.isdisjoint(self.donors[-1]) else 1
         return Snapshot(
-            step, self.lineages[step], str(value_after(step) + wrong).encode(), torch.zeros(8, dtype=torch.uint8)
+            step,
+            self.lineages[step],
+            str(value_after(step) + wrong).encode(),
+            torch.zeros(8, dtype=torch.uint8),
         )
 
     @staticmethod
@@ -390,7 +415,9 @@ def test_the_queue_is_replayed_in_order(make: Callable[..., World]) -> None:
     run(world)
     (from_step,) = {step for _, step in world.fetches}
     assert from_step == 5
-    assert world.dropped == [value_after(5)], "with the state that this group had, before anything is replayed"
+    assert world.dropped == [value_after(5)], (
+        "with the state that this group had, before anything is replayed"
+    )
     assert world.applied == list(range(6, world.step + 1))
     assert len(world.applied) >= 4
     assert [event.name for event in world.events] == ["heal_started", "heal_finished"]
@@ -408,7 +435,9 @@ def test_a_holder_that_has_made_no_update_is_a_donor(make: Callable[..., World])
 
 
 @pytest.mark.parametrize("config", [{}, {"semi_sync_method": "diloco", "sync_steps": 4}])
-def test_attempts_are_spaced_further_and_further_apart(make: Callable[..., World], config: dict[str, Any]) -> None:
+def test_attempts_are_spaced_further_and_further_apart(
+    make: Callable[..., World], config: dict[str, Any]
+) -> None:
     """Each attempt costs another holder a copy.
 
     The pauses are seconds, even if a round lasts long.
@@ -421,7 +450,9 @@ def test_attempts_are_spaced_further_and_further_apart(make: Callable[..., World
     assert {donor for donor, _ in world.fetches} == {0, 1}
     assert len(world.named("heal_failed")) == 5
     assert world.applied == list(range(world.fetches[-1][1] + 1, world.step + 1))
-    assert world.search.pauses == [0.0, 0.0, 1.0, 2.0, 4.0, 8.0], "the first repetition begins at once"
+    assert world.search.pauses == [0.0, 0.0, 1.0, 2.0, 4.0, 8.0], (
+        "the first repetition begins at once"
+    )
 
 
 def test_an_update_that_was_missed_is_not_replayed_over(make: Callable[..., World]) -> None:
@@ -445,7 +476,9 @@ def test_an_update_that_was_missed_is_not_replayed_over(make: Callable[..., Worl
     run(world)
     (failed,) = world.named("heal_failed")
     assert failed.error == "missed an update before update 7"  # type: ignore[attr-defined]  # a HealFailed
-    assert [step for _, step in world.fetches] == [5, 8], "it asks when a round has shown that it does"
+    assert [step for _, step in world.fetches] == [5, 8], (
+        "it asks when a round has shown that it does"
+    )
     assert world.applied == list(range(9, world.step + 1)), "none of the first attempt"
 
 
@@ -490,7 +523,9 @@ def test_a_fetch_that_fails_on_one_rank_is_given_up_by_all(
     """
     world = make()
     world.release.set()
-    hear_sibling(world, monkeypatch, lambda: Fetched.DONE if world.named("heal_failed") else Fetched.FAILED)
+    hear_sibling(
+        world, monkeypatch, lambda: Fetched.DONE if world.named("heal_failed") else Fetched.FAILED
+    )
     run(world)
     (failed,) = world.named("heal_failed")
     assert failed.error == "the fetch failed on another rank of this group"  # type: ignore[attr-defined]  # a HealFailed
@@ -538,7 +573,12 @@ def test_a_donor_that_still_serves_is_named(make: Callable[..., World]) -> None:
     ("free", "other", "config", "most"),
     [
         (None, 9, {"catch_up_max_gb": 3.5 / 2**10}, 3),
-        (2**50, 2, {"catch_up_max_gb": 3.5 / 2**10}, 2),  # another rank of the group has room for so many
+        (
+            2**50,
+            2,
+            {"catch_up_max_gb": 3.5 / 2**10},
+            2,
+        ),  # another rank of the group has room for so many
         (2**50, 9, {"catch_up_max_gb": 4.5 / 2**10}, 4),
         (2 * 2 * 3 * 2**20, 9, {}, 3),  # half of it, for two ranks, in updates of 1 MiB
         (2 * 2 * 3 * 2**20, 1, {}, 1),
@@ -591,7 +631,13 @@ def test_a_newer_state_is_fetched_once_if_it_would_be_in_time(make: Callable[...
     world.on_round = go
     run(world)
     names = [event.name for event in world.events]
-    assert names == ["heal_started", "catch_up_renewed", "heal_started", "catch_up_waiting", "heal_finished"]
+    assert names == [
+        "heal_started",
+        "catch_up_renewed",
+        "heal_started",
+        "catch_up_waiting",
+        "heal_finished",
+    ]
     (_, first), (_, second) = world.fetches
     assert (first, second >= first + 4) == (5, True)
     assert world.donors == [[0, 1], [1, 0]], "that is no retry: all give"
@@ -647,18 +693,31 @@ def test_a_state_that_is_there_is_kept(make: Callable[..., World]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("replay", "steps_of_round", "slow"), [(1.5, 1, True), (0.9, 1, False), (4.5, 4, True), (3.6, 4, False)]
+    ("replay", "steps_of_round", "slow"),
+    [(1.5, 1, True), (0.9, 1, False), (4.5, 4, True), (3.6, 4, False)],
 )
 def test_a_slow_replay_lets_the_others_wait(
-    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, replay: float, steps_of_round: int, slow: bool
+    make: Callable[..., World],
+    monkeypatch: pytest.MonkeyPatch,
+    replay: float,
+    steps_of_round: int,
+    slow: bool,
 ) -> None:
     """If replays take longer than updates, the others would wait for two replays in each step,
     unreported.
     """
-    world = make(**({"semi_sync_method": "diloco", "sync_steps": steps_of_round} if steps_of_round > 1 else {}))
+    world = make(
+        **(
+            {"semi_sync_method": "diloco", "sync_steps": steps_of_round}
+            if steps_of_round > 1
+            else {}
+        )
+    )
     world.quorum_ready, world.step_seconds = True, 1.0
     now, steps, plain = [0.0], [], world._apply
-    monkeypatch.setattr(heal, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None))
+    monkeypatch.setattr(
+        heal, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None)
+    )
 
     def apply_slowly(update: Update) -> None:
         plain(update)
@@ -796,11 +855,15 @@ def test_a_newcomer_during_a_round_gets_the_state_at_once(make: Callable[..., Wo
     """It makes no exchange for that, because no other group is there."""
     world = mid_round(make)
     assert world.heal.await_offer(4)
-    assert world.position.seen_step == 5, "should its holder die now, the state is lost, and not begun anew"
+    assert world.position.seen_step == 5, (
+        "should its holder die now, the state is lost, and not begun anew"
+    )
     world.release.set()
     run(world)
     assert (world.made, world.fetches) == (0, [(0, 5)])
-    assert world.donors == [[0]], "a state has inner moments of its own group: parts of two would not fit together"
+    assert world.donors == [[0]], (
+        "a state has inner moments of its own group: parts of two would not fit together"
+    )
     assert (world.position.step, world.position.lineage) == (5, 55)
     assert not world.heal.ended_on_update
 
@@ -815,7 +878,9 @@ def test_no_offer_is_waited_for_when_the_others_are_there(make: Callable[..., Wo
     world.on_round = lambda number: setattr(world, "offers", True)
     world.release.set()
     run(world)
-    assert world.made == 3, "in the first one they compare their bytes, in the others they wait for its state"
+    assert world.made == 3, (
+        "in the first one they compare their bytes, in the others they wait for its state"
+    )
 
 
 def test_an_offer_that_comes_late_is_followed_by_a_replay(make: Callable[..., World]) -> None:
@@ -876,7 +941,9 @@ def test_a_newcomer_is_back_with_the_first_update(make: Callable[..., World]) ->
     run(world)
     assert (world.made, world.applied) == (1, [6])
     assert (world.donors, world.named_donors) == ([[0, 1]], [0])
-    assert set(world.begun) == {0, 1}, "told to leave, it stays for the round that the others make with it"
+    assert set(world.begun) == {0, 1}, (
+        "told to leave, it stays for the round that the others make with it"
+    )
     assert world.search.least_steps[-1] == 5, "nothing older than what their quorum has told"
     assert [event.name for event in world.events] == ["heal_started", "heal_finished"]
 
@@ -895,17 +962,27 @@ def test_a_newcomer_has_the_state_before_there_is_a_quorum(make: Callable[..., W
     """
     world = before_a_quorum(make)
     assert world.heal.await_offer(0)
-    assert world.position.seen_step == 5, "should its holders die now, the state is lost, and not begun anew"
-    world.on_pause = lambda number: world.release.set() if number < 3 else setattr(world, "quorum_ready", True)
+    assert world.position.seen_step == 5, (
+        "should its holders die now, the state is lost, and not begun anew"
+    )
+    world.on_pause = lambda number: (
+        world.release.set() if number < 3 else setattr(world, "quorum_ready", True)
+    )
     run(world)
     assert (world.made, world.applied, world.donors) == (1, [6], [[0, 1]])
-    assert world.expected == [(0, 1)], "its first quorum must include a group that it got the state from"
+    assert world.expected == [(0, 1)], (
+        "its first quorum must include a group that it got the state from"
+    )
     assert world.pauses == 3, "it waits for the quorum, and not by looking again and again"
     assert world.rooms == [(0, False)], "memory for updates is taken while nobody waits"
-    assert world.begun == [0, 1], "told to leave, it stays for the round that the others make with it"
+    assert world.begun == [0, 1], (
+        "told to leave, it stays for the round that the others make with it"
+    )
 
 
-def test_a_state_that_takes_longer_than_the_quorum_holds_nobody_up(make: Callable[..., World]) -> None:
+def test_a_state_that_takes_longer_than_the_quorum_holds_nobody_up(
+    make: Callable[..., World],
+) -> None:
     """The others are at their exchange.
 
     Its update is queued, and so are later ones, until the state is there.
@@ -918,7 +995,9 @@ def test_a_state_that_takes_longer_than_the_quorum_holds_nobody_up(make: Callabl
     assert world.applied == list(range(6, world.step + 1))
 
 
-def test_a_state_that_the_others_went_on_from_without_it_is_given_up(make: Callable[..., World]) -> None:
+def test_a_state_that_the_others_went_on_from_without_it_is_given_up(
+    make: Callable[..., World],
+) -> None:
     """The exchange had the part of the former process, so the others made the update.
 
     The newcomer lacks it.
@@ -932,7 +1011,9 @@ def test_a_state_that_the_others_went_on_from_without_it_is_given_up(make: Calla
 
     world.on_pause = go_on
     run(world)
-    assert [step for _, step in world.fetches] == [5, 6], "the second one begun with the first round"
+    assert [step for _, step in world.fetches] == [5, 6], (
+        "the second one begun with the first round"
+    )
     assert [len(donors) for donors in world.donors] == [2, 2], "no donor is at fault"
     assert world.named_donors[0] >= 0
     assert world.applied == list(range(7, world.step + 1))
@@ -981,7 +1062,9 @@ def test_a_state_that_comes_with_the_quorum_is_loaded_before_the_exchange_if_tha
     assert world.fetches == [(0, 5)]
 
 
-def test_a_quorum_of_those_that_hold_less_says_nothing_of_the_state(make: Callable[..., World]) -> None:
+def test_a_quorum_of_those_that_hold_less_says_nothing_of_the_state(
+    make: Callable[..., World],
+) -> None:
     """The donor is outside of the quorum, because it died. Its state is the latest one left."""
     world = before_a_quorum(make)
 
@@ -1000,11 +1083,15 @@ def test_a_quorum_of_those_that_hold_less_says_nothing_of_the_state(make: Callab
     assert (world.position.step, world.position.lineage, world.value) == (5, 55, value_after(5))
 
 
-def test_a_newcomer_whose_donors_are_lost_before_the_quorum_asks_again(make: Callable[..., World]) -> None:
+def test_a_newcomer_whose_donors_are_lost_before_the_quorum_asks_again(
+    make: Callable[..., World],
+) -> None:
     """After a failure one donor serves the whole state."""
     world = before_a_quorum(make)
     world.fail = {1}
-    world.on_pause = lambda number: world.release.set() if number < 3 else setattr(world, "quorum_ready", True)
+    world.on_pause = lambda number: (
+        world.release.set() if number < 3 else setattr(world, "quorum_ready", True)
+    )
     run(world)
     assert (world.donors, world.made) == ([[0, 1], [1]], 1)
 
@@ -1062,11 +1149,18 @@ def test_a_state_of_another_lineage_is_not_kept(make: Callable[..., World], at_o
     run(world)
     assert world.position.corrupt is False
     assert [len(donors) for donors in world.donors] == [2, 2]
-    assert [event.name for event in world.events] == ["heal_started", "heal_failed", "heal_started", "heal_finished"]
+    assert [event.name for event in world.events] == [
+        "heal_started",
+        "heal_failed",
+        "heal_started",
+        "heal_finished",
+    ]
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_bytes_that_the_first_round_does_not_show_are_not_kept(make: Callable[..., World], at_once: bool) -> None:
+def test_bytes_that_the_first_round_does_not_show_are_not_kept(
+    make: Callable[..., World], at_once: bool
+) -> None:
     """The bytes changed after the offer. An unconfirmed state gives no claim to the job's state."""
     world = make()
     world.milliseconds, world.step_lasts = 40_000 if at_once else 0, at_once
@@ -1101,9 +1195,13 @@ def test_a_newcomer_pauses_between_searches_in_a_step(
 
     def sleep(duration: float) -> None:
         assert world.heal._healing.phase is Phase.ASKING
-        assert world.is_waiting, "the watchdog would take a long step of the others for a hang of this group"
+        assert world.is_waiting, (
+            "the watchdog would take a long step of the others for a hang of this group"
+        )
         seconds.append(duration)
-        world.leads = leads or len(seconds) == 3  # then this rank hears of the offer, as from rank 0
+        world.leads = (
+            leads or len(seconds) == 3
+        )  # then this rank hears of the offer, as from rank 0
 
     def poll_in_vain(least_step: int, after: int) -> Offer:
         assert len(world.search.least_steps) <= 1 + len(seconds), "it searches without a pause"
@@ -1132,7 +1230,9 @@ def test_ranks_of_a_newcomer_ask_together_or_not_at_all(make: Callable[..., Worl
     assert world.named_donors[0] == -1
 
 
-def test_the_last_holders_state_is_kept_though_no_round_confirms_it(make: Callable[..., World]) -> None:
+def test_the_last_holders_state_is_kept_though_no_round_confirms_it(
+    make: Callable[..., World],
+) -> None:
     """The holders die before they show a digest. The fetched state is the latest one left."""
     world = make()
     world.milliseconds, world.step_lasts = 40_000, True
@@ -1148,7 +1248,9 @@ def test_the_last_holders_state_is_kept_though_no_round_confirms_it(make: Callab
     assert (world.position.step, world.position.lineage, world.value) == (5, 55, value_after(5))
 
 
-def test_a_group_that_the_others_know_asks_only_after_its_row_has_asked(make: Callable[..., World]) -> None:
+def test_a_group_that_the_others_know_asks_only_after_its_row_has_asked(
+    make: Callable[..., World],
+) -> None:
     """The others show digests only after a row asks. A state fetched before that would be void."""
     world = make()
     world.release.set()

@@ -55,7 +55,13 @@ TRAVELS = {
     "Mersenne Twister": np.random.Generator(np.random.MT19937(1)).bit_generator.state,
     "Python's generator": random.Random(1).getstate(),
     "torch's generator": torch.get_rng_state(),
-    "scalars": [np.int64(3), np.float32(0.5), np.bool_(True), np.str_("x"), np.datetime64("2026-11-26")],
+    "scalars": [
+        np.int64(3),
+        np.float32(0.5),
+        np.bool_(True),
+        np.str_("x"),
+        np.datetime64("2026-11-26"),
+    ],
     "key": {np.int32(3): 1},
     "empty": np.zeros((0, 3)),
     "structured": np.zeros(2, dtype=[("a", "i4"), ("b", "f8")]),
@@ -109,12 +115,19 @@ def test_what_cannot_travel_is_refused_at_once(name: str) -> None:
     assert isinstance(told.value, ConfigError), "the run ends with exit status 2"
     line = str(told.value)
     assert "\n" not in line
-    for part in ("test_loader_state.Loader", "['deep'][0]['value']", kind, "return a plain value instead"):
+    for part in (
+        "test_loader_state.Loader",
+        "['deep'][0]['value']",
+        kind,
+        "return a plain value instead",
+    ):
         assert part in line
 
 
 def test_a_key_that_cannot_travel_is_named() -> None:
-    with pytest.raises(TypeError, match=r"got pathlib\.PurePosixPath at \['seen'\]\[PurePosixPath\('/'\)\]"):
+    with pytest.raises(
+        TypeError, match=r"got pathlib\.PurePosixPath at \['seen'\]\[PurePosixPath\('/'\)\]"
+    ):
         save_loader(Loader({"seen": {pathlib.PurePosixPath("/"): 1}}))
 
 
@@ -136,14 +149,26 @@ LATER = {
     "a longer int": (1, 1 << 2999, "an int of 3,000 bits"),
     "a longer int among others": ([3, 4], [3, -(1 << 2999)], "an int of 3,000 bits"),
     "another dtype": (torch.zeros(2), torch.zeros(2, dtype=torch.uint16), "a torch.uint16 tensor"),
-    "float8": (torch.zeros(2), torch.zeros(2).to(torch.float8_e4m3fn), "a torch.float8_e4m3fn tensor"),
+    "float8": (
+        torch.zeros(2),
+        torch.zeros(2).to(torch.float8_e4m3fn),
+        "a torch.float8_e4m3fn tensor",
+    ),
     "another time zone": (
         datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC),
         datetime.datetime(2026, 1, 1, tzinfo=ZONE),
         "datetime.datetime with a zoneinfo.ZoneInfo as its tzinfo",
     ),
-    "nested": (nested(3), nested(3000), "a list that contains itself or is nested more than 200 levels deep"),
-    "nested mappings": (0, containing_itself(), "a dict that contains itself or is nested more than 200 levels deep"),
+    "nested": (
+        nested(3),
+        nested(3000),
+        "a list that contains itself or is nested more than 200 levels deep",
+    ),
+    "nested mappings": (
+        0,
+        containing_itself(),
+        "a dict that contains itself or is nested more than 200 levels deep",
+    ),
     "objects": (np.zeros(3), np.array([pathlib.PurePosixPath("/")], dtype=object), "numpy.ndarray"),
     "text": ("a", "\ud800", None),
 }
@@ -177,7 +202,11 @@ def test_what_is_just_short_enough_travels() -> None:
 def test_a_plain_state_is_not_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a text dataset is saved with each batch, and would take five times as long."""
     monkeypatch.delattr(loader_state, "_unpack")
-    save_loader(Loader({"at": 1, "tokens": list(range(1000)), "data": [None, True, 0.5, ("x", {"epoch": 0})]}))
+    save_loader(
+        Loader(
+            {"at": 1, "tokens": list(range(1000)), "data": [None, True, 0.5, ("x", {"epoch": 0})]}
+        )
+    )
     with pytest.raises(ConfigError):
         save_loader(Loader({"at": np.zeros(3)}))
 

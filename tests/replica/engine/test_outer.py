@@ -51,7 +51,9 @@ def weights(of: nn.Module) -> list[float]:
 @torch.no_grad()
 def move(of: nn.Module, *changes: float) -> None:
     """Do what a round of a group's own steps does: take `changes` from the weights."""
-    for parameter, change in zip((p for p in of.parameters() if p.requires_grad), changes, strict=True):
+    for parameter, change in zip(
+        (p for p in of.parameters() if p.requires_grad), changes, strict=True
+    ):
         parameter.sub_(change)
 
 
@@ -66,9 +68,12 @@ def make_round(outer: OuterModel, of: nn.Module, *changes: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("lr", "momentum", "nesterov"), [(0.7, 0.9, True), (0.7, 0.9, False), (0.4, 0.0, False), (1.0, 0.0, False)]
+    ("lr", "momentum", "nesterov"),
+    [(0.7, 0.9, True), (0.7, 0.9, False), (0.4, 0.0, False), (1.0, 0.0, False)],
 )
-def test_the_outer_optimizer_is_that_of_the_paper(lr: float, momentum: float, nesterov: bool) -> None:
+def test_the_outer_optimizer_is_that_of_the_paper(
+    lr: float, momentum: float, nesterov: bool
+) -> None:
     """v = momentum * v + change; x = x - lr * (change + momentum * v), or lr * v without Nesterov;
     from v = 0.
     """
@@ -88,7 +93,9 @@ def test_the_settings_are_those_of_the_method() -> None:
     values: dict[str, Any] = {"outer_lr": 0.4, "outer_momentum": 0.5}
     assert outer_optimizer(FaultTolerance(semi_sync_method="local_sgd", **values)) == LOCAL_SGD
     assert outer_optimizer(FaultTolerance(semi_sync_method="diloco", **values)) == (0.4, 0.5, True)
-    without = outer_optimizer(FaultTolerance(semi_sync_method="diloco", **values | {"outer_momentum": 0.0}))
+    without = outer_optimizer(
+        FaultTolerance(semi_sync_method="diloco", **values | {"outer_momentum": 0.0})
+    )
     OuterModel([model(1.0)], without)  # torch refuses Nesterov's momentum where there is none
 
 
@@ -157,7 +164,11 @@ def test_a_fragment_is_updated_alone() -> None:
     assert [outer.momentum(anchor).item() for anchor in outer.anchors] == [0.0, 0.25, 0.0]
     move(group, 0.5, 0.0, 0.0)
     outer.take_changes({0: 2.0, 1: 1.0})
-    assert [anchor.grad.item() for anchor in outer.anchors if anchor.grad is not None] == [2.0, 0.0, 2.0]
+    assert [anchor.grad.item() for anchor in outer.anchors if anchor.grad is not None] == [
+        2.0,
+        0.0,
+        2.0,
+    ]
 
 
 def test_a_group_keeps_a_share_of_its_own_weights() -> None:
@@ -210,7 +221,9 @@ class Seat:
 class Group:
     """A group of one rank in the exchange of a round: a model, its anchors, and the tokens that it has trained."""
 
-    def __init__(self, store: str, rank: int, members: int, settings: OuterOptimizer, tokens: int) -> None:
+    def __init__(
+        self, store: str, rank: int, members: int, settings: OuterOptimizer, tokens: int
+    ) -> None:
         self.model, self.tokens = model(10.0, -1.0), tokens
         self.outer = OuterModel([self.model], settings)
         self._exchange = GradientExchange(
@@ -232,7 +245,9 @@ class Group:
         self.outer.step()
 
     def _finish(self) -> Reduced:
-        return exchange_with(self._exchange, lambda quorum: ([float(self.tokens)], b""), gives=self.tokens > 0)
+        return exchange_with(
+            self._exchange, lambda quorum: ([float(self.tokens)], b""), gives=self.tokens > 0
+        )
 
 
 def together(*functions: Callable[[], Any]) -> list[Any]:
@@ -256,8 +271,16 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
 @pytest.mark.parametrize(
     ("tokens", "changes", "mean"),
     [
-        ((4, 4), (4.0, 8.0), 6.0),  # torchft takes the donor's alone when the other one has just healed: 4
-        ((4, 4, 0), (4.0, 8.0, 99.0), 6.0),  # and counts the donor twice for a joiner: (4 + 8 + 4) / 3
+        (
+            (4, 4),
+            (4.0, 8.0),
+            6.0,
+        ),  # torchft takes the donor's alone when the other one has just healed: 4
+        (
+            (4, 4, 0),
+            (4.0, 8.0, 99.0),
+            6.0,
+        ),  # and counts the donor twice for a joiner: (4 + 8 + 4) / 3
         ((0, 4, 4), (99.0, 4.0, 8.0), 6.0),
         ((6, 2), (4.0, 8.0), 5.0),  # by tokens, and not by groups
         ((8, 8), (4.0, 8.0), 6.0),  # twice a step's: a round has several
@@ -294,7 +317,9 @@ def test_groups_stay_equal_whoever_takes_part() -> None:
         for number, group in enumerate(groups):
             group.tokens = 0 if number == absent else 1 + number
         together(*[lambda g=g, c=c: g.make_round(c) for g, c in zip(groups, changes, strict=True)])
-        change = sum(g.tokens * c for g, c in zip(groups, changes, strict=True)) / sum(g.tokens for g in groups)
+        change = sum(g.tokens * c for g, c in zip(groups, changes, strict=True)) / sum(
+            g.tokens for g in groups
+        )
         velocity = 0.9 * velocity + change
         anchor -= 0.7 * (change + 0.9 * velocity)
         assert weights(groups[0].model)[0] == pytest.approx(anchor, rel=1e-6)
@@ -389,7 +414,9 @@ def test_moments_that_are_not_finite_are_dropped(tiny: Any) -> None:
     digest = group.state.digest()
     assert not group.state.has_nonfinite_moments
     with torch.no_grad():
-        next(iter(group.inner.optimizers.optimizers[0].state.values()))["exp_avg"].view(-1)[-1] = float("nan")
+        next(iter(group.inner.optimizers.optimizers[0].state.values()))["exp_avg"].view(-1)[-1] = (
+            float("nan")
+        )
     assert group.state.has_nonfinite_moments
     group.state.drop_moments()
     assert not group.state.has_nonfinite_moments
@@ -410,8 +437,12 @@ def test_a_joiner_has_all_of_its_donor(tiny: Any) -> None:
     joiner.inner.step = donor.inner.step
     assert joiner.loads == 1
     assert joiner.state.digest() == digest
-    assert [anchor.tolist() for anchor in joiner.outer.anchors] == [anchor.tolist() for anchor in donor.outer.anchors]
-    for parameter, anchor in zip(joiner.inner.model.parameters(), joiner.outer.anchors, strict=True):
+    assert [anchor.tolist() for anchor in joiner.outer.anchors] == [
+        anchor.tolist() for anchor in donor.outer.anchors
+    ]
+    for parameter, anchor in zip(
+        joiner.inner.model.parameters(), joiner.outer.anchors, strict=True
+    ):
         assert torch.equal(parameter, anchor)
     assert _moments(joiner) == _moments(donor)
     donor.outer.restore_model()
@@ -459,7 +490,9 @@ def test_a_copy_names_each_tensor_once(tiny: Any) -> None:
     assert len(set(names)) == len(names)
     number = len(list(group.inner.model.parameters()))
     kinds = [name.split("/")[0] + "/" + name.split("/")[1] for name in names]
-    assert kinds.count("model/0") == kinds.count("optimizer/0") == number  # anchors, and outer momentum
+    assert (
+        kinds.count("model/0") == kinds.count("optimizer/0") == number
+    )  # anchors, and outer momentum
     assert kinds.count("optimizer/1") == 3 * number  # Adam's moments and step
 
 
@@ -482,7 +515,9 @@ def test_the_schedule_is_set_to_a_step(tiny: Any, begin: int, end: int) -> None:
     training.train(begin)
     straight.train(end)
     set_lr(training.lr_schedulers, end)
-    for found, expected in zip(training.lr_schedulers.schedulers, straight.lr_schedulers.schedulers, strict=True):
+    for found, expected in zip(
+        training.lr_schedulers.schedulers, straight.lr_schedulers.schedulers, strict=True
+    ):
         assert found.last_epoch == expected.last_epoch == end
         assert found.get_last_lr() == expected.get_last_lr()
     rates = [
@@ -492,4 +527,7 @@ def test_the_schedule_is_set_to_a_step(tiny: Any, begin: int, end: int) -> None:
     assert rates[0] == rates[1]
     training.train(1)
     straight.train(1)
-    assert training.lr_schedulers.schedulers[0].get_last_lr() == straight.lr_schedulers.schedulers[0].get_last_lr()
+    assert (
+        training.lr_schedulers.schedulers[0].get_last_lr()
+        == straight.lr_schedulers.schedulers[0].get_last_lr()
+    )

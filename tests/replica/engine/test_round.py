@@ -49,7 +49,9 @@ class World:
         self.copied = 0  # ahead of a request
         self.digests = 0
         # For the exchange and the membership.
-        self.quorum_requested = self.contributed = self.may_update = self.wanted = self.requested = self.leaves = False
+        self.quorum_requested = self.contributed = self.may_update = self.wanted = (
+            self.requested
+        ) = self.leaves = False
         self.may_leave: bool | None = None
         self.living = [0, 1]
         self.quorum_ready, self.is_urgent, self.waits = True, False, 0
@@ -438,7 +440,9 @@ def test_the_row_says_what_is_done_with_the_gradients(
     assert world.row == dataclasses.replace(usual, **facts)
     assert isinstance(made, Round)
     assert made.rows == [world.row, OTHER]
-    assert {entry.slot for entry in made.entries} == ({1} if use is GradientUse.LEAVE_OUT else {0, 1})
+    assert {entry.slot for entry in made.entries} == (
+        {1} if use is GradientUse.LEAVE_OUT else {0, 1}
+    )
     assert world.votes == [True]
 
 

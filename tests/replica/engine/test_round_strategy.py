@@ -55,7 +55,9 @@ class Round:
         self.sent: list[tuple[int, Contribution]] = []
         self.served_at: list[int] = []
         self.awaited, self.wanted, self.told, self.lacks = awaited, -1, False, False
-        monkeypatch.setattr(round_strategy, "set_lr", lambda schedulers, step: self.lr_steps.append(step))
+        monkeypatch.setattr(
+            round_strategy, "set_lr", lambda schedulers, step: self.lr_steps.append(step)
+        )
         self.strategy = strategy = RoundStrategy.__new__(RoundStrategy)
         self.replica = SimpleNamespace(
             quorum_requested=early,
@@ -107,7 +109,9 @@ class Round:
         strategy, work = self.strategy, self.strategy.work
         if len(self.steps) == self.data:
             raise DataEndedError
-        first = 8 + work.count_batches(0) - sum(reading.entry.num_batches for reading in work.readings)
+        first = (
+            8 + work.count_batches(0) - sum(reading.entry.num_batches for reading in work.readings)
+        )
         self.steps.append(step)
         work.inner_steps += 1
         work.readings = [Reading(Entry(0, first, work.inner_steps, b"state"), [], "0")]
@@ -128,7 +132,9 @@ def test_a_round_is_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert this.steps == [9, 10, 11, 12]
     assert (this.asked_at, this.changes, this.lr_steps) == ([3], [{0: 4 * TOKENS / 100}], [8])
     assert this.given == this.changes
-    assert made == Contribution(4 * TOKENS, 4 * TOKENS, seconds=0.5, entries=(Entry(0, 8, 4, b"state"),))
+    assert made == Contribution(
+        4 * TOKENS, 4 * TOKENS, seconds=0.5, entries=(Entry(0, 8, 4, b"state"),)
+    )
     assert not this.sent
 
 
@@ -147,7 +153,11 @@ def test_a_group_that_is_awaited_breaks_off_and_trains_on_if_it_was_too_soon(
     this.replica.quorum_requested = False
     whole = this.train()
     assert this.steps == [9, 10, 11, 12]
-    assert (whole.unfinished, whole.valid_tokens, whole.entries[0].num_batches) == (False, 4 * TOKENS, 4)
+    assert (whole.unfinished, whole.valid_tokens, whole.entries[0].num_batches) == (
+        False,
+        4 * TOKENS,
+        4,
+    )
     assert this.changes == [{0: made * TOKENS / 100}, {0: 4 * TOKENS / 100}]
     assert this.lr_steps == [8, 8 + made]
 
@@ -161,7 +171,9 @@ def test_a_group_that_came_late_has_steps_left(monkeypatch: pytest.MonkeyPatch) 
     assert len(this.steps) == 4
 
 
-def test_a_group_that_came_late_gives_its_changes_of_earlier_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_came_late_gives_its_changes_of_earlier_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With fragments, it has moved since the fragment's last exchange, even without a step in this
     round.
     """
@@ -173,7 +185,9 @@ def test_a_group_that_came_late_gives_its_changes_of_earlier_rounds(monkeypatch:
     assert this.changes == this.given == [{0: 0.3}]
 
 
-def test_a_group_that_is_awaited_at_once_gives_its_changes_of_earlier_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_is_awaited_at_once_gives_its_changes_of_earlier_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The others are there before its first step.
 
     A change that it does not give would be overwritten.
@@ -184,7 +198,9 @@ def test_a_group_that_is_awaited_at_once_gives_its_changes_of_earlier_rounds(mon
     assert (this.steps, this.changes, this.given) == ([], [{0: 0.3}], [{0: 0.3}])
 
 
-def test_a_group_that_came_late_gives_the_batches_of_steps_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_came_late_gives_the_batches_of_steps_made_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Their tokens are in the weight of its change.
 
     Without the batches, they would be trained twice.
@@ -193,11 +209,19 @@ def test_a_group_that_came_late_gives_the_batches_of_steps_made_ahead(monkeypatc
     this.train()
     strategy = this.strategy
     assert strategy._ahead is not None
-    strategy._ahead.previous, strategy._trained, strategy._given = None, [2 * TOKENS], {}  # committed
+    strategy._ahead.previous, strategy._trained, strategy._given = (
+        None,
+        [2 * TOKENS],
+        {},
+    )  # committed
     strategy.start_update()
     strategy._position.step, strategy._exchanges_at_once = 3, True
     made = this.train()
-    assert (made.unfinished, made.valid_tokens, made.entries) == (True, 2 * TOKENS, (Entry(0, 12, 2, b"state"),))
+    assert (made.unfinished, made.valid_tokens, made.entries) == (
+        True,
+        2 * TOKENS,
+        (Entry(0, 12, 2, b"state"),),
+    )
     assert this.changes[-1] == {0: 2 * TOKENS / 100}
     this.train()  # the others are gone
     assert this.steps == [*range(9, 19)]
@@ -221,7 +245,13 @@ def test_fragments_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     The last round exchanges all of them.
     """
     this = Round(monkeypatch, sync_steps=12, num_fragments=3, last=17)
-    assert [this.strategy._fragments_of(update) for update in range(1, 6)] == [[0], [1], [2], [0], [0, 1, 2]]
+    assert [this.strategy._fragments_of(update) for update in range(1, 6)] == [
+        [0],
+        [1],
+        [2],
+        [0],
+        [0, 1, 2],
+    ]
     this.strategy._trained = [10, 20, 30]
     this.train()
     assert this.changes == [{2: (30 + 4 * TOKENS) / 100}]
@@ -274,7 +304,12 @@ def test_a_group_that_leaves_makes_no_steps_ahead(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_a_group_that_leaves_finishes_the_round_if_there_is_time(
-    monkeypatch: pytest.MonkeyPatch, timeout: float, spent: float, early: bool, steps: int, broken_off: str
+    monkeypatch: pytest.MonkeyPatch,
+    timeout: float,
+    spent: float,
+    early: bool,
+    steps: int,
+    broken_off: str,
 ) -> None:
     """Half of the time is for local steps.
 
@@ -334,12 +369,16 @@ def test_a_group_that_leaves_with_an_unsaved_state_meets_the_others(
 
 
 @pytest.mark.parametrize("spoiled", [False, True])
-def test_a_save_during_a_round_has_the_model_of_the_last_update(monkeypatch: pytest.MonkeyPatch, spoiled: bool) -> None:
+def test_a_save_during_a_round_has_the_model_of_the_last_update(
+    monkeypatch: pytest.MonkeyPatch, spoiled: bool
+) -> None:
     """It also has that update's step and LR. Moments that are not finite are dropped."""
     this, done = Round(monkeypatch), list[str]()
     vars(this.strategy).update(
         outer=SimpleNamespace(restore_model=lambda: done.append("restore")),
-        state=SimpleNamespace(has_nonfinite_moments=spoiled, drop_moments=lambda: done.append("drop")),
+        state=SimpleNamespace(
+            has_nonfinite_moments=spoiled, drop_moments=lambda: done.append("drop")
+        ),
     )
     this.training.step = 11
     this.strategy.go_back_to_update()
@@ -365,7 +404,9 @@ def test_a_joiner_is_served_between_two_steps(monkeypatch: pytest.MonkeyPatch, w
 
 
 @pytest.mark.parametrize(("last", "steps"), [(13, 5), (12, 4)])
-def test_no_step_is_made_after_the_last_round(monkeypatch: pytest.MonkeyPatch, last: int, steps: int) -> None:
+def test_no_step_is_made_after_the_last_round(
+    monkeypatch: pytest.MonkeyPatch, last: int, steps: int
+) -> None:
     """The last round may be shorter than the delay. After it there are no steps."""
     this = Round(monkeypatch, fragment_sync_delay=3, last=last)
     this.train()
@@ -380,7 +421,9 @@ def test_a_group_that_is_awaited_makes_no_steps_ahead(monkeypatch: pytest.Monkey
     assert not this.sent
 
 
-def test_a_slow_group_requests_the_quorum_at_the_deadline_and_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_group_requests_the_quorum_at_the_deadline_and_trains_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It trains until the others are there, and gives the steps made so far.
 
     No group waits for more.
@@ -400,7 +443,10 @@ def test_a_fast_group_makes_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("config", "error"),
     [
-        ({"num_fragments": 4}, r"num_fragments must be at most the number of blocks of the model \(3\), got 4"),
+        (
+            {"num_fragments": 4},
+            r"num_fragments must be at most the number of blocks of the model \(3\), got 4",
+        ),
         (
             {"module_fqns_per_model_fragment": [["layers"], ["output", "norm"]]},
             r"must name modules of the model, got 'norm'; its blocks are layers\.0, layers\.1, output",
@@ -411,7 +457,9 @@ def test_a_fast_group_makes_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_fragments_that_do_not_fit_the_model_are_refused(config: dict[str, Any], error: str) -> None:
+def test_fragments_that_do_not_fit_the_model_are_refused(
+    config: dict[str, Any], error: str
+) -> None:
     """An empty fragment, a module that the model lacks, or a parameter in no fragment."""
     with pytest.raises(ConfigError, match=error):
         cut(**config)
@@ -437,7 +485,9 @@ def test_ranks_with_other_shards_cut_alike(monkeypatch: pytest.MonkeyPatch) -> N
             mesh = init_device_mesh("cpu", (2,))
             model = torch.nn.Module()
             model.first = torch.nn.Linear(3, 2, bias=False)  # 2 and 1 of its columns
-            model.first.weight = torch.nn.Parameter(distribute_tensor(model.first.weight.data, mesh, [Shard(1)]))
+            model.first.weight = torch.nn.Parameter(
+                distribute_tensor(model.first.weight.data, mesh, [Shard(1)])
+            )
             model.second = torch.nn.Linear(3, 1, bias=False)
             cuts.append(cut(model, num_fragments=2))
         finally:
@@ -498,7 +548,9 @@ def test_only_a_group_with_own_steps_keeps_a_share_of_its_weights(
         work=RoundWork(9, lr=0.1),
     )
     sums = SimpleNamespace(is_copy=True, write=lambda scale=None: None)
-    strategy.apply(Update(step=3, tokens=1, lineage=1, scale=1.0, entries=[], readers=[], sums=sums))
+    strategy.apply(
+        Update(step=3, tokens=1, lineage=1, scale=1.0, entries=[], readers=[], sums=sums)
+    )
     assert (found, counted) == ([alpha], [1])
     assert strategy._trained == [10 - sum(sent.values())]
 
@@ -515,7 +567,9 @@ def test_weights_that_cannot_hold_the_outer_model_are_refused() -> None:
     vars(strategy).update(_training=SimpleNamespace(model_parts=[model]))
     strategy._check_dtypes()
     model.weight.data = model.weight.data.bfloat16()
-    with pytest.raises(ConfigError, match=r'training\.dtype must be "float32" .* got "bfloat16" for weight'):
+    with pytest.raises(
+        ConfigError, match=r'training\.dtype must be "float32" .* got "bfloat16" for weight'
+    ):
         strategy._check_dtypes()
 
 
@@ -533,8 +587,12 @@ def test_a_departure_names_the_batches_that_are_in_no_update(
 ) -> None:
     """The group broke its round off, or no other group came to exchange it."""
     readings = [Reading(Entry(0, 8, read, b""), [], "0")] if read else []
-    departure = leaving(RoundWork(9, lr=0.1, readings=readings, seconds=seconds), broken_off=broken_off)
-    assert departure == Departure(reason or "SIGTERM", in_order=not reason, void=readings if reason else [])
+    departure = leaving(
+        RoundWork(9, lr=0.1, readings=readings, seconds=seconds), broken_off=broken_off
+    )
+    assert departure == Departure(
+        reason or "SIGTERM", in_order=not reason, void=readings if reason else []
+    )
 
 
 def leaving(work: RoundWork, ahead: RoundWork | None = None, broken_off: str = "") -> Departure:
@@ -577,7 +635,9 @@ def test_a_rank_that_the_timeout_ends_names_the_batches_of_its_rounds(
     work = RoundWork(9, 0.1, [Reading(Entry(1, 8, 4, b""), [], "c5")])
     ahead = RoundWork(13, 0.1, [Reading(Entry(1, 12, 2, b""), [], "c5")], previous=work)
     strategy = RoundStrategy.__new__(RoundStrategy)
-    vars(strategy).update(_steps_per_round=4, _under_way=work, _ahead=ahead, _position=SimpleNamespace(step=committed))
+    vars(strategy).update(
+        _steps_per_round=4, _under_way=work, _ahead=ahead, _position=SimpleNamespace(step=committed)
+    )
     found = [reading.entry for reading in strategy.find_uncommitted()]
     assert [(entry.slot, entry.first_batch, entry.num_batches) for entry in found] == void
 
@@ -633,7 +693,9 @@ def test_moments_are_dropped_on_all_ranks_or_on_none(own: bool, sibling: bool) -
     assert bool(dropped) == (own or sibling)
 
 
-@pytest.mark.parametrize(("loads", "ahead", "keeps"), [(False, 0, True), (True, 0, False), (False, 2, False)])
+@pytest.mark.parametrize(
+    ("loads", "ahead", "keeps"), [(False, 0, True), (True, 0, False), (False, 2, False)]
+)
 def test_a_group_that_rolls_back_keeps_its_round(
     monkeypatch: pytest.MonkeyPatch, loads: bool, ahead: int, keeps: bool
 ) -> None:
@@ -672,7 +734,11 @@ def test_a_group_that_rolls_back_keeps_its_round(
     [(7, True, ""), (8, True, "sends 1 times"), (12, True, "1.5 times"), (12, False, "")],
 )
 def test_useless_quantization_is_reported(
-    groups: int, quantize: bool, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    groups: int,
+    quantize: bool,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """With many groups, each one would send more in 8 bits than in fp32."""
     round_strategy._warn_of_useless_bits(

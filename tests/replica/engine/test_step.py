@@ -55,11 +55,16 @@ class Hub:
     """Where the groups meet: quorum number n has the slots `quorums[n]`; after the last one they stay the same."""
 
     def __init__(
-        self, *quorums: Sequence[int], broken: Sequence[int] = (), restarted: dict[int, int] | None = None
+        self,
+        *quorums: Sequence[int],
+        broken: Sequence[int] = (),
+        restarted: dict[int, int] | None = None,
     ) -> None:
         self._quorums = quorums
         self.broken = broken  # numbers of those whose exchange breaks for all
-        self._restarted = restarted or {}  # slot -> number of the first quorum that its next process is in
+        self._restarted = (
+            restarted or {}
+        )  # slot -> number of the first quorum that its next process is in
         self._told: dict[tuple[int, int], Any] = {}
         self._changed = threading.Condition()
 
@@ -295,7 +300,12 @@ class OneGroup:
     """A group of one rank."""
 
     def __init__(
-        self, hub: Hub, slot: int, size: int, gradient: Callable[[OneGroup, float], float], config: dict[str, Any]
+        self,
+        hub: Hub,
+        slot: int,
+        size: int,
+        gradient: Callable[[OneGroup, float], float],
+        config: dict[str, Any],
     ) -> None:
         self.slot, self.read, self.events = slot, list[int](), RecordedEvents()
         self.applied: list[float] = []
@@ -303,13 +313,24 @@ class OneGroup:
         self.config = FaultTolerance(enable=True, group_size=size, replica_id=slot, **config)
         self.seat, idle = Seat(hub, slot), Idle()
         seat = self.seat
-        self.exchange = Exchange(seat, lambda: gradient(self, sum(each + 1 for each in self.read)) * self._share)
+        self.exchange = Exchange(
+            seat, lambda: gradient(self, sum(each + 1 for each in self.read)) * self._share
+        )
         self.ledger = Ledger(size)
         self.ledger.readers = readers(*range(size))
         self.position, self.state = Position(training=True), State()
-        self.shared: dict[str, Any] = {"position": self.position, "group": Alone(), "events": self.events}
+        self.shared: dict[str, Any] = {
+            "position": self.position,
+            "group": Alone(),
+            "events": self.events,
+        }
         stand_ins: dict[str, Any] = {"membership": seat, "exchange": self.exchange}
-        idle_ones: dict[str, Any] = {"donor": idle, "drain": idle, "watchdog": idle, "state": self.state}
+        idle_ones: dict[str, Any] = {
+            "donor": idle,
+            "drain": idle,
+            "watchdog": idle,
+            "state": self.state,
+        }
         self.rounds = Rounds(self.config, **stand_ins, **idle_ones, **self.shared)
         nobody: Any = None
         self.dimension = ReplicaDimension(
@@ -327,7 +348,11 @@ class OneGroup:
         self.read += slots
         tokens = TOKENS * len(slots)
         entries = tuple(Entry(slot, self.ledger.end(slot), 1, b"state") for slot in slots)
-        return Contribution(tokens, tokens, self._share * len(slots), 1.0, 0.1, entries) if slots else NOTHING
+        return (
+            Contribution(tokens, tokens, self._share * len(slots), 1.0, 0.1, entries)
+            if slots
+            else NOTHING
+        )
 
     def step(self, arm: bool = False) -> Committed | None:
         """Make one step, as the trainer does; returns None if the group must heal."""
@@ -391,7 +416,9 @@ def test_the_first_step_waits_for_groups_that_live_outside_of_the_quorum(
     monkeypatch.setattr(group.shared["group"], "clock", clock)
     assert group.dimension.start(0)
     assert now[0] == 119.0 + decisions.ALONE_SECONDS
-    assert looks[0] == 101.0 + 8.0 - decisions.ALONE_SECONDS, "the page is not read while there is time anyway"
+    assert looks[0] == 101.0 + 8.0 - decisions.ALONE_SECONDS, (
+        "the page is not read while there is time anyway"
+    )
     said = [text for text in caplog.messages if text.startswith("groups [2] live")]
     assert len(said) == 2, "and again when it is back"
 
@@ -406,7 +433,9 @@ def test_the_ranks_of_a_group_finish_in_the_same_round(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         group.shared["group"],
         "gather",
-        lambda value: [value, sibling_has_heard[group.seat.number]] if group.seat.number >= 0 else [value],
+        lambda value: (
+            [value, sibling_has_heard[group.seat.number]] if group.seat.number >= 0 else [value]
+        ),
     )
     assert group.dimension.finish() is not None
     assert group.seat.number == 3, "the one behind it is the last, so that others see it too"
@@ -422,21 +451,35 @@ def told(committed: Committed) -> tuple[list[int], list[int]]:
     [([[0], [0], [0], [0], [0, 1]], 2), ([[0, 1], [0], [0, 1]], 1)],
     ids=["alone and too few", "alone for one quorum"],
 )
-def test_a_group_that_forces_its_gradient_alone_spoils_no_sum(quorums: list[list[int]], least: int) -> None:
+def test_a_group_that_forces_its_gradient_alone_spoils_no_sum(
+    quorums: list[list[int]], least: int
+) -> None:
     """A group without finite gradients, among groups without finite ones, leaves its own out when a
     group with finite ones comes.
     """
-    groups = Groups(2, Hub(*quorums), lambda group, usual: NAN if group.slot == 0 else usual, min_replica_size=least)
+    groups = Groups(
+        2,
+        Hub(*quorums),
+        lambda group, usual: NAN if group.slot == 0 else usual,
+        min_replica_size=least,
+    )
     for committed in groups.run(OneGroup.step):
         assert told(committed) == ([1], [1])
     assert [group.applied for group in groups.all] == [[2.0], [2.0]]
     for group in groups.all:
-        assert group.events.named("gradient_excluded") == [{"event": "gradient_excluded", "step": 1, "slots": [0]}]
+        assert group.events.named("gradient_excluded") == [
+            {"event": "gradient_excluded", "step": 1, "slots": [0]}
+        ]
 
 
 def test_a_batch_that_makes_nans_is_not_dealt_out() -> None:
     """Even with batch_policy "constant", a step is made without the slot of an excluded group."""
-    groups = Groups(3, Hub([0, 1, 2]), lambda group, usual: NAN if 0 in group.read else usual, batch_policy="constant")
+    groups = Groups(
+        3,
+        Hub([0, 1, 2]),
+        lambda group, usual: NAN if 0 in group.read else usual,
+        batch_policy="constant",
+    )
     for committed in groups.run(OneGroup.step):
         assert told(committed) == ([1, 2], [1, 2])
         assert committed.exchanges == 2
@@ -454,9 +497,16 @@ def test_a_batch_that_makes_nans_is_not_dealt_out() -> None:
         (Hub([1, 2, 3], [1, 2, 3], [2, 3], broken=[0, 1]), 3, {2: [2, 4, 0], 3: [3, 1]}),
         (Hub([2, 3], [2, 3], [2], [2], broken=[1]), 4, {2: [2, 4, 0, 1, 3]}),
     ],
-    ids=["one dies in the exchange", "and one that took over", "nobody, then one", "one before it, then another"],
+    ids=[
+        "one dies in the exchange",
+        "and one that took over",
+        "nobody, then one",
+        "one before it, then another",
+    ],
 )
-def test_a_quorum_shows_which_shares_are_gone(hub: Hub, exchanges: int, reads: dict[int, list[int]]) -> None:
+def test_a_quorum_shows_which_shares_are_gone(
+    hub: Hub, exchanges: int, reads: dict[int, list[int]]
+) -> None:
     """With batch_policy "constant", the others take over these shares and repeat the exchange.
 
     No round is made only to find them out. After a round that worked, its rows show who reads which
@@ -476,7 +526,9 @@ def test_a_quorum_shows_which_shares_are_gone(hub: Hub, exchanges: int, reads: d
     made = [committed for committed in groups.run(live) if committed is not None]
     assert [committed.exchanges for committed in made] == [exchanges] * len(reads)
     assert {slot: groups.all[slot].read for slot in reads} == reads
-    assert {slot: groups.all[slot].applied for slot in reads} == {slot: [3.0] for slot in reads}, "all five are in it"
+    assert {slot: groups.all[slot].applied for slot in reads} == {slot: [3.0] for slot in reads}, (
+        "all five are in it"
+    )
 
 
 def test_a_group_that_is_back_at_once_is_another_process() -> None:
@@ -494,7 +546,10 @@ def test_a_group_that_is_back_at_once_is_another_process() -> None:
         return None
 
     for committed in groups.run(live):
-        assert committed is None or (told(committed), committed.exchanges) == (([0, 2], [0, 1, 2]), 2)
+        assert committed is None or (told(committed), committed.exchanges) == (
+            ([0, 2], [0, 1, 2]),
+            2,
+        )
     assert [group.read for group in groups.all] == [[0, 1], [], [2]]
     assert back.dimension.slots_to_read() == [], "it heals to the step that the others are at"
 
@@ -571,7 +626,9 @@ def test_three_exclusions_in_a_row_end_the_group() -> None:
     groups = Groups(
         2,
         Hub([0, 1]),
-        lambda group, usual: NAN if group.slot == 0 and group.position.step in steps_with_nan else usual,
+        lambda group, usual: (
+            NAN if group.slot == 0 and group.position.step in steps_with_nan else usual
+        ),
     )
 
     def suffer(group: OneGroup) -> list[Committed]:
@@ -609,7 +666,9 @@ def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyP
 
     def go_on(group: OneGroup) -> list[Committed]:
         made = group.steps(1)
-        group.ledger.readers = readers(0, 1, 2)  # as if the one that was to read slot 2 had died within the next step
+        group.ledger.readers = readers(
+            0, 1, 2
+        )  # as if the one that was to read slot 2 had died within the next step
         return made + group.steps(2)
 
     def join(group: OneGroup) -> list[Committed]:
@@ -622,7 +681,9 @@ def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyP
         assert [told(committed) for committed in made[:2]] == [([0, 1], [0, 1, 2])] * 2
         assert [committed.exchanges for committed in made[:2]] == [1, 2]
         assert told(made[2]) == ([0, 1, 2], [0, 1, 2])
-    assert [committed.update.lineage for committed in joined] == [committed.update.lineage for committed in first[1:]]
+    assert [committed.update.lineage for committed in joined] == [
+        committed.update.lineage for committed in first[1:]
+    ]
     assert joiner.applied == groups.all[0].applied == [2.0, 2.0, 2.0]
     assert not any(group.events.named("digest_mismatch") for group in groups.all)
 
@@ -705,7 +766,11 @@ def commit(group: OneGroup, made: int) -> Committed | None:
 
     def contribute() -> Contribution:
         tokens = TOKENS * len(group.read)
-        entries = (Entry(group.slot, group.ledger.end(group.slot), len(group.read), b"state"),) if group.read else ()
+        entries = (
+            (Entry(group.slot, group.ledger.end(group.slot), len(group.read), b"state"),)
+            if group.read
+            else ()
+        )
         return Contribution(tokens, tokens, 1.0, 1.0, 0.1, entries, unfinished=len(group.read) < 4)
 
     def train(slots: list[int]) -> Contribution:
@@ -738,9 +803,14 @@ def test_all_ranks_of_a_group_get_the_signs_of_each(monkeypatch: pytest.MonkeyPa
     """
     group = in_rounds(2, Hub([0, 1])).all[0]
     monkeypatch.setattr(Rounds, "signs", Sign.LEAVE_REQUESTED)
-    monkeypatch.setattr(group.dimension._group, "gather", lambda own: [int(own), int(Sign.STATE_WANTED)])
+    monkeypatch.setattr(
+        group.dimension._group, "gather", lambda own: [int(own), int(Sign.STATE_WANTED)]
+    )
     assert group.dimension.gather_signs() == Sign.LEAVE_REQUESTED | Sign.STATE_WANTED
-    assert group.dimension.gather_signs(overdue=True) == Sign.LEAVE_REQUESTED | Sign.STATE_WANTED | Sign.OVERDUE
+    assert (
+        group.dimension.gather_signs(overdue=True)
+        == Sign.LEAVE_REQUESTED | Sign.STATE_WANTED | Sign.OVERDUE
+    )
 
 
 @pytest.mark.parametrize("made", [0, 1])
@@ -762,10 +832,14 @@ def test_a_group_that_opens_a_round_at_whose_end_the_others_are_makes_its_update
     groups = in_rounds(2, Hub([0, 1]))
     for committed in groups.run(open_and_train, lambda group: commit(group, 4)):
         assert steps_of(committed) == {1: 4}
-    assert [group.exchange.contributed for group in groups.all] == [False, True], "its gradients are the last sums"
+    assert [group.exchange.contributed for group in groups.all] == [False, True], (
+        "its gradients are the last sums"
+    )
 
 
-def test_a_group_does_not_wait_for_others_that_train_already(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_does_not_wait_for_others_that_train_already(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Their opening round was complete, and its own broke.
 
     It trains like them, with its request pending.

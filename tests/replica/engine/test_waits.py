@@ -89,7 +89,9 @@ def test_the_wait_for_the_quorum_is_for_the_last_request() -> None:
 
 def test_connecting_at_the_start_is_charged_to_nobody() -> None:
     """Only a group that connects longer is charged, for instance over a link that was cut."""
-    own, other, slow = (row(slot, came, connecting=True) for slot, came in ((0, 0.5), (1, 0.5), (1, 2.0)))
+    own, other, slow = (
+        row(slot, came, connecting=True) for slot, came in ((0, 0.5), (1, 0.5), (1, 2.0))
+    )
     assert waits(own, other, began=-1.0, connected=0.5) == []
     assert waits(own, slow, began=-1.0, connected=0.5) == [(1, Why.CONNECTING, 1.5)]
 
@@ -108,9 +110,13 @@ def test_connecting_is_charged_to_joiners_and_lost_groups() -> None:
         (2, Why.CATCHING_UP, 2.0),
         (2, Why.CONNECTING, 0.5),
     ]
-    assert waits(row(0, 5.0), joiner, began=5.0, connected=4.0) == [(2, Why.CONNECTING, 0.5)], "it was busy longer"
+    assert waits(row(0, 5.0), joiner, began=5.0, connected=4.0) == [(2, Why.CONNECTING, 0.5)], (
+        "it was busy longer"
+    )
     late = row(0, 6.0, connecting=True)
-    assert waits(late, joiner, began=3.0, connected=5.0) == [(2, Why.CATCHING_UP, 2.0)], "then its own ranks were late"
+    assert waits(late, joiner, began=3.0, connected=5.0) == [(2, Why.CATCHING_UP, 2.0)], (
+        "then its own ranks were late"
+    )
 
 
 def test_a_joiner_that_asks_while_the_lighthouse_waits_for_a_lost_group_is_not_waited_for() -> None:
@@ -156,7 +162,9 @@ def test_the_waits_of_all_exchanges_of_an_update_are_added_up() -> None:
 
 
 @pytest.mark.parametrize(("left", "why"), [([], "lost"), ([2], "left")])
-def test_a_broken_exchange_is_charged_to_the_groups_that_are_gone(left: list[int], why: str) -> None:
+def test_a_broken_exchange_is_charged_to_the_groups_that_are_gone(
+    left: list[int], why: str
+) -> None:
     """The next exchange that works shows which groups these are."""
     log = WaitLog()
     make(log, 10.0, row(0, 0.0), row(1, 0.0), row(2, 0.0))

@@ -33,7 +33,12 @@ def start() -> Iterator[Start]:
 
     def start(code: str, **options: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", PREAMBLE + code]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+        pipes = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            **options,
+        }
         process = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]  # a plain dict
         processes.append(process)
         return process
@@ -183,7 +188,9 @@ say("alive")
 
 def test_off_or_closed_it_never_ends_anything(start: Start) -> None:
     """Zero seconds turn it off. A closed one has no timer left either."""
-    process = start("Watchdog(0, told); w = Watchdog(0.2, told); w.close(); w.close(); time.sleep(0.5); say('alive')")
+    process = start(
+        "Watchdog(0, told); w = Watchdog(0.2, told); w.close(); w.close(); time.sleep(0.5); say('alive')"
+    )
     output, errors = process.communicate(timeout=DEADLINE)
     assert (process.returncode, output, errors) == (0, "alive\n", "")
 
@@ -204,7 +211,9 @@ say("alive")
     os.kill(process.pid, signal.SIGSTOP)
     time.sleep(4)  # longer than the timeout, shorter than that of the GIL's backstop
     os.kill(process.pid, signal.SIGCONT)
-    ticks = [process.stdout.readline() for _ in range(3)]  # its threads ran again for several ticks of the watchdog
+    ticks = [
+        process.stdout.readline() for _ in range(3)
+    ]  # its threads ran again for several ticks of the watchdog
     assert ticks == ["tick\n"] * 3
     output, _ = process.communicate("\n", timeout=DEADLINE)
     assert output.endswith("alive\n")

@@ -263,7 +263,9 @@ def test_a_pipelines_gradients_travel_with_its_last_microbatch(ring: Ring) -> No
         missing.append(sum(len(bucket.missing) for bucket in rank.exchange._buckets))
         before = rank.gradients()
         unused = sum(gradient is None for gradient in before)
-        assert missing == [len(before)] * 3 + [unused], "all that has a gradient is handed over, in the last backward"
+        assert missing == [len(before)] * 3 + [unused], (
+            "all that has a gradient is handed over, in the last backward"
+        )
         rank.finish()
         rank.sums.write(1.0)
         return before
@@ -314,7 +316,9 @@ def test_the_first_backward_counts_the_calls_of_each_hook(ring: Ring) -> None:
     """The hook of a weight that is used twice is called twice, by a loss that goes backward in two
     parts. After the first call, half of the gradient is there.
     """
-    ranks = [Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, microbatches=None) for _ in range(2)]
+    ranks = [
+        Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, microbatches=None) for _ in range(2)
+    ]
 
     def step(number: int, first: int) -> tuple[list[torch.Tensor | None], list[int]]:
         rank, missing = ranks[number], []
@@ -421,7 +425,9 @@ def test_a_rank_that_offers_nothing_has_time_for_itself(ring: Ring) -> None:
     )
     taker.exchange.launch()
     earlier.write(1.0)
-    assert all(gradient is not None and bool((gradient == 2.0).all()) for gradient in taker.gradients())
+    assert all(
+        gradient is not None and bool((gradient == 2.0).all()) for gradient in taker.gradients()
+    )
     expected = giver.gradients()
     ring.together(giver.finish, lambda: taker.finish(gives=False))
     for rank in (giver, taker):
@@ -612,7 +618,9 @@ def test_gradients_without_an_update_do_not_travel(ring: Ring, due: bool) -> Non
     assert (ranks[0].exchange.take_wire_bytes() > 0) == due
     ranks[0].sums.write(1.0)
     given = [grad is not None for grad in own]
-    assert [grad is not None for grad in ranks[0].gradients()] == (given if due else [False] * len(given))
+    assert [grad is not None for grad in ranks[0].gradients()] == (
+        given if due else [False] * len(given)
+    )
 
 
 def test_a_rank_without_gradients_gets_the_sum(ring: Ring) -> None:
@@ -738,7 +746,9 @@ def only(
     gradients: list[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
     """Return the gradients of these fragments, None for the others."""
-    return [gradient if place % 3 in fragments else None for place, gradient in enumerate(gradients)]
+    return [
+        gradient if place % 3 in fragments else None for place, gradient in enumerate(gradients)
+    ]
 
 
 @pytest.mark.parametrize("given", [[1], [0, 2]])
@@ -847,7 +857,9 @@ def test_a_whole_exchange_that_broke_is_repeated(ring: Ring) -> None:
 
 def quantized(ring: Ring, number: int = 2) -> list[Rank]:
     """Return ranks that know each other, send 8 bits and have gradients of their own."""
-    ranks = [Rank(0, 200, overlap=False, timeout_seconds=DEADLINE, quantize=True) for _ in range(number)]
+    ranks = [
+        Rank(0, 200, overlap=False, timeout_seconds=DEADLINE, quantize=True) for _ in range(number)
+    ]
     for seed, rank in enumerate(ranks):
         rank.backward(seed, sometimes=True)
     ring.meet(*ranks)
@@ -903,11 +915,18 @@ def test_quantized_sums_have_the_same_bytes_everywhere(ring: Ring) -> None:
             assert theirs is not None
             assert mine.numpy().tobytes() == theirs.numpy().tobytes()
     kept.write(1.0)
-    assert all(bucket.part_weights.tolist() == [3.0] * len(bucket.parts) for bucket in joiner.exchange._buckets)
+    assert all(
+        bucket.part_weights.tolist() == [3.0] * len(bucket.parts)
+        for bucket in joiner.exchange._buckets
+    )
     for found, wanted in zip(joiner.gradients(), totals, strict=True):
         assert found is not None
         assert wanted is not None
-        assert 0 < (found - wanted).abs().max() < 3 * 0.51 / 127 * max(values_of(rank).abs().max() for rank in givers)
+        assert (
+            0
+            < (found - wanted).abs().max()
+            < 3 * 0.51 / 127 * max(values_of(rank).abs().max() for rank in givers)
+        )
 
 
 def test_the_rounding_error_is_sent_later(ring: Ring) -> None:
@@ -1038,7 +1057,9 @@ def test_the_rounding_error_belongs_to_a_fragment(ring: Ring) -> None:
         for rank in ranks:
             for parameter, gradient in zip(rank.parameters, before, strict=True):
                 parameter.grad = None if gradient is None else gradient.clone()
-    assert (totals - exact).abs().max() < 1.1 * 4.0 / 127, "of the last exchange, two halves of a scale"
+    assert (totals - exact).abs().max() < 1.1 * 4.0 / 127, (
+        "of the last exchange, two halves of a scale"
+    )
 
 
 def test_a_quantized_gradient_that_is_not_finite_is_seen(ring: Ring) -> None:
@@ -1060,7 +1081,10 @@ BFLOAT16 = {"dtype": torch.bfloat16}
 
 def test_sums_in_bfloat16_have_the_same_bytes_everywhere(ring: Ring) -> None:
     """On givers, on joiners, and in the copies for their replay. Counts and weights are exact."""
-    ranks = [Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, counts=True, **BFLOAT16) for _ in range(4)]
+    ranks = [
+        Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, counts=True, **BFLOAT16)
+        for _ in range(4)
+    ]
     *givers, joiner = ranks
     ring.meet(*ranks)
     for seed, rank in enumerate(givers):
@@ -1077,7 +1101,10 @@ def test_sums_in_bfloat16_have_the_same_bytes_everywhere(ring: Ring) -> None:
         rank.sums.write(1.0)
         check_gradients(rank, joiner.gradients())
     assert [rank.count.tolist() for rank in ranks] == [[3 * 2.0**22 + 3] * 2] * 4
-    assert all(bucket.part_weights.tolist() == [3.0] * len(bucket.parts) for bucket in joiner.exchange._buckets)
+    assert all(
+        bucket.part_weights.tolist() == [3.0] * len(bucket.parts)
+        for bucket in joiner.exchange._buckets
+    )
     for found, *terms in zip(joiner.gradients(), *own, strict=True):
         assert found is not None
         exact = torch.stack([term for term in terms if term is not None])
@@ -1195,7 +1222,10 @@ def payload(operation: str, seed: int, num_members: int, columns: int) -> torch.
 
 @pytest.mark.parametrize(
     "operation",
-    [each if each == "all-to-all" else pytest.param(each, marks=pytest.mark.slow) for each in OPERATIONS],
+    [
+        each if each == "all-to-all" else pytest.param(each, marks=pytest.mark.slow)
+        for each in OPERATIONS
+    ],
 )
 def test_the_timeout_bounds_a_slice_and_not_a_bucket(
     ring: Ring,
@@ -1268,7 +1298,10 @@ def test_a_gpu_gets_no_slices(ring: Ring) -> None:
 @pytest.mark.parametrize("quantize", [False, True])
 def test_bytes_on_the_wire_are_counted(ring: Ring, quantize: bool) -> None:
     """Bytes of gradients, whether the exchange works or breaks. A rank alone sends none."""
-    ranks = [Rank(0, 1 << 20, overlap=False, timeout_seconds=DEADLINE, quantize=quantize) for _ in range(3)]
+    ranks = [
+        Rank(0, 1 << 20, overlap=False, timeout_seconds=DEADLINE, quantize=quantize)
+        for _ in range(3)
+    ]
     for rank in ranks:
         rank.backward(seed=1)
     # 187 values, and the weights of 6 parameters; quantized in one block, with its scale.
@@ -1360,7 +1393,9 @@ def test_the_last_layers_come_first(ring: Ring) -> None:
     expected = [model.last.bias, model.last.weight, model.sometimes.bias, model.sometimes.weight]
     expected += [model.first.bias, model.first.weight]
     assert [len(bucket.parts) for bucket in rank.exchange._buckets] == [1] * 6
-    assert [id(bucket.parts[0].parameter) for bucket in rank.exchange._buckets] == [id(part) for part in expected]  # type: ignore[union-attr]  # no counts
+    assert [id(bucket.parts[0].parameter) for bucket in rank.exchange._buckets] == [
+        id(part) for part in expected
+    ]  # type: ignore[union-attr]  # no counts
 
 
 def test_collectives_come_in_the_order_of_the_buckets(
@@ -1428,7 +1463,9 @@ def test_counts_are_summed_exactly_and_unscaled(ring: Ring, bucket_bytes: int) -
         rank.count.add_(torch.tensor([-1.0, 0.0]))
     own = [rank.count.clone() for rank in ranks]
     ring.together(*[rank.finish for rank in ranks])
-    assert [rank.count.tolist() for rank in ranks] == [count.tolist() for count in own], "untouched until the commit"
+    assert [rank.count.tolist() for rank in ranks] == [count.tolist() for count in own], (
+        "untouched until the commit"
+    )
     kept = ranks[2].sums.copy()
     for rank in ranks:
         rank.sums.write(0.7)
@@ -1540,7 +1577,9 @@ def test_a_broken_exchange_is_repeated_from_the_same_gradients(ring: Ring) -> No
     for failed in broken:
         with pytest.raises(ExchangeError):
             failed.result(DEADLINE)
-    assert time.monotonic() - started < DEADLINE / 2, "closed connections are noticed, no timeout is waited for"
+    assert time.monotonic() - started < DEADLINE / 2, (
+        "closed connections are noticed, no timeout is waited for"
+    )
     assert [rank.seat.num_aborts for rank in survivors] == [1, 1]
     for flat in touched:  # an operation that was broken off may still do so
         flat.fill_(7.0)
@@ -1697,7 +1736,9 @@ def test_no_thread_outlives_its_exchange(ring: Ring) -> None:
     with pytest.raises(LighthouseError):
         rank.finish()
     assert not [
-        thread for thread in threading.enumerate() if thread.name == "titan_ft_exchange" and thread not in others
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "titan_ft_exchange" and thread not in others
     ]
 
 
@@ -1730,7 +1771,9 @@ def test_a_bucket_names_the_owner_of_its_memory(ring: Ring) -> None:
     rank.exchange.arm(NEWEST)
     assert states() == {BucketState.FILLING}
     rank.backward(seed=1)
-    assert states() == {BucketState.FILLING, BucketState.FULL}, "one layer was not used: `finish` fills its bucket"
+    assert states() == {BucketState.FILLING, BucketState.FULL}, (
+        "one layer was not used: `finish` fills its bucket"
+    )
     peer.seat.process_group.abort()
     with pytest.raises(ExchangeError):
         rank.finish()

@@ -15,9 +15,14 @@ def exchange(flats: list[torch.Tensor], num_exact: int) -> list[torch.Tensor]:
     number = len(flats)
     numel = flats[0].numel() - num_exact
     rows = [half.cut(flat[:numel].to(torch.bfloat16), flat[numel:], number) for flat in flats]
-    summed = [half.add_up(torch.stack([own[member] for own in rows]), num_exact) for member in range(number)]
+    summed = [
+        half.add_up(torch.stack([own[member] for own in rows]), num_exact)
+        for member in range(number)
+    ]
     parts = torch.stack([part for part, _ in summed])
-    sent = sum(len(rows[0][member]) for member in range(1, number)) + (number - 1) * 2 * parts.shape[1]
+    sent = (
+        sum(len(rows[0][member]) for member in range(1, number)) + (number - 1) * 2 * parts.shape[1]
+    )
     assert sent == half.wire_bytes(numel, num_exact, number)
     return [torch.cat([parts.view(-1)[:numel].float(), exact]) for _, exact in summed]
 
@@ -41,7 +46,9 @@ def test_sums_are_equal_everywhere_and_as_exact_as_promised(number: int, numel: 
 def test_terms_are_added_up_before_they_are_rounded_again() -> None:
     """A ring in bfloat16 would lose each of the small terms."""
     flats = [torch.tensor([256.0 if member == 0 else 0.75]) for member in range(5)]
-    assert exchange(flats, 0)[0].tolist() == [260.0]  # 259, between 258 and 260, goes to the even one
+    assert exchange(flats, 0)[0].tolist() == [
+        260.0
+    ]  # 259, between 258 and 260, goes to the even one
 
 
 def test_values_that_are_not_finite_stay_so() -> None:

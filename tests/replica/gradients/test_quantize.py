@@ -9,10 +9,20 @@ import math
 import pytest
 import torch
 
-from titan_ft.gradients.quantize import BLOCK, Residual, add_up, decode, encode, find_rounding_error, payload_bytes
+from titan_ft.gradients.quantize import (
+    BLOCK,
+    Residual,
+    add_up,
+    decode,
+    encode,
+    find_rounding_error,
+    payload_bytes,
+)
 
 TINY = torch.finfo(torch.float32).tiny
-HALF = 0.5 * (1 + 2**-15)  # of a scale: the nearest multiple, but for the rounding of the scale and of the quotient
+HALF = 0.5 * (
+    1 + 2**-15
+)  # of a scale: the nearest multiple, but for the rounding of the scale and of the quotient
 
 
 def draw(numel: int, seed: int = 0) -> torch.Tensor:
@@ -33,7 +43,9 @@ def scales_of(values: torch.Tensor) -> torch.Tensor:
     return torch.tensor(scales, dtype=torch.float64).repeat_interleave(BLOCK)[: values.numel()]
 
 
-@pytest.mark.parametrize("numel", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 7, 40 * BLOCK + 255])
+@pytest.mark.parametrize(
+    "numel", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 7, 40 * BLOCK + 255]
+)
 def test_no_value_is_off_by_more_than_half_of_its_blocks_scale(numel: int) -> None:
     """For other values of any size, in full blocks and in the last one."""
     values = draw(numel)
@@ -131,11 +143,18 @@ def test_the_rounding_error_arrives_later() -> None:
     """
     rounds, numel = 300, 2 * BLOCK + 9
     residual, exact = Residual(), torch.zeros(numel, dtype=torch.float64)
-    with_feedback, without = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    with_feedback, without = (
+        torch.zeros(numel, dtype=torch.float64),
+        torch.zeros(numel, dtype=torch.float64),
+    )
     drift = draw(numel, seed=1) * 0.01
     largest = torch.zeros(numel, dtype=torch.float64)
     for number in range(rounds):
-        change = drift + torch.randn(numel, generator=torch.Generator().manual_seed(number)) * drift.abs().max()
+        change = (
+            drift
+            + torch.randn(numel, generator=torch.Generator().manual_seed(number))
+            * drift.abs().max()
+        )
         exact += change.double()
         with_feedback += exchange(residual, change).double()
         without += travel(change).double()
@@ -177,7 +196,9 @@ def test_an_exchange_without_this_groups_change_keeps_its_rounding_error() -> No
     residual, change = Residual(), torch.tensor([127.0, 0.4])
     exchange(residual, change)
     residual.commit()
-    exchange(residual, change)  # broke; then an exchange to which this group gives nothing, whose update is made
+    exchange(
+        residual, change
+    )  # broke; then an exchange to which this group gives nothing, whose update is made
     residual.start_exchange()
     residual.commit()
     assert exchange(residual, change)[1].item() == 1.0

@@ -153,7 +153,9 @@ class ControlGroup:
         self._pool = ThreadPoolExecutor(num_ranks + 4)
 
         def build(rank: int) -> ControlTree:
-            tree = make_tree(rank, num_ranks, self.store, key=key, fan_out=fan_out, patience=patience)
+            tree = make_tree(
+                rank, num_ranks, self.store, key=key, fan_out=fan_out, patience=patience
+            )
             tree.listen("", self.notes[rank].append)
             tree.listen_for_losses(lambda loss: self.losses[rank].append(loss.rank))
             return tree
@@ -191,7 +193,9 @@ class ControlGroup:
         """Let all ranks agree so many times, and check that each gets the words of all."""
         expected = join_words({f"w{rank}" for rank in range(len(self.trees))})
         for _ in range(number):
-            assert [answer.result(DEADLINE) for answer in self.agree()] == [expected] * len(self.trees)
+            assert [answer.result(DEADLINE) for answer in self.agree()] == [expected] * len(
+                self.trees
+            )
 
     @staticmethod
     def _agree(rank: int, tree: ControlTree) -> str:

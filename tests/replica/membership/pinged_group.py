@@ -38,7 +38,9 @@ def run_rank(folder: Path, rank: int, num_ranks: int, fan_out: int, patience: fl
         os.write(lines, f"{line}\n".encode())
 
     def note_loss(loss: Lose) -> None:
-        write(f"lost {loss.rank} {loss.host} {'silent' if loss.silent_seconds > patience else 'gone'}")
+        write(
+            f"lost {loss.rank} {loss.host} {'silent' if loss.silent_seconds > patience else 'gone'}"
+        )
 
     store: Any = FolderStore(folder)
     tree = ControlTree(
@@ -73,7 +75,9 @@ def run_rank(folder: Path, rank: int, num_ranks: int, fan_out: int, patience: fl
 def main(folder: str, num_ranks: str, fan_out: str, patience: str) -> None:
     """Fork the ranks, and wait for them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    run = partial(run_rank, num_ranks=int(num_ranks), fan_out=int(fan_out), patience=float(patience))
+    run = partial(
+        run_rank, num_ranks=int(num_ranks), fan_out=int(fan_out), patience=float(patience)
+    )
     for rank in range(int(num_ranks)):
         if os.fork() == 0:
             try:

@@ -22,7 +22,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.replica.membership.control_group import DEADLINE, HOST, ControlGroup, make_tree, wait_until
+from tests.replica.membership.control_group import (
+    DEADLINE,
+    HOST,
+    ControlGroup,
+    make_tree,
+    wait_until,
+)
 from titan_ft.membership.control_pings import EchoServer, Pings
 from titan_ft.system.address import join_address
 
@@ -45,8 +51,12 @@ class PingedGroup:
         self._folder = folder
         command = [sys.executable, "-m", "tests.replica.membership.pinged_group"]
         numbers = [str(self.num_ranks), "2", str(PATIENCE)]
-        self._process = subprocess.Popen([*command, str(folder), *numbers], cwd=ROOT, start_new_session=True)
-        wait_until(lambda: all(self.read(rank) for rank in range(self.num_ranks)), "all ranks are ready")
+        self._process = subprocess.Popen(
+            [*command, str(folder), *numbers], cwd=ROOT, start_new_session=True
+        )
+        wait_until(
+            lambda: all(self.read(rank) for rank in range(self.num_ranks)), "all ranks are ready"
+        )
         self._pids = [int(self.read(rank)[0].split()[1]) for rank in range(self.num_ranks)]
 
     def read(self, rank: int) -> list[str]:
@@ -152,7 +162,10 @@ def test_a_connection_that_is_closed_while_its_answer_waits() -> None:
     selected.serve_until(lambda: pings._pingers[1]._num_answered > 0, pings)
     pings._pingers[1].ping()
     ready: list[selectors.SelectorKey] = []
-    wait_until(lambda: ready.extend(key for key, _ in selected.selector.select(0)) or ready, "the answer is there")
+    wait_until(
+        lambda: ready.extend(key for key, _ in selected.selector.select(0)) or ready,
+        "the answer is there",
+    )
     pings.remove(1)
     for key in ready:
         key.data(selectors.EVENT_READ)

@@ -70,7 +70,11 @@ def started_ranks(folder: Path, where: str) -> Iterator[list[subprocess.Popen[st
     for rank in range(8):
         module = "tests.replica.membership.control_rank"
         command = [sys.executable, "-m", module, str(folder), str(rank), "8", "2", where]
-        options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+        options: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "text": True,
+            "start_new_session": True,
+        }
         started.append(subprocess.Popen(command, cwd=ROOT, **options))
     try:
         yield started
@@ -83,7 +87,9 @@ def started_ranks(folder: Path, where: str) -> Iterator[list[subprocess.Popen[st
             process.stdout.close()
 
 
-@pytest.mark.parametrize(("where", "earliest", "latest"), [("here", 0.0, 0.3), ("elsewhere", 0.9, GRACE_SECONDS + 1.0)])
+@pytest.mark.parametrize(
+    ("where", "earliest", "latest"), [("here", 0.0, 0.3), ("elsewhere", 0.9, GRACE_SECONDS + 1.0)]
+)
 @pytest.mark.parametrize("victim", [0, 1, 7])
 def test_a_killed_rank_is_named_on_all_others(
     tmp_path: Path, victim: int, where: str, earliest: float, latest: float
@@ -101,7 +107,9 @@ def test_a_killed_rank_is_named_on_all_others(
         for process in processes[:victim] + processes[victim + 1 :]:
             assert process.stdout is not None
             at, _, line = process.stdout.readline().partition(" ")
-            assert line.startswith(f"rank {victim} of this group (on node-{victim}) is lost: "), line
+            assert line.startswith(f"rank {victim} of this group (on node-{victim}) is lost: "), (
+                line
+            )
             assert earliest < float(at) - killed < latest
 
 
@@ -165,7 +173,9 @@ def test_a_rank_that_is_cut_off() -> None:
         pings = sockets._pings._pingers[1]._socket
         assert pings is not None
         with lost_packets(1.0, socket_to(group.trees[0], 1), socket_to(group.trees[1], 0), pings):
-            wait_until(lambda: all(group.losses[rank] for rank in (0, 2, 5, 6)), "the others hear of it")
+            wait_until(
+                lambda: all(group.losses[rank] for rank in (0, 2, 5, 6)), "the others hear of it"
+            )
             assert [group.losses[rank] for rank in (0, 2, 5, 6)] == [[1]] * 4
             assert group.trees[5].losses[0].silent_seconds > 0.6
 
@@ -227,7 +237,9 @@ def test_a_silent_stranger(group: ControlGroup, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("length", [1, HELLO_BYTES, 1 << 20])
-def test_a_stranger_that_sends_garbage(group: ControlGroup, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_that_sends_garbage(
+    group: ControlGroup, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The amount of garbage makes no difference."""
     monkeypatch.setattr(control_sockets, "HANDSHAKE_SECONDS", 0.2)
     with socket.create_connection(parent_address(group)) as stranger:
@@ -312,7 +324,9 @@ def test_fast_strangers_leave_a_child_its_place() -> None:
     sockets = parent._sockets
     assert sockets is not None
     with contextlib.ExitStack() as stack:
-        child = stack.enter_context(socket.create_connection(address, source_address=("127.0.0.2", 0)))
+        child = stack.enter_context(
+            socket.create_connection(address, source_address=("127.0.0.2", 0))
+        )
         child.sendall(handshake.hello)
         reply = child.recv(REPLY_BYTES, socket.MSG_WAITALL)
         for _ in range(2 * MAX_UNPROVED):
@@ -351,10 +365,14 @@ def test_a_child_without_the_token() -> None:
     store = Store()
     with ControlGroup(1) as pool:
         parent = make_tree(0, 2, store)
-        with pytest.raises(LighthouseError, match=r"rank 1 .*node-1.*: group/0/0 in the store .*TITAN_FT_TOKEN"):
+        with pytest.raises(
+            LighthouseError, match=r"rank 1 .*node-1.*: group/0/0 in the store .*TITAN_FT_TOKEN"
+        ):
             make_tree(1, 2, store, token="another")
         child = make_tree(1, 2, store)
-        answers = pool.on_each(lambda tree: tree.rank0_decides([], lambda _: "decided"), [parent, child])
+        answers = pool.on_each(
+            lambda tree: tree.rank0_decides([], lambda _: "decided"), [parent, child]
+        )
         assert answers == ["decided", "decided"]
         pool.on_each(ControlTree.close, [parent, child])
 
@@ -380,7 +398,10 @@ def test_a_parent_to_which_no_route_leads(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_two_trees_in_one_process_do_not_mix() -> None:
     """A rank of an earlier attempt knows the token, and is still no neighbour in this attempt."""
-    with ControlGroup(4, key="group/0") as first, ControlGroup(4, key="group/1", store=first.store) as second:
+    with (
+        ControlGroup(4, key="group/0") as first,
+        ControlGroup(4, key="group/1", store=first.store) as second,
+    ):
         first.trees[1].say("topic", "first")
         second.trees[1].say("topic", "second")
         for _ in range(5):
@@ -408,7 +429,11 @@ def test_both_ends_prove_the_token() -> None:
     child = ChildHandshake(SECRET, 3, 0, identity)
     parent = ParentHandshake(SECRET, 0, range(1, 17), child.hello)
     answer = child.answer(parent.reply)
-    assert (len(child.hello), len(parent.reply), len(answer)) == (HELLO_BYTES, REPLY_BYTES, ANSWER_BYTES)
+    assert (len(child.hello), len(parent.reply), len(answer)) == (
+        HELLO_BYTES,
+        REPLY_BYTES,
+        ANSWER_BYTES,
+    )
     assert HELLO_BYTES + ANSWER_BYTES <= 256
     assert parent.child == 3
     assert parent.check(answer) == identity
@@ -421,7 +446,9 @@ def test_both_ends_prove_the_token() -> None:
 
 def test_what_a_rank_says_about_itself() -> None:
     """A text is cut if that does no harm, and contains no control characters."""
-    assert Identity.unpack(Identity("\x1b[2J" + "x" * 100, "1" * 100).pack()) == Identity("\\x1b[2J" + "x" * 60, "")
+    assert Identity.unpack(Identity("\x1b[2J" + "x" * 100, "1" * 100).pack()) == Identity(
+        "\\x1b[2J" + "x" * 60, ""
+    )
 
 
 @pytest.mark.parametrize("other", [Secret("another", "group/0"), Secret("token", "group/1")])
@@ -534,7 +561,9 @@ def test_the_kernel_finds_a_host_that_vanished(group: ControlGroup) -> None:
         assert tree._sockets is not None
         for connection in tree._sockets._neighbours.values():
             options = (socket.TCP_NODELAY, socket.TCP_USER_TIMEOUT)
-            values = [connection.socket.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+            values = [
+                connection.socket.getsockopt(socket.IPPROTO_TCP, option) for option in options
+            ]
             alive = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             found.add((bool(values[0]), values[1], bool(alive)))
     assert found == {(True, 30_000, True)}
@@ -567,7 +596,9 @@ def test_a_host_that_vanishes_is_lost() -> None:
     if shutil.which("ip") is None or subprocess.run([*alone, "true"], check=False).returncode:
         pytest.skip("needs a network of its own, and the command ip")
     command = [*alone, sys.executable, "-c", VANISHING]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * DEADLINE, check=True)
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=2 * DEADLINE, check=True
+    )
     assert ended.stdout.startswith("rank 0 of this group (on node-0) is lost: ")
 
 

@@ -69,12 +69,19 @@ def test_rank_0_announces_and_waits_for_nobody() -> None:
     """The other ranks read its decisions in order, later. Agreements go on after announcements."""
     with ControlGroup(7, fan_out=2) as group:
         texts = ["first", "second", "third"]
-        assert [group.trees[0].rank0_announces(lambda text=text: text).text for text in texts] == texts
+        assert [
+            group.trees[0].rank0_announces(lambda text=text: text).text for text in texts
+        ] == texts
         group.trees[0].say("all have them")  # a note comes after them on each connection
-        wait_until(lambda: all(tree.heard("all have them") is not None for tree in group.trees), "all have them")
+        wait_until(
+            lambda: all(tree.heard("all have them") is not None for tree in group.trees),
+            "all have them",
+        )
         came = time.monotonic()
         for text in texts:
-            announced = [group.submit(tree.rank0_announces, pytest.fail) for tree in group.trees[1:]]
+            announced = [
+                group.submit(tree.rank0_announces, pytest.fail) for tree in group.trees[1:]
+            ]
             results = [each.result(DEADLINE) for each in announced]
             assert [result.text for result in results] == [text] * 6
             assert max(result.received_at for result in results) < came
@@ -101,7 +108,9 @@ def test_a_decision_that_has_come_counts_although_a_rank_is_lost() -> None:
             tree._take(Answer(1, "decided"))
             tree._take(Lose(0, "its process has ended", "node-0"))
         assert waits[0].result(DEADLINE) == "decided"
-        with pytest.raises(RankLostError, match=r"rank 0 of this group \(on node-0\) is lost: its process"):
+        with pytest.raises(
+            RankLostError, match=r"rank 0 of this group \(on node-0\) is lost: its process"
+        ):
             tree.rank0_decides([], join_words)
 
 
@@ -183,7 +192,10 @@ def test_all_ranks_hear_the_text_that_rank_0_got_first() -> None:
     """Two ranks that acted on different texts would separate."""
     with ControlGroup(9, fan_out=2) as group:
         for number in range(10):
-            said = [group.submit(tree.settle, f"{number}", f"by {rank}") for rank, tree in enumerate(group.trees)]
+            said = [
+                group.submit(tree.settle, f"{number}", f"by {rank}")
+                for rank, tree in enumerate(group.trees)
+            ]
             texts = {each.result(DEADLINE) for each in said}
             assert len(texts) == 1
             assert texts == {tree.heard(f"{number}") for tree in group.trees}
@@ -235,7 +247,9 @@ def test_a_listener_may_say_something() -> None:
     with ControlGroup(2) as group:
         group.trees[1].listen("question", lambda _: group.trees[1].say("answer"))
         group.trees[0].say("question")
-        wait_until(lambda: group.trees[0].heard("answer") is not None, "rank 0 has heard the answer")
+        wait_until(
+            lambda: group.trees[0].heard("answer") is not None, "rank 0 has heard the answer"
+        )
 
 
 def test_notes_go_on_after_the_last_agreement() -> None:
@@ -265,7 +279,9 @@ def test_too_long_a_text_is_refused_where_it_is_said() -> None:
 
 
 @pytest.mark.parametrize("loses", [True, False])
-def test_a_reset_at_each_message_costs_nothing(loses: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reset_at_each_message_costs_nothing(
+    loses: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """All children of each parent are reset at once, at each message. Each reset is logged."""
     for chunk in range(20):
         store = RelayedStore(reset_at=chunk, loses=loses)
@@ -278,7 +294,9 @@ def test_a_reset_at_each_message_costs_nothing(loses: bool, caplog: pytest.LogCa
     assert "rank 1 (on node-1) is connected again: " in caplog.text
 
 
-def test_a_child_that_reads_nothing_keeps_nobody_else_waiting(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_child_that_reads_nothing_keeps_nobody_else_waiting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Its messages are kept. 27 MB are more than the kernel's buffers take: 10 MB on Linux."""
     store = RelayedStore()
     with ControlGroup(5, store=store, fan_out=2) as group:  # rank 1 has ranks 3 and 4
@@ -287,10 +305,15 @@ def test_a_child_that_reads_nothing_keeps_nobody_else_waiting(caplog: pytest.Log
         texts = [f"{number % 10}" * 900_000 for number in range(30)]
         for topic, text in enumerate(texts):
             group.trees[0].say(f"{topic}", text)
-        wait_until(lambda: all(len(group.notes[rank]) == 30 for rank in (0, 1, 2)), "the others have heard")
+        wait_until(
+            lambda: all(len(group.notes[rank]) == 30 for rank in (0, 1, 2)), "the others have heard"
+        )
         sockets = group.trees[1]._sockets
         assert sockets is not None
-        wait_until(lambda: bool(sockets._neighbours[4].unsent), "its parent has more to send than the kernel takes")
+        wait_until(
+            lambda: bool(sockets._neighbours[4].unsent),
+            "its parent has more to send than the kernel takes",
+        )
         store.relays[1].open.set()
         group.check_agreements(1)
         assert [group.trees[4].heard(topic) for topic in group.notes[4]] == texts
@@ -305,7 +328,9 @@ def test_a_link_that_is_cut_for_longer_is_a_loss() -> None:
         waits = group.agree(4)
         store.relays[1].close()
         for rank, wait in enumerate(waits):
-            with pytest.raises(RankLostError, match=r"rank [134] of this group .on node-[134]. is lost"):
+            with pytest.raises(
+                RankLostError, match=r"rank [134] of this group .on node-[134]. is lost"
+            ):
                 wait.result(DEADLINE)
             with pytest.raises(RankLostError):
                 group.trees[rank].pause(DEADLINE)
@@ -332,13 +357,18 @@ def test_a_bug_in_the_node_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> Non
         assert group.losses[0] == [0]
         later: list[str] = []
         group.trees[0].listen_for_losses(lambda loss: later.append(loss.reason))
-        assert later == ["the control tree failed on this rank: ZeroDivisionError: division by zero"]
+        assert later == [
+            "the control tree failed on this rank: ZeroDivisionError: division by zero"
+        ]
 
 
 def test_words_that_are_too_long_together() -> None:
     """Rank 0 raises an error. No rank is taken for a sender of bad frames."""
     with ControlGroup(3) as group:
-        long = [group.submit(tree.rank0_decides, [str(tree._rank) * 500_000], join_words) for tree in group.trees]
+        long = [
+            group.submit(tree.rank0_decides, [str(tree._rank) * 500_000], join_words)
+            for tree in group.trees
+        ]
         with pytest.raises(ValueError, match="the words of all ranks together are too long"):
             long[0].result(DEADLINE)
         assert group.losses == [[]] * 3

@@ -38,7 +38,9 @@ def named(seat: Any, name: str) -> list[dict[str, Any]]:
     return events
 
 
-def test_groups_follow_one_that_died(moving: Any, path: Path, nursery: subprocess.Popen[str]) -> None:
+def test_groups_follow_one_that_died(
+    moving: Any, path: Path, nursery: subprocess.Popen[str]
+) -> None:
     """Both ranks of both groups go on under their names as soon as another lighthouse is announced."""
     from tests.replica.conftest import MortalLighthouse
 
@@ -65,7 +67,9 @@ def test_groups_follow_one_that_died(moving: Any, path: Path, nursery: subproces
     ] * 2
 
 
-def test_a_group_in_the_midst_of_a_step_is_waited_for(moving: Any, path: Path, start_lighthouse: Any) -> None:
+def test_a_group_in_the_midst_of_a_step_is_waited_for(
+    moving: Any, path: Path, start_lighthouse: Any
+) -> None:
     """The group follows during its step.
 
     The successor knows no group, and gives no quorum without it.
@@ -79,10 +83,15 @@ def test_a_group_in_the_midst_of_a_step_is_waited_for(moving: Any, path: Path, s
     with pytest.raises(TimeoutError):
         early._pending.result(1.5)
     late.request_quorum(4)
-    assert [quorum.slots for quorum in moving.together(early.await_quorum, late.await_quorum)] == [[0, 1], [0, 1]]
+    assert [quorum.slots for quorum in moving.together(early.await_quorum, late.await_quorum)] == [
+        [0, 1],
+        [0, 1],
+    ]
 
 
-def test_a_file_that_cannot_be_read_makes_no_lighthouse_count(moving: Any, path: Path, start_lighthouse: Any) -> None:
+def test_a_file_that_cannot_be_read_makes_no_lighthouse_count(
+    moving: Any, path: Path, start_lighthouse: Any
+) -> None:
     """Changed members count only from the announced lighthouse.
 
     An unreadable file does not show it.
@@ -99,7 +108,9 @@ def test_a_file_that_cannot_be_read_makes_no_lighthouse_count(moving: Any, path:
     assert [quorum.slots for quorum in moving.meet(one, other)] == [[0, 1], [0, 1]]
 
 
-def test_one_that_was_only_slow_gives_no_quorum_any_more(moving: Any, path: Path, start_lighthouse: Any) -> None:
+def test_one_that_was_only_slow_gives_no_quorum_any_more(
+    moving: Any, path: Path, start_lighthouse: Any
+) -> None:
     """A successor is announced and one group has followed.
 
     The old lighthouse still answers the other.
@@ -114,7 +125,10 @@ def test_one_that_was_only_slow_gives_no_quorum_any_more(moving: Any, path: Path
     one._events.wait_for("lighthouse_moved")
     one.request_quorum(4)
     other.request_quorum(4)
-    assert [quorum.slots for quorum in moving.together(one.await_quorum, other.await_quorum)] == [[0, 1], [0, 1]]
+    assert [quorum.slots for quorum in moving.together(one.await_quorum, other.await_quorum)] == [
+        [0, 1],
+        [0, 1],
+    ]
     assert {str(seat._seat._lighthouse) for seat in (one, other)} == {successor}
 
 

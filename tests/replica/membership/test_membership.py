@@ -45,7 +45,9 @@ def add_up(seats: Any, *members: Membership) -> list[float]:
         member.process_group.allreduce([tensor], options).wait()
         return tensor.item()
 
-    return seats.together(*[lambda m=m, t=t: reduce(m, t) for m, t in zip(members, tensors, strict=True)])
+    return seats.together(
+        *[lambda m=m, t=t: reduce(m, t) for m, t in zip(members, tensors, strict=True)]
+    )
 
 
 # Quorum
@@ -72,7 +74,9 @@ def test_peers_know_each_others_state_server(seats: Any) -> None:
     members = seats.take(0, address="10.0.0.1:70"), seats.take(1, address="10.0.0.2:71")
     seats.meet(*members)
     for member in members:
-        other = {0: "10.0.0.1:70", 1: "10.0.0.2:71"}.items() - {(member.member.slot, member._seat._address)}
+        other = {0: "10.0.0.1:70", 1: "10.0.0.2:71"}.items() - {
+            (member.member.slot, member._seat._address)
+        }
         assert {(slot, peer.address) for slot, peer in member.find_holders().items()} == other
 
 
@@ -124,7 +128,10 @@ def compute_alone(seats: Any, step_seconds: float) -> list[Membership]:
     ranks: list[Membership] = seats.take_group(0)
     seats.meet(*ranks)
     seats.together(*[partial(rank.vote, 0, True) for rank in ranks])
-    ranks[0]._computing_seconds, ranks[0]._connecting_seconds = step_seconds, 0.01  # as measured in earlier steps
+    ranks[0]._computing_seconds, ranks[0]._connecting_seconds = (
+        step_seconds,
+        0.01,
+    )  # as measured in earlier steps
     for rank in ranks:
         rank.request_quorum(1, may_grow=True)
     return ranks
@@ -155,7 +162,9 @@ def test_a_lone_group_that_has_computed_waits_for_nobody(seats: Any) -> None:
     assert [rank.await_quorum().slots for rank in ranks] == [[0], [0]]
 
 
-@pytest.mark.parametrize("reason", ["its step is nearly over", "it is to leave", "no step was measured"])
+@pytest.mark.parametrize(
+    "reason", ["its step is nearly over", "it is to leave", "no step was measured"]
+)
 def test_a_lone_group_admits_nobody_that_would_hold_it_up(
     seats: Any, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
@@ -165,7 +174,9 @@ def test_a_lone_group_admits_nobody_that_would_hold_it_up(
     """
     if reason == "it is to leave":
         monkeypatch.setattr(seats, "take", partial(seats.take, leave_requested=lambda: True))
-    ranks = compute_alone(seats, {"its step is nearly over": 0.02, "no step was measured": 0.0}.get(reason, DEADLINE))
+    ranks = compute_alone(
+        seats, {"its step is nearly over": 0.02, "no step was measured": 0.0}.get(reason, DEADLINE)
+    )
     assert [rank._pending.result(DEADLINE).slots for rank in ranks] == [[0], [0]]
 
 
@@ -206,7 +217,10 @@ def test_a_quorum_is_asked_for_once_in_a_round(
 
 
 def test_waiting_for_others_is_no_error(
-    seats: Any, start_lighthouse: Callable[..., str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    seats: Any,
+    start_lighthouse: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """After `PROBE_SECONDS` a waiting group logs the wait, and waits on with the same request.
 
@@ -218,7 +232,9 @@ def test_waiting_for_others_is_no_error(
     one, two = (seats.take(slot) for slot in (0, 1))
     asked = []
     client = one._seat._client
-    one._seat._client = SimpleNamespace(_quorum=lambda **request: asked.append(request) or client._quorum(**request))
+    one._seat._client = SimpleNamespace(
+        _quorum=lambda **request: asked.append(request) or client._quorum(**request)
+    )
     one.request_quorum(7)
     with pytest.raises(TimeoutError):
         one._pending.result(0.8)
@@ -228,7 +244,9 @@ def test_waiting_for_others_is_no_error(
     assert len(asked) == 1
 
 
-@pytest.mark.parametrize(("method", "told"), [(None, [10, 20, 30, 40, 50, 60, 70, 80]), ("diloco", [10, 20, 40, 80])])
+@pytest.mark.parametrize(
+    ("method", "told"), [(None, [10, 20, 30, 40, 50, 60, 70, 80]), ("diloco", [10, 20, 40, 80])]
+)
 def test_a_long_wait_for_others_is_told(
     seats: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -300,11 +318,15 @@ def test_ranks_of_a_group_agree(seats: Any) -> None:
     for votes, agreed in (((True, True), True), ((True, False), False), ((False, True), False)):
         quorums = seats.meet(*ranks)
         assert [quorum.slots for quorum in quorums] == [[0], [0]]
-        answers = seats.together(*[lambda r=r, v=v: r.vote(0, v) for r, v in zip(ranks, votes, strict=True)])
+        answers = seats.together(
+            *[lambda r=r, v=v: r.vote(0, v) for r, v in zip(ranks, votes, strict=True)]
+        )
         assert answers == [agreed, agreed]
 
 
-def test_a_vote_ends_although_a_rank_does_not_vote(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vote_ends_although_a_rank_does_not_vote(
+    seats: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The limit is there because the other groups wait for this vote."""
     monkeypatch.setattr("titan_ft.membership.membership.VOTE_SECONDS", 0.2)
     ranks = seats.take_group(0)
@@ -320,7 +342,10 @@ def test_ranks_meet_their_counterparts(seats: Any) -> None:
     seats.meet(*first, *second)
     assert add_up(seats, first[0], second[0]) == [3.0, 3.0]
     assert add_up(seats, second[1], first[1]) == [3.0, 3.0]
-    assert [first[rank].find_addresses([1]) for rank in range(2)] == [["127.0.0.1:9010"], ["127.0.0.1:9011"]]
+    assert [first[rank].find_addresses([1]) for rank in range(2)] == [
+        ["127.0.0.1:9010"],
+        ["127.0.0.1:9011"],
+    ]
 
 
 # Members that come and go
@@ -396,13 +421,17 @@ def stranger(seats: Any) -> Iterator[Stranger]:
     stranger.leave()
 
 
-def test_a_foreign_member_is_left_aside(seats: Any, stranger: Stranger, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_foreign_member_is_left_aside(
+    seats: Any, stranger: Stranger, caplog: pytest.LogCaptureFixture
+) -> None:
     """A stranger is named once. The groups meet without it, and ignore its step."""
     members = seats.take(0), seats.take(1)
     for step in (3, 4):
         quorums = seats.meet(*members, steps=[step, step])
         assert [quorum.rank for quorum in quorums] == [0, 1]
-        assert {(q.slots[0], q.slots[1], q.error, q.max_step) for q in quorums} == {(0, 1, None, step)}
+        assert {(q.slots[0], q.slots[1], q.error, q.max_step) for q in quorums} == {
+            (0, 1, None, step)
+        }
         assert add_up(seats, *members) == [3.0, 3.0]
         assert [member.vote(step, True) for member in members] == [True, True]
     for member in members:
@@ -427,7 +456,9 @@ def test_one_rank_of_a_group_names_a_stranger(seats: Any, stranger: Stranger) ->
     assert [len(rank._events.named("foreign_member")) for rank in ranks] == [1, 0]
 
 
-def test_strangers_are_reported_again_after_a_pause(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_are_reported_again_after_a_pause(
+    seats: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There is one line for each reason, whatever the strangers' names.
 
     Control characters are escaped once.
@@ -444,10 +475,14 @@ def test_strangers_are_reported_again_after_a_pause(seats: Any, monkeypatch: pyt
     assert members == ["forged-0\\x1b", "other", "forged-3"]
 
 
-def test_a_member_that_dies_before_the_process_group_stands(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_dies_before_the_process_group_stands(
+    seats: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A member that never comes makes this exchange fail soon. The next quorum is without it."""
     monkeypatch.setattr(rendezvous, "_BASE_SECONDS", 0.2)
-    stranger = Stranger(seats.lighthouse, Member(1, time.time(), "ghost", "c0ffee", token=TOKEN).replica_id)
+    stranger = Stranger(
+        seats.lighthouse, Member(1, time.time(), "ghost", "c0ffee", token=TOKEN).replica_id
+    )
     try:
         member = seats.take(0)
         started = time.monotonic()
@@ -536,10 +571,30 @@ def test_a_bystander_takes_the_newer_process(seats: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "error", "told", "named"),
     [
-        ({"config_digest": "deadbeef"}, ConfigMismatchError, ["digest deadbeef", "groups [0] (c0ffee)"], "deadbeef"),
-        ({"shape": "2r"}, ConfigMismatchError, ["has 2 ranks; the job's groups [0] have 1 rank:"], "it has 2 ranks"),
-        ({"job": "theirs"}, ForeignMemberError, ["job 'theirs'", "job 'ours' (groups [0])"], "job 'theirs'"),
-        ({"token": "another"}, UnknownTokenError, ["got titan_ft/000000/", "another TITAN_FT_TOKEN"], "no valid seal"),
+        (
+            {"config_digest": "deadbeef"},
+            ConfigMismatchError,
+            ["digest deadbeef", "groups [0] (c0ffee)"],
+            "deadbeef",
+        ),
+        (
+            {"shape": "2r"},
+            ConfigMismatchError,
+            ["has 2 ranks; the job's groups [0] have 1 rank:"],
+            "it has 2 ranks",
+        ),
+        (
+            {"job": "theirs"},
+            ForeignMemberError,
+            ["job 'theirs'", "job 'ours' (groups [0])"],
+            "job 'theirs'",
+        ),
+        (
+            {"token": "another"},
+            UnknownTokenError,
+            ["got titan_ft/000000/", "another TITAN_FT_TOKEN"],
+            "no valid seal",
+        ),
     ],
 )
 def test_a_newcomer_of_another_kind_ends(
@@ -553,7 +608,9 @@ def test_a_newcomer_of_another_kind_ends(
     seats.meet(old)
     old.vote(0, True)
     config = seats.config(1, job_id=kind.get("job", "ours"))
-    new = seats.take(1, config=config, **{"shape": "1r", **{name: kind[name] for name in kind if name != "job"}})
+    new = seats.take(
+        1, config=config, **{"shape": "1r", **{name: kind[name] for name in kind if name != "job"}}
+    )
     end, _ = seats.together(lambda: fate(new), lambda: stay(old, [0], stranger=True))
     assert isinstance(end, error)
     for part in told:
@@ -575,11 +632,18 @@ def test_a_lighthouse_that_is_not_there(seats: Any, monkeypatch: pytest.MonkeyPa
     with pytest.raises(LighthouseError) as caught:
         seats.take(0, lighthouse="http://127.0.0.1:9")
     assert time.monotonic() - started < 5.0
-    for part in ("http://127.0.0.1:9", "within 0.5 s", "fault_tolerance.lighthouse", "TORCHFT_LIGHTHOUSE"):
+    for part in (
+        "http://127.0.0.1:9",
+        "within 0.5 s",
+        "fault_tolerance.lighthouse",
+        "TORCHFT_LIGHTHOUSE",
+    ):
         assert part in str(caught.value)
 
 
-def test_a_lighthouse_that_dies(seats: Any, mortal_lighthouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lighthouse_that_dies(
+    seats: Any, mortal_lighthouse: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request without an answer ends after `PROBE_SECONDS`, with the same advice."""
     monkeypatch.setattr("titan_ft.membership.seat.PROBE_SECONDS", 0.7)
     seats.lighthouse = mortal_lighthouse.address
@@ -590,7 +654,12 @@ def test_a_lighthouse_that_dies(seats: Any, mortal_lighthouse: Any, monkeypatch:
     member.request_quorum(1)
     with pytest.raises(LighthouseError) as caught:
         member._pending.result(10.0)
-    for part in (seats.lighthouse, "within 0.7 s", "fault_tolerance.lighthouse", "TORCHFT_LIGHTHOUSE"):
+    for part in (
+        seats.lighthouse,
+        "within 0.7 s",
+        "fault_tolerance.lighthouse",
+        "TORCHFT_LIGHTHOUSE",
+    ):
         assert part in str(caught.value)
 
 
@@ -674,14 +743,18 @@ def test_a_forgetful_lighthouse_separates_nobody(
         member.vote(0, True)
     restart(mortal_lighthouse)
     members[0].request_quorum(1)
-    wait_until(lambda: "waiting for groups [1]" in caplog.text, "the first group found itself alone")
+    wait_until(
+        lambda: "waiting for groups [1]" in caplog.text, "the first group found itself alone"
+    )
     members[1].request_quorum(1)
     quorums = [member._pending.result(DEADLINE) for member in members]
     assert [(quorum.slots, quorum.error) for quorum in quorums] == [([0, 1], None)] * 2
     assert add_up(seats, *members) == [3.0, 3.0]
 
 
-def test_a_group_that_died_with_the_lighthouse_is_not_waited_for_long(seats: Any, mortal_lighthouse: Any) -> None:
+def test_a_group_that_died_with_the_lighthouse_is_not_waited_for_long(
+    seats: Any, mortal_lighthouse: Any
+) -> None:
     """A group that does not come back to a restarted lighthouse counts as gone."""
     seats.lighthouse = mortal_lighthouse.address
     stays, dies = seats.take(0), seats.take(1)
@@ -720,7 +793,9 @@ def test_an_abort_reaches_the_other_ranks_of_the_group(seats: Any) -> None:
     ranks = [
         rank
         for slot, groups in enumerate((own, other))
-        for rank in seats.take_group(slot, of_rank=lambda rank, groups=groups: {"process_group": groups[rank]})
+        for rank in seats.take_group(
+            slot, of_rank=lambda rank, groups=groups: {"process_group": groups[rank]}
+        )
     ]
     assert [quorum.error for quorum in seats.meet(*ranks)] == [None] * 4
     ranks[1].abort()
@@ -745,7 +820,9 @@ def test_an_abort_is_of_one_quorum_only(seats: Any) -> None:
     assert all(len(set(group.configured)) >= 4 for group in groups)
 
 
-def test_an_abort_before_another_rank_has_begun(seats: Any, wait_until: Callable[..., None]) -> None:
+def test_an_abort_before_another_rank_has_begun(
+    seats: Any, wait_until: Callable[..., None]
+) -> None:
     """A rank that builds its process group later sees the abort, and does not wait in that exchange."""
     groups = [FakeProcessGroup() for _ in range(2)]
     ranks = seats.take_group(0, of_rank=lambda rank: {"process_group": groups[rank]})
@@ -755,7 +832,8 @@ def test_an_abort_before_another_rank_has_begun(seats: Any, wait_until: Callable
     ranks[0].abort()
     seats.together(*[lambda r=r: r._control.rank0_decides((), lambda _: "") for r in ranks])
     assert (
-        second.configure("key", 1, (member,), member, 0) == "broke on another rank of this group before it began here"
+        second.configure("key", 1, (member,), member, 0)
+        == "broke on another rank of this group before it began here"
     )
     assert second.configure("key", 1, (member,), member, 0) is None, "another process group"
 
@@ -778,7 +856,10 @@ def test_an_abort_of_a_former_quorum_does_nothing(seats: Any) -> None:
 def test_an_exchange_that_the_others_have_left(seats: Any) -> None:
     """A group that was frozen in an exchange breaks it off by itself when it thaws."""
     group = FakeProcessGroup()
-    frozen, other = seats.take(0, process_group=group), seats.take(1, process_group=FakeProcessGroup())
+    frozen, other = (
+        seats.take(0, process_group=group),
+        seats.take(1, process_group=FakeProcessGroup()),
+    )
     seats.meet(frozen, other)
     frozen._seat.leave()
     group.aborted.clear()
@@ -791,11 +872,16 @@ def test_an_exchange_that_the_others_have_left(seats: Any) -> None:
     assert frozen._events.named("peer_silent") == []
 
 
-def test_an_exchange_that_another_group_has_broken_off(seats: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exchange_that_another_group_has_broken_off(
+    seats: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """All members live, but one of them took another for dead. NCCL's abort reaches nobody."""
     group = FakeProcessGroup()
     config = seats.config(0, process_group="nccl")
-    waits, leaves = seats.take(0, config=config, process_group=group), seats.take(1, process_group=FakeProcessGroup())
+    waits, leaves = (
+        seats.take(0, config=config, process_group=group),
+        seats.take(1, process_group=FakeProcessGroup()),
+    )
     seats.meet(waits, leaves)
     leaves.abort()
     assert leaves.vote(0, False) is False
@@ -810,7 +896,9 @@ def test_an_exchange_that_another_group_has_broken_off(seats: Any, caplog: pytes
     assert [quorum.slots for quorum in seats.meet(waits, leaves)] == [[0, 1]] * 2
 
 
-def test_a_store_that_went_with_its_group_is_not_tried_again(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_went_with_its_group_is_not_tried_again(
+    seats: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A newcomer would otherwise wait seconds for the host of a dead group, and the others for the newcomer."""
     member = seats.take(0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -827,7 +915,9 @@ def test_a_store_that_went_with_its_group_is_not_tried_again(seats: Any, monkeyp
 def test_with_nccl_a_silent_member_is_waited_for_half_as_long(seats: Any) -> None:
     """NCCL shows no closed connection. The patience is one heartbeat timeout, as at the lighthouse."""
     gloo, nccl = (
-        seats.take(slot, config=seats.config(slot, process_group=backend), process_group=FakeProcessGroup())
+        seats.take(
+            slot, config=seats.config(slot, process_group=backend), process_group=FakeProcessGroup()
+        )
         for slot, backend in enumerate(("gloo", "nccl"))
     )
     patience = [member._watches[0]._patience for member in (gloo, nccl)]
@@ -844,7 +934,9 @@ def test_who_lives_and_is_in_no_quorum(seats: Any, wait_until: Callable[..., Non
     assert ranks[1].find_outsiders(quorums[1], 0) == []
 
 
-def test_who_of_a_former_quorum_still_heartbeats(seats: Any, wait_until: Callable[..., None]) -> None:
+def test_who_of_a_former_quorum_still_heartbeats(
+    seats: Any, wait_until: Callable[..., None]
+) -> None:
     """Another process in the slot of a dead one does not count.
 
     Without a page, all count as living.
@@ -854,13 +946,17 @@ def test_who_of_a_former_quorum_still_heartbeats(seats: Any, wait_until: Callabl
     assert own.find_living(quorum.members) == {0, 1}
     other.close()
     seats.take(1)
-    wait_until(lambda: own.find_living(quorum.members) == {0}, "group 1 is silent, or another process")
+    wait_until(
+        lambda: own.find_living(quorum.members) == {0}, "group 1 is silent, or another process"
+    )
     assert own.find_living([]) == set()
     own._page.read = lambda timeout: None
     assert own.find_living(quorum.members) == {0, 1}
 
 
-def test_who_holds_a_later_state_and_is_outside(seats: Any, wait_until: Callable[..., None]) -> None:
+def test_who_holds_a_later_state_and_is_outside(
+    seats: Any, wait_until: Callable[..., None]
+) -> None:
     """A group outside is silent, and lives while it answers a probe.
 
     Its later state must not be given up.
@@ -871,7 +967,9 @@ def test_who_holds_a_later_state_and_is_outside(seats: Any, wait_until: Callable
     (quorum,) = seats.meet(own)
     other = seats.take(1)
     other._seat.take(other._seat.reopen(other.member.reporting(5, [own.member])))
-    wait_until(lambda: other.member.replica_id in own._read_status().heartbeats, "its report is heard")
+    wait_until(
+        lambda: other.member.replica_id in own._read_status().heartbeats, "its report is heard"
+    )
     other._seat.leave()
     wait_until(lambda: own.find_outsiders(quorum, 5) == [], "group 1 is silent")
     assert own.find_outsiders(quorum, 4) == [1]
@@ -879,13 +977,19 @@ def test_who_holds_a_later_state_and_is_outside(seats: Any, wait_until: Callable
     assert own.find_outsiders(quorum, 4) == []
 
 
-def test_a_group_finds_its_counterparts_without_a_quorum(seats: Any, wait_until: Callable[..., None]) -> None:
+def test_a_group_finds_its_counterparts_without_a_quorum(
+    seats: Any, wait_until: Callable[..., None]
+) -> None:
     """Each rank finds its counterpart from the lighthouse's page and the other group's store."""
     waits = seats.take_group(0, of_rank=lambda rank: {"address": f"10.0.0.{rank}:1"})
     seats.take_group(1, of_rank=lambda rank: {"address": f"10.0.1.{rank}:1"})
-    wait_until(lambda: list(waits[1]._find_peers(waits[1]._read_status())) == [1], "group 1 is heard of")
+    wait_until(
+        lambda: list(waits[1]._find_peers(waits[1]._read_status())) == [1], "group 1 is heard of"
+    )
     assert [rank.find_addresses([1]) for rank in waits] == [["10.0.1.0:1"], ["10.0.1.1:1"]]
-    assert waits[0].find_addresses([2, 1]) == ["", "10.0.1.0:1"], "the others give what one that is gone would have"
+    assert waits[0].find_addresses([2, 1]) == ["", "10.0.1.0:1"], (
+        "the others give what one that is gone would have"
+    )
     with pytest.raises(ConnectionError):
         waits[0].find_addresses([2])
 
@@ -902,7 +1006,9 @@ def test_whose_state_a_newcomer_can_use(seats: Any) -> None:
     assert [*successor.find_holders()] == [0, 2]
     assert successor.find_addresses([0]) == [f"127.0.0.1:{9000}"]
     seats.meet(first, successor, newcomer)
-    assert [*successor.find_holders()] == [0, 2], "as members of its quorum, whose addresses it knows"
+    assert [*successor.find_holders()] == [0, 2], (
+        "as members of its quorum, whose addresses it knows"
+    )
     assert [*newcomer.find_holders()] == [0, 1]
 
 
@@ -918,7 +1024,9 @@ def test_a_process_group_that_cannot_be_aborted(
             if errored:
                 raise OSError("no such socket")
 
-    groups: list[FakeProcessGroup] = [Stuck() if rank == stuck else FakeProcessGroup() for rank in range(2)]
+    groups: list[FakeProcessGroup] = [
+        Stuck() if rank == stuck else FakeProcessGroup() for rank in range(2)
+    ]
     ranks = seats.take_group(0, of_rank=lambda rank: {"process_group": groups[rank]})
     for _ in range(2):
         seats.meet(*ranks)
@@ -942,7 +1050,9 @@ def test_closing_after_the_silence(seats: Any) -> None:
     member.close()
 
 
-def test_a_vote_under_way_when_the_group_falls_silent(seats: Any, wait_until: Callable[..., None]) -> None:
+def test_a_vote_under_way_when_the_group_falls_silent(
+    seats: Any, wait_until: Callable[..., None]
+) -> None:
     """The vote waits, because the thread that ends the process still has to report.
 
     Closing ends the vote.
@@ -973,7 +1083,9 @@ def test_closing_stops_the_heartbeats_and_the_process_group(seats: Any) -> None:
     assert time.monotonic() - started < 2.0
 
 
-def test_who_has_tried_already_is_not_kept_waiting(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_tried_already_is_not_kept_waiting(
+    seats: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A lighthouse restarts and a group is gone.
 
     A member that knows of no restart asks after a failed exchange.
@@ -989,7 +1101,9 @@ def test_who_has_tried_already_is_not_kept_waiting(seats: Any, monkeypatch: pyte
         replies = iter(ids)
         told: list[int] = []
 
-        def request(step: int, failures: int, _: object, replies: Any = replies, told: list[int] = told) -> Any:
+        def request(
+            step: int, failures: int, _: object, replies: Any = replies, told: list[int] = told
+        ) -> Any:
             told.append(failures)
             return Reply(next(replies), left, 0)
 
@@ -1001,7 +1115,9 @@ def test_who_has_tried_already_is_not_kept_waiting(seats: Any, monkeypatch: pyte
         assert (len(told) > 2) is patient
 
 
-def test_nobody_waits_for_a_group_that_it_cannot_reach(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_a_group_that_it_cannot_reach(
+    seats: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a restart of the lighthouse, a group that is present but unreachable is not waited for."""
     members = [seats.take(slot) for slot in range(2)]
     seats.meet(*members)

@@ -53,7 +53,11 @@ class Communicator:
         self.world_size = world_size
         self.lost = False
         self.error = ErrorType.SUCCESS
-        self.aborted, self.stuck, self.waiting = threading.Event(), threading.Event(), threading.Event()
+        self.aborted, self.stuck, self.waiting = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         self.stuck.set()
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Communicator:
@@ -129,7 +133,9 @@ class Seat:
         assert self.there.wait(DEADLINE)
         if self.error is not None:
             raise self.error
-        return Quorum("key", 0, tuple(Member(slot, 1.0, f"u{slot}", "c") for slot in range(3)), max_step=0)
+        return Quorum(
+            "key", 0, tuple(Member(slot, 1.0, f"u{slot}", "c") for slot in range(3)), max_step=0
+        )
 
     def watch_exchange(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -173,7 +179,9 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def configure(nccl: AbortableNccl, store: TCPStore, name: str, seconds: float = 2.0, world_size: int = 3) -> None:
+def configure(
+    nccl: AbortableNccl, store: TCPStore, name: str, seconds: float = 2.0, world_size: int = 3
+) -> None:
     """Build a communicator as `Rendezvous.configure` does."""
     nccl.set_timeout(timedelta(seconds=seconds))
     try:
@@ -185,7 +193,9 @@ def configure(nccl: AbortableNccl, store: TCPStore, name: str, seconds: float = 
 def exchange(nccl: Nccl) -> threading.Thread:
     """Start a sum that waits for a lost peer. Its thread ends with it."""
     nccl.made[-1].lost = True
-    thread = threading.Thread(target=lambda: nccl.made[-1].allreduce([torch.ones(1)], None).wait(), daemon=True)
+    thread = threading.Thread(
+        target=lambda: nccl.made[-1].allreduce([torch.ones(1)], None).wait(), daemon=True
+    )
     thread.start()
     assert nccl.made[-1].waiting.wait(DEADLINE)
     return thread
@@ -227,7 +237,9 @@ def test_a_set_up_that_hung_does_not_make_a_broken_sum_sound(store: TCPStore) ->
     assert nccl.errored() is not None
 
 
-def test_a_set_up_that_comes_too_late_connects_nobody(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_up_that_comes_too_late_connects_nobody(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If the store answers late, no communicator is made: the others wait in another one."""
     nccl, goes_on, threads = Nccl(), threading.Event(), list[threading.Thread]()
 
@@ -282,7 +294,9 @@ def test_garbage_of_an_aborted_set_up_is_no_connection(store: TCPStore) -> None:
 
     def abort(made: Communicator) -> None:
         made.lost = True
-        threading.Thread(target=lambda: made.waiting.wait(DEADLINE) and nccl.abort(), daemon=True).start()
+        threading.Thread(
+            target=lambda: made.waiting.wait(DEADLINE) and nccl.abort(), daemon=True
+        ).start()
 
     nccl.prepare = abort
     with pytest.raises(RuntimeError, match="aborted"):
@@ -319,7 +333,9 @@ def test_an_error_of_a_former_communicator_ends_only_that(store: TCPStore) -> No
 
     before = set(threading.enumerate())
     configure(nccl, store, "a")
-    (watch,) = (each for each in set(threading.enumerate()) - before if each.name == "titan_ft_nccl_watch")
+    (watch,) = (
+        each for each in set(threading.enumerate()) - before if each.name == "titan_ft_nccl_watch"
+    )
     nccl.made[0].__class__ = Late
     assert asked.wait(DEADLINE)
     configure(nccl, store, "b")
@@ -338,7 +354,12 @@ def test_who_learns_of_a_dead_member_ends_its_own_exchange(store: TCPStore, tree
     nccl = Nccl()
     own = Member(0, 1.0, "own", "c", "j", f"127.0.0.1:{store.port}")
     rendezvous = Rendezvous(
-        nccl, TIMEOUT, control=trees.connect(), group_rank=0, group_world_size=1, address="127.0.0.1:1"
+        nccl,
+        TIMEOUT,
+        control=trees.connect(),
+        group_rank=0,
+        group_world_size=1,
+        address="127.0.0.1:1",
     )
     assert rendezvous.configure("first", 1, (own,), own, 0) is None
     waiting = exchange(nccl)
@@ -455,7 +476,8 @@ def test_a_peer_is_killed(when: str) -> None:
     program = [sys.executable, __file__, str(store.port), when]
     environment = {**os.environ, **device.nccl_environment({}, int(TIMEOUT.total_seconds() * 1000))}
     ranks = [
-        subprocess.Popen([*program, str(rank)], env=environment, stdout=subprocess.PIPE, text=True) for rank in range(2)
+        subprocess.Popen([*program, str(rank)], env=environment, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
     ]
     try:
         store.wait(["survivor", "victim"], timedelta(seconds=120))
@@ -501,7 +523,9 @@ def run_rank(port: int, when: str, rank: int) -> None:
         if rank:
             signal.pause()  # it leaves the survivor alone in the next one
         # What a pulse does when the heartbeats end; NCCL may notice first.
-        threading.Thread(target=lambda: (store.wait(["killed"]), time.sleep(2), nccl.abort()), daemon=True).start()
+        threading.Thread(
+            target=lambda: (store.wait(["killed"]), time.sleep(2), nccl.abort()), daemon=True
+        ).start()
         with device.side_stream(ones.device):
             nccl.allreduce([ones], AllreduceOptions()).wait()
             ones.sum().item()

@@ -28,7 +28,9 @@ class Network:
 
     def __init__(self, seats: Any) -> None:
         self._seats = seats
-        self._dead: set[tuple[int, int, int]] = set()  # (slot, slot of the other, group rank); one direction each
+        self._dead: set[tuple[int, int, int]] = (
+            set()
+        )  # (slot, slot of the other, group rank); one direction each
         self.slow = threading.Event()  # the next exchange takes long, and works
         self.silent = False  # an exchange over a dead link waits until somebody breaks it off
         self.groups: list[NoProcessGroup] = []
@@ -46,7 +48,9 @@ class Network:
 
     def works(self, slots: Sequence[int], rank: int) -> bool:
         """True if the ranks `rank` of these groups can exchange."""
-        return not any(one in slots and other in slots and rank == where for one, other, where in self._dead)
+        return not any(
+            one in slots and other in slots and rank == where for one, other, where in self._dead
+        )
 
     def exchange(self, seat: Membership, quorum: Quorum, rank: int) -> bool:
         """Make an exchange with the quorum's members. Returns whether it worked, the same for all."""
@@ -56,7 +60,9 @@ class Network:
             worked = self._worked.setdefault(exchange, self.works(quorum.slots, rank))
         if self.slow.is_set():
             with seat.watch_exchange():
-                assert not seat.process_group.aborted.wait(1.0), "an exchange that is only slow is broken off"
+                assert not seat.process_group.aborted.wait(1.0), (
+                    "an exchange that is only slow is broken off"
+                )
             self.slow.clear()
         if worked:
             return True
@@ -69,7 +75,9 @@ class Network:
         """Return the result of a rank's probe of its peers."""
 
         def is_lost(peer: Peer) -> bool:
-            slots = {f"127.0.0.1:{store.port}": number for number, store in self._seats.stores.items()}
+            slots = {
+                f"127.0.0.1:{store.port}": number for number, store in self._seats.stores.items()
+            }
             return (slot, slots[peer.store], rank) in self._dead
 
         return FakeProbe(is_lost)
@@ -107,7 +115,13 @@ class Group:
     """
 
     def __init__(
-        self, seats: Any, network: Network, slot: int, world_size: int = 1, step: int = 0, **config: Any
+        self,
+        seats: Any,
+        network: Network,
+        slot: int,
+        world_size: int = 1,
+        step: int = 0,
+        **config: Any,
     ) -> None:
         self._network = network
         self.slot, self.step = slot, step
@@ -127,7 +141,10 @@ class Group:
             },
             config=seats.config(slot, group_size=3, **config),
         )
-        self.threads = [threading.Thread(target=self._train, args=(rank,), daemon=True) for rank in range(world_size)]
+        self.threads = [
+            threading.Thread(target=self._train, args=(rank,), daemon=True)
+            for rank in range(world_size)
+        ]
         for thread in self.threads:
             thread.start()
 
@@ -167,7 +184,9 @@ class Group:
             met = self._told.wait_for(
                 lambda: [made for _, made in self.commits[begun:]].count(slots) >= steps, DEADLINE
             )
-            assert met, f"group {self.slot} committed with {[made for _, made in self.commits[begun:]][-5:]}"
+            assert met, (
+                f"group {self.slot} committed with {[made for _, made in self.commits[begun:]][-5:]}"
+            )
 
     def named(self, event: str) -> list[dict[str, Any]]:
         return [told for rank in self.ranks for told in rank._events.named(event)]
@@ -183,7 +202,9 @@ class Group:
 
 
 @pytest.fixture
-def network(seats: Any, start_lighthouse: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Network:
+def network(
+    seats: Any, start_lighthouse: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> Network:
     # The lighthouse waits for a group that is still looking at its links, as it does with the default.
     seats.lighthouse = start_lighthouse(join_timeout_ms=10_000)
     monkeypatch.setattr(partition, "_PROBE_PAUSE_SECONDS", 0.05)
@@ -203,7 +224,9 @@ def start(seats: Any, network: Network) -> Iterator[Callable[..., Group]]:
         group.die()
 
 
-def test_the_largest_clique_goes_on_and_the_others_come_back(network: Network, start: Callable[..., Group]) -> None:
+def test_the_largest_clique_goes_on_and_the_others_come_back(
+    network: Network, start: Callable[..., Group]
+) -> None:
     """Groups 0 and 2 lose each other.
 
     Groups 0 and 1 go on; group 2 waits outside until the link works.
@@ -231,7 +254,9 @@ def test_the_largest_clique_goes_on_and_the_others_come_back(network: Network, s
     assert [group.named("outside") for group in groups[:2]] == [[], []]
 
 
-def test_an_exchange_over_a_silent_link_is_broken_off(network: Network, start: Callable[..., Group]) -> None:
+def test_an_exchange_over_a_silent_link_is_broken_off(
+    network: Network, start: Callable[..., Group]
+) -> None:
     """No connection is closed. Both ends probe their links, and report after one failed vote.
 
     Only the ranks 1 have lost each other. Both ranks of each group still act together.
@@ -275,7 +300,9 @@ def test_a_rank_that_looks_late_does_not_hear_of_the_next_vote(seats: Any) -> No
     assert not ranks[0]._partition.must_report(1)
 
 
-def test_a_link_that_flickers(network: Network, start: Callable[..., Group], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_flickers(
+    network: Network, start: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A link passes each probe and fails each exchange. Its group comes back more and more seldom."""
     groups = [start(slot) for slot in range(3)]
     for group in groups:
@@ -294,7 +321,9 @@ def test_a_link_that_flickers(network: Network, start: Callable[..., Group], mon
     groups[0].wait_for([0, 1])
 
 
-def test_a_process_that_ended_is_no_dead_link(network: Network, start: Callable[..., Group]) -> None:
+def test_a_process_that_ended_is_no_dead_link(
+    network: Network, start: Callable[..., Group]
+) -> None:
     """A process that is unreachable and sends no heartbeats is gone. No dead link is reported."""
     groups = [start(slot) for slot in range(3)]
     for group in groups:
@@ -376,7 +405,9 @@ def test_a_group_that_ends_outside(network: Network, start: Callable[..., Group]
     stays.wait_for([0], steps=20)
 
 
-def test_a_group_that_is_told_to_leave_outside(network: Network, start: Callable[..., Group]) -> None:
+def test_a_group_that_is_told_to_leave_outside(
+    network: Network, start: Callable[..., Group]
+) -> None:
     """The others need nothing of this group. Both ranks leave at once, although one had the signal."""
     stays, leaves = start(0, world_size=2), start(1, world_size=2)
     stays.wait_for([0, 1])
@@ -392,7 +423,9 @@ def test_a_group_that_is_told_to_leave_outside(network: Network, start: Callable
 
 
 @pytest.mark.parametrize("told", [0, 1])
-def test_leaving_outside_waits_for_no_look(network: Network, start: Callable[..., Group], told: int) -> None:
+def test_leaving_outside_waits_for_no_look(
+    network: Network, start: Callable[..., Group], told: int
+) -> None:
     """A probe of dead links may take longer than drain_timeout_seconds. No rank waits for its end."""
     stays, leaves = start(0, world_size=2), start(1, world_size=2)
     stays.wait_for([0, 1])
@@ -416,7 +449,9 @@ def test_leaving_outside_waits_for_no_look(network: Network, start: Callable[...
     over.set()
 
 
-def test_a_group_that_is_told_to_leave_with_the_others(network: Network, start: Callable[..., Group]) -> None:
+def test_a_group_that_is_told_to_leave_with_the_others(
+    network: Network, start: Callable[..., Group]
+) -> None:
     """A member leaves after a step. The quorum does not end it earlier."""
     groups = [start(0), start(1)]
     groups[1].sigterm.add(0)

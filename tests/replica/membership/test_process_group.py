@@ -35,7 +35,9 @@ from titan_ft.system.process import borrowed_socket, own_sockets
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 TIMEOUT = timedelta(seconds=90)  # of the process groups: well above the deadline
-SEGMENTS_OF_1_MIB = 6 << 18  # float32; Gloo cuts what three ranks sum into six, each more than sockets hold
+SEGMENTS_OF_1_MIB = (
+    6 << 18
+)  # float32; Gloo cuts what three ranks sum into six, each more than sockets hold
 TCP_INFO_BYTES_RECEIVED = 128  # offset in tcp_info, of linux/tcp.h
 TWO_NOTICES = 96  # bytes: Gloo announces two segments before it waits
 
@@ -147,7 +149,9 @@ def shrink_send_buffers() -> None:
     for descriptor, inode in own_sockets():
         with contextlib.suppress(OSError), borrowed_socket(descriptor, inode) as each:
             assert each is not None
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the system makes the least of it that it allows
+            each.setsockopt(
+                socket.SOL_SOCKET, socket.SO_SNDBUF, 1
+            )  # the system makes the least of it that it allows
 
 
 def host_of(rank: int) -> str:
@@ -172,7 +176,9 @@ def wait_received(octets: int) -> None:
         for descriptor, inode in own_sockets():
             with contextlib.suppress(OSError), borrowed_socket(descriptor, inode) as each:
                 assert each is not None
-                facts = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES_RECEIVED + 8)
+                facts = each.getsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES_RECEIVED + 8
+                )
                 (received,) = struct.unpack_from("Q", facts, TCP_INFO_BYTES_RECEIVED)
                 if received >= octets:
                     return
@@ -185,7 +191,10 @@ def be_rank(order: dict[str, Any]) -> None:
     rank, name = order["rank"], order["name"]
     # One who waits at a store keeps others from telling it anything.
     waits, tells = (
-        TCPStore("127.0.0.1", order["port"], is_master=False, timeout=TIMEOUT, wait_for_workers=False) for _ in range(2)
+        TCPStore(
+            "127.0.0.1", order["port"], is_master=False, timeout=TIMEOUT, wait_for_workers=False
+        )
+        for _ in range(2)
     )
 
     def tell(what: str, value: object = None) -> None:
@@ -205,7 +214,9 @@ def be_rank(order: dict[str, Any]) -> None:
     tell("hosts", find_hosts(group._links))
     kept = group._pg  # else its listener is closed, as it should be
     listeners = listening()
-    reducing = threading.Thread(target=lambda: tell("second", collective(group, order["elements"])), daemon=True)
+    reducing = threading.Thread(
+        target=lambda: tell("second", collective(group, order["elements"])), daemon=True
+    )
     if order["reduces"]:
         reducing.start()
     if rank == order["sender"]:
@@ -219,7 +230,12 @@ def be_rank(order: dict[str, Any]) -> None:
         reducing.join()
     tell("living", opened[0].living())
     tell("spared", listeners <= listening())
-    tell("alone", [group.configure(f"127.0.0.1:{order['port']}/{name}{rank}", "r", 0, 1), all_reduce(group)][1])
+    tell(
+        "alone",
+        [group.configure(f"127.0.0.1:{order['port']}/{name}{rank}", "r", 0, 1), all_reduce(group)][
+            1
+        ],
+    )
     del kept
     os._exit(0)
 
@@ -260,7 +276,13 @@ class Ranks:
         """
         assert self._nursery.stdin is not None
         assert self._nursery.stdout is not None
-        order = {"port": self._store.port, "name": self._name, "ranks": ranks, "errored": errored, "reduces": reduces}
+        order = {
+            "port": self._store.port,
+            "name": self._name,
+            "ranks": ranks,
+            "errored": errored,
+            "reduces": reduces,
+        }
         order |= {"elements": elements, "sender": sender, "collective": collective}
         for rank in range(ranks):
             print(json.dumps(order | {"rank": rank}), file=self._nursery.stdin, flush=True)
@@ -302,7 +324,10 @@ class Ranks:
         sockets = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
         deadline = time.monotonic() + DEADLINE
         while True:
-            tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+            tables = [
+                Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+                for name in ("tcp", "tcp6")
+            ]
             lines = [line.split() for table in tables for line in table]
             # State, then bytes to send and to read, in hex; the inode.
             mine = [line for line in lines if line[3] == "01" and f"socket:[{line[9]}]" in sockets]
@@ -322,7 +347,9 @@ def nursery() -> Iterator[subprocess.Popen[str]]:
     """Provide the process that forks ranks."""
     command = [sys.executable, __file__]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    ) as process:
         yield process
         assert process.stdin is not None
         process.stdin.close()  # ends it
@@ -331,7 +358,9 @@ def nursery() -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture
 def ranks(nursery: subprocess.Popen[str], request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Provide the ranks of a test, and end them with the test."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=DEADLINE), wait_for_workers=False)
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=DEADLINE), wait_for_workers=False
+    )
     ranks = Ranks(nursery, store, request.node.name)
     yield ranks
     for pid in ranks.pids:
@@ -352,7 +381,9 @@ def test_connections_are_between_the_addresses_that_the_groups_name(ranks: Ranks
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_an_operation_that_waits_for_a_stopped_rank_ends_at_once(ranks: Ranks, num_ranks: int, collective: str) -> None:
+def test_an_operation_that_waits_for_a_stopped_rank_ends_at_once(
+    ranks: Ranks, num_ranks: int, collective: str
+) -> None:
     """An abort ends it long before its timeout. The process can then be in another process group."""
     ranks.start(num_ranks, collective=collective)
     *live, stopped = range(num_ranks)
@@ -383,7 +414,9 @@ def test_an_operation_in_the_middle_of_a_send_to_a_rank_that_dies_ends(
         ranks.stop(rank)
     ranks.tell(victim, "again")
     for rank in (sender, third):
-        ranks.wait_unread(ranks.pids[rank], TWO_NOTICES)  # what the victim is ready to receive and to send
+        ranks.wait_unread(
+            ranks.pids[rank], TWO_NOTICES
+        )  # what the victim is ready to receive and to send
     ranks.stop(victim)
     for rank in (sender, third):
         os.kill(ranks.pids[rank], signal.SIGCONT)
@@ -424,7 +457,12 @@ class Work:
     """
 
     def __init__(self, complete_at: float, peer: socket.socket, busy_until: int = 0) -> None:
-        self.looks, self._complete_at, self._peer, self._busy_until = 0, complete_at, peer, busy_until
+        self.looks, self._complete_at, self._peer, self._busy_until = (
+            0,
+            complete_at,
+            peer,
+            busy_until,
+        )
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Take hardly any time."""

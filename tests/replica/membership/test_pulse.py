@@ -77,7 +77,9 @@ class Lighthouse:
 
     def __init__(self) -> None:
         self.page = PAGE
-        self.promised: int | None = None  # bytes that its answer is said to have; it ends with the page all the same
+        self.promised: int | None = (
+            None  # bytes that its answer is said to have; it ends with the page all the same
+        )
         self.asked: queue.SimpleQueue[str] = queue.SimpleQueue()
         told = self
 
@@ -117,7 +119,17 @@ def watch(lighthouse: Lighthouse) -> Iterator[Callable[..., tuple[Pulse, queue.S
         told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         page = StatusPage(address or lighthouse.address)
         made.append(
-            Pulse(page, 0.02, 0.02, 1.0, lambda: OWN, lambda: members, told.put, told.put, partial(told.put, "left"))
+            Pulse(
+                page,
+                0.02,
+                0.02,
+                1.0,
+                lambda: OWN,
+                lambda: members,
+                told.put,
+                told.put,
+                partial(told.put, "left"),
+            )
         )
         return made[-1], told
 
@@ -128,10 +140,17 @@ def watch(lighthouse: Lighthouse) -> Iterator[Callable[..., tuple[Pulse, queue.S
 
 def test_the_status_page_is_read() -> None:
     """The page has unescaped replica ids, seconds since each heartbeat, and the last quorum."""
-    assert LighthouseStatus.parse(PAGE) == LighthouseStatus({"0:a/b": 0.021028435, "1:c": 3.5}, ("0:a/b", "3:<own>"))
+    assert LighthouseStatus.parse(PAGE) == LighthouseStatus(
+        {"0:a/b": 0.021028435, "1:c": 3.5}, ("0:a/b", "3:<own>")
+    )
     assert LighthouseStatus.parse("") == LighthouseStatus({}, (), 0)
-    waiting = "New quorum not ready, only have 2 participants, need at least half of 5 healthy workers "
-    assert LighthouseStatus.parse(f"{waiting}[2/3 participants healthy][5 heartbeating]").num_asking == 2
+    waiting = (
+        "New quorum not ready, only have 2 participants, need at least half of 5 healthy workers "
+    )
+    assert (
+        LighthouseStatus.parse(f"{waiting}[2/3 participants healthy][5 heartbeating]").num_asking
+        == 2
+    )
 
 
 def test_a_line_in_a_strangers_name_makes_nobody_silent() -> None:
@@ -184,24 +203,41 @@ def test_who_lives_outside_of_a_quorum() -> None:
     }
     assert find_outsiders(OWN, [OWN], LighthouseStatus(beats), 0.5) == [1]
     assert find_outsiders(OWN, [OWN], LighthouseStatus(beats), 1.0) == [1, 2]
-    assert find_outsiders(OWN, [OWN, replace(OTHER, unique="another process")], LighthouseStatus(beats), 0.5) == []
+    assert (
+        find_outsiders(
+            OWN, [OWN, replace(OTHER, unique="another process")], LighthouseStatus(beats), 0.5
+        )
+        == []
+    )
 
 
 def test_who_is_outside_because_of_a_dead_link() -> None:
     """Silent groups whose last name reports a dead link and a later state; not a successor without one."""
     reporting, second = OTHER.reporting(5, [OWN]), replace(OTHER, slot=2).reporting(7, [OWN])
     successor = replace(second, started=second.started + 9, edition=0, report=None)
-    names = OWN, OTHER, reporting, second, replace(OTHER, slot=3), replace(second, slot=4, job="another")
+    names = (
+        OWN,
+        OTHER,
+        reporting,
+        second,
+        replace(OTHER, slot=3),
+        replace(second, slot=4, job="another"),
+    )
     silent = LighthouseStatus({member.replica_id: 60.0 for member in names})
     assert find_cut_off(OWN, [OWN], silent, 4) == [reporting, second]
     assert find_cut_off(OWN, [OWN], silent, 5) == [second]
     assert find_cut_off(OWN, [OWN, OTHER], silent, 4) == [second]
-    assert find_cut_off(OWN, [OWN], LighthouseStatus(silent.heartbeats | {successor.replica_id: 0.1}), 4) == [reporting]
+    assert find_cut_off(
+        OWN, [OWN], LighthouseStatus(silent.heartbeats | {successor.replica_id: 0.1}), 4
+    ) == [reporting]
 
 
 def test_a_quorum_that_counts_on_a_former_process() -> None:
     """A former process of this group; not this process under another name, and no other group's."""
-    former, others = replace(OWN, started=1.0, unique="former"), [OTHER, replace(OWN, started=1.0, job="another")]
+    former, others = (
+        replace(OWN, started=1.0, unique="former"),
+        [OTHER, replace(OWN, started=1.0, job="another")],
+    )
     quorum = [member.replica_id for member in (*others, OWN.reporting(5, [OTHER]))]
     assert not expects_former(OWN, LighthouseStatus({}, (*quorum, "a stranger")))
     assert expects_former(OWN, LighthouseStatus({}, (*quorum, former.replica_id)))
@@ -238,12 +274,20 @@ def test_an_exchange_that_the_others_have_left_is_broken_off(
         ([OTHER, OWN, replace(OTHER, job="another")], 1, False),
     ],
 )
-def test_a_member_that_asks_for_the_next_quorum_has_left(beats: list[Member], num_asking: int, leaver: bool) -> None:
+def test_a_member_that_asks_for_the_next_quorum_has_left(
+    beats: list[Member], num_asking: int, leaver: bool
+) -> None:
     """More groups ask than are outside the exchange. So one of them is inside."""
     heartbeats = {member.replica_id: 0.1 for member in beats}
-    assert has_leaver(OWN, [OTHER.replica_id], LighthouseStatus(heartbeats, (), num_asking), 0.5) is leaver
+    assert (
+        has_leaver(OWN, [OTHER.replica_id], LighthouseStatus(heartbeats, (), num_asking), 0.5)
+        is leaver
+    )
     long_gone = heartbeats | {replace(OTHER, slot=9).replica_id: 60.0}
-    assert has_leaver(OWN, [OTHER.replica_id], LighthouseStatus(long_gone, (), num_asking), 0.5) is leaver
+    assert (
+        has_leaver(OWN, [OTHER.replica_id], LighthouseStatus(long_gone, (), num_asking), 0.5)
+        is leaver
+    )
 
 
 def test_an_exchange_that_one_member_has_left_is_broken_off(
@@ -255,7 +299,17 @@ def test_an_exchange_that_one_member_has_left_is_broken_off(
     alone = f"  {OTHER.replica_id}: seen 0.1s ago\n[0/0 participants healthy]\n"
     asks = alone.replace("[0/0", "[1/1")
     lighthouse.page = alone
-    pulse = Pulse(page, 0.01, 0.01, 0.1, lambda: OWN, lambda: members, told.put, told.put, partial(told.put, "left"))
+    pulse = Pulse(
+        page,
+        0.01,
+        0.01,
+        0.1,
+        lambda: OWN,
+        lambda: members,
+        told.put,
+        told.put,
+        partial(told.put, "left"),
+    )
 
     def pages(*seen: str) -> None:
         for text in seen:
@@ -295,7 +349,15 @@ def test_the_first_look_may_come_long_before_the_next(lighthouse: Lighthouse) ->
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     page = StatusPage(lighthouse.address)
     pulse = Pulse(
-        page, 0.01, 10 * DEADLINE, 1.0, lambda: OWN, lambda: ["1:c"], told.put, told.put, partial(told.put, "left")
+        page,
+        0.01,
+        10 * DEADLINE,
+        1.0,
+        lambda: OWN,
+        lambda: ["1:c"],
+        told.put,
+        told.put,
+        partial(told.put, "left"),
     )
     try:
         with pulse.watching():
@@ -304,7 +366,9 @@ def test_the_first_look_may_come_long_before_the_next(lighthouse: Lighthouse) ->
         pulse.close()
 
 
-def test_it_looks_again_when_a_member_would_be_silent(lighthouse: Lighthouse, wait_until: Any) -> None:
+def test_it_looks_again_when_a_member_would_be_silent(
+    lighthouse: Lighthouse, wait_until: Any
+) -> None:
     """With NCCL nothing else ends the exchange. The pulse looks at most ten times in an interval."""
     lighthouse.page = "    1:c: seen 0.9s ago\n    2:d: seen 0.2s ago\n"
     pauses: list[float] = []
@@ -317,7 +381,17 @@ def test_it_looks_again_when_a_member_would_be_silent(lighthouse: Lighthouse, wa
 
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     page, members = StatusPage(lighthouse.address), ["1:c", "2:d"]
-    pulse = Noting(page, 0.01, 0.5, 1.0, lambda: OWN, lambda: members, told.put, told.put, partial(told.put, "left"))
+    pulse = Noting(
+        page,
+        0.01,
+        0.5,
+        1.0,
+        lambda: OWN,
+        lambda: members,
+        told.put,
+        told.put,
+        partial(told.put, "left"),
+    )
     try:
         with pulse.watching():
             wait_until(lambda: pauses, "a look")
@@ -342,7 +416,9 @@ def test_members_that_live_or_are_new_are_waited_for(
     assert silences.empty()
 
 
-def test_it_is_not_asked_between_exchanges(lighthouse: Lighthouse, watch: Callable[..., tuple]) -> None:
+def test_it_is_not_asked_between_exchanges(
+    lighthouse: Lighthouse, watch: Callable[..., tuple]
+) -> None:
     """Exchanges that end before the first look cause no request, and none follows after an exchange."""
     pulse, silences = watch(["1:c"])
     for _ in range(50):
@@ -354,7 +430,9 @@ def test_it_is_not_asked_between_exchanges(lighthouse: Lighthouse, watch: Callab
     assert lighthouse.asked.empty()
 
 
-def test_a_lighthouse_that_is_away_breaks_nothing_off(lighthouse: Lighthouse, watch: Callable[..., tuple]) -> None:
+def test_a_lighthouse_that_is_away_breaks_nothing_off(
+    lighthouse: Lighthouse, watch: Callable[..., tuple]
+) -> None:
     """Without an answer no member counts as silent. Looking goes on when the lighthouse is back."""
     lighthouse.page = ""
     pulse, silences = watch(["1:c"])

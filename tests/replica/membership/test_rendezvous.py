@@ -24,19 +24,30 @@ from titan_ft.protocol.member import Member
 
 def serve(port: int = 0) -> TCPStore:
     """Open a group's store at a port of this host."""
-    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    return TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
+    )
 
 
-def meet(key: str, members: tuple[Member, Member], ends: tuple[Rendezvous, Rendezvous]) -> list[str | None]:
+def meet(
+    key: str, members: tuple[Member, Member], ends: tuple[Rendezvous, Rendezvous]
+) -> list[str | None]:
     """Let two groups build the process group of a quorum. Return what went wrong in each."""
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda end, own: end.configure(key, 1, members, own, 0), ends, members))
+        return list(
+            pool.map(lambda end, own: end.configure(key, 1, members, own, 0), ends, members)
+        )
 
 
 def rendezvous(control: ControlTree, slot: int) -> Rendezvous:
     address = f"127.0.0.1:{slot}"
     return Rendezvous(
-        MagicMock(), timedelta(seconds=10), control=control, group_rank=0, group_world_size=1, address=address
+        MagicMock(),
+        timedelta(seconds=10),
+        control=control,
+        group_rank=0,
+        group_world_size=1,
+        address=address,
     )
 
 
@@ -47,7 +58,10 @@ def test_another_process_serves_its_store_at_the_same_port(trees: Trees) -> None
     all others for the whole timeout of the meeting.
     """
     store = serve()
-    lower, upper = (Member(slot, 1.0, f"unique-{slot}", "c", "j", f"127.0.0.1:{store.port}") for slot in range(2))
+    lower, upper = (
+        Member(slot, 1.0, f"unique-{slot}", "c", "j", f"127.0.0.1:{store.port}")
+        for slot in range(2)
+    )
     survivor = rendezvous(trees.connect(), 1)
     assert meet("first", (lower, upper), (rendezvous(trees.connect(), 0), survivor)) == [None, None]
 
@@ -55,14 +69,18 @@ def test_another_process_serves_its_store_at_the_same_port(trees: Trees) -> None
     del store
     store = serve(port)
     reborn = Member(0, 2.0, "unique-0-again", "c", "j", f"127.0.0.1:{store.port}")
-    assert meet("second", (reborn, upper), (rendezvous(trees.connect(), 0), survivor)) == [None, None]
+    assert meet("second", (reborn, upper), (rendezvous(trees.connect(), 0), survivor)) == [
+        None,
+        None,
+    ]
 
 
 def test_what_a_stranger_writes_is_no_address(trees: Trees) -> None:
     """A forged step would turn holders into joiners, and a forged address would be asked for the state."""
     store = serve()
     pair = tuple(
-        Member(slot, 1.0 + slot, f"unique-{slot}", "c", "j", f"127.0.0.1:{store.port}", token="t") for slot in range(2)
+        Member(slot, 1.0 + slot, f"unique-{slot}", "c", "j", f"127.0.0.1:{store.port}", token="t")
+        for slot in range(2)
     )
     end = rendezvous(trees.connect(), 0)
     store.set("titan_ft/first/1/0/1", "10.6.6.6:1 1000000")
@@ -75,7 +93,10 @@ def test_what_a_stranger_writes_is_no_address(trees: Trees) -> None:
 def test_a_store_keeps_the_keys_of_the_last_meeting_only(trees: Trees) -> None:
     """Otherwise each change of membership would leave its members' addresses, and those of Gloo."""
     store = serve()
-    quorum = tuple(Member(slot, 1.0 + slot, f"unique-{slot}", "c", "j", f"127.0.0.1:{store.port}") for slot in range(2))
+    quorum = tuple(
+        Member(slot, 1.0 + slot, f"unique-{slot}", "c", "j", f"127.0.0.1:{store.port}")
+        for slot in range(2)
+    )
     timeout = timedelta(seconds=10)
     ends = [
         Rendezvous(
@@ -118,8 +139,12 @@ def leaders(quorum: Sequence[Member], num_ranks: int) -> list[Member]:
     return [find_leader(quorum, rank) for rank in range(num_ranks)]
 
 
-@pytest.mark.parametrize(("num_ranks", "num_groups", "most"), [(8, 30, 3), (8, 300, 2), (64, 30, 12), (8192, 12, 1500)])
-def test_columns_meet_at_the_stores_of_many_groups(num_ranks: int, num_groups: int, most: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "num_groups", "most"), [(8, 30, 3), (8, 300, 2), (64, 30, 12), (8192, 12, 1500)]
+)
+def test_columns_meet_at_the_stores_of_many_groups(
+    num_ranks: int, num_groups: int, most: int
+) -> None:
     """A store serves about twice the ranks of a group, or one column. Before, one store served all."""
     columns = Counter(leaders(members(range(num_groups)), num_ranks))
     assert max(columns.values()) <= most

@@ -39,5 +39,7 @@ def test_a_client_that_is_garbage_does_not_hang_a_forked_child() -> None:
 
     torchft's client would wait for threads it lacks.
     """
-    ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=True
+    )
     assert ended.stdout == "7\n"

@@ -66,7 +66,9 @@ def behind(slot: int, **facts: Any) -> Row:
     return Row(**{"slot": slot, "standing": Standing.BEHIND, "step": 0, **facts})
 
 
-def made_of(rows: Sequence[Row], rank: int = 0, read: dict[int, Sequence[int]] | None = None) -> Round:
+def made_of(
+    rows: Sequence[Row], rank: int = 0, read: dict[int, Sequence[int]] | None = None
+) -> Round:
     """Return the round of these rows, as the member `rank` sees it.
 
     Args:
@@ -101,7 +103,10 @@ def test_a_round_of_all_groups_is_an_update() -> None:
 
 def test_an_update_descends_from_the_state_before_it() -> None:
     """The same exchange on another state makes another state. The lineage tells the two apart."""
-    lineages = {made_of([ready(0, lineage=before), ready(1, lineage=before)]).update(20).lineage for before in (5, 6)}
+    lineages = {
+        made_of([ready(0, lineage=before), ready(1, lineage=before)]).update(20).lineage
+        for before in (5, 6)
+    }
     assert len(lineages) == 2
 
 
@@ -160,7 +165,9 @@ def test_groups_with_steps_left_do_not_outvote_one_that_is_ahead() -> None:
 def test_groups_that_have_not_started_do_not_outvote_a_group_ahead() -> None:
     """They have no gradients to lose. A checkpoint is no reason to give up a later live state."""
     waiting = {"valid_tokens": 0, "training": 0}
-    assert judge([ready(0, step=STEP + 1), ready(1, **waiting), ready(2, **waiting)]).step == STEP + 1
+    assert (
+        judge([ready(0, step=STEP + 1), ready(1, **waiting), ready(2, **waiting)]).step == STEP + 1
+    )
 
 
 def test_a_checkpoint_is_no_second_witness_for_the_group_that_wrote_it() -> None:
@@ -172,12 +179,16 @@ def test_a_checkpoint_is_no_second_witness_for_the_group_that_wrote_it() -> None
     assert judge([ready(0, digest=8), ready(1), loaded]).tie
     verdict = judge([ready(0, digest=8), ready(1), loaded, ready(3)])
     assert (verdict.holders, verdict.corrupt) == ((1, 3), (0, 2))
-    assert judge([ready(1), loaded]).tie, "its writer is gone: nobody can tell whose bytes are right"
+    assert judge([ready(1), loaded]).tie, (
+        "its writer is gone: nobody can tell whose bytes are right"
+    )
     assert judge([ready(0), ready(1), loaded, dataclasses.replace(loaded, slot=3)]).corrupt == (
         2,
         3,
     )
-    assert judge([ready(0, training=0), ready(1, training=0), ready(2, training=0, digest=8)]).corrupt == (2,)
+    assert judge(
+        [ready(0, training=0), ready(1, training=0), ready(2, training=0, digest=8)]
+    ).corrupt == (2,)
 
 
 def test_a_group_that_has_not_started_does_not_count() -> None:
@@ -216,7 +227,10 @@ def test_a_joiner_that_is_awaited_is_waited_for() -> None:
     """As long as it fetches. A joiner that did not ask for it costs nothing."""
     joiner = Row(slot=1, standing=Standing.CATCHING_UP, step=0, donor=0, others_wait=1)
     assert isinstance(decide(trains(), made_of([ready(0), joiner]), config()), Wait)
-    assert decide(trains(), made_of([ready(0), dataclasses.replace(joiner, others_wait=0)]), config()) == Commit()
+    assert (
+        decide(trains(), made_of([ready(0), dataclasses.replace(joiner, others_wait=0)]), config())
+        == Commit()
+    )
 
 
 def test_a_missing_share_is_taken_over() -> None:
@@ -225,7 +239,9 @@ def test_a_missing_share_is_taken_over() -> None:
     """
     rows = [ready(0), ready(1)]
     for rank, share in enumerate(([2], [])):
-        assert decide(trains(), made_of(rows, rank), config(rank, batch_policy="constant")) == TakeOver(share)
+        assert decide(
+            trains(), made_of(rows, rank), config(rank, batch_policy="constant")
+        ) == TakeOver(share)
     assert decide(trains(), made_of(rows), config(batch_policy="shrink")) == Commit()
 
 
@@ -238,7 +254,9 @@ def test_a_group_that_is_back_takes_its_own_slot_over() -> None:
     rows = [ready(1), ready(2, valid_tokens=0)]
     shares = {}
     for rank, slot in enumerate((1, 2)):
-        act = decide(trains(), made_of(rows, rank), config(slot, batch_policy="constant", min_replica_size=2))
+        act = decide(
+            trains(), made_of(rows, rank), config(slot, batch_policy="constant", min_replica_size=2)
+        )
         assert isinstance(act, TakeOver)
         shares[slot] = act.slots
     assert 2 in shares[2]
@@ -311,8 +329,12 @@ def test_a_group_that_leaves_finishes_its_step() -> None:
     assert decide(trains(leaving=True), Broken("closed"), config()) == Leave()
 
 
-@pytest.mark.parametrize(("first", "second", "loser"), [([0], [0, 1], 0), ([0, 1], [1], 1), ([1], [1], 1)])
-def test_of_two_that_read_one_slot_one_drops_its_gradients(first: list[int], second: list[int], loser: int) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "loser"), [([0], [0, 1], 0), ([0, 1], [1], 1), ([1], [1], 1)]
+)
+def test_of_two_that_read_one_slot_one_drops_its_gradients(
+    first: list[int], second: list[int], loser: int
+) -> None:
     """A group is back in a step in which its slot was taken over.
 
     The group that has read more keeps its gradients. The other one still holds the state. As a
@@ -339,7 +361,9 @@ def test_the_first_step_waits_for_all_groups_up_to_a_time() -> None:
         made = made_of(rows, rank)
         assert isinstance(decide(Position(), made, config(rank, start_timeout_seconds=6.0)), Wait)
         for seconds in (5.0, 5.5):
-            assert decide(Position(), made, config(rank, start_timeout_seconds=seconds)) == StartTraining(missing=1)
+            assert decide(
+                Position(), made, config(rank, start_timeout_seconds=seconds)
+            ) == StartTraining(missing=1)
         assert decide(Position(), made, config(rank, size=2)) == StartTraining(missing=0)
         act = decide(Position(), made, config(rank, start_timeout_seconds=5.0, min_replica_size=3))
         assert isinstance(act, GiveUp)
@@ -352,7 +376,9 @@ def test_a_group_that_comes_to_others_that_wait_in_their_first_step_waits_with_t
         ready(0, step=0, valid_tokens=8, waited_seconds=5.5, training=True),
         ready(1, step=0, valid_tokens=0, training=0),
     ]
-    act = decide(Position(), made_of(rows, 1), config(1, start_timeout_seconds=5.0, min_replica_size=3))
+    act = decide(
+        Position(), made_of(rows, 1), config(1, start_timeout_seconds=5.0, min_replica_size=3)
+    )
     assert act == StartTraining(missing=1)
 
 
@@ -372,7 +398,10 @@ def test_a_group_that_has_finished_stays_for_those_that_need_it() -> None:
     position = Position(standing=Standing.FINISHED, step=STEP, training=True)
     assert decide(position, made_of([done, other]), config(size=2)) == Done()
     assert isinstance(decide(position, made_of([done, other]), config(size=3)), Wait)
-    assert decide(dataclasses.replace(position, left={2}), made_of([done, other]), config(size=3)) == Done()
+    assert (
+        decide(dataclasses.replace(position, left={2}), made_of([done, other]), config(size=3))
+        == Done()
+    )
     assert isinstance(decide(position, made_of([done, behind(1)]), config(size=2)), Wait)
     others = [dataclasses.replace(done, slot=slot, lineage=5) for slot in (1, 2)]
     assert decide(position, made_of([done, *others]), config(size=3)) == StartHeal()
@@ -400,7 +429,9 @@ def test_a_group_that_heals_makes_round_after_round() -> None:
         ([behind(0, standing=Standing.CATCHING_UP, donor=3)], set()),  # it has one
     ],
 )
-def test_a_group_asks_the_holder_with_the_next_slot_first(joiners: list[Row], first: set[int]) -> None:
+def test_a_group_asks_the_holder_with_the_next_slot_first(
+    joiners: list[Row], first: set[int]
+) -> None:
     """As `Healing.choose_donors` does."""
     assert find_first_donors(made_of([ready(1), ready(3), ready(4), *joiners])) == first
     assert find_first_donors(made_of([behind(6), *joiners])) == set(), "nobody holds the state"
@@ -417,7 +448,9 @@ def test_without_a_holder_the_latest_state_that_is_left_counts() -> None:
     assert wait == Wait("no holder of the state is in the quorum")
     assert decide(Position(**alone, step=5), made_of(rows), config()) == RollBack()
     assert isinstance(decide(Position(**alone, step=4), made_of(rows, 1), config(1)), Wait)
-    assert isinstance(decide(Position(**alone, step=5, corrupt=True), made_of(rows), config()), Wait)
+    assert isinstance(
+        decide(Position(**alone, step=5, corrupt=True), made_of(rows), config()), Wait
+    )
     for seen in (1, 9):
         lost = [behind(0, seen_step=seen), behind(1, seen_step=seen)]
         act = decide(Position(**alone), made_of(lost), config())
@@ -428,7 +461,9 @@ def test_without_a_holder_the_latest_state_that_is_left_counts() -> None:
 
 def test_a_replay_is_finished_before_an_older_state_counts() -> None:
     """A joiner's row shows the step after its replay. So no group goes back to less."""
-    joiner = Position(standing=Standing.CATCHING_UP, step=20, target=35, alone_seconds=ALONE_SECONDS)
+    joiner = Position(
+        standing=Standing.CATCHING_UP, step=20, target=35, alone_seconds=ALONE_SECONDS
+    )
     assert joiner.claimed_step == 35
     rows = [
         Row(slot=0, standing=Standing.CATCHING_UP, step=joiner.claimed_step, seen_step=35),
@@ -551,12 +586,15 @@ def test_what_is_missing_is_taken_over_once() -> None:
             "batch_policy": "constant",
         }
         acts = [
-            decide(position_of(row), made_of(rows, rank), config(row.slot, **shared)) for rank, row in enumerate(rows)
+            decide(position_of(row), made_of(rows, rank), config(row.slot, **shared))
+            for rank, row in enumerate(rows)
         ]
         ranks = {rank for rank, act in enumerate(acts) if isinstance(act, TakeOver)}
         takes.append(bool(ranks))
         shares = [slot for act in acts if isinstance(act, TakeOver) for slot in act.slots]
-        assert sorted(shares) == (find_uncovered(made_of(rows), config(0, **shared)) if ranks else [])
+        assert sorted(shares) == (
+            find_uncovered(made_of(rows), config(0, **shared)) if ranks else []
+        )
         assert ranks in (set(), set(made_of(rows).verdict.ready))
 
     all_is_dealt()
@@ -571,11 +609,19 @@ def test_only_its_own_methods_write_a_position() -> None:
     fields = {field.name for field in dataclasses.fields(Position)}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            for target in [each for one in targets for each in (one.elts if isinstance(one, ast.Tuple) else [one])]:
+            targets = (
+                node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            )
+            for target in [
+                each
+                for one in targets
+                for each in (one.elts if isinstance(one, ast.Tuple) else [one])
+            ]:
                 if isinstance(target, ast.Attribute) and target.attr in fields:
                     owner = ast.unparse(target.value)
-                    assert not owner.endswith("position"), f"{path.name}:{target.lineno} writes {ast.unparse(target)}"
+                    assert not owner.endswith("position"), (
+                        f"{path.name}:{target.lineno} writes {ast.unparse(target)}"
+                    )
 
 
 @pytest.mark.parametrize("name", ["engine/round.py", "engine/step.py", "engine/heal.py"])
@@ -587,8 +633,14 @@ def test_the_policy_reads_no_clock_of_its_own(name: str) -> None:
     """
     started = {"started = time.monotonic()", "time.monotonic() - started"}
     began = {"_step_began = time.monotonic()"}
-    until = {"time.monotonic() >= latest", "time.monotonic() < deadline", "latest - time.monotonic()"}
-    allowed = {"engine/round.py": started, "engine/heal.py": started | began | until}.get(name, set())
+    until = {
+        "time.monotonic() >= latest",
+        "time.monotonic() < deadline",
+        "latest - time.monotonic()",
+    }
+    allowed = {"engine/round.py": started, "engine/heal.py": started | began | until}.get(
+        name, set()
+    )
     source = (PACKAGE / name).read_text()
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     clocks = {"time.monotonic", "time.time", "time.perf_counter"}
@@ -603,16 +655,26 @@ def test_a_clock_that_decides_is_gathered() -> None:
     """In a heal, a rank compares its clock only inside `gather`, so that its siblings learn of it."""
     tree = ast.parse((PACKAGE / "engine" / "heal.py").read_text())
     gathered = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".gather")
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".gather")
     ]
     inside = {child for call in gathered for child in ast.walk(call)}
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "note_lateness"]
+    functions = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == "note_lateness"
+    ]
     inside |= {child for function in functions for child in ast.walk(function)}
     compared = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Compare) and "time.monotonic" in ast.unparse(node)
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare) and "time.monotonic" in ast.unparse(node)
     ]
     asked = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Call) and "note_lateness" in ast.unparse(node.func)
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and "note_lateness" in ast.unparse(node.func)
     ]
     assert len(compared) == 2
     assert len(asked) == 1
@@ -628,8 +690,12 @@ def test_updates_of_other_gradients_are_other_states() -> None:
     """
     all_of_them = made_of([ready(slot, valid_tokens=10) for slot in range(3)])
     without_one = made_of([ready(0, valid_tokens=10), behind(1), ready(2, valid_tokens=10)])
-    less_data = made_of([ready(slot, valid_tokens=10) for slot in range(3)], read={0: [0], 1: [], 2: [2]})
+    less_data = made_of(
+        [ready(slot, valid_tokens=10) for slot in range(3)], read={0: [0], 1: [], 2: [2]}
+    )
     rounds = (all_of_them, without_one, less_data)
     assert len({made.quorum.key for made in rounds}) == 1
     assert len({made.update(30).lineage for made in rounds}) == 3
-    assert made_of([ready(slot, valid_tokens=10) for slot in range(3)]).update(30) == all_of_them.update(30)
+    assert made_of([ready(slot, valid_tokens=10) for slot in range(3)]).update(
+        30
+    ) == all_of_them.update(30)

@@ -53,7 +53,11 @@ def test_the_way_in() -> None:
     healing = asking()
     assert (healing.phase, healing.standing, healing.donor) == (Phase.ASKING, Standing.BEHIND, -1)
     healing = healing.take(OFFER, 8)
-    assert (healing.phase, healing.standing, healing.donors) == (Phase.FETCHING, Standing.CATCHING_UP, (3, 0, 1))
+    assert (healing.phase, healing.standing, healing.donors) == (
+        Phase.FETCHING,
+        Standing.CATCHING_UP,
+        (3, 0, 1),
+    )
     healing = healing.confirm(FROM_STEP, LINEAGE, DIGEST, own_digest=0)
     healing = healing.queue(6, LINEAGE, 101).queue(7, 101, 102)
     assert healing.target_step == 7
@@ -103,7 +107,9 @@ def test_transitions_that_are_refused(transition: Callable[[], Healing]) -> None
         (False, True, 0, False),
     ],
 )
-def test_a_ready_group_has_a_confirmed_state(confirmed: bool, loaded: bool, queued: int, may: bool) -> None:
+def test_a_ready_group_has_a_confirmed_state(
+    confirmed: bool, loaded: bool, queued: int, may: bool
+) -> None:
     """It is loaded, with at most one update left, which the holders apply now."""
     healing = replace(replaying(queued), digest=DIGEST if confirmed else 0, is_loaded=loaded)
     assert healing.may_finish is may
@@ -120,7 +126,8 @@ def test_a_round_with_all_digests_confirms_the_state() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "lineage", "digest"), [(6, LINEAGE, DIGEST), (FROM_STEP, 99, DIGEST), (FROM_STEP, LINEAGE, 0)]
+    ("step", "lineage", "digest"),
+    [(6, LINEAGE, DIGEST), (FROM_STEP, 99, DIGEST), (FROM_STEP, LINEAGE, 0)],
 )
 def test_a_state_that_no_round_confirms_is_void(step: int, lineage: int, digest: int) -> None:
     """The holders have another state, or not all of them have shown a digest.
@@ -242,7 +249,18 @@ def test_pauses_between_attempts_double_in_seconds() -> None:
         healing = healing.fail()
         pauses.append(healing.pause_seconds)
         healing = healing.take(OFFER, 8)
-    assert pauses == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, MAX_PAUSE_SECONDS, MAX_PAUSE_SECONDS, MAX_PAUSE_SECONDS]
+    assert pauses == [
+        0.0,
+        1.0,
+        2.0,
+        4.0,
+        8.0,
+        16.0,
+        32.0,
+        MAX_PAUSE_SECONDS,
+        MAX_PAUSE_SECONDS,
+        MAX_PAUSE_SECONDS,
+    ]
 
 
 @pytest.mark.parametrize(("most", "donors"), [(1, (3,)), (2, (3, 0)), (8, (3, 0, 1))])
@@ -264,7 +282,12 @@ def test_another_donor_is_named_when_the_named_one_is_gone() -> None:
 
 def test_the_state_that_most_offer_is_chosen() -> None:
     """Of equally many, the later one, with all groups that offer it."""
-    offers = [Offer((0,), 5, 1, 0), Offer((1,), 6, 2, 0, 40), Offer((2,), 6, 2, 0), Offer((3,), 7, 3, 0)]
+    offers = [
+        Offer((0,), 5, 1, 0),
+        Offer((1,), 6, 2, 0, 40),
+        Offer((2,), 6, 2, 0),
+        Offer((3,), 7, 3, 0),
+    ]
     assert choose_offer(offers) == Offer((1, 2), 6, 2, 0, 40)
     assert choose_offer([offers[0], offers[3]]).step == 7
     assert choose_offer([]) == NO_OFFER

@@ -42,7 +42,9 @@ def ready(slot: int, leaving: bool = False, **facts: Any) -> Row:
 def made_of(rows: Sequence[Row], rank: int = 0) -> Round:
     """Return the round of these rows, as the member `rank` sees it."""
     members = tuple(Member(row.slot, 0.0, f"u{row.slot}", "c") for row in rows)
-    return Round(Quorum("1/q", rank, members, STEP), rows, judge(rows, [[row.slot] for row in rows]), [])
+    return Round(
+        Quorum("1/q", rank, members, STEP), rows, judge(rows, [[row.slot] for row in rows]), []
+    )
 
 
 class Group:
@@ -51,19 +53,27 @@ class Group:
     def __init__(self, slot: int, columns: Sequence[Sequence[Row]], told: Sequence[Told]) -> None:
         self.slot = slot
         made = [made_of(rows, rank=slot) for rows in columns]
-        announced = [when is not Told.NOT and may_leave(round_) for when, round_ in zip(told, made, strict=True)]
+        announced = [
+            when is not Told.NOT and may_leave(round_)
+            for when, round_ in zip(told, made, strict=True)
+        ]
         self.leaves = any(announced)
         positions = [Position(step=STEP, training=True, leaving=self.leaves) for _ in made]
         for position, round_ in zip(positions, made, strict=True):
             position.observe(round_)
         left = set().union(*(position.left for position in positions))
-        self.last = {find_last_to_leave(position, left, slot) for position in positions} if self.leaves else {None}
+        self.last = (
+            {find_last_to_leave(position, left, slot) for position in positions}
+            if self.leaves
+            else {None}
+        )
 
 
 def play(told: Sequence[Sequence[Told]]) -> list[Group]:
     """Let groups whose ranks are told like that make a round; `told` is by group, then by rank."""
     columns = [
-        [ready(slot, ranks[number] is Told.BEFORE) for slot, ranks in enumerate(told)] for number in range(len(told[0]))
+        [ready(slot, ranks[number] is Told.BEFORE) for slot, ranks in enumerate(told)]
+        for number in range(len(told[0]))
     ]
     return [Group(slot, columns, ranks) for slot, ranks in enumerate(told)]
 
@@ -78,7 +88,9 @@ def test_a_state_stays_or_is_saved(groups: int, ranks: int) -> None:
         played = play(told)
         assert all(len(group.last) == 1 for group in played), "the ranks of a group part"
         last = {group.slot: group.last.copy().pop() for group in played}
-        savers = [slot for slot, found in last.items() if found is not None and found.slots[0] == slot]
+        savers = [
+            slot for slot, found in last.items() if found is not None and found.slots[0] == slot
+        ]
         stays = any(not group.leaves for group in played)
         assert len(savers) == (not stays), (told, last)
         for found in last.values():
@@ -117,7 +129,9 @@ def test_a_joiner_is_no_heir() -> None:
     The only holder saves, and stays visible meanwhile.
     """
     joiner = Row(1, Standing.CATCHING_UP, 0)
-    loaded = Row(1, Standing.READY, STEP)  # of a checkpoint: it has yet to begin, and the update passes it by
+    loaded = Row(
+        1, Standing.READY, STEP
+    )  # of a checkpoint: it has yet to begin, and the update passes it by
     for row in (joiner, loaded):
         assert find(position_after(ready(0, leaving=True), row)) == LastToLeave((0,), agreed=True)
     assert may_leave(made_of([ready(0), joiner]))
@@ -127,7 +141,11 @@ def test_a_joiner_is_no_heir() -> None:
 def test_a_group_with_another_state_saves_nothing() -> None:
     """It is behind, ahead, or has other bytes. Its state is not the job's."""
     others = [ready(1, True, digest=5), ready(2, True, digest=5)]
-    for own in (ready(0, True, digest=6), ready(0, True, lineage=3), Row(0, Standing.BEHIND, 0, leaving=True)):
+    for own in (
+        ready(0, True, digest=6),
+        ready(0, True, lineage=3),
+        Row(0, Standing.BEHIND, 0, leaving=True),
+    ):
         assert find(position_after(own, *others)) is None
         assert find(position_after(own, *others, rank=1), 1) == LastToLeave((1, 2), agreed=True)
     sound = position_after(ready(0, True), ready(1, True))
@@ -151,7 +169,9 @@ def test_a_group_that_has_left_before_is_not_waited_for() -> None:
 
 def test_holders_of_the_final_state_count() -> None:
     """Groups that have finished stay for those that lack it, and save it if its writer was lost."""
-    finished = [Row(slot, Standing.FINISHED, STEP, training=1, leaving=slot == 0) for slot in (0, 1)]
+    finished = [
+        Row(slot, Standing.FINISHED, STEP, training=1, leaving=slot == 0) for slot in (0, 1)
+    ]
     assert find(position_after(*finished, standing=Standing.FINISHED)) is None
 
 
@@ -168,7 +188,9 @@ class Turns:
         begun: the look at which another group writes the state.
     """
 
-    def __init__(self, *living: Collection[int], saved: int = 99, hurry: int = 99, begun: int = 99) -> None:
+    def __init__(
+        self, *living: Collection[int], saved: int = 99, hurry: int = 99, begun: int = 99
+    ) -> None:
         self._living, self._saved, self._hurry, self._begun = living, saved, hurry, begun
         self.look, self.has_askers = 0, list[set[int]]()
         rounds: Any = self
@@ -201,7 +223,9 @@ class Turns:
         last = LastToLeave(slots, agreed=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(step.time, "sleep", self._pause)
-            return self.dimension.await_turn(last, lambda: self.look >= self._saved, lambda: self.look >= self._begun)
+            return self.dimension.await_turn(
+                last, lambda: self.look >= self._saved, lambda: self.look >= self._begun
+            )
 
 
 def test_the_first_one_saves_at_once() -> None:

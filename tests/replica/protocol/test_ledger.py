@@ -12,7 +12,9 @@ from titan_ft.protocol.ledger import Entry, Ledger, deal_anew, decode, encode, s
 from titan_ft.protocol.member import GroupProcess
 
 
-def entry(slot: int, first_batch: int, num_batches: int = 2, state: bytes = b"\0state\n\xff") -> Entry:
+def entry(
+    slot: int, first_batch: int, num_batches: int = 2, state: bytes = b"\0state\n\xff"
+) -> Entry:
     return Entry(slot, first_batch, num_batches, state)
 
 
@@ -72,14 +74,20 @@ def test_shards_carry_over_to_another_split_into_groups() -> None:
     shards.
     """
     before = Ledger(4)
-    before.advance([entry(slot, 0, slot + 1, bytes([slot])) for slot in range(4)], readers=processes(0, 1, 2, 3))
+    before.advance(
+        [entry(slot, 0, slot + 1, bytes([slot])) for slot in range(4)],
+        readers=processes(0, 1, 2, 3),
+    )
     saved = before.shards()
     assert sorted(saved) == ["0", "1", "2", "3"]
     ranks = [Ledger(2, shard, 2) for shard in range(2)]
     for ledger in ranks:
         ledger.load_shards(saved)
     assert [[ledger.end(slot) for slot in range(2)] for ledger in ranks] == [[1, 3], [2, 4]]
-    assert [[ledger.state(slot) for slot in range(2)] for ledger in ranks] == [[b"\0", b"\2"], [b"\1", b"\3"]]
+    assert [[ledger.state(slot) for slot in range(2)] for ledger in ranks] == [
+        [b"\0", b"\2"],
+        [b"\1", b"\3"],
+    ]
     assert ranks[0].shards() | ranks[1].shards() == saved
 
 
@@ -110,10 +118,19 @@ def test_readers_that_are_gone_leave_their_shares_to_the_others() -> None:
     zero, two, three, five = processes(0, 2, 3, 5)
     assert shares == {zero: [0, 1], two: [2, 4], three: [3], five: [5]}
     newcomer = processes(1)
-    assert deal_anew(shares, [zero, *newcomer, two, three, five]) == {zero: [], two: [], three: [], five: []}
+    assert deal_anew(shares, [zero, *newcomer, two, three, five]) == {
+        zero: [],
+        two: [],
+        three: [],
+        five: [],
+    }
     started_again = (0, zero[1] + 1.0)
     assert deal_anew(shares, [started_again, two, three, five]) == {two: [0], three: [1], five: []}
-    assert deal_anew(shares, [started_again, two, three, five]) == {two: [], three: [], five: []}, "once"
-    assert deal_anew(shares, [three, five]) == {three: [0, 4], five: [2]}, "and what has been taken over"
+    assert deal_anew(shares, [started_again, two, three, five]) == {two: [], three: [], five: []}, (
+        "once"
+    )
+    assert deal_anew(shares, [three, five]) == {three: [0, 4], five: [2]}, (
+        "and what has been taken over"
+    )
     assert shares == {three: [3, 1, 0, 4], five: [5, 2]}
     assert deal_anew(shares, newcomer) == {}

@@ -25,7 +25,12 @@ from titan_ft.system.seal import seal
 
 
 def member(slot: int, started: float = 0.0, **more: Any) -> Member:
-    values = {"unique": f"u{slot}-{started}", "config": "c", "job": "j", "store": f"10.0.0.{slot}:7"}
+    values = {
+        "unique": f"u{slot}-{started}",
+        "config": "c",
+        "job": "j",
+        "store": f"10.0.0.{slot}:7",
+    }
     return Member(slot, started, **values | more)
 
 
@@ -36,8 +41,12 @@ def names(*members: Member) -> list[str]:
 VERSIONS = {"torch": "2.13.0+cpu", "torchtitan": "0.2.2", "titan_ft": "0.1.0"}
 
 
-def shape(num_ranks: int = 1, layout: int = 0xAB, *, torch: str = VERSIONS["torch"], **degrees: int) -> str:
-    return describe_shape(num_ranks, {"dp_replicate": 1, **degrees}, {**VERSIONS, "torch": torch}, layout)
+def shape(
+    num_ranks: int = 1, layout: int = 0xAB, *, torch: str = VERSIONS["torch"], **degrees: int
+) -> str:
+    return describe_shape(
+        num_ranks, {"dp_replicate": 1, **degrees}, {**VERSIONS, "torch": torch}, layout
+    )
 
 
 # Names
@@ -49,7 +58,9 @@ def test_a_member_survives_its_name(job: str, store: str) -> None:
     """All of a member comes back from its name, with its start to the microsecond."""
     one = Member(12, 1_700_000_000.123457, "abc", "c0ffee", job, store, shape(4, dp_shard=2, tp=2))
     assert Member.parse(one.replica_id, one.token) == one
-    assert not any(char.isspace() for char in one.replica_id), "the lighthouse's page is read by words"
+    assert not any(char.isspace() for char in one.replica_id), (
+        "the lighthouse's page is read by words"
+    )
 
 
 def test_ids_sort_by_slot() -> None:
@@ -109,7 +120,11 @@ def test_a_forged_name_ends_no_group(forge: Callable[[Member], str]) -> None:
     A forged name is neither.
     """
     ours = member(0, 2.0, token=TOKEN), member(1, 3.0, token=TOKEN)
-    claims = member(1, 1.0, token=TOKEN), member(1, 9.0, token=TOKEN), member(1, 1.0, token=TOKEN, job="evil")
+    claims = (
+        member(1, 1.0, token=TOKEN),
+        member(1, 9.0, token=TOKEN),
+        member(1, 1.0, token=TOKEN, job="evil"),
+    )
     for claim in claims:
         name = forge(claim)
         with pytest.raises(ValueError, match="not the name of"):
@@ -146,13 +161,17 @@ def test_a_newcomer_beside_groups_of_another_token_only_ends() -> None:
 
 
 @pytest.mark.parametrize("forge", FORGED)
-def test_a_forged_name_does_not_end_a_newcomer_of_a_living_job(forge: Callable[[Member], str]) -> None:
+def test_a_forged_name_does_not_end_a_newcomer_of_a_living_job(
+    forge: Callable[[Member], str],
+) -> None:
     """A group that comes back meets the others, and so learns that its token is theirs."""
     ours = member(0, 2.0, token=TOKEN), member(1, 3.0, token=TOKEN)
     name = forge(member(1, 1.0, token=TOKEN))
     for own in ours:
         assert admit(own, [name, *names(*ours)], is_first=True).members == ours
-    assert admit(ours[0], [name, ours[0].replica_id]).members == ours[:1], "a group that trains goes on"
+    assert admit(ours[0], [name, ours[0].replica_id]).members == ours[:1], (
+        "a group that trains goes on"
+    )
 
 
 def test_a_newcomer_beside_other_kinds_of_jobs_goes_on() -> None:
@@ -199,7 +218,12 @@ def test_a_newer_job_ends() -> None:
     ours, theirs = (member(0, 1.0), member(2, 9.0)), member(1, 5.0, job="")
     with pytest.raises(ForeignMemberError, match="its own lighthouse") as caught:
         admit(theirs, names(*ours, theirs))
-    for part in ("job 'j' (groups [0, 2])", "job ''", "fault_tolerance.lighthouse", "fault_tolerance.job_id"):
+    for part in (
+        "job 'j' (groups [0, 2])",
+        "job ''",
+        "fault_tolerance.lighthouse",
+        "fault_tolerance.job_id",
+    ):
         assert part in str(caught.value)
 
 
@@ -213,7 +237,10 @@ def test_a_newer_process_of_the_first_job_is_no_newcomer() -> None:
 
 def test_another_config_is_set_aside() -> None:
     """Groups with the oldest group's config go on, for any number of other groups."""
-    right, wrong = (member(2, 1.0), member(3, 8.0)), (member(0, 2.0, config="d"), member(1, 3.0, config="d"))
+    right, wrong = (
+        (member(2, 1.0), member(3, 8.0)),
+        (member(0, 2.0, config="d"), member(1, 3.0, config="d")),
+    )
     admission = admit(right[1], names(*right, *wrong))
     assert admission.members == right
     assert set(admission.strangers) == set(names(*wrong))
@@ -223,7 +250,10 @@ def test_another_config_is_set_aside() -> None:
 
 def test_a_group_with_another_config_ends() -> None:
     """The error has both digests, and the groups with the right config."""
-    right, wrong = (member(2, 1.0), member(3, 8.0)), (member(0, 2.0, config="d"), member(1, 3.0, config="d"))
+    right, wrong = (
+        (member(2, 1.0), member(3, 8.0)),
+        (member(0, 2.0, config="d"), member(1, 3.0, config="d")),
+    )
     for own in wrong:
         with pytest.raises(ConfigMismatchError, match="TOML and flags") as caught:
             admit(own, names(*right, *wrong))
@@ -247,7 +277,13 @@ SHAPES = [
         "4 ranks (dp_shard 4)",
         "as many ranks and the same [parallelism] degrees",
     ),
-    (shape(), shape(torch="2.12.0"), "torch 2.13.0+cpu", "torch 2.12.0", "the same version of torch"),
+    (
+        shape(),
+        shape(torch="2.12.0"),
+        "torch 2.13.0+cpu",
+        "torch 2.12.0",
+        "the same version of torch",
+    ),
     (
         shape(layout=0xCD),
         shape(layout=0xAB),
@@ -259,9 +295,14 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("own", "theirs", "said", "said_of_theirs", "remedy"), SHAPES)
-def test_a_group_of_another_shape_ends(own: str, theirs: str, said: str, said_of_theirs: str, remedy: str) -> None:
+def test_a_group_of_another_shape_ends(
+    own: str, theirs: str, said: str, said_of_theirs: str, remedy: str
+) -> None:
     """The error names the difference and the remedy. The other groups name the group and go on."""
-    right, wrong = (member(0, 1.0, shape=theirs), member(1, 2.0, shape=theirs)), member(2, 3.0, shape=own)
+    right, wrong = (
+        (member(0, 1.0, shape=theirs), member(1, 2.0, shape=theirs)),
+        member(2, 3.0, shape=own),
+    )
     with pytest.raises(ConfigMismatchError) as caught:
         admit(wrong, names(*right, wrong))
     told = f"this group has {said}; the job's groups [0, 1] have {said_of_theirs}: start it with {remedy}, or, if"
@@ -276,11 +317,15 @@ def test_a_group_of_another_shape_ends(own: str, theirs: str, said: str, said_of
 
 def test_several_differences_are_reported_at_once() -> None:
     """A user need not start a group twice to learn of both."""
-    right, wrong = member(0, 1.0, shape=shape()), member(1, 2.0, shape=shape(2, torch="2.12.0", dp_shard=2))
+    right, wrong = (
+        member(0, 1.0, shape=shape()),
+        member(1, 2.0, shape=shape(2, torch="2.12.0", dp_shard=2)),
+    )
     with pytest.raises(ConfigMismatchError) as caught:
         admit(wrong, names(right, wrong))
-    assert "has 2 ranks (dp_shard 2), torch 2.12.0; the job's groups [0] have 1 rank, torch 2.13.0+cpu" in str(
-        caught.value
+    assert (
+        "has 2 ranks (dp_shard 2), torch 2.12.0; the job's groups [0] have 1 rank, torch 2.13.0+cpu"
+        in str(caught.value)
     )
 
 
@@ -296,7 +341,11 @@ def test_another_config_makes_another_layout() -> None:
 
 def test_a_newer_process_of_another_shape_replaces_no_group() -> None:
     """A group that was restarted with another number of ranks does not end the running one."""
-    old, other, new = member(0, 1.0, shape=shape()), member(1, 2.0, shape=shape()), member(0, 3.0, shape=shape(2))
+    old, other, new = (
+        member(0, 1.0, shape=shape()),
+        member(1, 2.0, shape=shape()),
+        member(0, 3.0, shape=shape(2)),
+    )
     for own in (old, other):
         assert admit(own, names(old, other, new)).members == (old, other)
     with pytest.raises(ConfigMismatchError):
@@ -320,7 +369,9 @@ def test_an_older_process_of_a_slot_ends() -> None:
     """The error reports that it was replaced, and names the field."""
     old, older, new = member(0, 2.0), member(0, 1.0), member(0, 3.0)
     for own in (old, older):
-        with pytest.raises(ReplacedError, match=r"replica group 0 .*fault_tolerance.replica_id must be unique"):
+        with pytest.raises(
+            ReplacedError, match=r"replica group 0 .*fault_tolerance.replica_id must be unique"
+        ):
             admit(own, names(old, older, new))
 
 
@@ -346,7 +397,10 @@ def test_every_quorum_has_a_way_on() -> None:
     is alive.
     """
     kinds = [
-        member(slot, 0.0, config=config, job=job) for slot in (0, 1) for config in ("c", "d") for job in ("j", "k")
+        member(slot, 0.0, config=config, job=job)
+        for slot in (0, 1)
+        for config in ("c", "d")
+        for job in ("j", "k")
     ]
     for chosen in itertools.permutations(kinds, 3):
         quorum = [

@@ -24,7 +24,10 @@ Link = tuple[int, int]
 
 def members_with(steps: list[int], dead: set[Link]) -> list[Member]:
     """Make groups of which both ends of each dead link tell of it, holding `steps`."""
-    plain = [Member(slot, 1.0, f"{slot:08x}-process", "c", "j", f"10.0.0.{slot}:7") for slot in range(len(steps))]
+    plain = [
+        Member(slot, 1.0, f"{slot:08x}-process", "c", "j", f"10.0.0.{slot}:7")
+        for slot in range(len(steps))
+    ]
     named: dict[int, set[int]] = {slot: set() for slot in range(len(steps))}
     for one, other in dead:
         named[one].add(other)
@@ -44,11 +47,22 @@ def brute_force(steps: list[int], dead: set[Link]) -> list[int]:
     latest = max((steps[slot] for slot in cut_off), default=0)
 
     def worth(slots: tuple[int, ...]) -> tuple[int, int, int, list[int]]:
-        holders = [slot for slot in slots if steps[slot] >= latest - 1 and (steps[slot] > 0 or latest == 0)]
-        return len(holders), len(slots), sum(steps[slot] == latest for slot in slots), [-slot for slot in slots]
+        holders = [
+            slot for slot in slots if steps[slot] >= latest - 1 and (steps[slot] > 0 or latest == 0)
+        ]
+        return (
+            len(holders),
+            len(slots),
+            sum(steps[slot] == latest for slot in slots),
+            [-slot for slot in slots],
+        )
 
     subsets = (s for size in range(len(cut_off) + 1) for s in itertools.combinations(cut_off, size))
-    cliques = [s for s in subsets if not any(frozenset(pair) in links for pair in itertools.combinations(s, 2))]
+    cliques = [
+        s
+        for s in subsets
+        if not any(frozenset(pair) in links for pair in itertools.combinations(s, 2))
+    ]
     return sorted({*range(len(steps))} - {*cut_off} | {*max(cliques, key=worth)})
 
 
@@ -73,7 +87,9 @@ def test_the_best_subset_goes_on(network: tuple[list[int], set[Link]]) -> None:
 
 
 @given(networks(), st.randoms(use_true_random=False))
-def test_all_groups_find_the_same_members(network: tuple[list[int], set[Link]], random: object) -> None:
+def test_all_groups_find_the_same_members(
+    network: tuple[list[int], set[Link]], random: object
+) -> None:
     """For any order of the names in the reply.
 
     Each group also knows the ones that it cannot reach.
@@ -104,7 +120,9 @@ def test_no_group_decides_before_both_ends_have_reported(
         return
     members = members_with(steps, dead)
     silent = data.draw(st.sampled_from(sorted({slot for link in dead for slot in link})))
-    accusers = tuple(members[slot] for slot in range(len(steps)) if {(slot, silent), (silent, slot)} & dead)
+    accusers = tuple(
+        members[slot] for slot in range(len(steps)) if {(slot, silent), (silent, slot)} & dead
+    )
     members[silent] = replace(members[silent], report=None)
     names = [member.replica_id for member in members]
     for own in members:
@@ -122,7 +140,9 @@ def test_one_step_ahead_does_not_halt_the_others() -> None:
     assert brute_force([99, 100], {(0, 1)}) == [1]
     for steps, dead in (([100, 99, 99], {(0, 1), (0, 2)}), ([99, 100], {(0, 1)})):
         members = members_with(steps, dead)
-        assert [m.slot for m in largest_clique(members, dead_links(members))] == brute_force(steps, dead)
+        assert [m.slot for m in largest_clique(members, dead_links(members))] == brute_force(
+            steps, dead
+        )
 
 
 def test_a_group_that_comes_back_is_not_meant_by_old_reports() -> None:
@@ -165,7 +185,9 @@ def test_a_report_names_the_groups_that_report_this_one() -> None:
     """Otherwise three groups that lost each other for a moment would take turns in dropping one,
     without end.
     """
-    own, one, two = (Member(slot, 1.0 + slot, f"{slot:08x}-process", "config", "job") for slot in range(3))
+    own, one, two = (
+        Member(slot, 1.0 + slot, f"{slot:08x}-process", "config", "job") for slot in range(3)
+    )
     own, one, two = own.reporting(5, [one]), one.reporting(5, [own]), two.reporting(5, [own])
     this: Any = SimpleNamespace(
         _seat=SimpleNamespace(member=own, reopen=lambda member: member.replica_id),

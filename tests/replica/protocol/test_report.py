@@ -15,7 +15,9 @@ from titan_ft.protocol.row import Row, Standing, Why
 
 TRAINED = Contribution(90, 100, 0.5, 0.7, 1.5, (Entry(0, 4, 1, b"state"),))
 FACTS = Row(0, Standing.READY, 7, lineage=5, digest=3, training=1)
-QUORUM = Quorum("1/a", 0, (Member(0, 0.0, "process 0", "c0ffee"),), 7, asked=10.0, answered=12.0, ready=13.0)
+QUORUM = Quorum(
+    "1/a", 0, (Member(0, 0.0, "process 0", "c0ffee"),), 7, asked=10.0, answered=12.0, ready=13.0
+)
 
 
 @dataclass
@@ -25,12 +27,16 @@ class Request:
     requested: bool = False
 
 
-def report(use: GradientUse = GradientUse.GIVE, began: float = 11.0, leave: Request | None = None) -> RoundReport:
+def report(
+    use: GradientUse = GradientUse.GIVE, began: float = 11.0, leave: Request | None = None
+) -> RoundReport:
     """Return the report of a group that trains and has made 7 updates."""
     return RoundReport(FACTS, TRAINED, use, 8, began, Why.CATCHING_UP, leave or Request())
 
 
-def row_of(made: RoundReport, quorum: Quorum = QUORUM, gave: bool = True, came: float = 12.5) -> Row:
+def row_of(
+    made: RoundReport, quorum: Quorum = QUORUM, gave: bool = True, came: float = 12.5
+) -> Row:
     """Return the row that is sent."""
     return Row.decode(made.complete(quorum, gave, came)[0], nonfinite=False)
 
@@ -52,7 +58,9 @@ def test_a_quorum_with_more_updates_voids_the_claim(newest: int, standing: Stand
     assert row.activity == (Why.COMPUTING if standing is Standing.READY else Why.CATCHING_UP)
 
 
-@pytest.mark.parametrize(("use", "gave"), [(GradientUse.GIVE, False), (GradientUse.LEAVE_OUT, False)])
+@pytest.mark.parametrize(
+    ("use", "gave"), [(GradientUse.GIVE, False), (GradientUse.LEAVE_OUT, False)]
+)
 def test_tokens_are_reported_only_with_gradients(use: GradientUse, gave: bool) -> None:
     """Tokens without gradients would make the mean too small.
 

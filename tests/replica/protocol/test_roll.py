@@ -8,7 +8,14 @@ import pytest
 
 from titan_ft.membership.pulse import LighthouseStatus, find_ages
 from titan_ft.protocol.member import Member
-from titan_ft.protocol.roll import MIN_SILENCE_SECONDS, MIN_SILENT_HEARTBEATS, Back, Lost, Roll, silence_limit
+from titan_ft.protocol.roll import (
+    MIN_SILENCE_SECONDS,
+    MIN_SILENT_HEARTBEATS,
+    Back,
+    Lost,
+    Roll,
+    silence_limit,
+)
 
 BEAT = 0.5
 
@@ -66,8 +73,17 @@ def test_group_that_takes_part_is_back() -> None:
 def test_lost_group_is_reported_again_when_it_stays_away() -> None:
     """An agent may have been restarting it at the first report; its host may be gone by now."""
     roll = trained()
-    reports = [roll.find_changes({0: 0.0, 1: 0.1, 2: now - 5.0}, [], now) for now in (16.0, 30.0, 48.0, 50.0, 200.0)]
-    assert [[each.seconds for each in report] for report in reports] == [[11.0], [], [], [45.0], [195.0]]
+    reports = [
+        roll.find_changes({0: 0.0, 1: 0.1, 2: now - 5.0}, [], now)
+        for now in (16.0, 30.0, 48.0, 50.0, 200.0)
+    ]
+    assert [[each.seconds for each in report] for report in reports] == [
+        [11.0],
+        [],
+        [],
+        [45.0],
+        [195.0],
+    ]
 
 
 def test_who_leaves_in_order_or_never_came_is_not_lost() -> None:
@@ -89,7 +105,10 @@ def test_only_the_lowest_group_that_trains_reports() -> None:
     assert trained(own=1).find_changes(silent, [], 45.0) == [Lost(0, 40.0, 5)]
     assert trained(own=2).find_changes(silent, [], 45.0) == []
     newcomer = trained(own=2, groups=2)
-    assert newcomer.find_changes({1: 40.0, 2: 0.0, -1: 0.1}, [], 45.0) == [Lost(0, 40.0, 5), Lost(1, 40.0, 5)]
+    assert newcomer.find_changes({1: 40.0, 2: 0.0, -1: 0.1}, [], 45.0) == [
+        Lost(0, 40.0, 5),
+        Lost(1, 40.0, 5),
+    ]
 
 
 def test_a_group_that_was_restarted_since_is_not_left_the_report() -> None:
@@ -102,7 +121,9 @@ def test_a_group_that_was_restarted_since_is_not_left_the_report() -> None:
     assert roll.find_changes({0: 0.1, 1: 11.0, 2: 0.1}, [], 16.0, after) == [Lost(1, 11.0, 5)]
     roll.commit(7, [0, 1, 2], 17.0)
     assert roll.find_changes({0: 0.1, 1: 0.1, 2: 0.1}, [], 17.1, after) == [Back(1, 12.0)]
-    assert roll.find_changes({0: 0.1, 1: 20.0, 2: 0.1}, [], 37.0, after) == [], "the new process took part with it"
+    assert roll.find_changes({0: 0.1, 1: 20.0, 2: 0.1}, [], 37.0, after) == [], (
+        "the new process took part with it"
+    )
 
 
 def test_a_start_that_becomes_known_late_is_no_restart() -> None:
@@ -135,7 +156,13 @@ def test_ages_are_those_of_the_newest_process() -> None:
     found = ((0, 1.0, "a"), (1, 1.0, "b"), (1, 2.0, "c"))
     own, old, new = (Member(slot, started, unique, "c", "job") for slot, started, unique in found)
     other = Member(1, 1.0, "d", "c", "another job")
-    beats = {own.replica_id: 0.1, old.replica_id: 70.0, new.replica_id: 0.3, other.replica_id: 0.0, "stranger": 0.0}
+    beats = {
+        own.replica_id: 0.1,
+        old.replica_id: 70.0,
+        new.replica_id: 0.3,
+        other.replica_id: 0.0,
+        "stranger": 0.0,
+    }
     assert find_ages(own, LighthouseStatus(beats), BEAT) == ({0: 0.1, 1: 0.3}, {0: 1.0, 1: 2.0})
     assert find_ages(own, LighthouseStatus({**beats, own.replica_id: 0.6}), BEAT) is None
     assert find_ages(own, LighthouseStatus({new.replica_id: 0.3}), BEAT) is None

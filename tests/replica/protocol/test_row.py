@@ -17,7 +17,13 @@ LARGEST = 2**48 - 1
 
 def ready(slot: int, step: int = 7, **facts: float) -> Row:
     """Return the row of a training member; it weighs 10 valid tokens and shows its bytes unless told otherwise."""
-    usual = {"standing": Standing.READY, "valid_tokens": 10, "tokens": 12, "digest": 9, "training": 1}
+    usual = {
+        "standing": Standing.READY,
+        "valid_tokens": 10,
+        "tokens": 12,
+        "digest": 9,
+        "training": 1,
+    }
     return Row(**{"slot": slot, "step": step, **usual, **facts})
 
 
@@ -61,9 +67,13 @@ def test_row_survives_the_exchange() -> None:
     assert all(getattr(row, field.name) != field.default for field in dataclasses.fields(Row)), (
         "give new fields a value here"
     )
-    decoded = Row.decode(torch.tensor(row.encode(), dtype=torch.float64).tolist(), nonfinite=row.nonfinite)
+    decoded = Row.decode(
+        torch.tensor(row.encode(), dtype=torch.float64).tolist(), nonfinite=row.nonfinite
+    )
     assert decoded == row
-    assert [type(value) for value in dataclasses.astuple(decoded)] == [type(v) for v in dataclasses.astuple(row)]
+    assert [type(value) for value in dataclasses.astuple(decoded)] == [
+        type(v) for v in dataclasses.astuple(row)
+    ]
 
 
 def test_decode_refuses_a_row_of_another_width() -> None:
@@ -100,22 +110,36 @@ def test_agreement_makes_everybody_holder_and_contributor() -> None:
     )
     assert verdict.step == 7
     assert verdict.holders == verdict.contributors == (0, 1, 2)
-    assert (verdict.valid_tokens, verdict.tokens, verdict.loss, verdict.max_loss) == (18, 36, 0.875, 4.0)
+    assert (verdict.valid_tokens, verdict.tokens, verdict.loss, verdict.max_loss) == (
+        18,
+        36,
+        0.875,
+        4.0,
+    )
     assert (verdict.strays, verdict.tie, verdict.offering) == ((), False, (0, 1, 2))
 
 
 def test_a_joiner_weighs_nothing() -> None:
     """A member that is behind is no holder, offers nothing, and adds no tokens or loss."""
-    verdict = judge([ready(0), behind(1, valid_tokens=99, tokens=99, loss=9.0, max_loss=9.0), ready(2)])
+    verdict = judge(
+        [ready(0), behind(1, valid_tokens=99, tokens=99, loss=9.0, max_loss=9.0), ready(2)]
+    )
     assert verdict.holders == verdict.contributors == (0, 2)
-    assert (verdict.valid_tokens, verdict.tokens, verdict.loss, verdict.max_loss) == (20, 24, 0.0, 0.0)
+    assert (verdict.valid_tokens, verdict.tokens, verdict.loss, verdict.max_loss) == (
+        20,
+        24,
+        0.0,
+        0.0,
+    )
     assert verdict.offering == (0, 2)
     assert verdict.strays == ()
 
 
 def catching_up(slot: int, donor: int, **facts: float) -> Row:
     """Return the row of a member that fetches from slot `donor` (-1: rests between two attempts)."""
-    return Row(**{"slot": slot, "standing": Standing.CATCHING_UP, "step": 0, "donor": donor, **facts})
+    return Row(
+        **{"slot": slot, "standing": Standing.CATCHING_UP, "step": 0, "donor": donor, **facts}
+    )
 
 
 def test_a_member_that_catches_up_weighs_nothing() -> None:
@@ -151,7 +175,9 @@ def test_the_majority_names_the_stray(field: str) -> None:
 def test_the_majority_wins_wherever_it_stands() -> None:
     """The stray may have the lowest slot."""
     for field in ("digest", "lineage"):
-        assert judge([ready(0, **{field: 6}), ready(1, **{field: 5}), ready(2, **{field: 5})]).strays == (0,)
+        assert judge(
+            [ready(0, **{field: 6}), ready(1, **{field: 5}), ready(2, **{field: 5})]
+        ).strays == (0,)
 
 
 @pytest.mark.parametrize("older", [5, 6])
@@ -202,7 +228,9 @@ def test_a_corrupt_group_offers_nothing() -> None:
 
 def test_two_against_two_is_a_tie_without_holders() -> None:
     """Bytes of one lineage differ without a majority: no member counts, contributes or serves."""
-    verdict = judge([ready(0, digest=1), ready(1, digest=1), ready(2, digest=2), ready(3, digest=2), behind(4)])
+    verdict = judge(
+        [ready(0, digest=1), ready(1, digest=1), ready(2, digest=2), ready(3, digest=2), behind(4)]
+    )
     assert verdict.tie
     assert verdict.holders == verdict.contributors == ()
     assert verdict.offering == ()
@@ -220,16 +248,26 @@ def test_equally_common_lineages_are_no_tie() -> None:
 
 def test_a_lineage_is_chosen_before_digests_are_compared() -> None:
     """Digests of another lineage do not count: only a tie within the chosen lineage is one."""
-    rows = [ready(0, lineage=1, digest=1), ready(1, lineage=1, digest=2), ready(2, lineage=2, digest=2)]
+    rows = [
+        ready(0, lineage=1, digest=1),
+        ready(1, lineage=1, digest=2),
+        ready(2, lineage=2, digest=2),
+    ]
     assert judge(rows).tie
-    rows = [ready(0, lineage=1, digest=1), ready(1, lineage=1, digest=1), ready(2, lineage=2, digest=2)]
+    rows = [
+        ready(0, lineage=1, digest=1),
+        ready(1, lineage=1, digest=1),
+        ready(2, lineage=2, digest=2),
+    ]
     assert judge(rows).holders == (0, 1)
     assert judge([*rows, ready(3, lineage=2, digest=3)]).holders == (0, 1)
 
 
 def test_a_plurality_wins() -> None:
     """The most frequent state wins, even without an absolute majority."""
-    verdict = judge([ready(0, digest=1), ready(1, digest=2), ready(2, digest=3), ready(3, digest=2)])
+    verdict = judge(
+        [ready(0, digest=1), ready(1, digest=2), ready(2, digest=3), ready(3, digest=2)]
+    )
     assert not verdict.tie
     assert verdict.holders == (1, 3)
     assert verdict.strays == (0, 2)
@@ -240,7 +278,14 @@ def test_a_tie_before_the_first_step_goes_to_the_lowest_slot() -> None:
 
     The others heal from the lowest slot instead of ending the job.
     """
-    verdict = judge([behind(0), ready(1, step=0, digest=8), ready(2, step=0, digest=9), ready(3, step=0, digest=7)])
+    verdict = judge(
+        [
+            behind(0),
+            ready(1, step=0, digest=8),
+            ready(2, step=0, digest=9),
+            ready(3, step=0, digest=7),
+        ]
+    )
     assert not verdict.tie
     assert verdict.holders == verdict.contributors == (1,)
     assert verdict.strays == (2, 3)
@@ -262,12 +307,19 @@ def test_no_member_has_a_valid_token() -> None:
     """Without contributors all sums are zero, and there is no update."""
     verdict = judge([ready(0, valid_tokens=0), ready(1, valid_tokens=0)])
     assert verdict.contributors == ()
-    assert (verdict.valid_tokens, verdict.tokens, verdict.loss, verdict.max_loss) == (0, 0, 0.0, 0.0)
+    assert (verdict.valid_tokens, verdict.tokens, verdict.loss, verdict.max_loss) == (
+        0,
+        0,
+        0.0,
+        0.0,
+    )
 
 
 def test_a_finished_member_serves_but_does_not_contribute() -> None:
     """It holds the final state and offers it, and adds nothing to an update."""
-    verdict = judge([Row(slot=0, standing=Standing.FINISHED, step=7, valid_tokens=10, digest=9), behind(1)])
+    verdict = judge(
+        [Row(slot=0, standing=Standing.FINISHED, step=7, valid_tokens=10, digest=9), behind(1)]
+    )
     assert verdict.holders == (0,)
     assert verdict.contributors == ()
     assert verdict.offering == (0,)
@@ -278,7 +330,9 @@ def test_all_members_are_behind() -> None:
 
     The latest state that is left gives the step.
     """
-    verdict = judge([behind(0, step=4), behind(1, step=6), Row(slot=2, standing=Standing.CATCHING_UP, step=0)])
+    verdict = judge(
+        [behind(0, step=4), behind(1, step=6), Row(slot=2, standing=Standing.CATCHING_UP, step=0)]
+    )
     assert verdict.step == 6
     assert verdict.holders == verdict.contributors == verdict.strays == ()
     assert verdict.offering == ()
@@ -293,7 +347,9 @@ def test_a_claim_counts_more_than_a_later_step_without_one() -> None:
 def test_every_member_comes_to_the_same_verdict() -> None:
     """The verdict depends on the rows alone. Decoded anywhere, they give the same decision."""
     rows = [ready(0, loss=0.1), behind(1), ready(2, digest=4, loss=0.2), ready(3, loss=0.3)]
-    there = [Row.decode(torch.tensor(row.encode(), dtype=torch.float64).tolist(), False) for row in rows]
+    there = [
+        Row.decode(torch.tensor(row.encode(), dtype=torch.float64).tolist(), False) for row in rows
+    ]
     assert judge(there) == judge(rows)
 
 

@@ -40,7 +40,9 @@ def test_a_straggler_recovers_after_as_many_good_steps() -> None:
     """
     stragglers = Stragglers(factor=1.5, steps=2)
     slow, good = {0: 1.0, 1: 2.0}, {0: 1.0, 1: 1.0}
-    told = [stragglers.observe(seconds) for seconds in (slow, slow, good, slow, good, good, slow, slow)]
+    told = [
+        stragglers.observe(seconds) for seconds in (slow, slow, good, slow, good, good, slow, slow)
+    ]
     assert [slots(changes) for changes in told] == [[], [1], [], [], [], [1], [], [1]]
     assert [change.recovered for changes in told for change in changes] == [False, True, False]
 
@@ -49,7 +51,10 @@ def test_an_absent_group_starts_anew() -> None:
     """A group that misses a step has no slow steps in a row, and is no straggler when it is back."""
     stragglers = Stragglers(factor=1.5, steps=2)
     slow, absent = {0: 1.0, 1: 1.0, 2: 2.0}, {0: 1.0, 1: 1.0}
-    told = [slots(stragglers.observe(seconds)) for seconds in (slow, absent, slow, slow, absent, slow, slow)]
+    told = [
+        slots(stragglers.observe(seconds))
+        for seconds in (slow, absent, slow, slow, absent, slow, slow)
+    ]
     assert told == [[], [], [], [2], [], [], [2]]
 
 

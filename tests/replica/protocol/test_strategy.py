@@ -19,7 +19,11 @@ def test_only_the_strategy_asks_for_the_method(room: str) -> None:
     """A check of the method elsewhere hides its reason, and a new method would have to find all of
     them.
     """
-    asking = [path.name for path in (PACKAGE / room).glob("*.py") if ".semi_sync_method" in path.read_text()]
+    asking = [
+        path.name
+        for path in (PACKAGE / room).glob("*.py")
+        if ".semi_sync_method" in path.read_text()
+    ]
     assert asking == (["strategy.py"] if room == "protocol" else [])
 
 
@@ -31,7 +35,9 @@ def test_a_method_makes_rounds() -> None:
     plain = strategy_of(FaultTolerance(sync_steps=8))
     assert (type(plain), plain.unit, plain.steps) == (EveryStep, "step", 1)
     for method, fragments, steps in (("local_sgd", 1, 8), ("diloco", 4, 2)):
-        made = strategy_of(FaultTolerance(semi_sync_method=method, sync_steps=8, num_fragments=fragments))
+        made = strategy_of(
+            FaultTolerance(semi_sync_method=method, sync_steps=8, num_fragments=fragments)
+        )
         assert (type(made), made.unit, made.steps) == (EveryRound, "round", steps)
 
 
@@ -40,6 +46,8 @@ def test_donors_of_a_joiner() -> None:
 
     In rounds only one: moments of two groups do not fit together.
     """
-    assert [strategy_of(FaultTolerance(heal_donors=most)).limit_donors(5) for most in (0, 2, 9)] == [5, 2, 5]
+    assert [
+        strategy_of(FaultTolerance(heal_donors=most)).limit_donors(5) for most in (0, 2, 9)
+    ] == [5, 2, 5]
     rounds = strategy_of(FaultTolerance(semi_sync_method="diloco", heal_donors=4))
     assert [rounds.limit_donors(holders) for holders in (0, 1, 5)] == [0, 1, 1]

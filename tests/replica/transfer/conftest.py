@@ -37,7 +37,9 @@ def start_donor() -> Iterator[Callable[..., Donor]]:
         return donors[-1]
 
     yield start
-    for donor in donors:  # closing waits for the server's poll, which need not hold up the next test
+    for (
+        donor
+    ) in donors:  # closing waits for the server's poll, which need not hold up the next test
         threading.Thread(target=donor.server.close).start()
 
 
@@ -62,7 +64,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     The function that it returns sends the answer.
     """
 
-    def start(interfere: Callable[[Any, int, Any], Any] = lambda place, times, send: send) -> list[Any]:
+    def start(
+        interfere: Callable[[Any, int, Any], Any] = lambda place, times, send: send,
+    ) -> list[Any]:
         asked: list[Any] = []
         answer = StateServer._answer
 

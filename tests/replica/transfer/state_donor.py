@@ -24,14 +24,22 @@ TOKEN = "a shared secret"
 def make_snapshot(step: int, num_bytes: int) -> Snapshot:
     """Return a snapshot whose bytes depend on its step."""
     payload = (torch.arange(num_bytes, dtype=torch.int64) * 7 + step).to(torch.uint8)
-    header = {"step": step, "lineage": 1000 + step, "bytes": num_bytes, "tensors": [], "scalars": {}}
+    header = {
+        "step": step,
+        "lineage": 1000 + step,
+        "bytes": num_bytes,
+        "tensors": [],
+        "scalars": {},
+    }
     return Snapshot(step, 1000 + step, json.dumps(header).encode(), payload)
 
 
 class Donor:
     """A state server that records the calls of `served`, with a joiner's view of it."""
 
-    def __init__(self, wait_seconds: float = DEADLINE, token: str = TOKEN, max_mbps: float = 0.0) -> None:
+    def __init__(
+        self, wait_seconds: float = DEADLINE, token: str = TOKEN, max_mbps: float = 0.0
+    ) -> None:
         self.served: list[tuple[str, int]] = []
         self.given = 0  # bytes, to the last of them
         self.told = threading.Event()
@@ -39,7 +47,12 @@ class Donor:
         self.address = f"127.0.0.1:{self.server.port}"
 
     def _on_served(
-        self, joiner: str, snapshot: Snapshot, num_bytes: int, copy_seconds: float, serve_seconds: float
+        self,
+        joiner: str,
+        snapshot: Snapshot,
+        num_bytes: int,
+        copy_seconds: float,
+        serve_seconds: float,
     ) -> None:
         assert copy_seconds == 0.5
         assert serve_seconds >= 0
@@ -52,7 +65,9 @@ class Donor:
         self.server.publish(snapshot, 0.5)
         return snapshot
 
-    def fetch(self, step: int, token: str = TOKEN, connections: int = 2, timeout: float = DEADLINE) -> Snapshot:
+    def fetch(
+        self, step: int, token: str = TOKEN, connections: int = 2, timeout: float = DEADLINE
+    ) -> Snapshot:
         """Fetch as group 4 does."""
         return fetch([self.address], token, step, "4", connections, timeout)
 

@@ -42,7 +42,9 @@ class Host:
         self.asked.append(threading.current_thread() is self._training)
         assert self.gives.wait(DEADLINE)
         if self.is_short:
-            raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
+            raise RuntimeError(
+                "CUDA error: out of memory\nCUDA kernel errors might be reported later"
+            )
         memory = torch.empty(numel, dtype=dtype)
         self._pinned.add(memory.data_ptr())
         return memory
@@ -62,7 +64,11 @@ def host(monkeypatch: pytest.MonkeyPatch, gpu_path: None) -> Host:
 
 def threads() -> list[str]:
     """Return the names of the threads that pin memory."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("titan_ft_pinning")]
+    return [
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith("titan_ft_pinning")
+    ]
 
 
 def test_memory_is_pinned_once_and_not_by_the_training_thread(host: Host) -> None:
@@ -100,7 +106,9 @@ def test_a_copy_that_nothing_was_reserved_for_has_pinned_memory_too(host: Host) 
     assert host.asked == [True, True]
 
 
-def test_a_host_without_memory_to_pin_is_named(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_host_without_memory_to_pin_is_named(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
     """One line has the bytes and torch's reason.
 
     Copies use other memory, and nothing is pinned again.
@@ -132,7 +140,11 @@ def test_a_joiner_has_other_memory_too(host: Host, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize(("num_ranks", "reserves"), [(4, True), (5, False)])
 def test_a_reserve_leaves_half_of_the_host_alone(
-    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_ranks: int, reserves: bool
+    host: Host,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    num_ranks: int,
+    reserves: bool,
 ) -> None:
     """All ranks of a host look before any of them allocates. So each counts the memory of all."""
     monkeypatch.setattr(host_memory, "free_bytes", lambda: 2 * 4 * NUM_BYTES)
@@ -163,7 +175,9 @@ def test_memory_that_is_at_hand_is_not_scarce(host: Host, monkeypatch: pytest.Mo
     assert memory.take(NUM_BYTES // 2).data_ptr() == part.data_ptr()
 
 
-def test_memory_of_another_size_is_let_go_of_before_more_is_taken(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_another_size_is_let_go_of_before_more_is_taken(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A host with scarce memory has no room for both."""
     memory = HostMemory()
     lent = memory.take(NUM_BYTES)
@@ -255,9 +269,16 @@ def test_without_cgroups_it_is_what_the_host_has(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("own", "above", "expected"),
-    [("max", "max", 50), (str(10 * GB), "max", 7), (str(10 * GB), str(12 * GB), 2), (str(GB), "max", 0)],
+    [
+        ("max", "max", 50),
+        (str(10 * GB), "max", 7),
+        (str(10 * GB), str(12 * GB), 2),
+        (str(GB), "max", 0),
+    ],
 )
-def test_a_cgroup_and_those_above_it_bound_it(tmp_path: Path, own: str, above: str, expected: int) -> None:
+def test_a_cgroup_and_those_above_it_bound_it(
+    tmp_path: Path, own: str, above: str, expected: int
+) -> None:
     """Each cgroup has a limit and a usage. Cached files that nobody uses any more do not count."""
     write(
         tmp_path,

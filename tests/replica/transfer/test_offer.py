@@ -109,7 +109,9 @@ def test_what_can_be_copied_at_once_is_copied_for_who_wants_it(donor: Donor) -> 
     assert find_offer(donor.address, TOKEN) == (6, 1006, 0, 0), "the other one has a donor besides"
 
 
-def test_a_group_that_is_about_to_make_the_update_is_waited_for(donor: Donor, background: ThreadPoolExecutor) -> None:
+def test_a_group_that_is_about_to_make_the_update_is_waited_for(
+    donor: Donor, background: ThreadPoolExecutor
+) -> None:
     """A newcomer asks when its quorum comes. The others may still apply the update before it."""
     donor.server.offer(Message(step=5, lineage=1005, digest=0), lambda step, part: None)
     asked = background.submit(ask_offer, donor.address, TOKEN, 6)
@@ -157,7 +159,9 @@ def test_a_joiner_with_several_donors_says_which_part_each_may_copy(donor: Donor
     assert parts == [Part(1, 2), WHOLE]
 
 
-def test_a_part_is_followed_by_the_whole_for_who_needs_more(start_donor: Callable[..., Donor]) -> None:
+def test_a_part_is_followed_by_the_whole_for_who_needs_more(
+    start_donor: Callable[..., Donor],
+) -> None:
     """Memory is scarce. A joiner that fetches the present part goes on with the whole."""
     donor, parts = start_donor(), list[Part]()
     whole = make_snapshot(5, 3000)
@@ -211,7 +215,9 @@ def test_members_that_offer_the_same_state_are_found(start_donor: Callable[..., 
         gone = f"127.0.0.1:{closed.getsockname()[1]}"
     servers = [start_donor() for _ in range(5)]
     for donor, step, lineage in zip(servers, (5, 6, 5, 5), (9, 7, 7, 7), strict=False):
-        donor.server.offer(Message(step=step, lineage=lineage, digest=0, milliseconds=30), lambda step, part: None)
+        donor.server.offer(
+            Message(step=step, lineage=lineage, digest=0, milliseconds=30), lambda step, part: None
+        )
     addresses = [gone, *(donor.address for donor in servers)]
     asked = {slot: partial(str, address) for slot, address in enumerate(addresses, 10)}
     assert ask_all(asked, TOKEN, 5) == ask_all(asked, TOKEN, 0) == Offer((13, 14), 5, 7, 0, 30)
@@ -224,14 +230,24 @@ class Searching:
     """A search among groups with state servers at these addresses, and with a clock of its own."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, addresses: dict[int, str], known: bool = False, num_asked: int = 8
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        addresses: dict[int, str],
+        known: bool = False,
+        num_asked: int = 8,
     ) -> None:
         self.now = 100.0
         self.addresses = addresses
         self.looked_up: list[int] = []
         monkeypatch.setattr(offers, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(offers, "look_up", self._look_up)
-        peers = lambda: {slot: Peer(str(slot), "", addresses[slot] if known else "") for slot in self.addresses}  # noqa: E731
+
+        def peers() -> dict[int, Peer]:
+            return {
+                slot: Peer(str(slot), "", addresses[slot] if known else "")
+                for slot in self.addresses
+            }
+
         self.search = OfferSearch(peers, TOKEN, num_asked)
 
     def _look_up(self, peer: Peer, rank: int, token: str) -> str:
@@ -241,7 +257,9 @@ class Searching:
     def find(self, least_step: int = 1, after: int = -1) -> Offer:
         """Return the result of one search."""
         self.search.pause(0.0)
-        assert not self.search.wait(DEADLINE), "it waits for a search under way, and for nothing else"
+        assert not self.search.wait(DEADLINE), (
+            "it waits for a search under way, and for nothing else"
+        )
         assert self.search.poll(least_step, after) == NO_OFFER  # it has just begun
         assert self.search.wait(DEADLINE)
         return self.search.poll(least_step, after)
@@ -253,7 +271,10 @@ def test_of_all_groups_that_live_one_with_an_offer_is_found(
     """After a group that is unreachable, has another token or offers nothing, the next one is asked."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         gone = f"127.0.0.1:{closed.getsockname()[1]}"
-    stranger, busy, one, other = start_donor(token="another secret"), *(start_donor() for _ in range(3))
+    stranger, busy, one, other = (
+        start_donor(token="another secret"),
+        *(start_donor() for _ in range(3)),
+    )
     for number, donor in enumerate((stranger, one, other)):
         donor.server.offer(Message(step=5 + number, lineage=1, digest=2))
     addresses = {0: gone, 1: stranger.address, 2: busy.address, 3: one.address, 7: other.address}
@@ -296,7 +317,9 @@ def test_an_address_that_is_known_is_not_looked_up(
         assert this.looked_up == looked_up
 
 
-def test_a_search_in_vain_is_followed_by_another_one_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_in_vain_is_followed_by_another_one_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The pause doubles up to a second, so that a waiting group does not load the lighthouse and the others."""
     this, pauses = Searching(monkeypatch, {}), list[float]()
     assert this.find() == NO_OFFER

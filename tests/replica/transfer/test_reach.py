@@ -84,7 +84,9 @@ class Path:
 
 
 @pytest.fixture
-def lay(monkeypatch: pytest.MonkeyPatch, servers: dict[str, StateServer]) -> Iterator[Callable[..., Path]]:
+def lay(
+    monkeypatch: pytest.MonkeyPatch, servers: dict[str, StateServer]
+) -> Iterator[Callable[..., Path]]:
     """Provide paths. Lost bytes count as lost soon."""
     monkeypatch.setattr(reach, "CONNECT_SECONDS", 0.3)
     monkeypatch.setattr(reach, "_BACK_SECONDS", 0.2)
@@ -93,7 +95,9 @@ def lay(monkeypatch: pytest.MonkeyPatch, servers: dict[str, StateServer]) -> Ite
     def make(target: str, **options: int) -> Path:
         paths.append(Path(target, **options))
         if target in servers:
-            servers[target].address = paths[-1].address  # the path stands for a network, and is no relay
+            servers[target].address = paths[
+                -1
+            ].address  # the path stands for a network, and is no relay
         return paths[-1]
 
     yield make
@@ -102,7 +106,9 @@ def lay(monkeypatch: pytest.MonkeyPatch, servers: dict[str, StateServer]) -> Ite
 
 
 def ask(own: str, *addresses: str, token: str = TOKEN) -> dict[str, str]:
-    return Probe(token, own, 0)([Peer(f"u{place}", "", address) for place, address in enumerate(addresses)])
+    return Probe(token, own, 0)(
+        [Peer(f"u{place}", "", address) for place, address in enumerate(addresses)]
+    )
 
 
 def closed_port() -> str:
@@ -126,7 +132,9 @@ def test_a_peer_that_is_not_there(serve: Callable[..., str]) -> None:
     assert "refused" in reasons["u1"]
 
 
-def test_a_path_that_loses_large_packets(serve: Callable[..., str], lay: Callable[..., Path]) -> None:
+def test_a_path_that_loses_large_packets(
+    serve: Callable[..., str], lay: Callable[..., Path]
+) -> None:
     """The silence is noticed within seconds, although small packets pass."""
     own, path = serve(), lay(serve(), passes=5_000)
     began = time.monotonic()
@@ -137,7 +145,10 @@ def test_a_path_that_loses_large_packets(serve: Callable[..., str], lay: Callabl
 @pytest.mark.skipif(not supported(), reason="socket filters are Linux's")
 @pytest.mark.parametrize("connected", [False, True])
 def test_a_path_that_loses_everything(
-    serve: Callable[..., str], lay: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, connected: bool
+    serve: Callable[..., str],
+    lay: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    connected: bool,
 ) -> None:
     """It loses the first packet already, or everything once the connection is made."""
     own, peer = serve(), serve()
@@ -153,13 +164,17 @@ def test_a_path_that_loses_everything(
         monkeypatch.setattr(reach, "_connect", connect_and_cut)
     else:
         port = int(peer.split(":")[1])
-        Blackhole(1.0, lambda connections: {c.inode for c in connections if c.local[1] == port}).extend()
+        Blackhole(
+            1.0, lambda connections: {c.inode for c in connections if c.local[1] == port}
+        ).extend()
     began = time.monotonic()
     assert ask(own, peer, serve()).keys() == {"u0"}
     assert time.monotonic() - began < 5.0
 
 
-def test_a_peer_that_is_busy_can_be_reached(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_is_busy_can_be_reached(
+    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """During a long call that keeps the GIL, no thread of the peer answers.
 
     Its kernel acknowledges.
@@ -173,7 +188,9 @@ def test_a_peer_that_is_busy_can_be_reached(serve: Callable[..., str], monkeypat
 
 
 @pytest.mark.parametrize("passes", [-1, 5_000])
-def test_a_path_of_one_direction(serve: Callable[..., str], lay: Callable[..., Path], passes: int) -> None:
+def test_a_path_of_one_direction(
+    serve: Callable[..., str], lay: Callable[..., Path], passes: int
+) -> None:
     """The peer is reached, but cannot reach this rank. Such a link is dead, and the reason says so."""
     back = closed_port() if passes < 0 else lay(serve(), passes=passes).address
     reasons = ask(back, serve())
@@ -187,7 +204,9 @@ def test_a_peer_with_another_token_can_be_reached(serve: Callable[..., str]) -> 
     assert ask(own, serve(), token="another") == {}
 
 
-def test_an_address_comes_from_the_groups_store(serve: Callable[..., str], lay: Callable[..., Path]) -> None:
+def test_an_address_comes_from_the_groups_store(
+    serve: Callable[..., str], lay: Callable[..., Path]
+) -> None:
     """A rank that has never exchanged with a peer looks its address up; a store without it, or none, is a dead link."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where, own = f"127.0.0.1:{store.port}", serve()
@@ -195,11 +214,18 @@ def test_an_address_comes_from_the_groups_store(serve: Callable[..., str], lay: 
     store.set(there, add_seal(TOKEN, there, serve()))
     store.set(forged, add_seal(TOKEN, there, serve()))  # copied from another key
     silent = lay(where, passes=0).address
-    peers = [Peer("there", where), Peer("unknown", where), Peer("gone", closed_port()), Peer("silent", silent)]
+    peers = [
+        Peer("there", where),
+        Peer("unknown", where),
+        Peer("gone", closed_port()),
+        Peer("silent", silent),
+    ]
     peers.append(Peer("forged", where))
     began = time.monotonic()
     probe = Probe(TOKEN, own, 1)
-    assert probe(peers).keys() == {"unknown", "gone", "silent"}, "a stranger's writing makes no link dead"
+    assert probe(peers).keys() == {"unknown", "gone", "silent"}, (
+        "a stranger's writing makes no link dead"
+    )
     assert time.monotonic() - began < 5.0
     assert [peer.unique for peer in probe.find_answering(peers)] == ["there"]
 

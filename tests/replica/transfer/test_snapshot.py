@@ -42,7 +42,10 @@ def bytes_of(training: Any) -> list[bytes]:
     for optimizer in training.optimizers:
         for parameter in optimizer.param_groups[0]["params"]:
             tensors += [value for _, value in sorted(optimizer.state[parameter].items())]
-    return [device.local_shard(t).detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+    return [
+        device.local_shard(t).detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for t in tensors
+    ]
 
 
 def header_of(snapshot: Snapshot) -> dict[str, Any]:
@@ -76,7 +79,10 @@ def test_a_fresh_group_becomes_the_donor(tiny: Tiny, world: None, kind: dict[str
     assert joiner.train(3) == donor.train(3)
     assert bytes_of(joiner) == bytes_of(donor)
     assert joiner.state.digest() == donor.state.digest() != before
-    group, donors = joiner.optimizers.optimizers[0].param_groups[0], donor.optimizers.optimizers[0].param_groups[0]
+    group, donors = (
+        joiner.optimizers.optimizers[0].param_groups[0],
+        donor.optimizers.optimizers[0].param_groups[0],
+    )
     assert {key: group[key] for key in group if key != "params"} == {
         key: donors[key] for key in group if key != "params"
     }
@@ -166,7 +172,9 @@ def test_the_copy_says_what_it_is(tiny: Tiny) -> None:
     """Step and lineage are in the snapshot and in the header that travels with it."""
     snapshot = tiny(seed=1).state.copy(12, 2**48 - 1)
     header = header_of(snapshot)
-    assert (snapshot.step, snapshot.lineage) == (header["step"], header["lineage"]) == (12, 2**48 - 1)
+    assert (
+        (snapshot.step, snapshot.lineage) == (header["step"], header["lineage"]) == (12, 2**48 - 1)
+    )
     assert header["bytes"] == snapshot.payload.numel()
     assert snapshot.payload.dtype == torch.uint8
 
@@ -178,7 +186,10 @@ def test_buffers_that_are_not_saved_do_not_heal(tiny: Tiny) -> None:
     snapshot = donor.state.copy(1, 0)
     names = [entry["name"] for entry in header_of(snapshot)["tensors"]]
     assert not [name for name in names if "scratch" in name]
-    assert [name for name in names if name.endswith(("passes", "mask"))] == ["buffer/0/.passes", "buffer/0/inner.mask"]
+    assert [name for name in names if name.endswith(("passes", "mask"))] == [
+        "buffer/0/.passes",
+        "buffer/0/inner.mask",
+    ]
     digest = donor.state.digest()
     donor.model.scratch.fill_(5.0)
     joiner.model.scratch.fill_(3.0)
@@ -234,7 +245,10 @@ def test_where_memory_is_scarce_donors_copy_parts(
     leave(monkeypatch, 2 * size - 2)
     parts = [donor.state.copy(2, 77, Part(place, number)) for place in range(number)]
     assert {part.header for part in parts} == {whole.header}
-    assert [part.byte_range.start for part in parts] == [0, *(part.byte_range.stop for part in parts[:-1])]
+    assert [part.byte_range.start for part in parts] == [
+        0,
+        *(part.byte_range.stop for part in parts[:-1]),
+    ]
     offsets = [entry["offset"] for entry in header_of(whole)["tensors"]]
     largest = max(after - before for before, after in pairwise([*offsets, size]))
     assert all(len(part.byte_range) <= size / number + largest for part in parts)
@@ -244,7 +258,9 @@ def test_where_memory_is_scarce_donors_copy_parts(
     assert bytes_of(joiner) == bytes_of(donor)
 
 
-def test_where_memory_is_not_scarce_a_donor_copies_all(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_memory_is_not_scarce_a_donor_copies_all(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Half of the free memory suffices for all ranks, or is unknown, or the memory is at hand."""
     donor = tiny(seed=1)
     donor.train(1)
@@ -258,7 +274,9 @@ def test_where_memory_is_not_scarce_a_donor_copies_all(tiny: Tiny, monkeypatch: 
     assert donor.state.copy(1, 0, Part(1, 3)).byte_range == range(size)
 
 
-def test_a_shared_state_is_copied_in_parts_where_memory_is_scarce(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_state_is_copied_in_parts_where_memory_is_scarce(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of a joiner's donors copies its own part."""
     donor = tiny(seed=1, buffers=False)
     donor.train(1)
@@ -331,7 +349,9 @@ def test_an_update_waits_for_no_memory_that_another_threads_copy_takes(
     assert len(taken) == 1
 
 
-def test_an_update_waits_for_another_threads_copy(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_waits_for_another_threads_copy(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise the copy would contain half of the update."""
     donor, joiner = tiny(seed=1, buffers=False), tiny(seed=2, buffers=False)
     donor.train(1)
@@ -475,7 +495,12 @@ def test_chunks_cannot_be_swapped() -> None:
     """Two chunks in another order give another sum."""
     lanes = torch.randint(2**62, (3 * _HASH_CHUNK,), generator=torch.Generator().manual_seed(0))
     first, second, third = lanes.split(_HASH_CHUNK)
-    orders = [(first, second, third), (second, first, third), (first, third, second), (third, second, first)]
+    orders = [
+        (first, second, third),
+        (second, first, third),
+        (first, third, second),
+        (third, second, first),
+    ]
     assert len({lane_sum(torch.cat(order)) for order in orders}) == len(orders)
 
 
@@ -511,7 +536,9 @@ def test_memory_layout_does_not_matter() -> None:
 # Shards
 
 
-def test_sharded_optimizer_state_gets_the_sharding_of_its_parameter(tiny: Tiny, world: None) -> None:
+def test_sharded_optimizer_state_gets_the_sharding_of_its_parameter(
+    tiny: Tiny, world: None
+) -> None:
     """On a fresh FSDP model, moments arrive as DTensors like their parameter, Adam's step as a plain scalar."""
     donor, joiner = tiny(seed=1, shard=True), tiny(seed=2, shard=True)
     donor.train(1)
@@ -550,20 +577,28 @@ def snapshot(tiny: Tiny) -> Snapshot:
 def test_a_tensor_of_another_shape_is_named(tiny: Tiny, snapshot: Snapshot) -> None:
     """Another width of the model is refused, with name and both shapes."""
     header = header_of(snapshot)
-    entry = next(entry for entry in header["tensors"] if entry["name"] == "model/0/embedding.weight")
+    entry = next(
+        entry for entry in header["tensors"] if entry["name"] == "model/0/embedding.weight"
+    )
     entry["shape"] = [11, 3]
-    check_refused(tiny, with_header(snapshot, header), "model/0/embedding.weight", "[11, 3]", "[11, 6]")
+    check_refused(
+        tiny, with_header(snapshot, header), "model/0/embedding.weight", "[11, 3]", "[11, 6]"
+    )
 
 
 def test_a_tensor_of_another_dtype_is_named(tiny: Tiny) -> None:
     """Another training dtype is refused, with name and both dtypes."""
-    check_refused(tiny, tiny(seed=1, dtype=torch.bfloat16).state.copy(0, 0), "model/0/", "bfloat16", "float32")
+    check_refused(
+        tiny, tiny(seed=1, dtype=torch.bfloat16).state.copy(0, 0), "model/0/", "bfloat16", "float32"
+    )
 
 
 def test_a_tensor_that_the_donor_lacks_is_named(tiny: Tiny, snapshot: Snapshot) -> None:
     """A parameter that the donor's model lacks is named."""
     header = header_of(snapshot)
-    header["tensors"] = [entry for entry in header["tensors"] if entry["name"] != "model/0/inner.0.bias"]
+    header["tensors"] = [
+        entry for entry in header["tensors"] if entry["name"] != "model/0/inner.0.bias"
+    ]
     check_refused(tiny, with_header(snapshot, header), "model/0/inner.0.bias")
 
 

@@ -48,8 +48,13 @@ def test_every_byte_arrives(donor: Donor, num_bytes: int, connections: int) -> N
 def test_a_header_longer_than_a_line_arrives(donor: Donor) -> None:
     """The header of a large model has thousands of entries, and is longer than a line may be."""
     snapshot = make_snapshot(5, 10)
-    header = {**json.loads(snapshot.header), "tensors": [{"name": f"model/0/layers.{n}.weight"} for n in range(20_000)]}
-    sent = donor.publish(Snapshot(5, snapshot.lineage, json.dumps(header).encode(), snapshot.payload))
+    header = {
+        **json.loads(snapshot.header),
+        "tensors": [{"name": f"model/0/layers.{n}.weight"} for n in range(20_000)],
+    }
+    sent = donor.publish(
+        Snapshot(5, snapshot.lineage, json.dumps(header).encode(), snapshot.payload)
+    )
     check_equal(donor.fetch(5), sent)
 
 
@@ -120,7 +125,9 @@ def prove(connection: socket.socket) -> SealedStream:
     return check_joiner(connection, f"{host}:{port}", TOKEN)
 
 
-def test_a_donor_that_closes_ends_all_connections_of_a_fetch(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_donor_that_closes_ends_all_connections_of_a_fetch(
+    donor: Donor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The donor publishes a later step. The fetch ends with the donor's error."""
     donor.publish(make_snapshot(5, 10 * CHUNK))
     request = state_fetch._DonorConnection.request
@@ -181,7 +188,9 @@ def test_a_cancelled_transfer_ends(donor: Donor) -> None:
     assert donor.served == []
 
 
-def test_the_state_is_complete_without_the_last_word(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_is_complete_without_the_last_word(
+    donor: Donor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A donor that dies right after the last byte has given the state. It only misses the farewell."""
     sent = donor.publish(make_snapshot(5, 3 * CHUNK))
     request = state_fetch._DonorConnection.request
@@ -204,20 +213,34 @@ def send_corrupted(connection: socket.socket, data: memoryview) -> None:
 @pytest.mark.parametrize("place", ["header", 0, 2 * CHUNK, 4 * CHUNK])
 @pytest.mark.parametrize("times", [1, 2])
 def test_what_arrives_corrupted_is_fetched_again(
-    donor: Donor, watch: Callable[..., list[Any]], caplog: pytest.LogCaptureFixture, place: object, times: int
+    donor: Donor,
+    watch: Callable[..., list[Any]],
+    caplog: pytest.LogCaptureFixture,
+    place: object,
+    times: int,
 ) -> None:
     """A flipped bit in the header or in a chunk is noticed and logged, and that part is fetched again."""
-    asked = watch(lambda where, count, send: send_corrupted if where == place and count <= times else send)
+    asked = watch(
+        lambda where, count, send: send_corrupted if where == place and count <= times else send
+    )
     sent = donor.publish(make_snapshot(5, 4 * CHUNK + 1))
     check_equal(donor.fetch(5), sent)
-    assert Counter(asked) == {"header": 1, **dict.fromkeys(range(0, 5 * CHUNK, CHUNK), 1), place: times + 1}
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert Counter(asked) == {
+        "header": 1,
+        **dict.fromkeys(range(0, 5 * CHUNK, CHUNK), 1),
+        place: times + 1,
+    }
+    warnings = [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    ]
     what = "the header" if place == "header" else f"bytes at {place} "
     assert len(warnings) == times
     assert all(what in warning and donor.address in warning for warning in warnings)
 
 
-def test_what_always_arrives_corrupted_fails_the_transfer(donor: Donor, watch: Callable[..., list[Any]]) -> None:
+def test_what_always_arrives_corrupted_fails_the_transfer(
+    donor: Donor, watch: Callable[..., list[Any]]
+) -> None:
     """After three tries of one chunk the transfer fails, and the error names the chunk."""
     asked = watch(lambda where, _, send: send_corrupted if where == 2 * CHUNK else send)
     donor.publish(make_snapshot(5, 5 * CHUNK))
@@ -249,12 +272,18 @@ class Proxy:
         while not self._closed.is_set():
             if select.select([self._listener], [], [], 0.02)[0]:
                 joiner, _ = self._listener.accept()
-                threading.Thread(target=self._relay, args=(joiner, self._cuts.get(self.accepted, 1 << 60))).start()
+                threading.Thread(
+                    target=self._relay, args=(joiner, self._cuts.get(self.accepted, 1 << 60))
+                ).start()
                 self.accepted += 1
         self._listener.close()
 
     def _relay(self, joiner: socket.socket, left: int) -> None:
-        with joiner, socket.create_connection(("127.0.0.1", self._port)) as donor, contextlib.suppress(OSError):
+        with (
+            joiner,
+            socket.create_connection(("127.0.0.1", self._port)) as donor,
+            contextlib.suppress(OSError),
+        ):
             while left:
                 ready, _, _ = select.select([joiner, donor], [], [], 0.1)
                 if self._closed.is_set():
@@ -302,10 +331,17 @@ def test_a_broken_connection_is_made_again(
 ) -> None:
     """A connection that breaks or falls silent within a chunk costs that chunk only, and no timeout."""
     monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 1.5)
-    asked, proxy = watch(), start_proxy(donor, {1: 5300}, how)  # 0 is the header's; within: 4 chunks and their lines
+    asked, proxy = (
+        watch(),
+        start_proxy(donor, {1: 5300}, how),
+    )  # 0 is the header's; within: 4 chunks and their lines
     sent = donor.publish(make_snapshot(5, 10 * CHUNK))
     check_equal(fetch([proxy.address], TOKEN, 5, "4", 1, 600.0), sent)
-    assert Counter(asked) == {"header": 1, **dict.fromkeys(range(0, 10 * CHUNK, CHUNK), 1), 4 * CHUNK: 2}
+    assert Counter(asked) == {
+        "header": 1,
+        **dict.fromkeys(range(0, 10 * CHUNK, CHUNK), 1),
+        4 * CHUNK: 2,
+    }
     assert proxy.accepted == 3
     assert donor.told.wait(DEADLINE)
 
@@ -322,13 +358,17 @@ def test_all_connections_may_break(
     assert len(asked) <= 61 + len(cuts)
 
 
-def test_the_donor_is_told_even_if_the_first_connection_broke(donor: Donor, start_proxy: Callable[..., Proxy]) -> None:
+def test_the_donor_is_told_even_if_the_first_connection_broke(
+    donor: Donor, start_proxy: Callable[..., Proxy]
+) -> None:
     """The header's connection is idle during the transfer. It may break meanwhile."""
     sent = donor.publish(make_snapshot(5, CHUNK))
     digest = hashlib.sha256(sent.header).hexdigest()
     answer = {"held": [0, CHUNK], "bytes": len(sent.header), "sha256": digest}
     lines = ({"nonce": "0" * 32, "version": VERSION}, {"proof": "0" * 64}, answer)
-    num_bytes = sum(len(msgspec.json.encode(line)) + 1 for line in lines) + len(digest)  # of the seal
+    num_bytes = sum(len(msgspec.json.encode(line)) + 1 for line in lines) + len(
+        digest
+    )  # of the seal
     proxy = start_proxy(donor, {0: num_bytes + len(sent.header)}, "close")
     check_equal(fetch([proxy.address], TOKEN, 5, "4", 1, DEADLINE), sent)
     assert donor.told.wait(DEADLINE)
@@ -347,7 +387,9 @@ def test_connections_that_always_break_fail_the_transfer(
     assert Counter(asked) == {"header": 1, 0: 3}
 
 
-def test_a_donor_that_is_gone_is_given_up_at_once(donor: Donor, start_proxy: Callable[..., Proxy]) -> None:
+def test_a_donor_that_is_gone_is_given_up_at_once(
+    donor: Donor, start_proxy: Callable[..., Proxy]
+) -> None:
     """After a break nobody listens any more. Another donor can be asked without a wait."""
     proxy = start_proxy(donor, {1: 5300}, "gone")
     donor.publish(make_snapshot(5, 10 * CHUNK))
@@ -387,9 +429,20 @@ def test_what_has_come_of_a_state_is_let_go_of_at_once(
     gc.disable()
     try:
         fetched = background.submit(
-            fetch, [address], TOKEN, 5, "4", 1, 600.0, cancelled, lambda place, error: None, note_share
+            fetch,
+            [address],
+            TOKEN,
+            5,
+            "4",
+            1,
+            600.0,
+            cancelled,
+            lambda place, error: None,
+            note_share,
         )
-        assert isinstance(fetched.exception(DEADLINE), ZeroDivisionError if how == "bug" else TransferError)
+        assert isinstance(
+            fetched.exception(DEADLINE), ZeroDivisionError if how == "bug" else TransferError
+        )
         assert some.is_set()
         (state,) = taken
         del fetched
@@ -412,7 +465,9 @@ def test_a_stopped_donor_is_given_up_before_the_timeout(monkeypatch: pytest.Monk
     assert time.monotonic() - started < DEADLINE
 
 
-def test_cancelling_ends_a_chunk_under_way(start_donor: Callable[..., Donor], background: ThreadPoolExecutor) -> None:
+def test_cancelling_ends_a_chunk_under_way(
+    start_donor: Callable[..., Donor], background: ThreadPoolExecutor
+) -> None:
     """A cancelled transfer ends within a chunk, even while the donor waits for its snapshot."""
     donor, cancelled = start_donor(max_mbps=0.001, wait_seconds=60.0), threading.Event()
     fetched = background.submit(fetch, [donor.address], TOKEN, 5, "4", 2, 600.0, cancelled)
@@ -429,7 +484,9 @@ def test_cancelling_ends_a_chunk_under_way(start_donor: Callable[..., Donor], ba
         fetched.result(DEADLINE)
 
 
-def test_a_slow_connection_does_not_hold_up_the_others(donor: Donor, watch: Callable[..., list[Any]]) -> None:
+def test_a_slow_connection_does_not_hold_up_the_others(
+    donor: Donor, watch: Callable[..., list[Any]]
+) -> None:
     """The other connection fetches all chunks but the one that is stuck."""
     others = set(range(CHUNK, 10 * CHUNK, CHUNK))
 
@@ -444,7 +501,9 @@ def test_a_slow_connection_does_not_hold_up_the_others(donor: Donor, watch: Call
     assert asked.count(0) == 1
 
 
-def test_one_failure_ends_the_other_connections(donor: Donor, watch: Callable[..., list[Any]]) -> None:
+def test_one_failure_ends_the_other_connections(
+    donor: Donor, watch: Callable[..., list[Any]]
+) -> None:
     """A transfer that can no longer succeed does not wait for its other connections."""
     release, stuck = threading.Event(), threading.Event()
 
@@ -487,7 +546,9 @@ def test_a_transfer_may_last_as_long_as_bytes_arrive(
 
     monkeypatch.setattr(state_fetch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(state_fetch._Slices, "finish", finish_late)
-    monkeypatch.setattr(state_fetch._Slices, "_find_late", lambda *_: None)  # no slice is late by this clock
+    monkeypatch.setattr(
+        state_fetch._Slices, "_find_late", lambda *_: None
+    )  # no slice is late by this clock
     donors = start_donors(start_donor, 2)
     snapshot = make_snapshot(5, 10 * CHUNK)
     for donor in donors:
@@ -555,7 +616,9 @@ def test_a_donor_that_dies_costs_its_slices(
 
 
 def test_a_donor_that_falls_silent_holds_nothing_up(
-    start_donor: Callable[..., Donor], watch: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+    start_donor: Callable[..., Donor],
+    watch: Callable[..., list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The others are asked for its slices long before its connection counts as broken."""
     monkeypatch.setattr(state_fetch, "_LATE_SECONDS", 0.1)
@@ -584,7 +647,9 @@ def test_a_donor_that_falls_silent_holds_nothing_up(
 
 
 def test_what_comes_too_late_is_not_kept(
-    start_donor: Callable[..., Donor], watch: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+    start_donor: Callable[..., Donor],
+    watch: Callable[..., list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A slice that two donors give counts once. The later one does not write into the state."""
     monkeypatch.setattr(state_fetch, "_LATE_SECONDS", 0.05)
@@ -593,7 +658,9 @@ def test_what_comes_too_late_is_not_kept(
     def hold_first(place: Any, times: int, send: Any) -> Any:
         if place == 0 and times == 1:
             release.wait(DEADLINE)
-        elif place == 0:  # the other donor's answer is on its way: let the first one's come a moment later
+        elif (
+            place == 0
+        ):  # the other donor's answer is on its way: let the first one's come a moment later
             threading.Timer(0.05, release.set).start()
         return send
 
@@ -612,10 +679,16 @@ def test_donors_whose_headers_differ_are_not_mixed(start_donor: Callable[..., Do
     snapshot = make_snapshot(5, 10 * CHUNK)
     other = json.loads(snapshot.header) | {"scalars": {"lr": 2.0}}
     donors[0].publish(snapshot)
-    donors[1].publish(Snapshot(5, snapshot.lineage, json.dumps(other).encode(), torch.zeros_like(snapshot.payload)))
+    donors[1].publish(
+        Snapshot(
+            5, snapshot.lineage, json.dumps(other).encode(), torch.zeros_like(snapshot.payload)
+        )
+    )
     fetched = fetch_from(donors, lose=lambda *what: lost.append(what))
     first = 0 if fetched.header == snapshot.header else 1
-    assert torch.equal(fetched.payload, snapshot.payload if first == 0 else torch.zeros_like(snapshot.payload))
+    assert torch.equal(
+        fetched.payload, snapshot.payload if first == 0 else torch.zeros_like(snapshot.payload)
+    )
     wait_until(lambda: donors[first].given == 10 * CHUNK)
     assert [place for place, _ in lost] in ([], [1 - first])  # it may come when all is there
 
@@ -631,7 +704,9 @@ def test_a_donor_that_has_yet_to_copy_is_not_waited_for(start_donor: Callable[..
     assert donors[0].served == []
 
 
-def test_no_donor_is_lost_when_the_transfer_is_not_wanted(start_donor: Callable[..., Donor]) -> None:
+def test_no_donor_is_lost_when_the_transfer_is_not_wanted(
+    start_donor: Callable[..., Donor],
+) -> None:
     """After a cancel no donor is reported as lost."""
     donors, lost, cancelled = start_donors(start_donor, 3), [], threading.Event()
     for donor in donors:
@@ -650,7 +725,9 @@ def test_without_any_donor_left_the_error_names_all(start_donor: Callable[..., D
     donors, lost = start_donors(start_donor, 2), []
     for donor in donors:
         donor.publish(make_snapshot(6, CHUNK))
-    with pytest.raises(TransferError, match=rf"{donors[0].address}, {donors[1].address}: the donor has no state of"):
+    with pytest.raises(
+        TransferError, match=rf"{donors[0].address}, {donors[1].address}: the donor has no state of"
+    ):
         fetch_from(donors, lose=lambda *what: lost.append(what))
     assert len(lost) == 1, "the second one is the end of the attempt, which has an event of its own"
     with pytest.raises(RefusedError, match="TITAN_FT_TOKEN"):
@@ -663,7 +740,9 @@ def test_without_any_donor_left_the_error_names_all(start_donor: Callable[..., D
 def publish_parts(donors: list[Donor], sent: Snapshot, *held: tuple[int, int]) -> None:
     """Let each donor hold the bytes of its range."""
     for donor, (first, end) in zip(donors, held, strict=True):
-        donor.publish(dataclasses.replace(sent, payload=sent.payload[first:end].clone(), first_byte=first))
+        donor.publish(
+            dataclasses.replace(sent, payload=sent.payload[first:end].clone(), first_byte=first)
+        )
 
 
 @pytest.mark.parametrize(
@@ -683,7 +762,9 @@ def test_parts_that_donors_hold_become_one_state(
     donors, sent, lost = start_donors(start_donor, len(held)), make_snapshot(5, 9 * CHUNK + 1), []
     publish_parts(donors, sent, *held)
     shares: list[float] = []
-    check_equal(fetch_from(donors, lose=lambda *what: lost.append(what), note_share=shares.append), sent)
+    check_equal(
+        fetch_from(donors, lose=lambda *what: lost.append(what), note_share=shares.append), sent
+    )
     wait_until(lambda: sum(donor.given for donor in donors) == sent.payload.numel())
     assert all(donor.given <= end - first for donor, (first, end) in zip(donors, held, strict=True))
     assert lost == []
@@ -698,12 +779,18 @@ def test_a_donor_that_alone_held_its_part_costs_the_attempt(
 
     The others, which can give all their bytes, are not reported as lost.
     """
-    donors, sent, lost = start_donors(start_donor, 3, max_mbps=0.01), make_snapshot(5, 30 * CHUNK), []
+    donors, sent, lost = (
+        start_donors(start_donor, 3, max_mbps=0.01),
+        make_snapshot(5, 30 * CHUNK),
+        [],
+    )
     publish_parts(donors, sent, (0, 10 * CHUNK), (10 * CHUNK, 20 * CHUNK), (20 * CHUNK, 30 * CHUNK))
     proxy = start_proxy(donors[1], {1: 300}, "gone")
     addresses = [donors[0].address, proxy.address, donors[2].address]
     started = time.monotonic()  # of 8 s that each of the others would take
-    with pytest.raises(TransferError, match="the donors that are left do not hold all of it") as raised:
+    with pytest.raises(
+        TransferError, match="the donors that are left do not hold all of it"
+    ) as raised:
         fetch(addresses, TOKEN, 5, "4", 3, DEADLINE, lose=lambda *what: lost.append(what))
     assert time.monotonic() - started < DEADLINE / 2
     assert "ConnectionRefused" in str(raised.value)
@@ -712,7 +799,10 @@ def test_a_donor_that_alone_held_its_part_costs_the_attempt(
 
 def test_what_a_dead_donor_owes_is_cut_to_what_the_others_hold() -> None:
     """This includes a slice that was under way when they reported their bytes. The order stays."""
-    slices, limits = state_fetch._Slices(3), state_fetch._TransferLimits(DEADLINE, threading.Event())
+    slices, limits = (
+        state_fetch._Slices(3),
+        state_fetch._TransferLimits(DEADLINE, threading.Event()),
+    )
     slices.lay_out(3 * CHUNK)
     slices.note_held(0, range(3 * CHUNK))
     assert slices.take(0, limits) == range(CHUNK)
@@ -740,7 +830,9 @@ def test_a_donor_that_says_nonsense_of_what_it_holds_gives_nothing(
     """It claims more bytes than there are, or a negative range. Nobody waits for them."""
     donors, sent = start_donors(start_donor, 2), make_snapshot(5, 10 * CHUNK)
     publish_parts(donors, sent, (0, 5 * CHUNK), (5 * CHUNK, 10 * CHUNK))
-    monkeypatch.setattr(Snapshot, "byte_range", property(lambda each: range(each.first_byte + 5, each.first_byte)))
+    monkeypatch.setattr(
+        Snapshot, "byte_range", property(lambda each: range(each.first_byte + 5, each.first_byte))
+    )
     started = time.monotonic()
     with pytest.raises(TransferError, match="the donors that are left do not hold all of it"):
         fetch_from(donors)

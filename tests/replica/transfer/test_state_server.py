@@ -37,13 +37,17 @@ def test_a_wrong_token_is_refused_by_the_donor(donor: Donor) -> None:
 
 
 @pytest.mark.parametrize("proof", ["", "not ascii: \xe9\u4e2d", 7, None, ["a"]])
-def test_an_unproven_connection_learns_nothing(donor: Donor, proof: object, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_unproven_connection_learns_nothing(
+    donor: Donor, proof: object, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Whatever the proof is, the donor refuses, closes the connection, and prints no traceback."""
     donor.publish(make_snapshot(5, 10))
     with socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as stranger:
         stream = stranger.makefile("rwb")
         assert set(json.loads(stream.readline())) == {"nonce", "version"}
-        stream.write(json.dumps({"nonce": "00", "proof": proof, "version": VERSION}).encode() + b"\n")
+        stream.write(
+            json.dumps({"nonce": "00", "proof": proof, "version": VERSION}).encode() + b"\n"
+        )
         stream.write(b'{"step": 5, "header": true}\n')
         stream.flush()
         answer = stream.readline()
@@ -134,7 +138,9 @@ def test_a_step_that_is_over_is_an_error_at_once(donor: Donor) -> None:
     assert time.monotonic() - started < DEADLINE / 2
 
 
-def test_a_step_that_comes_while_the_joiner_waits_is_served(donor: Donor, background: ThreadPoolExecutor) -> None:
+def test_a_step_that_comes_while_the_joiner_waits_is_served(
+    donor: Donor, background: ThreadPoolExecutor
+) -> None:
     """The joiner may ask before the donor's copy is complete."""
     donor.publish(make_snapshot(4, 10))
     fetched = background.submit(donor.fetch, 5)
@@ -155,7 +161,9 @@ def test_a_withdrawn_snapshot_is_served_to_nobody(start_donor: Callable[..., Don
 
 def test_memory_under_a_reader_is_not_given_back(donor: Donor) -> None:
     """Withdrawn in the middle of an answer, a snapshot stays until the reader has all of it."""
-    sent = make_snapshot(5, 32 << 20)  # more than the sockets hold, so that the answer waits for the reader
+    sent = make_snapshot(
+        5, 32 << 20
+    )  # more than the sockets hold, so that the answer waits for the reader
     donor.publish(sent)
     expected = sent.payload.clone()
     with donor.connect() as connection:
@@ -173,7 +181,16 @@ def test_memory_under_a_reader_is_not_given_back(donor: Donor) -> None:
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"", b"\n", b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95" * 50, b"[1, 2]\n", b"null\n", b"[" * 8000, b"x" * 100_000],
+    [
+        b"",
+        b"\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x80\x04\x95" * 50,
+        b"[1, 2]\n",
+        b"null\n",
+        b"[" * 8000,
+        b"x" * 100_000,
+    ],
     ids=["nothing", "empty line", "http", "pickle", "list", "null", "nesting", "long line"],
 )
 def test_garbage_from_a_stranger_does_not_hurt_the_donor(
@@ -192,7 +209,9 @@ def test_garbage_from_a_stranger_does_not_hurt_the_donor(
     assert capfd.readouterr().err == ""
 
 
-def test_requests_of_a_proven_joiner_may_be_wrong_too(donor: Donor, capfd: pytest.CaptureFixture[str]) -> None:
+def test_requests_of_a_proven_joiner_may_be_wrong_too(
+    donor: Donor, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A bad request ends its connection, and not the server."""
     sent = donor.publish(make_snapshot(5, CHUNK))
     for request in ({"step": "five"}, {"offset": 0}, {"step": 5, "offset": 0}, {"step": [5]}):
@@ -206,25 +225,40 @@ def test_requests_of_a_proven_joiner_may_be_wrong_too(donor: Donor, capfd: pytes
 def test_a_range_beyond_the_state_is_no_other_memory(donor: Donor) -> None:
     """Memory beyond the snapshot is never sent."""
     donor.publish(make_snapshot(5, CHUNK))
-    with donor.connect() as connection, pytest.raises(TransferError, match="has bytes 0 to 1000 of the state only"):
-        connection.request({"step": 5, "offset": CHUNK - 10, "bytes": 50}, memoryview(bytearray(50)))
+    with (
+        donor.connect() as connection,
+        pytest.raises(TransferError, match="has bytes 0 to 1000 of the state only"),
+    ):
+        connection.request(
+            {"step": 5, "offset": CHUNK - 10, "bytes": 50}, memoryview(bytearray(50))
+        )
 
 
 def test_nor_is_a_range_before_the_part_that_is_here(donor: Donor) -> None:
     """A donor with scarce memory has a part only, which does not start where the state does."""
     whole = make_snapshot(5, 4 * CHUNK)
-    donor.publish(dataclasses.replace(whole, payload=whole.payload[CHUNK : 3 * CHUNK].clone(), first_byte=CHUNK))
+    donor.publish(
+        dataclasses.replace(
+            whole, payload=whole.payload[CHUNK : 3 * CHUNK].clone(), first_byte=CHUNK
+        )
+    )
     with donor.connect() as connection:
         answer, _ = connection.request({"step": 5, "header": True})
         assert answer["held"] == (CHUNK, 3 * CHUNK)
         for offset in (0, CHUNK - 1, 3 * CHUNK - 49):
             with pytest.raises(TransferError, match="has bytes 1000 to 3000 of the state only"):
-                connection.request({"step": 5, "offset": offset, "bytes": 50}, memoryview(bytearray(50)))
-        _, found = connection.request({"step": 5, "offset": CHUNK, "bytes": 50}, memoryview(bytearray(50)))
+                connection.request(
+                    {"step": 5, "offset": offset, "bytes": 50}, memoryview(bytearray(50))
+                )
+        _, found = connection.request(
+            {"step": 5, "offset": CHUNK, "bytes": 50}, memoryview(bytearray(50))
+        )
         assert bytes(found) == bytes(whole.payload[CHUNK : CHUNK + 50].numpy())
 
 
-def test_a_slow_joiner_does_not_hold_up_another(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_joiner_does_not_hold_up_another(
+    donor: Donor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While one joiner reads nothing, another one gets the whole state."""
     sent = donor.publish(make_snapshot(5, 32 << 20))
     with donor.connect() as slow:
@@ -237,7 +271,9 @@ def test_a_slow_joiner_does_not_hold_up_another(donor: Donor, monkeypatch: pytes
 def test_idle_strangers_do_not_hold_up_a_joiner(donor: Donor) -> None:
     """Silent connections take no thread that a joiner would need."""
     sent = donor.publish(make_snapshot(5, CHUNK))
-    strangers = [socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) for _ in range(50)]
+    strangers = [
+        socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) for _ in range(50)
+    ]
     try:
         check_equal(donor.fetch(5), sent)
     finally:
@@ -287,7 +323,9 @@ def test_the_oldest_of_many_strangers_is_dropped(donor: Donor) -> None:
         check_equal(donor.fetch(5), sent)
 
 
-def test_a_throttled_donor_keeps_to_the_rate(start_donor: Callable[..., Donor], background: ThreadPoolExecutor) -> None:
+def test_a_throttled_donor_keeps_to_the_rate(
+    start_donor: Callable[..., Donor], background: ThreadPoolExecutor
+) -> None:
     """Two joiners with three connections each share the rate, and both get every byte."""
     donor = start_donor(max_mbps=4.0)  # half a million bytes per second
     sent = donor.publish(make_snapshot(5, 100 * CHUNK))
@@ -300,7 +338,9 @@ def test_a_throttled_donor_keeps_to_the_rate(start_donor: Callable[..., Donor], 
 
 @pytest.mark.slow
 def test_a_throttled_donor_is_not_taken_for_dead(
-    start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start_donor: Callable[..., Donor],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A chunk may take longer than the silence that breaks a connection. Slow bytes are no silence."""
     monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 3.0)
@@ -322,7 +362,9 @@ def test_a_throttled_answer_ends_with_its_joiner(start_donor: Callable[..., Dono
     assert donor.server.withdraw() is sent
 
 
-def test_closing_ends_a_throttled_answer(start_donor: Callable[..., Donor], background: ThreadPoolExecutor) -> None:
+def test_closing_ends_a_throttled_answer(
+    start_donor: Callable[..., Donor], background: ThreadPoolExecutor
+) -> None:
     """A closed server stops sending, and its joiner notices at once."""
     donor = start_donor(max_mbps=0.001)
     donor.publish(make_snapshot(5, 10))
@@ -350,7 +392,9 @@ def test_a_joiner_that_takes_nothing_is_dropped(
 
 
 def test_a_donor_that_has_yet_to_copy_says_so(
-    start_donor: Callable[..., Donor], background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    start_donor: Callable[..., Donor],
+    background: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It says so again and again until the snapshot is there."""
     monkeypatch.setattr(state_server, "_WAITING_SECONDS", 0.02)
@@ -398,7 +442,9 @@ def test_a_donor_that_has_yet_to_copy_is_not_silent(
     assert not caplog.records
 
 
-def test_states_of_two_lineages_are_never_mixed(donor: Donor, watch: Callable[..., list[Any]]) -> None:
+def test_states_of_two_lineages_are_never_mixed(
+    donor: Donor, watch: Callable[..., list[Any]]
+) -> None:
     """A donor's state of the same step is replaced.
 
     The donor does not serve the rest of the first one.
@@ -412,7 +458,9 @@ def test_states_of_two_lineages_are_never_mixed(donor: Donor, watch: Callable[..
 
     watch(replace)
     with pytest.raises(TransferError, match=r"no state of step 5 .it has step 5 of lineage 77"):
-        donor.fetch(5, connections=1)  # a second connection could fetch the whole rest before the donor replaces it
+        donor.fetch(
+            5, connections=1
+        )  # a second connection could fetch the whole rest before the donor replaces it
 
 
 def test_a_closed_server_listens_no_more(donor: Donor) -> None:
@@ -446,12 +494,25 @@ def test_it_listens_on_the_given_address_only(donor: Donor) -> None:
 
 def test_nothing_is_unpickled() -> None:
     """The transfer cannot create objects from received bytes: it reads JSON and raw bytes only."""
-    tree = ast.parse("\n".join(inspect.getsource(module) for module in (pace, state_fetch, state_server, wire)))
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    tree = ast.parse(
+        "\n".join(inspect.getsource(module) for module in (pace, state_fetch, state_server, wire))
+    )
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     called = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
     names = {getattr(function, "attr", getattr(function, "id", "")) for function in called}
-    assert not {name.partition(".")[0] for name in imported} & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+    assert not {name.partition(".")[0] for name in imported} & {
+        "pickle",
+        "marshal",
+        "shelve",
+        "dill",
+        "cloudpickle",
+    }
     assert not names & {"load", "eval", "exec", "compile", "__import__", "getattr", "import_module"}
     assert "decode" in names, "this test looks at the right module"
 

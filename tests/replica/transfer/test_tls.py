@@ -23,7 +23,9 @@ from titan_ft.transfer.state_server import StateServer
 from titan_ft.transfer.tls import Certificate
 from titan_ft.transfer.wire import Message, _skip_blanks, check_joiner
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+pytestmark = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="openssl makes the certificate"
+)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +119,9 @@ def test_tls_cannot_be_talked_away(secure: Donor) -> None:
     assert b"refused" in heard
 
 
-def test_a_donor_that_stops_in_the_handshake_of_tls_costs_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_donor_that_stops_in_the_handshake_of_tls_costs_a_stall(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The donor is stopped after its greeting."""
     monkeypatch.setattr("titan_ft.transfer.state_fetch._STALL_SECONDS", 0.2)
     over = threading.Event()
@@ -174,7 +178,9 @@ def test_a_host_without_openssl_is_one_error(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tls, "_COMMAND", ("no-such-openssl",))
     with pytest.raises(OSError, match="no-such-openssl"):
         Certificate.make()
-    monkeypatch.setattr(tls, "_COMMAND", ("sh", "-c", "echo 'bad openssl.cnf:' >&2; echo 'line 7' >&2; exit 3"))
+    monkeypatch.setattr(
+        tls, "_COMMAND", ("sh", "-c", "echo 'bad openssl.cnf:' >&2; echo 'line 7' >&2; exit 3")
+    )
     with pytest.raises(OSError, match=r"openssl ended with status 3: bad openssl\.cnf: line 7$"):
         Certificate.make()
 
@@ -198,7 +204,9 @@ def test_a_server_has_it_from_the_start(certificate: Certificate) -> None:
         server.close()
 
 
-def test_a_peer_that_becomes_busy_can_be_reached(secure: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_becomes_busy_can_be_reached(
+    secure: Donor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A long call takes the GIL after the greeting, before TLS begins: the peer's kernel takes what it is sent."""
     monkeypatch.setattr(reach, "CONNECT_SECONDS", 0.3)
     over = threading.Event()

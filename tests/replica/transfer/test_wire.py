@@ -22,7 +22,15 @@ from state_donor import CHUNK, DEADLINE, TOKEN, Donor, check_equal, make_snapsho
 
 from titan_ft.protocol.errors import RefusedError
 from titan_ft.transfer.state_fetch import ask_offer, fetch
-from titan_ft.transfer.wire import VERSION, Handshake, SealedStream, SealError, TransferError, check_joiner, prove
+from titan_ft.transfer.wire import (
+    VERSION,
+    Handshake,
+    SealedStream,
+    SealError,
+    TransferError,
+    check_joiner,
+    prove,
+)
 
 SECRET, FORGED = b"\xabthe weights\xcd", b"\xabevil bytes!\xcd"
 
@@ -50,7 +58,11 @@ class Relay:
         self._listener.close()
 
     def _pass(self, joiner: socket.socket) -> None:
-        with joiner, socket.create_connection(("127.0.0.1", self._port)) as donor, contextlib.suppress(OSError):
+        with (
+            joiner,
+            socket.create_connection(("127.0.0.1", self._port)) as donor,
+            contextlib.suppress(OSError),
+        ):
             while not self._closed.is_set():
                 for source in select.select([joiner, donor], [], [], 0.1)[0]:
                     data = source.recv(1 << 16)
@@ -86,7 +98,9 @@ def publish_secret(donor: Donor) -> None:
     donor.publish(snapshot)
 
 
-def test_a_relay_at_another_address_reads_nothing(donor: Donor, start_relay: Callable[..., Relay]) -> None:
+def test_a_relay_at_another_address_reads_nothing(
+    donor: Donor, start_relay: Callable[..., Relay]
+) -> None:
     """A writer of the store sends joiners to a relay.
 
     The proofs that it passes on cover the address.
@@ -106,16 +120,24 @@ def forge(data: bytes) -> bytes:
     forged = data.replace(SECRET, FORGED)
     line, newline, payload = forged.partition(b"\n")
     if payload:
-        line = re.sub(rb'"sha256":"\w+"', b'"sha256":"%s"' % hashlib.sha256(payload).hexdigest().encode(), line)
+        line = re.sub(
+            rb'"sha256":"\w+"',
+            b'"sha256":"%s"' % hashlib.sha256(payload).hexdigest().encode(),
+            line,
+        )
     return line + newline + payload
 
 
-def test_a_relay_on_the_wire_changes_nothing(donor: Donor, start_relay: Callable[..., Relay]) -> None:
+def test_a_relay_on_the_wire_changes_nothing(
+    donor: Donor, start_relay: Callable[..., Relay]
+) -> None:
     """At the donor's own address it passes the handshake on, and reads. Its changes are noticed."""
     publish_secret(donor)
     assert len(SECRET) == len(FORGED)
     relay = start_relay(donor, forge)
-    donor.server.address = relay.address  # where the joiner dials, as if the relay were on the donor's wire
+    donor.server.address = (
+        relay.address
+    )  # where the joiner dials, as if the relay were on the donor's wire
     with pytest.raises(TransferError, match=r"SealError|checksums differ"):
         fetch([relay.address], TOKEN, 5, "4", 1, DEADLINE)
     assert SECRET in relay.read, "it was there to be changed"
@@ -162,7 +184,9 @@ def test_lines_arrive_in_their_order() -> None:
     assert joiner.read() == {}
 
 
-@pytest.mark.parametrize("what", ["changed", "left out", "repeated", "reflected", "without a seal", "cut"])
+@pytest.mark.parametrize(
+    "what", ["changed", "left out", "repeated", "reflected", "without a seal", "cut"]
+)
 def test_a_line_that_was_tampered_with_is_not_taken(what: str) -> None:
     """The seal covers sequence, direction and text."""
     joiner, donor, wire = connect_ends()
@@ -206,7 +230,9 @@ def test_an_older_donor_is_refused_in_one_line() -> None:
     donor, joiner = socket.socketpair()
     with donor, joiner:
         donor.sendall(b'{"nonce": "00"}\n')
-        with pytest.raises(RefusedError, match=r"10\.0\.0\.1:1 speaks another version.*the same titan_ft") as caught:
+        with pytest.raises(
+            RefusedError, match=r"10\.0\.0\.1:1 speaks another version.*the same titan_ft"
+        ) as caught:
             prove(joiner, "10.0.0.1:1", TOKEN)
     assert "\n" not in str(caught.value)
 
@@ -230,10 +256,15 @@ def test_nonces_cannot_be_shifted_into_each_other() -> None:
     one, other = Handshake(TOKEN, "a:b", "c", "h:1"), Handshake(TOKEN, "a", "b:c", "h:1")
     assert one.proof("joiner") != other.proof("joiner")
     assert one.proof("joiner") != one.proof("donor")
-    assert one.derive("key") not in (bytes.fromhex(one.proof("joiner")), bytes.fromhex(one.proof("donor")))
+    assert one.derive("key") not in (
+        bytes.fromhex(one.proof("joiner")),
+        bytes.fromhex(one.proof("donor")),
+    )
 
 
-def test_a_joiner_gets_what_the_relay_leaves_alone(donor: Donor, start_relay: Callable[..., Relay]) -> None:
+def test_a_joiner_gets_what_the_relay_leaves_alone(
+    donor: Donor, start_relay: Callable[..., Relay]
+) -> None:
     """The control of the tests above: without a change the state arrives."""
     sent = donor.publish(make_snapshot(5, 3 * CHUNK))
     relay = start_relay(donor)
@@ -254,7 +285,9 @@ def fuzz(valid: bytes, random: Random) -> bytes:
         elif change == 1:
             del line[place : place + random.randrange(1, 40)]
         else:
-            line[place:place] = random.choice([b"[" * 500, b'"', b"\\u0000", b"9" * 400, b"\n", bytes([place % 256])])
+            line[place:place] = random.choice(
+                [b"[" * 500, b'"', b"\\u0000", b"9" * 400, b"\n", bytes([place % 256])]
+            )
         line = line or bytearray(b"{")
     return bytes(line)
 
@@ -279,7 +312,11 @@ def test_thousands_of_first_lines_prove_nothing(seed: int) -> None:
             nonce = random.randbytes(16).hex()
             proof = Handshake("another token", nonce, nonce, address).proof("joiner")
             joiner.sendall(
-                fuzz(json.dumps({"nonce": nonce, "proof": proof, "version": VERSION}).encode() + b"\n", random)
+                fuzz(
+                    json.dumps({"nonce": nonce, "proof": proof, "version": VERSION}).encode()
+                    + b"\n",
+                    random,
+                )
             )
             joiner.shutdown(socket.SHUT_WR)
             refuse(donor, address)

@@ -56,7 +56,14 @@ class ChaosAgent:
     """
 
     def __init__(
-        self, orders: Path, worker: TargetWorker, events: EventLog, *, replica: int, rank: int, attempt: int
+        self,
+        orders: Path,
+        worker: TargetWorker,
+        events: EventLog,
+        *,
+        replica: int,
+        rank: int,
+        attempt: int,
     ) -> None:
         self._worker = worker
         self._events = events
@@ -151,9 +158,15 @@ def start_agent(
         folder=orders.parent,
     )
     try:
-        Location.own(config.replica_id, launch.rank, links.host, launch.store_pid).publish(orders.parent)
+        Location.own(config.replica_id, launch.rank, links.host, launch.store_pid).publish(
+            orders.parent
+        )
     # A full disk must not end training. Without the file, only faults of links are impossible.
     except OSError as error:
-        logger.warning("this worker's links cannot be broken: it cannot say where it is (%s)", error)
+        logger.warning(
+            "this worker's links cannot be broken: it cannot say where it is (%s)", error
+        )
     logger.warning("fault_tolerance.chaos is true: this worker breaks as %s orders", orders)
-    return ChaosAgent(orders, worker, events, replica=config.replica_id, rank=launch.rank, attempt=launch.attempt)
+    return ChaosAgent(
+        orders, worker, events, replica=config.replica_id, rank=launch.rank, attempt=launch.attempt
+    )

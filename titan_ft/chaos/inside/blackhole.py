@@ -29,7 +29,10 @@ from titan_ft.system.process import borrowed_socket, own_sockets, sockets_of
 
 Endpoint = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
 
-_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # <asm-generic/socket.h>; Python's socket module has neither
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = (
+    26,
+    27,
+)  # <asm-generic/socket.h>; Python's socket module has neither
 _LISTEN = 0x0A  # <net/tcp_states.h>
 _MAX_LOOKS = 12  # looks at a socket before it is never looked at again; together 20 s
 _FIRST_PAUSE_SECONDS = 0.005  # pause between the first two looks at a socket; doubles each time
@@ -276,7 +279,9 @@ def _parse(endpoint: str) -> Endpoint:
     return _plain(ipaddress.ip_address(packed)), int(port, 16)
 
 
-def _plain(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+def _plain(
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address,
+) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Return an IPv4-mapped IPv6 address as IPv4: one end may see the mapped form, the other not."""
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return mapped or address

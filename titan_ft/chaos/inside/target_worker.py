@@ -65,7 +65,9 @@ class TargetWorker:
     step: int = 0
     closing: threading.Event = field(default_factory=threading.Event)
     checkpoint_files: type = FileSystem
-    _wrapped: dict[tuple[int, str], tuple[Any, list[Callable[[Any], Any]]]] = field(default_factory=dict)
+    _wrapped: dict[tuple[int, str], tuple[Any, list[Callable[[Any], Any]]]] = field(
+        default_factory=dict
+    )
     _wrapping: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -221,7 +223,9 @@ class TargetWorker:
             hole = Blackhole(1.0, connections.choose)
             # A process group and a fetch connect to the peer. A small exchange could be over before
             # the next look at the sockets.
-            before_use = hole.looking_after((self.process_group, "configure"), (socket.socket, "connect"))
+            before_use = hole.looking_after(
+                (self.process_group, "configure"), (socket.socket, "connect")
+            )
             self._outages.run(task, seconds, hole, _LINK_RESCAN_SECONDS, before_use)
 
         self.run_aside(run_outage)

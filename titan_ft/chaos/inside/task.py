@@ -29,7 +29,9 @@ class Task:
         claim: file whose creation decides which of several workers acts; None = this worker acts.
     """
 
-    def __init__(self, order: Order, events: EventLog, worker: tuple[int, int], claim: Path | None) -> None:
+    def __init__(
+        self, order: Order, events: EventLog, worker: tuple[int, int], claim: Path | None
+    ) -> None:
         self.order = order
         self._events = events
         self._claim = claim
@@ -55,7 +57,9 @@ class Task:
         """
         order = self.order
         params: dict[str, int | float | str] = {**order.params}
-        return self._settle(FaultInjected(**self._header(), seed=order.seed, params=params, **facts))
+        return self._settle(
+            FaultInjected(**self._header(), seed=order.seed, params=params, **facts)
+        )
 
     def skip(self, reason: str) -> None:
         """Give the order up, unless the fault has started."""

@@ -287,7 +287,9 @@ def _find_differing(record: RunRecord) -> list[Finding]:
         split = splits.get(event.lineage)
         span = bisect_right(resets, event.time)
         for data in event.readings():
-            reading = _Reading(span, split, data.slot, data.first_batch, data.num_batches, event.rank)
+            reading = _Reading(
+                span, split, data.slot, data.first_batch, data.num_batches, event.rank
+            )
             checksums = checksums_of.setdefault(reading, {})
             checksums.setdefault(data.checksum, event.step)
     found = []
@@ -310,7 +312,9 @@ def _count_unfinished_rounds(record: RunRecord, found: Audit) -> None:
         number = event.step + 1
         for batches in event.void or ():
             detail = f"void: group {event.replica} left in {noun} {number}"
-            finding = Finding(batches.slot, batches.first_batch, batches.num_batches, (number,), detail)
+            finding = Finding(
+                batches.slot, batches.first_batch, batches.num_batches, (number,), detail
+            )
             # Each rank of the group reports them. Ranks that drain_timeout_seconds ended may be a
             # step apart: the rank that had read most counts.
             key = event.replica, event.attempt, batches.slot, batches.first_batch
@@ -472,7 +476,9 @@ class _ChainCount:
                     found[stream].append(trained)
         return found
 
-    def _ranges_of(self, states: Iterable[JobState]) -> Iterator[tuple[_Stream, JobState, _TrainedRange]]:
+    def _ranges_of(
+        self, states: Iterable[JobState]
+    ) -> Iterator[tuple[_Stream, JobState, _TrainedRange]]:
         """Yield the ranges that some states trained, in order."""
         split = self._first_split
         for state in states:
@@ -496,7 +502,9 @@ def _skip_inner_usual(record: RunRecord, chain: Sequence[JobState]) -> Iterator[
     yield chain[-1]
 
 
-def _find_gaps_and_overlaps(shard: str, ranges: Sequence[_TrainedRange], start: int, found: Audit) -> None:
+def _find_gaps_and_overlaps(
+    shard: str, ranges: Sequence[_TrainedRange], start: int, found: Audit
+) -> None:
     """Find the lost and the repeated batches of a stream.
 
     Args:

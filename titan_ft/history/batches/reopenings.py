@@ -83,7 +83,10 @@ def _untold(process: ProcessHistory) -> Iterator[str]:
         if isinstance(event, StepCommitted):
             for data in event.readings():
                 known = data.first_batch <= ends.get(data.slot, 0)
-                if not known and first_opened.get(data.slot, data.first_batch + 1) > data.first_batch:
+                if (
+                    not known
+                    and first_opened.get(data.slot, data.first_batch + 1) > data.first_batch
+                ):
                     yield f"slot {data.slot} at batch {data.first_batch}, by {process.name}"
                 end = data.first_batch + data.num_batches
                 ends[data.slot] = max(end, ends.get(data.slot, 0))

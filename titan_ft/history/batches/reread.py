@@ -83,7 +83,9 @@ class Reread:
             result.unproved = ""
         shards = count(self.num_shards, "shard")
         batches = count(self.num_compared, "batch", "batches")
-        result.notes.append(f"read again without a break: {batches} of {shards} compared with what was trained")
+        result.notes.append(
+            f"read again without a break: {batches} of {shards} compared with what was trained"
+        )
         return decide(result)
 
 
@@ -95,7 +97,9 @@ def collect(record: RunRecord) -> TrainedData:
     # After a change of the data, such as other batches, a loader goes on in the midst of them.
     changed = set(range(1, len(resets) + 1)) - anew
     settings: dict[int, Settings] = {}
-    for process in reversed(record.processes):  # the latest ones first: their config is the one at hand
+    for process in reversed(
+        record.processes
+    ):  # the latest ones first: their config is the one at hand
         _collect_process(process, record, resets, changed, settings, found)
     return found
 
@@ -115,7 +119,11 @@ def _collect_process(
             started = event
         elif isinstance(event, DataOpened):
             shards[event.slot] = event.shard, event.num_shards
-        elif isinstance(event, StepCommitted) and event.contributed and event.lineage in record.on_chain:
+        elif (
+            isinstance(event, StepCommitted)
+            and event.contributed
+            and event.lineage in record.on_chain
+        ):
             span = bisect_right(resets, event.time)
             readings = [data for data in event.readings() if data.slot in event.batches]
             if readings and span in changed:
@@ -130,7 +138,9 @@ def _collect_process(
                 _take(event, data, span, shards, process, found)
 
 
-def _is_comparable(span: int, started: WorkerStarted | None, settings: dict[int, Settings], found: TrainedData) -> bool:
+def _is_comparable(
+    span: int, started: WorkerStarted | None, settings: dict[int, Settings], found: TrainedData
+) -> bool:
     """Tell whether a process read with the config that the data of its span are read again with."""
     if started is None or started.setup is None or started.arguments is None:
         return False
@@ -153,7 +163,9 @@ def _take(
         found.unknown += [] if text in found.unknown else [text]
         return
     shard = Shard(span, *shards[data.slot])
-    trained = TrainedBatches(data.first_batch, data.num_batches, data.checksum, event.step, event.replica, data.slot)
+    trained = TrainedBatches(
+        data.first_batch, data.num_batches, data.checksum, event.step, event.replica, data.slot
+    )
     found.shards[shard].add(trained)
 
 
@@ -214,7 +226,9 @@ def _findings(shard: Shard, wrong: list[TrainedBatches]) -> Iterator[Finding]:
         first = last = wrong[place]
         steps = [first.step]
         place += 1
-        while place < len(wrong) and wrong[place].first_batch <= last.first_batch + last.num_batches:
+        while (
+            place < len(wrong) and wrong[place].first_batch <= last.first_batch + last.num_batches
+        ):
             last = wrong[place]
             steps.append(last.step)
             place += 1

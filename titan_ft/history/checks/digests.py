@@ -51,7 +51,9 @@ def check_digests(record: RunRecord, found: Judgement) -> None:
         _judge_difference(record, written[lineage, rank], step, found)
     finish = _compare_ends(record, found)
     if compared.differing:
-        differ = f"{len(compared.differing)} of {compared.num_compared} comparisons of digests differ"
+        differ = (
+            f"{len(compared.differing)} of {compared.num_compared} comparisons of digests differ"
+        )
         found.statement = f"{differ}{finish}"
     else:
         digests_of_states = _count_equal(record, written, compared)
@@ -92,7 +94,9 @@ def _count_equal(
     return f"{count(num_digests, 'digest')} of {count(num_states, 'state')}"
 
 
-def _judge_difference(record: RunRecord, written: list[_WrittenDigest], step: int, found: Judgement) -> None:
+def _judge_difference(
+    record: RunRecord, written: list[_WrittenDigest], step: int, found: Judgement
+) -> None:
     """Object to different digests of one state.
 
     The difference is no offence if the groups were named and healed, or were gone at once.
@@ -133,7 +137,9 @@ def _judge_difference(record: RunRecord, written: list[_WrittenDigest], step: in
         found.notes.append(f"{record.unit.noun} {step}: {what}")
 
 
-def _object_to_contribution(record: RunRecord, written: _WrittenDigest, step: int, found: Judgement) -> None:
+def _object_to_contribution(
+    record: RunRecord, written: _WrittenDigest, step: int, found: Judgement
+) -> None:
     """Object to a named group that contributed again before it healed or ended."""
     for event in _events_after(written):
         if isinstance(event, HealFinished):

@@ -128,7 +128,9 @@ def _find_steps_unreported_by_rank(record: RunRecord) -> list[str]:
     return found
 
 
-def object_to_absence(record: RunRecord, found: Judgement, text: str, event: Event | None = None) -> None:
+def object_to_absence(
+    record: RunRecord, found: Judgement, text: str, event: Event | None = None
+) -> None:
     """Object to something that no event reports.
 
     If events are missing, the report may have been among them. Then the text is a reason for
@@ -158,7 +160,9 @@ def check_whole(record: RunRecord, found: Judgement) -> None:
     started = {(event.pid, event.replica) for event in record.of(WorkerStarted)}
     for process in record.processes:
         if (process.pid, process.replica) not in started:
-            found.unknown.append(f"the history is cut: the first events of {process.name} are missing")
+            found.unknown.append(
+                f"the history is cut: the first events of {process.name} are missing"
+            )
     _check_first_state(record, found)
     participants: set[int] = set()
     for point in record.curve:

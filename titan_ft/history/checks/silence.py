@@ -52,7 +52,11 @@ _ENDS_OF_HEALS = (
     ev.RolledBack,
     ev.EventsDropped,
 )
-FOLLOWED: tuple[type[ev.GroupEvent], ...] = (ev.ReplicaRestarted, ev.ReplicaGaveUp, ev.SpareTookOver)
+FOLLOWED: tuple[type[ev.GroupEvent], ...] = (
+    ev.ReplicaRestarted,
+    ev.ReplicaGaveUp,
+    ev.SpareTookOver,
+)
 """Events one of which must follow the failure of a group."""
 
 
@@ -165,7 +169,9 @@ def _check_exits(record: RunRecord, found: Judgement, jumped: bool) -> int:
         if any(_is_consequence(later, event) for later in followed[event.replica]):
             continue
         # Without the end of the launch, the consequence may be missing as well.
-        launch_was_ending = record.launch_end is None or record.launch_end - event.time <= END_SECONDS
+        launch_was_ending = (
+            record.launch_end is None or record.launch_end - event.time <= END_SECONDS
+        )
         launch_was_stopping = stopping is not None and stopping <= event.time
         if not launch_was_ending and not launch_was_stopping:
             what = "its group was neither started again nor given up"

@@ -53,7 +53,9 @@ def check_work(record: RunRecord, found: Judgement) -> None:
     for why, number in wasted.items():
         found.notes.append(f"{_passes(number)} wasted: {why}")
     if num_healed_alive:
-        found.notes.append(f"{count(num_healed_alive, 'time')} a rank fell behind and healed while it lived")
+        found.notes.append(
+            f"{count(num_healed_alive, 'time')} a rank fell behind and healed while it lived"
+        )
     if short_rounds:
         who = "by a group that had not healed"
         found.notes.append(f"fewer steps in a round than it has, {who}: {'; '.join(short_rounds)}")

@@ -131,7 +131,9 @@ class Attempt:
             self.stopped = False
 
 
-def find_fatal_fault(attempt: Attempt, faults: Sequence[RecordedFault], since: int) -> RecordedFault | None:
+def find_fatal_fault(
+    attempt: Attempt, faults: Sequence[RecordedFault], since: int
+) -> RecordedFault | None:
     """Return the fault that ended an attempt.
 
     That is the last deadly one that hit it, else the last one that it did not survive.
@@ -142,7 +144,9 @@ def find_fatal_fault(attempt: Attempt, faults: Sequence[RecordedFault], since: i
     """
     if not attempt.failed or attempt.exit_us is None:
         return None
-    hits = [f for f in faults if f.replica == attempt.replica and since <= f.time_us <= attempt.exit_us]
+    hits = [
+        f for f in faults if f.replica == attempt.replica and since <= f.time_us <= attempt.exit_us
+    ]
     last = attempt.committed_us
     fatal = [f for f in hits if f.deadly] or [f for f in hits if (f.undone_us or f.time_us) >= last]
     return fatal[-1] if fatal else None

@@ -84,7 +84,11 @@ class InjectedFaults:
             self._shots.clear()
         if isinstance(event, ev.LaunchStarted):
             # Its line may be read after those of its first faults.
-            since = {fault.number: fault.name for fault in self.injected if fault.time_us >= event.time_us}
+            since = {
+                fault.number: fault.name
+                for fault in self.injected
+                if fault.time_us >= event.time_us
+            }
             self.by_kind = Counter(since.values())
         if isinstance(event, ev.FaultUndone | ev.LighthouseRestarted):
             for fault in self._lasting.pop(_lasting_key(event), []):

@@ -12,7 +12,17 @@ from typing import Literal
 from titan_ft.run import events as ev
 from titan_ft.run.error_file import kind_of
 
-GroupState = Literal["not started", "starting", "joined", "healing", "training", "died", "given up", "left", "finished"]
+GroupState = Literal[
+    "not started",
+    "starting",
+    "joined",
+    "healing",
+    "training",
+    "died",
+    "given up",
+    "left",
+    "finished",
+]
 ENDED: tuple[GroupState, ...] = ("left", "finished")
 """States of a group that ended in order."""
 OVER: tuple[GroupState, ...] = (*ENDED, "given up")
@@ -193,7 +203,9 @@ class GroupFold:
     @property
     def workers(self) -> list[ev.WorkerStarted]:
         """The starts of the workers of the attempt that started last, by rank."""
-        ranks = [rank for _, rank in sorted(self.ranks.items()) if rank.attempt == self.started_attempt]
+        ranks = [
+            rank for _, rank in sorted(self.ranks.items()) if rank.attempt == self.started_attempt
+        ]
         return [rank.started for rank in ranks if rank.started is not None]
 
     def began_after(self, time: float) -> bool:

@@ -35,7 +35,9 @@ class HostsFold:
     @property
     def figures(self) -> list[HostFigures]:
         """The hosts, those with the most deaths first."""
-        return sorted(self._found.values(), key=lambda figures: (-figures.deaths, _by_number(figures.host)))
+        return sorted(
+            self._found.values(), key=lambda figures: (-figures.deaths, _by_number(figures.host))
+        )
 
     def note_start(self, event: WorkerStarted) -> None:
         """Count the start of a worker."""
@@ -62,4 +64,7 @@ class HostsFold:
 
 def _by_number(host: str) -> list[tuple[int, str]]:
     """Return the sort key of a host's name, by which n2 stands before n10."""
-    return [(int(part or 0), "") if place % 2 else (0, part) for place, part in enumerate(re.split(r"(\d+)", host))]
+    return [
+        (int(part or 0), "") if place % 2 else (0, part)
+        for place, part in enumerate(re.split(r"(\d+)", host))
+    ]

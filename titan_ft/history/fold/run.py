@@ -33,7 +33,15 @@ from typing import TypeVar
 from titan_ft.history.fold.attempt import Attempt
 from titan_ft.history.fold.checkpoints import CheckpointsFold
 from titan_ft.history.fold.faults import InjectedFaults
-from titan_ft.history.fold.group import ALIVE, OVER, FailureSpan, GroupFold, Reason, is_of_worker, reason_of
+from titan_ft.history.fold.group import (
+    ALIVE,
+    OVER,
+    FailureSpan,
+    GroupFold,
+    Reason,
+    is_of_worker,
+    reason_of,
+)
 from titan_ft.history.fold.hosts import HostsFold
 from titan_ft.history.fold.steps import CommittedSteps
 from titan_ft.history.fold.unit import STEP, Unit
@@ -210,7 +218,9 @@ class RunFold:
         """
         former = copy(vars(self))
         self._reset(0)
-        self.groups = {slot: group for slot, group in former["groups"].items() if group.began_after(since)}
+        self.groups = {
+            slot: group for slot, group in former["groups"].items() if group.began_after(since)
+        }
         self.started = since
         self.last_event = former["last_event"]
         self.stopping = _if_after(since, former["stopping"])
@@ -244,17 +254,27 @@ class RunFold:
             groups = self.groups | {slot: GroupFold(slot) for slot in missing}
             self.groups = dict(sorted(groups.items()))
 
-    def _apply_silence(self, event: ev.GroupLost | ev.GroupBack | ev.EndedWithout, slot: int) -> None:
+    def _apply_silence(
+        self, event: ev.GroupLost | ev.GroupBack | ev.EndedWithout, slot: int
+    ) -> None:
         """Apply a report of another group about the silence of group `slot`."""
         group = self.groups.get(slot)
         if group is None:
             return
         was_silent = group.silence is not None
         group.silence = group.find_silence(event)
-        if group.silence is not None and isinstance(event, ev.GroupLost) and event.last_step is not None:
+        if (
+            group.silence is not None
+            and isinstance(event, ev.GroupLost)
+            and event.last_step is not None
+        ):
             # The group's own event of its last update may be missing.
             group.held_step = max(group.held_step or 0, event.last_step)
-        if was_silent and isinstance(event, ev.GroupBack) and group.state in ("healing", "training"):
+        if (
+            was_silent
+            and isinstance(event, ev.GroupBack)
+            and group.state in ("healing", "training")
+        ):
             group.state = "joined"
 
     def _apply_rank_event(self, group: GroupFold, event: ev.Event) -> None:
@@ -264,7 +284,9 @@ class RunFold:
         if not isinstance(event, ev.WorkerStarted) or event.attempt < group.attempt:
             return
         # A trainer without this project's agent may start again under the same number.
-        is_another = before is not None and before.attempt == event.attempt and before.pid != event.pid
+        is_another = (
+            before is not None and before.attempt == event.attempt and before.pid != event.pid
+        )
         if group.started_attempt != event.attempt or is_another:
             if is_another:
                 group.ranks = {rank: group.ranks[rank]}
@@ -389,7 +411,11 @@ class RunFold:
         """Apply a commit of any attempt to all groups, when the first group announces it."""
         if not self.steps.observe(event):
             return
-        if self.commit is not None and event.step <= self.commit.step and event.time < self.commit.time:
+        if (
+            self.commit is not None
+            and event.step <= self.commit.step
+            and event.time < self.commit.time
+        ):
             return  # the event waited for room on the disk, and training has gone on since
         self.step = event.step
         self.commit = event
@@ -409,7 +435,9 @@ class RunFold:
         # A group that fails or leaves breaks exchanges, and its failure is counted already.
         is_explained = bool(missing) or any(other.is_away for other in self.groups.values())
         if broken is not None and not is_explained:
-            self.failures.append(FailureSpan(None, event.attempt, broken, broken, away=False, back=event.time))
+            self.failures.append(
+                FailureSpan(None, event.attempt, broken, broken, away=False, back=event.time)
+            )
 
     def _drop_out(self, group: GroupFold, time: float, *, died: bool = False) -> None:
         """Note a failure of a group.

@@ -37,7 +37,11 @@ class Crash:
         when = f"{self.first - start:.1f} s"
         if self.count > 1:
             when = f"from {when} to {self.last - start:.1f} s"
-        parts = [self.where, f"{count(self.count, 'time')}, {name_groups(self.replicas)}, {when}", self.log or ""]
+        parts = [
+            self.where,
+            f"{count(self.count, 'time')}, {name_groups(self.replicas)}, {when}",
+            self.log or "",
+        ]
         return f"{self.error} ({'; '.join(part for part in parts if part)})"
 
 

@@ -38,8 +38,12 @@ class Note:
 # differ between groups. An event with an empty text gives no note.
 TEXTS: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.FaultSkipped: lambda e, u: f"fault skipped: {e.fault} ({e.reason})",
-    ev.DonorLost: lambda e, u: f"lost group {e.donor}, which it fetched a part of the state from: {e.error}",
-    ev.HealFailed: lambda e, u: f"could not fetch the state from group {e.donor}, another donor is asked: {e.error}",
+    ev.DonorLost: lambda e, u: (
+        f"lost group {e.donor}, which it fetched a part of the state from: {e.error}"
+    ),
+    ev.HealFailed: lambda e, u: (
+        f"could not fetch the state from group {e.donor}, another donor is asked: {e.error}"
+    ),
     ev.DigestMismatch: lambda e, u: (
         f"after {u.name(e.step, ',')} the state of {name_groups(e.minority)} was not that of the others"
         if e.minority
@@ -48,48 +52,70 @@ TEXTS: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.GradientExcluded: lambda e, u: (
         f"left out of {u.name(e.step, ',')}, as not finite: the gradient of {name_groups(e.slots)}"
     ),
-    ev.Straggler: lambda e, u: f"group {e.slot} became slower than the others ({e.factor:.1f} times their step)",
+    ev.Straggler: lambda e, u: (
+        f"group {e.slot} became slower than the others ({e.factor:.1f} times their step)"
+    ),
     ev.StragglerRecovered: lambda e, u: f"group {e.slot} is as fast as the others again",
     ev.Hung: lambda e, u: f"made no progress after {u.name(e.step, ',')}, and ended itself",
-    ev.RankSilent: lambda e, u: f"ranks {_list(e.ranks)} (on {_list(e.hosts)}) fell silent, and the group ended itself",
-    ev.ForeignMember: lambda e, u: f"the lighthouse named {e.member}, which was left aside: {e.reason}",
+    ev.RankSilent: lambda e, u: (
+        f"ranks {_list(e.ranks)} (on {_list(e.hosts)}) fell silent, and the group ended itself"
+    ),
+    ev.ForeignMember: lambda e, u: (
+        f"the lighthouse named {e.member}, which was left aside: {e.reason}"
+    ),
     ev.RolledBack: lambda e, u: (
         f"the latest state was lost with its groups: back to {u.name(e.step, ',')}, by {e.lost:,} {u.noun}s"
     ),
     ev.StartedAnew: lambda e, u: "nobody held a state any more: training began again with step 1",
     ev.LoaderChecked: lambda e, u: (
-        "" if e.exact else f"the data loader does not go on exactly where its state was saved: {e.reason} ({e.loader})"
+        ""
+        if e.exact
+        else f"the data loader does not go on exactly where its state was saved: {e.reason} ({e.loader})"
     ),
     ev.DataOpened: lambda e, u: (
         f"slot {e.slot}, opened at batch {e.first_batch}, gave another batch than the one that follows there"
         if e.exact is False
         else ""
     ),
-    ev.DataReset: lambda e, u: f"the data began anew behind the checkpoint of step {e.step:,}: {e.reason}",
+    ev.DataReset: lambda e, u: (
+        f"the data began anew behind the checkpoint of step {e.step:,}: {e.reason}"
+    ),
     ev.CheckpointLoaded: lambda e, u: f"went on from the checkpoint of step {e.step:,}",
     ev.SavingBeforeLeaving: lambda e, u: (
         f"the job's state left with the last groups, and was to be saved as the checkpoint of step {e.step:,}"
         + (f", perhaps not in time: {e.shortage}" if e.shortage else "")
     ),
-    ev.CheckpointFailed: lambda e, u: f"the checkpoint of step {e.step:,} could not be written: {e.error}",
+    ev.CheckpointFailed: lambda e, u: (
+        f"the checkpoint of step {e.step:,} could not be written: {e.error}"
+    ),
     ev.CheckpointSkipped: lambda e, u: (
         f"the checkpoint of step {e.step:,} is damaged, and that of step {e.instead:,} was loaded instead: {e.reason}"
     ),
     ev.CheckpointSetAside: lambda e, u: (
         f"a checkpoint of another job is {e.folder} now, for the job went back before it (saved: step {e.step:,})"
     ),
-    ev.CheckpointWithdrawn: lambda e, u: f"the checkpoint of step {e.step:,} was removed: its state was corrupt",
+    ev.CheckpointWithdrawn: lambda e, u: (
+        f"the checkpoint of step {e.step:,} was removed: its state was corrupt"
+    ),
     ev.AgentEnded: lambda e, u: f"ended: {e.reason}",
     ev.ReplicaGaveUp: lambda e, u: f"was not started again: {e.reason}",
     ev.SpareTookOver: lambda e, u: "a spare took its place",
-    ev.LighthouseRestarted: lambda e, u: f"a new lighthouse listened after {e.seconds:.1f} s: {e.reason}",
+    ev.LighthouseRestarted: lambda e, u: (
+        f"a new lighthouse listened after {e.seconds:.1f} s: {e.reason}"
+    ),
     ev.StrangerRefused: lambda e, u: f"the lighthouse refused {e.reason}, first from {e.source}",
     ev.CameTooLate: lambda e, u: f"came when {u.name(e.step, ',')}, the last, was made, and ended",
     ev.LighthouseMoved: lambda e, u: f"followed the lighthouse from {e.former} to {e.address}",
-    ev.HostLeft: lambda e, u: f"left host {e.host}, on which {e.deaths} workers had died, to be started elsewhere",
+    ev.HostLeft: lambda e, u: (
+        f"left host {e.host}, on which {e.deaths} workers had died, to be started elsewhere"
+    ),
     ev.Waiting: lambda e, u: f"{u.name(e.step + 1, ',')} had to wait: {e.reason}",
-    ev.LaunchStarted: lambda e, u: f"went on with other values: {'; '.join(e.allowed)}" if e.allowed else "",
-    ev.EventsDelayed: lambda e, u: f"could not write its events for a while ({e.error}): they came late",
+    ev.LaunchStarted: lambda e, u: (
+        f"went on with other values: {'; '.join(e.allowed)}" if e.allowed else ""
+    ),
+    ev.EventsDelayed: lambda e, u: (
+        f"could not write its events for a while ({e.error}): they came late"
+    ),
     ev.EventsDropped: lambda e, u: f"lost events that it could not write ({e.error})",
     ev.LaunchStopping: lambda e, u: f"all groups were asked to leave: {e.reason}",
 }

@@ -257,7 +257,12 @@ def _find_stopped_by(fold: RunFold) -> str:
 
 
 def _headline(
-    fold: RunFold, kind: Kind, step: int, lost: Sequence[LostGroup], reason: Reason | None, stopped_by: str
+    fold: RunFold,
+    kind: Kind,
+    step: int,
+    lost: Sequence[LostGroup],
+    reason: Reason | None,
+    stopped_by: str,
 ) -> str:
     why = "" if reason is None else f": {reason.describe()}"
     match kind:

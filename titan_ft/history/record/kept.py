@@ -89,7 +89,9 @@ class _KeptRun(msgspec.Struct):
     memory: Memory
     events: list[Any]
     firsts: list[StepCommitted]
-    num_bytes: int = 0  # of the file, up to the end of the last whole frame; 0 where the file is to be made anew
+    num_bytes: int = (
+        0  # of the file, up to the end of the last whole frame; 0 where the file is to be made anew
+    )
     inode: int = 0  # of the file
 
 
@@ -121,7 +123,11 @@ def follow(folder: Path) -> tuple[list[Event], EventTail]:
     if kept is None:
         tail = EventTail(folder, from_start=True)
         return tail.poll(), tail
-    tail = EventTail(folder, from_start=True, known={name: each.place.num_bytes for name, each in kept.sources.items()})
+    tail = EventTail(
+        folder,
+        from_start=True,
+        known={name: each.place.num_bytes for name, each in kept.sources.items()},
+    )
     events = [*kept.events, *kept.firsts, *tail.poll()]
     return sorted(events, key=lambda event: event.time), tail
 
@@ -152,11 +158,17 @@ def _bring_up_to_date(folder: Path, *, with_events: bool = True) -> _KeptRun | N
     """
     kept = _load(folder, with_events=with_events)
     sizes = {path: path.stat().st_size for path in event_files(folder)}
-    known = {} if kept is None else {name: source.place.num_bytes for name, source in kept.sources.items()}
+    known = (
+        {}
+        if kept is None
+        else {name: source.place.num_bytes for name, source in kept.sources.items()}
+    )
     if sum(sizes.values()) - sum(known.values()) < MIN_BYTES:
         return kept
     found = _reduce(list(sizes), kept)
-    with contextlib.suppress(OSError):  # a full or read-only disk: the next command reduces them again
+    with contextlib.suppress(
+        OSError
+    ):  # a full or read-only disk: the next command reduces them again
         _store(folder, found)
     if kept is not None and found.num_bytes:
         found.events = [*kept.events, *found.events]
@@ -174,7 +186,9 @@ def _reduce(paths: list[Path], kept: _KeptRun | None) -> _KeptRun:
     while True:
         places = {path: _copy(known.get(path.name)) for path in paths}
         modified = {path: path.stat().st_mtime_ns for path in paths}
-        merged = heapq.merge(*(stream(path, place) for path, place in places.items()), key=lambda event: event.time)
+        merged = heapq.merge(
+            *(stream(path, place) for path, place in places.items()), key=lambda event: event.time
+        )
         try:
             for event in merged:
                 reducer.take(event)
@@ -320,7 +334,11 @@ def _pack(events: list[Any], firsts: list[StepCommitted]) -> _Part:
 
 
 def _is_alike(first: StepCommitted, event: StepCommitted) -> bool:
-    return event.parent == first.parent and event.participants == first.participants and event.batches == first.batches
+    return (
+        event.parent == first.parent
+        and event.participants == first.participants
+        and event.batches == first.batches
+    )
 
 
 def _is_unchanged(path: Path, source: _Source) -> bool:

@@ -23,7 +23,13 @@ from titan_ft.history.fold.group import is_of_worker
 from titan_ft.history.fold.run import RunFold, fold_events
 from titan_ft.history.fold.unit import Unit
 from titan_ft.history.record.kept import SETTLED_SECONDS, read_reduced
-from titan_ft.history.record.trajectory import JobState, Restart, chain_to, final_states, read_states
+from titan_ft.history.record.trajectory import (
+    JobState,
+    Restart,
+    chain_to,
+    final_states,
+    read_states,
+)
 from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.run import events as ev
 from titan_ft.run.held import is_held
@@ -61,7 +67,9 @@ class ProcessHistory:
     @cached_property
     def config(self) -> ev.WorkerConfig | None:
         """Its config, as far as it is written; None where that is missing."""
-        return next((event.config for event in self.events if isinstance(event, ev.WorkerStarted)), None)
+        return next(
+            (event.config for event in self.events if isinstance(event, ev.WorkerStarted)), None
+        )
 
     @cached_property
     def ended_in_order(self) -> bool:
@@ -151,7 +159,12 @@ class RunRecord:
         age = now - record.written[-1].time
         is_silent = age > max(SILENT_SECONDS, 2 * (record.usual_step_seconds or 0.0))
         silent_seconds = age if is_silent else 0.0
-        return cls(settled or record.written, goes_on=True, silent_seconds=silent_seconds, firsts=record.firsts)
+        return cls(
+            settled or record.written,
+            goes_on=True,
+            silent_seconds=silent_seconds,
+            firsts=record.firsts,
+        )
 
     @cached_property
     def events(self) -> list[ev.Event]:
@@ -163,11 +176,18 @@ class RunRecord:
         offsets = [event.time - event.mono for event in self.written]
         hosts = {event.host for event in self.written if isinstance(event, ev.WorkerStarted)}
         launches = sum(isinstance(event, ev.LaunchStarted) for event in self.written)
-        if not offsets or max(offsets) - min(offsets) < STEADY_SECONDS or len(hosts) != 1 or launches > 1:
+        if (
+            not offsets
+            or max(offsets) - min(offsets) < STEADY_SECONDS
+            or len(hosts) != 1
+            or launches > 1
+        ):
             return self.written
         first = min(self.written, key=lambda event: event.mono)
         begin = first.time - first.mono
-        replaced = (msgspec.structs.replace(event, time=event.mono + begin) for event in self.written)
+        replaced = (
+            msgspec.structs.replace(event, time=event.mono + begin) for event in self.written
+        )
         return sorted(replaced, key=lambda event: event.time)
 
     @cached_property
@@ -262,7 +282,9 @@ class RunRecord:
     @cached_property
     def group_size(self) -> int:
         """How many groups the job has when all are there; 0 if unknown."""
-        sizes = [process.config.group_size for process in self.processes if process.config is not None]
+        sizes = [
+            process.config.group_size for process in self.processes if process.config is not None
+        ]
         return max([*sizes, *(event.replicas for event in self.of(ev.LaunchStarted))], default=0)
 
     @property
@@ -305,8 +327,12 @@ class RunRecord:
     @cached_property
     def outages_us(self) -> list[tuple[int, int]]:
         """From when to when there was no lighthouse."""
-        outages = [(e.time_us - round(e.seconds * 1e6), e.time_us) for e in self.of(ev.LighthouseRestarted)]
-        return outages + [(f.time_us, f.undone_us or self.span_us[1]) for f in self.faults if f.lighthouse]
+        outages = [
+            (e.time_us - round(e.seconds * 1e6), e.time_us) for e in self.of(ev.LighthouseRestarted)
+        ]
+        return outages + [
+            (f.time_us, f.undone_us or self.span_us[1]) for f in self.faults if f.lighthouse
+        ]
 
     def last_fault_us(self, start: int, end: int) -> int:
         """Return when the last fault from `start` to `end` was; `start` if there was none."""
@@ -320,7 +346,10 @@ class RunRecord:
         """The loss curve, a point for each step of the trajectory, as far back as the history goes."""
         commits = [self.commits_of[state.lineage] for state in self.chain]
         # In older histories only the ranks of a pipeline's last stage know the loss.
-        losses = [next((event.loss for event in events if event.loss is not None), None) for events in commits]
+        losses = [
+            next((event.loss for event in events if event.loss is not None), None)
+            for events in commits
+        ]
         totals = accumulate(events[0].tokens for events in commits)
         return [
             Point(events[0].step, total, loss, self._is_whole(events), events[0])
@@ -330,7 +359,9 @@ class RunRecord:
     def _is_whole(self, events: list[ev.StepCommitted]) -> bool:
         step, unit = events[0].step, self.unit
         length = unit.step_after(step) - unit.step_after(step - 1)
-        if unit.method and any(event.inner_steps is not None and event.inner_steps < length for event in events):
+        if unit.method and any(
+            event.inner_steps is not None and event.inner_steps < length for event in events
+        ):
             return False  # a group has joined in the midst of the round
         return len(events[0].participants) >= self.group_size
 
@@ -375,7 +406,11 @@ class RunRecord:
         unknown: list[str] = []
         if not self.states:
             return [], unknown
-        restarts: list[Restart] = [*self.of(ev.CheckpointLoaded), *self.of(ev.RolledBack), *self.of(ev.StartedAnew)]
+        restarts: list[Restart] = [
+            *self.of(ev.CheckpointLoaded),
+            *self.of(ev.RolledBack),
+            *self.of(ev.StartedAnew),
+        ]
         finished = self.of(ev.TrainingFinished)
         return final_states(self.states, self.commits_of, restarts, finished, unknown), unknown
 
@@ -395,7 +430,9 @@ class RunRecord:
 
         Steps below a cut of the history are left out: nothing is known of them.
         """
-        known = {state.lineage for state in self.states.values() if state.step >= self.chain[0].step}
+        known = {
+            state.lineage for state in self.states.values() if state.step >= self.chain[0].step
+        }
         return frozenset(known - self.on_chain)
 
     @cached_property
@@ -414,7 +451,9 @@ class RunRecord:
             if not makers:
                 # All makers died after the exchange, and a group without weight tells of the step. Its time
                 # would count as wasted.
-                makers = frozenset().union(*(commit.participants for commit in self.commits_of[state.lineage]))
+                makers = frozenset().union(
+                    *(commit.participants for commit in self.commits_of[state.lineage])
+                )
             known = found.get(state.step)
             found[state.step] = makers if known is None else known | makers
         return found
@@ -432,9 +471,17 @@ class RunRecord:
         All costs in time count from it: stalls, effective training time, a joiner's price.
         """
         most = max((len(event.participants) for event in self.commits), default=0)
-        troubled = {event.step for event in self.kept if len(event.participants) < most or event.exchanges != 1}
+        troubled = {
+            event.step
+            for event in self.kept
+            if len(event.participants) < most or event.exchanges != 1
+        }
         times = {step: event.time_us for step, event in self.first_commits.items()}
-        gaps = {step: time - times[step - 1] for step, time in times.items() if time > times.get(step - 1, time)}
+        gaps = {
+            step: time - times[step - 1]
+            for step, time in times.items()
+            if time > times.get(step - 1, time)
+        }
         quiet = [gap for step, gap in gaps.items() if not {step, step - 1} & troubled]
         return round(median(quiet or gaps.values())) if gaps else 0
 
@@ -442,7 +489,9 @@ class RunRecord:
     def usual_rest_seconds(self) -> float:
         """The usual `rest_seconds`: the median over all groups; 0 without any."""
         made = [list(process.commits()) for process in self.processes if process.rank == 0]
-        rests = [rest_seconds(before, after) for commits in made for before, after in pairwise(commits)]
+        rests = [
+            rest_seconds(before, after) for commits in made for before, after in pairwise(commits)
+        ]
         return median(rests) if rests else 0.0
 
     @property

@@ -45,7 +45,9 @@ class JobState:
     """The batches that all ranks of each group read for it."""
 
 
-def read_states(commits: Iterable[StepCommitted], usual: Collection[str]) -> tuple[dict[str, JobState], list[str]]:
+def read_states(
+    commits: Iterable[StepCommitted], usual: Collection[str]
+) -> tuple[dict[str, JobState], list[str]]:
     """Return the states by lineage, and the contradictions between events.
 
     Args:

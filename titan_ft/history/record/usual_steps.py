@@ -99,7 +99,9 @@ class Memory(msgspec.Struct):
     last_usual: int = 0  # the last step that was taken for usual
     unusual: list[tuple[int, int]] = []  # first and last of steps in a row none of which is usual
     unusual_until: float = 0.0  # Unix seconds until which an injected fault may have effects
-    fault_steps: dict[str, int] = {}  # for each injected fault, the highest step that was committed before it
+    fault_steps: dict[
+        str, int
+    ] = {}  # for each injected fault, the highest step that was committed before it
     # by how much each process's wall clock was ahead of its monotonic clock at first
     offsets: dict[Process, float] = {}
 
@@ -155,7 +157,9 @@ class Reducer:
     def _take_other(self, event: ev.Event) -> None:
         memory = self.memory
         if isinstance(event, ev.FaultInjected):
-            memory.unusual_until = max(memory.unusual_until, event.time + max(EFFECT_SECONDS, seconds_of(event)))
+            memory.unusual_until = max(
+                memory.unusual_until, event.time + max(EFFECT_SECONDS, seconds_of(event))
+            )
             memory.fault_steps[_fault(event)] = memory.furthest
         elif isinstance(event, ev.FaultUndone):
             # The event of its beginning may be missing.
@@ -229,7 +233,9 @@ class Reducer:
             known.step, known.lineage = commit.step, commit.lineage
             known.forward_passes += commit.forward_passes
             if known.wire_bytes is not None:
-                known.wire_bytes = None if commit.wire_bytes is None else known.wire_bytes + commit.wire_bytes
+                known.wire_bytes = (
+                    None if commit.wire_bytes is None else known.wire_bytes + commit.wire_bytes
+                )
             if commit.memory_bytes is not None:
                 known.memory_bytes = max(known.memory_bytes or 0, commit.memory_bytes)
             known.next_batch = commit.data.first_batch + commit.data.num_batches
@@ -244,7 +250,11 @@ class Reducer:
     def _is_usual(self, before: list[ev.StepCommitted], row: list[ev.StepCommitted]) -> bool:
         """Return whether a step went as usual, by the commits of all processes and those of the step before it."""
         first, previous = row[0], before[0]
-        if len(row) != len(before) or first.step != previous.step + 1 or first.parent != previous.lineage:
+        if (
+            len(row) != len(before)
+            or first.step != previous.step + 1
+            or first.parent != previous.lineage
+        ):
             return False
         if not self.memory.unusual_until < first.time <= self._until:
             return False
@@ -261,7 +271,12 @@ class Reducer:
 
     def _is_sound(self, commit: ev.StepCommitted) -> bool:
         """Return whether a commit says by itself that all went as usual."""
-        if not commit.contributed or commit.extra_data or commit.data is None or commit.waits is None:
+        if (
+            not commit.contributed
+            or commit.extra_data
+            or commit.data is None
+            or commit.waits is None
+        ):
             return False
         data = commit.data
         if commit.batches.get(data.slot) != (data.first_batch, data.num_batches):

@@ -53,14 +53,18 @@ class Hours:
 @view
 def find_hours(record: RunRecord) -> Hours:
     """Return the hours that the ranks of a run spent, and those that failures and waiting cost."""
-    first_step_us = min((round(1e6 * event.time) for event in record.commits), default=record.span_us[1])
+    first_step_us = min(
+        (round(1e6 * event.time) for event in record.commits), default=record.span_us[1]
+    )
     spent = start = lost = 0
     for row in find_phases(record).values():
         for phase in row:
             if phase.state in ("ended", "unknown"):
                 continue
             spent += phase.num_us
-            begins = phase.fine == "start" or (phase.state == "waiting" and phase.end_us <= first_step_us)
+            begins = phase.fine == "start" or (
+                phase.state == "waiting" and phase.end_us <= first_step_us
+            )
             if begins:
                 start += phase.num_us
             elif phase.state != "training" or phase.fine == "wasted":
@@ -75,7 +79,12 @@ def find_cards(record: RunRecord) -> list[Card]:
     """Return the figures of a run; none for a run without a step."""
     if not record.commits:
         return []
-    s, spent, hours, outcome = summarize(record), goodput(record), find_hours(record), find_outcome(record)
+    s, spent, hours, outcome = (
+        summarize(record),
+        goodput(record),
+        find_hours(record),
+        find_outcome(record),
+    )
     seconds = spent.wall_us / 1e6
     noun, rate = s.unit.noun, spent.tokens_per_second
     target = None if outcome.steps is None else s.unit.commits_after(outcome.steps)
@@ -86,7 +95,12 @@ def find_cards(record: RunRecord) -> list[Card]:
             f"{s.steps_committed:,}" + (f" of {target:,}" if target else ""),
             f"{duration(s.step_seconds)} a {noun}",
         ),
-        Card("tokens per second", rate, "unknown" if not rate else f"{rate:,.0f}", f"{s.tokens:,} tokens"),
+        Card(
+            "tokens per second",
+            rate,
+            "unknown" if not rate else f"{rate:,.0f}",
+            f"{s.tokens:,} tokens",
+        ),
         Card(
             "goodput",
             None if spent.effective_training_time is None else 100 * spent.effective_training_time,
@@ -113,9 +127,18 @@ def _of_failures(record: RunRecord, seconds: float) -> list[Card]:
     if lost:
         came = f"{count(lost, 'group')} lost for good"
     else:
-        came = "groups that were away came back" if len(back) == len(away) else "the others not before the end"
+        came = (
+            "groups that were away came back"
+            if len(back) == len(away)
+            else "the others not before the end"
+        )
     return [
-        Card("time between failures", seconds / len(failures), duration(seconds / len(failures)), _failures(record)),
+        Card(
+            "time between failures",
+            seconds / len(failures),
+            duration(seconds / len(failures)),
+            _failures(record),
+        ),
         Card("recoveries", len(back), f"{len(back)} of {len(away)}", came),
         _spread("time to rejoin", back, "of a group"),
         _spread(
@@ -128,7 +151,9 @@ def _of_failures(record: RunRecord, seconds: float) -> list[Card]:
 
 def _failures(record: RunRecord) -> str:
     failures, faults = summarize(record).failures, summarize(record).num_faults
-    return count(len(failures), "failure") + (f", {count(faults, 'fault')} injected" if faults else "")
+    return count(len(failures), "failure") + (
+        f", {count(faults, 'fault')} injected" if faults else ""
+    )
 
 
 def _spread(name: str, values: Sequence[float], whose: str) -> Card:

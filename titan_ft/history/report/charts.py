@@ -18,7 +18,19 @@ from typing import Literal
 from titan_ft.history.record.run_record import Point, RunRecord
 from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.history.report.facts import Recovery, find_recoveries
-from titan_ft.history.report.layers import CROSS, MEDIAN, Axis, Band, Bars, Boxes, Chart, Curve, Layer, Marks, Rules
+from titan_ft.history.report.layers import (
+    CROSS,
+    MEDIAN,
+    Axis,
+    Band,
+    Bars,
+    Boxes,
+    Chart,
+    Curve,
+    Layer,
+    Marks,
+    Rules,
+)
 from titan_ft.history.report.phases import TimeInState, add_up, find_phases, time_in_states
 from titan_ft.history.report.style import ACCENT, MIDDLE, STATES, mark_of, sorted_marks, state_order
 from titan_ft.history.report.thinning import thin_rows
@@ -44,9 +56,19 @@ def draw_charts(record: RunRecord) -> dict[str, Chart]:
         stalls(find_recoveries(record), record.unit.noun),
         step_times([event.seconds for event in record.commits], record.unit.noun),
         time_spent(record),
-        _of_steps(record, "grad-norm", "Gradient norm", "Before clipping.", lambda point: point.event.grad_norm),
         _of_steps(
-            record, "lr", "Learning rate", f"Of the update of each {record.unit.noun}.", lambda point: point.event.lr
+            record,
+            "grad-norm",
+            "Gradient norm",
+            "Before clipping.",
+            lambda point: point.event.grad_norm,
+        ),
+        _of_steps(
+            record,
+            "lr",
+            "Learning rate",
+            f"Of the update of each {record.unit.noun}.",
+            lambda point: point.event.lr,
         ),
         memory(record),
     )
@@ -69,16 +91,26 @@ def loss(record: RunRecord) -> Chart | None:
     broken = len(values) - len(known)
     caption += f" {broken:,} not finite, or not told (crosses)." if broken else ""
     layers, thinned = curve(values, "loss", noun=record.unit.noun)
-    hits = [(fault, float(fault.step), 1.0) for fault in find_recoveries(record) if fault.step is not None]
+    hits = [
+        (fault, float(fault.step), 1.0)
+        for fault in find_recoveries(record)
+        if fault.step is not None
+    ]
     if hits:
-        caption += f" A red line is a fault, at the first {record.unit.noun} that was committed after it."
+        caption += (
+            f" A red line is a fault, at the first {record.unit.noun} that was committed after it."
+        )
         marks = fault_marks(hits, beside=True)
         layers = [Rules(sorted({x for each in marks for x in each.x})), *layers, *marks]
     return _over_steps(record, "loss", "Loss", caption + thinned, layers, values[-1][0], height=3.3)
 
 
 def _of_steps(
-    record: RunRecord, name: str, title: str, caption: str, value_of: Callable[[Point], float | None]
+    record: RunRecord,
+    name: str,
+    title: str,
+    caption: str,
+    value_of: Callable[[Point], float | None],
 ) -> Chart | None:
     values = [(point.step, value_of(point)) for point in record.curve]
     known = [value for _, value in values if value is not None]
@@ -86,7 +118,9 @@ def _of_steps(
         return None
     layers, thinned = curve(values, title.lower(), noun=record.unit.noun)
     middle = median(known)
-    kind: Literal["linear", "log"] = "log" if min(known) > 0 and max(known) > 30 * middle else "linear"
+    kind: Literal["linear", "log"] = (
+        "log" if min(known) > 0 and max(known) > 30 * middle else "linear"
+    )
     return _over_steps(record, name, title, caption + thinned, layers, values[-1][0], kind=kind)
 
 
@@ -103,7 +137,9 @@ def memory(record: RunRecord) -> Chart | None:
     values = sorted(most.items())
     layers, thinned = curve(values, "memory", unit=" GiB", noun=record.unit.noun)
     top = 1.1 * max(most.values())
-    return _over_steps(record, "memory", "Memory", caption + thinned, layers, values[-1][0], bounds=(0.0, top))
+    return _over_steps(
+        record, "memory", "Memory", caption + thinned, layers, values[-1][0], bounds=(0.0, top)
+    )
 
 
 def _over_steps(
@@ -118,7 +154,9 @@ def _over_steps(
     bounds: tuple[float, float] | None = None,
 ) -> Chart:
     across = Axis(record.unit.noun, bounds=(0.0, last * 1.005 + 0.5))
-    return Chart(name, title, caption, across, Axis(kind=kind, bounds=bounds), layers, height, shared="steps")
+    return Chart(
+        name, title, caption, across, Axis(kind=kind, bounds=bounds), layers, height, shared="steps"
+    )
 
 
 def curve(
@@ -135,7 +173,11 @@ def curve(
     lost: list[tuple[float, str]] = []
     for part in bins:
         known = [value for _, value in part if value is not None]
-        steps = f"{noun} {part[0][0]:,}" if len(part) == 1 else f"{noun}s {part[0][0]:,} to {part[-1][0]:,}"
+        steps = (
+            f"{noun} {part[0][0]:,}"
+            if len(part) == 1
+            else f"{noun}s {part[0][0]:,} to {part[-1][0]:,}"
+        )
         x.append(fmean(step for step, _ in part))
         mean.append(fmean(known) if known else None)
         low.append(min(known, default=None))
@@ -165,8 +207,14 @@ def groups_over_time(record: RunRecord) -> Chart | None:
         return None
     faults, seconds = find_recoveries(record), line.wall_us / 1e6
     others = [fault for fault in faults if not fault.incident.replicas]
-    above = ["lighthouse" if all(fault.target == "lighthouse" for fault in others) else "no group"] if others else []
-    places = {replica: float(place) for place, replica in enumerate(sorted(line.groups), start=len(above))}
+    above = (
+        ["lighthouse" if all(fault.target == "lighthouse" for fault in others) else "no group"]
+        if others
+        else []
+    )
+    places = {
+        replica: float(place) for place, replica in enumerate(sorted(line.groups), start=len(above))
+    }
     spans, thinned = thin_rows(find_phases(record))
     boxes: dict[str, list[tuple[float, float, float, str]]] = defaultdict(list)
     for replica, row in spans.items():
@@ -175,21 +223,43 @@ def groups_over_time(record: RunRecord) -> Chart | None:
             detail = f" ({each.detail})" if each.detail else ""
             text = f"group {replica} at {clock(start)}: {STATES[each.state].label}, {duration(width)}{detail}"
             boxes[each.state].append((places[replica] + 0.06, start, width, text))
-    layers: list[Layer] = [Boxes(state, *zip(*boxes[state], strict=True)) for state in state_order(set(boxes))]
-    hits = [(f, f.time, places[hit] - 0.36) for f in faults for hit in f.incident.replicas if hit in places]
+    layers: list[Layer] = [
+        Boxes(state, *zip(*boxes[state], strict=True)) for state in state_order(set(boxes))
+    ]
+    hits = [
+        (f, f.time, places[hit] - 0.36)
+        for f in faults
+        for hit in f.incident.replicas
+        if hit in places
+    ]
     layers += fault_marks(hits + [(fault, fault.time, 0.05) for fault in others])
     rows = [*above, *(f"group {replica}" for replica in places)]
-    caption = "A row for each group." + (" A mark is a fault, above the group that it hit." if faults else "")
-    height = 0.6 + (0.34 if len(rows) <= 8 else 0.25 if len(rows) <= 16 else 0.2) * max(len(rows), 2)
+    caption = "A row for each group." + (
+        " A mark is a fault, above the group that it hit." if faults else ""
+    )
+    height = 0.6 + (0.34 if len(rows) <= 8 else 0.25 if len(rows) <= 16 else 0.2) * max(
+        len(rows), 2
+    )
     return Chart(
-        "timeline", "What each group did", caption + thinned, _time(seconds), _rows(rows), layers, height, shared="time"
+        "timeline",
+        "What each group did",
+        caption + thinned,
+        _time(seconds),
+        _rows(rows),
+        layers,
+        height,
+        shared="time",
     )
 
 
-def fault_marks(hits: Iterable[tuple[Recovery, float, float]], *, beside: bool = False) -> list[Marks]:
+def fault_marks(
+    hits: Iterable[tuple[Recovery, float, float]], *, beside: bool = False
+) -> list[Marks]:
     """Return the marks of faults at their places, those of a category together; too many of them are drawn as one."""
     hits = sorted(hits, key=lambda hit: hit[1])
-    width = (max((x for _, x, _ in hits), default=0.0) / MARK_COLUMNS) if len(hits) > MAX_MARKS else 0.0
+    width = (
+        (max((x for _, x, _ in hits), default=0.0) / MARK_COLUMNS) if len(hits) > MAX_MARKS else 0.0
+    )
     places: dict[tuple[str, float, int | float], list[tuple[Recovery, float]]] = defaultdict(list)
     for number, (fault, x, y) in enumerate(hits):
         column = int(x / width) if width else number
@@ -198,7 +268,9 @@ def fault_marks(hits: Iterable[tuple[Recovery, float, float]], *, beside: bool =
     for (name, y, _), here in places.items():
         first, x = here[0]
         text = f"{first.incident.fault} of {first.target} at {clock(first.time)}"
-        found[name].append((x, y, text + (f", and {len(here) - 1:,} more" if len(here) > 1 else "")))
+        found[name].append(
+            (x, y, text + (f", and {len(here) - 1:,} more" if len(here) > 1 else ""))
+        )
     marks = []
     for name, symbol in sorted_marks(fault.incident.category for fault, _, _ in hits):
         xs, ys, texts = zip(*found[name], strict=True)
@@ -208,26 +280,45 @@ def fault_marks(hits: Iterable[tuple[Recovery, float, float]], *, beside: bool =
 
 def participants(record: RunRecord) -> Chart | None:
     """Draw over time how many groups gave weight to the step."""
-    points = [(each.event.time - record.begin, len(each.event.participants), each.step) for each in record.curve]
-    changes = [point for place, point in enumerate(points) if place == 0 or point[1] != points[place - 1][1]]
+    points = [
+        (each.event.time - record.begin, len(each.event.participants), each.step)
+        for each in record.curve
+    ]
+    changes = [
+        point
+        for place, point in enumerate(points)
+        if place == 0 or point[1] != points[place - 1][1]
+    ]
     seconds = timeline(record).wall_us / 1e6
     if len({number for _, number, _ in points}) < 2:
         return None  # nothing that the row of each group does not show
     thinned = ""
     if len(changes) > MAX_POINTS:
         width, thinned = seconds / MAX_POINTS, " Thinned: a column shows the fewest of its time."
-        columns = [min(here, key=lambda point: point[1]) for _, here in groupby(points, lambda p: int(p[0] / width))]
+        columns = [
+            min(here, key=lambda point: point[1])
+            for _, here in groupby(points, lambda p: int(p[0] / width))
+        ]
         changes = columns
     changes.append((seconds, points[-1][1], points[-1][2]))
-    texts = [f"from {clock(time)}, {record.unit.noun} {step:,}: {number} groups" for time, number, step in changes]
+    texts = [
+        f"from {clock(time)}, {record.unit.noun} {step:,}: {number} groups"
+        for time, number, step in changes
+    ]
     most = max(record.group_size, *(number for _, number, _ in points))
     stride = -(-most // 5)
-    line = Curve([time for time, _, _ in changes], [number for _, number, _ in changes], texts, stairs=True)
-    up = Axis(bounds=(0.0, most * 1.08), ticks={float(n): str(n) for n in range(0, most + 1, stride)})
+    line = Curve(
+        [time for time, _, _ in changes], [number for _, number, _ in changes], texts, stairs=True
+    )
+    up = Axis(
+        bounds=(0.0, most * 1.08), ticks={float(n): str(n) for n in range(0, most + 1, stride)}
+    )
     caption = f"Groups whose gradients are in the {record.unit.noun} that was committed last."
     caption += " One that catches up does not count yet."
     title = "Contributing groups"
-    return Chart("participants", title, caption + thinned, _time(seconds), up, [line], 1.7, shared="time")
+    return Chart(
+        "participants", title, caption + thinned, _time(seconds), up, [line], 1.7, shared="time"
+    )
 
 
 def _time(seconds: float) -> Axis:
@@ -248,21 +339,38 @@ def stalls(recoveries: Sequence[Recovery], noun: str = "step") -> Chart | None:
     for each in recoveries:
         stall = each.incident.stall_seconds
         if stall is not None:
-            text = f"{each.incident.fault} of {each.target} at {clock(each.time)}: {duration(stall)}"
+            text = (
+                f"{each.incident.fault} of {each.target} at {clock(each.time)}: {duration(stall)}"
+            )
             found[each.incident.fault].append((max(FLOOR, stall), text))
     if not found:
         return None
     kinds = sorted(found, key=lambda kind: median(stall for stall, _ in found[kind]), reverse=True)
-    dots = [(stall, float(row), text) for row, kind in enumerate(kinds) for stall, text in _few(found[kind])]
+    dots = [
+        (stall, float(row), text)
+        for row, kind in enumerate(kinds)
+        for stall, text in _few(found[kind])
+    ]
     x, y, texts = zip(*dots, strict=True)
     middles = [median(stall for stall, _ in found[kind]) for kind in kinds]
-    said = [f"median of {kind}: {duration(middle)}" for kind, middle in zip(kinds, middles, strict=True)]
+    said = [
+        f"median of {kind}: {duration(middle)}" for kind, middle in zip(kinds, middles, strict=True)
+    ]
     layers = [
         Marks("a failure", "circle", x, y, texts, colour=ACCENT),
-        Marks("median", MEDIAN, middles, [float(row) for row in range(len(kinds))], said, colour=MIDDLE),
+        Marks(
+            "median",
+            MEDIAN,
+            middles,
+            [float(row) for row in range(len(kinds))],
+            said,
+            colour=MIDDLE,
+        ),
     ]
     bounds = (FLOOR * 0.8, max(2.0, 1.4 * max(x)))
-    across = Axis("stall of the survivor hit hardest", "log", bounds, log_ticks(*bounds, least="≤ 10 ms"))
+    across = Axis(
+        "stall of the survivor hit hardest", "log", bounds, log_ticks(*bounds, least="≤ 10 ms")
+    )
     caption = f"Time beyond a usual {noun}. A dot for each failure, a bar at the median; in brackets how many."
     if len(dots) < sum(map(len, found.values())):
         caption += f" Thinned: {MAX_MARKS // 5} of each kind, the least and the most among them."
@@ -272,10 +380,16 @@ def stalls(recoveries: Sequence[Recovery], noun: str = "step") -> Chart | None:
     return Chart("stalls", "Stall per failure", caption, across, rows, layers, height, wide=False)
 
 
-def _few(values: Sequence[tuple[float, str]], most: int = MAX_MARKS // 5) -> list[tuple[float, str]]:
+def _few(
+    values: Sequence[tuple[float, str]], most: int = MAX_MARKS // 5
+) -> list[tuple[float, str]]:
     """Return at most so many of some values, spread evenly from the least to the most."""
     ranked = sorted(values)
-    return ranked if len(ranked) <= most else [ranked[round(i * (len(ranked) - 1) / (most - 1))] for i in range(most)]
+    return (
+        ranked
+        if len(ranked) <= most
+        else [ranked[round(i * (len(ranked) - 1) / (most - 1))] for i in range(most)]
+    )
 
 
 def step_times(seconds: Iterable[float], noun: str = "step") -> Chart | None:
@@ -286,12 +400,20 @@ def step_times(seconds: Iterable[float], noun: str = "step") -> Chart | None:
     edges, across = step_axes(values, noun)
     counts, texts = step_counts(values, edges, noun)
     middle, most = (values[min(len(values) - 1, int(share * len(values)))] for share in (0.5, 0.99))
-    caption = (
-        f"{noun.capitalize()}s of all groups by duration: median {duration(middle)}, 99 % within {duration(most)}."
-    )
+    caption = f"{noun.capitalize()}s of all groups by duration: median {duration(middle)}, 99 % within {duration(most)}."
     many = len(values) > 500
-    up = Axis(f"{noun}s", "log" if many else "linear", bounds=(0.7, 1.6 * max(counts)) if many else None)
-    return Chart("step-times", f"Time of a {noun}", caption, across, up, [Bars(edges, counts, texts)], wide=False)
+    up = Axis(
+        f"{noun}s", "log" if many else "linear", bounds=(0.7, 1.6 * max(counts)) if many else None
+    )
+    return Chart(
+        "step-times",
+        f"Time of a {noun}",
+        caption,
+        across,
+        up,
+        [Bars(edges, counts, texts)],
+        wide=False,
+    )
 
 
 def step_axes(seconds: Sequence[float], noun: str) -> tuple[list[float], Axis]:
@@ -302,7 +424,9 @@ def step_axes(seconds: Sequence[float], noun: str) -> tuple[list[float], Axis]:
     return edges, Axis(f"time of a {noun}", "log", (low, high), log_ticks(low, high))
 
 
-def step_counts(seconds: Iterable[float], edges: Sequence[float], noun: str) -> tuple[list[int], list[str]]:
+def step_counts(
+    seconds: Iterable[float], edges: Sequence[float], noun: str
+) -> tuple[list[int], list[str]]:
     """Return how many times lie between edges, and what each column says under the pointer."""
     counts, place = [0] * (len(edges) - 1), 0
     for value in sorted(seconds):
@@ -310,7 +434,10 @@ def step_counts(seconds: Iterable[float], edges: Sequence[float], noun: str) -> 
             place += 1
         counts[place] += 1
     between = zip(pairwise(edges), counts, strict=True)
-    return counts, [f"{duration(left)} to {duration(right)}: {number:,} {noun}s" for (left, right), number in between]
+    return counts, [
+        f"{duration(left)} to {duration(right)}: {number:,} {noun}s"
+        for (left, right), number in between
+    ]
 
 
 def log_ticks(low: float, high: float, least: str | None = None) -> dict[float, str]:
@@ -338,7 +465,8 @@ def time_spent(record: RunRecord) -> Chart | None:
 
 
 def states_bar(
-    rows: Mapping[str, Mapping[str, TimeInState]], boxes: dict[str, list[tuple[float, float, float, str]]]
+    rows: Mapping[str, Mapping[str, TimeInState]],
+    boxes: dict[str, list[tuple[float, float, float, str]]],
 ) -> list[str]:
     """Add to the boxes of each state those of some rows; return the label of each row, with its share of training."""
     labels = []

@@ -78,12 +78,16 @@ def _difference(first: float | None, second: float | None, *, points: bool) -> s
     return f"{share:+.0f} %" if abs(share) >= 9.5 else f"{share:+.1f} %"
 
 
-def compare_facts(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, str]], list[tuple[str, str]]]:
+def compare_facts(
+    runs: Sequence[RunRecord],
+) -> tuple[list[tuple[str, str, str]], list[tuple[str, str]]]:
     """Return what was run differently, with both values, and what was the same."""
     first, second = (dict(describe_run(record)) for record in runs)
     names = list(dict.fromkeys([*first, *second]))
     different = [
-        (name, first.get(name, DASH), second.get(name, DASH)) for name in names if first.get(name) != second.get(name)
+        (name, first.get(name, DASH), second.get(name, DASH))
+        for name in names
+        if first.get(name) != second.get(name)
     ]
     return different, [(name, first[name]) for name in names if first.get(name) == second.get(name)]
 
@@ -100,8 +104,13 @@ def name_runs(folders: Sequence[Path]) -> tuple[str, str]:
 
 def compare_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table:
     """Return outcomes and figures of two runs for the terminal."""
-    rows = [("", *names, "difference"), ("outcome", *(find_outcome(record).headline for record in runs), "")]
-    return grid([*rows, *((row.name, *row.values, row.difference) for row in compare_figures(runs))])
+    rows = [
+        ("", *names, "difference"),
+        ("outcome", *(find_outcome(record).headline for record in runs), ""),
+    ]
+    return grid(
+        [*rows, *((row.name, *row.values, row.difference) for row in compare_figures(runs))]
+    )
 
 
 def write_comparison(runs: Sequence[RunRecord], names: Sequence[str], folder: Path) -> Path:
@@ -117,7 +126,12 @@ def write_comparison(runs: Sequence[RunRecord], names: Sequence[str], folder: Pa
         compare_charts(runs, names),
         title=" and ".join(names),
         runs=[
-            {"name": name, "title": title_of(record), "outcome": find_outcome(record), "check": check(record)}
+            {
+                "name": name,
+                "title": title_of(record),
+                "outcome": find_outcome(record),
+                "check": check(record),
+            }
             for name, record in zip(names, runs, strict=True)
         ],
         rows=compare_figures(runs),
@@ -155,7 +169,9 @@ def _losses(runs: Sequence[RunRecord], names: Sequence[str]) -> Chart | None:
                 layers.append(replace(layer, name=name, colour=colour))
             elif isinstance(layer, Band | Marks):
                 layers.append(replace(layer, colour=colour))
-        captions.append(f"{name}: {known[-1][1]:.3f} at {record.unit.name(known[-1][0], ',')}{'.' + thinned}")
+        captions.append(
+            f"{name}: {known[-1][1]:.3f} at {record.unit.name(known[-1][0], ',')}{'.' + thinned}"
+        )
         last = max(last, values[-1][0])
     if not layers:
         return None
@@ -175,7 +191,9 @@ def _step_times(runs: Sequence[RunRecord], names: Sequence[str]) -> Chart | None
         shares = [100 * number / (len(values) or 1) for number in counts]
         layers.append(Bars(edges, shares, [f"{name}: {text}" for text in texts], name, colour))
     caption = f"Share of each run's {noun}s by how long they took, of all groups."
-    return Chart("step-times", f"Time of a {noun}", caption, across, Axis(f"{noun}s (%)"), layers, 2.6)
+    return Chart(
+        "step-times", f"Time of a {noun}", caption, across, Axis(f"{noun}s (%)"), layers, 2.6
+    )
 
 
 def _states(runs: Sequence[RunRecord], names: Sequence[str]) -> Chart | None:
@@ -191,4 +209,12 @@ def _states(runs: Sequence[RunRecord], names: Sequence[str]) -> Chart | None:
     ticks = {float(place): label for place, label in enumerate(labels)}
     caption = "Where the whole time of all groups went; in brackets the share of training."
     across = Axis("share of the whole time (%)", bounds=(0.0, 100.0))
-    return Chart("states", "Time in each state", caption, across, Axis(bounds=(1.55, -0.6), ticks=ticks), layers, 1.4)
+    return Chart(
+        "states",
+        "Time in each state",
+        caption,
+        across,
+        Axis(bounds=(1.55, -0.6), ticks=ticks),
+        layers,
+        1.4,
+    )

@@ -87,23 +87,41 @@ def describe_run(record: RunRecord) -> list[tuple[str, str]]:
     configs = [event.config for event in started if event.config is not None]
     begin = datetime.fromtimestamp(record.begin, UTC) if record.events else None
     found = {
-        "date": f"{begin:%Y-%m-%d %H:%M:%S} UTC, {duration(goodput(record).wall_us / 1e6)}" if begin else "",
+        "date": f"{begin:%Y-%m-%d %H:%M:%S} UTC, {duration(goodput(record).wall_us / 1e6)}"
+        if begin
+        else "",
         "end": plan.get("reason", ""),  # without one the outcome says what is known
         "groups": f"{s.num_groups}, of {count(s.ranks_per_group, 'rank')} each",
         "machine": _machine(setups, {event.host for event in started if event.host}),
-        "versions": _each(", ".join(f"{name} {number}" for name, number in one.versions.items()) for one in setups),
+        "versions": _each(
+            ", ".join(f"{name} {number}" for name, number in one.versions.items()) for one in setups
+        ),
     }
     if setups:
         one = setups[-1]
-        batch = f"{one.global_batch_size} a step" if one.global_batch_size > 0 else f"{one.local_batch_size} a rank"
-        degrees = ", ".join(f"{name.removesuffix('_degree')} {degree}" for name, degree in one.parallelism.items())
+        batch = (
+            f"{one.global_batch_size} a step"
+            if one.global_batch_size > 0
+            else f"{one.local_batch_size} a rank"
+        )
+        degrees = ", ".join(
+            f"{name.removesuffix('_degree')} {degree}" for name, degree in one.parallelism.items()
+        )
         found["model"] = one.model + (f"; {degrees.replace('_', ' ')}" if degrees else "")
         found["data"] = f"{one.dataset}; sequences of {one.seq_len:,} tokens, {batch}"
     if configs:
-        names = ("min_replica_size", "batch_policy", "lr_policy", "digest_every", "hang_timeout_seconds")
+        names = (
+            "min_replica_size",
+            "batch_policy",
+            "lr_policy",
+            "digest_every",
+            "hang_timeout_seconds",
+        )
         rounds = ("semi_sync_method", "sync_steps") if record.unit.method else ()
         settings = ", ".join(f"{name} {getattr(configs[-1], name)}" for name in (*names, *rounds))
-        path = _each(event.config_file for event in record.of(ev.LaunchStarted)[-1:] if event.config_file)
+        path = _each(
+            event.config_file for event in record.of(ev.LaunchStarted)[-1:] if event.config_file
+        )
         found["config"] = f"{path}; {settings}" if path else settings
     injected = count_faults(record)
     if injected:
@@ -150,12 +168,22 @@ def goodput_terms(record: RunRecord) -> list[tuple[str, str, str]]:
         ),
         (
             "Exchanges at the first try",
-            percent(spent.exchanges_committed / spent.exchanges_attempted if spent.exchanges_attempted else None),
+            percent(
+                spent.exchanges_committed / spent.exchanges_attempted
+                if spent.exchanges_attempted
+                else None
+            ),
             f"Exchanges of gradients that became a {noun}: {spent.exchanges_committed:,} of "
             f"{spent.exchanges_attempted:,}. One that breaks is repeated from the same gradients.",
         ),
         *(
-            [("Gradients sent", f"{s.wire_bytes / 1e6:,.1f} MB", f"To other groups, by all ranks: {describe_sent(s)}.")]
+            [
+                (
+                    "Gradients sent",
+                    f"{s.wire_bytes / 1e6:,.1f} MB",
+                    f"To other groups, by all ranks: {describe_sent(s)}.",
+                )
+            ]
             if s.wire_bytes
             else []
         ),
@@ -182,8 +210,12 @@ def states_spent(record: RunRecord) -> list[tuple[Look, str, str, str]]:
     rows = []
     for state in state_order({state for state, time in spent.items() if time.num_us}):
         time = spent[state]
-        parts = [f"{DETAILS[fine]} {duration(us / 1e6)}" for fine, us in time.parts.most_common() if us]
+        parts = [
+            f"{DETAILS[fine]} {duration(us / 1e6)}" for fine, us in time.parts.most_common() if us
+        ]
         consists = f" {'; '.join(parts)}." if len(parts) > 1 else ""
         meaning = f"{STATES[state].meaning}{consists[:2].upper()}{consists[2:]}"
-        rows.append((STATES[state], percent(time.num_us / whole), duration(time.num_us / 1e6), meaning))
+        rows.append(
+            (STATES[state], percent(time.num_us / whole), duration(time.num_us / 1e6), meaning)
+        )
     return rows

@@ -42,7 +42,11 @@ class Failed:
     def place(self) -> str:
         """The rank, its group and the line of code."""
         groups = name_groups(self.groups)
-        rank = "" if self.reason.rank is None or len(self.groups) > 1 else f"rank {self.reason.rank} of "
+        rank = (
+            ""
+            if self.reason.rank is None or len(self.groups) > 1
+            else f"rank {self.reason.rank} of "
+        )
         return ", ".join(filter(None, (f"{rank}{groups}", self.reason.where)))
 
     @property
@@ -50,7 +54,11 @@ class Failed:
         """How many of its ends were injected, in words."""
         if not self.num_injected:
             return ""
-        return "injected" if self.num_injected == self.count else f"{self.num_injected} of {self.count} injected"
+        return (
+            "injected"
+            if self.num_injected == self.count
+            else f"{self.num_injected} of {self.count} injected"
+        )
 
 
 @view
@@ -75,7 +83,9 @@ def find_failed(record: RunRecord) -> list[Failed]:
         found.append(
             Failed(
                 reason=decisive if decides and decisive is not None else reasons[-1],
-                groups=tuple(sorted({reason.slot for reason in reasons if reason.slot is not None})),
+                groups=tuple(
+                    sorted({reason.slot for reason in reasons if reason.slot is not None})
+                ),
                 count=len(reasons),
                 num_injected=sum((reason.slot, reason.attempt) in injected for reason in reasons),
                 first=reasons[0].time - record.begin,
@@ -83,7 +93,9 @@ def find_failed(record: RunRecord) -> list[Failed]:
                 decisive=decides or loses,
             )
         )
-    return sorted(found, key=lambda one: (not one.decisive, one.num_injected == one.count, -one.last))
+    return sorted(
+        found, key=lambda one: (not one.decisive, one.num_injected == one.count, -one.last)
+    )
 
 
 def excerpt(reason: Reason, run_dir: Path) -> list[str]:

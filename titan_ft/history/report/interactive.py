@@ -79,7 +79,9 @@ def _axis(axis: Axis) -> dict[str, Any]:
     else:
         shown |= {"type": "linear"}
     if axis.bounds is not None:
-        shown["range"] = [log10(edge) for edge in axis.bounds] if axis.kind == "log" else _at(axis, axis.bounds)
+        shown["range"] = (
+            [log10(edge) for edge in axis.bounds] if axis.kind == "log" else _at(axis, axis.bounds)
+        )
     if axis.ticks is not None:
         shown |= {"tickvals": _at(axis, axis.ticks), "ticktext": [*map(_text, axis.ticks.values())]}
     return shown
@@ -120,7 +122,9 @@ def _trace(x: Axis, layer: object, *, few: bool) -> dict[str, Any]:
 def _line(x: Axis, layer: Curve) -> dict[str, Any]:
     mode = "lines+markers" if len(layer.x) <= FEW and not layer.stairs else "lines"
     trace: dict[str, Any] = {"type": "scatter", "mode": mode, "y": _values(layer.y)}
-    trace["line"] = {"color": layer.colour, "width": 1.6} | ({"shape": "hv"} if layer.stairs else {})
+    trace["line"] = {"color": layer.colour, "width": 1.6} | (
+        {"shape": "hv"} if layer.stairs else {}
+    )
     trace |= {"marker": {"size": 4}} if mode != "lines" else {}
     trace |= {"fill": "tozeroy", "fillcolor": _faint(layer.colour)} if layer.stairs else {}
     return trace | {"x": _at(x, layer.x)} | _hover(layer.texts)
@@ -131,7 +135,9 @@ def _band(x: Axis, layer: Band) -> dict[str, Any]:
     whole = zip(_at(x, layer.x), _values(layer.low), _values(layer.high), strict=True)
     for known, stretch in groupby(whole, lambda point: point[1] is not None):
         points = list(stretch) if known else []
-        outline += [(at, low) for at, low, _ in points] + [(at, high) for at, _, high in reversed(points)]
+        outline += [(at, low) for at, low, _ in points] + [
+            (at, high) for at, _, high in reversed(points)
+        ]
         outline.append((None, None))
     return {
         "type": "scatter",
@@ -147,7 +153,13 @@ def _band(x: Axis, layer: Band) -> dict[str, Any]:
 
 def _boxes(x: Axis, layer: Boxes) -> dict[str, Any]:
     state = STATES[layer.state]
-    trace = {"type": "bar", "orientation": "h", "y": list(layer.rows), "width": 0.56, "name": state.label}
+    trace = {
+        "type": "bar",
+        "orientation": "h",
+        "y": list(layer.rows),
+        "width": 0.56,
+        "name": state.label,
+    }
     trace |= {"base": _at(x, layer.starts), "x": _lengths(x, layer.widths)}
     trace |= {"marker": {"color": state.colour, "line": {"width": 0}}}
     return trace | _hover(layer.texts)
@@ -158,14 +170,23 @@ def _bars(x: Axis, layer: Bars) -> dict[str, Any]:
     middles = [(left + right) / 2 for left, right in pairwise(edges)]
     widths = [right - left for left, right in pairwise(edges)]
     trace = {"type": "bar", "x": middles, "width": widths, "y": list(layer.counts)}
-    marker = {"color": layer.colour, "line": {"width": 0}} | ({"opacity": 0.6} if layer.name else {})
+    marker = {"color": layer.colour, "line": {"width": 0}} | (
+        {"opacity": 0.6} if layer.name else {}
+    )
     return trace | {"marker": marker} | _hover(layer.texts)
 
 
 def _marks(x: Axis, layer: Marks, *, few: bool) -> dict[str, Any]:
-    marker: dict[str, Any] = {"symbol": layer.symbol, "size": 9 if few else 5, "color": layer.colour}
+    marker: dict[str, Any] = {
+        "symbol": layer.symbol,
+        "size": 9 if few else 5,
+        "color": layer.colour,
+    }
     if layer.symbol.endswith("-open"):
-        marker |= {"size": 14 if layer.symbol == MEDIAN else 7, "line": {"width": 2.2, "color": layer.colour}}
+        marker |= {
+            "size": 14 if layer.symbol == MEDIAN else 7,
+            "line": {"width": 2.2, "color": layer.colour},
+        }
     marker |= {"opacity": 0.65} if layer.symbol == "circle" else {}
     trace: dict[str, Any] = {
         "type": "scatter",
@@ -181,8 +202,18 @@ def _marks(x: Axis, layer: Marks, *, few: bool) -> dict[str, Any]:
 
 def _rules(x: Axis, layer: Rules) -> dict[str, Any]:
     places = [place for at in _at(x, layer.x) for place in (at, at, None)]
-    trace = {"type": "scatter", "mode": "lines", "x": places, "y": [0, 1, None] * len(layer.x), "yaxis": "y2"}
-    look = {"line": {"color": layer.colour, "width": 1}, "opacity": rule_opacity(layer), "hoverinfo": "skip"}
+    trace = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": places,
+        "y": [0, 1, None] * len(layer.x),
+        "yaxis": "y2",
+    }
+    look = {
+        "line": {"color": layer.colour, "width": 1},
+        "opacity": rule_opacity(layer),
+        "hoverinfo": "skip",
+    }
     return trace | look
 
 

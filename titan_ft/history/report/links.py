@@ -35,6 +35,10 @@ class PageLinks:
         if self.run_dir is None:
             return []
         paths = RunPaths(self.run_dir)
-        named = {"config": paths.config, "launch.log": paths.launch_log, "logs": paths.launch_log.parent}
+        named = {
+            "config": paths.config,
+            "launch.log": paths.launch_log,
+            "logs": paths.launch_log.parent,
+        }
         named["events"] = paths.events
         return [(name, self.to(path)) for name, path in named.items() if path.exists()]

@@ -37,7 +37,11 @@ from titan_ft.history.summary import summarize
 from titan_ft.history.terminal import clock
 from titan_ft.system.whole_file import write_whole
 
-MARKS = {"holds": ("holds", "✓"), "does not hold": ("fails", "✗"), "not asked": ("quiet", DASH)}  # else it is open
+MARKS = {
+    "holds": ("holds", "✓"),
+    "does not hold": ("fails", "✗"),
+    "not asked": ("quiet", DASH),
+}  # else it is open
 FOLDER = Path(__file__).parent
 MAX_DETAILS = 4
 MAX_ROWS = 200
@@ -158,7 +162,11 @@ def find_contents(charts: Mapping[str, Chart], parts: Mapping[str, Any]) -> list
         ("goodput", "Goodput", True),
         ("promises", "Promises", True),
         ("notes", "Notes", parts["notes"]),
-        ("curves", "Curves of training", {"grad-norm", "lr", "memory", "step-times"} & charts.keys()),
+        (
+            "curves",
+            "Curves of training",
+            {"grad-norm", "lr", "memory", "step-times"} & charts.keys(),
+        ),
     ]
     return [(name, title) for name, title, there in sections if there]
 

@@ -115,13 +115,17 @@ def _fold(record: RunRecord, group: int, row: Sequence[Interval]) -> Iterator[St
     begins = [attempt.begin_us for attempt in attempts]
     gave_up_us = attempts[-1].gave_up_us if attempts else None
     for each in row:
-        phase = StateSpan(each.start_us, each.end_us, _STATE_OF[each.state], each.state, _describe(each))
+        phase = StateSpan(
+            each.start_us, each.end_us, _STATE_OF[each.state], each.state, _describe(each)
+        )
         if each.state == "exchange_wait" and not each.is_sum and each.num_us > longest_usual:
             phase = replace(phase, state="waiting", detail="for the other groups, in an exchange")
         if each.state == "idle" and gave_up_us is not None and each.start_us >= gave_up_us:
             phase = replace(phase, state="lost", detail="gave up")
         if phase.state == "waiting" and each.state != "wait_for_groups":
-            phase = replace(phase, detail=f"{phase.detail}; {_for_whom(record, group, each)}".removesuffix("; "))
+            phase = replace(
+                phase, detail=f"{phase.detail}; {_for_whom(record, group, each)}".removesuffix("; ")
+            )
         if each.state == "restart":
             yield from _split_restart(phase, begins)
         else:
@@ -134,7 +138,9 @@ def _describe(interval: Interval) -> str:
 
 def _split_restart(phase: StateSpan, begins: Sequence[int]) -> Iterator[StateSpan]:
     """Yield the part of a restart in which nothing ran, and the part in which the new process started."""
-    begin = next((begin for begin in begins if phase.start_us < begin <= phase.end_us), phase.end_us)
+    begin = next(
+        (begin for begin in begins if phase.start_us < begin <= phase.end_us), phase.end_us
+    )
     if begin > phase.start_us:
         yield replace(phase, end_us=begin, state="lost")
     if phase.end_us > begin:
@@ -150,7 +156,9 @@ def _for_whom(record: RunRecord, group: int, interval: Interval) -> str:
     place = bisect_left(commits, interval.end_us / 1e6, key=lambda commit: commit.time)
     waits = commits[place].waits if place < len(commits) else None
     if waits:
-        return ", ".join(f"for group {wait.slot} ({REASONS.get(wait.why, wait.why)})" for wait in waits)
+        return ", ".join(
+            f"for group {wait.slot} ({REASONS.get(wait.why, wait.why)})" for wait in waits
+        )
     incident = last_incident(record, interval.start_us - 2 * record.usual_step_us, interval.end_us)
     if incident is None or group in incident.replicas:
         return ""

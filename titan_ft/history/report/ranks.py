@@ -42,9 +42,16 @@ def find_odd_ranks(record: RunRecord) -> list[RankFigures]:
         commits[event.replica, event.rank].append(event)
     for started in record.of(WorkerStarted):
         hosts[started.replica, started.rank][started.node] = None
-    computing = {rank: median(event.compute_seconds for event in made) for rank, made in commits.items()}
-    memory = {rank: max((event.memory_bytes or 0 for event in made), default=0) for rank, made in commits.items()}
-    usual, usual_memory = (median(values.values()) if values else 0 for values in (computing, memory))
+    computing = {
+        rank: median(event.compute_seconds for event in made) for rank, made in commits.items()
+    }
+    memory = {
+        rank: max((event.memory_bytes or 0 for event in made), default=0)
+        for rank, made in commits.items()
+    }
+    usual, usual_memory = (
+        median(values.values()) if values else 0 for values in (computing, memory)
+    )
     figures = [
         RankFigures(
             *rank,
@@ -56,5 +63,9 @@ def find_odd_ranks(record: RunRecord) -> list[RankFigures]:
         )
         for rank, seconds in computing.items()
     ]
-    odd = [each for each in figures if each.times_others > SLOWER or (each.memory_times_others or 1.0) > MORE_MEMORY]
+    odd = [
+        each
+        for each in figures
+        if each.times_others > SLOWER or (each.memory_times_others or 1.0) > MORE_MEMORY
+    ]
     return sorted(odd, key=lambda each: -each.times_others)

@@ -21,11 +21,21 @@ class Look(NamedTuple):
 # states differ in print and to the colour-blind (a test simulates both).
 STATES: dict[str, Look] = {
     "training": Look(
-        "training", "#2b66ab", "Computes a step or exchanges its gradients; also the work between two steps."
+        "training",
+        "#2b66ab",
+        "Computes a step or exchanges its gradients; also the work between two steps.",
     ),
-    "waiting": Look("waiting", "#f5cf4e", "Cannot go on because of another group, or without the lighthouse."),
-    "recovering": Look("recovering", "#2fb18c", "Fetches the state from another group and applies the updates since."),
-    "starting": Look("starting", "#cdb7ea", "A new process imports, builds the model, and asks to join."),
+    "waiting": Look(
+        "waiting", "#f5cf4e", "Cannot go on because of another group, or without the lighthouse."
+    ),
+    "recovering": Look(
+        "recovering",
+        "#2fb18c",
+        "Fetches the state from another group and applies the updates since.",
+    ),
+    "starting": Look(
+        "starting", "#cdb7ea", "A new process imports, builds the model, and asks to join."
+    ),
     "lost": Look("lost", "#9c1c12", "Dead or frozen: nothing runs in its place yet."),
     "ended": Look("finished or left", "#b6bdc5", "Finished, or left in order."),
     "unknown": Look("unknown", "#e2e5e9", "No event covers this time."),

@@ -43,7 +43,9 @@ def join_training(row: Iterable[StateSpan]) -> list[StateSpan]:
         for each in part:
             shares[each.fine] += each.num_us
         total = shares.total() or 1
-        detail = ", ".join(f"{DETAILS[fine]} {100 * us / total:.0f} %" for fine, us in shares.most_common())
+        detail = ", ".join(
+            f"{DETAILS[fine]} {100 * us / total:.0f} %" for fine, us in shares.most_common()
+        )
         fine = shares.most_common(1)[0][0]
         joined.append(StateSpan(part[0].start_us, part[-1].end_us, "training", fine, detail))
     return joined
@@ -57,9 +59,13 @@ def thin_columns(row: Sequence[StateSpan], num_columns: int) -> list[StateSpan]:
     fines: dict[str, str] = {}
     for each in row:
         fines.setdefault(each.state, each.fine)
-        for column in range((each.start_us - begin) // width, min((each.end_us - begin) // width + 1, num_columns)):
+        for column in range(
+            (each.start_us - begin) // width, min((each.end_us - begin) // width + 1, num_columns)
+        ):
             left = begin + column * width
-            columns[column][each.state] += max(0, min(each.end_us, left + width) - max(each.start_us, left))
+            columns[column][each.state] += max(
+                0, min(each.end_us, left + width) - max(each.start_us, left)
+            )
     thinned: list[StateSpan] = []
     for column, shares in enumerate(columns):
         left = begin + column * width

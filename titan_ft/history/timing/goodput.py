@@ -79,7 +79,9 @@ class Goodput:
         whole_us = self.group_us or 1
         figures = asdict(self)
         figures["group_us"] = self.group_us
-        figures["shares"] = {state: round(self.job_us.get(state, 0) / whole_us, 6) for state in STATES}
+        figures["shares"] = {
+            state: round(self.job_us.get(state, 0) / whole_us, 6) for state in STATES
+        }
         figures["num_wasted"] = self.num_wasted
         return figures
 

@@ -465,7 +465,9 @@ def _draft_dropout(failure: FailureSpan, drafts: list[_IncidentDraft], record: R
     draft.dropouts.append(failure)
 
 
-def _find_fault_before(failure: FailureSpan, drafts: Sequence[_IncidentDraft]) -> _IncidentDraft | None:
+def _find_fault_before(
+    failure: FailureSpan, drafts: Sequence[_IncidentDraft]
+) -> _IncidentDraft | None:
     """Return the latest fault that explains a failure in which no attempt ended."""
     time_us = round(failure.time * 1e6)
     effect_seconds = BREAK_SECONDS if failure.slot is None else EFFECT_SECONDS
@@ -598,7 +600,9 @@ def _price(
             deaths.append(death)
         if attempt.drained_us is not None:
             time = attempt.drained_us / 1e6
-            drain = RecordedDrain(attempt.replica, attempt.number, time, attempt.in_order, stall_seconds)
+            drain = RecordedDrain(
+                attempt.replica, attempt.number, time, attempt.in_order, stall_seconds
+            )
             drains.append(drain)
     dropouts = [_price_dropout(failure, draft, stall_seconds, heals) for failure in draft.dropouts]
     for dropout in dropouts:
@@ -675,7 +679,9 @@ def _find_absence(
     return _Absence(since)
 
 
-def _find_last_heal(heals: Sequence[RecordedHeal], slot: int | None, begin: float, end: float) -> RecordedHeal | None:
+def _find_last_heal(
+    heals: Sequence[RecordedHeal], slot: int | None, begin: float, end: float
+) -> RecordedHeal | None:
     """Return the last transfer of state to a group within a time; `heals` are in order of time."""
     for heal in reversed(heals):
         if heal.replica == slot and begin <= heal.time <= end:

@@ -65,7 +65,9 @@ class Strip:
             self._states.append((state, detail, is_sum))
             self.cursor = until
 
-    def paint(self, start: int, end: int, state: str, over: Collection[str], detail: str = "") -> None:
+    def paint(
+        self, start: int, end: int, state: str, over: Collection[str], detail: str = ""
+    ) -> None:
         """Give the time from `start` to `end` a more exact state, where it is in one of the states `over`."""
         start, end = max(start, self.begin), min(end, self.cursor)
         if start >= end:
@@ -77,7 +79,11 @@ class Strip:
     def _split(self, at: int, over: Collection[str]) -> int:
         """Cut an interval in one of the states `over` in two; return the place of the first one from `at` on."""
         place = bisect_left(self._starts, at)
-        if at < self.cursor and self._starts[place : place + 1] != [at] and self._states[place - 1][0] in over:
+        if (
+            at < self.cursor
+            and self._starts[place : place + 1] != [at]
+            and self._states[place - 1][0] in over
+        ):
             self._starts.insert(place, at)
             self._states.insert(place, self._states[place - 1])
         return place
@@ -97,5 +103,7 @@ class Strip:
             if intervals and (intervals[-1].state, intervals[-1].detail) == (state, detail):
                 left = intervals.pop().start_us
             intervals.append(Interval(left, right, state, detail, is_sum))
-        assert sum(interval.num_us for interval in intervals) == self.end - self.begin, "time was lost or made"
+        assert sum(interval.num_us for interval in intervals) == self.end - self.begin, (
+            "time was lost or made"
+        )
         return tuple(intervals)

@@ -168,7 +168,9 @@ def _find_setbacks(record: RunRecord) -> list[Setback]:
     for draft in _draft_setbacks(record):
         lost = [step for step in draft.made if draft.step < step <= draft.reached]
         cause, explained = _explain(record, time_before, draft.last_commit, draft.time)
-        setback = Setback(draft.time, draft.step, draft.reached, tuple(sorted(lost)), cause, explained)
+        setback = Setback(
+            draft.time, draft.step, draft.reached, tuple(sorted(lost)), cause, explained
+        )
         found.append(setback)
         time_before = draft.time
     return found
@@ -216,7 +218,9 @@ def _find_step_to_go_on(event: _GoesBack, unit: Unit) -> int:
     return event.step
 
 
-def _explain(record: RunRecord, time_before: float, last_commit: float, time: float) -> tuple[str, bool]:
+def _explain(
+    record: RunRecord, time_before: float, last_commit: float, time: float
+) -> tuple[str, bool]:
     """Return why training went back at `time`, and whether somebody had asked for it.
 
     Args:

@@ -407,7 +407,9 @@ class GroupCutter:
         self._step = event.step
         self._pending = []
 
-    def _fill_unfinished(self, until: int, reason: str, void: Sequence[ev.Batches] | None = None) -> None:
+    def _fill_unfinished(
+        self, until: int, reason: str, void: Sequence[ev.Batches] | None = None
+    ) -> None:
         """Fill the time of a step that this group did not commit, or of a heal that did not end.
 
         Args:

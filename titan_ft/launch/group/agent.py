@@ -132,7 +132,9 @@ class GroupSpec:
     """Number of the first attempt."""
     max_restarts: int = 100
     module: str = DEFAULT_MODULE
-    drain_seconds: Annotated[float, tyro.conf.arg(name="drain-timeout")] = FaultTolerance.drain_timeout_seconds
+    drain_seconds: Annotated[float, tyro.conf.arg(name="drain-timeout")] = (
+        FaultTolerance.drain_timeout_seconds
+    )
     """How long workers may take to finish their step at a stop; 0 kills them at once."""
     grace_seconds: float = GRACE_SECONDS
     """How long the other ranks of a rank that failed may take to end."""
@@ -155,7 +157,9 @@ class GroupSpec:
     def say(self, text: str) -> None:
         print(f"titan_ft: group {self.replica}: {text}", file=sys.stderr, flush=True)
 
-    def start_workers(self, starter: Starter, attempt: int, share: Share, meeting_point: MeetingPoint) -> WorkerGroup:
+    def start_workers(
+        self, starter: Starter, attempt: int, share: Share, meeting_point: MeetingPoint
+    ) -> WorkerGroup:
         """Start the workers of an attempt on this host."""
         logs = {rank: self.paths.logs(self.replica, attempt, rank) for rank in share.ranks}
         if not self.cluster:
@@ -184,7 +188,9 @@ class Agent:
         hosts: the other hosts of the group; None if there is none.
     """
 
-    def __init__(self, spec: GroupSpec, stop: StopRequests, starter: Starter, hosts: Hosts | None = None) -> None:
+    def __init__(
+        self, spec: GroupSpec, stop: StopRequests, starter: Starter, hosts: Hosts | None = None
+    ) -> None:
         self.spec = spec
         self._stop = stop
         self._starter = starter
@@ -195,10 +201,14 @@ class Agent:
             run_trains=lambda: has_trained(spec.paths),
             host_deaths=self._suspects.deaths,
         )
-        self._events = EventLog(spec.paths.agent_events(spec.replica, os.getpid()), replica=spec.replica)
+        self._events = EventLog(
+            spec.paths.agent_events(spec.replica, os.getpid()), replica=spec.replica
+        )
         self._group: GroupWorkers | None = None
         # Only new events count: a finish of an earlier run in the folder must keep nobody away.
-        self._finishes = EventTail(spec.paths.events, TrainingFinished, pattern=spec.paths.workers_pattern())
+        self._finishes = EventTail(
+            spec.paths.events, TrainingFinished, pattern=spec.paths.workers_pattern()
+        )
         self._finish_time: float | None = None
         """Unix seconds at which the first group finished."""
         self._attempt_events = self._follow(spec.attempt)
@@ -254,10 +264,14 @@ class Agent:
                 return 0
             if self._stop:
                 return 1
-            decision = self._policy.decide(self._describe_attempt(failure, time.monotonic() - started))
+            decision = self._policy.decide(
+                self._describe_attempt(failure, time.monotonic() - started)
+            )
             status = exit_status(0 if failure is None else failure.code)
             suspicion = (
-                "" if failure is None or isinstance(decision, NoRestart) else self._suspect(attempt, failure.host)
+                ""
+                if failure is None or isinstance(decision, NoRestart)
+                else self._suspect(attempt, failure.host)
             )
             if suspicion:
                 decision, status = NoRestart(HOST, suspicion), HOST_SUSPECTED_CODE
@@ -295,7 +309,11 @@ class Agent:
         """
         self._attempt_events = self._follow(attempt)
         if restarted_because:
-            self._events.emit(ReplicaRestarted(attempt=attempt, reason=restarted_because, standby=self._starter.forks))
+            self._events.emit(
+                ReplicaRestarted(
+                    attempt=attempt, reason=restarted_because, standby=self._starter.forks
+                )
+            )
         group = self._group = self._start_group(attempt, members)
         first: WorkerExit | None = None
         announced: set[int] = set()
@@ -320,7 +338,9 @@ class Agent:
         finally:
             # A rank cannot finish without the one that failed; after a drain, there was time
             # enough.
-            sibling_failed = root_failure(group.exits()) is not None and not self._stop.must_end_at_once()
+            sibling_failed = (
+                root_failure(group.exits()) is not None and not self._stop.must_end_at_once()
+            )
             final = group.end(self.spec.grace_seconds if sibling_failed else 0.0)
             self._group = None
         if any(exit.has_left for exit in final):
@@ -396,7 +416,9 @@ class Agent:
         """
         told = self._attempt_events
         if told.is_cut and not told.drained and not self._job_is_over():
-            self.spec.say("it is not started again: its last events could not be written, and it may have finished")
+            self.spec.say(
+                "it is not started again: its last events could not be written, and it may have finished"
+            )
         return told.drained and not self._job_is_over()
 
     def _job_is_over(self, seconds: float = 0.0) -> bool:
@@ -404,7 +426,9 @@ class Agent:
         if self._finish_time is None:
             self._finish_time = next((event.time for event in self._finishes.poll()), None)
         if self._finish_time is None:
-            with contextlib.suppress(OSError):  # the mark that is there also where no event can be written
+            with contextlib.suppress(
+                OSError
+            ):  # the mark that is there also where no event can be written
                 self._finish_time = os.lstat(self.spec.paths.finished).st_mtime
         return self._finish_time is not None and self._finish_time <= time.time() - seconds
 
@@ -492,10 +516,14 @@ def point_to(folder: Path, link: Path) -> None:
 def main() -> int:
     """Keep the group that the command line describes."""
     protect_output()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent that ignores it would hide the ends of the workers
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # a parent that ignores it would hide the ends of the workers
     signums = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     # A signal that is ignored stays so: SIGHUP after nohup, SIGINT in a shell's background.
-    stop = StopRequests(*(signum for signum in signums if signal.getsignal(signum) != signal.SIG_IGN))
+    stop = StopRequests(
+        *(signum for signum in signums if signal.getsignal(signum) != signal.SIG_IGN)
+    )
     arguments = sys.argv[1:]
     end = arguments.index("--") if "--" in arguments else len(arguments)
     spec = tyro.cli(GroupSpec, args=arguments[:end], config=(tyro.conf.FlagCreatePairsOff,))
@@ -556,7 +584,11 @@ class _Main:
             _count_on(spec)
             return Agent(spec, self._stop, self._starter).refuse(self._mistake)
         try:
-            status = self._lead(metrics_place) if spec.hosts == 1 else self._lead_or_follow(metrics_place)
+            status = (
+                self._lead(metrics_place)
+                if spec.hosts == 1
+                else self._lead_or_follow(metrics_place)
+            )
         except ConfigError as error:
             print(f"titan_ft: {error}", file=sys.stderr, flush=True)
             return CONFIG_ERROR_CODE
@@ -598,7 +630,9 @@ class _Main:
 
     def _private_descriptors(self) -> list[int]:
         descriptors = [] if self._hosts is None else self._hosts.descriptors()
-        return descriptors if self._follower is None else [*descriptors, *self._follower.descriptors()]
+        return (
+            descriptors if self._follower is None else [*descriptors, *self._follower.descriptors()]
+        )
 
     def _lead_or_follow(self, metrics_place: str) -> int:
         """Lead the group if its rendezvous is at this host, else follow the agent that does."""

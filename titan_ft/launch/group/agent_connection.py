@@ -27,9 +27,15 @@ from titan_ft.system.seal import authenticate
 
 GONE_SECONDS = 10
 """A host that answers nothing for so long is gone."""
-_MAX_LINE_BYTES = 2**20  # far more than the ends of all ranks of a host; what a stranger may send at most
+_MAX_LINE_BYTES = (
+    2**20
+)  # far more than the ends of all ranks of a host; what a stranger may send at most
 _NONCE_BYTES = 16
-_KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 4))  # seconds, seconds, probes
+_KEEPALIVE = (
+    ("TCP_KEEPIDLE", 2),
+    ("TCP_KEEPINTVL", 2),
+    ("TCP_KEEPCNT", 4),
+)  # seconds, seconds, probes
 _NO_AGENT = "the other end is no agent"
 _LEADER, _FOLLOWER = b"leader", b"follower"
 
@@ -179,12 +185,16 @@ class AgentConnection:
             mac, _, text = line.partition(b" ")
             expected = self._mac(self._other_role, self._num_received, text)
             if not hmac.compare_digest(expected, mac):
-                raise ConnectionError("the other end does not know this run's token, or is of another group")
+                raise ConnectionError(
+                    "the other end does not know this run's token, or is of another group"
+                )
             self._num_received += 1
             try:
                 messages.append(_decoder.decode(text))
             except ValueError as error:
-                raise ConnectionError(f"the other end has another version of titan-ft ({error})") from error
+                raise ConnectionError(
+                    f"the other end has another version of titan-ft ({error})"
+                ) from error
         if len(self._incoming) > _MAX_LINE_BYTES:
             raise ConnectionError(_NO_AGENT)
         return messages
@@ -201,7 +211,9 @@ class AgentConnection:
         if self._other_nonce:
             for message in self._waiting:
                 text = msgspec.json.encode(message)
-                self._outgoing += self._mac(self._own_role, self._num_sent, text) + b" " + text + b"\n"
+                self._outgoing += (
+                    self._mac(self._own_role, self._num_sent, text) + b" " + text + b"\n"
+                )
                 self._num_sent += 1
             self._waiting = []
         try:

@@ -92,8 +92,12 @@ class Children:
 
         What the others need ends after all others. `hurry` is called every few moments while this waits.
         """
-        self._end([child for child in self._children if not child.needed_by_others], grace_seconds, hurry)
-        self._end([child for child in self._children if child.needed_by_others], LAST_SECONDS, hurry)
+        self._end(
+            [child for child in self._children if not child.needed_by_others], grace_seconds, hurry
+        )
+        self._end(
+            [child for child in self._children if child.needed_by_others], LAST_SECONDS, hurry
+        )
 
     def _end(self, children: list[Child], grace_seconds: float, hurry: Callable[[], bool]) -> None:
         for seconds, may_hurry in ((grace_seconds, True), (LAST_SECONDS, False)):

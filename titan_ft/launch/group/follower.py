@@ -144,9 +144,15 @@ class Follower:
     def _start_workers(self, order: Start) -> None:
         self._end(0.0)
         self.has_met, self._problem = True, ""
-        share = Share(self._num_ranks, order.world_size, order.first_rank, order.host, order.num_hosts)
-        self._group = self._start(order.attempt, share, MeetingPoint(order.store_host, order.store_port))
-        self._state = WorkersState(order.attempt, self._group.pids, [], [], is_collected=False, answered=0)
+        share = Share(
+            self._num_ranks, order.world_size, order.first_rank, order.host, order.num_hosts
+        )
+        self._group = self._start(
+            order.attempt, share, MeetingPoint(order.store_host, order.store_port)
+        )
+        self._state = WorkersState(
+            order.attempt, self._group.pids, [], [], is_collected=False, answered=0
+        )
 
     def _report(self) -> None:
         """Send the state, if it has changed."""

@@ -260,7 +260,9 @@ def _reset_signals(mask: Collection[int]) -> None:
     """Give signals the handlers that a new interpreter has; what is ignored stays so, as through an exec."""
     for signum in signal.valid_signals():
         if callable(signal.getsignal(signum)):
-            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+            )
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

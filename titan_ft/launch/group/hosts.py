@@ -71,7 +71,9 @@ def claim(address: str) -> socket.socket | None:
                 return socket.create_server(place, family=family)
             dual = socket.has_dualstack_ipv6()
             everywhere = socket.AF_INET6 if dual else family
-            return socket.create_server((ALL_HOSTS[everywhere], port), family=everywhere, dualstack_ipv6=dual)
+            return socket.create_server(
+                (ALL_HOSTS[everywhere], port), family=everywhere, dualstack_ipv6=dual
+            )
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM):
                 raise ConfigError(
@@ -114,7 +116,12 @@ class Hosts:
     """
 
     def __init__(
-        self, listener: socket.socket, num_hosts: int, token: str, slot: int, say: Callable[[str], None]
+        self,
+        listener: socket.socket,
+        num_hosts: int,
+        token: str,
+        slot: int,
+        say: Callable[[str], None],
     ) -> None:
         self._listener = listener
         self._listener.setblocking(False)
@@ -150,7 +157,9 @@ class Hosts:
                 return sorted(present[-wanted:], key=lambda member: member.host)
             if time.monotonic() >= remind_at:
                 remind_at += 60.0
-                self._say(f"waits for the agents of {wanted - len(present)} of its {self.num_hosts} hosts")
+                self._say(
+                    f"waits for the agents of {wanted - len(present)} of its {self.num_hosts} hosts"
+                )
             time.sleep(_POLL_SECONDS)
         return None
 
@@ -177,14 +186,20 @@ class Hosts:
             member.line.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # nobody comes, has gone again, or there are too many open files
+        with contextlib.suppress(
+            OSError
+        ):  # nobody comes, has gone again, or there are too many open files
             while True:
                 connection, _ = self._listener.accept()
-                self._members.append(HostAgent(AgentConnection(connection, self._token, self._slot, leads=True)))
+                self._members.append(
+                    HostAgent(AgentConnection(connection, self._token, self._slot, leads=True))
+                )
 
     def _drop_strangers(self) -> None:
         """Drop connections that have not shown the token: they would use up this process's open files."""
-        strangers = [member for member in self._members if not (member.num_ranks or member.lost_because)]
+        strangers = [
+            member for member in self._members if not (member.num_ranks or member.lost_because)
+        ]
         too_many = strangers[:-_MAX_STRANGERS]
         for member in strangers:
             if member in too_many or time.monotonic() - member.since > GONE_SECONDS:
@@ -232,7 +247,9 @@ class _RemoteWorkers:
     @property
     def is_over(self) -> bool:
         """Whether all were collected, or are lost."""
-        return bool(self.member.lost_because) or (self._state is not None and self._state.is_collected)
+        return bool(self.member.lost_because) or (
+            self._state is not None and self._state.is_collected
+        )
 
     def has_answered(self, number: int) -> bool:
         state = self._state
@@ -252,7 +269,9 @@ class _RemoteWorkers:
             for rank in self._ranks:
                 if rank not in seen:
                     pid = pids.get(rank, 0)
-                    exits.append(WorkerExit(rank, pid, _SIGKILL, host=self.member.host, is_lost=True))
+                    exits.append(
+                        WorkerExit(rank, pid, _SIGKILL, host=self.member.host, is_lost=True)
+                    )
         return exits
 
 
@@ -285,7 +304,15 @@ class GroupWorkers:
         point = store.meeting_point
         first_rank = share.num_ranks
         for number, member in enumerate(members, start=1):
-            start = Start(attempt, number, share.num_hosts, first_rank, share.world_size, point.host, point.port)
+            start = Start(
+                attempt,
+                number,
+                share.num_hosts,
+                first_rank,
+                share.world_size,
+                point.host,
+                point.port,
+            )
             self._remote.append(_RemoteWorkers(member, start))
             first_rank += member.num_ranks
 
@@ -316,7 +343,9 @@ class GroupWorkers:
         last_deadline = deadline + GONE_SECONDS
         while time.monotonic() < last_deadline:
             self._poll()
-            has_raised = bool(self._local.raised()) or any(workers.raised() for workers in self._remote)
+            has_raised = bool(self._local.raised()) or any(
+                workers.raised() for workers in self._remote
+            )
             have_answered = all(workers.has_answered(self._num_pings) for workers in self._remote)
             if have_answered and (not has_raised or time.monotonic() >= deadline):
                 return

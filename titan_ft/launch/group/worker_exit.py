@@ -58,7 +58,9 @@ class WorkerExit:
             return f"rank {self.rank} ended with exit status {self.code}"
         return f"rank {self.rank} was killed by {signal.Signals(-self.code).name}"
 
-    def event(self, attempt: int, stopped_because: str = "", *, disturbed: bool, log: Path | None) -> WorkerExited:
+    def event(
+        self, attempt: int, stopped_because: str = "", *, disturbed: bool, log: Path | None
+    ) -> WorkerExited:
         """Return what is announced of it.
 
         Args:
@@ -68,7 +70,11 @@ class WorkerExit:
         """
         reason = f"stopped because {stopped_because}" if stopped_because else self.describe()
         event = WorkerExited(
-            rank=self.rank, attempt=attempt, worker_pid=self.pid, reason=reason, stopped=bool(stopped_because)
+            rank=self.rank,
+            attempt=attempt,
+            worker_pid=self.pid,
+            reason=reason,
+            stopped=bool(stopped_because),
         )
         event.host = self.host or node_name()
         if self.code >= 0:
@@ -101,7 +107,11 @@ def root_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
     them: it is what the peers of a rank end with that has aborted. A rank that reports another one as lost comes last,
     whatever the clocks of the two hosts say.
     """
-    errors = [exit.error for exit in exits if exit.error is not None and not (exit.is_early or exit.follows)]
+    errors = [
+        exit.error
+        for exit in exits
+        if exit.error is not None and not (exit.is_early or exit.follows)
+    ]
     earliest = min(errors, key=lambda error: error.time, default=None)
     is_explained = earliest is not None and not earliest.transient
 

@@ -115,7 +115,9 @@ class ForkStarter:
             arguments = [str(listener.fileno())]
             env = {**os.environ, PARENT_PID_ENV: str(os.getpid())}
             close = self._private()
-            process = fork_module(store_server.__name__, arguments, env, None, title="titan-ft store", close=close)
+            process = fork_module(
+                store_server.__name__, arguments, env, None, title="titan-ft store", close=close
+            )
             return _StoreFork(process)
 
 
@@ -184,7 +186,9 @@ class AttemptStore:
         is_ipv6 = ":" in bind
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
         # Without the last option, a store at :: would not answer groups that have IPv4 addresses.
-        listener = socket.create_server((bind, 0), family=family, dualstack_ipv6=is_ipv6 and is_unspecified(bind))
+        listener = socket.create_server(
+            (bind, 0), family=family, dualstack_ipv6=is_ipv6 and is_unspecified(bind)
+        )
         host, port = store_server.reachable(listener)
         self._store = starter.serve_store(listener)
         self.meeting_point = MeetingPoint(address or host, port, self._store.pid)
@@ -227,7 +231,12 @@ class WorkerGroup:
         title: str = "titan-ft ",
     ) -> None:
         self.num_ranks = share.num_ranks
-        shared = {**os.environ, **env, **_shared_env(share, meeting_point, max_restarts), **attempt_env(attempt)}
+        shared = {
+            **os.environ,
+            **env,
+            **_shared_env(share, meeting_point, max_restarts),
+            **attempt_env(attempt),
+        }
         self._error_files = {rank: error_file.beside(logs[rank]) for rank in share.ranks}
         self._exits: dict[int, WorkerExit] = {}
         """Those that were seen; a mark that a worker trains shows only once how it ended."""
@@ -241,9 +250,13 @@ class WorkerGroup:
                 own[error_file.FILE_ENV] = str(self._error_files[rank])
                 log = logs[rank] if has_logs else None
                 if log is None:
-                    with contextlib.suppress(OSError):  # then the worker's exception stands in its output only
+                    with contextlib.suppress(
+                        OSError
+                    ):  # then the worker's exception stands in its output only
                         self._error_files[rank].parent.mkdir(parents=True, exist_ok=True)
-                self._workers[rank] = starter.start(module, args, {**shared, **own}, log, f"{title}{rank}")
+                self._workers[rank] = starter.start(
+                    module, args, {**shared, **own}, log, f"{title}{rank}"
+                )
         except BaseException:
             self.end(0.0)
             raise
@@ -275,7 +288,9 @@ class WorkerGroup:
     def raised(self) -> list[int]:
         """List the ranks that still run although an exception has ended their training."""
         ended = {exit.rank for exit in self.exits()}
-        return [rank for rank, file in self._error_files.items() if rank not in ended and file.exists()]
+        return [
+            rank for rank, file in self._error_files.items() if rank not in ended and file.exists()
+        ]
 
     def ask_to_leave(self) -> None:
         """Ask all workers to finish their step and leave (SIGTERM), once: a second SIGTERM would end them at once.
@@ -293,7 +308,9 @@ class WorkerGroup:
         """
         if grace_seconds > 0:
             self._signal_running(signal.SIGTERM)
-            self._signal_running(signal.SIGCONT)  # a worker that is stopped would sit the grace time out
+            self._signal_running(
+                signal.SIGCONT
+            )  # a worker that is stopped would sit the grace time out
             self._wait(grace_seconds)
         self.kill()
         # A process in uninterruptible sleep (a hung driver) cannot be killed: do not wait for it for ever.
@@ -390,11 +407,17 @@ def open_log(path: Path, mode: Literal["wb", "ab"] = "wb") -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         return open(path, mode, opener=no_follow)
     except OSError as error:
-        print(f"{path} cannot be written ({error.strerror}): its lines come here", file=sys.stderr, flush=True)
+        print(
+            f"{path} cannot be written ({error.strerror}): its lines come here",
+            file=sys.stderr,
+            flush=True,
+        )
         return open(os.dup(2), mode)
 
 
 def _signal_group(pid: int, signum: signal.Signals) -> None:
     """Signal the process group that a worker leads."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or only a zombie is left of it (macOS)
+    with contextlib.suppress(
+        ProcessLookupError, PermissionError
+    ):  # gone, or only a zombie is left of it (macOS)
         os.killpg(pid, signum)

@@ -64,11 +64,20 @@ class Zygote:
         OSError: there are too many processes or files, or too little memory.
     """
 
-    def __init__(self, start: Callable[[list[str], int], Started], module: str, args: Sequence[str]) -> None:
+    def __init__(
+        self, start: Callable[[list[str], int], Started], module: str, args: Sequence[str]
+    ) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as on_failure:
             on_failure.callback(self._socket.close)
-            command = [sys.executable, "-m", "titan_ft.launch.group.zygote", str(theirs.fileno()), module, *args]
+            command = [
+                sys.executable,
+                "-m",
+                "titan_ft.launch.group.zygote",
+                str(theirs.fileno()),
+                module,
+                *args,
+            ]
             self._process = start(command, theirs.fileno())
             on_failure.pop_all()
         self._received = b""
@@ -114,13 +123,21 @@ class Zygote:
             self._lose("closed")
 
     def fork(
-        self, module: str, args: Sequence[str], env: Mapping[str, str], output: tuple[int, int], title: str
+        self,
+        module: str,
+        args: Sequence[str],
+        env: Mapping[str, str],
+        output: tuple[int, int],
+        title: str,
     ) -> ForkedProcess | None:
         """Run a module as `fork_module` does, in a child of this process; None if that is not possible (any more)."""
         self.poll()
         if self.lost or not self.ready:
             return None
-        request = json.dumps({"module": module, "args": args, "env": dict(env), "title": title}).encode() + b"\n"
+        request = (
+            json.dumps({"module": module, "args": args, "env": dict(env), "title": title}).encode()
+            + b"\n"
+        )
         reads, writes = os.pipe()
         with open(reads, "rb", buffering=0), open(writes, "wb", buffering=0) as begin:
             try:
@@ -252,7 +269,9 @@ def _fork_away(request: dict[str, Any], given: Sequence[int], connection: socket
 def main() -> int:
     protect_output()
     end_with_parent()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as who started this may leave it, no fork is waited for
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # ignored, as who started this may leave it, no fork is waited for
     descriptor, module, *worker_args = sys.argv[1:]
     with socket.socket(fileno=int(descriptor)) as connection:
         try:

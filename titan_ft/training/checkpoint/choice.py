@@ -40,7 +40,9 @@ _MAX_CHOICES = 3  # then give up: each chosen checkpoint vanished before all ran
 _MAX_STALE_SECONDS = 60.0  # NFS's default (acdirmax): a host may see a folder as it was so long ago
 _POLL_SECONDS = 0.05
 _GONE, _UNREADABLE = 0, -1  # instead of a fingerprint
-_PAUSE_SECONDS = 0.5  # before another choice or another look at damage: a checkpoint may be replaced just now
+_PAUSE_SECONDS = (
+    0.5  # before another choice or another look at damage: a checkpoint may be replaced just now
+)
 _MAX_LOOKS_AT_DAMAGE = 10
 _MAX_NAMED = 10  # steps that an error names
 
@@ -120,7 +122,9 @@ def agree_on_step(request: LoadRequest, rank: int, gather: Gather) -> Choice:
             return Choice(NO_STEP)
         if _all_see(Path(folder, f"step-{step}"), gather):
             return Choice(step, choice.damaged)
-        logger.warning("the checkpoint of step %d vanished from %s right after it was chosen", step, folder)
+        logger.warning(
+            "the checkpoint of step %d vanished from %s right after it was chosen", step, folder
+        )
         time.sleep(_PAUSE_SECONDS)
     raise LoadError(
         f"checkpoint.folder ({folder}) must keep a checkpoint for long enough to load it, got {_MAX_CHOICES} that "
@@ -140,7 +144,9 @@ def check_still_there(folder: str, step: int, gather: Gather) -> None:
     def look() -> None:
         target = Path(folder, f"step-{step}")
         if not is_complete(target):
-            raise FileNotFoundError(f"{target} vanished after it was chosen; another start chooses anew")
+            raise FileNotFoundError(
+                f"{target} vanished after it was chosen; another start chooses anew"
+            )
 
     fail_together(look, folder, gather)
 
@@ -184,11 +190,15 @@ def fail_together(act: Callable[[], T], folder: str, gather: Gather) -> T:
     if isinstance(error, ConfigError):
         raise error
     if error is not None:
-        raise LoadError(f"checkpoint: {folder} cannot be read: {str(error) or type(error).__name__}") from error
+        raise LoadError(
+            f"checkpoint: {folder} cannot be read: {str(error) or type(error).__name__}"
+        ) from error
     for rank, failure in enumerate(failures):
         error_class = _FAILURES[failure]
         if error_class is not None:
-            raise error_class(f"checkpoint: rank {rank} of this group cannot load from {folder}; see why in its log")
+            raise error_class(
+                f"checkpoint: rank {rank} of this group cannot load from {folder}; see why in its log"
+            )
     return found
 
 
@@ -264,7 +274,9 @@ class _Search:
         """
         folder = self._request.folder
         if Path(folder).is_file():
-            raise ConfigError(f"checkpoint.folder must be a folder, got the file {folder}; {OTHER_FOLDER_REMEDY}")
+            raise ConfigError(
+                f"checkpoint.folder must be a folder, got the file {folder}; {OTHER_FOLDER_REMEDY}"
+            )
         try:
             # Torn ones too: they are told as damaged, and not passed over without a word.
             return sorted({*complete_steps(folder), *torn_steps(folder)}, reverse=True)
@@ -343,7 +355,10 @@ class _Search:
             manifest = Manifest.read(self._folder_of(step))
         except DamagedError:
             return False
-        return manifest is not None and manifest.branch == (self._request.job_id, self._request.step)
+        return manifest is not None and manifest.branch == (
+            self._request.job_id,
+            self._request.step,
+        )
 
     def _find_nameless(self, steps: Iterable[int]) -> dict[int, str]:
         """Return the damaged ones of `steps` that do not say any more who has saved them, with the reason.
@@ -447,7 +462,9 @@ def _all_see(folder: Path, gather: Gather) -> bool:
     return True
 
 
-def _check_initial_on_all_ranks(request: LoadRequest, folder: Path, rank: int, gather: Gather) -> None:
+def _check_initial_on_all_ranks(
+    request: LoadRequest, folder: Path, rank: int, gather: Gather
+) -> None:
     """Check that all ranks see the model to begin with, and that it is not damaged."""
 
     def look() -> int:

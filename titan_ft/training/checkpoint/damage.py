@@ -24,7 +24,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from titan_ft.host.titan import TRAIN_STATE
-from titan_ft.training.checkpoint.folder import INDEX, MANIFEST, METADATA, DamagedError, Manifest, digest_table
+from titan_ft.training.checkpoint.folder import (
+    INDEX,
+    MANIFEST,
+    METADATA,
+    DamagedError,
+    Manifest,
+    digest_table,
+)
 from titan_ft.training.checkpoint.reader import CheckpointReader, UnsafeValueError
 from titan_ft.training.checkpoint.states import QUORUM_STATE
 
@@ -111,7 +118,11 @@ def is_model_only(folder: Path) -> bool:
 
 def read_keys(folder: Path) -> Collection[str]:
     """Return the names of all that a checkpoint holds; an export in Hugging Face's format names none here."""
-    return CheckpointReader(folder).read_metadata().state_dict_metadata if (folder / METADATA).is_file() else ()
+    return (
+        CheckpointReader(folder).read_metadata().state_dict_metadata
+        if (folder / METADATA).is_file()
+        else ()
+    )
 
 
 def has_training_state(keys: Collection[str]) -> bool:

@@ -28,7 +28,9 @@ Gather = Callable[[int], list[int]]
 
 
 @torch.no_grad()
-def take_digests(state: Mapping[str, Any], parts: Mapping[str, Any], gather: Gather) -> dict[str, str]:
+def take_digests(
+    state: Mapping[str, Any], parts: Mapping[str, Any], gather: Gather
+) -> dict[str, str]:
     """Return the digest of each part of a state, the same on all ranks. A collective.
 
     Args:

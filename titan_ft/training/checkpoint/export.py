@@ -50,7 +50,9 @@ class Converted:
         tensors: those of all ranks, see `gather_tensors`.
     """
 
-    def __init__(self, state: dict[str, Any], index: Mapping[str, int] | None, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, state: dict[str, Any], index: Mapping[str, int] | None, tensors: Mapping[str, Tensor]
+    ) -> None:
         self._state, self._tensors = state, tensors
         for name, tensor in tensors.items():
             if not tensor.shape:
@@ -79,7 +81,10 @@ class Converted:
 
 def describe_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return shape and dtype of each tensor; of a sharded one those of the whole."""
-    return {name: Tensor(tuple(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in state.items()}
+    return {
+        name: Tensor(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        for name, value in state.items()
+    }
 
 
 def gather_tensors(own: dict[str, Tensor], gather: Gather) -> dict[str, Tensor]:
@@ -100,7 +105,9 @@ def _assign_files(tensors: Iterable[str], index: Mapping[str, int]) -> dict[str,
     absent = [name for name in index if name not in tensors]
     unnamed = [name for name in tensors if name not in index]
     if absent:
-        logger.warning(f"{INDEX} of model.hf_assets_path names tensors that the model lacks; left out: {_list(absent)}")
+        logger.warning(
+            f"{INDEX} of model.hf_assets_path names tensors that the model lacks; left out: {_list(absent)}"
+        )
     if unnamed:
         logger.warning(
             f"{INDEX} of model.hf_assets_path lacks tensors of the model; the last file gets them: {_list(unnamed)}"

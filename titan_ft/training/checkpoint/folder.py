@@ -216,7 +216,9 @@ def torn_steps(folder: str | Path) -> list[int]:
     """Return the steps of checkpoints that have a manifest or data, and no table any more."""
 
     def is_torn(path: Path) -> bool:
-        return not is_complete(path) and any(child.name.endswith(_CONTENTS) for child in _children(path))
+        return not is_complete(path) and any(
+            child.name.endswith(_CONTENTS) for child in _children(path)
+        )
 
     return _steps(folder, is_torn)
 

@@ -43,4 +43,7 @@ class CheckpointHost:
     @property
     def is_writer(self) -> bool:
         """Say whether this group is the first of those that made the last step."""
-        return bool(self.participants) and min(self.participants) == self.config.fault_tolerance.replica_id
+        return (
+            bool(self.participants)
+            and min(self.participants) == self.config.fault_tolerance.replica_id
+        )

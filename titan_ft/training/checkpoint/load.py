@@ -128,9 +128,19 @@ class Load:
         """
         failure, reason = classify(error)
         if failure is LoadFailure.OTHER_STATE:
-            holds = "weights of this run's model" if from_hf else "state of this run's model and optimizer"
-            remedy = "give those of model.flavor as checkpoint.initial_load_path" if from_hf else OTHER_FOLDER_REMEDY
-            raise ConfigError(f"checkpoint: {self._folder} must hold the {holds}, got: {reason}; {remedy}") from error
+            holds = (
+                "weights of this run's model"
+                if from_hf
+                else "state of this run's model and optimizer"
+            )
+            remedy = (
+                "give those of model.flavor as checkpoint.initial_load_path"
+                if from_hf
+                else OTHER_FOLDER_REMEDY
+            )
+            raise ConfigError(
+                f"checkpoint: {self._folder} must hold the {holds}, got: {reason}; {remedy}"
+            ) from error
         if failure is LoadFailure.UNSAFE:
             raise ConfigError(
                 f"checkpoint: {self._folder} must hold plain values beside its tensors, because a load runs no code, "
@@ -162,10 +172,16 @@ class Load:
             _count_tokens_of_stock(state)
             return
         change = find_change(self._manifest.digests, take_digests(state, parts, self._gather))
-        reason = f"the {change} in it is not what was saved (its digest is another one)" if change else ""
+        reason = (
+            f"the {change} in it is not what was saved (its digest is another one)"
+            if change
+            else ""
+        )
         reason = reason or self._find_other_counters(state)
         if any(self._gather(int(bool(reason)))):
-            raise DamagedError(reason or "another rank of this group has loaded another state than was saved")
+            raise DamagedError(
+                reason or "another rank of this group has loaded another state than was saved"
+            )
 
     def _find_other_counters(self, state: Mapping[str, Any]) -> str:
         """Return the contradiction between counters and manifest, for any number of ranks; empty = none."""
@@ -205,13 +221,17 @@ class Load:
         if isinstance(error, LoadError):
             raise error
         try:
-            other = agree_on_step(replace(request, damaged={step: reason}), dist.get_rank(), self._gather).step
+            other = agree_on_step(
+                replace(request, damaged={step: reason}), dist.get_rank(), self._gather
+            ).step
         except NoCheckpointError:
             if not is_noted:
                 raise
             # Another group may have loaded it. The next start heals then, or ends for good.
             lack = (
-                "no sound one is left" if request.step == LATEST else f"load_step = {request.step} allows no other one"
+                "no sound one is left"
+                if request.step == LATEST
+                else f"load_step = {request.step} allows no other one"
             )
             raise LoadError(f"checkpoint: {self._folder} is damaged: {reason}; {lack}") from error
         if not is_noted:
@@ -236,7 +256,9 @@ class Load:
         def look() -> None:
             then, now = _save_id(self._manifest), _save_id(Manifest.read(self._folder))
             if dist.get_rank() == 0 and (then != now or not self._folder.is_dir()):
-                raise LoadError(f"{self._folder} was replaced while it was loaded; another start chooses anew")
+                raise LoadError(
+                    f"{self._folder} was replaced while it was loaded; another start chooses anew"
+                )
 
         fail_together(look, str(self._folder), self._gather)
 

@@ -87,7 +87,13 @@ from titan_ft.training.checkpoint.save import (
     latest_due,
     on_all_ranks,
 )
-from titan_ft.training.checkpoint.states import QUORUM_STATE, QuorumState, Shards, TrainCounters, stock_loaders
+from titan_ft.training.checkpoint.states import (
+    QUORUM_STATE,
+    QuorumState,
+    Shards,
+    TrainCounters,
+    stock_loaders,
+)
 
 
 class ReplicaCheckpoints(HostCheckpoints):
@@ -107,7 +113,9 @@ class ReplicaCheckpoints(HostCheckpoints):
         self._host: CheckpointHost | None = None
         self._under_way: Save | None = None
         self._loading: Load | None = None
-        self._published: dict[int, int] = {}  # steps that this process saved, with the updates in their state
+        self._published: dict[
+            int, int
+        ] = {}  # steps that this process saved, with the updates in their state
         self._failed: Save | None = None  # the latest save of this group that did
         self._failure = ""  # why it did
         self._last_failure: SaveError | None = None
@@ -128,7 +136,9 @@ class ReplicaCheckpoints(HostCheckpoints):
             )
         if self.enable and self.purge_thread is None:  # torchtitan has one with keep_latest_k only
             self.purge_queue: queue.Queue[Any] = queue.Queue()
-            self.purge_thread = threading.Thread(target=purge, args=(self.purge_queue,), daemon=True)
+            self.purge_thread = threading.Thread(
+                target=purge, args=(self.purge_queue,), daemon=True
+            )
             self.purge_thread.start()
 
     def attach(self, host: CheckpointHost) -> None:
@@ -216,13 +226,17 @@ class ReplicaCheckpoints(HostCheckpoints):
         self._settle(wait=last_step)
         due = latest_due(curr_step, self.interval, self.enable_first_step_checkpoint, last_step)
         # Due since an earlier step, if a writer was lost with its save or was slower than the interval.
-        updates = self.host.position.step if due == curr_step else self.host.strategy.updates_of(due)
+        updates = (
+            self.host.position.step if due == curr_step else self.host.strategy.updates_of(due)
+        )
         if self.host.is_writer and self._under_way is None and self._lacks(updates):
             self._write(curr_step, last_step)
 
     def _lacks(self, updates: int) -> bool:
         """Say whether a state of so many updates, or a later one, is neither saved nor tried in vain."""
-        return updates > max(self.host.position.saved_step, 0 if self._failed is None else self._failed.updates)
+        return updates > max(
+            self.host.position.saved_step, 0 if self._failed is None else self._failed.updates
+        )
 
     def pauses_after(self, step: int) -> bool:
         """Say whether a group may stop for a while after `step` to save, if only to take over from a lost writer."""
@@ -256,7 +270,9 @@ class ReplicaCheckpoints(HostCheckpoints):
             return False
         self._settle(wait=True)
         updates = self.host.position.step
-        return updates > self.host.position.saved_step or self._holds_model_only(self.host.strategy.steps_of(updates))
+        return updates > self.host.position.saved_step or self._holds_model_only(
+            self.host.strategy.steps_of(updates)
+        )
 
     def _holds_model_only(self, step: int) -> bool:
         """Say whether the checkpoint of `step` is of the model only: the last save is, unless the user asks for more.
@@ -316,7 +332,9 @@ class ReplicaCheckpoints(HostCheckpoints):
         if dist.get_rank() == 0:
             self.host.events.emit(event)
         if event.shortage:
-            logger.warning("the checkpoint of step %d may not be complete in time: %s", step, event.shortage)
+            logger.warning(
+                "the checkpoint of step %d may not be complete in time: %s", step, event.shortage
+            )
         with self._in_own_format(model_only=False):
             self._write_once(step, last_step=True)
 
@@ -340,7 +358,9 @@ class ReplicaCheckpoints(HostCheckpoints):
         self._settle(wait=True)
         self._failed = None  # this group may save these steps again, from the state that it gets
         host.position.withdraw_saved()
-        for step in sorted(step for step, updates in self._published.items() if updates > host.position.agreed_step):
+        for step in sorted(
+            step for step, updates in self._published.items() if updates > host.position.agreed_step
+        ):
             del self._published[step]
             target = Path(self._create_checkpoint_id(step))
             # Another group may have saved its own state of this step in its place.
@@ -348,19 +368,27 @@ class ReplicaCheckpoints(HostCheckpoints):
             doomed = discard(target, step) if is_own else None
             if doomed is not None:
                 shutil.rmtree(doomed, ignore_errors=True)
-                logger.error("the checkpoint of step %d is withdrawn: this group's state was corrupt", step)
+                logger.error(
+                    "the checkpoint of step %d is withdrawn: this group's state was corrupt", step
+                )
                 host.events.emit(CheckpointWithdrawn(step=step))
 
     def close(self) -> None:
         """Wait for a save under way, as long as a group may take to leave."""
-        save: Save | None = getattr(self, "_under_way", None)  # torchtitan calls this from __del__, too
+        save: Save | None = getattr(
+            self, "_under_way", None
+        )  # torchtitan calls this from __del__, too
         if save is not None:
             self._under_way = None
-            concurrent.futures.wait([save.done], timeout=self.host.config.fault_tolerance.drain_timeout_seconds)
+            concurrent.futures.wait(
+                [save.done], timeout=self.host.config.fault_tolerance.drain_timeout_seconds
+            )
             if save.state is SaveState.COMPLETE:
                 self._emit_saved(save)
             else:
-                logger.warning("the checkpoint of step %d remains incomplete: this group ends", save.step)
+                logger.warning(
+                    "the checkpoint of step %d remains incomplete: this group ends", save.step
+                )
         super().close()
 
     def dcp_save(
@@ -381,9 +409,13 @@ class ReplicaCheckpoints(HostCheckpoints):
         if not to_hf:
             on_all_ranks(lambda: check_values(states), self.host.gather)
         save.model_only = TRAIN_STATE not in state_dict
-        manifest = dataclasses.replace(self._describe(), step=save.step, model_only=save.model_only, digests=digests)
+        manifest = dataclasses.replace(
+            self._describe(), step=save.step, model_only=save.model_only, digests=digests
+        )
         partial = save.partial = partial_folder(target, save.step, self._name)
-        coordinates = dist.get_rank() == 0  # in DCP: its part ends when all ranks have written theirs
+        coordinates = (
+            dist.get_rank() == 0
+        )  # in DCP: its part ends when all ranks have written theirs
         if coordinates:
             # What an earlier attempt left. The other ranks write nothing before this one has planned.
             # A link here is another user's: through it this save would overwrite another checkpoint.
@@ -437,7 +469,9 @@ class ReplicaCheckpoints(HostCheckpoints):
         self._purge_abandoned()
         return aside
 
-    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+    def dcp_load(
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
         """Load what the checkpoint has of `state_dict`, and check that this is what was saved.
 
         Raises:
@@ -612,12 +646,18 @@ class ReplicaCheckpoints(HostCheckpoints):
             return
         self._under_way = None
         if SaveState.FAILED in states:
-            reason, latest = agree_on_reason(save.done.exception(), Path(self.folder)), self._latest_step()
+            reason, latest = (
+                agree_on_reason(save.done.exception(), Path(self.folder)),
+                self._latest_step(),
+            )
             if dist.get_rank() == 0 and save.partial is not None:
                 # At once: it takes the room that the next save needs, or the last one in another format.
                 shutil.rmtree(save.partial, ignore_errors=True)
             logger.error(
-                "the checkpoint of step %d could not be written: %s; %s", save.step, reason, describe_latest(latest)
+                "the checkpoint of step %d could not be written: %s; %s",
+                save.step,
+                reason,
+                describe_latest(latest),
             )
             if self._failed_at() < save.step:  # once, in however many ways the last step is tried
                 self._failed, self._failure = save, reason
@@ -648,9 +688,13 @@ class ReplicaCheckpoints(HostCheckpoints):
     def _emit_saved(self, save: Save) -> None:
         if dist.get_rank() != 0:
             return
-        self.host.events.emit(CheckpointSaved(step=save.step, seconds=save.seconds, model_only=save.model_only))
+        self.host.events.emit(
+            CheckpointSaved(step=save.step, seconds=save.seconds, model_only=save.model_only)
+        )
         for folder in save.done.result():
-            logger.warning("this job went back before a checkpoint of another one, which is %s now", folder)
+            logger.warning(
+                "this job went back before a checkpoint of another one, which is %s now", folder
+            )
             self.host.events.emit(CheckpointSetAside(step=save.step, folder=folder.name))
 
     def _emit_loaded(self) -> None:
@@ -660,7 +704,9 @@ class ReplicaCheckpoints(HostCheckpoints):
         host.events.emit(CheckpointLoaded(step=step, lineage=f"{host.position.lineage:012x}"))
         assert self._loading is not None
         if reset := self._loading.reset:
-            logger.warning("training goes on after step %d, but its data begins anew: %s", step, reset)
+            logger.warning(
+                "training goes on after step %d, but its data begins anew: %s", step, reset
+            )
             host.events.emit(DataReset(step=step, reason=reset, asked=self._loading.asks_for_reset))
 
     @property
@@ -697,4 +743,7 @@ def _is_sound(folder: Path) -> bool:
 
 def _read_states(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the states of objects in their place; tensors stay as they are."""
-    return {name: part.state_dict() if isinstance(part, Stateful) else part for name, part in state_dict.items()}
+    return {
+        name: part.state_dict() if isinstance(part, Stateful) else part
+        for name, part in state_dict.items()
+    }

@@ -145,7 +145,9 @@ class _TableUnpickler(pickle._Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's table; it would run as code")
+        raise pickle.UnpicklingError(
+            f"{module}.{name} is no part of a checkpoint's table; it would run as code"
+        )
 
     def load_build(self) -> None:
         """Give an object its state.

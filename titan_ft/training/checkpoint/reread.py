@@ -39,7 +39,10 @@ def reread(record: RunRecord, run_dir: Path) -> Reread:
         if build is None:
             continue
         last = max(each.first_batch + each.num_batches for each in trained)
-        print(f"titan-ft: reading {last} batches of shard {shard.number} of {shard.of}", file=sys.stderr)
+        print(
+            f"titan-ft: reading {last} batches of shard {shard.number} of {shard.of}",
+            file=sys.stderr,
+        )
         loader = build(shard)
         compare(shard, trained, iter(loader), _extend, result)
         del loader  # its workers end with it
@@ -62,21 +65,27 @@ def _arguments_here(arguments: list[str], run_dir: Path) -> list[str]:
     return [f"--{_CONFIG_FLAG}={config}", *kept]
 
 
-def _prepare(started: WorkerStarted, run_dir: Path, result: Reread) -> Callable[[Shard], Any] | None:
+def _prepare(
+    started: WorkerStarted, run_dir: Path, result: Reread
+) -> Callable[[Shard], Any] | None:
     """Read a worker's config; return what builds a loader of a shard as the worker had it built.
 
     Adds the reason to `result`, and returns None, where the config is another one by now.
     """
     from titan_ft.training.job_config import digest_config, read_config
 
-    job_config = copy.deepcopy(read_config(*_arguments_here(started.arguments or [], run_dir)))  # it is cached
+    job_config = copy.deepcopy(
+        read_config(*_arguments_here(started.arguments or [], run_dir))
+    )  # it is cached
     if digest_config(job_config) != started.config_digest:
         # With another sequence length, for example, the data would be blamed for other batches.
         result.unknown.append(
             f"the config has changed since group {started.replica}, attempt {started.attempt} read its data"
         )
         return None
-    if job_config.training.global_batch_size > 0:  # counts all groups; a worker's loader was built for its own
+    if (
+        job_config.training.global_batch_size > 0
+    ):  # counts all groups; a worker's loader was built for its own
         job_config.training.global_batch_size //= job_config.fault_tolerance.group_size
     from titan_ft.host.loader_workers import prepare_workers
     from titan_ft.host.titan import get_train_spec
@@ -88,7 +97,10 @@ def _prepare(started: WorkerStarted, run_dir: Path, result: Reread) -> Callable[
     def build_shard(shard: Shard) -> Any:
         with enough_documents("training.dataset", shard.of):
             loader = spec.build_dataloader_fn(
-                dp_world_size=shard.of, dp_rank=shard.number, tokenizer=tokenizer, job_config=job_config
+                dp_world_size=shard.of,
+                dp_rank=shard.number,
+                tokenizer=tokenizer,
+                job_config=job_config,
             )
         prepare_workers(loader)
         return loader

@@ -133,7 +133,9 @@ def agree_on_reason(error: BaseException | None, folder: Path) -> str:
 
 def describe_latest(step: int) -> str:
     """Describe the checkpoint that is left to go back to."""
-    return f"the latest complete one is that of step {step}" if step else "there is none to go back to"
+    return (
+        f"the latest complete one is that of step {step}" if step else "there is none to go back to"
+    )
 
 
 def on_all_ranks(act: Callable[[], T], gather: Callable[[int], list[int]]) -> T:

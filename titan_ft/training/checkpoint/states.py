@@ -87,7 +87,9 @@ def stock_loaders(shards: dict[str, Any], num_shards: int) -> dict[str, Any]:
         try:
             state = _unpack(shard["state"])
         except Exception as error:  # noqa: BLE001  # of a user's loader; the save is not to fail for it
-            logger.warning(f"stock torchtitan will not find its place in shard {number}: {first_line(error)}")
+            logger.warning(
+                f"stock torchtitan will not find its place in shard {number}: {first_line(error)}"
+            )
             continue
         found[f"dp_rank_{number}"] = pickle.dumps(state)
     return found

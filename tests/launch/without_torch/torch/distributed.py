@@ -8,6 +8,14 @@ import socket
 
 
 class TCPStore:
-    def __init__(self, host: str, port: int, *, is_master: bool, wait_for_workers: bool, master_listen_fd: int) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        is_master: bool,
+        wait_for_workers: bool,
+        master_listen_fd: int,
+    ) -> None:
         assert is_master
         self._listener = socket.socket(fileno=master_listen_fd)

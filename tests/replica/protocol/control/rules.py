@@ -43,7 +43,9 @@ class Rules:
         self._said: dict[str, set[str]] = defaultdict(set)  # texts by topic
         # Topics by agreement: the sender said them before it joined.
         self._before: dict[int, set[str]] = defaultdict(set)
-        self._shared: dict[str, set[int]] = defaultdict(set)  # ranks that said a note that needs all
+        self._shared: dict[str, set[int]] = defaultdict(
+            set
+        )  # ranks that said a note that needs all
         self._said_by: list[set[str]] = [set() for _ in ranks]
         self._heard: list[dict[str, str]] = [{} for _ in ranks]
         self._lost: list[set[int]] = [set() for _ in ranks]
@@ -188,7 +190,11 @@ class Rules:
             self.report(f"rank {rank} may end, while ranks {sorted(waited)} have not left")
         is_calm = all(isinstance(fault, Freeze) for fault in self._schedule.faults)
         neighbours = self._neighbours[rank]
-        if is_calm and neighbours and all(self._could_leave(now, rank, peer) for peer in neighbours):
+        if (
+            is_calm
+            and neighbours
+            and all(self._could_leave(now, rank, peer) for peer in neighbours)
+        ):
             self.report(f"rank {rank} may end, and could have ended before")
         self._left.add(rank)
 
@@ -203,7 +209,9 @@ class Rules:
             self.report(f"rank {rank} loses rank {lost} on {host}")
         reporters = [peer for peer in self._neighbours[lost] if lost in self._lost[peer]]
         if not any(is_silent == ((peer, lost) in self._silent) for peer in reporters):
-            self.report(f"rank {rank} loses rank {lost}, and no neighbour of it did so for that reason")
+            self.report(
+                f"rank {rank} loses rank {lost}, and no neighbour of it did so for that reason"
+            )
         is_neighbour = lost in self._neighbours[rank]
         if is_neighbour and not self._may_lose(now, rank, lost):
             self.report(f"rank {rank} loses rank {lost}, which is alive and had its chance")
@@ -282,7 +290,9 @@ class Rules:
     def _finish_rank(self, rank: int) -> None:
         if self._answered[rank] != self._schedule.agreements:
             self.report(f"rank {rank} waits for answer {self._answered[rank] + 1} for ever")
-        incomplete = {topic for topic, ranks in self._shared.items() if len(ranks) < self._schedule.num_ranks}
+        incomplete = {
+            topic for topic, ranks in self._shared.items() if len(ranks) < self._schedule.num_ranks
+        }
         unheard = self._said.keys() - self._heard[rank].keys() - incomplete
         if unheard and not self._ended:
             self.report(f"rank {rank} never hears topic {min(unheard)}")

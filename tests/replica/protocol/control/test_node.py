@@ -377,9 +377,18 @@ def test_a_parent_has_no_share_in_a_note() -> None:
 def test_a_neighbour_that_did_not_wait_is_not_waited_for() -> None:
     """Rank 0 has left and ended. Rank 1, which leaves later, may end at once."""
     parent, child = Node(0, 2), Node(1, 2)
-    frames = [frame for action in parent.connected(1, 0.0) if isinstance(action, Send) for frame in [action.frame]]
+    frames = [
+        frame
+        for action in parent.connected(1, 0.0)
+        if isinstance(action, Send)
+        for frame in [action.frame]
+    ]
     child.connected(0, 0.0)
-    frames += [action.frame for action in [*parent.leave(1.0), *parent.end(3.0)] if isinstance(action, Send)]
+    frames += [
+        action.frame
+        for action in [*parent.leave(1.0), *parent.end(3.0)]
+        if isinstance(action, Send)
+    ]
     actions = [action for frame in frames for action in child.receive(0, frame, 3.0)]
     assert actions[-1] == Close(0)
     assert not any(isinstance(action, Lose) for action in actions)
