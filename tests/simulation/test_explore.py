@@ -283,7 +283,7 @@ def test_a_joiner_that_is_alone_at_a_new_lighthouse_ends_no_exchange(
     faults = KillGroups(1.0, (2,)), Slow(1.2, 1, 0, 15.0, 20.0), LighthouseDies(4.0, 0.3)
     left_out = 0
     with standins.installed():
-        for seed in (0, 2, 4):
+        for seed in (0, 2, 5):
             world = Schedule(seed, options, faults).run(traces=True)
             assert not world.problems
             left_out += sum("left_out" in str(line) for line in world.trace)
@@ -909,7 +909,7 @@ def test_a_state_that_comes_early_in_a_step_is_loaded_in_it(
     }
     with standins.installed():
         world = Schedule(
-            0, Options(2, ranks, 12, fault_tolerance, **times), (KillGroups(1.0, (1,)),)
+            1, Options(2, ranks, 12, fault_tolerance, **times), (KillGroups(1.0, (1,)),)
         ).run(traces=True)
     assert not world.problems
     said = [text for _, who, text in world.trace if who == "g1r0a1"]
