@@ -17,14 +17,15 @@ from tests.cuda.test_runs import digests
 Wait = tuple[str, str]
 COMMON: dict[Wait, int] = {
     ("MainThread", "strategy.py:train local_training.py:compute"): 1,
-    ("MainThread", "group.py:gather_losses group.py:_gather"): 1,
+    ("MainThread", "group_collectives.py:gather_losses group_collectives.py:_gather"): 1,
     (
         "MainThread",
-        "group.py:gather group.py:_gather",
+        "group_collectives.py:gather group_collectives.py:_gather",
     ): 1,  # the digest, which each step of the harness has
 }
 OF_NCCL: dict[Wait, int] = {
-    ("titan_ft_exchange", "flight.py:_gather operations.py:read"): 2,
+    ("titan_ft_exchange", "flight.py:_gather operations.py:read"): 1,
+    ("titan_ft_exchange", "flight.py:_gather_messages operations.py:read"): 1,
     ("titan_ft_exchange", "flight.py:_agree_on_fragments operations.py:read"): 1,
 }
 

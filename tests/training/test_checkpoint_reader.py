@@ -114,7 +114,7 @@ class Point(NamedTuple):
         1 << 3000,
         Payload(Path("mark")),
     ],
-    ids=repr,
+    ids=["deque", "named tuple", "list", "dict", "long int", "class of a test"],
 )
 def test_a_save_refuses_what_a_load_refuses(tmp_path: Path, value: Any) -> None:
     """In each place of a state, and whatever the reason."""
@@ -126,7 +126,9 @@ def test_a_save_refuses_what_a_load_refuses(tmp_path: Path, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [b"bytes", None, 1 << 2000, {}, np.float64(0.5), datetime.timedelta(1)], ids=repr
+    "value",
+    [b"bytes", None, 1 << 2000, {}, np.float64(0.5), datetime.timedelta(1)],
+    ids=lambda value: type(value).__name__,
 )
 def test_a_save_takes_what_a_load_takes(tmp_path: Path, value: Any) -> None:
     """No plain value is refused."""
