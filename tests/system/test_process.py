@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import socket
 import subprocess
@@ -29,19 +30,19 @@ def test_processes_are_recognized() -> None:
 
 
 def test_a_listener_that_is_shut() -> None:
-    """Open connections and other listeners stay."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as shut,
-        socket.create_server(("127.0.0.1", 0)) as other,
-    ):
+    """Open connections and other listeners stay, also one with the same port at another address."""
+    with socket.create_server(("127.0.0.1", 0)) as shut, contextlib.ExitStack() as stack:
         address = shut.getsockname()
+        others = [("127.0.0.1", 0), ("127.0.0.2", address[1])]
+        listeners = [stack.enter_context(socket.create_server(other)) for other in others]
         with socket.create_connection(address) as outside, shut.accept()[0] as inside:
-            shut_listener(address[1])
+            shut_listener(*address)
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(address)
             outside.sendall(b"x")
             assert inside.recv(1) == b"x"
-            socket.create_connection(other.getsockname()).close()
+            for listener in listeners:
+                socket.create_connection(listener.getsockname()).close()
 
 
 EXITS = """

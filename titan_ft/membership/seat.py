@@ -271,8 +271,7 @@ class Seat:
             with contextlib.suppress(RuntimeError):
                 self._client._checkpoint_metadata(0, connect_timeout)
             # Any other process on this host could end this process at that port.
-            _, port = split_address(server.address())
-            shut_listener(port)
+            shut_listener(*split_address(server.address()))
         except Exception as error:  # noqa: BLE001  # torchft's errors have no common type
             # `from None`: the text of torchft's error may contain the secret.
             raise self._unreachable(CONNECT_SECONDS, error, url) from None

@@ -164,17 +164,21 @@ def own_sockets() -> Iterator[tuple[int, int]]:
                     yield int(name), status.st_ino
 
 
-def shut_listener(port: int) -> None:
+def shut_listener(host: str, port: int) -> None:
     """Make a server of this process stop listening, if the server itself has no such call.
 
-    Connections that are open stay open.
+    Connections that are open stay open. Another listener of this process may have the same port at
+    another address of this host, as that of a state server.
+
+    Args:
+        host: numeric address.
     """
     for descriptor, inode in own_sockets():
         with contextlib.suppress(OSError), borrowed_socket(descriptor, inode) as borrowed:
             if borrowed is None or borrowed.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             is_listening = borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if is_listening and borrowed.getsockname()[1] == port:
+            if is_listening and borrowed.getsockname()[:2] == (host, port):
                 borrowed.shutdown(socket.SHUT_RDWR)
 
 
