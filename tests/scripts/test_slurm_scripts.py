@@ -267,23 +267,41 @@ def test_mistakes_are_refused_in_one_line(
     assert not (tmp_path / "calls").exists()
 
 
+_FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+_NO_ANSWER = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
+
+
 @pytest.mark.parametrize(
-    "answer", ["echo '103_1 titan_ft RUNNING'", "exit 1", ""], ids=["running", "unknown", "over"]
+    ("answer", "message"),
+    [
+        ("echo '103_1 titan_ft RUNNING'", "must not be in use by another job"),
+        (_NO_ANSWER, "squeue must say whether job 102 of --run-dir is over, got no answer"),
+        (_FORGOTTEN, ""),
+        ("", ""),
+    ],
+    ids=["running", "no answer", "forgotten", "over"],
 )
-def test_the_folder_of_a_run_that_goes_on_is_refused(tmp_path: Path, answer: str) -> None:
-    """Its announced lighthouse and its jobs stay as they are; those of a run that is over are replaced."""
+def test_the_folder_of_a_run_that_goes_on_is_refused(
+    tmp_path: Path, answer: str, message: str
+) -> None:
+    """Its token, lighthouse and jobs stay as they are, also while Slurm gives no answer.
+
+    Those of a run that is over are replaced.
+    """
     assert submit(tmp_path, *full(tmp_path)).returncode == 0
     jobs = (tmp_path / "run" / "slurm" / "jobs").read_text()
     (tmp_path / "run" / "lighthouse.json").touch()
     queue = tmp_path / "bin" / "squeue"
     queue.write_text(f"#!/bin/bash\n{answer}\n")
     queue.chmod(0o755)
+    token = (tmp_path / "run" / "token").read_text()
     done = submit(tmp_path, *full(tmp_path))
-    running = "RUNNING" in answer
-    assert done.returncode == (2 if running else 0), done.stderr
-    assert (tmp_path / "run" / "lighthouse.json").exists() == running
-    assert ((tmp_path / "run" / "slurm" / "jobs").read_text() == jobs) == running
-    assert ("must not be in use by another job" in done.stderr) == running
+    is_refused = bool(message)
+    assert done.returncode == (2 if is_refused else 0), done.stderr
+    assert (tmp_path / "run" / "lighthouse.json").exists() == is_refused
+    assert ((tmp_path / "run" / "slurm" / "jobs").read_text() == jobs) == is_refused
+    assert ((tmp_path / "run" / "token").read_text() == token) == is_refused
+    assert message in done.stderr
 
 
 def test_the_folder_of_a_launch_that_goes_on_is_refused(tmp_path: Path) -> None:

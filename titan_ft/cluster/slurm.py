@@ -36,6 +36,9 @@ from titan_ft.system.whole_file import write_whole
 BATCH = Path(__file__).parent / "batch"
 """Folder of the batch scripts. Jobs read it when they start, so that it must be on storage that all nodes share."""
 
+_FORGOTTEN = "Invalid job id"
+"""What squeue says of a job that is over for some minutes."""
+
 
 @dataclass(frozen=True)
 class Submission:
@@ -159,7 +162,11 @@ def _check_not_in_use(root: Path) -> None:
 
 
 def _is_going_on(job: str) -> bool:
-    """True if Slurm knows a job, or an element of an array, that is not over."""
+    """True if Slurm knows a job, or an element of an array, that is not over.
+
+    Raises:
+        ConfigError: Slurm gives no answer. A run that goes on would lose its token and its files.
+    """
     try:
         listed = subprocess.run(
             ["squeue", "--noheader", f"--jobs={job}"], capture_output=True, text=True, check=False
@@ -167,7 +174,12 @@ def _is_going_on(job: str) -> bool:
     except OSError:  # no squeue here
         return False
     # Slurm forgets jobs after some minutes, and then calls their ids invalid.
-    return listed.returncode == 0 and bool(listed.stdout.strip())
+    if listed.returncode != 0 and _FORGOTTEN not in listed.stderr:
+        why = " ".join(listed.stderr.split()) or f"status {listed.returncode}"
+        raise ConfigError(
+            f"squeue must say whether job {job} of --run-dir is over, got no answer ({why}); try again"
+        )
+    return bool(listed.stdout.strip())
 
 
 def _sbatch(arguments: Sequence[str]) -> str | None:
