@@ -26,7 +26,8 @@ from typing import Literal, TypeAlias
 from titan_ft.launch.greeting import MAX_BYTES, Greeting, Reception
 
 MAX_UNKNOWN = 512
-"""Connections that have not shown the secret. For one more, the oldest is closed."""
+"""Connections that have not shown the secret; fewer where the process may have few descriptors, which members
+need too. For one more, the oldest is closed."""
 PATIENCE_SECONDS = 2.0
 """A connection that has not shown the secret by then is closed."""
 BACKLOG = 1024
@@ -41,7 +42,7 @@ RefusalKind: TypeAlias = Literal["no_secret", "silent", "crowd", "no_descriptors
 _TEXTS: dict[RefusalKind, str] = {
     "no_secret": "a connection that does not show the run's secret (another TITAN_FT_TOKEN?)",
     "silent": f"a connection that has not shown the run's secret within {PATIENCE_SECONDS:g} s",
-    "crowd": f"more than {MAX_UNKNOWN} connections at once that do not show the run's secret",
+    "crowd": "too many connections at once that do not show the run's secret",
     "no_descriptors": "connections that do not show the run's secret, because they take all descriptors",
 }
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
@@ -63,6 +64,11 @@ class Refusal:
     def text(self) -> str:
         """Say what was refused."""
         return _TEXTS[self.kind]
+
+
+_GONE = "the lighthouse behind the gate listens no more"
+"""torchft's accept loop ends for good when it has no descriptor. The port of the gate would stay open,
+and all groups would wait for ever: the process ends instead, and is started again."""
 
 
 class _End:
@@ -107,6 +113,7 @@ class Gate:
     ) -> None:
         self._listener, self._inner, self._report = listener, inner, report
         self._greeting = Greeting(secret)
+        self._max_unknown = min(MAX_UNKNOWN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
         self._poll = select.epoll()
         self._ends: dict[int, _End] = {}  # by descriptor
         self._unknown: dict[_End, None] = {}  # the oldest first
@@ -121,7 +128,11 @@ class Gate:
         os.close(self._wakes)
 
     def run(self) -> None:
-        """Serve until `close` is called, and then close all connections."""
+        """Serve until `close` is called, and then close all connections.
+
+        Raises:
+            RuntimeError: the lighthouse behind the gate listens no more.
+        """
         accepts, wakeup = self._listener.fileno(), self._wakeup
         while True:
             for descriptor, events in self._poll.poll(self._find_pause()):
@@ -154,7 +165,7 @@ class Gate:
                     self._make_room()
                     return
                 continue  # it was reset before it was accepted
-            if len(self._unknown) >= MAX_UNKNOWN:
+            if len(self._unknown) >= self._max_unknown:
                 self._refuse_oldest("crowd")
             end = _End(connection, address[0], time.monotonic() + PATIENCE_SECONDS)
             self._unknown[end] = None
@@ -228,6 +239,8 @@ class Gate:
             return
         inner = _End(connection, "", 0.0)
         code = connection.connect_ex(self._inner)
+        if code == errno.ECONNREFUSED:
+            raise RuntimeError(_GONE)
         if code not in (0, errno.EINPROGRESS):
             connection.close()
             self._drop(end)
@@ -292,6 +305,8 @@ class Gate:
             end.unsent = end.unsent[end.socket.send(end.unsent) :] if end.unsent else b""
         except BlockingIOError:
             return True
+        except ConnectionRefusedError as error:  # of an end towards the lighthouse
+            raise RuntimeError(_GONE) from error
         except OSError:
             self._drop(end)
             return False

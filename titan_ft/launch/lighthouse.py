@@ -41,7 +41,7 @@ from titan_ft.system.address import (
 from titan_ft.system.namespace import allow_namespaces
 from titan_ft.system.stop import StopRequests
 from titan_ft.system.threads import call_aside
-from titan_ft.system.token import check_token, read_token
+from titan_ft.system.token import TOKEN_ENV, check_token, read_token
 
 ANNOUNCEMENT = "lighthouse listening at "
 LISTENER_VARIABLE = "TITAN_FT_LISTENER"
@@ -139,7 +139,9 @@ def serve(command: Lighthouse) -> int:
     with protected_native_output():
         again = _serve(command, usable_bind(host), port, stop, token, refusal)
     if again and not stop:
-        # Anew: a server that is shut down goes on answering those who are connected to it.
+        # Anew: a server that is shut down goes on answering those who are connected to it. Inside
+        # this process's user namespace, root's token file would belong to nobody.
+        os.environ[TOKEN_ENV] = token
         os.execv(
             sys.executable, [sys.executable, "-m", "titan_ft", *sys.argv[1:], f"--bind={again}"]
         )
