@@ -28,7 +28,7 @@ from titan_ft.run.appender import finish_waiting
 from titan_ft.run.error_file import claim_file, write_error
 from titan_ft.run.marks import mark_end_in_order, mark_training
 from titan_ft.run.orphan import exit_with_parent
-from titan_ft.run.output import protect_output
+from titan_ft.run.output import choose_native_log, protect_output
 from titan_ft.system.address import is_loopback, join_address
 from titan_ft.system.ownership import write_for_owner_only
 from titan_ft.system.process import end_at_exit
@@ -49,7 +49,7 @@ IMPORTED_LATER = (
 
 def main() -> None:
     """Run one worker; ends the process."""
-    os.environ.setdefault("RUST_LOG", "warn")  # torchft's servers log every heartbeat at info
+    os.environ["RUST_LOG"] = choose_native_log(os.environ)
     # torch's TCPStore looks up the name of every peer's address, also of numeric ones. A lost query would cost the
     # resolver's five seconds, in the middle of a recovery.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from titan_ft.run.output import choose_native_log
+
 PROTECT = "from titan_ft.run.output import protect_output; protect_output(); protect_output()\n"
 LIMIT = "import resource, sys\ndef limit(size): resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))\n"
 
@@ -151,3 +153,16 @@ def test_native_code_prints_into_a_pipe(tmp_path: Path) -> None:
         run(code.replace("os.write(2, b'after\\n')", ""), tmp_path / "out", Path("/dev/full"))[0]
         == 0
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ({}, "warn,torchft::manager=warn"),
+        ({"RUST_LOG": "info"}, "info,torchft::manager=warn"),
+        ({"RUST_LOG": "info,torchft::manager=warn"}, "info,torchft::manager=warn"),
+    ],
+)
+def test_torchft_logs_no_secret(given: dict[str, str], chosen: str) -> None:
+    """At "info" its client logs the lighthouse's address, in which the run's secret travels."""
+    assert choose_native_log(given) == chosen

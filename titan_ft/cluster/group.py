@@ -30,6 +30,7 @@ from titan_ft.live.group_metrics import PORT_ENV
 from titan_ft.live.metrics import split_address as split_metrics_address
 from titan_ft.options import Group
 from titan_ft.run.held import is_held
+from titan_ft.run.output import choose_native_log
 from titan_ft.run.paths import RunPaths
 from titan_ft.system.address import ALL_HOSTS, is_loopback, split_address
 from titan_ft.system.run_folder import check_run_folder
@@ -319,8 +320,7 @@ def _environment(options: Group, lighthouse: str, environ: Mapping[str, str]) ->
         LIGHTHOUSE_VARIABLE: lighthouse,
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONUNBUFFERED": environ.get("PYTHONUNBUFFERED", "1"),
-        # torchft's log at its default level costs time in each step.
-        "RUST_LOG": environ.get("RUST_LOG", "warn"),
+        "RUST_LOG": choose_native_log(environ),
         # See `usual_env` of the agent, whose module takes torch.
         "TORCH_DIST_USE_NCCL2": environ.get("TORCH_DIST_USE_NCCL2", "0"),
     }

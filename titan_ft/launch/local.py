@@ -50,6 +50,7 @@ from titan_ft.run.events import (
     WorkerExited,
 )
 from titan_ft.run.log import EventLog
+from titan_ft.run.output import choose_native_log
 from titan_ft.run.tail import EventTail, last_error_line
 from titan_ft.system.namespace import allow_namespaces, enter_network_namespace
 from titan_ft.system.stop import StopRequests
@@ -107,7 +108,7 @@ class LocalRun:
         self._events = EventLog(plan.paths.launcher_events(os.getpid()))
         # The token is not on any command line, where other users of the host could read it.
         token = secrets.token_hex(16)
-        env = {TOKEN_ENV: token, "RUST_LOG": os.environ.get("RUST_LOG", "warn")}
+        env = {TOKEN_ENV: token, "RUST_LOG": choose_native_log(os.environ)}
         env["WANDB_RUN_GROUP"] = os.environ.get("WANDB_RUN_GROUP") or plan.first_job_id
         env["TITAN_FT_RANKS_ON_HOST"] = str(plan.num_replicas * plan.num_ranks)
         self._children = Children(env)

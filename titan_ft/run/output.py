@@ -14,13 +14,26 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from titan_ft.run.appender import DescriptorAppender, Stall
 
 WAITING_BYTES = 2**20
 """Memory for what is printed and cannot be written; beyond it lines are lost, and counted."""
+
+
+_NO_SECRETS = "torchft::manager=warn"
+
+
+def choose_native_log(environ: Mapping[str, str]) -> str:
+    """Return the value of RUST_LOG with which torchft's code may be loaded: the user's, or "warn".
+
+    torchft's log at its default level costs time in each step. At "info" its client logs the
+    lighthouse's address, in which the run's secret travels.
+    """
+    given = environ.get("RUST_LOG") or "warn"
+    return given if _NO_SECRETS in given else f"{given},{_NO_SECRETS}"
 
 
 def replace_unprintable() -> None:

@@ -24,6 +24,7 @@ from titan_ft.run import error_file
 from titan_ft.run.error_file import read_error
 from titan_ft.run.marks import has_left, remove_training_mark
 from titan_ft.run.orphan import PARENT_PID_ENV
+from titan_ft.run.output import choose_native_log
 from titan_ft.system.address import is_unspecified, usable_bind
 from titan_ft.system.ownership import no_follow
 from titan_ft.system.process import node_name
@@ -392,13 +393,13 @@ def usual_env(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     usual = {
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
-        "RUST_LOG": "warn",  # torchft's log at its default level costs time in each step
         # torch 2.15 takes its new NCCL backend inside a group by default, for which the settings of
         # `device.nccl_environment` are not tested. torch reads this when torch.distributed is imported: in a worker,
         # a fork of a process that has imported it, it would come too late.
         "TORCH_DIST_USE_NCCL2": "0",
     }
-    return {name: environ.get(name, value) for name, value in usual.items()}
+    chosen = {name: environ.get(name, value) for name, value in usual.items()}
+    return {**chosen, "RUST_LOG": choose_native_log(environ)}
 
 
 def open_log(path: Path, mode: Literal["wb", "ab"] = "wb") -> BinaryIO:
