@@ -317,6 +317,11 @@ class FaultTolerance:
     exchange. Only used with `semi_sync_method = "diloco"`."""
 
 
+MODULE_TOML_PREFIX = "titan_ft_module_"
+"""Begins the name of a folder with a TOML that a command made for `--module M --config F`. The folder
+is removed when the command ends."""
+
+
 @dataclass
 class JobConfig:
     """Add the table to torchtitan's config, through `[job] custom_config_module = "titan_ft.config"`."""

@@ -41,6 +41,7 @@ from torchtitan.trainer import Trainer  # noqa: E402
 
 from titan_ft import trainer  # noqa: E402
 from titan_ft.host import titan  # noqa: E402
+from titan_ft.host.configs_0_3 import _find_difference  # noqa: E402
 from titan_ft.host.tables_0_3 import loader_config, translate  # noqa: E402
 from titan_ft.training.checkpoint import manager  # noqa: E402
 from titan_ft.training.job_config import digest_config, read_config  # noqa: E402
@@ -454,3 +455,18 @@ def test_a_launch_by_module(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stdout
     assert "every batch once         holds" in checked.stdout
     assert "Finished at step 40" in checked.stdout
+
+
+def test_functions_of_one_factory_are_told_apart() -> None:
+    """The initializers of a fused projection are such functions: their names and code are equal."""
+
+    def make(deviation: float) -> Any:
+        def init() -> float:
+            return deviation
+
+        return init
+
+    assert _find_difference("init", make(0.02), make(0.02)) is None
+    assert _find_difference("init", make(0.02), make(0.04)) == ("init()[0]", 0.02, 0.04)
+    name, _, _ = _find_difference("init", lambda: 1, lambda: 2) or ("", "", "")
+    assert name == "init"

@@ -16,7 +16,7 @@ import pytest
 
 from tests.event_builder import event
 from titan_ft.cli.main import main
-from titan_ft.config import ConfigError
+from titan_ft.config import MODULE_TOML_PREFIX, ConfigError
 from titan_ft.launch.group.worker_group import open_log
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.local import launch
@@ -292,6 +292,15 @@ def test_what_is_not_utf_8_is_refused_in_one_line(config: Path, tmp_path: Path) 
         plan(config, worker_args=["--job.description=a\udcff"])
     with pytest.raises(ConfigError, match=r"^--run-dir must be UTF-8, got "):
         LaunchPlan(Launch(config, 3, 2, tmp_path / "run\udcff"))
+
+
+def test_the_command_that_goes_on_names_the_copy_of_a_made_toml(config: Path) -> None:
+    """The TOML of a job by --module is gone when the launch has ended."""
+    made = config.parent / f"{MODULE_TOML_PREFIX}x" / config.name
+    made.parent.mkdir()
+    made.write_text(config.read_text())
+    command = shlex.split(plan(made).resume_command)
+    assert command[2] == str(plan(made).paths.config)
 
 
 def test_the_command_that_goes_on(config: Path) -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -65,12 +66,19 @@ def test_a_job_is_given_once(args: list[str], line: str) -> None:
 
 
 def test_tables_are_written_as_toml() -> None:
-    """A None is a default; tables may hold tables, and names any letter."""
-    inner = {"num_workers": 2, "empty": None}
-    training = {"steps": 10, "name": 'a "b" \\ ß\n', "lr": 8e-4, "dataloader": inner}
-    tables = {"training": training, "comm": {"mode": None}}
-    expected = {"training": {**training, "dataloader": {"num_workers": 2}}}
-    assert tomli.loads(format_toml(tables)) == expected
+    """Tables may hold tables, texts and names any letter; a None has no place in a TOML."""
+    inner = {"num_workers": 2, "shares": [{"a b": 1}, {}]}
+    training = {
+        "steps": 10,
+        "name": 'a "b" \\ ß\x7f\n',
+        "lr": 8e-4,
+        "max_norm": math.inf,
+        "dataloader": inner,
+    }
+    tables = {"training": training, "comm": {}}
+    assert tomli.loads(format_toml(tables)) == {"training": training}
+    with pytest.raises(ConfigError, match=r"comm\.mode must have a value for a TOML, got None"):
+        format_toml({"comm": {"mode": None}})
 
 
 @pytest.mark.skipif(series() != "0.2", reason="needs torchtitan 0.2")
@@ -108,8 +116,9 @@ def test_a_command_gets_a_toml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         ),
         (
             ["slurm", "submit", *MODULE],
-            f"slurm submit, got 'llama3'.*python -m {module_job._READER} llama3",
+            f"slurm, got 'llama3': each restart.*python -m {module_job._READER} llama3",
         ),
+        (["group", *MODULE, "--replica=0"], "--module must be left out with titan-ft group, got"),
     ],
 )
 def test_a_command_that_cannot_have_it(

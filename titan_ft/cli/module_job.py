@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_ft.config import ConfigError
+from titan_ft.config import MODULE_TOML_PREFIX, ConfigError
 from titan_ft.usage import find_values
 
 _READER = "titan_ft.training.module_config"
@@ -36,10 +36,10 @@ def place_toml(own: Sequence[str]) -> list[str]:
         raise ConfigError(
             f"--module must come with --config, got --module {module} alone; give both, or a TOML"
         )
-    if words[:1] == ["slurm"]:
+    if words[:1] in (["slurm"], ["group"]):
         raise ConfigError(
-            f"--module must be left out with titan-ft slurm submit, got {module!r}: its jobs read a TOML; make it by "
-            f"python -m {_READER} {module} {function} > {function}.toml"
+            f"--module must be left out with titan-ft {words[0]}, got {module!r}: each restart reads the TOML again; "
+            f"make it by python -m {_READER} {module} {function} > {function}.toml"
         )
     made = subprocess.run(
         [sys.executable, "-m", _READER, module, function],
@@ -52,7 +52,7 @@ def place_toml(own: Sequence[str]) -> list[str]:
             f"{_READER} ended with status {made.returncode}"
         ]
         raise ConfigError(last.removeprefix("titan-ft: "))
-    folder = Path(tempfile.mkdtemp(prefix="titan_ft_"))
+    folder = Path(tempfile.mkdtemp(prefix=MODULE_TOML_PREFIX))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = folder / f"{function}.toml"
     path.write_text(made.stdout, encoding="utf-8")

@@ -165,7 +165,7 @@ def _read_activation_checkpoint(config: Any) -> dict[str, Any]:
 def _find_difference(name: str, given: Any, made: Any) -> tuple[str, Any, Any] | None:
     """Return the name of the first field that differs between two configs, and both values; None if none does.
 
-    Functions are compared by their names: each call of F makes its own.
+    Functions are compared by their names, code, defaults and closures: each call of F makes its own.
     """
     if name in _IGNORED:
         return None
@@ -195,8 +195,29 @@ def _find_difference(name: str, given: Any, made: Any) -> tuple[str, Any, Any] |
             name, [getattr(given, p) for p in parts], [getattr(made, p) for p in parts]
         )
     if callable(given) and callable(made):
-        given, made = _name_of(given), _name_of(made)
+        if _name_of(given) != _name_of(made) or _code_of(given) != _code_of(made):
+            return name, _name_of(given), _name_of(made)
+        # Functions that one factory made have the same name and the same code.
+        return _find_difference(f"{name}()", _captured_by(given), _captured_by(made))
     return None if given == made else (name, given, made)
+
+
+def _code_of(function: Any) -> tuple[bytes, str]:
+    """Return what identifies a function's code beside its name; the same for all that have no code in Python."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return b"", ""
+    plain = [constant for constant in code.co_consts if not hasattr(constant, "co_code")]
+    return code.co_code, repr(plain)
+
+
+def _captured_by(function: Any) -> list[Any]:
+    """Return the values of a function's defaults and closure."""
+    cells = getattr(function, "__closure__", None) or ()
+    return [
+        *(getattr(function, "__defaults__", None) or ()),
+        *(cell.cell_contents for cell in cells),
+    ]
 
 
 def _shorten(value: Any) -> str:

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from titan_ft.config import (
+    MODULE_TOML_PREFIX,
     TABLE,
     ConfigError,
     FaultTolerance,
@@ -413,8 +414,11 @@ class LaunchPlan:
         self, worker_args: Sequence[str], *, resume: bool, resume_with: str = ""
     ) -> list[str]:
         options = self.options
+        config = options.config
+        if config.parent.name.startswith(MODULE_TOML_PREFIX):
+            config = self.paths.config  # the copy, which is there after this process
         shown = [
-            str(options.config),
+            str(config),
             "--replicas",
             str(self.num_replicas),
             "--ranks-per-replica",

@@ -7,7 +7,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,22 +102,51 @@ def read_tables(flags: ModuleFlags) -> dict[str, Any]:
 
 
 def format_toml(tables: Mapping[str, Any]) -> str:
-    """Return tables as a TOML. Values that are None are left out: so a TOML leaves a field at its default."""
+    """Return tables as a TOML.
+
+    Raises:
+        ConfigError: a value is None. TOML has no such value, and without the field the job would
+            have the default of its table.
+    """
     return "\n".join(_lines(tables, "")) + "\n"
 
 
 def _lines(table: Mapping[str, Any], name: str) -> Iterator[str]:
     inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
-    values = {key: value for key, value in table.items() if key not in inner and value is not None}
+    values = {key: value for key, value in table.items() if key not in inner}
     if name and values:
         yield f"[{name}]"
     for key, value in values.items():
-        # A text, number or list in JSON is one in TOML, too.
-        yield f"{key} = {json.dumps(value, ensure_ascii=False)}"
+        yield f"{_key(key)} = {_format(f'{name}.{key}', value)}"
     if values:
         yield ""
     for key, value in inner.items():
-        yield from _lines(value, f"{name}.{key}" if name else key)
+        yield from _lines(value, f"{name}.{_key(key)}" if name else _key(key))
+
+
+def _format(name: str, value: Any) -> str:
+    if value is None:
+        raise ConfigError(
+            f"{name} must have a value for a TOML, got None; give the job by the flags of a worker, "
+            "or change the field by its flag"
+        )
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_format(name, item) for item in value)}]"
+    if isinstance(value, Mapping):
+        pairs = (f"{_key(key)} = {_format(f'{name}.{key}', item)}" for key, item in value.items())
+        return f"{{ {', '.join(pairs)} }}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # inf, -inf, nan
+    return _quote(value)
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _quote(key)
+
+
+def _quote(value: Any) -> str:
+    # A text or a number in JSON is one in TOML, too, but for this character.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def main(args: Sequence[str]) -> int:
@@ -127,11 +159,12 @@ def main(args: Sequence[str]) -> int:
         return 2
     module, function, *others = args
     try:
-        tables = read_tables(ModuleFlags(module, function, (), tuple(others)))
+        with contextlib.redirect_stdout(sys.stderr):  # whatever F prints is no TOML
+            text = format_toml(read_tables(ModuleFlags(module, function, (), tuple(others))))
     except ConfigError as error:
         print(f"titan-ft: {error}", file=sys.stderr)
         return 2
-    print(format_toml(tables), end="")
+    print(text, end="")
     return 0
 
 
