@@ -61,7 +61,8 @@ _MAX_SLOW_ROUNDS = 3
 _MIN_REPLAYED = 2
 """Replay at least this many updates in each round. The others make one in the same time."""
 _LOAD_TIMES_IN_RESERVE = 4
-"""Load now only if this many load times remain before the others' next update."""
+"""A load starts in the first half of the others' step, or later if this many load times remain in
+the step."""
 _POLL_SECONDS = 0.05  # between two looks at the other ranks of the group and at the other groups
 
 
@@ -118,7 +119,7 @@ class Heal:
         self._search = OfferSearch(rounds.find_holders, token, num_asked)
         self._lookout = Lookout(position, rounds, group)
         self._pace = _Pace()
-        # A joiner asks the slots after its own first. So many joiners that come together ask
+        # A joiner asks the slots after its own at first. Then joiners that arrive together ask
         # different holders.
         self._healing = Healing(Phase.READY, last_donor=config.replica_id)
         self._attempt: CatchUp | None = None
@@ -161,8 +162,8 @@ class Heal:
             Leaving: the group got a leave request.
         """
         started = time.monotonic()
-        # A newcomer fetches before its first quorum. The exchange of the others may need its former
-        # process. Then that exchange breaks, and the newcomer joins its repetition.
+        # A newcomer fetches before its first quorum. The others may be in an exchange with this
+        # group's former process. That exchange breaks, and they repeat it with the new process.
         is_new = self._rounds.last_round is None and not self._strategy.is_long
         self._start()
         while not self._is_in(Phase.READY):
@@ -231,8 +232,8 @@ class Heal:
         while not self._is_in(Phase.READY):
             self._leave_if_requested()
             if self._is_in(Phase.ASKING):
-                # Before the check below: holders that wait for this group make rounds without
-                # pause, and the quorum may always be ready.
+                # Before the check below: holders that wait for this group request the next quorum
+                # at once, so it can be ready at every check.
                 self._ask()
             if any(self._group.gather(self._rounds.quorum_ready)):
                 return
@@ -290,12 +291,10 @@ class Heal:
             self._exchange.copy_memory.prepare()
 
     def _is_worth_a_wait(self) -> bool:
-        """Return True if the others lose less by waiting for a load than this group does without
-        it.
+        """Return True if the wait costs all others together less than one step of this group.
 
-        The wait costs each of the others twice `load_seconds`: load and digest. Without it, this
-        group is back one step later, which costs one group's step. Unknown durations (0) are never
-        worth a wait.
+        The wait costs each of the others twice `load_seconds`: load and digest. Without the wait
+        this group is back one step later. Returns False while a duration is unknown (0).
         """
         if not self._is_in(Phase.REPLAYING):
             return False
@@ -331,10 +330,11 @@ class Heal:
     # ASKING
 
     def _meet_first_quorum(self) -> bool:
-        """Wait for the first quorum; return True if the others repeat a broken exchange in it.
+        """Wait for the first quorum; return True if the fetched state is still the latest one.
 
-        A later state in the quorum makes the fetched state outdated. An earlier state does not: the
-        donor may be outside of this quorum.
+        Then the others have made no update since the fetch began: they repeat the exchange that
+        this group's former process broke. A later state in the quorum makes the fetched state
+        outdated. An earlier state does not: the donor may be outside of this quorum.
         """
         quorum = self._rounds.get_quorum()
         self._least_step = max(self._group.gather(quorum.max_step))
@@ -455,9 +455,9 @@ class Heal:
     def _conclude(self) -> None:
         """Make the transition that the attempt's progress allows.
 
-        All ranks have their part of the state: go on to REPLAYING. One rank's fetch failed: give
-            the
-        attempt up. The state is loaded, confirmed and replayed: go on to READY.
+        - All ranks have their part of the state: go on to REPLAYING.
+        - One rank's fetch failed: give the attempt up.
+        - The state is loaded, confirmed and replayed: go on to READY.
         """
         if self._attempt is None:
             return
@@ -664,8 +664,8 @@ class Heal:
                 raise Leaving
             case _ if isinstance(outcome, Round):
                 self._note_round(outcome)
-        # If the next round is the update that the others hold back, this group must queue it. A
-        # group that is READY now would train a step before it.
+        # The next round is the update that the others hold back. Stay in REPLAYING, so that this
+        # group queues the update. A READY group would compute a step from the state before it.
         if isinstance(outcome, Round) and releases_held_back(outcome, self._config):
             return
         self._conclude()
@@ -691,8 +691,8 @@ class Heal:
         slowest_seconds = max(row.seconds for row in made.rows)
         self._pace.note_update(self._strategy.steps * slowest_seconds)
         if not self.ended_on_update:
-            # No group trains just now. Without a pause, the holders would make empty rounds in a
-            # rush.
+            # No group trains now. Without a pause here, this group and the holders would make
+            # empty rounds as fast as they can.
             time.sleep(PAUSE_SECONDS)
             return
         if self._attempt is None:

@@ -22,7 +22,7 @@ from titan_ft.system.threads import call_aside
 _STDERR = 2  # the descriptor: sys.stderr may be replaced, or locked by the thread that hangs
 _TICKS = 20  # per timeout
 _BACKSTOP_TIMEOUTS = 2.0
-"""faulthandler's timer ends the process after so many timeouts, if this module's thread cannot."""
+"""faulthandler's timer ends the process after this many timeouts, if this module's thread cannot."""
 _LAST_WORDS_SECONDS = 5.0
 
 
@@ -34,7 +34,7 @@ class Watchdog:
 
     A call that keeps the GIL stops the watchdog's thread as well. Then faulthandler's timer, a C
     thread, ends the process after twice the time. That timer reads a clock: a process that was
-    stopped for so long ends when it continues.
+    stopped for this time ends when it continues.
 
     Args:
         seconds: time without a beat; 0 = never end the process.

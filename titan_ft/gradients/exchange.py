@@ -189,9 +189,10 @@ class GradientExchange:
         self._launch(newest_step, may_update=may_update)
 
     def launch_with(self, newest_step: int, facts: OwnFacts) -> None:
-        """Launch a whole exchange, facts included; returns at once. `finish` completes it.
+        """Launch an exchange whose facts are known already; returns at once.
 
-        The exchange's thread completes the facts. They must hold until then.
+        `finish` completes it. `facts` must not change until `finish` returns, because the exchange's
+        thread fills in the rest.
         """
         self._launch(newest_step).report(facts)
         self._fill_all()
@@ -255,8 +256,8 @@ class GradientExchange:
             return self._take_sums(gathered)
         except ExchangeError:
             self._membership.abort()
-            # Any operation of Gloo may. With NCCL, one that is still being launched may
-            # (`flight.abandoned`).
+            # With Gloo, any aborted operation may still write to the buckets. With NCCL, only an
+            # operation whose launch has not returned may (`flight.abandoned`).
             unsafe = self._where.type == "cpu"
             raise
         finally:
@@ -286,12 +287,11 @@ class GradientExchange:
         )
 
     def _bounded(self) -> contextlib.AbstractContextManager[None]:
-        """Limit an exchange that this thread waits for to the process group's timeout.
+        """Limit this thread's wait for the exchange to the process group's timeout.
 
-        The wait for the quorum is not limited, because other groups may still compute. The
-        exchange's thread waits for the other members as well, for the number of givers, and may
-        have begun long before. The deadline breaks it off too. Gloo's operations have timeouts of
-        their own.
+        The quorum is awaited before, without a limit, because other groups may still compute. The
+        deadline ends the operations of the exchange's thread as well. Gloo needs no deadline: its
+        operations have timeouts of their own.
         """
         if self._where.type == "cpu":
             return contextlib.nullcontext()

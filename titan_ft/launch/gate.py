@@ -76,7 +76,7 @@ class _End:
 
     Attributes:
         other: end that gets the bytes of this one; None = its owner has not shown the secret, or
-            only holds the connection.
+            is a group that only watches whether the lighthouse is there (`greeting.HOLD`).
         unsent: bytes for this end that its kernel does not take now.
         is_over: this end sends nothing any more.
         events: for which `epoll` watches it.

@@ -510,7 +510,7 @@ class ControlSockets:
         self._selector.modify(connection.socket, events, key.data)
 
     def _end(self, connection: ControlConnection, reason: str) -> None:
-        """Close a broken connection, and report the end to the node if a neighbour had it."""
+        """Close a broken connection, and report the end to the node unless a stranger made it."""
         if connection.closed:
             return
         self._shut(connection)

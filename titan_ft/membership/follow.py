@@ -29,7 +29,7 @@ _NUM_FREQUENT = 32  # groups with the shortest calm pause
 _CONNECT_SECONDS = 0.5
 _ANSWER_BYTES = 65536
 _UNREADABLE_SECONDS = 10.0
-"""If the file cannot be read for so long, a lighthouse that answers is believed without the
+"""If the file cannot be read for this time, a lighthouse that answers is believed without the
 file."""
 
 _KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # seconds, seconds, probes

@@ -91,7 +91,7 @@ _LONE_PAUSE_TIMEOUTS = 0.1  # share of a heartbeat timeout
 _LONE_PAUSE_SHARE = 0.02  # share of a step
 
 _CONNECTING_TIMES_IN_RESERVE = 2
-"""A lone group admits a joiner only if so many times of the last connecting remain in its step."""
+"""A lone group admits a joiner only if this many times of the last connecting remain in its step."""
 
 _STRANGER_PAUSE_SECONDS = 600.0  # between two reports of strangers for the same reason
 _MAX_NAME_LETTERS = 500  # of a stranger's name in a report; the name may have four million

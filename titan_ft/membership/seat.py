@@ -57,7 +57,7 @@ the next request would get that answer."""
 
 _LIGHTHOUSE_RETRIES = 10**8
 """torchft's server repeats a request that a restarted lighthouse has lost. Its pause before a
-repetition is timeout / retries, and at least 0.1 s. With so many retries the pause is 0.1 s."""
+repetition is timeout / retries, and at least 0.1 s. With this many retries the pause is 0.1 s."""
 
 _REPEAT_SECONDS = 0.1  # pause between two requests, or two tries to open a seat
 

@@ -28,14 +28,15 @@ from titan_ft.protocol.row import Standing, Why
 from titan_ft.protocol.strategy import strategy_of
 
 ALONE_SECONDS = 5.0
-"""After so long without a holder of the latest state, older states count."""
+"""After this time without a holder of the latest state, older states count."""
 MAX_EXCHANGE_RETRIES = 10
-"""After so many broken exchanges of one step in a row a group restarts: it may be at fault itself.
+"""After this many broken exchanges of one step in a row the group with the highest slot restarts: it
+may be at fault itself. The others restart later (see `_find_retry_limit`).
 
 Exchanges that broke over a link that is known to be dead do not count. A failure that mends itself
 is gone after two or three."""
 MAX_EXCLUSIONS = 3
-"""A group restarts after so many steps in a row in which only its gradients were not finite."""
+"""A group restarts after this many steps in a row in which only its gradients were not finite."""
 
 
 class Decision:
@@ -310,7 +311,7 @@ def is_update(made: Round, config: FaultTolerance) -> bool:
 
 
 def is_under_way(made: Round, config: FaultTolerance) -> bool:
-    """Return True if the training members make an update now, in the next round if not in this."""
+    """Return True if this round or the next one is an update of the training members."""
     trains = any(made.rows[rank].training for rank in made.verdict.ready)
     return trains and made.verdict.may_update and _find_wait(made, config) is None
 
@@ -343,8 +344,8 @@ def find_uncovered(made: Round, config: FaultTolerance) -> list[int]:
 def _find_share(slot: int, lacking: Collection[int], made: Round) -> list[int]:
     """Return which of the `lacking` slots this group takes over.
 
-    Each ready group takes its own slot. A group that has just come back reads nothing in its first
-    step. If the group that reads its slot dies in that step, no other group may be left for it.
+    A ready group always takes its own slot. So does a group that has just come back, and has read no
+    data for this step: if the group that read the slot for it died, nobody else might take the slot.
     """
     ready = made.slots(made.verdict.ready)
     shares = share_out(set(lacking) - set(ready), ready)

@@ -50,7 +50,7 @@ large state over a slow link takes as long as it must. Silence ends a connection
 limit ends a transfer from a donor that sends a byte now and then."""
 
 _MAX_TRIES = 3  # of one request whose connection breaks, and as many whose checksum differs
-_STALL_SECONDS = 10.0  # a connection that is silent for so long counts as broken
+_STALL_SECONDS = 10.0  # a connection that is silent for this time counts as broken
 _OFFER_SECONDS = 1.5  # for each answer of a group that is asked for its offer
 _LATE_SECONDS = 1.0  # at least so old is a request before another donor gets it as well
 _FAREWELL_SECONDS = 1.0  # to report the end to the donors; then their threads are abandoned

@@ -30,7 +30,7 @@ _MAX_UNPROVEN = 64
 """Connections without a proof of the token. The next one closes the oldest."""
 
 _OFFER_SECONDS = 1.0
-"""A question about an offer may wait so long for it. The joiner waits longer for the answer."""
+"""A question about an offer may wait this long for it. The joiner waits longer for the answer."""
 
 _WAITING_SECONDS = 1.0
 """Pause between two lines {"waiting"} of a donor that has not taken the snapshot yet. It is well
@@ -41,7 +41,7 @@ _POLL_SECONDS = 1.0
 CPU."""
 
 _JOINER_SECONDS = 60.0
-"""A joiner that takes no bytes for so long is dropped, because the snapshot's memory is needed."""
+"""A joiner that takes no bytes for this time is dropped, because the snapshot's memory is needed."""
 
 SendBytes = Callable[[socket.socket, memoryview], None]
 """Sends all of some bytes to a connection."""
@@ -260,7 +260,7 @@ class StateServer:
             return Message({**offer, "elapsed_milliseconds": elapsed})
 
     def _has_offer(self, step: int) -> bool:
-        """True if the offer has so many updates, or if there is none."""
+        """True if the offer has this many updates, or if there is none."""
         return self._offer is None or self._offer["step"] >= step
 
     @staticmethod

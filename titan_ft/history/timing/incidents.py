@@ -8,9 +8,9 @@ somebody asked. One shot that hits several groups is one fault. `titan_ft.histor
 rank has none, and one shot that kills two groups has two.
 
 An incident *begins* with the fault. Without a fault it begins with the last event of the worker that
-fell silent first, or with the event in which the group announces that it leaves. It *reaches* until
-the other groups no longer feel it: until they notice the end of its groups, until the last step that
-still has the gradients of these groups, until the fault is undone, or until a lighthouse listens again.
+fell silent first, or with the event in which the group announces that it leaves. It *reaches* until the
+latest of these moments: its groups' workers have exited, the last step that still has the gradients of
+these groups is committed, the fault is undone, a lighthouse listens again.
 
 A *stall* belongs to one commit of a group. The commit is *due* one usual step
 (`RunRecord.usual_step_us`) after the commit before it in the same attempt. The stall is the time by
@@ -20,9 +20,10 @@ which the commit came late. Each stall counts for one incident:
 2. if there is none, the first incident that began while the commit was late;
 3. if there is none, no incident.
 
-A stall never counts for an incident that hit the group itself. The *stall of an incident* is its
+If that incident hit the group itself, the stall counts for none. The *stall of an incident* is its
 longest one: the wait of the survivor that it hit hardest. It is 0 if no group waited. It is unknown if
-no other group committed both before and after its begin.
+no other group has two commits in a row, in one attempt, of which the first comes before the end of the
+incident's reach and the second after the incident's start.
 
 A round of several steps varies in length by more than a failure costs. If the group itself computed
 longer than usual for a round, the round is due later by that much.
@@ -194,7 +195,8 @@ class TimedCommit(NamedTuple):
 
     Attributes:
         excess: the time by which the group itself computed longer than a usual step takes; 0 unless
-            a commit is a round of several steps.
+            a commit is a round of several steps. Infinite for an entry that stands for several usual
+            steps: such an entry is never late.
     """
 
     time: float
