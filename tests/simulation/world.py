@@ -32,6 +32,7 @@ from titan_ft.config import FaultTolerance
 from titan_ft.engine import drain
 from titan_ft.engine import step as engine_step
 from titan_ft.membership import seat
+from titan_ft.protocol.control.link import START_SECONDS
 from titan_ft.protocol.decision import Done, GiveUp, Wait
 from titan_ft.protocol.errors import ReplicaError
 from titan_ft.protocol.row import Standing
@@ -1223,8 +1224,11 @@ class World(standins.World):
                     f"g{group.slot} still beats {longest:.0f} s after one of its hosts fell silent",
                 )
 
-        # It is seen when it is silent for the whole patience, at the next look, after looks that came late.
+        # It is seen when it is silent for the whole patience, at the next look, after looks that came
+        # late. A rank that has not answered its first ping yet has longer (`HeartbeatWatch.look`).
         longest = 3 * patience + 0.5
+        if since - group.began < patience:
+            longest += START_SECONDS
         if seconds > longest:
             self.kernel.after(longest, look)
 
