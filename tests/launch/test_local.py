@@ -24,6 +24,7 @@ from titan_ft.launch.lighthouse_keeper import MAX_DEATHS
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE, may_replace
 from titan_ft.run.events import GroupLost
 from titan_ft.run.log import EventLog
+from titan_ft.run.output import choose_native_log
 from titan_ft.system.address import split_address
 from titan_ft.system.namespace import allow_namespaces
 
@@ -53,7 +54,7 @@ def test_killed_group_is_restarted_alone(run: Any) -> None:
     assert len(tokens.pop()) >= 32
     assert first[0]["env"]["TORCHFT_LIGHTHOUSE"].startswith("http://127.0.0.1:")
     assert first[0]["env"]["WANDB_RUN_GROUP"].startswith("run-")
-    assert first[0]["env"]["RUST_LOG"] == os.environ.get("RUST_LOG", "warn")
+    assert first[0]["env"]["RUST_LOG"] == choose_native_log(os.environ)
 
     run.order(0, 0, 0, "step 7")
     run.wait_obeyed(0, 0, 0)
