@@ -117,9 +117,8 @@ def _kill_on(run: Run, seed: int, minutes: float) -> Iterator[bool]:
     for number in range(1, int((60.0 * minutes - quiet) / KILL_EVERY_SECONDS) + 1):
         after = number * KILL_EVERY_SECONDS
         run.sleep(began + after - time.time())
-        draw = (
-            choice.random()
-        )  # also for a kill that is skipped, so that a seed says what comes next
+        # Also for a kill that is skipped, so that a seed says what comes next.
+        draw = choice.random()
         up = sorted(groups_up(run, run.record()))
         if len(up) < 2:
             progress(f"{after:g} s: skipped, up is only {up}")

@@ -40,10 +40,8 @@ def pin_groups(run: Run, events: Sequence[Event]) -> None:
         raise BenchError("recovery is measured with pinned groups, which needs Linux")
     for replica, share in enumerate(split_cores(os.sched_getaffinity(0), run.job.num_groups)):
         agent = agent_of(latest_workers(events, replica))
-        for pid in (
-            agent,
-            *children(agent),
-        ):  # in this order: what it starts meanwhile inherits its cores
+        # In this order: what it starts meanwhile inherits its cores.
+        for pid in (agent, *children(agent)):
             for thread in Path(f"/proc/{pid}/task").glob("*"):
                 with contextlib.suppress(ProcessLookupError):  # the thread ended meanwhile
                     os.sched_setaffinity(int(thread.name), share)

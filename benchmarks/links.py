@@ -42,9 +42,8 @@ _SO_MAX_PACING_RATE = (
 )
 _NO_RATE = 2**64 - 1
 _PIDFD_GETFD = 438  # the same on all architectures
-_BYTES_SENT = slice(
-    200, 208
-)  # of struct tcp_info, <linux/tcp.h>; what is sent again is counted again
+# Of struct tcp_info, <linux/tcp.h>; what is sent again is counted again.
+_BYTES_SENT = slice(200, 208)
 
 
 class Links:
@@ -154,10 +153,8 @@ def measure_rate(mbps: float, seconds: float = 2.0) -> float:
         thread.start()
         with receiver:
             receiver.recv(2**20)
-            received, began = (
-                0,
-                time.monotonic(),
-            )  # behind the first bytes: a connection starts slowly
+            # Behind the first bytes: a connection starts slowly.
+            received, began = (0, time.monotonic())
             while time.monotonic() < deadline:
                 received += len(receiver.recv(2**20))
             took = time.monotonic() - began

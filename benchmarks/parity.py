@@ -136,9 +136,8 @@ def read_host_waits(run_dir: Path) -> tuple[float, float]:
     Raises:
         BenchError: there is no trace of it.
     """
-    found = sorted(
-        run_dir.glob("profile_traces/**/rank0_trace.json")
-    )  # torchtitan's default; the first group's
+    # Torchtitan's default; the first group's.
+    found = sorted(run_dir.glob("profile_traces/**/rank0_trace.json"))
     if not found:
         raise BenchError(f"the profiler left no trace in {run_dir / 'profile_traces'}")
     return host_waits(json.loads(found[0].read_text(encoding="utf-8"))["traceEvents"])
@@ -163,9 +162,8 @@ def host_waits(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
     ]
     if not steps:
         raise BenchError("no step is marked in the profiler's trace")
-    if not any(
-        span.get("cat") == "cuda_runtime" for span in spans
-    ):  # it may lack the right to see them
+    # It may lack the right to see them.
+    if not any(span.get("cat") == "cuda_runtime" for span in spans):
         raise BenchError("no call of CUDA is in the profiler's trace")
     total = training = 0
     for span in spans:

@@ -99,9 +99,8 @@ class Run:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
             if process.poll() is None:
-                os.killpg(
-                    process.pid, signal.SIGKILL
-                )  # workers end by themselves once their parent is gone
+                # Workers end by themselves once their parent is gone.
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         if self._faults is not None:
             self._faults.close()

@@ -50,15 +50,13 @@ def _machine(
     folder = tmp_path_factory.getbasetemp().parent  # of all workers
     alone = request.node.get_closest_marker("alone") is not None
     with (folder / "door").open("w") as door, (folder / "machine").open("w") as machine:
-        fcntl.flock(
-            door, fcntl.LOCK_EX
-        )  # kept by who waits to be alone, so that no further test begins
+        # Kept by who waits to be alone, so that no further test begins.
+        fcntl.flock(door, fcntl.LOCK_EX)
         fcntl.flock(machine, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(door, fcntl.LOCK_UN)
         yield
-        fcntl.flock(
-            machine, fcntl.LOCK_UN
-        )  # here, and not with the file: a forked child may have it open
+        # Here, and not with the file: a forked child may have it open.
+        fcntl.flock(machine, fcntl.LOCK_UN)
 
 
 @pytest.fixture
@@ -121,8 +119,7 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
 def _no_worker_is_left() -> Iterator[None]:
     """End the data loaders' workers that a failed test has left: they ignore SIGTERM, and Python waits for them."""
     yield
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # torch's handler would take their end for a failure
+    # Torch's handler would take their end for a failure.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():
         child.kill()

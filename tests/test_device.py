@@ -83,9 +83,8 @@ def test_nccl_without_a_gpu_is_refused_in_one_line() -> None:
 def test_torch_leaves_a_lost_peer_to_us() -> None:
     """Everything by which torch ends a process, or keeps it waiting, is off; what does no harm stays the user's."""
     made = device.nccl_environment({"HOME": "/"}, 10500)
-    assert (
-        int(made.pop("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")) > 1000
-    )  # torch looks once a second whether to dump
+    # Torch looks once a second whether to dump.
+    assert int(made.pop("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")) > 1000
     assert made.pop("TORCH_NCCL_NONBLOCKING_TIMEOUT") == "11"
     assert made.pop("CUDA_DEVICE_MAX_CONNECTIONS") == "32"
     assert set(made.values()) == {"0"}

@@ -100,9 +100,8 @@ def _stands(quoted: str) -> bool:
         return (ROOT / quoted).exists() or any(path.endswith(f"/{quoted}") for path in _files())
     if re.fullmatch(r"[\w.-]+/([\w.-]+/)*", quoted):
         return (ROOT / quoted).is_dir() or any(path.endswith(f"/{quoted}") for path in _files())
-    quoted = re.sub(
-        r"^titan_ft_(\w+?)(_info|_total)?$", r"\1", quoted
-    )  # a metric: its name begins with the project's
+    # A metric: its name begins with the project's.
+    quoted = re.sub(r"^titan_ft_(\w+?)(_info|_total)?$", r"\1", quoted)
     called = re.match(rf"({_WORD}(?:\.{_WORD})*)(?:\(.*)?$", quoted)
     if called is None or quoted.startswith(("torch.", "torchft.")):
         return True
@@ -129,9 +128,8 @@ def _commands(page: str) -> Iterator[list[str]]:
         r"^```bash\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
     ):
         for line in block.replace("\\\n", " ").splitlines():
-            line = re.sub(
-                r"\[[^]:]*\]|^\w+=\S* ", "", line
-            )  # what may be left out, and the environment
+            # What may be left out, and the environment.
+            line = re.sub(r"\[[^]:]*\]|^\w+=\S* ", "", line)
             line = re.sub(r"--module \w+ --config \w+", "CONFIG.toml", line)
             line = line.replace("CONFIG.toml", "llama3_debug").replace(
                 " ... ", f" {' '.join(_REQUIRED)} "
@@ -251,10 +249,8 @@ def test_every_environment_variable_is_listed() -> None:
         path.read_text() for path in files if path.suffix in (".py", ".sh", ".sbatch", ".yaml")
     ]
     used = {name for text in texts for name in re.findall(r"\bTITAN_FT_[A-Z_]*[A-Z]\b", text)}
-    assert listed == used - {
-        "TITAN_FT_TEST_HOOKS",
-        "TITAN_FT_TEST_PROCESS_GROUP",
-    }  # read by the jobs of tests
+    # Read by the jobs of tests.
+    assert listed == used - {"TITAN_FT_TEST_HOOKS", "TITAN_FT_TEST_PROCESS_GROUP"}
 
 
 def _shown() -> dict[str, dict[str, str]]:

@@ -146,9 +146,8 @@ def test_a_group_is_brought_back_by_its_own_job(job_set: dict[str, Any]) -> None
     (groups,) = job_set["spec"]["replicatedJobs"]
     policy = job_set["spec"]["failurePolicy"]
     assert policy == {"maxRestarts": 0}
-    assert "RestartJob," in str(
-        JobsetV1alpha2FailurePolicyRule.model_fields["action"].description
-    )  # a newer way
+    # A newer way.
+    assert "RestartJob," in str(JobsetV1alpha2FailurePolicyRule.model_fields["action"].description)
     job = child_job(job_set)
     assert groups["replicas"] > 1
     assert job["completionMode"] == "Indexed"
@@ -382,9 +381,8 @@ def test_the_image_has_what_the_pods_start() -> None:
         if name == "COPY":
             assert all((ROOT / source).exists() for source in rest.split()[:-1]), rest
     assert ["WORKDIR", "/opt/titan_ft"] in instructions
-    assert (
-        'ENV PATH="/opt/titan_ft/.venv/bin:$PATH"' in text
-    )  # where the pods' command finds titan-ft
+    # Where the pods' command finds titan-ft.
+    assert 'ENV PATH="/opt/titan_ft/.venv/bin:$PATH"' in text
     assert "tini" in text
     (uid,) = re.findall(r"^USER (\d+)$", text, re.M)
     for each in (documents()["Deployment"]["spec"]["template"]["spec"], pod(documents()["JobSet"])):

@@ -180,9 +180,8 @@ def test_the_readme_works_from_a_wheel(
     config.write_text(f"{_stock_config()}\n{table}")
     groups = load_toml(config)["fault_tolerance"]["group_size"]
     launch = next(words for words in commands if words[1] == "launch")
-    assert launch[launch.index("--replicas") + 1] == str(
-        groups
-    )  # the README has one set of numbers
+    # The README has one set of numbers.
+    assert launch[launch.index("--replicas") + 1] == str(groups)
     options = (
         "--replicas",
         str(groups),

@@ -125,10 +125,8 @@ A lost group is no hang, and torch writes one flight record in the life of a pro
 delay the end of a broken communicator.
 """
 
-_MIN_CONNECTIONS, _MAX_CONNECTIONS = (
-    8,
-    32,
-)  # queues of a GPU: CUDA's own default, and the most there are
+# Queues of a GPU: CUDA's own default, and the most there are.
+_MIN_CONNECTIONS, _MAX_CONNECTIONS = (8, 32)
 
 
 def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, str]:

@@ -149,9 +149,8 @@ def preload(args: Sequence[str]) -> None:
             job_config = prepare_config(*args)
             from titan_ft.host.titan import get_train_spec
 
-            with contextlib.suppress(
-                ValueError, ImportError
-            ):  # of a model that the user registers, perhaps
+            # Of a model that the user registers, perhaps.
+            with contextlib.suppress(ValueError, ImportError):
                 get_train_spec(job_config.model.name)
             with contextlib.suppress(FileNotFoundError):
                 load_text(job_config.training.dataset, job_config.training.dataset_path)
@@ -190,9 +189,8 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
         from titan_ft.training.worker import WorkerSetup
 
         check_ranks(job_config, int(environ["WORLD_SIZE"]))
-        if (
-            job_config.fault_tolerance.process_group == "nccl"
-        ):  # before CUDA, or a communicator, reads it
+        # Before CUDA, or a communicator, reads it.
+        if job_config.fault_tolerance.process_group == "nccl":
             timeout_ms = job_config.fault_tolerance.process_group_timeout_ms
             os.environ.update(device.nccl_environment(environ, timeout_ms))
         device.require(
@@ -205,9 +203,8 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
             job_config.fault_tolerance, environ.get("TORCHFT_LIGHTHOUSE")
         )
         token = read_token(environ)
-        own_host = (
-            job_config.fault_tolerance.advertise_address or "localhost"
-        )  # else the route to the lighthouse
+        # Else the route to the lighthouse.
+        own_host = job_config.fault_tolerance.advertise_address or "localhost"
         check_token(
             token, is_local=is_loopback(lighthouse) and is_loopback(join_address(own_host, 0))
         )

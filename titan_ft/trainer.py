@@ -86,9 +86,8 @@ class ReplicaTrainer(HostTrainer):
             logger.info(
                 f"debug.seed is not set: using {job_config.debug.seed}, the same in all groups of this config"
             )
-        if (
-            job_config.training.global_batch_size > 0
-        ):  # counts all groups; torchtitan's Trainer sees only this one
+        # Counts all groups; torchtitan's Trainer sees only this one.
+        if job_config.training.global_batch_size > 0:
             job_config.training.global_batch_size //= config.group_size
         keep_curves(job_config, self.launch.rank)
         keep_traces(job_config, self.launch.attempt)
@@ -332,9 +331,8 @@ class ReplicaTrainer(HostTrainer):
         """Make one committed update, whatever happens to the other groups; or heal, which ends on one too."""
         first = self.step == 1
         self._make_update()
-        if (
-            first and self.step != 1
-        ):  # torchtitan shortens the timeouts after step 1: in the midst of a round or heal
+        # Torchtitan shortens the timeouts after step 1: in the midst of a round or heal.
+        if first and self.step != 1:
             set_pg_timeouts(
                 timedelta(seconds=self.job_config.comm.train_timeout_seconds), self.parallel_dims
             )
@@ -355,9 +353,8 @@ class ReplicaTrainer(HostTrainer):
         work = strategy.start_update()
         stepped, self._stepped = self._stepped, 0.0
         work.between_seconds = started - stepped if stepped else 0.0
-        started -= (
-            work.compute_seconds
-        )  # of what was made of it while the last exchange was under way
+        # Of what was made of it while the last exchange was under way.
+        started -= work.compute_seconds
         made = strategy.train(replica.slots_to_read(), replica.arm)
         committed = replica.commit(
             replace(made, activity=work.main_activity), strategy.train, strategy.discard
@@ -377,9 +374,8 @@ class ReplicaTrainer(HostTrainer):
         self._step_log.log(committed, work, self.step, self.ntokens_seen, replica.heal_seconds)
         if self._position.leaving:
             raise Leaving
-        if (
-            config.group_size > 1 and config.heal_donors != 1
-        ):  # with 1, groups may share a host without room for it
+        # With 1, groups may share a host without room for it.
+        if config.group_size > 1 and config.heal_donors != 1:
             strategy.state.reserve()
         replica.offer()
         if strategy.meet_after_update():
@@ -422,9 +418,8 @@ class ReplicaTrainer(HostTrainer):
 
     def _check_loader(self) -> None:
         """Return whether this rank's data go on exactly where a group that comes back opens them."""
-        with (
-            self._watchdog.paused()
-        ):  # nobody beats while batches are read, and a slow loader would be killed
+        # Nobody beats while batches are read, and a slow loader would be killed.
+        with self._watchdog.paused():
             found = self._loaders.check()
         if not found.exact:
             logger.warning(
@@ -505,9 +500,8 @@ class ReplicaTrainer(HostTrainer):
         )
 
     def _build_chaos_agent(self) -> ChaosAgent:
-        from titan_ft.chaos.inside.agent import (
-            start_agent,
-        )  # what breaks a worker is loaded where it is asked for
+        # What breaks a worker is loaded where it is asked for.
+        from titan_ft.chaos.inside.agent import start_agent
 
         return start_agent(
             self.job_config,

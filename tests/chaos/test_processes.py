@@ -99,9 +99,8 @@ def test_a_reused_pid_is_never_signalled(start: Start) -> None:
     with pytest.raises(Unreachable, match="does not run any more"):
         send(old, signal.SIGKILL)
     assert process.poll() is None
-    send(
-        dataclasses.replace(old, mono=None), signal.SIGKILL
-    )  # a history without it: the command line must do
+    # A history without it: the command line must do.
+    send(dataclasses.replace(old, mono=None), signal.SIGKILL)
     assert process.wait(30) == -signal.SIGKILL
 
 

@@ -407,9 +407,8 @@ def copy_beside_training(world: World) -> Any:
         for step in range(1, NUM_STEPS):
             snapshots = [rank.state.copy(step, 0) for _ in range(2)]
             rank.step(step)
-            found += (
-                rank.bytes()
-            )  # the training's stream has done the step, and does not stand still for the host
+            # The training's stream has done the step, and does not stand still for the host.
+            found += rank.bytes()
             for snapshot in snapshots:
                 found += _tensors(snapshot)
                 rank.state.reuse(snapshot)
@@ -555,9 +554,8 @@ def heal(world: World, room: int = 0) -> Any:
             copied.set()
         else:
             trained = sum(parameter.numel() for parameter in rank.parameters)
-            free = (
-                4 * trained * 3 + 2 * room * rank.exchange.num_bytes
-            )  # gradients and Adam's moments, and the room
+            # Gradients and Adam's moments, and the room.
+            free = 4 * trained * 3 + 2 * room * rank.exchange.num_bytes
             device.free_bytes = lambda where: free
             rank.exchange.copy_memory.keep_on_device()
         queued = [rank.queue() if number else rank.step(step) for step in range(2)]

@@ -324,9 +324,8 @@ def test_all_is_done_on_the_gpu_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> 
 
         return noted
 
-    monkeypatch.setattr(
-        device, "_pinned", pinned.PinnedMemory()
-    )  # of a rank that has pinned nothing yet
+    # Of a rank that has pinned nothing yet.
+    monkeypatch.setattr(device, "_pinned", pinned.PinnedMemory())
     monkeypatch.setattr(runtime, "cudaHostRegister", note("register", register))
     monkeypatch.setattr(runtime, "cudaHostUnregister", note("unregister", unregister))
     monkeypatch.setattr(torch.cuda, "synchronize", note("synchronize", synchronize))

@@ -52,9 +52,8 @@ def test_host_waits_of_a_step(make_job: Callable[..., Job], process_group: str, 
         expected[
             "MainThread", "group_collectives.py:gather_losses group_collectives.py:_gather"
         ] = 1
-    if (
-        process_group == "nccl"
-    ):  # with Gloo the buckets are in host memory: events, which torch does not count
+    # With Gloo the buckets are in host memory: events, which torch does not count.
+    if process_group == "nccl":
         for method in ("_gather", "_gather_messages"):
             expected["titan_ft_exchange", f"flight.py:{method} operations.py:read"] = 1
         expected["titan_ft_exchange", "flight.py:_agree_on_fragments operations.py:read"] = 1

@@ -128,9 +128,8 @@ def test_all_are_killed_and_resume(make_job: Callable[..., Job], mode: str) -> N
     job.start()
     for replica in range(2):
         job.wait_for_gate("killed", replica, ranks=(0, 1))
-    whole = (
-        job.paths.root / "checkpoint" / "step-4"
-    )  # renamed to that; the event waits for the training thread
+    # Renamed to that; the event waits for the training thread.
+    whole = job.paths.root / "checkpoint" / "step-4"
     job.wait_until(whole.exists, SECONDS, "the checkpoint is whole")
     for replica in range(2):
         job.send_signal(replica, signal.SIGKILL)

@@ -40,9 +40,8 @@ def test_sums_stay_on_the_device_where_they_fit(monkeypatch: pytest.MonkeyPatch)
     """As many as half of its memory takes; the others go to host memory, until one that stayed is replayed."""
     world = World("nccl")
     ranks = [Rank(world, number) for number in range(NUM_MEMBERS)]
-    needed = (
-        4 * sum(parameter.numel() for parameter in ranks[0].parameters) * 3
-    )  # its gradients, and Adam's moments
+    # Its gradients, and Adam's moments.
+    needed = 4 * sum(parameter.numel() for parameter in ranks[0].parameters) * 3
     leave_room(monkeypatch, needed - 1)
     assert [rank.exchange.copy_memory.keep_on_device() for rank in ranks] == [0] * NUM_MEMBERS
     leave_room(monkeypatch, needed + 5 * ranks[0].exchange.num_bytes)

@@ -99,9 +99,8 @@ def _is_wait(module: str, function: Sequence[str], call: ast.Call) -> bool:
     if module.startswith("chaos."):  # a fault that measures how long a step takes
         return False
     callee = call.func
-    if isinstance(
-        callee, ast.Name
-    ):  # in device.py itself; the event of record_time is a time, and nothing waits for it
+    # In device.py itself; the event of record_time is a time, and nothing waits for it.
+    if isinstance(callee, ast.Name):
         return module == "device" and callee.id in _OF_DEVICE and function[-1] != "record_time"
     if not isinstance(callee, ast.Attribute):
         return False
@@ -132,9 +131,8 @@ class _Remover(ast.NodeTransformer):
         name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
         if name == "wait":  # the operation itself stays
             return self.visit(node.func.value)  # type: ignore[union-attr]  # a method
-        if (
-            name == "join_stream"
-        ):  # it returns the current stream, whether it joins another one or not
+        # It returns the current stream, whether it joins another one or not.
+        if name == "join_stream":
             node.args = [ast.copy_location(ast.Constant(None), node)]
             return node
         return ast.copy_location(ast.Constant(None), node)

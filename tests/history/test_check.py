@@ -594,9 +594,8 @@ def test_clock_that_jumps(good_run: Any, seconds: float, who: str) -> None:
             event.time += seconds
     report = check(good_run.events)
     assert failed(report) == {"clocks"}, format_check(report)
-    assert unknown(report) == {
-        8
-    }  # waits are measured where they happen, by a clock that nobody sets
+    # Waits are measured where they happen, by a clock that nobody sets.
+    assert unknown(report) == {8}
     assert report.verdict == "does not hold"
 
 

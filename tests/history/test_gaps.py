@@ -136,9 +136,8 @@ def lose_commits(
 
 def test_steps_that_only_others_tell_of(good_run: Any) -> None:
     """A storage that is gone marks no file. That a group took part in steps, others say; of one step that is usual."""
-    assert (
-        find_gaps(RunRecord(lose_commits(good_run, 2, [6]))) == []
-    )  # killed between the exchange and its event
+    # Killed between the exchange and its event.
+    assert find_gaps(RunRecord(lose_commits(good_run, 2, [6]))) == []
     events = lose_commits(good_run, 2, [5, 6])
     assert find_gaps(RunRecord(events)) == [
         "group 2 took part in steps 5 to 6, and no event of it says so"

@@ -29,9 +29,8 @@ def record() -> RunRecord:
     ]
     events.append(build(WorkerExited, replica=1, host="n2", signal="SIGTERM", stopped=True))
     events.append(build(WorkerExited, replica=0, host="n1", code=0, stopped=False))
-    events.append(
-        build(WorkerExited, replica=0, signal="SIGKILL", stopped=False)
-    )  # of an older history
+    # Of an older history.
+    events.append(build(WorkerExited, replica=0, signal="SIGKILL", stopped=False))
     events.append(build(HostLeft, replica=1, host="n2", deaths=2))
     return RunRecord(events)
 

@@ -148,10 +148,8 @@ def test_a_group_that_died_before_it_wrote_its_first_commit(synthetic_run: Any) 
 def test_last_events_that_are_missing(synthetic_run: Any) -> None:
     """On a full disk the launcher saw all groups end well, and no event tells of the last steps."""
     run = started(synthetic_run, 7)
-    for agents_write in (
-        False,
-        True,
-    ):  # again, once the disk has room, while the workers' events are lost
+    # Again, once the disk has room, while the workers' events are lost.
+    for agents_write in (False, True):
         for group in (0, 1) if agents_write else ():
             run.exit(group, reason="rank 0 ended with exit status 0", signal=None, code=0)
         end_launch(run, 0, "all groups finished")
@@ -387,9 +385,8 @@ def test_the_launcher_is_gone(synthetic_run: Any) -> None:
     )
     assert outcome(run).headline == "End unknown, the launcher is gone: last at step 7 of 40"
     end_launch(run, 1, "the launcher failed")
-    assert (
-        outcome(run, goes_on=True).kind == "failed"
-    )  # the lock on the folder lasts a moment longer
+    # The lock on the folder lasts a moment longer.
+    assert outcome(run, goes_on=True).kind == "failed"
 
 
 def test_another_launch_begins_anew(good_run: Any) -> None:

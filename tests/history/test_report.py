@@ -682,10 +682,8 @@ def test_outcome_comes_first(tmp_path: Path) -> None:
         source = (tmp_path / style / "index.html").read_text(encoding="utf-8")
         assert f'class="overall {style}">{"✓" if style == "holds" else "✗"} {text}' in source
         before = page.text.partition(text)[0]
-        assert before.split() == [
-            *2 * ["Run", "synthetic"],
-            "✓" if style == "holds" else "✗",
-        ]  # title and heading
+        # Title and heading.
+        assert before.split() == [*2 * ["Run", "synthetic"], "✓" if style == "holds" else "✗"]
         assert ("What failed" in page.headings) is (style == "fails")
 
 
@@ -812,11 +810,8 @@ def test_state_served_is_shown(tmp_path: Path) -> None:
     assert "1 time, 2.0 MiB; copied in 1.25 s" in text_of(summary_table(summarize(record)))
 
 
-QUICK = (
-    "nothing",
-    "one group without failures",
-    "the end",
-)  # the others are as quick, but there are many
+# The others are as quick, but there are many.
+QUICK = ("nothing", "one group without failures", "the end")
 
 
 @cache
@@ -902,9 +897,8 @@ def test_long_curve_keeps_what_stands_out() -> None:
         "steps 41,001 to 41,050: loss 3.94, 2 to 99"
     ]
     assert any(value is None for value in line.y)
-    assert (
-        len(lost.x) == sum("none" in text for text in line.texts) + 2
-    )  # the bins at both ends have values as well
+    # The bins at both ends have values as well.
+    assert len(lost.x) == sum("none" in text for text in line.texts) + 2
     few, none = charts.curve(values[:50], "loss")
     assert none == ""
     assert [type(layer) for layer in few] == [Curve]

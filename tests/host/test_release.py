@@ -40,9 +40,8 @@ def test_a_checkout_that_lacks_what_is_needed_is_named(tmp_path: Path) -> None:
     package = tmp_path / "torchtitan" / "config"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")
-    (package / "__init__.py").write_text(
-        "class ConfigManager: pass\n"
-    )  # and no JobConfig, as later versions
+    # And no JobConfig, as later versions.
+    (package / "__init__.py").write_text("class ConfigManager: pass\n")
     ended = config(tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == (

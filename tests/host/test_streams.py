@@ -327,9 +327,8 @@ def test_what_is_read_again_does_not_grow() -> None:
     for _ in zip(range(length - 100), stream, strict=False):
         next(whole)
     state = stream.state_dict()
-    assert (
-        state["examples_iterable"]["since_anchor"] < 12 * size
-    )  # B (ln B + 2) is 5 B here, and it varies
+    # B (ln B + 2) is 5 B here, and it varies.
+    assert state["examples_iterable"]["since_anchor"] < 12 * size
     again = build()
     again.load_state_dict(state)
     assert next(iter(again))["x"] == next(whole)["x"]

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(
-    0, str(Path(__file__).parent)
-)  # for the package `harness`, which the workers import too
+# For the package `harness`, which the workers import too.
+sys.path.insert(0, str(Path(__file__).parent))
 
 from harness.fixtures import make_job, pytest_runtest_makereport, runs, zygote  # noqa: F401
 from harness.job import PROCESS_GROUP

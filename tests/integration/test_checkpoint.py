@@ -253,9 +253,8 @@ def test_a_group_that_leaves_when_it_is_found_corrupt(
     healed = named(events, "heal_finished")
     assert [(e["replica"], e["attempt"]) for e in healed] == [(0, 1)]
     committed = named(events, "step_committed")
-    check_one_trajectory(
-        e for e in committed if (e["replica"], e["step"]) != (0, 5)
-    )  # its digest was of wrong bytes
+    # Its digest was of wrong bytes.
+    check_one_trajectory(e for e in committed if (e["replica"], e["step"]) != (0, 5))
     check_finished(job, events, job.steps)
 
 

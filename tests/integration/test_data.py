@@ -230,9 +230,8 @@ def test_resuming_reads_nothing_again(
 
 def test_kill_between_two_microbatches(make_job: Callable[..., Job]) -> None:
     """With gradient accumulation a step's batches count together: those of a step that died half way are used again."""
-    flags = [
-        "--training.global_batch_size=8"
-    ]  # two microbatches of two samples in each of two groups
+    # Two microbatches of two samples in each of two groups.
+    flags = ["--training.global_batch_size=8"]
     job = make_job(
         groups=2, flags=flags, hooks={"faults": [kill(1, "forward", forwards=2)], "hold": 2}
     )

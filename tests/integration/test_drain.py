@@ -153,9 +153,8 @@ def test_sigterm_in_mid_heal(make_job: Callable[..., Job]) -> None:
     job.start()
     job.wait_for_gate("never", 1, attempt=1)
     terminate(job, 1)
-    job.mark(
-        "down-1-1"
-    )  # the survivor waits no more for this transfer, but soon for the next attempt
+    # The survivor waits no more for this transfer, but soon for the next attempt.
+    job.mark("down-1-1")
     assert job.wait_for_end(1) == [0]
     job.start_again(1)
     job.finish()

@@ -78,9 +78,8 @@ class StockMember:
 def come() -> Iterator[Callable[[Job], StockMember]]:
     """Send a stranger to a job's lighthouse; it leaves with the test."""
     os.environ.setdefault("RUST_LOG", "error")  # read when torchft is loaded
-    importlib.import_module(
-        "torchft.coordination"
-    )  # takes seconds, in which a small job would be over
+    # Takes seconds, in which a small job would be over.
+    importlib.import_module("torchft.coordination")
     came: list[StockMember] = []
 
     def come(job: Job) -> StockMember:

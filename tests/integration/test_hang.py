@@ -109,9 +109,8 @@ def test_a_stopped_group_is_left_behind_and_heals(make_job: Callable[..., Job], 
     )
     job.start()
     job.wait_for_gate("go", 1)
-    stop(
-        job, 1, rank=0
-    )  # the one that heartbeats; another one is left in the middle of its forward
+    # The one that heartbeats; another one is left in the middle of its forward.
+    stop(job, 1, rank=0)
     job.wait_for_gate("later", 0, range(ranks))
     assert not failed(job, 1, ranks)
     job.send_signal(1, signal.SIGCONT, rank=0)
@@ -163,9 +162,8 @@ def test_a_stopped_rank_takes_its_group_along(make_job: Callable[..., Job]) -> N
     )
     assert socket.gethostname() in line
     assert "fault_tolerance.heartbeat_timeout_ms" in line
-    assert job.groups[1].ended == [
-        [1, -signal.SIGKILL]
-    ]  # of the agent: a stopped process takes no SIGTERM
+    # Of the agent: a stopped process takes no SIGTERM.
+    assert job.groups[1].ended == [[1, -signal.SIGKILL]]
     assert not named(events, "hung")
     assert {(e["replica"], e["rank"]) for e in named(events, "heal_finished")} == {(1, 0), (1, 1)}
     participants = {e["step"]: e["participants"] for e in named(events, "step_committed")}

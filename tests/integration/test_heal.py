@@ -47,9 +47,8 @@ def predict(job: Job, ranks: int) -> int:
     config = read_config(
         *(flag for flag in job.flags if "custom_import" not in flag and "flavor" not in flag)
     )
-    from harness import (
-        flavor,
-    )  # torchtitan's model, which must not be imported before its config is read
+    # Torchtitan's model, which must not be imported before its config is read.
+    from harness import flavor
 
     flavor.register()
     config.model.flavor = "tiny"
@@ -116,9 +115,8 @@ def test_a_newcomer_has_the_state_before_a_quorum(
     flags = []
     if dies == "donor":
         faults.append(kill(0, "serve"))
-        flags.append(
-            "--fault_tolerance.transfer_max_mbps=50"
-        )  # else the other one may have given all before it is asked
+        # Else the other one may have given all before it is asked.
+        flags.append("--fault_tolerance.transfer_max_mbps=50")
     elif dies == "joiner":
         faults.append(kill(1, "fetch", attempt=1))
     last = 2 if dies == "joiner" else 1
@@ -187,9 +185,8 @@ def test_each_holder_gives_a_part(make_job: Callable[..., Job]) -> None:
     ]
     hooks = {"faults": [kill(1, "backward", step=STEP)], "hold": 2}
     job = run_until_both_offer(lambda: make_job(groups=3, steps=20, hooks=hooks, flags=flags))
-    events = check(
-        job, survivors=[0, 2]
-    )  # LR, loss and digest (Adam's step is in it) are compared step by step
+    # LR, loss and digest (Adam's step is in it) are compared step by step.
+    events = check(job, survivors=[0, 2])
     rates = [e["lr"] for e in named(events, "step_committed") if e["replica"] == 0]
     assert len(set(rates)) > job.steps // 2
     (finished,) = named(events, "heal_finished")

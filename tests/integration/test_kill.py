@@ -75,9 +75,8 @@ def test_kill_at_point(make_job: Callable[..., Job], groups: int, point: str) ->
     # Where it dies before its question for the quorum is there, the others have one without it, and nothing breaks.
     asked = point not in ("forward", "backward") or bool(named(events, "exchange_failed"))
     assert max(exchanges) == 2 or shared or not asked
-    assert sum(exchanges) <= len(exchanges) + 2 * len(
-        survivors
-    )  # one for the death; one may meet the return
+    # One for the death; one may meet the return.
+    assert sum(exchanges) <= len(exchanges) + 2 * len(survivors)
     healed = named(events, "heal_finished")
     assert [(e["replica"], e["attempt"]) for e in healed] == [(1, 1)]
     assert STEP < healed[0]["step"] < job.steps
@@ -91,9 +90,8 @@ def test_kill_between_quorum_and_process_group(
     """A group that dies before its process group stands costs its peers a new quorum: at the start, on return."""
     first = [] if attempt == 0 else [kill(1, "forward")]
     faults = [*first, kill(1, point, 0, attempt=attempt)]
-    constants = {
-        "titan_ft.membership.rendezvous._BASE_SECONDS": 1.0
-    }  # the peer waits so long for the dead one
+    # The peer waits so long for the dead one.
+    constants = {"titan_ft.membership.rendezvous._BASE_SECONDS": 1.0}
     job = make_job(
         groups=2, hooks={"faults": faults, "hold": 2, "constants": constants}, late=False
     )

@@ -214,9 +214,8 @@ def test_commits_are_one_chain_of_equal_states(finished: Path) -> None:
 def test_a_group_that_leaves_in_order_ends_with_0(finished: Path) -> None:
     events = read_events(finished)
     assert {event["replica"] for event in events if event["event"] == "drained"} == {0, 1}
-    ends = {
-        event["replica"]: event for event in events if event["event"] == "worker_exited"
-    }  # the last of each
+    # The last of each.
+    ends = {event["replica"]: event for event in events if event["event"] == "worker_exited"}
     assert [ends[group]["code"] for group in (0, 1)] == [0, 0]
     started = [
         (event["replica"], event["attempt"])

@@ -262,9 +262,8 @@ def test_copies_that_nothing_shards_are_refused(make_job: Callable[..., Job]) ->
     job = make_job(groups=1, ranks=2, flags=parallel(data_parallel_replicate_degree=2))
     job.run()
     codes = {worker.code for worker in job.groups[0].workers}
-    assert (
-        2 in codes <= {2, -signal.SIGTERM}
-    )  # once one has refused, the other is ended, maybe on its way to the line
+    # Once one has refused, the other is ended, maybe on its way to the line.
+    assert 2 in codes <= {2, -signal.SIGTERM}
     (line,) = [line for line in job.output(0).splitlines() if line.startswith("titan_ft: ")]
     assert line.startswith(
         "titan_ft: parallelism.data_parallel_replicate_degree must be 1 in a group that does not "
@@ -306,11 +305,8 @@ def test_a_pipeline_validates_and_exports(make_job: Callable[..., Job], tmp_path
         VALIDATED.findall(job.output(replica, rank)) for replica in range(2) for rank in range(2)
     ]
     assert printed == [printed[0]] * 4
-    assert [int(step) for step, _ in printed[0]] == [
-        1,
-        2,
-        4,
-    ]  # torchtitan validates after the first step, too
+    # Torchtitan validates after the first step, too.
+    assert [int(step) for step, _ in printed[0]] == [1, 2, 4]
     for _, loss in printed[0]:
         assert 0.8 * math.log(2048) < float(loss) < 1.2 * math.log(2048)
 

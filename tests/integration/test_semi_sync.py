@@ -97,10 +97,8 @@ def test_a_round_of_one_group_is_stock_torchtitan_bit_for_bit(runs: Runs) -> Non
 NOT_QUICK = {"marks": pytest.mark.slow}
 SHARDED = ["--parallelism.data_parallel_shard_degree=2"]
 PIPELINE = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"]
-INTERLEAVED = [
-    *PIPELINE,
-    "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
-]  # two stages on each rank
+# Two stages on each rank.
+INTERLEAVED = [*PIPELINE, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"]
 
 
 @pytest.mark.parametrize(
@@ -274,9 +272,8 @@ def test_rounds_in_8_bits_against_the_oracle(runs: Runs) -> None:
 
     assert runs.job is not None
     values = [parameter.numel() for parameter in torch.load(runs.parameters("end")).values()]
-    rest = 2 * (256 + 4) + 4 * len(
-        values
-    )  # the last blocks of two buckets, and a weight of each parameter
+    # The last blocks of two buckets, and a weight of each parameter.
+    rest = 2 * (256 + 4) + 4 * len(values)
     for event in named(runs.job.events(), "step_committed"):
         assert sum(values) * 65 / 64 <= event["wire_bytes"] <= sum(values) * 65 / 64 + rest
 
@@ -360,9 +357,8 @@ def test_a_group_that_comes_back_in_the_midst_of_a_round(
     assert [ours[number]["inner_steps"] for number in range(1, rounds + 1)] == [length] * rounds
     assert [theirs[number]["inner_steps"] for number in range(1, rounds + 1)] == [length, 3, length]
     assert 3 * ours[2]["own_tokens"] == length * theirs[2]["own_tokens"]
-    assert (
-        theirs[2]["data"]["first_batch"] == length
-    )  # what it had read of the round in which it died is due again
+    # What it had read of the round in which it died is due again.
+    assert theirs[2]["data"]["first_batch"] == length
     assert {event["exchanges"] for event in ours.values()} == {1}
     healed = named(events, "heal_finished")
     assert sorted((event["rank"], event["step"]) for event in healed) == [
@@ -406,9 +402,8 @@ def test_a_group_that_is_offered_nothing_gets_the_state_behind_the_round(
     assert [ours[number]["inner_steps"] for number in range(1, ROUNDS + 1)] == [LENGTH] * ROUNDS
     assert [theirs[number]["inner_steps"] for number in (1, 3, 4, 5, 6)] == [4, 2, 4, 4, 4]
     assert ours[3]["own_tokens"] == 2 * theirs[3]["own_tokens"] == 2 / 3 * ours[3]["tokens"]
-    assert (
-        theirs[3]["data"]["first_batch"] == LENGTH
-    )  # the first ones of the round in which it died are due again
+    # The first ones of the round in which it died are due again.
+    assert theirs[3]["data"]["first_batch"] == LENGTH
     assert {event["exchanges"] for event in ours.values()} == {1}
     healed = named(events, "heal_finished")
     assert sorted((event["rank"], event["step"]) for event in healed) == [
@@ -478,10 +473,8 @@ def test_kill_in_the_exchange(
         if point != "backward":  # then it had yet to come to the exchange
             assert ours[dying]["wire_bytes"] > 0
     shared = point in ("vote_before", "vote_after", "commit", "optimizer")
-    if point not in (
-        "exchange_last",
-        "forward",
-    ):  # then all that the survivor needs may have been sent, or not
+    # Then all that the survivor needs may have been sent, or not.
+    if point not in ("exchange_last", "forward"):
         assert ours[dying]["participants"] == ([0, 1] if shared else [0])
     assert [event["inner_steps"] for event in ours.values()] == [LENGTH] * rounds
     assert ours[rounds]["participants"] == [0, 1]
@@ -520,10 +513,8 @@ def test_two_of_three_go_on_with_their_overlapped_exchange(
 )
 def test_kill_in_the_round_behind_an_update(make_job: Callable[..., Job], point: str) -> None:
     """The rows behind a commit, which name donors, are no update: the survivor makes the next one by itself."""
-    hooks = {
-        "faults": [kill(1, point, after=["trained-1-0"])],
-        "hold": LENGTH,
-    }  # it is back in round 3
+    # It is back in round 3.
+    hooks = {"faults": [kill(1, point, after=["trained-1-0"])], "hold": LENGTH}
     job = make_job(groups=2, steps=LENGTH * ROUNDS, flags=round_flags(), hooks=hooks)
     job.run()
     events = check(job, survivors=[0], steps=ROUNDS)
@@ -1008,10 +999,8 @@ def test_what_is_saved_and_validated_is_what_the_groups_agree_on(
     job.run()
     events = job.events()
     check_killed(job, events, [(replica, 0, "sigkill:forward") for replica in (0, 1)])
-    for attempt in (
-        0,
-        1,
-    ):  # the second has not what the first had made of the other fragment since its last exchange
+    # The second has not what the first had made of the other fragment since its last exchange.
+    for attempt in (0, 1):
         check_one_trajectory(e for e in named(events, "step_committed") if e["attempt"] == attempt)
     check_finished(job, events, ROUNDS)
     loaded = named(events, "checkpoint_loaded")

@@ -78,9 +78,8 @@ def test_a_rank_without_a_batch(make_job: Callable[..., Job], tmp_path: Path) ->
     job.run()
     (codes,) = job.groups[0].ended
     assert 2 in codes
-    for rank in (
-        rank for rank, code in enumerate(codes) if code == 2
-    ):  # the other may get SIGTERM first
+    # The other may get SIGTERM first.
+    for rank in (rank for rank, code in enumerate(codes) if code == 2):
         (line,) = [
             line for line in job.output(0, rank).splitlines() if line.startswith("titan_ft: ")
         ]

@@ -44,9 +44,8 @@ def main() -> None:
         attempt=attempt,
     )
     log.emit(WorkerStarted(config_digest="", host=socket.gethostname(), slurm=None))
-    helper = subprocess.Popen(
-        ["sleep", "600"]
-    )  # as a data loader's process would be: it dies with its worker's group
+    # As a data loader's process would be: it dies with its worker's group.
+    helper = subprocess.Popen(["sleep", "600"])
     me = f"{replica}-{rank}-{attempt}"
     about = {
         "pid": os.getpid(),

@@ -150,9 +150,8 @@ def test_restarts_are_limited(run: Any) -> None:
     assert "RuntimeError: told to fail" in errors
     assert str(run.paths.logs(0, 2, 0)) in errors
     ends = run.events("worker_exited")
-    assert (
-        restarts[1]["time"] - ends[1]["time"] >= 0.45
-    )  # the second restart backs off, the first does not
+    # The second restart backs off, the first does not.
+    assert restarts[1]["time"] - ends[1]["time"] >= 0.45
     assert restarts[0]["time"] - ends[0]["time"] < 0.45
 
 

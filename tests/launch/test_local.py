@@ -78,9 +78,8 @@ def test_killed_group_is_restarted_alone(run: Any) -> None:
     ] == [(7, 3.25)]
     assert "group 1 died: rank 0 was killed by SIGKILL" in lines
     assert "group 1 restarting (attempt 1)" in lines
-    assert any(
-        line.startswith("step 7  loss 3.25000  groups ") for line in lines
-    )  # 2/2, or 1/2 already
+    # 2/2, or 1/2 already.
+    assert any(line.startswith("step 7  loss 3.25000  groups ") for line in lines)
     assert lines[-1].startswith("all groups finished")
     assert not any("group 0 died" in line for line in lines)
     kept = [line[20:] for line in run.paths.launch_log.read_text().splitlines()]  # after the date
@@ -193,9 +192,8 @@ def test_a_run_outlives_its_zygote(run: Any) -> None:
     assert "zygote" in run.worker(1, 0, 1)["command"][2]
     assert run.is_alive(first[0]["pid"])
     run.order(1, 0, 1, "exit 1")
-    assert (
-        run.worker(1, 0, 2)["command"][2] == "titan_ft.launch.group.agent"
-    )  # of which it is a fork
+    # Of which it is a fork.
+    assert run.worker(1, 0, 2)["command"][2] == "titan_ft.launch.group.agent"
     printed = run.finish(launcher)
     assert (
         printed.count(

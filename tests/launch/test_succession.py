@@ -300,9 +300,8 @@ def test_a_lighthouse_lives_where_it_cannot_log() -> None:
         client = wait_for(lambda: _client(LighthouseClient, port), "the lighthouse")
         for name in "abc":
             client.heartbeat(replica_id=f"{name}:x", timeout=second)
-        with contextlib.suppress(
-            Exception
-        ):  # two of three wait for the third, and give up before the lighthouse does
+        # Two of three wait for the third, and give up before the lighthouse does.
+        with contextlib.suppress(Exception):
             client.quorum(replica_id="a:x", timeout=timedelta(seconds=0.2))
         with contextlib.suppress(Exception):
             client.quorum(replica_id="b:x", timeout=timedelta(seconds=0.2))

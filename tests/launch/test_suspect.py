@@ -79,9 +79,8 @@ def test_deaths_are_counted_over_groups_and_restarts_within_the_window(tmp_path:
         EventLog(tmp_path / f"supervisor-{number}-1.jsonl", replica=number).emit(
             ended(host, replica=number)
         )
-    EventLog(tmp_path / "replica-1-rank-0-attempt-0-7.jsonl", replica=1).emit(
-        ended("n1")
-    )  # no agent's
+    # No agent's.
+    EventLog(tmp_path / "replica-1-rank-0-attempt-0-7.jsonl", replica=1).emit(ended("n1"))
     now = time.time()
     deaths = HostDeaths(tmp_path, "supervisor-*.jsonl", "n1", 60.0, lambda: now)
     assert deaths.count() == 2

@@ -524,9 +524,8 @@ def test_run_that_is_over() -> None:
     )
     text = "Failed at step 31: killed by SIGABRT, rank 0 of group 1; over after 1:05; 4 groups x 2 ranks"
     assert shown(run, now=9999.0, width=120)[1] == text
-    assert (
-        " ".join(shown(run, now=9999.0, width=40)[1:4]) == text
-    )  # whole in a narrow terminal, too
+    # Whole in a narrow terminal, too.
+    assert " ".join(shown(run, now=9999.0, width=40)[1:4]) == text
 
 
 def test_silence_is_told() -> None:

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault(
-    "RUST_LOG", "error"
-)  # read when torchft is loaded: its servers log every refused heartbeat
+# Read when torchft is loaded: its servers log every refused heartbeat.
+os.environ.setdefault("RUST_LOG", "error")
 
 from titan_ft.host import cpu  # after the variable
 
@@ -349,9 +348,8 @@ class Seats:
     def open_store(self, slot: int) -> tuple[str, int]:
         """Open the store of a group; returns its host and port."""
         if slot in self.stores:
-            self._former_stores.append(
-                self.stores[slot]
-            )  # an older process of the slot may still use it
+            # An older process of the slot may still use it.
+            self._former_stores.append(self.stores[slot])
         self.stores[slot] = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return "127.0.0.1", self.stores[slot].port
 

@@ -228,9 +228,8 @@ def test_events_come_late_and_whole(
     log.emit(Hung(step=1))
     before = time.time()
     log.emit(Hung(step=2))
-    assert [event.step for event in read_events(tmp_path) if isinstance(event, Hung)] == [
-        0
-    ]  # half a line is none
+    # Half a line is none.
+    assert [event.step for event in read_events(tmp_path) if isinstance(event, Hung)] == [0]
     assert is_cut(path)
     limit.lift()
     since = time.time()

@@ -23,14 +23,8 @@ from titan_ft.run.held import hold
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "llama3_debug.toml"
 LIGHTHOUSE = "http://10.0.0.1:29510"
-OURS = (
-    "SLURM_",
-    "TITAN_FT_",
-    "TORCHFT_",
-    "PYTHON",
-    "OMP_",
-    "RUST_LOG",
-)  # how names of variables begin
+# How names of variables begin.
+OURS = ("SLURM_", "TITAN_FT_", "TORCHFT_", "PYTHON", "OMP_", "RUST_LOG")
 FULL = {
     "config": str(CONFIG),
     "run-dir": "/shared/run",

@@ -38,9 +38,8 @@ class Findings:
     commits: int = 0
     faults: Counter[str] = field(default_factory=collections.Counter)
     problems: Counter[str] = field(default_factory=collections.Counter)
-    first: dict[str, tuple[int, str]] = field(
-        default_factory=dict
-    )  # by kind of problem: seed and text
+    # By kind of problem: seed and text.
+    first: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def add(self, other: Findings) -> None:
         """Take others in."""

@@ -140,10 +140,8 @@ class Kernel:
         self.closed = False
         self.stopped = False
         self._random = self.rng.random
-        self._until, self._left = (
-            0.0,
-            0,
-        )  # of `run`: when it ends, and how many switches it may make yet
+        # Of `run`: when it ends, and how many switches it may make yet.
+        self._until, self._left = (0.0, 0)
         self._went_on: bool | None = None  # what it returns; None = it goes on
         self._error: BaseException | None = None  # of the world's code, for `run` to raise
         self._timers: list[tuple[float, int, Callable[[], None] | Task, int]] = []
@@ -313,9 +311,8 @@ class Kernel:
             task, ready[place] = ready[place], ready[-1]
             ready.pop()
             process = task.process
-            if (
-                process.dead or task.done
-            ):  # it was woken for nothing, and its greenlet may be another's by now
+            # It was woken for nothing, and its greenlet may be another's by now.
+            if process.dead or task.done:
                 continue
             if process.frozen:
                 process.held.append(task)

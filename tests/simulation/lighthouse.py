@@ -529,9 +529,8 @@ class ManagerClient:
                     server.waiting.remove(kernel.current)
         lag = kernel.process.lag
         if lag and kernel.rng.random() < 0.5:
-            kernel.sleep(
-                lag * kernel.rng.random()
-            )  # ranks of a group never hear an answer at the same moment
+            # Ranks of a group never hear an answer at the same moment.
+            kernel.sleep(lag * kernel.rng.random())
         return call.value
 
 

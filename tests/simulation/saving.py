@@ -158,9 +158,8 @@ class Saves:
             save.state = _State.FAILED
             return
         if rank.number == 0:
-            if (
-                rank.position.saved_corrupt
-            ):  # another group may have saved this step in the meantime
+            # Another group may have saved this step in the meantime.
+            if rank.position.saved_corrupt:
                 save.state = _State.FAILED
                 return
             rank.world.publishes(rank, save.step)

@@ -102,9 +102,8 @@ class _Draw:
         rng = self.rng = random.Random(seed * 7919 + 17)
         chosen = rng.sample(list(kinds), min(len(kinds), rng.choice([1, 1, 2, 2, 3])))
         sizes = [kind for kind in chosen if kind in _SIZES]
-        self.kinds = sizes[:1] or sorted(
-            chosen
-        )  # a kind that says how many groups there are goes alone
+        # A kind that says how many groups there are goes alone.
+        self.kinds = sizes[:1] or sorted(chosen)
         self.groups = rng.choice(
             [2, 3, 3, 3, 4, 5] if "cut" in self.kinds else [2, 2, 2, 3, 3, 3, 4]
         )
@@ -126,9 +125,8 @@ class _Draw:
     def schedule(self, seed: int) -> Schedule:
         rng = self.rng
         self._draw_config()
-        for kind in sorted(
-            self.kinds, key=lambda kind: kind not in _SIZES
-        ):  # those that say how many there are first
+        # Those that say how many there are first.
+        for kind in sorted(self.kinds, key=lambda kind: kind not in _SIZES):
             getattr(self, kind)()
         flips = any(isinstance(fault, Flip) for fault in self.faults)
         lost = any(isinstance(fault, KillGroups) and fault.for_good for fault in self.faults)
@@ -181,9 +179,8 @@ class _Draw:
             "batch_policy": rng.choice(["shrink", "shrink", "constant"]),
             "lr_policy": rng.choice(["none", "sqrt"]),
         }
-        is_tight = rng.choice(
-            [False, False, False, True]
-        )  # the others wait for a joiner after one update
+        # The others wait for a joiner after one update.
+        is_tight = rng.choice([False, False, False, True])
         self.room = rng.choice([0, 1, 2, 100])
         if is_tight:
             self.room = 1
@@ -398,9 +395,8 @@ class _Draw:
         else:
             a, b = self._pair()
             self.faults.append(Cut(at, a, b, rank, one_way, seconds, other=other))
-            if (
-                self.rng.random() < 0.7
-            ):  # what goes over such a link is asked for when groups meet, and heal
+            # What goes over such a link is asked for when groups meet, and heal.
+            if self.rng.random() < 0.7:
                 self.faults.append(Kill(at, self.rng.choice([a, b]), self._rank()))
 
     def cut_lighthouse(self) -> None:
@@ -542,9 +538,8 @@ class _DrawRounds(_Draw):
         # Of the lighthouse: more than a round, or groups that came to be at different places in it are left out.
         self.patience = rng.choice([5.0, 60.0])
         slow = rng.choice([1.0, 1.0, 1.3, 2.0])
-        self.changes["speeds"] = tuple(
-            rng.choice([1.0, slow]) for _ in range(5)
-        )  # as many as there may be
+        # As many as there may be.
+        self.changes["speeds"] = tuple(rng.choice([1.0, slow]) for _ in range(5))
         self.changes["overlap"] = False
         self._plan()
 

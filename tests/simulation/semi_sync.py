@@ -309,9 +309,8 @@ class RoundRank(Rank):
         void = strategy._ahead.inner_steps if strategy._ahead is not None else 0
         super()._heal_once(computed)
         work = strategy._under_way
-        if (
-            work is not None and strategy._ahead is None
-        ):  # it has gone back to its own state, and gives the same again
+        # It has gone back to its own state, and gives the same again.
+        if work is not None and strategy._ahead is None:
             if work.inner_steps:
                 self.world.say(self.process.name, f"keeps {work.inner_steps} steps of its round")
             return
@@ -370,9 +369,8 @@ class RoundOracle(Oracle):
         state, number = rank.state, rank.number
         self._fragments = np.repeat(state.fragments, rank.shapes).tolist()
         parts = self._parts.setdefault((state.held[1], number), {}).setdefault(rank.slot, [])
-        corrupt = self.is_corrupt(
-            number, state, otherwise=True
-        )  # a bit may have been lost in rounding since it flipped
+        # A bit may have been lost in rounding since it flipped.
+        corrupt = self.is_corrupt(number, state, otherwise=True)
         parts.append(_Part(weights, dict(sent), corrupt, late))
         if self._quantizes:
             largest = np.abs(state.array[0] - weights).max() * max(sent.values())
@@ -403,9 +401,8 @@ class RoundOracle(Oracle):
         sound = {
             slot: [part for part in parts if not part.tainted] for slot, parts in given.items()
         }
-        if not all(
-            sound[slot] for slot in trained
-        ):  # else it was found, has healed and trained the same round again
+        # Else it was found, has healed and trained the same round again.
+        if not all(sound[slot] for slot in trained):
             self._report(
                 "one trajectory",
                 f"step {update.step} has a change from an anchor in which a bit flipped",

@@ -72,9 +72,8 @@ class State:
 
     fragments: Sequence[int] = ()  # of the parameters
     buffers = False  # whether a forward may write some of it
-    is_scarce: Callable[[], bool] = staticmethod(
-        lambda: False
-    )  # the host's memory: see Options.scarce
+    # The host's memory: see Options.scarce.
+    is_scarce: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self, rank: int, ledger: Ledger, shapes: tuple[int, ...] = SHAPES) -> None:
         self.rank, self.ledger, self._shapes = rank, ledger, shapes

@@ -16,17 +16,12 @@ from tests.simulation.network import Network, Node
 from titan_ft.transfer.snapshot import WHOLE, Part, Snapshot
 from titan_ft.transfer.wire import Message, TransferError
 
-_STALL_SECONDS, _LATE_SECONDS, _OFFER_SECONDS = (
-    10.0,
-    1.0,
-    1.5,
-)  # as in titan_ft.transfer.state_fetch
+# As in titan_ft.transfer.state_fetch.
+_STALL_SECONDS, _LATE_SECONDS, _OFFER_SECONDS = (10.0, 1.0, 1.5)
 _SLICE_SECONDS = 20.0  # the engine's 300, shortened as the waits in a schedule are
 _SERVER_OFFER_SECONDS = 1.0  # as in titan_ft.transfer.state_server
-_SOUND, _TAINTED = (
-    b'"tainted": false',
-    b'"tainted": true',
-)  # in a header: what nobody but the simulation knows
+# In a header: what nobody but the simulation knows.
+_SOUND, _TAINTED = (b'"tainted": false', b'"tainted": true')
 
 
 class _NothingLeftError(Exception):
@@ -154,9 +149,8 @@ class Transfers:
         while found is None or missing:
             place = self._choose(donors, node, step)
             end = kernel.now + min(timeout, _SLICE_SECONDS)
-            patience = (
-                _STALL_SECONDS if len(donors) == 1 else _LATE_SECONDS
-            )  # others give what a silent one owes
+            # Others give what a silent one owes.
+            patience = _STALL_SECONDS if len(donors) == 1 else _LATE_SECONDS
             try:
                 server = donors[place]
                 if server is None:

@@ -49,10 +49,8 @@ _MEETING_SECONDS = (
     1.0  # that the lighthouse and the members of a round may take to take a newcomer in
 )
 _CLEAR = r".*(group|fault_tolerance\.|lighthouse|host|checkpoint:).*"  # one line: it names a peer, a field or a file
-_RECONNECT_SECONDS, _RECONNECT_GROWTH = (
-    0.1,
-    1.5,
-)  # until a manager tries its lighthouse again, as torchft's does
+# Until a manager tries its lighthouse again, as torchft's does.
+_RECONNECT_SECONDS, _RECONNECT_GROWTH = (0.1, 1.5)
 _AGAIN_SECONDS = 2.0  # that it may take longer after a disturbance
 _LEFT_OUT_SECONDS = (
     1.5  # that a group which thaws may take to see that the others have left its exchange
@@ -535,9 +533,8 @@ class World(standins.World):
 
     def _job_over(self) -> bool:
         finished = any(group.ended == "finished" for group in self.groups.values())
-        return (
-            finished or "DivergedError" in self.gone.values()
-        )  # a person has to choose a checkpoint
+        # A person has to choose a checkpoint.
+        return finished or "DivergedError" in self.gone.values()
 
     # What stand-ins ask
 
@@ -602,9 +599,8 @@ class World(standins.World):
         process = self.kernel.process
         node = self.ranks[process].node
         lighthouse = self.lighthouse
-        came = (
-            self.kernel.now
-        )  # which its name says, however long it has to wait for the lighthouse
+        # Which its name says, however long it has to wait for the lighthouse.
+        came = self.kernel.now
         end, pause = came + options["connect_timeout"].total_seconds(), _RECONNECT_SECONDS
         while not (lighthouse.listens and self.network.usable(node, LIGHTHOUSE)):
             if self.kernel.now >= end:
@@ -999,9 +995,8 @@ class World(standins.World):
                 and self.network.calm
                 and self.lighthouse.listens
             )
-            quiet &= (
-                not self.flipped
-            )  # whose bytes are not the agreed ones is asked once more, a round later
+            # Whose bytes are not the agreed ones is asked once more, a round later.
+            quiet &= not self.flipped
             if quiet and group.missed > (1 + fetching) * joining + group.failed_heals:
                 text = f"g{group.slot} has had no part in the {group.missed} rounds since it came"
                 self.report("no stall for a joiner", text)
@@ -1036,9 +1031,8 @@ class World(standins.World):
         every, folder = self.options.save_every, self.folder
         if not every or folder is None:
             return
-        if (
-            self.kernel.now - self._judged_saves > _PAUSE_SECONDS
-        ):  # a group hung: who takes over does so at a commit
+        # A group hung: who takes over does so at a commit.
+        if self.kernel.now - self._judged_saves > _PAUSE_SECONDS:
             self._saves_since = self.kernel.now
         self._judged_saves = self.kernel.now
         if step % every == 0:

@@ -554,9 +554,8 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
         run.settle()
         run.train(11)
     assert run.position.saved_step == 10
-    assert [path.name for path in run.folder.iterdir()] == [
-        "step-10"
-    ]  # what was left of step 5 is gone
+    # What was left of step 5 is gone.
+    assert [path.name for path in run.folder.iterdir()] == ["step-10"]
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
@@ -887,9 +886,8 @@ def test_partial_folders_are_overwritten_and_cleaned(make_run: Callable[..., Run
         run.folder / "partial-3-group-1" / "__7_0.distcp",
     ):
         os.utime(path, (long_ago, long_ago))
-    os.utime(
-        run.folder / "partial-5-group-1", (long_ago, long_ago)
-    )  # but not the file that is written in it
+    # But not the file that is written in it.
+    os.utime(run.folder / "partial-5-group-1", (long_ago, long_ago))
     run.train(10)
     run.wait_for_purge()
     assert run.names() == ["partial-5-group-1", "step-10", "step-5"]

@@ -248,9 +248,8 @@ def test_tensors_of_all_stages_of_a_pipeline_are_expected(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather_objects)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     assert gather_tensors(first, lambda value: [value, value + 1]) == {**first, **second}
-    assert (
-        gather_tensors(first, lambda value: [value, value]) == first
-    )  # without a collective of objects
+    # Without a collective of objects.
+    assert gather_tensors(first, lambda value: [value, value]) == first
 
 
 def test_shapes_are_those_of_the_whole() -> None:
@@ -306,9 +305,8 @@ def test_transformers_loads_an_export(make_run: MakeRun, tmp_path: Path) -> None
             "original_max_position_embeddings": args.rope_scaling_args.original_max_position_embeddings,
         },
     )
-    config.save_pretrained(
-        run.folder / "step-6"
-    )  # a user copies the one of the model that was begun with
+    # A user copies the one of the model that was begun with.
+    config.save_pretrained(run.folder / "step-6")
     loaded, report = transformers.LlamaForCausalLM.from_pretrained(
         run.folder / "step-6", dtype=torch.float32, output_loading_info=True
     )

@@ -90,9 +90,8 @@ def test_a_group_s_contribution_is_the_sum_over_its_ranks(cp: int) -> None:
     made = this._gather_contribution(work, 8, 10, 0.25, 0.5, 0.2, [reading])
     assert made == Contribution(16 // cp, 20 // cp, 0.75, 3.0, 0.5, (reading.entry,))
     assert told == [[8, 10, 0.25, 0.25 * 100 / 8, 0.5, 0.2]]
-    assert (
-        work.loading_seconds == 1.0 + 0.3
-    )  # the group comes to the exchange with its slowest rank
+    # The group comes to the exchange with its slowest rank.
+    assert work.loading_seconds == 1.0 + 0.3
 
 
 class Mesh:
@@ -105,12 +104,8 @@ class Mesh:
 
 def test_a_pipeline_s_loss_is_known_to_all_its_ranks() -> None:
     """Only the last stage has one, all of whose tensor-parallel ranks hold the same; its tokens count once."""
-    losses = {
-        (0, 0): -2.0,
-        (0, 1): -2.0,
-        (1, 0): 0.25,
-        (1, 1): 0.25,
-    }  # of (stage, tensor-parallel rank)
+    # Of (stage, tensor-parallel rank).
+    losses = {(0, 0): -2.0, (0, 1): -2.0, (1, 0): 0.25, (1, 1): 0.25}
     told: list[list[float]] = []
 
     def make(stage: int, tensor_rank: int) -> Any:

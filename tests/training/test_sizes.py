@@ -17,9 +17,8 @@ from titan_ft.protocol.member import Member, Quorum
 from titan_ft.training.job_config import read_config
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llama3_debug.toml"
-config = read_config(
-    f"--job.config_file={CONFIG}"
-)  # prepares the device, before torchtitan is imported
+# Prepares the device, before torchtitan is imported.
+config = read_config(f"--job.config_file={CONFIG}")
 
 import torch.distributed as dist  # noqa: E402
 from torchtitan.components.optimizer import build_optimizers  # noqa: E402

@@ -29,9 +29,8 @@ def test_setup_tells_model_data_machine_and_versions() -> None:
     setup = describe(config)
     assert (setup.model, setup.dataset, setup.seq_len) == ("llama3 8B", "c4", 8192)
     assert (setup.local_batch_size, setup.global_batch_size) == (2, 64)
-    assert setup.parallelism == {
-        "tensor_parallel_degree": 4
-    }  # what is 1, or whatever is left, is no choice
+    # What is 1, or whatever is left, is no choice.
+    assert setup.parallelism == {"tensor_parallel_degree": 4}
     assert setup.device == device.name()
     assert setup.num_cpus >= 1
     assert setup.versions.keys() == {"titan_ft", "torchtitan", "torchft", "torch", "python"}

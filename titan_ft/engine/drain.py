@@ -335,7 +335,5 @@ def _forget_signals() -> None:
 
 def print_line(line: str) -> None:
     """Print a line to stderr, even if other threads hang."""
-    os.write(
-        2,
-        f"titan_ft: {line}\n".encode(),
-    )  # a thread that hangs may hold the lock of sys.stderr
+    # A thread that hangs may hold the lock of sys.stderr.
+    os.write(2, f"titan_ft: {line}\n".encode())

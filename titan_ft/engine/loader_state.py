@@ -174,10 +174,8 @@ def find_refused_classes(file: io.BytesIO) -> list[str]:
 
     The list is empty if the bytes are damaged.
     """
-    with (
-        safe_globals([*_NUMPY, *_STANDARD]),
-        contextlib.suppress(Exception),
-    ):  # damaged bytes raise anything
+    # Damaged bytes raise anything.
+    with safe_globals([*_NUMPY, *_STANDARD]), contextlib.suppress(Exception):
         return sorted(get_unsafe_globals_in_checkpoint(file))
     return []
 

@@ -314,9 +314,8 @@ def summary_table(summary: RunSummary) -> Group:
     if s.drains:
         who = ", ".join(_name(drain) for drain in s.drains[:MAX_FAILURES_SHOWN])
         more = ", ..." if len(s.drains) > MAX_FAILURES_SHOWN else ""
-        known = any(
-            drain.stall_seconds is not None for drain in s.drains
-        )  # else nobody was left to stall
+        # Else nobody was left to stall.
+        known = any(drain.stall_seconds is not None for drain in s.drains)
         stall = (
             f", survivors stalled {_spread([drain.stall_seconds for drain in s.drains])}"
             if known

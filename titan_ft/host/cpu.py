@@ -140,9 +140,8 @@ def _replace_expert_kernels() -> None:
     """Route tokens to experts without CUDA."""
     from torchtitan.models.moe import kernels as expert_kernels
 
-    expert_kernels.fill_indices_wrapper = (
-        expert_kernels.fill_indices_cpu
-    )  # a Triton kernel otherwise
+    # A Triton kernel otherwise.
+    expert_kernels.fill_indices_wrapper = expert_kernels.fill_indices_cpu
     if not hasattr(torch.histc, "counts_integers"):
         torch.histc = _histc_of_integers(torch.histc)
 

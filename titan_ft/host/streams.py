@@ -159,14 +159,12 @@ def _shuffle(self: Any, open_source: Callable[[], Iterable[Any]]) -> Iterator[An
     # After an anchor, every slot is refilled before an example that was not given yet is read from it.
     buffer: list[Any] = [] if state["anchor"] is None else [None] * size
     num_given = state["at_anchor"]  # examples of this epoch, those that are replayed included
-    num_replayed = (
-        state["at_anchor"] + state["since_anchor"]
-    )  # `num_given` at which the replay ends
+    # `num_given` at which the replay ends.
+    num_replayed = state["at_anchor"] + state["since_anchor"]
     indices = _draw_indices(generator, size, skip=num_given)
     refilled_at = [num_given] * size  # per slot: `num_given` at its last refill
-    candidates: deque[tuple[int, State]] = (
-        deque()
-    )  # for the anchor: `num_given` and the state of the source
+    # For the anchor: `num_given` and the state of the source.
+    candidates: deque[tuple[int, State]] = deque()
 
     for example in open_source():
         if len(buffer) < size:

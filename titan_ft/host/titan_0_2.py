@@ -300,9 +300,8 @@ def validation_batch_size(job_config: JobConfig) -> int:
 def build_model(job_config: JobConfig) -> tuple[torch.nn.Module, Any]:
     """Return the model of `job_config`, whole and on the meta device, and its arguments."""
     spec = get_train_spec(job_config.model.name)
-    arguments = copy.deepcopy(
-        spec.model_args[job_config.model.flavor]
-    )  # a run writes the sequence length into its own
+    # A run writes the sequence length into its own.
+    arguments = copy.deepcopy(spec.model_args[job_config.model.flavor])
     arguments.update_from_config(job_config)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
         return spec.model_cls(arguments), arguments

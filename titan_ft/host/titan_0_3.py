@@ -412,9 +412,8 @@ class HostTrainer(Trainer):
 
     def __init__(self, job_config: Any, checkpoints: Callable[..., CheckpointManager]) -> None:
         self.job_config = job_config
-        _trainer.ensure_pp_loss_visible = lambda **_: (
-            None
-        )  # all ranks of a pipeline know the loss here
+        # All ranks of a pipeline know the loss here.
+        _trainer.ensure_pp_loss_visible = lambda **_: None
         super().__init__(_to_config(job_config, checkpoints))
 
     def refresh_converters(self) -> None:
@@ -509,9 +508,8 @@ def forward_backward(
     Args:
         batches: as many as `batches_per_call` says.
     """
-    seen = (
-        trainer.ntokens_seen
-    )  # 0.3 counts what goes forward; here tokens count once they are committed
+    # 0.3 counts what goes forward; here tokens count once they are committed.
+    seen = trainer.ntokens_seen
     inputs: Any = [inputs for inputs, _ in batches]
     labels: Any = [labels for _, labels in batches]
     if not trainer.parallel_dims.pp_enabled:

@@ -38,9 +38,8 @@ def describe(plan: LaunchPlan) -> str:
     Raises:
         ConfigError: there is a mistake in the config.
     """
-    from titan_ft.launch.group.worker_group import (
-        worker_env,
-    )  # torch, which counts the GPUs, takes seconds to import
+    # Torch, which counts the GPUs, takes seconds to import.
+    from titan_ft.launch.group.worker_group import worker_env
 
     options, paths = plan.options, plan.paths
     with working_folder_first():
@@ -240,9 +239,8 @@ def _memory(
     where = on_host if ft.process_group == "gloo" else on_gpu
     where["buckets of the exchange"] = rank.exchange
     if quantizes(ft):
-        where["what rounding leaves"] = (
-            2 * rank.exchange
-        )  # of the exchange under way, and of those before it
+        # Of the exchange under way, and of those before it.
+        where["what rounding leaves"] = 2 * rank.exchange
     if ft.catch_up_max_gb:
         on_host["queue of updates while it heals"] = int(ft.catch_up_max_gb * 2**30)
     if plan.options.no_zygote:

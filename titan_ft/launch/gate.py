@@ -176,9 +176,8 @@ class Gate:
         if self._unknown:
             self._refuse_oldest("no_descriptors")
         else:
-            time.sleep(
-                _PAUSE_SECONDS
-            )  # the listener stays ready: without a pause this thread would use a core
+            # The listener stays ready: without a pause this thread would use a core.
+            time.sleep(_PAUSE_SECONDS)
 
     def _close_late(self) -> None:
         if not self._unknown:

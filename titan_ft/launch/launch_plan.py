@@ -244,9 +244,8 @@ class LaunchPlan:
         gpus, ranks, replicas = num_gpus(), self.num_ranks, self.num_replicas
         if not gpus or replicas * ranks <= gpus:
             return
-        if self.options.dry_run and (
-            ranks > gpus or process_group == "nccl"
-        ):  # of a job for other hosts, perhaps
+        # Of a job for other hosts, perhaps.
+        if self.options.dry_run and (ranks > gpus or process_group == "nccl"):
             self.notes.append(
                 f"{replicas} groups x {ranks} ranks need more than the {gpus} GPUs of this host"
             )

@@ -129,9 +129,8 @@ def serve(command: Lighthouse) -> int:
     token = read_token(os.environ)
     check_token(token, is_local=is_loopback(join_address(host, 0)))
     refusal = allow_namespaces() if token else ""  # before there is another thread
-    if (
-        PARENT_PID_ENV in os.environ
-    ):  # started by a launcher; by hand, it may outlive the shell that started it
+    # Started by a launcher; by hand, it may outlive the shell that started it.
+    if PARENT_PID_ENV in os.environ:
         exit_with_parent()
     # The Rust side reads it when it is loaded; its own default, info, doubles the cost of a quorum.
     os.environ.setdefault("RUST_LOG", "warn")

@@ -96,9 +96,8 @@ class LocalRun:
             self._metrics = MetricsServer.at(
                 self.status.fold, plan.options.metrics_port, plan.labels
             )
-        if (
-            plan.options.private_network
-        ):  # after the port of the figures, before any socket and process of the run
+        # After the port of the figures, before any socket and process of the run.
+        if plan.options.private_network:
             enter_network_namespace()
         self._curve = (
             None
@@ -138,9 +137,8 @@ class LocalRun:
         self._chaos = None if plan.chaos is None else self._chaos_runner(plan.chaos)
 
     def _chaos_runner(self, plan: Plan) -> ChaosRunner:
-        from titan_ft.chaos.processes import (
-            Processes,
-        )  # a run that nobody breaks loads nothing of it
+        # A run that nobody breaks loads nothing of it.
+        from titan_ft.chaos.processes import Processes
         from titan_ft.chaos.runner import ChaosRunner
 
         return ChaosRunner(
@@ -434,9 +432,8 @@ class LocalRun:
             self._curve.observe(event)
         stopping = self.stop or self._time_is_up
         if mistake:
-            self._mistake = (
-                self._mistake or mistake
-            )  # all groups have it, and it is one line, at the end
+            # All groups have it, and it is one line, at the end.
+            self._mistake = self._mistake or mistake
         elif line is not None and (not stopping or status.is_shown_at_a_stop(event)):
             self.view.line(line)
 

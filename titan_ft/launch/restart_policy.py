@@ -390,9 +390,8 @@ class CommonEnd:
         if any_committed or event.cause not in (CRASH_LOOP, NETWORK):
             return ""
         line = f"group {event.replica} ends with {event.error} ({event.reason} by any group; see {event.log})"
-        if (
-            event.cause == NETWORK and event.error_kind != LIGHTHOUSE_ERROR
-        ):  # which has a remedy of its own
+        # Which has a remedy of its own.
+        if event.cause == NETWORK and event.error_kind != LIGHTHOUSE_ERROR:
             line += (
                 "; check the network, or name data that are on this host (training.dataset_path)"
             )

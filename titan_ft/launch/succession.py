@@ -63,12 +63,10 @@ class Succession:
         if self.serves:
             self.other = said if said is not None and said.id != self._own.id else None
             return self.other is None
-        announced = said is not None and (
-            self.other is None or said.id != self.other.id
-        )  # just now
-        self.other = (
-            said or self.other
-        )  # a storage that cannot be read for a moment takes nobody's place away
+        # Just now.
+        announced = said is not None and (self.other is None or said.id != self.other.id)
+        # A storage that cannot be read for a moment takes nobody's place away.
+        self.other = said or self.other
         # This lighthouse may have started anew: it would wait for itself at its own address.
         other = (
             self.other if self.other is None or self.other.address != self._own.address else None

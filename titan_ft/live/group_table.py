@@ -121,9 +121,8 @@ def group_table(
 def _cells(group: GroupStatus, ratio: float | None, now: float) -> dict[str, str]:
     own_loss = group.own_loss if group.own_loss is not None else group.loss
     step = None if group.step is None else group.unit.step_after(group.step)
-    fault = (
-        f"-{clock(now - group.fault_time)} {group.fault}" if group.fault else "-"
-    )  # the age is never cut off
+    # The age is never cut off.
+    fault = f"-{clock(now - group.fault_time)} {group.fault}" if group.fault else "-"
     return {
         "group": str(group.replica),
         "state": shown_state(group),

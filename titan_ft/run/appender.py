@@ -359,9 +359,8 @@ class FileAppender(Appender):
             return
         if self._offset:  # the file ends with half a record, and so without a newline
             return
-        if (
-            not self._records or self._records[0] == _NEWLINE
-        ):  # nothing is missing, or it is marked already
+        # Nothing is missing, or it is marked already.
+        if not self._records or self._records[0] == _NEWLINE:
             return
         with contextlib.suppress(OSError):
             size = os.fstat(self._file).st_size

@@ -76,9 +76,8 @@ class Announcement:
             with open(part, "w", opener=no_follow) as file:
                 file.write(json.dumps(asdict(self)) + "\n")
                 file.flush()
-                os.fsync(
-                    file.fileno()
-                )  # on a network file system the name could be there before the bytes
+                # On a network file system the name could be there before the bytes.
+                os.fsync(file.fileno())
         except OSError:
             self.discard(path)
             raise

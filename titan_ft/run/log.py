@@ -254,9 +254,8 @@ def read_history(
             try:
                 event = decode(line) if line else None
             except ValueError as error:
-                if number < start.num_lines + len(
-                    lines
-                ):  # the text behind the last newline is a line that was cut
+                # The text behind the last newline is a line that was cut.
+                if number < start.num_lines + len(lines):
                     raise ValueError(f"{path}:{number} {error}") from error
                 continue
             if event is not None:
@@ -321,9 +320,8 @@ class _Head(msgspec.Struct):
 
 def _plain(value: Any) -> Any:
     """Return what JSON knows of a value that it does not: a number, or its text."""
-    if callable(
-        getattr(value, "item", None)
-    ):  # a scalar of NumPy or torch, which this layer does not import
+    # A scalar of NumPy or torch, which this layer does not import.
+    if callable(getattr(value, "item", None)):
         return value.item()
     return str(value)
 

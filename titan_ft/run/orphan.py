@@ -44,9 +44,8 @@ def exit_with_parent(
             if before_exit is not None:
                 before_exit()
         finally:
-            if (
-                os.getsid(0) == os.getpid()
-            ):  # then its process group holds only itself and what it started
+            # Then its process group holds only itself and what it started.
+            if os.getsid(0) == os.getpid():
                 os.killpg(os.getpgrp(), signal.SIGKILL)
             os._exit(1)
 

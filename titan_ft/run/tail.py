@@ -51,9 +51,8 @@ class FileTail:
             status = self._path.stat()
             size, replaced = status.st_size, self._inode not in (None, status.st_ino)
             self._inode = status.st_ino
-            if replaced or (
-                size < self._offset and not self._only_grows
-            ):  # somebody has replaced or cut it
+            # Somebody has replaced or cut it.
+            if replaced or (size < self._offset and not self._only_grows):
                 self._offset = 0
             self.is_cut = size < self._offset or not size
             if size <= self._offset:

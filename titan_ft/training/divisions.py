@@ -171,9 +171,8 @@ def _model_rules(config: Any, spec: Any) -> Iterator[Rule]:
         yield from _microbatch_rules(config)
     if config.validation.enable:
         yield from _validation_rules(config)
-        if hasattr(
-            arguments, "max_seq_len"
-        ):  # torchtitan sets it to training.seq_len: positions end there
+        # Torchtitan sets it to training.seq_len: positions end there.
+        if hasattr(arguments, "max_seq_len"):
             most, rule = config.training.seq_len, "must be <= training.seq_len"
             rule = f"{rule} ({most}), up to which the positions {what} are built"
             remedy = f"set it to {most}, or raise training.seq_len"

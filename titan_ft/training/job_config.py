@@ -64,9 +64,8 @@ def prepare_config(*args: str) -> Any:
 
 def _find_toml(args: Sequence[str]) -> tuple[str | None, int]:
     """Return the path of the TOML that the flags name, and when it was last changed (ns)."""
-    flags = dict(
-        reversed(list(ft_config.read_flags(args)))
-    )  # torchtitan's ConfigManager takes the first
+    # Torchtitan's ConfigManager takes the first.
+    flags = dict(reversed(list(ft_config.read_flags(args))))
     toml = flags.get("job.config_file")
     return toml, os.stat(toml).st_mtime_ns if toml is not None and os.path.exists(toml) else 0
 

@@ -312,9 +312,8 @@ def install_progress() -> None:
     def build(trainer: ReplicaTrainer) -> None:
         WORKER.trainer, WORKER.events, WORKER.watchdog = trainer, trainer._events, trainer._watchdog
         model = trainer.model_parts[0]
-        if (
-            trainer.parallel_dims.pp_enabled
-        ):  # which calls each of its models for every part of a batch
+        # Which calls each of its models for every part of a batch.
+        if trainer.parallel_dims.pp_enabled:
             schedule: Any = trainer.pp_schedule
             step = schedule.step
 
@@ -372,9 +371,8 @@ def install_progress() -> None:
         }
 
     def apply(original: Any, *args: Any) -> Any:
-        with (
-            WORKER.watchdog.paused()
-        ):  # the first optimizer step of DTensors takes seconds on a busy machine
+        # The first optimizer step of DTensors takes seconds on a busy machine.
+        with WORKER.watchdog.paused():
             return original(*args)
 
     def fetch(original: Any, *args: Any) -> Any:
@@ -472,9 +470,8 @@ def install_faults() -> None:
     )
     after(state_fetch._DonorConnection, "request", request)
     after(StateServer, "_answer", answer)
-    after(
-        _FileSystemWriter, "write_data", lambda *_: WORKER.at("save")
-    )  # the data is there, the metadata is not
+    # The data is there, the metadata is not.
+    after(_FileSystemWriter, "write_data", lambda *_: WORKER.at("save"))
 
 
 def install_breaks() -> None:
@@ -573,9 +570,8 @@ def install_records(folder: Path) -> None:
 
     def end(trainer: Any) -> None:
         for module in (module for part in trainer.model_parts for module in part.modules()):
-            if isinstance(
-                module, FSDPModule
-            ):  # stock torchtitan leaves whole weights behind a validation
+            # Stock torchtitan leaves whole weights behind a validation.
+            if isinstance(module, FSDPModule):
                 module.reshard()
         state = TrainState(trainer.model_parts, trainer.optimizers, trainer.lr_schedulers, None)  # type: ignore[arg-type]
         write({"digest": state.digest()})

@@ -48,9 +48,8 @@ class Group:
             self._read(spec, rank, total, task["mask"])
             for rank in range(number * each, (number + 1) * each)
         ]
-        self.tokens = [0] * len(
-            task["fragments"] or [None]
-        )  # trained on each fragment since its last exchange
+        # Trained on each fragment since its last exchange.
+        self.tokens = [0] * len(task["fragments"] or [None])
         self.facts: list[tuple[int, float]] = []  # valid tokens and sum of the losses of each step
 
     def _read(

@@ -150,9 +150,8 @@ class Runs:
     ) -> Any:
         assert self.job is not None
         output = self._folder / "oracle.json"
-        same_begin = same_begin or bool(
-            PROCESS_GROUP
-        )  # a GPU's generator draws other parameters than a CPU's
+        # A GPU's generator draws other parameters than a CPU's.
+        same_begin = same_begin or bool(PROCESS_GROUP)
         task |= {
             "flags": [*self.job.flags, "--fault_tolerance.no-enable"],
             "shards": shards * len(self.job.groups),
@@ -192,10 +191,8 @@ class Runs:
             assert [int(step) for step, _, _ in printed] == logged
             assert list(digest) == ["digest"]
             for record, (step, loss, grad_norm) in zip(steps, printed, strict=True):
-                assert (record["step"], f"{record['loss']:.5f}") == (
-                    int(step),
-                    loss,
-                )  # what is logged is printed
+                # What is logged is printed.
+                assert (record["step"], f"{record['loss']:.5f}") == (int(step), loss)
                 assert f"{record['grad_norm']:.4f}" == grad_norm
         return records
 

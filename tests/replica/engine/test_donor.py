@@ -29,9 +29,8 @@ class Server:
     def __init__(self) -> None:
         self.snapshot: Any = None
         self.offers: list[Message | None] = []
-        self.take: Callable[[int, Part], None] = lambda step, part: (
-            None
-        )  # of a joiner that asks for what is offered
+        # Of a joiner that asks for what is offered.
+        self.take: Callable[[int, Part], None] = lambda step, part: None
         self.wanted: Part | None = None
         self.is_pinned = False
 

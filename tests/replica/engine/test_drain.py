@@ -279,9 +279,8 @@ def test_a_rank_that_looks_late_does_not_leave_early(trees: Trees) -> None:
     vote(group)
     assert not fast.after_vote()
     fast.request()
-    fast.before_vote(
-        lambda: True
-    )  # of the second vote, while the other rank has not looked after the first
+    # Of the second vote, while the other rank has not looked after the first.
+    fast.before_vote(lambda: True)
     wait_until(lambda: group[1].heard("leave/2") is not None, "the other rank has heard it")
     assert not slow.after_vote()
     slow.before_vote(lambda: True)

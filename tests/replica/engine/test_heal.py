@@ -258,9 +258,8 @@ class World:
         assert self.made < MOST_ROUNDS, f"it never ends: {self.events[-5:]}"
         self.on_round(self.made)
         if self.release.is_set() and self.heal._attempt is not None:
-            concurrent.futures.wait(
-                [self.heal._attempt._fetch], 20
-            )  # else the rounds could outrun its thread
+            # Else the rounds could outrun its thread.
+            concurrent.futures.wait([self.heal._attempt._fetch], 20)
         if self.made in self.broken:
             self.position.note_broken()
             return Broken("a peer is gone")
@@ -1199,9 +1198,8 @@ def test_a_newcomer_pauses_between_searches_in_a_step(
             "the watchdog would take a long step of the others for a hang of this group"
         )
         seconds.append(duration)
-        world.leads = (
-            leads or len(seconds) == 3
-        )  # then this rank hears of the offer, as from rank 0
+        # Then this rank hears of the offer, as from rank 0.
+        world.leads = leads or len(seconds) == 3
 
     def poll_in_vain(least_step: int, after: int) -> Offer:
         assert len(world.search.least_steps) <= 1 + len(seconds), "it searches without a pause"

@@ -490,9 +490,8 @@ def test_a_copy_names_each_tensor_once(tiny: Any) -> None:
     assert len(set(names)) == len(names)
     number = len(list(group.inner.model.parameters()))
     kinds = [name.split("/")[0] + "/" + name.split("/")[1] for name in names]
-    assert (
-        kinds.count("model/0") == kinds.count("optimizer/0") == number
-    )  # anchors, and outer momentum
+    # Anchors, and outer momentum.
+    assert kinds.count("model/0") == kinds.count("optimizer/0") == number
     assert kinds.count("optimizer/1") == 3 * number  # Adam's moments and step
 
 

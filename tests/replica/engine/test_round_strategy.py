@@ -209,11 +209,8 @@ def test_a_group_that_came_late_gives_the_batches_of_steps_made_ahead(
     this.train()
     strategy = this.strategy
     assert strategy._ahead is not None
-    strategy._ahead.previous, strategy._trained, strategy._given = (
-        None,
-        [2 * TOKENS],
-        {},
-    )  # committed
+    # Committed.
+    strategy._ahead.previous, strategy._trained, strategy._given = (None, [2 * TOKENS], {})
     strategy.start_update()
     strategy._position.step, strategy._exchanges_at_once = 3, True
     made = this.train()

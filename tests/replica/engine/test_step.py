@@ -62,9 +62,8 @@ class Hub:
     ) -> None:
         self._quorums = quorums
         self.broken = broken  # numbers of those whose exchange breaks for all
-        self._restarted = (
-            restarted or {}
-        )  # slot -> number of the first quorum that its next process is in
+        # Slot -> number of the first quorum that its next process is in.
+        self._restarted = restarted or {}
         self._told: dict[tuple[int, int], Any] = {}
         self._changed = threading.Condition()
 
@@ -666,9 +665,8 @@ def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyP
 
     def go_on(group: OneGroup) -> list[Committed]:
         made = group.steps(1)
-        group.ledger.readers = readers(
-            0, 1, 2
-        )  # as if the one that was to read slot 2 had died within the next step
+        # As if the one that was to read slot 2 had died within the next step.
+        group.ledger.readers = readers(0, 1, 2)
         return made + group.steps(2)
 
     def join(group: OneGroup) -> list[Committed]:

@@ -211,9 +211,8 @@ say("alive")
     os.kill(process.pid, signal.SIGSTOP)
     time.sleep(4)  # longer than the timeout, shorter than that of the GIL's backstop
     os.kill(process.pid, signal.SIGCONT)
-    ticks = [
-        process.stdout.readline() for _ in range(3)
-    ]  # its threads ran again for several ticks of the watchdog
+    # Its threads ran again for several ticks of the watchdog.
+    ticks = [process.stdout.readline() for _ in range(3)]
     assert ticks == ["tick\n"] * 3
     output, _ = process.communicate("\n", timeout=DEADLINE)
     assert output.endswith("alive\n")

@@ -1233,11 +1233,8 @@ def test_the_timeout_bounds_a_slice_and_not_a_bucket(
     operation: str,
 ) -> None:
     """On a slow link that works, a bucket arrives even if it takes longer than the timeout."""
-    seconds, timeout, size = (
-        1.25,
-        0.5,
-        8 << 20,
-    )  # Gloo itself would wait for half a bucket, which takes longer
+    # Gloo itself would wait for half a bucket, which takes longer.
+    seconds, timeout, size = (1.25, 0.5, 8 << 20)
     monkeypatch.setattr(operations, "_SLICE_BYTES", size // 8)
     made, groups = meet_for_operations(ring, 2, timeout)
     for link in [link for group in groups for link in group._links]:
@@ -1504,11 +1501,8 @@ def test_buckets_leave_during_backward(ring: Ring, monkeypatch: pytest.MonkeyPat
     seen: list[bool] = []
     rank.model.first.register_full_backward_hook(lambda *_: seen.append(launched.wait(DEADLINE)))
     rank.exchange.arm(NEWEST)
-    batch = torch.ones(
-        5,
-        4,
-        requires_grad=True,
-    )  # a hook of the first layer needs an input that learns
+    # A hook of the first layer needs an input that learns.
+    batch = torch.ones(5, 4, requires_grad=True)
     rank.model(batch).backward()
     assert seen == [True]
     assert rank.model.first.weight.grad is not None

@@ -46,9 +46,8 @@ def test_sums_are_equal_everywhere_and_as_exact_as_promised(number: int, numel: 
 def test_terms_are_added_up_before_they_are_rounded_again() -> None:
     """A ring in bfloat16 would lose each of the small terms."""
     flats = [torch.tensor([256.0 if member == 0 else 0.75]) for member in range(5)]
-    assert exchange(flats, 0)[0].tolist() == [
-        260.0
-    ]  # 259, between 258 and 260, goes to the even one
+    # 259, between 258 and 260, goes to the even one.
+    assert exchange(flats, 0)[0].tolist() == [260.0]
 
 
 def test_values_that_are_not_finite_stay_so() -> None:

@@ -20,9 +20,8 @@ from titan_ft.gradients.quantize import (
 )
 
 TINY = torch.finfo(torch.float32).tiny
-HALF = 0.5 * (
-    1 + 2**-15
-)  # of a scale: the nearest multiple, but for the rounding of the scale and of the quotient
+# Of a scale: the nearest multiple, but for the rounding of the scale and of the quotient.
+HALF = 0.5 * (1 + 2**-15)
 
 
 def draw(numel: int, seed: int = 0) -> torch.Tensor:
@@ -196,9 +195,8 @@ def test_an_exchange_without_this_groups_change_keeps_its_rounding_error() -> No
     residual, change = Residual(), torch.tensor([127.0, 0.4])
     exchange(residual, change)
     residual.commit()
-    exchange(
-        residual, change
-    )  # broke; then an exchange to which this group gives nothing, whose update is made
+    # Broke; then an exchange to which this group gives nothing, whose update is made.
+    exchange(residual, change)
     residual.start_exchange()
     residual.commit()
     assert exchange(residual, change)[1].item() == 1.0

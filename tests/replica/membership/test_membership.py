@@ -128,10 +128,8 @@ def compute_alone(seats: Any, step_seconds: float) -> list[Membership]:
     ranks: list[Membership] = seats.take_group(0)
     seats.meet(*ranks)
     seats.together(*[partial(rank.vote, 0, True) for rank in ranks])
-    ranks[0]._computing_seconds, ranks[0]._connecting_seconds = (
-        step_seconds,
-        0.01,
-    )  # as measured in earlier steps
+    # As measured in earlier steps.
+    ranks[0]._computing_seconds, ranks[0]._connecting_seconds = (step_seconds, 0.01)
     for rank in ranks:
         rank.request_quorum(1, may_grow=True)
     return ranks

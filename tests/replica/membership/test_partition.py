@@ -28,9 +28,8 @@ class Network:
 
     def __init__(self, seats: Any) -> None:
         self._seats = seats
-        self._dead: set[tuple[int, int, int]] = (
-            set()
-        )  # (slot, slot of the other, group rank); one direction each
+        # (slot, slot of the other, group rank); one direction each.
+        self._dead: set[tuple[int, int, int]] = set()
         self.slow = threading.Event()  # the next exchange takes long, and works
         self.silent = False  # an exchange over a dead link waits until somebody breaks it off
         self.groups: list[NoProcessGroup] = []

@@ -35,9 +35,8 @@ from titan_ft.system.process import borrowed_socket, own_sockets
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 TIMEOUT = timedelta(seconds=90)  # of the process groups: well above the deadline
-SEGMENTS_OF_1_MIB = (
-    6 << 18
-)  # float32; Gloo cuts what three ranks sum into six, each more than sockets hold
+# Float32; Gloo cuts what three ranks sum into six, each more than sockets hold.
+SEGMENTS_OF_1_MIB = 6 << 18
 TCP_INFO_BYTES_RECEIVED = 128  # offset in tcp_info, of linux/tcp.h
 TWO_NOTICES = 96  # bytes: Gloo announces two segments before it waits
 
@@ -149,9 +148,8 @@ def shrink_send_buffers() -> None:
     for descriptor, inode in own_sockets():
         with contextlib.suppress(OSError), borrowed_socket(descriptor, inode) as each:
             assert each is not None
-            each.setsockopt(
-                socket.SOL_SOCKET, socket.SO_SNDBUF, 1
-            )  # the system makes the least of it that it allows
+            # The system makes the least of it that it allows.
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
 
 
 def host_of(rank: int) -> str:
@@ -414,9 +412,8 @@ def test_an_operation_in_the_middle_of_a_send_to_a_rank_that_dies_ends(
         ranks.stop(rank)
     ranks.tell(victim, "again")
     for rank in (sender, third):
-        ranks.wait_unread(
-            ranks.pids[rank], TWO_NOTICES
-        )  # what the victim is ready to receive and to send
+        # What the victim is ready to receive and to send.
+        ranks.wait_unread(ranks.pids[rank], TWO_NOTICES)
     ranks.stop(victim)
     for rank in (sender, third):
         os.kill(ranks.pids[rank], signal.SIGCONT)

@@ -129,9 +129,8 @@ def test_a_joiner_is_no_heir() -> None:
     The only holder saves, and stays visible meanwhile.
     """
     joiner = Row(1, Standing.CATCHING_UP, 0)
-    loaded = Row(
-        1, Standing.READY, STEP
-    )  # of a checkpoint: it has yet to begin, and the update passes it by
+    # Of a checkpoint: it has yet to begin, and the update passes it by.
+    loaded = Row(1, Standing.READY, STEP)
     for row in (joiner, loaded):
         assert find(position_after(ready(0, leaving=True), row)) == LastToLeave((0,), agreed=True)
     assert may_leave(made_of([ready(0), joiner]))

@@ -31,9 +31,8 @@ def test_the_rate_holds_over_all_connections(max_mbps: float, connections: int) 
     pace = Pace(max_mbps, clock)
     rate, begin = max_mbps * 1e6 / 8, clock.now
     sent: Counter[int] = Counter()
-    turns = [
-        (begin, number) for number in range(connections)
-    ]  # when who has sent a slice and wants to send another
+    # When who has sent a slice and wants to send another.
+    turns = [(begin, number) for number in range(connections)]
     for _ in range(2000):
         clock.now, number = heapq.heappop(turns)
         delay = pace.book(pace.slice_bytes)

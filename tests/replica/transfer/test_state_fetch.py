@@ -331,10 +331,8 @@ def test_a_broken_connection_is_made_again(
 ) -> None:
     """A connection that breaks or falls silent within a chunk costs that chunk only, and no timeout."""
     monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 1.5)
-    asked, proxy = (
-        watch(),
-        start_proxy(donor, {1: 5300}, how),
-    )  # 0 is the header's; within: 4 chunks and their lines
+    # 0 is the header's; within: 4 chunks and their lines.
+    asked, proxy = (watch(), start_proxy(donor, {1: 5300}, how))
     sent = donor.publish(make_snapshot(5, 10 * CHUNK))
     check_equal(fetch([proxy.address], TOKEN, 5, "4", 1, 600.0), sent)
     assert Counter(asked) == {
@@ -366,9 +364,8 @@ def test_the_donor_is_told_even_if_the_first_connection_broke(
     digest = hashlib.sha256(sent.header).hexdigest()
     answer = {"held": [0, CHUNK], "bytes": len(sent.header), "sha256": digest}
     lines = ({"nonce": "0" * 32, "version": VERSION}, {"proof": "0" * 64}, answer)
-    num_bytes = sum(len(msgspec.json.encode(line)) + 1 for line in lines) + len(
-        digest
-    )  # of the seal
+    # Of the seal.
+    num_bytes = sum(len(msgspec.json.encode(line)) + 1 for line in lines) + len(digest)
     proxy = start_proxy(donor, {0: num_bytes + len(sent.header)}, "close")
     check_equal(fetch([proxy.address], TOKEN, 5, "4", 1, DEADLINE), sent)
     assert donor.told.wait(DEADLINE)
@@ -546,9 +543,8 @@ def test_a_transfer_may_last_as_long_as_bytes_arrive(
 
     monkeypatch.setattr(state_fetch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(state_fetch._Slices, "finish", finish_late)
-    monkeypatch.setattr(
-        state_fetch._Slices, "_find_late", lambda *_: None
-    )  # no slice is late by this clock
+    # No slice is late by this clock.
+    monkeypatch.setattr(state_fetch._Slices, "_find_late", lambda *_: None)
     donors = start_donors(start_donor, 2)
     snapshot = make_snapshot(5, 10 * CHUNK)
     for donor in donors:

@@ -161,9 +161,8 @@ def test_a_withdrawn_snapshot_is_served_to_nobody(start_donor: Callable[..., Don
 
 def test_memory_under_a_reader_is_not_given_back(donor: Donor) -> None:
     """Withdrawn in the middle of an answer, a snapshot stays until the reader has all of it."""
-    sent = make_snapshot(
-        5, 32 << 20
-    )  # more than the sockets hold, so that the answer waits for the reader
+    # More than the sockets hold, so that the answer waits for the reader.
+    sent = make_snapshot(5, 32 << 20)
     donor.publish(sent)
     expected = sent.payload.clone()
     with donor.connect() as connection:
@@ -458,9 +457,8 @@ def test_states_of_two_lineages_are_never_mixed(
 
     watch(replace)
     with pytest.raises(TransferError, match=r"no state of step 5 .it has step 5 of lineage 77"):
-        donor.fetch(
-            5, connections=1
-        )  # a second connection could fetch the whole rest before the donor replaces it
+        # A second connection could fetch the whole rest before the donor replaces it.
+        donor.fetch(5, connections=1)
 
 
 def test_a_closed_server_listens_no_more(donor: Donor) -> None:

@@ -135,9 +135,8 @@ def test_a_relay_on_the_wire_changes_nothing(
     publish_secret(donor)
     assert len(SECRET) == len(FORGED)
     relay = start_relay(donor, forge)
-    donor.server.address = (
-        relay.address
-    )  # where the joiner dials, as if the relay were on the donor's wire
+    # Where the joiner dials, as if the relay were on the donor's wire.
+    donor.server.address = relay.address
     with pytest.raises(TransferError, match=r"SealError|checksums differ"):
         fetch([relay.address], TOKEN, 5, "4", 1, DEADLINE)
     assert SECRET in relay.read, "it was there to be changed"

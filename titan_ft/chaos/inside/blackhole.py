@@ -29,10 +29,8 @@ from titan_ft.system.process import borrowed_socket, own_sockets, sockets_of
 
 Endpoint = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
 
-_SO_ATTACH_FILTER, _SO_DETACH_FILTER = (
-    26,
-    27,
-)  # <asm-generic/socket.h>; Python's socket module has neither
+# <asm-generic/socket.h>; Python's socket module has neither.
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = (26, 27)
 _LISTEN = 0x0A  # <net/tcp_states.h>
 _MAX_LOOKS = 12  # looks at a socket before it is never looked at again; together 20 s
 _FIRST_PAUSE_SECONDS = 0.005  # pause between the first two looks at a socket; doubles each time

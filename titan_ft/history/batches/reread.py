@@ -97,9 +97,8 @@ def collect(record: RunRecord) -> TrainedData:
     # After a change of the data, such as other batches, a loader goes on in the midst of them.
     changed = set(range(1, len(resets) + 1)) - anew
     settings: dict[int, Settings] = {}
-    for process in reversed(
-        record.processes
-    ):  # the latest ones first: their config is the one at hand
+    # The latest ones first: their config is the one at hand.
+    for process in reversed(record.processes):
         _collect_process(process, record, resets, changed, settings, found)
     return found
 

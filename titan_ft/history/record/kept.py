@@ -166,9 +166,8 @@ def _bring_up_to_date(folder: Path, *, with_events: bool = True) -> _KeptRun | N
     if sum(sizes.values()) - sum(known.values()) < MIN_BYTES:
         return kept
     found = _reduce(list(sizes), kept)
-    with contextlib.suppress(
-        OSError
-    ):  # a full or read-only disk: the next command reduces them again
+    # A full or read-only disk: the next command reduces them again.
+    with contextlib.suppress(OSError):
         _store(folder, found)
     if kept is not None and found.num_bytes:
         found.events = [*kept.events, *found.events]

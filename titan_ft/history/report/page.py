@@ -37,11 +37,8 @@ from titan_ft.history.summary import summarize
 from titan_ft.history.terminal import clock
 from titan_ft.system.whole_file import write_whole
 
-MARKS = {
-    "holds": ("holds", "✓"),
-    "does not hold": ("fails", "✗"),
-    "not asked": ("quiet", DASH),
-}  # else it is open
+# Else it is open.
+MARKS = {"holds": ("holds", "✓"), "does not hold": ("fails", "✗"), "not asked": ("quiet", DASH)}
 FOLDER = Path(__file__).parent
 MAX_DETAILS = 4
 MAX_ROWS = 200

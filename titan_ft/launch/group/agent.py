@@ -426,9 +426,8 @@ class Agent:
         if self._finish_time is None:
             self._finish_time = next((event.time for event in self._finishes.poll()), None)
         if self._finish_time is None:
-            with contextlib.suppress(
-                OSError
-            ):  # the mark that is there also where no event can be written
+            # The mark that is there also where no event can be written.
+            with contextlib.suppress(OSError):
                 self._finish_time = os.lstat(self.spec.paths.finished).st_mtime
         return self._finish_time is not None and self._finish_time <= time.time() - seconds
 
@@ -516,9 +515,8 @@ def point_to(folder: Path, link: Path) -> None:
 def main() -> int:
     """Keep the group that the command line describes."""
     protect_output()
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # a parent that ignores it would hide the ends of the workers
+    # A parent that ignores it would hide the ends of the workers.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signums = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     # A signal that is ignored stays so: SIGHUP after nohup, SIGINT in a shell's background.
     stop = StopRequests(

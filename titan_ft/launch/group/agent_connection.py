@@ -27,15 +27,11 @@ from titan_ft.system.seal import authenticate
 
 GONE_SECONDS = 10
 """A host that answers nothing for so long is gone."""
-_MAX_LINE_BYTES = (
-    2**20
-)  # far more than the ends of all ranks of a host; what a stranger may send at most
+# Far more than the ends of all ranks of a host; what a stranger may send at most.
+_MAX_LINE_BYTES = 2**20
 _NONCE_BYTES = 16
-_KEEPALIVE = (
-    ("TCP_KEEPIDLE", 2),
-    ("TCP_KEEPINTVL", 2),
-    ("TCP_KEEPCNT", 4),
-)  # seconds, seconds, probes
+# Seconds, seconds, probes.
+_KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 4))
 _NO_AGENT = "the other end is no agent"
 _LEADER, _FOLLOWER = b"leader", b"follower"
 

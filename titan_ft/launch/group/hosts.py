@@ -186,9 +186,8 @@ class Hosts:
             member.line.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # nobody comes, has gone again, or there are too many open files
+        # Nobody comes, has gone again, or there are too many open files.
+        with contextlib.suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
                 self._members.append(

@@ -251,9 +251,8 @@ class WorkerGroup:
                 own[error_file.FILE_ENV] = str(self._error_files[rank])
                 log = logs[rank] if has_logs else None
                 if log is None:
-                    with contextlib.suppress(
-                        OSError
-                    ):  # then the worker's exception stands in its output only
+                    # Then the worker's exception stands in its output only.
+                    with contextlib.suppress(OSError):
                         self._error_files[rank].parent.mkdir(parents=True, exist_ok=True)
                 self._workers[rank] = starter.start(
                     module, args, {**shared, **own}, log, f"{title}{rank}"
@@ -309,9 +308,8 @@ class WorkerGroup:
         """
         if grace_seconds > 0:
             self._signal_running(signal.SIGTERM)
-            self._signal_running(
-                signal.SIGCONT
-            )  # a worker that is stopped would sit the grace time out
+            # A worker that is stopped would sit the grace time out.
+            self._signal_running(signal.SIGCONT)
             self._wait(grace_seconds)
         self.kill()
         # A process in uninterruptible sleep (a hung driver) cannot be killed: do not wait for it for ever.
@@ -418,7 +416,6 @@ def open_log(path: Path, mode: Literal["wb", "ab"] = "wb") -> BinaryIO:
 
 def _signal_group(pid: int, signum: signal.Signals) -> None:
     """Signal the process group that a worker leads."""
-    with contextlib.suppress(
-        ProcessLookupError, PermissionError
-    ):  # gone, or only a zombie is left of it (macOS)
+    # Gone, or only a zombie is left of it (macOS).
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signum)

@@ -269,9 +269,8 @@ def _fork_away(request: dict[str, Any], given: Sequence[int], connection: socket
 def main() -> int:
     protect_output()
     end_with_parent()
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # ignored, as who started this may leave it, no fork is waited for
+    # Ignored, as who started this may leave it, no fork is waited for.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     descriptor, module, *worker_args = sys.argv[1:]
     with socket.socket(fileno=int(descriptor)) as connection:
         try:

@@ -375,9 +375,8 @@ class ReplicaCheckpoints(HostCheckpoints):
 
     def close(self) -> None:
         """Wait for a save under way, as long as a group may take to leave."""
-        save: Save | None = getattr(
-            self, "_under_way", None
-        )  # torchtitan calls this from __del__, too
+        # Torchtitan calls this from __del__, too.
+        save: Save | None = getattr(self, "_under_way", None)
         if save is not None:
             self._under_way = None
             concurrent.futures.wait(
@@ -413,9 +412,8 @@ class ReplicaCheckpoints(HostCheckpoints):
             self._describe(), step=save.step, model_only=save.model_only, digests=digests
         )
         partial = save.partial = partial_folder(target, save.step, self._name)
-        coordinates = (
-            dist.get_rank() == 0
-        )  # in DCP: its part ends when all ranks have written theirs
+        # In DCP: its part ends when all ranks have written theirs.
+        coordinates = dist.get_rank() == 0
         if coordinates:
             # What an earlier attempt left. The other ranks write nothing before this one has planned.
             # A link here is another user's: through it this save would overwrite another checkpoint.

@@ -74,18 +74,16 @@ def _prepare(
     """
     from titan_ft.training.job_config import digest_config, read_config
 
-    job_config = copy.deepcopy(
-        read_config(*_arguments_here(started.arguments or [], run_dir))
-    )  # it is cached
+    # It is cached.
+    job_config = copy.deepcopy(read_config(*_arguments_here(started.arguments or [], run_dir)))
     if digest_config(job_config) != started.config_digest:
         # With another sequence length, for example, the data would be blamed for other batches.
         result.unknown.append(
             f"the config has changed since group {started.replica}, attempt {started.attempt} read its data"
         )
         return None
-    if (
-        job_config.training.global_batch_size > 0
-    ):  # counts all groups; a worker's loader was built for its own
+    # Counts all groups; a worker's loader was built for its own.
+    if job_config.training.global_batch_size > 0:
         job_config.training.global_batch_size //= job_config.fault_tolerance.group_size
     from titan_ft.host.loader_workers import prepare_workers
     from titan_ft.host.titan import get_train_spec

@@ -43,9 +43,8 @@ class Rules:
         self._said: dict[str, set[str]] = defaultdict(set)  # texts by topic
         # Topics by agreement: the sender said them before it joined.
         self._before: dict[int, set[str]] = defaultdict(set)
-        self._shared: dict[str, set[int]] = defaultdict(
-            set
-        )  # ranks that said a note that needs all
+        # Ranks that said a note that needs all.
+        self._shared: dict[str, set[int]] = defaultdict(set)
         self._said_by: list[set[str]] = [set() for _ in ranks]
         self._heard: list[dict[str, str]] = [{} for _ in ranks]
         self._lost: list[set[int]] = [set() for _ in ranks]

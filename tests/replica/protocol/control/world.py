@@ -337,9 +337,8 @@ class World:
         host.current[peer] = connection
         self.rules.on_connected(self.now, host.rank, peer)
         self._act(host, host.node.connected(peer, self._clock(host), f"host {peer}"))
-        if (
-            not self._hosts[peer].alive and not connection.broken
-        ):  # it ended before it knew of this connection
+        # It ended before it knew of this connection.
+        if not self._hosts[peer].alive and not connection.broken:
             self._break(connection, self._delay(connection.child), 0.0)
         if is_stale:  # the parent has accepted what its child has given up, and sees that later
             end = self.now + self._dice.uniform(0, 0.4)
