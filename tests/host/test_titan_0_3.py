@@ -470,3 +470,19 @@ def test_functions_of_one_factory_are_told_apart() -> None:
     assert _find_difference("init", make(0.02), make(0.04)) == ("init()[0]", 0.02, 0.04)
     name, _, _ = _find_difference("init", lambda: 1, lambda: 2) or ("", "", "")
     assert name == "init"
+
+
+def test_values_of_any_kind_are_compared() -> None:
+    """A function that refers to itself, and a tensor, whose comparison is no bool."""
+
+    def make() -> Any:
+        def count(number: int) -> int:
+            return count(number - 1) if number else 0
+
+        return count
+
+    assert _find_difference("count", same := make(), same) is None
+    with pytest.raises(RecursionError):
+        _find_difference("count", make(), make())
+    assert _find_difference("tensor", torch.ones(2), torch.ones(2)) is None
+    assert _find_difference("tensor", torch.ones(2), torch.zeros(2)) is not None

@@ -61,11 +61,12 @@ def place_toml(own: Sequence[str]) -> list[str]:
 
 def _take(words: list[str], option: str) -> str | None:
     """Take an option and its value out of a command line; returns the value, or None without the option."""
-    for written, value in find_values(words, [option]):
-        place = next(
-            number for number, word in enumerate(words) if word.partition("=")[0] == written
-        )
-        length = 1 if "=" in words[place] else 2
-        del words[place : place + length]
-        return value
-    return None
+    found = next(find_values(words, [option]), None)
+    if found is None:
+        return None
+    written, value = found
+    names = [word.partition("=")[0] for word in words]
+    place = names.index(written)
+    length = 1 if "=" in words[place] else 2
+    del words[place : place + length]
+    return value

@@ -80,7 +80,13 @@ def read_module(
     spec = spec_of(config.model_spec.name, config.model_spec.flavor)
     made = translate(fill_tables(tables), spec, getattr(spec.model, "vocab_size", None))
     for part in fields(Trainer.Config):
-        found = _find_difference(part.name, getattr(config, part.name), getattr(made, part.name))
+        try:
+            found = _find_difference(
+                part.name, getattr(config, part.name), getattr(made, part.name)
+            )
+        except RecursionError:
+            # Of a function that refers to itself: both of its copies cannot be told to be equal.
+            found = part.name, "a value that contains itself", "another one"
         if found is not None:
             name, value, kept = found
             raise ConfigError(
@@ -167,7 +173,7 @@ def _find_difference(name: str, given: Any, made: Any) -> tuple[str, Any, Any] |
 
     Functions are compared by their names, code, defaults and closures: each call of F makes its own.
     """
-    if name in _IGNORED:
+    if name in _IGNORED or given is made:
         return None
     if is_dataclass(given) and type(given) is type(made):
         for each in fields(given):
@@ -199,7 +205,10 @@ def _find_difference(name: str, given: Any, made: Any) -> tuple[str, Any, Any] |
             return name, _name_of(given), _name_of(made)
         # Functions that one factory made have the same name and the same code.
         return _find_difference(f"{name}()", _captured_by(given), _captured_by(made))
-    return None if given == made else (name, given, made)
+    equal = given == made
+    if not isinstance(equal, bool):  # of tensors and arrays: one truth for each element
+        equal = repr(given) == repr(made)
+    return None if equal else (name, given, made)
 
 
 def _code_of(function: Any) -> tuple[bytes, str]:

@@ -22,15 +22,14 @@ from titan_ft.usage import refusing
 
 _OWN_TABLES = (TABLE, "experimental", "job")
 """Tables whose flags 0.3 does not have."""
-_NAMES = ("module", "config")
 
 
 @dataclass(frozen=True)
 class ModuleFlags:
-    """Flags of a worker, apart.
+    """The flags of a worker, by who reads them.
 
     Attributes:
-        module: M; empty if no job is given so.
+        module: M; empty if the job is given by a TOML.
         function: F.
         own: flags of this package's tables.
         others: flags of 0.3.
@@ -43,7 +42,7 @@ class ModuleFlags:
 
 
 def split_flags(args: Sequence[str]) -> ModuleFlags:
-    """Return the flags of a worker, apart. A value that follows its flag stays with it.
+    """Split the flags of a worker by who reads them. A value that follows its flag stays with it.
 
     Raises:
         ConfigError: only one of --module and --config is given, or a TOML too.
@@ -151,7 +150,7 @@ def _quote(value: Any) -> str:
 
 def main(args: Sequence[str]) -> int:
     """Print the TOML of a job; returns the exit status."""
-    if len(args) < len(_NAMES):
+    if len(args) < 2:
         print(
             "usage: python -m titan_ft.training.module_config M F [flags of torchtitan 0.3]",
             file=sys.stderr,
