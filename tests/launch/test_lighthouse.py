@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torchft.coordination import LighthouseClient
@@ -16,6 +18,7 @@ from torchft.coordination import LighthouseClient
 from titan_ft.launch import lighthouse
 from titan_ft.launch.lighthouse import ANNOUNCEMENT, FORMER_SECONDS, MOST_FORMER_NAMES, Crowd
 from titan_ft.membership.pulse import LighthouseStatus, StatusPage
+from titan_ft.options import Lighthouse
 
 DEADLINE = 30.0  # seconds; only ever reached by a bug
 CONNECT = timedelta(seconds=10)
@@ -120,3 +123,29 @@ def test_a_lighthouse_forgets_ended_processes(process: subprocess.Popen[str]) ->
         lambda: (found := page.read(1.0)) is not None and list(found.heartbeats) == ["group-30"]
     )
     assert process.poll() is None
+
+
+class NoStop:
+    status = 0
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def test_a_lighthouse_that_starts_anew_keeps_its_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Inside its user namespace, a token file of root's would belong to nobody, and be refused."""
+    file = tmp_path / "token"
+    file.write_text("0123456789abcdef\n")
+    file.chmod(0o400)
+    monkeypatch.setenv("TITAN_FT_TOKEN_FILE", str(file))
+    monkeypatch.setenv("TITAN_FT_TOKEN", "")  # and taken away at the end
+    monkeypatch.setattr(lighthouse, "allow_namespaces", lambda: "")
+    monkeypatch.setattr(lighthouse, "_serve", lambda *_: "127.0.0.1:1")
+    tokens: list[str | None] = []
+    monkeypatch.setattr(os, "execv", lambda *_: tokens.append(os.environ.get("TITAN_FT_TOKEN")))
+    # None asked to stop. Signals of the process that runs the tests stay as they are.
+    monkeypatch.setattr(lighthouse, "StopRequests", lambda *_: NoStop())
+    lighthouse.serve(Lighthouse(bind="127.0.0.1:0"))
+    assert tokens == ["0123456789abcdef"]
