@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A replica group of one rank with its checkpoints, and no other group: what the tests of checkpoints train."""
+"""A replica group of one rank with its checkpoints and no other group: the subject of the
+checkpoint tests.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,12 @@ LINEAGE = 0xABCDEF
 
 
 def loader_state(place: int) -> bytes:
-    """Return the state of a loader that has come to a place, as the feed packs it."""
+    """Pack the state of a loader at `place`, as the feed does."""
     return save_loader(SimpleNamespace(state_dict=lambda: {"place": place}))
 
 
 class Progress:
-    """What torchtitan's Trainer is as a Stateful."""
+    """The part of torchtitan's Trainer that a checkpoint saves (a Stateful)."""
 
     def __init__(self) -> None:
         self.step = self.ntokens_seen = 0
@@ -72,7 +74,7 @@ class Events:
 
 
 class Run:
-    """A group of one rank: its state, its checkpoints and their host."""
+    """A replica group of one rank: its state, its checkpoints and the object that hosts them."""
 
     def __init__(
         self,
@@ -177,20 +179,22 @@ class Run:
         self.ledger.advance(entries, slots)
 
     def settle(self) -> None:
-        """Wait for the save under way; on a slow machine it may be over, and settled, when `save` returns."""
+        """Wait for the running save. On a slow machine it may be over, and settled, when `save`
+        returns.
+        """
         save = self.checkpoints._under_way
         if save is not None:
             concurrent.futures.wait([save.done], timeout=60)
 
     def wait_for_purge(self) -> None:
-        """Wait until what is to be deleted is deleted."""
+        """Wait until all checkpoints marked for deletion are deleted."""
         deadline = time.monotonic() + 30
         while any("purged" in name for name in self.names()):
             assert time.monotonic() < deadline, self.names()
             time.sleep(0.01)
 
     def names(self) -> list[str]:
-        """Return what is in the folder of checkpoints."""
+        """List the entries of the checkpoint folder."""
         return sorted(path.name for path in self.folder.iterdir())
 
     def values(self) -> dict[str, Any]:
@@ -210,7 +214,9 @@ class Run:
 
 
 def write_as_earlier(folder: Path, **fields: Any) -> None:
-    """Write a manifest with other values, as an earlier version did: without the digests of the tables."""
+    """Rewrite a manifest with other values in an earlier version's form: without the tables'
+    digests.
+    """
     path = folder / MANIFEST
     values = json.loads(path.read_text()) | fields
     del values["sha256"], values["table"]
@@ -239,7 +245,7 @@ class Gate:
 
 
 class Ranks:
-    """The ranks of one group, which load at the same time; reading the data itself is left out."""
+    """The ranks of one group, which load at the same time. They do not read the data itself."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, make_run: Callable[..., Run], number: int = 2
@@ -261,7 +267,7 @@ class Ranks:
         return getattr(self._rank, "number", 0)
 
     def load(self, step: int = -1) -> list[BaseException | None]:
-        """Let all ranks load; returns with what each of them failed."""
+        """Load on all ranks; return each rank's exception, or None."""
 
         def load(rank: int) -> BaseException | None:
             self._rank.number = rank

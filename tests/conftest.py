@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What holds for all tests."""
+"""Fixtures and scheduling for all tests."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each process a file at a time, and all of tests/integration to one.
+    """Give each test process one file at a time, and all of tests/integration to one process.
 
-    Two of its jobs at once are up to ten busy processes. On two cores their heartbeats come too late, and groups take
-    each other for dead.
+    Two jobs of tests/integration at once have up to ten busy processes. On two cores their
+    heartbeats come too late, and the groups take each other for dead.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -61,7 +61,9 @@ def _machine(
 
 @pytest.fixture
 def gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `titan_ft.device` take the path of a GPU as far as threads go; tests/cuda has its streams and memory."""
+    """Make `titan_ft.device` use a GPU's threads. Streams and memory of a GPU are tested in
+    tests/cuda.
+    """
     from titan_ft import device
 
     monkeypatch.setattr(device, "on_cpu", lambda: False)
@@ -70,7 +72,9 @@ def gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class SmallDisk:
-    """A file system of a few MB; `fill` takes all that is left of it, and `free` gives it back."""
+    """A file system of a few MB. `fill` uses all of its free space, and `free` gives that space
+    back.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._ballast = folder, folder / ".ballast"
@@ -93,7 +97,7 @@ class SmallDisk:
 
 @contextlib.contextmanager
 def mounted_disk(folder: Path) -> Iterator[SmallDisk]:
-    """Mount a disk of its own at a folder that is made; skips the test where this user may not."""
+    """Mount a small disk at a new folder. Skip the test if this user may not mount."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
     try:
@@ -110,14 +114,16 @@ def mounted_disk(folder: Path) -> Iterator[SmallDisk]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    """A disk of its own for a test, where this user may mount one."""
+    """A small disk for one test, if this user may mount one."""
     with mounted_disk(tmp_path / "disk") as disk:
         yield disk
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_worker_is_left() -> Iterator[None]:
-    """End the data loaders' workers that a failed test has left: they ignore SIGTERM, and Python waits for them."""
+    """Kill data loader workers that a failed test left: they ignore SIGTERM, and Python waits for
+    them.
+    """
     yield
     # Torch's handler would take their end for a failure.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Build the events that tests are about, by the schema: what a test does not care about is zero, empty or absent."""
+"""Build events for tests from the schema. A field that a test does not set is zero, empty or
+absent.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,14 @@ def event(name: str, /, **fields: Any) -> Any:
 
 
 def build(kind: type[E], /, **fields: Any) -> E:
-    """Return an event of a class. Parts of it may be given as dicts, as they are in the JSON.
+    """Build an event of class `kind`. A nested part may be given as a dict, in its JSON form.
 
-    Beside zeros: `mono` goes with `time`, rank and attempt of a group are 0; a step took one exchange, made the state
-    that its number names and changed the one before it; who left did so in order.
+    Fields that are not given are zero, except: `mono` equals `time`; `rank` and `attempt` of a
+    group are 0; a step took one exchange, and its `lineage` and `parent` follow from its number; a
+    group that left did so in order.
 
     Raises:
-        ValueError: the class has no such field, or a value is not of the field's type.
+        ValueError: the class has no such field, or a value does not have the field's type.
     """
     usual: dict[str, Any] = {
         "time": 0.0,
@@ -64,28 +67,28 @@ def build(kind: type[E], /, **fields: Any) -> E:
 
 
 def typed(fields: Mapping[str, Any]) -> Any:
-    """Return the event that a dict tells of, whose `event` is its name; see `build`."""
+    """Build an event from a dict whose key `event` is the event's name; see `build`."""
     return build(
         named(fields["event"]), **{name: value for name, value in fields.items() if name != "event"}
     )
 
 
 def change(told: Event, **fields: Any) -> None:
-    """Let an event tell other values."""
+    """Change fields of an event."""
     for name, value in fields.items():
         form = next(field.type for field in _fields_of(type(told)) if field.name == name)
         setattr(told, name, _convert(form, value, name))
 
 
 def like(told: Event, name: str, /, **fields: Any) -> Any:
-    """Return an event of a name that was told by whom, and when, another one was."""
+    """Build an event of another name with the writer and the time of `told`."""
     return event(
         name, **{**{each: getattr(told, each) for each in Event.__struct_fields__}, **fields}
     )
 
 
 def untyped(told: Event) -> dict[str, Any]:
-    """Return an event as its line in a file has it, for those who check names and values there."""
+    """Return an event as the dict of its JSON line, for tests that check names and values there."""
     return json.loads(encode(told))
 
 

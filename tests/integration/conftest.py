@@ -26,7 +26,9 @@ NOT_OVER_NCCL = {
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m leave tests out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Over NCCL, expect the failures of `NOT_OVER_NCCL`, and leave out the tests whose jobs are not the harness's."""
+    """Over NCCL, expect the failures listed in `NOT_OVER_NCCL`, and leave out tests that start
+    their own jobs.
+    """
     folder = Path(__file__).parent
     ours = {
         str(item.path.relative_to(folder)) + item.nodeid[item.nodeid.index("::") :]: item

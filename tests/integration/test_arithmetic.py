@@ -21,15 +21,19 @@ def experts(model: str, degree: int) -> list[str]:
 
 
 def test_two_groups_equal_stock_hsdp(runs: Runs) -> None:
-    """2 groups x 2 ranks are HSDP 2 x 2, bit for bit: gradient norm, largest loss, LR, tokens, and the final state.
+    """2 groups x 2 ranks equal HSDP 2 x 2, bit for bit: gradient norm, largest loss, LR, tokens,
+    final state.
 
-    The logged mean loss is the same sum of the same float32 losses; stock adds them in float32, replica groups exactly.
+    The logged mean loss is a sum of the same float32 losses. Stock adds them in float32, replica
+    groups exactly.
     """
     check_equal(runs.groups(2, 2), runs.stock(4, replicate=2, shard=2))
 
 
 def test_groups_in_bfloat16_stay_identical_and_near_fp32(runs: Runs) -> None:
-    """All hold the same bytes after each step, send half of them, and learn as those that send fp32 do."""
+    """With bfloat16, all groups hold the same bytes after each step, send half of the bytes, and
+    learn as with fp32.
+    """
 
     def train(name: str) -> tuple[list[float], int]:
         records = runs.groups(2, 1, [f"--fault_tolerance.exchange_dtype={name}"], name=name)
@@ -53,7 +57,8 @@ def test_groups_in_bfloat16_stay_identical_and_near_fp32(runs: Runs) -> None:
 @pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("model", ["deepseek_v3", "qwen3_balanced"])
 def test_experts_equal_stock_hsdp(runs: Runs, model: str, degree: int, checkpointing: str) -> None:
-    """Load balancing, experts in parallel and recomputation (which counts tokens twice) are stock's, bit for bit.
+    """Load balancing, expert parallelism and recomputation (which counts tokens twice) equal stock,
+    bit for bit.
 
     The biases are part of the state whose digest is compared.
     """
@@ -69,7 +74,9 @@ def test_experts_equal_stock_hsdp(runs: Runs, model: str, degree: int, checkpoin
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [2, 3])
 def test_groups_of_one_rank_against_stock_fsdp(runs: Runs, groups: int) -> None:
-    """N groups x 1 rank are stock FSDP over N ranks, to rounding: another order of sums, norms of shards."""
+    """N groups x 1 rank equal stock FSDP over N ranks up to rounding: sums have another order,
+    norms are of shards.
+    """
     ours = runs.groups(groups, dump=True)["0-0"]
     stock = runs.stock(groups, replicate=1, shard=groups, begin=str(runs.parameters("begin")))[0]
     for name in ("loss", "max_loss", "lr", "tokens"):
@@ -82,7 +89,9 @@ def test_groups_of_one_rank_against_stock_fsdp(runs: Runs, groups: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["deepseek_v3", "qwen3_balanced"])
 def test_experts_of_one_rank_against_stock_fsdp(runs: Runs, model: str) -> None:
-    """2 groups x 1 rank are stock FSDP over 2 ranks, to rounding, as long as rounding sends no token elsewhere."""
+    """2 groups x 1 rank equal stock FSDP over 2 ranks up to rounding, if rounding routes no token
+    to another expert.
+    """
     ours = runs.groups(2, flags=experts(model, 1), dump=True, experts=True)["0-0"]
     begin = str(runs.parameters("begin"))
     stock = runs.stock(2, replicate=1, shard=2, flags=experts(model, 1), begin=begin, experts=True)[
@@ -97,9 +106,11 @@ def test_experts_of_one_rank_against_stock_fsdp(runs: Runs, model: str) -> None:
 
 @pytest.mark.slow
 def test_stock_ddp_averages_twice(runs: Runs) -> None:
-    """torchtitan's DDP divides gradients by the number of ranks although the loss is that of all ranks' tokens.
+    """torchtitan's DDP divides gradients by the number of ranks, although the loss is that of all
+    ranks' tokens.
 
-    Replica groups follow its FSDP and HSDP, which do not; the first step's gradients are exactly twice those of DDP.
+    Replica groups follow its FSDP and HSDP, which do not. The first step's gradients are exactly
+    twice those of DDP.
     """
     ours, stock = runs.groups(2)["0-0"], runs.stock(2, replicate=2, shard=1)[0]
     assert ours[0]["loss"] == pytest.approx(stock[0]["loss"], rel=2 * FLOAT32_ULP, abs=0)
@@ -115,7 +126,9 @@ def test_stock_ddp_averages_twice(runs: Runs) -> None:
     ],
 )
 def test_token_weighted_mean(runs: Runs, microbatches: int, mask: bool) -> None:
-    """The update is that of the mean over all valid tokens, however unequal the groups are and with accumulation."""
+    """The update is the mean over all valid tokens, also with unequal groups and gradient
+    accumulation.
+    """
     flags = [f"--training.global_batch_size={2 * 2 * microbatches}"]
     ours = runs.groups(2, flags=flags, mask=mask, dump=True)["0-0"]
     oracle = runs.oracle(microbatches, mask)
@@ -165,9 +178,10 @@ NOT_QUICK = {"marks": pytest.mark.slow}
 def test_a_pipeline_s_update_is_the_token_weighted_mean(
     runs: Runs, schedule: str, ranks: int, microbatches: int, flags: list[str]
 ) -> None:
-    """Though torchtitan's pipelines go backward from the sum of the losses: clipping and Adam see the mean's gradient.
+    """Clipping and Adam get the mean's gradient, although torchtitan's pipelines compute the
+    gradient of the sum.
 
-    The loss is the mean, too, and known to all ranks.
+    The loss is the mean as well, and all ranks know it.
     """
     shards = ranks // 2 if any("shard_degree" in flag for flag in flags) else 1
     batch = f"--training.global_batch_size={2 * 4 * shards * microbatches}"

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Groups that are started by hand, as docs/operations.md says: on two hosts, and by torchtitan's own run_train.sh."""
+"""Groups that are started by hand, as in docs/operations.md: on two hosts, and by torchtitan's
+run_train.sh.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start processes; those that still run are ended with the test."""
+    """Start processes, and end the running ones after the test."""
     processes: list[subprocess.Popen[str]] = []
 
     def run(*command: str, **environment: str) -> subprocess.Popen[str]:
@@ -66,7 +68,7 @@ def announced(lighthouse: subprocess.Popen[str]) -> str:
 
 
 def expect_success(groups: Sequence[subprocess.Popen[str]], folder: Path) -> None:
-    """Wait for the end of groups, which must have trained one trajectory together."""
+    """Wait for the end of the groups. They must have trained one trajectory together."""
     for group in groups:
         group.communicate(timeout=SECONDS)
     logs = {path.name: path.read_text()[-3000:] for path in folder.glob("*.log")}
@@ -81,7 +83,9 @@ def expect_success(groups: Sequence[subprocess.Popen[str]], folder: Path) -> Non
 
 @pytest.mark.slow
 def test_torchtitans_own_script_starts_groups(start: Start, tmp_path: Path) -> None:
-    """TRAIN_FILE=titan_ft.train is all that changes; the groups meet at the lighthouse and train together."""
+    """With TRAIN_FILE=titan_ft.train, run_train.sh starts groups that meet at the lighthouse and
+    train together.
+    """
     (tmp_path / "run_train.sh").write_text(RUN_TRAIN)
     address = announced(start(*TITAN_FT, "lighthouse", "--bind", "127.0.0.1:0"))
     environment = {
@@ -120,7 +124,7 @@ def hosts() -> Iterator[Hosts]:
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False], ids=["one folder", "a folder each"])
 def test_two_hosts(start: Start, hosts: Hosts, tmp_path: Path, shared: bool) -> None:
-    """The address that the lighthouse prints is all that they know of each other."""
+    """Two hosts that know only the lighthouse's printed address train together."""
     address = announced(
         start(*hosts.command(0), *TITAN_FT, "lighthouse", TITAN_FT_TOKEN="a secret of this run")
     )

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The catch-up: a joiner fetches the state while the others train on, replays what it missed, and is one of them."""
+"""Catch-up: a joiner fetches the state while the others train, replays the updates since, and
+contributes.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def check_contributes_at_once(events: Sequence[Event], replica: int) -> Event:
 
 @pytest.mark.alone
 def test_others_train_on_at_full_speed(make_job: Callable[..., Job]) -> None:
-    """A transfer that lasts for many steps makes the others neither wait nor slower; the joiner replays them all."""
+    """During a transfer of many steps the others neither wait nor slow down; the joiner replays
+    those steps.
+    """
     least, most, first = 6, 9, 6
     hooks = {
         "faults": [kill(1, "backward", step=first)],
@@ -101,7 +105,9 @@ def test_replay_in_bfloat16_with_clipping(make_job: Callable[..., Job]) -> None:
 
 
 def test_others_wait_for_a_joiner_whose_queue_is_full(make_job: Callable[..., Job]) -> None:
-    """With as many updates queued as may be the others keep their step's gradients until the state is there."""
+    """When the joiner's queue of updates is full, the others keep their gradients until the state
+    has arrived.
+    """
     limit = 3  # updates of 1.8 MB, as the tiny model's
     hooks = {
         "faults": [kill(1, "backward", step=STEP)],
@@ -151,7 +157,7 @@ def test_two_joiners_at_once(make_job: Callable[..., Job]) -> None:
 
 @pytest.mark.slow
 def test_all_donors_but_one_die_in_one_transfer(make_job: Callable[..., Job]) -> None:
-    """The last one gives what they owe: the first attempt of the joiner is the only one."""
+    """The last donor sends the dead donors' parts too; the joiner needs one attempt."""
     faults = [kill(1, "backward", step=STEP), kill(0, "serve"), kill(2, "serve")]
     hooks = {"faults": faults, "hold": 6, "hold_fetching": None, "delays": sleepy(4, 0.02)}
     job = make_job(
@@ -171,7 +177,9 @@ def test_all_donors_but_one_die_in_one_transfer(make_job: Callable[..., Job]) ->
 
 
 def test_transfer_survives_a_broken_connection(make_job: Callable[..., Job]) -> None:
-    """A connection that breaks in the middle of a piece is made again; the heal is the first and only one."""
+    """The joiner reconnects after a connection broke in the middle of a piece; one heal is
+    enough.
+    """
     hooks = {
         "faults": [kill(1, "backward", step=STEP)],
         "hold": 2,

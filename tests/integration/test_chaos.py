@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Faults inside workers, by order of a file: what they do to a job, and that it comes through."""
+"""Faults that a file orders inside workers: their effect on a job, and the job's recovery."""
 
 from __future__ import annotations
 
@@ -101,7 +101,9 @@ def test_an_aborted_process_group_costs_one_repeated_exchange(make_job: Callable
 @pytest.mark.slow
 @pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
 def test_a_short_outage_costs_time_only(make_job: Callable[..., Job]) -> None:
-    """Its process goes on when the network is back; if the other has made steps alone meanwhile, after a heal."""
+    """A process without network for a second continues, after a heal if the other group made steps
+    meanwhile.
+    """
     job = make(make_job, groups=2, steps=16)
     begin(job)
     order(job, "network_dead", rank=None, seconds=1.0)
@@ -118,7 +120,9 @@ def test_a_short_outage_costs_time_only(make_job: Callable[..., Job]) -> None:
 
 
 def test_a_flipped_bit_of_the_optimizer_is_named_and_heals(make_job: Callable[..., Job]) -> None:
-    """The digests' majority says which group it is, though the parameters were equal when it happened."""
+    """The digests' majority names the group with a flipped optimizer bit, although its parameters
+    are still equal.
+    """
     job = make(make_job, groups=3, steps=15, flags=["--fault_tolerance.digest_every=5"])
     begin(job)
     order(job, "flip_optimizer")
@@ -145,7 +149,9 @@ def test_a_flipped_bit_of_the_optimizer_is_named_and_heals(make_job: Callable[..
 def test_a_worker_that_ends_comes_back(
     make_job: Callable[..., Job], fault: str, code: int, text: str
 ) -> None:
-    """As it would by itself: with that exit status, those words, a restart and a heal; the other one goes on."""
+    """A worker ended by a fault has the fault's exit status and message, restarts and heals; the
+    other group goes on.
+    """
     job = make(
         make_job,
         groups=2,
@@ -165,7 +171,7 @@ def test_a_worker_that_ends_comes_back(
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_nan_gradient_counts_for_nothing(make_job: Callable[..., Job], ranks: int) -> None:
-    """The step is made without that group, and everybody goes on."""
+    """A step excludes the group with a NaN gradient, and all groups continue."""
     job = make(make_job, groups=3, ranks=ranks, steps=16)
     begin(job)
     order(job, "nan_gradient")
@@ -208,7 +214,9 @@ def test_a_bad_network(
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
 def test_a_dead_link(make_job: Callable[..., Job], ranks: int) -> None:
-    """The others train on with one of its ends, the other one waits outside and heals when it is back; nobody ends."""
+    """Training continues with one end of a dead link; the other end waits, and heals when the link
+    is back.
+    """
     job = make(make_job, groups=3, ranks=ranks, steps=40)
     begin(job)
     for replica, peer in ((1, 2), (2, 1)):
@@ -239,7 +247,7 @@ def test_a_dead_link(make_job: Callable[..., Job], ranks: int) -> None:
 
 @pytest.mark.slow
 def test_a_corrupt_chunk_is_no_state(make_job: Callable[..., Job]) -> None:
-    """The joiner asks for it again; its heal does not fail."""
+    """The joiner fetches a corrupt chunk again, and its heal does not fail."""
     job = make(make_job, groups=3, steps=40)
     begin(job)
     order(job, "corrupt_chunk", replica=None, rank=None)
@@ -268,7 +276,7 @@ def test_a_donor_that_dies_is_replaced(make_job: Callable[..., Job]) -> None:
 
 @pytest.mark.slow
 def test_a_full_disk_costs_one_checkpoint(make_job: Callable[..., Job]) -> None:
-    """It is reported, and the next one is complete."""
+    """A full disk fails one save, which is reported; the next save is complete."""
     job = make(
         make_job, groups=2, steps=20, flags=["--checkpoint.enable", "--checkpoint.interval=8"]
     )
@@ -282,7 +290,7 @@ def test_a_full_disk_costs_one_checkpoint(make_job: Callable[..., Job]) -> None:
 
 @pytest.mark.slow
 def test_a_slow_rank_is_a_straggler(make_job: Callable[..., Job]) -> None:
-    """It is reported, and it is reported when it is over."""
+    """A slow rank is reported as a straggler, and so is its recovery."""
     # Of 2 slow steps one may be missing: a machine that stands still for 0.2 s in a forward, which the fault makes 20
     # times as long, has its 4 s over in the first. And 2 steps of another group may be slow for such a reason.
     job = make(make_job, groups=3, steps=80, constants={"titan_ft.protocol.straggler.STEPS": 4})

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checkpoints of real jobs: stopped, killed at their worst moment, and gone on with by other groups and ranks."""
+"""Checkpoints of real jobs: stopped, killed at the worst moment, and continued by other groups and
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def flags(folder: Path) -> Flags:
-    """Make the flags of jobs that save full checkpoints there, and have one LR schedule whatever their length."""
+    """Make the flags of jobs that save full checkpoints in `folder`, with an LR schedule
+    independent of their length.
+    """
 
     def make(interval: int = 5, mode: str = "disabled") -> list[str]:
         return [
@@ -68,7 +72,7 @@ SCHEDULE = [f"--lr_scheduler.total_steps={STEPS}"]
 
 @pytest.fixture(scope="module")
 def straight(zygote: ZygoteClient, tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
-    """The events of a job of two groups that makes all steps in one go, without any checkpoint."""
+    """Events of a job of two groups that makes all steps in one run without checkpoints."""
     job = Job(zygote, tmp_path_factory.mktemp("straight"), groups=2, steps=STEPS, flags=SCHEDULE)
     try:
         job.run()
@@ -83,7 +87,9 @@ def digests(events: Iterable[Event]) -> set[tuple[int, str]]:
 
 
 def batches(events: Iterable[Event]) -> dict[tuple[int, int], tuple[int, int, str]]:
-    """What was trained at each step of each slot (of groups of one rank), and that it was the same if made twice."""
+    """Map (step, slot) to the batches trained there. A step that was made twice had the same
+    batches.
+    """
     found: dict[tuple[int, int], tuple[int, int, str]] = {}
     for event in named(events, "step_committed"):
         data = event["data"]
@@ -93,12 +99,14 @@ def batches(events: Iterable[Event]) -> dict[tuple[int, int], tuple[int, int, st
 
 
 def saved(events: Iterable[Event]) -> list[tuple[int, int]]:
-    """Who saved which step."""
+    """List (replica, step) of each saved checkpoint."""
     return [(event["replica"], event["step"]) for event in named(events, "checkpoint_saved")]
 
 
 def check_resumed(job: Job, events: list[Event], step: int) -> None:
-    """Every rank loaded the checkpoint of `step` and went on behind it, with its peers."""
+    """Every rank loaded the checkpoint of `step` and continued after it, together with its
+    peers.
+    """
     for own in by_process(events).values():
         (loaded,) = named(own, "checkpoint_loaded")
         first = named(own, "step_committed")[0]
@@ -113,7 +121,9 @@ def check_resumed(job: Job, events: list[Event], step: int) -> None:
 def test_a_resumed_run_is_the_run_that_never_stopped(
     make_job: Callable[..., Job], flags: Flags, straight: list[Event], mode: str
 ) -> None:
-    """10 steps, end, 10 more: the same batches, the same bytes as 20 in one go; one group saves."""
+    """10 steps, a stop and 10 more have the batches and bytes of 20 steps in one run. One group
+    saves.
+    """
     first = make_job(groups=2, steps=STOP, flags=flags(mode=mode))
     first.run()
     before = check(first, survivors=[0, 1])
@@ -131,7 +141,9 @@ def test_a_resumed_run_is_the_run_that_never_stopped(
 def test_all_groups_killed_at_once(
     make_job: Callable[..., Job], flags: Flags, straight: list[Event], folder: Path
 ) -> None:
-    """The job goes on from its last checkpoint by itself, to the same bytes."""
+    """After the death of all groups the job continues from its last checkpoint and reaches the same
+    bytes.
+    """
     faults = [{"replica": replica, "point": "backward", "step": 13} for replica in (0, 1)]
     job = make_job(groups=2, steps=STEPS, flags=flags(), hooks={"faults": faults})
     job.run()
@@ -150,7 +162,9 @@ def test_all_groups_killed_at_once(
 def test_writer_killed_in_its_save(
     make_job: Callable[..., Job], flags: Flags, folder: Path, mode: str, interval: int
 ) -> None:
-    """Another group saves at its next commit; nobody takes the dead group's folder for a checkpoint."""
+    """Another group saves at its next commit, and no group loads the dead group's incomplete
+    folder.
+    """
     faults = [{"replica": 0, "point": "save", "step": STOP}]
     job = make_job(
         groups=2, steps=STEPS, flags=flags(interval, mode), hooks={"faults": faults, "hold": 3}
@@ -181,9 +195,10 @@ def damage(folder: Path) -> None:
 def test_bytes_that_changed_on_disk_cost_a_start_and_the_steps_since_the_one_before(
     make_job: Callable[..., Job], flags: Flags, straight: list[Event], folder: Path
 ) -> None:
-    """Groups that find it out in their load go on from the older one: to the bytes of a run that never stopped.
+    """Groups that find damage while loading restart from the older checkpoint, to the bytes of an
+    unstopped run.
 
-    A group that chooses when another one has found it out needs no second start.
+    A group that chooses its checkpoint after another group found the damage needs no second start.
     """
     make_job(groups=2, steps=STOP, flags=flags()).run()
     damage(folder / f"step-{STOP}")
@@ -208,7 +223,9 @@ def test_bytes_that_changed_on_disk_cost_a_start_and_the_steps_since_the_one_bef
 def test_bytes_that_changed_are_found_however_a_group_is_sharded(
     make_job: Callable[..., Job], flags: Flags, folder: Path, degree: str
 ) -> None:
-    """Each rank takes the digest of its own shards; a load of what has not changed is sound to it."""
+    """Each rank checks the digest of its own shards, so a rank whose shards did not change loads
+    without error.
+    """
     shape: dict[str, Any] = {
         "groups": 1,
         "ranks": 2,
@@ -227,7 +244,9 @@ def test_bytes_that_changed_are_found_however_a_group_is_sharded(
 def test_a_group_that_leaves_when_it_is_found_corrupt(
     make_job: Callable[..., Job], flags: Flags, folder: Path
 ) -> None:
-    """Told to leave in the round that finds its bytes wrong, it leaves at once, and takes back what it has saved."""
+    """A group asked to leave in the round that finds its bytes corrupt leaves at once, and
+    withdraws its checkpoint.
+    """
     hooks = {
         "chaos": [{"replica": 0, "fault": "flip_parameter", "steps": [5]}],
         "gates": [{"name": "go", "replica": 0, "step": 6}],
@@ -261,9 +280,11 @@ def test_a_group_that_leaves_when_it_is_found_corrupt(
 def test_a_drained_job_goes_on(
     make_job: Callable[..., Job], flags: Flags, straight: list[Event], folder: Path
 ) -> None:
-    """All groups get SIGTERM amid training (a preemption): one saves its last step, and a later job goes on from there.
+    """All groups get SIGTERM during training (a preemption). One saves its last step, and a later
+    job continues there.
 
-    The last save is asked to be of the model only, as torchtitan has it: this one must be whole.
+    The config asks for a last save of the model only, torchtitan's default. This save must be
+    complete all the same.
     """
     model_only = [flag for flag in flags(mode="async") if "last-save-model-only" not in flag]
     gates = [{"name": "go", "replica": replica, "step": STOP + 2} for replica in (0, 1)]
@@ -296,7 +317,9 @@ def test_a_drained_job_goes_on(
 def test_other_ranks_and_other_groups_go_on(
     make_job: Callable[..., Job], flags: Flags, folder: Path
 ) -> None:
-    """1 group of 2 ranks goes on exactly in the data of 2 groups of 1; for 3 groups it begins anew, and they say so."""
+    """1 group of 2 ranks continues exactly in the data of 2 groups of 1. For 3 groups the data
+    restarts, with an event.
+    """
     straight = make_job(groups=2, steps=STOP + 4, flags=SCHEDULE)
     straight.run()
     expected = check(straight, survivors=[0, 1])
@@ -352,10 +375,11 @@ def test_a_foreign_folder_is_refused(make_job: Callable[..., Job], flags: Flags)
 def test_hugging_faces_format_there_and_back(
     make_job: Callable[..., Job], tmp_path: Path, degree: str
 ) -> None:
-    """One group writes the last model; another job begins with it, heals from its own groups and writes it again.
+    """One group writes the final model in HF format; another job starts from it, heals, and writes
+    it again.
 
-    With an LR of 0 an update changes nothing, so that both hold the same weights, bit for bit. Groups of two ranks
-    write two files, by an index that names what the model lacks, too.
+    With an LR of 0 an update changes nothing, so both jobs hold the same weights, bit for bit.
+    Groups of two ranks write two files by an index that also names weights that the model lacks.
     """
     ranks = 2 if degree else 1
     shape: dict[str, Any] = {"groups": 2, "ranks": ranks}
@@ -411,7 +435,9 @@ def write_assets(folder: Path) -> Path:
 def test_a_last_save_that_cannot_be_made_as_asked(
     make_job: Callable[..., Job], tmp_path: Path, folder: Path
 ) -> None:
-    """Without the module of its format the run ends once, with status 1 and a line; the state is saved in the other."""
+    """Without the HF format's module the run ends once, with status 1 and one line, and saves in
+    the DCP format.
+    """
     (tmp_path / "stub" / "safetensors").mkdir(parents=True)
     (tmp_path / "stub" / "safetensors" / "__init__.py").write_text(
         "raise ImportError(\"No module named 'safetensors'\")"
@@ -469,7 +495,9 @@ STOCK = [
 
 
 def records(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """What each rank of HSDP 2 x 2, or of two groups of two ranks, has logged: steps, then the final digest."""
+    """Read the records of each rank of HSDP 2 x 2, or of two groups of two ranks: steps, then the
+    final digest.
+    """
     found = {}
     for path in sorted(folder.glob("*.jsonl")):
         replica, rank = map(int, path.stem.split("-"))
@@ -481,7 +509,9 @@ def records(folder: Path) -> dict[int, list[dict[str, Any]]]:
 def test_stock_goes_on_from_a_checkpoint_of_ours(
     make_job: Callable[..., Job], flags: Flags, tmp_path: Path
 ) -> None:
-    """Stock HSDP on as many data ranks: bit for bit the run of two groups that never stopped, so the same batches."""
+    """Stock HSDP with as many data ranks continues our checkpoint, bit for bit as two groups that
+    never stopped.
+    """
     shape: dict[str, Any] = {"groups": 2, "ranks": 2}
     logs = {name: tmp_path / name for name in ("whole", "stock")}
     for path in logs.values():
@@ -510,7 +540,9 @@ def test_stock_goes_on_from_a_checkpoint_of_ours(
 def test_ours_goes_on_from_a_checkpoint_of_stock(
     make_job: Callable[..., Job], flags: Flags, folder: Path, tmp_path: Path
 ) -> None:
-    """With its weights, moments and counters; the data begins anew, which is an event."""
+    """Our groups continue with stock's weights, moments and counters. The data restarts, with an
+    event.
+    """
     record = tmp_path / "record"
     record.mkdir()
     stock = make_job(

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A mistake in a run's configuration ends the worker with status 2 and one line that names it."""
+"""A mistake in a run's configuration ends the worker with status 2 and one line that names the
+mistake.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ def config(folder: Path, line: str) -> Path:
 
 
 def check_line(output: str, parts: list[str]) -> None:
-    """The output is one line (but for what libraries log), with all `parts` in it."""
+    """The output, apart from libraries' logs, is one line that contains all `parts`."""
     assert "Traceback" not in output
     (line,) = [line for line in output.splitlines() if line.startswith("titan_ft: ")]
     for part in parts:
@@ -111,7 +113,7 @@ def test_mistake_in_flags(zygote: ZygoteClient, tmp_path: Path, mistake: str) ->
 
 @pytest.mark.parametrize("variable", ["", "127.0.0.1:29510"])
 def test_no_lighthouse(zygote: ZygoteClient, tmp_path: Path, variable: str) -> None:
-    """Without an address of the lighthouse, or with a malformed one, the line says where to put it."""
+    """Without a valid address of the lighthouse the line says where to set one."""
     argv = [f"--job.config_file={CONFIG}", f"--job.dump_folder={tmp_path / 'run'}"]
     env = {**RANK, "TORCHFT_LIGHTHOUSE": variable}
     worker = zygote.call("titan_ft.train:main", tmp_path / "worker.log", argv, env)
@@ -121,7 +123,9 @@ def test_no_lighthouse(zygote: ZygoteClient, tmp_path: Path, variable: str) -> N
 
 @pytest.mark.parametrize("token", ["", "hunter2"])
 def test_no_token_off_loopback(zygote: ZygoteClient, tmp_path: Path, token: str) -> None:
-    """A worker that other hosts reach would hand out its weights to whoever asks, or guesses."""
+    """Without a strong token a worker that other hosts reach would give its weights to any peer, so
+    it is refused.
+    """
     argv = [f"--job.config_file={CONFIG}", f"--job.dump_folder={tmp_path / 'run'}"]
     env = {**RANK, "TORCHFT_LIGHTHOUSE": "http://192.0.2.1:29510", "TITAN_FT_TOKEN": token}
     worker = zygote.call("titan_ft.train:main", tmp_path / "worker.log", argv, env)
@@ -141,7 +145,7 @@ def test_nccl_without_a_gpu(make_job: Callable[..., Job]) -> None:
 
 
 def test_lighthouse_is_not_there(make_job: Callable[..., Job]) -> None:
-    """A lighthouse that nobody runs ends the worker with a line that names its address."""
+    """If no lighthouse answers, the worker ends with a line that names its address."""
     hooks = {"constants": {"titan_ft.membership.seat.CONNECT_SECONDS": 0.5}}
     job = make_job(
         groups=1, flags=[f"--fault_tolerance.lighthouse={LIGHTHOUSE}"], hooks=hooks, max_restarts=0
@@ -152,7 +156,7 @@ def test_lighthouse_is_not_there(make_job: Callable[..., Job]) -> None:
 
 
 def test_groups_with_different_configs(make_job: Callable[..., Job]) -> None:
-    """A group whose config differs from the others' in what counts is refused, and says so."""
+    """A group whose config differs in a relevant value is refused, with a line that says so."""
     job = make_job(
         groups=2,
         flags=["--fault_tolerance.start_timeout_seconds=2"],
@@ -172,7 +176,7 @@ def test_groups_with_different_configs(make_job: Callable[..., Job]) -> None:
 
 
 def test_the_worker_command_itself(tmp_path: Path) -> None:
-    """`python -m titan_ft.train` says it at once, before it imports torch."""
+    """`python -m titan_ft.train` reports the mistake before it imports torch."""
     argv = [f"--job.config_file={config(tmp_path, 'grup_size = 2')}"]
     env = {**os.environ, "PYTHONPATH": python_path(), **RANK}
     worker = subprocess.run(
@@ -191,7 +195,9 @@ def test_the_worker_command_itself(tmp_path: Path) -> None:
 
 
 def test_a_launch_finds_it_before_it_starts_anything(tmp_path: Path) -> None:
-    """One line, also where a module of the user's registers the model; no folder, and no process that stays."""
+    """A launch reports the mistake in one line, without a folder or a process, also with a user's
+    own model.
+    """
     (tmp_path / "mine.py").write_text(
         "import os, threading\n"
         "from torchtitan.protocols.train_spec import get_train_spec, register_train_spec\n"
@@ -220,7 +226,9 @@ def test_a_launch_finds_it_before_it_starts_anything(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_mistake_that_only_training_finds(tmp_path: Path) -> None:
-    """Context parallelism on a CPU: each death has the exception, and after few restarts the run ends with it."""
+    """Context parallelism on a CPU fails in training: each death names the exception, and the run
+    ends after two.
+    """
     command = [
         "launch",
         str(CONFIG),

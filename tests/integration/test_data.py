@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every batch once: whatever is killed, each slot's data is trained in order, none is lost and none is repeated."""
+"""Every batch once: after any kill, each slot's data is trained in order, without a lost or
+repeated batch.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def kill(replica: int, point: str, step: int = STEP, **more: Any) -> dict[str, A
 
 
 class Loaders:
-    """Makes jobs of two groups with each kind of loader, and keeps what such a job reads while nothing fails."""
+    """Makes jobs of two groups for each kind of loader, and keeps the events of one undisturbed job
+    of each kind.
+    """
 
     def __init__(self, zygote: ZygoteClient, folder: Path) -> None:
         self._zygote, self._folder = zygote, folder
@@ -90,13 +94,15 @@ def loaders(zygote: ZygoteClient, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def check_audit(events: Iterable[Event]) -> None:
-    """The history tells that every batch was trained once."""
+    """The audit of the events finds that every batch was trained once."""
     found = audit(events)
     assert (found.verdict, found.num_lost, found.num_repeated) == ("holds", 0, 0), found
 
 
 def checksums(events: Iterable[Event]) -> dict[tuple[int, int, int], str]:
-    """What was read, by slot, rank and first batch; the same whenever it was read."""
+    """Map (slot, rank, first batch) to the checksum of the data read there, equal at every
+    reading.
+    """
     found: dict[tuple[int, int, int], str] = {}
     for event in named(events, "step_committed"):
         for data in filter(None, [event["data"], *event["extra_data"]]):
@@ -106,14 +112,14 @@ def checksums(events: Iterable[Event]) -> dict[tuple[int, int, int], str]:
 
 
 def check_same_data(events: Iterable[Event], undisturbed: Iterable[Event]) -> None:
-    """Each batch is the one that a job reads in which nothing fails."""
+    """Each batch equals the batch of an undisturbed job."""
     read, wanted = checksums(events), checksums(undisturbed)
     assert read
     assert read.items() <= wanted.items()
 
 
 def trained(events: Iterable[Event], replica: int, slot: int) -> dict[int, list[int]]:
-    """First batch and number of batches of `slot` in each step that trained it, as `replica` saw it."""
+    """Map each step to first batch and number of batches of `slot`, as seen by `replica`."""
     own = [
         event
         for event in named(events, "step_committed")
@@ -125,7 +131,7 @@ def trained(events: Iterable[Event], replica: int, slot: int) -> dict[int, list[
 
 
 def resumed(events: Iterable[Event]) -> list[Event]:
-    """The commits of the second attempt of group 1 to which it contributed."""
+    """Return the commits of group 1's second attempt to which it contributed."""
     own = [
         event
         for event in named(events, "step_committed")
@@ -139,7 +145,9 @@ def resumed(events: Iterable[Event]) -> list[Event]:
 def test_a_killed_group_goes_on_behind_its_last_commit(
     make_job: Callable[..., Job], loaders: Loaders, point: str
 ) -> None:
-    """The batch of a step that was not committed is used again; one that was is not, though its group died with it."""
+    """The batch of an uncommitted step is used again. A committed batch is not, although its group
+    died.
+    """
     job = make_job(**loaders.settings("in memory", faults=[kill(1, point)], hold=2))
     job.run()
     events = check(job, survivors=[0])
@@ -169,7 +177,9 @@ def test_a_killed_group_goes_on_behind_its_last_commit(
 def test_any_loader_goes_on_behind_the_last_commit(
     make_job: Callable[..., Job], loaders: Loaders, kind: str
 ) -> None:
-    """Worker processes, which read ahead, and streams resume at the batch; the survivor meets no timeout for them."""
+    """Loaders with worker processes and streams resume at the right batch, without a timeout in the
+    survivor.
+    """
     job = make_job(**loaders.settings(kind, faults=[kill(1, "backward")], hold=2))
     job.run()
     events = check(job, survivors=[0])
@@ -184,7 +194,9 @@ def test_any_loader_goes_on_behind_the_last_commit(
 
 @pytest.mark.slow
 def test_loader_workers_hold_no_connection_open(make_job: Callable[..., Job]) -> None:
-    """All groups see at once that one is gone, though forked workers have copies of each rank's sockets."""
+    """All groups notice a death at once, although forked loader workers hold copies of each rank's
+    sockets.
+    """
     flags = ["--training.dataloader.num_workers=1"]
     job = make_job(groups=4, flags=flags, hooks={"faults": [kill(1, "exchange_first")], "hold": 2})
     job.run()
@@ -201,7 +213,9 @@ def test_loader_workers_hold_no_connection_open(make_job: Callable[..., Job]) ->
 def test_resuming_reads_nothing_again(
     make_job: Callable[..., Job], loaders: Loaders, kind: str
 ) -> None:
-    """For the same batches a resumed loader tokenizes as many texts as one that was never interrupted."""
+    """A resumed loader tokenizes as many texts for the same batches as a loader that was never
+    interrupted.
+    """
     undisturbed = loaders.undisturbed(kind)
     steps = len({event["step"] for event in named(undisturbed, "step_committed")})
     # Behind the last backward of step n the next batch is read, number n; there is none behind the last step.
@@ -229,7 +243,7 @@ def test_resuming_reads_nothing_again(
 
 
 def test_kill_between_two_microbatches(make_job: Callable[..., Job]) -> None:
-    """With gradient accumulation a step's batches count together: those of a step that died half way are used again."""
+    """With gradient accumulation all batches of an interrupted step are used again."""
     # Two microbatches of two samples in each of two groups.
     flags = ["--training.global_batch_size=8"]
     job = make_job(
@@ -272,7 +286,9 @@ def kills(num_kills: int, num_groups: int, seed: int) -> list[dict[str, Any]]:
     ],
 )
 def test_many_kills(make_job: Callable[..., Job], num_kills: int, policy: str) -> None:
-    """Groups die one after the other, any of them anywhere in a step: no batch is lost or repeated, no step is lost."""
+    """Groups die one after the other, each anywhere in a step: no batch is lost or repeated, no
+    step is lost.
+    """
     faults = kills(num_kills, num_groups=3, seed=num_kills)
     victims = {fault["replica"] for fault in faults}
     steps = 8 * num_kills + 12

@@ -15,7 +15,9 @@ STEP = 5
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_flipped_bit_heals_from_the_majority(make_job: Callable[..., Job], ranks: int) -> None:
-    """One bit of one parameter in one of three groups: that group is named, heals, and all are equal again."""
+    """A flipped bit of one parameter in one of three groups: the group is named and heals, and all
+    are equal again.
+    """
     flip = {"replica": 1, "rank": ranks - 1, "fault": "flip_parameter", "steps": [STEP]}
     job = make_job(groups=3, ranks=ranks, hooks={"chaos": [flip], "hold": 2})
     job.run()
@@ -42,7 +44,9 @@ def test_flipped_bit_heals_from_the_majority(make_job: Callable[..., Job], ranks
 
 
 def test_tie_ends_the_run(make_job: Callable[..., Job]) -> None:
-    """Two groups that differ cannot say who is right: both end with a message, and are not to be restarted."""
+    """Two groups that differ cannot tell which one is right: both end with a message, and must not
+    be restarted.
+    """
     job = make_job(
         groups=2, hooks={"chaos": [{"replica": 1, "fault": "flip_parameter", "steps": [STEP]}]}
     )

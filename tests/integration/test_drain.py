@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""SIGTERM: a group leaves after a step that all have committed, or at once where there is nothing to finish."""
+"""SIGTERM: a group leaves after a committed step, or at once if no step is under way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def gate(name: str, replica: int = 1, **more: Any) -> dict[str, Any]:
 
 
 def terminate(job: Job, replica: int) -> None:
-    """Send SIGTERM to all processes of a group: its ranks, and what they have forked."""
+    """Send SIGTERM to all processes of a group: its ranks and their forked children."""
     for worker in job.groups[replica].workers:
         assert worker.pid is not None
         assert worker.running
@@ -33,7 +33,7 @@ def terminate(job: Job, replica: int) -> None:
 
 
 def check_data(events: list[Event]) -> None:
-    """Every batch was trained once, also those of the group that was away."""
+    """Every batch was trained once, also those of the absent group."""
     found = audit(events)
     assert found.verdict == "holds", found
 
@@ -50,9 +50,10 @@ def check_drained(events: list[Event], replica: int, num_ranks: int, attempt: in
 
 
 def test_sigterm_in_mid_training(make_job: Callable[..., Job]) -> None:
-    """The group finishes its step and leaves; the others notice no failure, and its data goes on when it is back.
+    """The group finishes its step and leaves. The others notice no failure, and its data continues
+    on its return.
 
-    Its loaders' workers get the signal too.
+    The group's loader workers get the signal too.
     """
     ranks = 2
     job = make_job(
@@ -97,7 +98,9 @@ def stall(events: list[Event], step: int) -> float:
 
 
 def test_the_drain_timeout_abandons_a_step(make_job: Callable[..., Job]) -> None:
-    """A step that takes longer than drain_timeout_seconds is not finished; its batch is trained on return."""
+    """A step that takes longer than drain_timeout_seconds is not finished; its batch is trained on
+    return.
+    """
     flags = ["--fault_tolerance.drain_timeout_seconds=1"]
     job = make_job(groups=2, flags=flags, hooks={"gates": [gate("never")], "hold": 2})
     job.start()
@@ -116,7 +119,7 @@ def test_the_drain_timeout_abandons_a_step(make_job: Callable[..., Job]) -> None
 
 
 def test_sigterm_while_waiting_for_the_first_step(make_job: Callable[..., Job]) -> None:
-    """A group that waits for the others to come leaves promptly."""
+    """A group that waits for the other groups' arrival leaves promptly."""
     ranks = 2
     gates = [gate("go", replica=0, rank=rank, point="vote_after", step=0) for rank in range(ranks)]
     job = make_job(
@@ -131,7 +134,9 @@ def test_sigterm_while_waiting_for_the_first_step(make_job: Callable[..., Job]) 
 
 
 def test_sigterm_while_too_few_groups_are_there(make_job: Callable[..., Job]) -> None:
-    """A group that waits below min_replica_size leaves promptly, with the step that it has committed."""
+    """A group that waits for min_replica_size groups leaves promptly, with its last
+    committed step.
+    """
     faults = [{"replica": 1, "point": "backward", "step": STEP}]
     flags = ["--fault_tolerance.min_replica_size=2"]
     job = make_job(groups=2, flags=flags, hooks={"faults": faults}, max_restarts=0)
@@ -143,7 +148,7 @@ def test_sigterm_while_too_few_groups_are_there(make_job: Callable[..., Job]) ->
 
 
 def test_sigterm_in_mid_heal(make_job: Callable[..., Job]) -> None:
-    """A joiner leaves although it still fetches; its donor trains on, and serves it when it is back."""
+    """A joiner leaves during its fetch. Its donor trains on, and serves it again on its return."""
     hooks = {
         "faults": [{"replica": 1, "point": "backward", "step": STEP}],
         "gates": [{"name": "never", "replica": 1, "attempt": 1, "point": "fetch"}],

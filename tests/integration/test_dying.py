@@ -1,8 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Thirteen ways in which processes of a run die, and what the five views of the run say of each.
+"""Thirteen ways in which processes of a run die, and the report of each in five views of the run.
 
-Real training, real processes, real signals. The views are what a person has: the terminal of the
+Training, processes and signals are real. The views are those of a person: the terminal of the
 launch (or of the group), `titan-ft top`, `titan-ft report`, its page, and `titan-ft check` with its
 exit status.
 """
@@ -45,7 +45,7 @@ SMALL = (
 
 @dataclass
 class Views:
-    """What the five views say of a run."""
+    """The text of the five views of a run."""
 
     terminal: str
     top: str
@@ -56,7 +56,7 @@ class Views:
 
 
 class Dying:
-    """Processes of one run, whose folder is read to know when to do what to them."""
+    """The processes of one run. Its folder is read to time the signals."""
 
     def __init__(self, folder: Path) -> None:
         self.paths = RunPaths(folder / "run")
@@ -115,10 +115,11 @@ class Dying:
         self.wait_for(lambda: text in self.terminal, text)
 
     def wait_for_all(self, replicas: int) -> None:
-        """Wait until every group has written the commit of a step that all groups share and that is new.
+        """Wait until every group has written the commit of a new step in which all groups took
+        part.
 
-        A group that is killed before it has written the commit shares no digest, and `check` says
-        "unknown".
+        A group that is killed before it wrote the commit has no digest of it to compare, and
+        `check` says "unknown".
         """
         known = max((event.step for event in self.events(StepCommitted)), default=0)
 
@@ -151,7 +152,7 @@ class Dying:
         return int(found[1])
 
     def end(self) -> None:
-        """End what still runs; workers end with their parents."""
+        """End the processes that still run. Workers end with their parents."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
@@ -182,14 +183,16 @@ class Dying:
 
 
 def _text_of(page: str) -> str:
-    """Return what the page says, without its scripts and styles; the charts' own texts are kept."""
+    """Return the visible text of the page, with the charts' texts and without scripts and
+    styles.
+    """
     body = re.sub(r"<script[^>]*src.*?</script>|<style.*?</style>", "", page, flags=re.DOTALL)
     return html.unescape(re.sub(r"<[^>]+>", " ", body))
 
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Dying]]:
-    """Make runs; what still runs of them is ended with the module."""
+    """Make runs, and end their processes after the module."""
     made: list[Dying] = []
 
     def new(name: str) -> Dying:
@@ -280,7 +283,7 @@ def model_raises(make: Callable[[str], Dying]) -> Views:
 
 @pytest.fixture(scope="module")
 def no_network(make: Callable[[str], Dying]) -> Views:
-    """The data set is on a hub that nobody reaches."""
+    """A run whose data set is on a hub that cannot be reached."""
     run = make("offline")
     run.launch(2, "--training.dataset=c4", steps=40)
     assert run.wait_for_end(run.processes[0]) == 1
@@ -345,7 +348,9 @@ class ByHand(Dying):
 
 @pytest.fixture(scope="module")
 def host_lost(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Views]:
-    """The host of a group is lost: its agent and its workers are gone, and nobody starts them again."""
+    """The host of a group is lost: its agent and its workers are gone, and nothing starts them
+    again.
+    """
     run = ByHand(tmp_path_factory.mktemp("host"))
     try:
         survivor, lost = (run.start_group(replica, steps=150) for replica in (0, 1))

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A loader of the user's that ends its process in mid-training, as if all were done."""
+"""A user's loader that ends its process during training, as if the job had finished."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ParallelAwareDataloader.__iter__ = end_early
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["os._exit(0)", "raise SystemExit(0)"])
 def test_a_group_that_ends_early_is_started_again(tmp_path: Path, end: str) -> None:
-    """It is not taken for one that has finished: all steps are made."""
+    """The group does not count as finished: it restarts and makes all steps."""
     (tmp_path / "user_loader.py").write_text(MODULE.replace("END", end))
     run = tmp_path / "run"
     command = [

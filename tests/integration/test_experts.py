@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Mixtures of experts: load balancing over all groups, experts in parallel inside a group, and failures of both."""
+"""Mixtures of experts: load balancing over all groups, expert parallelism inside a group, and
+failures of both.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def flags(model: str, degree: int = 1, *more: str) -> list[str]:
 def test_a_healed_group_balances_as_its_peers_do(
     make_job: Callable[..., Job], model: str, ranks: int, degree: int
 ) -> None:
-    """The biases heal, and move by the tokens of those who took part; a joiner's warm-up and void step move nothing."""
+    """Biases heal, and follow the tokens of the participants. A joiner's warm-up and void step do
+    not move them.
+    """
     faults = [{"replica": 1, "point": "backward", "step": STEP, "rank": ranks - 1}]
     hooks = {"faults": faults, "hold": 2, "experts": True}
     job = make_job(groups=2, ranks=ranks, steps=14, hooks=hooks, flags=flags(model, degree))
@@ -67,10 +71,11 @@ def test_a_healed_group_balances_as_its_peers_do(
 def test_tokens_are_added_up_once(
     make_job: Callable[..., Job], checkpointing: str, passes: tuple[int, ...]
 ) -> None:
-    """All microbatches count, and validation does not; recomputation counts again, which torchtitan allows for.
+    """All microbatches count, and validation does not. Recomputation counts again, which torchtitan
+    corrects.
 
     Args:
-        passes: forward passes of each layer; the selective mode of the config recomputes every second one.
+        passes: forward passes of each layer; the config's selective mode recomputes every second layer.
     """
     settings = [
         "--training.global_batch_size=8",
@@ -116,7 +121,9 @@ def test_without_load_balancing_nothing_is_counted(
 def test_a_resumed_run_is_the_run_that_never_stopped(
     make_job: Callable[..., Job], tmp_path: Path, model: str, degree: int
 ) -> None:
-    """All groups are killed; the biases, and all else, go on from the checkpoint to the same bytes."""
+    """After the death of all groups, the state with its biases continues from the checkpoint to the
+    same bytes.
+    """
     steps, interval = 9, 5
     straight = make_job(
         groups=2, ranks=2, steps=steps, hooks={"experts": True}, flags=flags(model, degree)

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Strangers at the job's lighthouse: they are named and left aside, whatever they claim, and the job goes on."""
+"""Foreign members at the job's lighthouse are named and ignored, whatever they claim, and the job
+continues.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,10 @@ STOCK = "train_llama_0:7f3a"  # as torchft's Manager makes them; sorts before ev
 
 
 class StockMember:
-    """A replica of a job that uses torchft by itself, and claims to have made a million steps.
+    """A replica of a job that uses torchft without titan_ft, and claims to have made a million
+    steps.
 
-    It has this run's secret, or the gate would not let it through.
+    It has this run's secret; otherwise the gate would refuse it.
     """
 
     def __init__(self, lighthouse: str, name: str = STOCK) -> None:
@@ -69,7 +72,7 @@ class StockMember:
             self.quorums.append(reply.replica_ids)
 
     def leave(self) -> None:
-        """Stop the heartbeats; the others then wait for it no longer."""
+        """Stop the heartbeats, so that the other members no longer wait for this one."""
         self._stop.set()
         self._server.shutdown()
 
@@ -104,7 +107,7 @@ def kill(replica: int, point: str, step: int) -> dict[str, Any]:
 
 
 def check_named(job: Job, name: str, reason: str, replicas: set[int]) -> None:
-    """Check that these groups named the stranger, once in each process: in the history and in the log."""
+    """These groups named the foreign member once in each process, in the history and in the log."""
     events = [event for event in job.events("foreign_member") if event["member"] == name]
     assert {event["replica"] for event in events} == replicas
     assert len({event["pid"] for event in events}) == len(events)
@@ -117,7 +120,9 @@ def check_named(job: Job, name: str, reason: str, replicas: set[int]) -> None:
 def test_a_claim_of_an_impossible_step(
     make_job: Callable[..., Job], come: Callable[[Job], StockMember]
 ) -> None:
-    """A stock torchft replica at step 1,000,000 comes amid training and leaves: no step is lost, repeated or healed."""
+    """A stock torchft replica at step 1,000,000 joins during training and leaves: no step is lost,
+    repeated or healed.
+    """
     delays = [
         {"replica": replica, "step": step, "seconds": 1} for replica in (0, 1) for step in (4, 8)
     ]
@@ -141,10 +146,12 @@ def test_a_claim_of_an_impossible_step(
 
 
 def test_strangers_of_all_kinds_at_once(make_job: Callable[..., Job]) -> None:
-    """Forged names, heartbeats and idle connections: all groups train on, and one that dies comes back.
+    """Under forged names, heartbeats and idle connections all groups train on, and a killed group
+    returns.
 
-    The heartbeats and connections lack the run's secret. The forged names have it, as those of a process that
-    listened on the wire, and lack the seal: the oldest process of all, and a newer one of group 1.
+    The heartbeats and connections lack the run's secret. The forged names have it, as if their
+    sender had listened on the network, and lack the seal: one claims to be the oldest process of
+    all, one a newer process of group 1.
     """
     delays = [
         {"replica": replica, "step": step, "seconds": 1} for replica in (0, 1) for step in (4, 8)

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Real training on a disk that is full for a while, or for good: it costs no step, no group and no promise."""
+"""Training on a disk that is full for a while, or for good, costs no step, no group and no
+promise.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ SECONDS = 120.0  # for whatever is waited for; only a bug takes so long
 
 
 class FullDiskRun:
-    """A launch in a folder on a small disk; what it prints goes elsewhere."""
+    """A launch in a folder on a small disk. Its terminal output goes elsewhere."""
 
     def __init__(
         self, disk: Any, steps: int, *flags: str, replicas: int = 2, options: Sequence[str] = ()
@@ -105,7 +107,9 @@ class FullDiskRun:
         return [event.step for event in self.of(StepCommitted) if event.replica == replica]
 
     def fill_after(self, step: int) -> None:
-        """Fill the disk once all groups have made a step, and wait until that is felt by all of them."""
+        """Fill the disk after a step of all groups, and wait until every group failed to write an
+        event.
+        """
         self.wait_for(
             lambda: all(step in self.committed(replica) for replica in (0, 1)), f"step {step}"
         )
@@ -135,7 +139,7 @@ def launch(small_disk: Any) -> Iterator[Callable[..., FullDiskRun]]:
 
 
 def check_one_end(run: FullDiskRun) -> None:
-    """Both groups finished at the last step, with the same bytes; all steps are there, once for each group."""
+    """Both groups finished at the last step with the same bytes, and committed each step once."""
     finished = run.of(TrainingFinished)
     assert {(event.replica, event.step) for event in finished} == {(0, run.steps), (1, run.steps)}
     assert len({event.digest for event in finished}) == 1
@@ -146,7 +150,9 @@ def check_one_end(run: FullDiskRun) -> None:
 def test_disk_that_is_full_for_a_while(
     launch: Callable[..., FullDiskRun], small_disk: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Training goes on. Later all events, curves and lines are there, and every promise holds."""
+    """Training continues. After the disk has room again, all events, curves and lines arrive, and
+    every promise holds.
+    """
     run = launch(60)
     run.fill_after(5)
     full = time.time()
@@ -177,8 +183,9 @@ def test_disk_that_is_full_for_a_while(
 def test_groups_that_leave_on_a_full_disk(
     launch: Callable[..., FullDiskRun], small_disk: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Groups that are asked to leave finish their step and do; the status is that of a run that ended in order. One
-    that is asked alone comes back."""
+    """Groups that are asked to leave finish their step, and the launch ends with the status of an
+    orderly end. A group that is asked alone returns.
+    """
     run = launch(100_000, options=["--minutes", "0.4"])
     run.fill_after(3)
     left = next(event for event in run.of(WorkerStarted) if event.replica == 1)
@@ -200,7 +207,9 @@ def test_groups_that_leave_on_a_full_disk(
 def test_group_that_is_killed_while_its_events_wait(
     launch: Callable[..., FullDiskRun], small_disk: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The group comes back and heals on the full disk. What the kill took along is unknown; no promise is broken."""
+    """The group restarts and heals on the full disk. Its lost events make a verdict unknown; no
+    promise is broken.
+    """
     run = launch(300)
     run.fill_after(3)
     time_of_kill = time.time()
@@ -230,8 +239,9 @@ def test_campaign_on_a_disk_that_fills_and_empties(
     seed: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A fault each 15 s of nearly every kind, on a disk that is full for a third of the time: the run ends in order, no
-    promise is broken, and what a kill took along is unknown."""
+    """A fault each 15 s of nearly every kind, on a disk that is full for a third of the time: the
+    run ends in order, no promise is broken, and events lost by a kill make verdicts unknown.
+    """
     small_disk.resize("500m")
     flags = ["--fault_tolerance.digest_every=5", "--fault_tolerance.hang_timeout_seconds=20"]
     flags += [

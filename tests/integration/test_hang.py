@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Groups that live and do not move: a training thread that hangs, processes that are stopped and continued."""
+"""Groups that are alive without progress: a hung training thread, and processes that are stopped
+and continued.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def hang_after(seconds: float) -> str:
 
 
 def check_hung(job: Job, events: list[Event], replica: int, ranks: Collection[int]) -> None:
-    """One of these ranks of the group ended itself, for that reason; no watchdog of another group did anything."""
+    """One of these ranks ended itself because it hung. No watchdog of another group acted."""
     hung = named(events, "hung")
     assert hung
     assert {e["replica"] for e in hung} == {replica}
@@ -50,7 +52,7 @@ def check_hung(job: Job, events: list[Event], replica: int, ranks: Collection[in
 
 
 def stop(job: Job, replica: int, rank: int) -> None:
-    """Stop one rank of a group; returns when it has stopped."""
+    """Stop one rank of a group, and wait until it has stopped."""
     job.send_signal(replica, signal.SIGSTOP, rank)
     stat = Path(f"/proc/{job.groups[replica].workers[rank].pid}/stat")
     job.wait_until(
@@ -61,7 +63,7 @@ def stop(job: Job, replica: int, rank: int) -> None:
 
 
 def failed(job: Job, replica: int, num_ranks: int) -> bool:
-    """Say whether all ranks of the group have told of a broken exchange."""
+    """True once all ranks of the group reported a broken exchange."""
     ranks = {e["rank"] for e in job.events("exchange_failed") if e["replica"] == replica}
     return len(ranks) == num_ranks
 
@@ -73,7 +75,9 @@ def check_data(events: list[Event]) -> None:
 
 
 def test_a_hung_rank_ends_itself(make_job: Callable[..., Job]) -> None:
-    """It prints where it hangs and its group starts again; the others wait longer than they may hang, and go on."""
+    """A hung rank prints its stacks and ends, and its group restarts. The others wait beyond their
+    own hang timeout.
+    """
     job = make_job(
         groups=2,
         ranks=2,
@@ -96,7 +100,9 @@ def test_a_hung_rank_ends_itself(make_job: Callable[..., Job]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_stopped_group_is_left_behind_and_heals(make_job: Callable[..., Job], ranks: int) -> None:
-    """A group whose heartbeats stop is not waited for; continued, it finds out, and heals without a restart."""
+    """The others do not wait for a group without heartbeats. Continued, that group notices, and
+    heals without a restart.
+    """
     gates = [
         gate("go", rank=0),
         *(gate("later", LATER, replica=0, rank=rank) for rank in range(ranks)),
@@ -133,7 +139,9 @@ def test_a_stopped_group_is_left_behind_and_heals(make_job: Callable[..., Job], 
 
 
 def test_a_stopped_rank_takes_its_group_along(make_job: Callable[..., Job]) -> None:
-    """A rank without heartbeats of its own is stopped: its group ends and starts again, and the others do not wait."""
+    """A stopped rank that sends no heartbeats to the lighthouse ends its group, and the others do
+    not wait.
+    """
     job = make_job(
         groups=2,
         ranks=2,
@@ -172,9 +180,11 @@ def test_a_stopped_rank_takes_its_group_along(make_job: Callable[..., Job]) -> N
 
 @pytest.mark.slow
 def test_each_rank_of_four_is_stopped(make_job: Callable[..., Job]) -> None:
-    """One after the other, in a tree of which each rank is the child of the one before: none of its children is named.
+    """In a tree where each rank is the child of the previous one, the stopped rank is named and its
+    children are not.
 
-    Of rank 0 the others hear as of a stopped group: `test_a_stopped_group_is_left_behind_and_heals`.
+    A stopped rank 0 stops the group's heartbeats; see
+    `test_a_stopped_group_is_left_behind_and_heals`.
     """
     gates = [gate(f"go{rank}", rank=rank, attempt=rank - 1) for rank in (1, 2, 3)]
     job = make_job(
@@ -206,7 +216,7 @@ def test_each_rank_of_four_is_stopped(make_job: Callable[..., Job]) -> None:
 
 @pytest.mark.slow
 def test_a_long_call_is_no_silence(make_job: Callable[..., Job]) -> None:
-    """A rank whose Python threads all wait for one that keeps the GIL still beats: its group is left alone."""
+    """A rank whose GIL is held by one call still heartbeats, so its group is not ended."""
     long = [
         {"replica": 1, "rank": rank, "step": STEP + rank, "seconds": 3.0, "gil": True}
         for rank in (0, 1)
@@ -219,7 +229,7 @@ def test_a_long_call_is_no_silence(make_job: Callable[..., Job]) -> None:
 
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_a_short_stop_is_no_failure(make_job: Callable[..., Job], ranks: int, rank: int) -> None:
-    """A rank that is stopped for less than the heartbeat timeout only costs that time."""
+    """A stop shorter than the heartbeat timeout costs only its own time."""
     job = make_job(
         groups=2, ranks=ranks, hooks={"gates": [gate("go", rank=rank)]}, heartbeat_timeout_ms=5000
     )

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Heals that are disturbed: the joiner dies, the donor dies, the others have finished meanwhile."""
+"""Heals with further failures: the joiner dies, the donor dies, or the others finish meanwhile."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def predict(job: Job, ranks: int) -> int:
 
 @pytest.mark.parametrize("donors", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_kill_donor_during_the_heal(make_job: Callable[..., Job], donors: int) -> None:
-    """Another donor gives what a dead one owes, in a heal of its own if there is one at a time.
+    """Another donor sends a dead donor's part; with one donor at a time, in a new heal.
 
-    Both dead groups come back to the trajectory of the third.
+    Both dead groups return to the trajectory of the third.
     """
     # The first group that sends a piece of its state dies; of one donor, the groups decide which one that is.
     unless = ["down-0-0", "down-2-0"]
@@ -107,9 +107,10 @@ def test_kill_donor_during_the_heal(make_job: Callable[..., Job], donors: int) -
 def test_a_newcomer_has_the_state_before_a_quorum(
     make_job: Callable[..., Job], ranks: int, dies: str | None
 ) -> None:
-    """The others are in the step in which its former process died, until it has all of the state that they offer.
+    """A newcomer fetches the whole offered state while the others are still in the step in which it
+    died.
 
-    One of them may die in the midst of that, or the newcomer itself: the next one is in the same place.
+    If a donor or the newcomer dies meanwhile, the next attempt succeeds in the same way.
     """
     faults = [kill(1, "exchange_first", step=STEP)]
     flags = []
@@ -155,10 +156,12 @@ def test_a_newcomer_has_the_state_before_a_quorum(
 
 
 def run_until_both_offer(make: Callable[[], Job]) -> Job:
-    """Run a job of three groups whose group 1 dies. Run it again unless both holders keep their offers for the joiner.
+    """Run a job of three groups whose group 1 dies. Run it again unless both holders keep their
+    offers for the joiner.
 
-    A holder has no offer between two of its steps. With steps of a twentieth of a second, half of the joiners find
-    one offer only, and a holder may also commit its next step between the joiner's search and its fetch.
+    A holder has no offer between two of its steps. With steps of a twentieth of a second, half of
+    the joiners find one offer only, and a holder may also commit its next step between the joiner's
+    search and its fetch.
     """
     for _ in range(8):
         job = make()
@@ -174,9 +177,10 @@ def run_until_both_offer(make: Callable[[], Job]) -> Job:
 
 
 def test_each_holder_gives_a_part(make_job: Callable[..., Job]) -> None:
-    """A joiner fetches from all that hold the state: together they give every byte of it once.
+    """A joiner fetches from all holders of the state: together they send every byte once.
 
-    It has all of it: LR, Adam's step, scheduler and token count are those of its peers, while the LR changes.
+    The state is complete: LR, Adam's step, scheduler and token count equal those of its peers,
+    while the LR changes.
     """
     flags = [
         "--fault_tolerance.transfer_max_mbps=50",
@@ -201,7 +205,9 @@ def test_each_holder_gives_a_part(make_job: Callable[..., Job]) -> None:
 def test_holders_whose_hosts_are_short_of_memory_copy_a_part(
     make_job: Callable[..., Job], dies: bool
 ) -> None:
-    """Each half of the state; if one dies while it serves, the other one gives all of it, for which there is room."""
+    """With little memory each holder copies half of the state. If one dies while serving, the other
+    one has room to copy all.
+    """
     faults = [kill(1, "backward", step=STEP), *([kill(2, "serve")] if dies else [])]
     flags = ["--fault_tolerance.transfer_max_mbps=50", "--fault_tolerance.catch_up_max_gb=1"]
 
@@ -239,7 +245,9 @@ def test_holders_whose_hosts_are_short_of_memory_copy_a_part(
 
 
 def test_nobody_leaves_while_a_laggard_needs_the_state(make_job: Callable[..., Job]) -> None:
-    """A group that dies just before the end, and is back only when the other has finished, heals from that one."""
+    """A group that dies just before the end and returns after the other has finished heals from
+    that one.
+    """
     steps = 6
     job = make_job(
         groups=2, steps=steps, hooks={"faults": [kill(1, "backward", step=steps - 1)], "hold": 99}
@@ -252,7 +260,7 @@ def test_nobody_leaves_while_a_laggard_needs_the_state(make_job: Callable[..., J
 
 
 def test_finished_groups_leave_when_nobody_comes(make_job: Callable[..., Job]) -> None:
-    """After `FINISH_SECONDS` a job that lost a group for good ends without it, as a success."""
+    """After `FINISH_SECONDS` a job that lost a group for good ends without it, successfully."""
     hooks = {
         "faults": [kill(1, "backward", step=STEP)],
         "constants": {"titan_ft.engine.step.FINISH_SECONDS": 1.0},
@@ -274,7 +282,9 @@ def test_finished_groups_leave_when_nobody_comes(make_job: Callable[..., Job]) -
 
 
 def test_last_holder_dies(make_job: Callable[..., Job]) -> None:
-    """When the only donor dies during a heal the state is gone: the joiner says so and ends; the job begins again."""
+    """If the only donor dies during a heal, the state is lost: the joiner says so and ends, and the
+    job restarts.
+    """
     faults = [kill(1, "backward", step=STEP), kill(0, "serve")]
     constants = {"titan_ft.protocol.decision.ALONE_SECONDS": 1.0}
     job = make_job(

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""SIGKILL at each point of a step: the others repeat one exchange, the group comes back, all bytes are equal."""
+"""SIGKILL at each point of a step: the others repeat one exchange, the group returns, and all bytes
+are equal.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def participants_of(events: list[dict[str, Any]], step: int) -> list[int]:
     ],
 )
 def test_kill_at_point(make_job: Callable[..., Job], groups: int, point: str) -> None:
-    """The survivors commit the step under way at once, with what the dead group had shared, and heal it."""
+    """The survivors commit the current step at once, with the dead group's shared part, and the
+    group heals.
+    """
     job = make_job(groups=groups, hooks={"faults": [kill(1, point)], "hold": 2})
     job.run()
     survivors = [replica for replica in range(groups) if replica != 1]
@@ -87,7 +91,9 @@ def test_kill_at_point(make_job: Callable[..., Job], groups: int, point: str) ->
 def test_kill_between_quorum_and_process_group(
     make_job: Callable[..., Job], point: str, attempt: int
 ) -> None:
-    """A group that dies before its process group stands costs its peers a new quorum: at the start, on return."""
+    """A group that dies before its process group is complete costs its peers a new quorum, at the
+    start and on return.
+    """
     first = [] if attempt == 0 else [kill(1, "forward")]
     faults = [*first, kill(1, point, 0, attempt=attempt)]
     # The peer waits so long for the dead one.
@@ -122,7 +128,9 @@ def test_kill_between_quorum_and_process_group(
     ],
 )
 def test_kill_one_rank_of_two(make_job: Callable[..., Job], point: str, rank: int) -> None:
-    """One rank takes its group along; the survivors' rank that saw nothing of it does not sit out a timeout."""
+    """One dead rank ends its group. The survivors' rank whose own peer lives does not wait for a
+    timeout.
+    """
     job = make_job(groups=2, ranks=2, hooks={"faults": [kill(1, point, rank=rank)], "hold": 2})
     job.run()
     events = check(job, survivors=[0])
@@ -135,7 +143,9 @@ def test_kill_one_rank_of_two(make_job: Callable[..., Job], point: str, rank: in
 def test_connections_within_a_group_that_end_cost_nothing(
     make_job: Callable[..., Job], rank: int
 ) -> None:
-    """They end at five points of each step: before and after each of its agreements, and in between."""
+    """Connections that break at five points of each step, around and between its agreements, cost
+    nothing.
+    """
     points = ("forward", "exchange_first", "vote_before", "vote_after", "commit")
     resets = [{"replica": 1, "rank": rank, "point": point} for point in points]
     job = make_job(groups=2, ranks=2, hooks={"resets": resets})
@@ -150,7 +160,9 @@ def test_connections_within_a_group_that_end_cost_nothing(
 def test_a_reset_at_each_message_of_a_step_costs_nothing(
     make_job: Callable[..., Job], fan_out: int
 ) -> None:
-    """Every third message of each rank is lost with its connection. A step has another number of them."""
+    """Every third message of each rank is lost with its connection, at changing points of a
+    step.
+    """
     job = make_job(groups=2, ranks=3, hooks={"reset_every": 3, "fan_out": fan_out})
     job.run()
     events = check(job, survivors=[0, 1])
@@ -160,7 +172,9 @@ def test_a_reset_at_each_message_of_a_step_costs_nothing(
 
 @pytest.mark.slow
 def test_kill_each_rank_of_four(make_job: Callable[..., Job]) -> None:
-    """One after the other, in a tree where rank 1 has a child: the other group trains on, and a sibling names it."""
+    """In a tree where rank 1 has a child, each killed rank is named by a sibling, and the other
+    group trains on.
+    """
     faults = [kill(1, "backward", rank=rank, attempt=rank) for rank in range(4)]
     hooks = {"faults": faults, "hold": 1, "fan_out": 2}
     job = make_job(groups=2, ranks=4, steps=40, max_restarts=4, hooks=hooks)
@@ -190,7 +204,7 @@ def test_kill_two_of_four(make_job: Callable[..., Job], points: tuple[str, str])
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [True, False])
 def test_kill_same_group_again_and_again(make_job: Callable[..., Job], late: bool) -> None:
-    """A group that dies as soon as it has healed costs the other one nothing but exchanges."""
+    """A group that dies right after each heal costs the other group only exchanges."""
     faults = [
         kill(1, point, attempt=attempt)
         for attempt, point in enumerate(("backward", "commit", "exchange_first"))
@@ -206,7 +220,7 @@ def test_kill_same_group_again_and_again(make_job: Callable[..., Job], late: boo
 
 @pytest.mark.slow
 def test_kill_twenty_times(make_job: Callable[..., Job]) -> None:
-    """Twenty kills of random groups at random points, one at a time, and still one trajectory."""
+    """Twenty kills of random groups at random points, one at a time, leave one trajectory."""
     dice = random.Random(20)
     faults: list[dict[str, Any]] = []
     attempts = [0, 0, 0]

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The last groups of real jobs leave, together or one after the other: what they have trained is saved."""
+"""The last groups of a job leave, together or one after the other, and their training is saved."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ SCHEDULE = [f"--lr_scheduler.total_steps={STEPS}"]
 
 
 def flags(folder: Path, **more: Any) -> list[str]:
-    """The flags of a job that saves in a folder every fifth step; the last step's save is the model alone."""
+    """Flags of a job that saves every fifth step in a folder; the save of the last step has the
+    model only.
+    """
     settings = {"folder": folder, "interval": 5, **more}
     return [
         "--checkpoint.enable",
@@ -38,14 +40,14 @@ def gate(replica: int, step: int) -> dict[str, Any]:
 
 
 def send_away(job: Job, replica: int) -> None:
-    """Send SIGTERM to a group that waits at its gate, and let it go on."""
+    """Send SIGTERM to a group that waits at its gate, and wait until the group knows of it."""
     job.wait_for_gate(f"go-{replica}", replica)
     job.send_signal(replica, signal.SIGTERM)
     job.wait_until(lambda: (job.markers / f"told-{replica}-0").exists(), 30, "the group was told")
 
 
 def saved(job: Job) -> list[tuple[int, int]]:
-    """Who saved which step."""
+    """List (replica, step) of each saved checkpoint."""
     return [(event["replica"], event["step"]) for event in named(job.events(), "checkpoint_saved")]
 
 
@@ -63,7 +65,7 @@ def digests(events: list[Event]) -> set[tuple[int, str]]:
 
 
 def check_goes_on(make_job: Callable[..., Job], folder: Path, step: int) -> None:
-    """A later job goes on behind this very step, to the bytes of a run that never stopped."""
+    """A later job continues after exactly this step, to the bytes of an unstopped run."""
     straight = make_job(groups=2, steps=STEPS, flags=SCHEDULE)
     straight.run()
     again = make_job(groups=2, steps=STEPS, flags=flags(folder))
@@ -86,7 +88,9 @@ def check_goes_on(make_job: Callable[..., Job], folder: Path, step: int) -> None
 def test_groups_that_leave_one_after_the_other(
     make_job: Callable[..., Job], tmp_path: Path, first: int
 ) -> None:
-    """The one that is told first leaves its state to the other; that one makes a step alone, and saves."""
+    """The group that is asked first leaves its state to the other one, which makes a step alone and
+    saves.
+    """
     folder, last = tmp_path / "checkpoints", 1 - first
     hooks = {"gates": [gate(first, 7), gate(last, 8)]}
     job = make_job(groups=2, steps=STEPS, flags=flags(folder), hooks=hooks)
@@ -113,7 +117,9 @@ def test_groups_that_leave_one_after_the_other(
 def test_a_group_that_dies_in_its_save_is_followed_by_the_next(
     make_job: Callable[..., Job], tmp_path: Path
 ) -> None:
-    """That one has stayed to see whether the checkpoint comes."""
+    """The other group stayed until the checkpoint was complete, so it saves after the first one
+    dies.
+    """
     folder = tmp_path / "checkpoints"
     faults = [{"replica": 0, "point": "save", "step": 8}]
     hooks = {"gates": [gate(0, 8), gate(1, 8)], "faults": faults}
@@ -136,7 +142,9 @@ def test_a_group_that_dies_in_its_save_is_followed_by_the_next(
 def test_a_save_that_takes_longer_than_is_left_is_broken_off(
     make_job: Callable[..., Job], tmp_path: Path
 ) -> None:
-    """The group ends in time and says what is missing; half of a checkpoint is never loaded."""
+    """The group ends in time and reports the missing save. An incomplete checkpoint is never
+    loaded.
+    """
     folder = tmp_path / "checkpoints"
     settings = [*flags(folder), "--fault_tolerance.drain_timeout_seconds=4"]
     stuck = {"name": "never", "replica": 0, "point": "save", "step": 8}
@@ -156,7 +164,9 @@ def test_a_save_that_takes_longer_than_is_left_is_broken_off(
 
 
 def test_groups_that_leave_with_the_last_step(make_job: Callable[..., Job], tmp_path: Path) -> None:
-    """They save it whole; a later job has nothing to train, and makes the last save as it was asked for."""
+    """The groups save the whole state. A later job has no step to train, and makes the last save as
+    configured.
+    """
     folder = tmp_path / "checkpoints"
     job = make_job(
         groups=2, steps=8, flags=flags(folder), hooks={"gates": [gate(0, 8), gate(1, 8)]}

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A lighthouse that dies: training waits for the next one, and neither a group nor a step is lost."""
+"""A lighthouse dies: training waits for the next one, and no group and no step is lost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def wait_for_quiet(job: Job) -> None:
 
 
 def check_undisturbed(job: Job, groups: int) -> None:
-    """Nobody was restarted or had to heal, every step has everybody's gradient, at most one exchange was repeated."""
+    """No group restarted or healed, every step has all gradients, and at most one exchange of a
+    step was repeated.
+    """
     events = check(job, survivors=range(groups))
     steps = named(events, "step_committed")
     assert {tuple(event["participants"]) for event in steps} == {tuple(range(groups))}
@@ -54,7 +56,9 @@ def check_undisturbed(job: Job, groups: int) -> None:
 def test_training_waits_for_a_lighthouse_that_is_away(
     make_job: Callable[..., Job], groups: int, ranks: int
 ) -> None:
-    """All groups ask for a quorum in vain; the new lighthouse knows none of them, and yet all go on together."""
+    """All groups request a quorum in vain. The new lighthouse knows none of them, and yet all
+    continue together.
+    """
     job = make_job(groups=groups, ranks=ranks, steps=12)
     job.start()
     job.wait_until(
@@ -74,7 +78,9 @@ def test_training_waits_for_a_lighthouse_that_is_away(
 
 
 def test_a_standby_takes_over(make_job: Callable[..., Job], tmp_path: Path) -> None:
-    """The groups follow the file to the other lighthouse: nobody is restarted, no step is lost."""
+    """The groups follow the file to the standby lighthouse. No group restarts, and no step
+    is lost.
+    """
     file = tmp_path / "lighthouse.json"
     flags = [f"--fault_tolerance.lighthouse=file:{file}"]
     lighthouse = {"announce": str(file), "standby": True}

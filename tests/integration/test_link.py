@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Groups that cannot reach each other, with real workers: who reaches everybody trains on, the others come back."""
+"""Groups that cannot reach each other, with real workers: the largest clique trains on, the others
+return later.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ STALL = 10.0  # seconds; with nothing else to do it is five
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
 def test_the_largest_clique_trains_on(make_job: Callable[..., Job], ranks: int) -> None:
-    """Groups 0 and 2 lose each other: 0 and 1 train on within seconds; 2 waits with its state, comes back, heals."""
+    """Groups 0 and 2 lose their link: 0 and 1 train on within seconds; 2 waits with its state,
+    returns and heals.
+    """
     delays = [
         {"replica": replica, "rank": 0, "attempt": "any", "seconds": 0.1} for replica in range(3)
     ]

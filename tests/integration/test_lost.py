@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Nobody is lost silently: agents, hosts and frozen groups are killed or stopped by hand, and every view says so."""
+"""No group is lost silently: agents, hosts and frozen groups are killed or stopped, and every view
+reports it.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,7 @@ def parent_of(pid: int) -> int:
 
 
 def fold(events: list[Event]) -> tuple[RunStatus, list[str]]:
-    """Return what `top` shows of a run, and its lines."""
+    """Return the status that `top` shows of a run, and its lines."""
     run = RunStatus()
     lines = [line for event in events if (line := run.observe(event))]
     return run, lines
@@ -130,7 +132,9 @@ def final_digests(events: list[Event]) -> list[str | None]:
 
 @pytest.mark.slow
 def test_killed_agent_of_a_launch(launch: Any) -> None:
-    """kill -9 of an agent: its group is back, with the same weights, and terminal, events and report say why."""
+    """After kill -9 of an agent its group returns with the same weights; terminal, events and
+    report name the cause.
+    """
     run = launch(240, "--fault_tolerance.start_timeout_seconds=60")
     agent = parent_of(run.wait_for_step(5, replica=1))
     os.kill(agent, signal.SIGKILL)
@@ -156,7 +160,9 @@ def test_killed_agent_of_a_launch(launch: Any) -> None:
 
 @pytest.mark.slow
 def test_fault_that_kills_an_agent(launch: Any) -> None:
-    """`titan-ft chaos RUN kill_agent` hits the agent alone; the fault is the cause of the one failure."""
+    """`titan-ft chaos RUN kill_agent` hits the agent only, and that fault is the cause of the one
+    failure.
+    """
     run = launch(240, "--fault_tolerance.start_timeout_seconds=60")
     agent = parent_of(run.wait_for_step(5, replica=1))
     command = [
@@ -188,7 +194,9 @@ def test_fault_that_kills_an_agent(launch: Any) -> None:
 
 @pytest.mark.slow
 def test_lost_host(make_job: Callable[..., Job]) -> None:
-    """A group whose workers and agent are gone for good: the survivor says it, waits for it by name, ends without."""
+    """A group without workers and agent is gone for good: the survivor reports it, waits for it by
+    name, and ends.
+    """
     job = make_job(
         groups=2,
         steps=4000,
@@ -217,7 +225,9 @@ def test_lost_host(make_job: Callable[..., Job]) -> None:
 
 @pytest.mark.slow
 def test_end_without_a_lost_group(make_job: Callable[..., Job]) -> None:
-    """The last step is made: the survivor says for whom it waits, and then without whom it ended; so does `top`."""
+    """After the last step the survivor names the group that it waits for, and then ends without;
+    `top` shows both.
+    """
     job = make_job(
         groups=2,
         steps=60,
@@ -240,7 +250,9 @@ def test_end_without_a_lost_group(make_job: Callable[..., Job]) -> None:
 
 @pytest.mark.slow
 def test_frozen_group(launch: Any) -> None:
-    """kill -STOP: the group is named while it is frozen, and back when it is; nobody restarts it."""
+    """A group under SIGSTOP is named while it is frozen, and named as back afterwards. It is not
+    restarted.
+    """
     run = launch(100000, "--fault_tolerance.digest_every=50", minutes=0.6)
     worker = run.wait_for_step(5, replica=1)
     os.kill(worker, signal.SIGSTOP)

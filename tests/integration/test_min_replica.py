@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Waiting for other groups: too few to commit, and one that is slower than the others."""
+"""Waits for other groups: too few groups to commit, and a group that is slower than the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ HANG_SECONDS = 2
 
 
 def test_below_min_replica_size_nothing_is_committed_or_lost(make_job: Callable[..., Job]) -> None:
-    """The survivor keeps its gradients, for longer than a hang may last, and goes on when the other group is back."""
+    """The survivor keeps its gradients beyond the hang timeout, and continues when the other group
+    is back.
+    """
     faults = [{"replica": 1, "point": "backward", "step": STEP}]
     flags = [
         "--fault_tolerance.min_replica_size=2",
@@ -50,7 +52,9 @@ def test_below_min_replica_size_nothing_is_committed_or_lost(make_job: Callable[
 
 @pytest.mark.slow
 def test_a_straggler_is_named_by_all(make_job: Callable[..., Job]) -> None:
-    """Three slow steps make a straggler and three good ones none, on all groups at the same step."""
+    """Three slow steps make a straggler and three normal ones end it, on all groups at the same
+    step.
+    """
     slow = range(STEP, STEP + 5)
     job = make_job(
         groups=3,

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A gradient with a NaN stays with the group that made it."""
+"""A NaN gradient stays in the group that computed it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ STEP = 5
 def test_nan_of_one_group_is_left_out(
     make_job: Callable[..., Job], ranks: int, policy: str
 ) -> None:
-    """A NaN in one gradient of one of three groups: the step is made without that group, its batch is trained later."""
+    """With a NaN in one of three groups the step excludes that group, and its batch is trained
+    later.
+    """
     nan = {"replica": 1, "rank": ranks - 1, "fault": "nan_gradient", "steps": [STEP]}
     flags = [f"--fault_tolerance.batch_policy={policy}"]
     job = make_job(groups=3, ranks=ranks, steps=10, flags=flags, hooks={"chaos": [nan]})
@@ -56,7 +58,9 @@ def test_nan_of_one_group_is_left_out(
 
 
 def test_nan_of_all_groups_is_committed(make_job: Callable[..., Job]) -> None:
-    """When no group has finite gradients the model diverges: the run goes on, as torchtitan's own does."""
+    """If no group has finite gradients the model diverges, and the run continues as torchtitan's
+    does.
+    """
     nans = [{"replica": replica, "fault": "nan_gradient", "steps": [STEP]} for replica in range(2)]
     job = make_job(groups=2, steps=7, hooks={"chaos": nans})
     job.run()
@@ -68,7 +72,9 @@ def test_nan_of_all_groups_is_committed(make_job: Callable[..., Job]) -> None:
 
 
 def test_nan_again_and_again_ends_the_group(make_job: Callable[..., Job]) -> None:
-    """A group whose gradients are not finite in three steps in a row is started again, with its peers' state."""
+    """A group with nonfinite gradients in three consecutive steps restarts with its peers'
+    state.
+    """
     nan = {"replica": 1, "fault": "nan_gradient", "steps": [STEP, STEP + 1, STEP + 2]}
     job = make_job(groups=3, steps=12, hooks={"chaos": [nan], "hold": 1})
     job.run()

@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A run as a tool outside of the project drives and reads it: by commands, flags, files, events and exit statuses.
+"""A run as an outside tool drives and reads it: by commands, flags, files, events and exit
+statuses.
 
-Nothing here is imported from the project. Whatever is renamed inside, these names and meanings stay: tools
-that nobody here knows depend on them.
+Nothing here is imported from the project. These names and meanings stay when internals are renamed,
+because unknown tools depend on them.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def start(*words: str, **options: Any) -> subprocess.Popen[str]:
 
 
 def run(*words: str) -> tuple[int, str]:
-    """Run a command to its end; return its exit status and what it printed to the standard output."""
+    """Run a command to its end; return its exit status and its standard output."""
     process = start(*words, stderr=subprocess.DEVNULL)
     try:
         printed, _ = process.communicate(timeout=DEADLINE_SECONDS)
@@ -103,7 +104,7 @@ def run(*words: str) -> tuple[int, str]:
 
 
 def read_events(folder: Path) -> list[Fields]:
-    """Return the events of a run: each line of each file is one; the last line may still be in the making."""
+    """Return the events of a run: each complete line of each file is one event."""
     events = []
     for path in sorted((folder / "events").glob("*.jsonl")):
         whole_lines, _, _ = path.read_text().rpartition("\n")
@@ -126,7 +127,7 @@ def committed(event: Fields, replica: int, attempt: int, participants: list[int]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two groups, one of which was killed and came back, that SIGTERM stopped."""
+    """Folder of a stopped run of two groups, one of which was killed and returned."""
     folder = tmp_path_factory.mktemp("outside") / "run"
     flags = ("seq_len=32", "local_batch_size=1", "steps=100000")
     launch = start(
@@ -226,7 +227,7 @@ def test_a_group_that_leaves_in_order_ends_with_0(finished: Path) -> None:
 
 
 def test_check_judges_by_rows_and_its_status(finished: Path, tmp_path: Path) -> None:
-    """0 when every promise that is asked holds, 1 when one does not."""
+    """The exit status is 0 if every requested promise holds, and 1 if one does not."""
     status, printed = run("check", str(finished), "--json")
     assert status == 0, printed
     rows = {row["name"]: row["verdict"] for row in json.loads(printed)["judgements"]}
@@ -258,7 +259,7 @@ def test_report_and_top_read_the_run(finished: Path) -> None:
 
 
 def test_config_prints_the_settings() -> None:
-    """All of torchtitan's, and this project's that are a contract, are taken as flags."""
+    """All settings of torchtitan, and this project's public ones, can be given as flags."""
     flags = [f"--fault_tolerance.{name}={value}" for name, value in OWN_SETTINGS.items()]
     status, printed = run("config", "llama3_debug", "--json", "--", *flags)
     assert status == 0, printed

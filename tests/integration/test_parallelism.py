@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What users train with inside a group: parity with stock torchtitan, a kill and a heal, a resume, for each.
+"""Parallelisms inside a group: parity with stock torchtitan, a kill and a heal, and a resume for
+each.
 
-A row is a `Case` of `CASES`. To add one: what the groups get as flags, how many ranks a group needs, and against what
-its arithmetic is compared.
+Each entry of `CASES` is a `Case`. A new one needs the groups' flags, the ranks of a group, and the
+run that its arithmetic is compared with.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ class Case:
     """One way to train inside a group.
 
     Attributes:
-        flags: of torchtitan, for the groups and for stock alike.
+        flags: torchtitan flags, for the groups and for stock.
         ranks: of a group.
         stages: of a pipeline.
-        replicate, shard: degrees of the stock run on all ranks of both groups that this is compared with.
-        rounding: how far the losses may be from stock's, relative, and gradient norms ten times as far; 0 compares all
-            bytes.
+        replicate, shard: degrees of the stock run on all ranks of both groups that the groups are compared with.
+        rounding: largest relative difference of the losses to stock's, and a tenth of that of gradient norms; 0 compares
+            all bytes.
         counted: how often stock counts each token.
-        compared: whether stock trains it, and rightly; what it does not has a test with an oracle elsewhere.
+        compared: whether stock trains this case, and correctly. Otherwise another test compares it with an oracle.
         validated: whether stock can validate it. torch's ZBV has no forward without a backward.
-        quick: which of the tests are part of the default run.
+        quick: tests of this case that are part of the default run.
     """
 
     flags: tuple[str, ...] = ()
@@ -142,7 +143,7 @@ if series() != "0.2":
 
 
 def rows(test: str) -> list[Any]:
-    """Return the rows of a test; what is not quick is `slow`."""
+    """Return the cases of a test. A case that is not quick for the test is marked `slow`."""
     return [
         pytest.param(case, id=name, marks=() if test in case.quick else pytest.mark.slow)
         for name, case in CASES.items()
@@ -152,7 +153,7 @@ def rows(test: str) -> list[Any]:
 
 @pytest.mark.parametrize("case", rows("parity"))
 def test_parity(runs: Runs, case: Case) -> None:
-    """Two groups train what stock torchtitan trains on the same seed and data, validation in between."""
+    """Two groups equal stock torchtitan on the same seed and data, with validations in between."""
     flags = [*(VALIDATION if case.validated else ()), *case.flags]
     groups = runs.groups(2, case.ranks, flags, dump=case.rounding > 0)
     assert runs.job is not None
@@ -177,7 +178,9 @@ def test_parity(runs: Runs, case: Case) -> None:
 def compare(
     ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], rounding: float
 ) -> None:
-    """Compare the records of one rank; the mean loss is the same sum, which stock makes in float32."""
+    """Compare the records of one rank. The mean loss is the same sum, which stock computes in
+    float32.
+    """
     loss = pytest.approx(column(theirs, "loss"), rel=rounding or 2 * FLOAT32_ULP, abs=0)
     assert column(ours, "loss") == loss
     if rounding:
@@ -201,7 +204,9 @@ def check_validated(job: Job) -> None:
 
 @pytest.mark.parametrize("case", rows("heal"))
 def test_heal(make_job: Callable[..., Job], case: Case) -> None:
-    """A rank is killed: its group comes back with the bytes of the other, which has made each step once."""
+    """After the kill of a rank its group returns to the bytes of the other group, which made each
+    step once.
+    """
     kill = {"replica": 1, "rank": case.ranks - 1, "point": "backward", "step": 4}
     job = make_job(
         groups=2,
@@ -221,7 +226,7 @@ def test_heal(make_job: Callable[..., Job], case: Case) -> None:
 
 
 def check_losses(events: list[Event]) -> None:
-    """Every rank of every group tells one and the same loss of a step, that of a model that has hardly learnt."""
+    """All ranks of all groups report the same loss of a step, near that of an untrained model."""
     told: dict[int, set[float]] = {}
     for event in named(events, "step_committed"):
         told.setdefault(event["step"], set()).add(event["loss"])
@@ -235,7 +240,9 @@ def check_losses(events: list[Event]) -> None:
 
 @pytest.mark.parametrize("case", rows("resume"))
 def test_resume(make_job: Callable[..., Job], case: Case) -> None:
-    """All are killed: from the checkpoint the same steps come to the same bytes, and go on to the end."""
+    """After the death of all groups the checkpoint leads through the same steps to the same
+    bytes.
+    """
     faults = [{"replica": replica, "point": "forward", "step": 7} for replica in (0, 1)]
     flags = [
         *case.flags,
@@ -258,7 +265,9 @@ def test_resume(make_job: Callable[..., Job], case: Case) -> None:
 
 
 def test_copies_that_nothing_shards_are_refused(make_job: Callable[..., Job]) -> None:
-    """Two ranks, two copies: the shard degree of -1 comes out as 1, which only a worker can tell."""
+    """Two ranks with two copies resolve the shard degree -1 to 1, which only a worker can notice
+    and refuse.
+    """
     job = make_job(groups=1, ranks=2, flags=parallel(data_parallel_replicate_degree=2))
     job.run()
     codes = {worker.code for worker in job.groups[0].workers}
@@ -272,7 +281,9 @@ def test_copies_that_nothing_shards_are_refused(make_job: Callable[..., Job]) ->
 
 @pytest.mark.slow
 def test_context_parallelism_attends_to_the_whole_sequence(runs: Runs) -> None:
-    """Stock with the sequence dealt out to two ranks trains what groups with whole sequences train, to rounding."""
+    """Stock with each sequence split over two ranks equals groups with whole sequences, up to
+    rounding.
+    """
     ours = runs.groups(2, flags=LONG, dump=True)["0-0"]
     stock = runs.stock(4, replicate=2, shard=1, flags=CONTEXT, begin=str(runs.parameters("begin")))[
         0
@@ -320,7 +331,9 @@ def test_a_pipeline_validates_and_exports(make_job: Callable[..., Job], tmp_path
 def test_another_layout_goes_on(
     make_job: Callable[..., Job], tmp_path: Path, before: str, after: str
 ) -> None:
-    """A checkpoint has no trace of the stages: the same steps, with the same data and to rounding the same norms."""
+    """A checkpoint does not depend on pipeline stages: another layout trains the same data, up to
+    rounding.
+    """
     flags = [
         "--checkpoint.enable",
         f"--checkpoint.folder={tmp_path / 'checkpoints'}",

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What becomes of the global batch and of the LR while groups are absent."""
+"""The global batch and the LR while groups are absent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Undisturbed = Callable[[int, int], dict[int, Event]]
 def undisturbed(
     zygote: ZygoteClient, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Undisturbed]:
-    """The steps of jobs in which nothing fails: what each of them commits does not depend on the policies."""
+    """Steps of jobs without failures. Their commits do not depend on the policies."""
     jobs: dict[tuple[int, int], Job] = {}
 
     def run(groups: int, ranks: int) -> dict[int, Event]:
@@ -49,12 +49,12 @@ def kill(replica: int, point: str, step: int = STEP, **more: Any) -> dict[str, A
 
 
 def steps_of(events: Iterable[Event]) -> dict[int, Event]:
-    """One commit of each step; those of the other groups say the same, see `check`."""
+    """Return one commit of each step; `check` has compared those of the other groups."""
     return {event["step"]: event for event in named(events, "step_committed") if event["rank"] == 0}
 
 
 def absences(events: Iterable[Event], groups: int) -> dict[int, int]:
-    """Number of groups that contributed to each of the steps that some did not."""
+    """Map each step without all groups to its number of contributing groups."""
     present = {step: len(event["participants"]) for step, event in steps_of(events).items()}
     return {step: number for step, number in present.items() if number < groups}
 
@@ -62,7 +62,7 @@ def absences(events: Iterable[Event], groups: int) -> dict[int, int]:
 def check_full_batches(
     events: list[Event], undisturbed: dict[int, Event], groups: int, ranks: int
 ) -> None:
-    """Each step was made of the very batches that it has while nothing fails, each of them trained by one group."""
+    """Each step trained exactly the batches of an undisturbed job, each batch in one group."""
     found = audit(events)
     assert (found.verdict, found.num_lost, found.num_repeated) == ("holds", 0, 0), found
     for step, event in steps_of(events).items():
@@ -77,7 +77,9 @@ def check_full_batches(
 
 
 def check_readers(events: list[Event], groups: int, final_step: int) -> None:
-    """Present groups make all forward passes of a step; back, each group reads its own slot and no other."""
+    """The present groups make all forward passes of a step. At the end each group reads only its
+    own slot.
+    """
     contributed: dict[int, list[Event]] = defaultdict(list)
     for event in named(events, "step_committed"):
         if event["replica"] in event["participants"] and event["rank"] == 0:
@@ -96,7 +98,7 @@ def check_readers(events: list[Event], groups: int, final_step: int) -> None:
 def test_the_global_batch_holds(
     make_job: Callable[..., Job], undisturbed: Undisturbed, point: str
 ) -> None:
-    """The others train a dead group's batches in extra microbatches from the step on in which it died."""
+    """From the step of a group's death on, the others train its batches in extra microbatches."""
     job = make_job(groups=3, flags=[CONSTANT], hooks={"faults": [kill(1, point)], "hold": 4})
     job.run()
     events = check(job, survivors=[0, 2])
@@ -118,7 +120,9 @@ def test_the_global_batch_holds(
 def test_the_global_batch_holds_with_two_ranks(
     make_job: Callable[..., Job], undisturbed: Undisturbed
 ) -> None:
-    """Each rank of the group that is left reads what the rank of its index in the dead group would have read."""
+    """Each rank of the remaining group reads the data of the dead group's rank with the
+    same index.
+    """
     hooks = {"faults": [kill(1, "backward", rank=1)], "hold": 3}
     job = make_job(groups=2, ranks=2, flags=[CONSTANT], hooks=hooks)
     job.run()
@@ -137,7 +141,9 @@ def test_lr_follows_the_share(
     policy: str,
     factor: Callable[[float], float],
 ) -> None:
-    """An update of k of n groups is made with the LR's share in all groups, live and replayed; then it is back."""
+    """An update of k of n groups uses the share's LR in all groups, live and replayed; later
+    updates the full LR.
+    """
     flags = [f"--fault_tolerance.lr_policy={policy}"]
     job = make_job(groups=3, flags=flags, hooks={"faults": [kill(1, "backward")], "hold": 3})
     job.run()

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Runs of `titan-ft launch` on data that lose their place elsewhere, killed twice and held against what they read."""
+"""Launches on data that may resume at a wrong place: killed twice, and compared with an
+uninterrupted reader.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ class Run:
 def launch(
     folder: Path, *flags: str, kills: tuple[tuple[int, int], ...] = KILLS, **variables: str
 ) -> Run:
-    """Run a job of two groups; each group is killed when its present attempt has contributed to a step."""
+    """Run a job of two groups. Kill each group once its current attempt has contributed to
+    a step.
+    """
     (folder / "user_data.py").write_text(MODULE)
     texts = folder / "texts.jsonl"
     texts.write_text(
@@ -187,7 +191,9 @@ EXACT: dict[str, tuple[Flags, dict[str, str]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", EXACT)
 def test_the_batches_are_those_of_an_uninterrupted_reader(tmp_path: Path, kind: str) -> None:
-    """After two deaths: batch for batch. The openings were proved while the run went on, but for a user's loader."""
+    """After two deaths every batch is the right one. The run proved its openings itself, except those of a
+    user's loader.
+    """
     flags, variables = EXACT[kind]
     run = launch(tmp_path, *flags(tmp_path), **variables)
     assert run.status == 0, run.output
@@ -211,7 +217,9 @@ def test_the_batches_are_those_of_an_uninterrupted_reader(tmp_path: Path, kind: 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["by_process", "unseeded"])
 def test_data_that_do_not_go_on_are_never_called_whole(tmp_path: Path, kind: str) -> None:
-    """An order that each opening draws anew is found out at the start; one of the process, when it is opened again."""
+    """An order drawn at each opening is found at the start; one drawn by each process, at its next
+    opening.
+    """
     run = launch(tmp_path, f"--training.dataset={kind}", "--experimental.custom_import=user_data")
     assert run.status == 0, run.output
     events = read_events(run.paths.events)
@@ -232,7 +240,9 @@ def test_data_that_do_not_go_on_are_never_called_whole(tmp_path: Path, kind: str
 
 @pytest.mark.slow
 def test_a_state_that_cannot_travel_ends_the_run_at_its_start(tmp_path: Path) -> None:
-    """In one line and with exit status 2: no group could ever come back."""
+    """A loader state that cannot be sent ends the run with one line and status 2, because no group
+    could heal.
+    """
     flags = [
         "--model.name=drawn",
         "--training.dataset=bad",

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A run that goes on with other settings, by `titan-ft launch --resume`: real launches, real workers."""
+"""`titan-ft launch --resume` with other settings: real launches, real workers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WAIT_SECONDS = 180
 
 
 def launch(run_dir: Path, *words: str, replicas: int = 2) -> subprocess.CompletedProcess[str]:
-    """Launch groups of one rank; `words` are options, and behind a -- further flags."""
+    """Launch groups of one rank. `words` are options and, after a --, further flags."""
     end = words.index("--") if "--" in words else len(words)
     command = [sys.executable, "-m", "titan_ft", "launch", str(CONFIG), f"--replicas={replicas}"]
     command += [
@@ -53,7 +53,8 @@ def launch(run_dir: Path, *words: str, replicas: int = 2) -> subprocess.Complete
 
 @pytest.mark.slow
 def test_a_change_that_is_named_counts(tmp_path: Path) -> None:
-    """Without its name it is refused. With it, it holds from the first step on, and the run's record says so.
+    """A changed setting is refused unless it is named. Then it holds from the first step on, and is
+    recorded.
 
     torchtitan takes the LR, betas and weight decay from the checkpoint, whatever the config says.
     """

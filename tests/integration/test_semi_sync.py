@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Semi-synchronous methods: their arithmetic, and what failures in a round of several steps cost."""
+"""Semi-synchronous methods: their arithmetic, and the cost of failures in a round of
+several steps.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ SGD = [
 
 
 def difference(runs: Runs, one: str, other: str) -> tuple[float, float]:
-    """Return how far the final parameters of two runs are apart, and how far training has moved them, at most."""
+    """Return the largest difference between the final parameters of two runs, and their largest
+    change in training.
+    """
     begin, ours = (torch.load(runs.parameters(moment, one)) for moment in ("begin", "end"))
     theirs = torch.load(runs.parameters("end", other))
     assert ours.keys() == theirs.keys()
@@ -53,7 +57,9 @@ def difference(runs: Runs, one: str, other: str) -> tuple[float, float]:
 
 
 def test_rounds_of_one_step_are_synchronous_training(runs: Runs) -> None:
-    """With SGD inside and the mean outside, of unequal tokens: the same losses, LR and weights, to rounding."""
+    """With SGD inside, the mean outside and unequal tokens, losses, LR and weights equal
+    synchronous ones up to rounding.
+    """
     shared: dict[str, Any] = {"flags": SGD, "mask": True, "dump": True}
     theirs = runs.groups(2, name="synchronous", **shared)["0-0"]
     ours = runs.groups(2, method="local_sgd", name="rounds", **shared)["0-0"]
@@ -70,7 +76,9 @@ def test_rounds_of_one_step_are_synchronous_training(runs: Runs) -> None:
 
 @pytest.mark.parametrize("sync_steps", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_group_alone_is_stock_torchtitan(runs: Runs, sync_steps: int) -> None:
-    """With LocalSGD, whose mean is then the group's own weights; AdamW goes on as if there were no rounds."""
+    """With LocalSGD the mean of one group is its own weights, and AdamW continues as if there were
+    no rounds.
+    """
     ours = runs.groups(1, method="local_sgd", sync_steps=sync_steps, dump=True)["0-0"]
     (theirs,) = runs.stock(1, replicate=1, shard=1, dump=True)
     ends = ends_of_rounds(sync_steps)
@@ -84,7 +92,9 @@ def test_one_group_alone_is_stock_torchtitan(runs: Runs, sync_steps: int) -> Non
 
 
 def test_a_round_of_one_group_is_stock_torchtitan_bit_for_bit(runs: Runs) -> None:
-    """All that a round adds to the group's own steps is the rounding of the mean, and of anchor - (anchor - weight)."""
+    """A round adds only the rounding of the mean and of anchor - (anchor - weight) to the group's
+    own steps.
+    """
     runs.groups(1, method="local_sgd", sync_steps=STEPS, dump=True)
     runs.stock(1, replicate=1, shard=1, dump=True)
     begin, ours = (torch.load(runs.parameters(moment)) for moment in ("begin", "end"))
@@ -136,7 +146,9 @@ def test_rounds_against_the_oracle(
     microbatches: int,
     flags: list[str],
 ) -> None:
-    """Each round's anchors come from the groups' changes, weighted by their unequal tokens; the last round is short."""
+    """Each round's anchors follow from the groups' changes, weighted by unequal tokens; the last
+    round is short.
+    """
     sync_steps = 4
     outer = DILOCO if method == "diloco" else LOCAL_SGD
     records = runs.groups(
@@ -210,7 +222,9 @@ def test_fragments_against_the_oracle(
     fragments: list[list[str]],
     flags: list[str],
 ) -> None:
-    """Each fragment's anchors come from how far the groups have come with it, one fragment a round, all in the last."""
+    """Each fragment's anchors follow from the groups' changes of it: one fragment a round, and all
+    in the last round.
+    """
     length = sync_steps // len(fragments)
     flags = [
         *flags,
@@ -256,7 +270,9 @@ QUANTIZED = "--fault_tolerance.should_quantize"
 
 @pytest.mark.slow
 def test_rounds_in_8_bits_against_the_oracle(runs: Runs) -> None:
-    """A change is off by half a scale at most, and what a rank sends is a quarter of fp32; the rest is as without."""
+    """8 bits round a change by at most half a scale and send a quarter of fp32's bytes; the rest is
+    unchanged.
+    """
     sync_steps = 4
     records = runs.groups(
         2, 1, [QUANTIZED], method="diloco", sync_steps=sync_steps, mask=True, dump=True
@@ -307,7 +323,7 @@ def check_data(events: list[Event]) -> None:
 
 
 def rounds_of(events: list[Event], replica: int) -> dict[int, Event]:
-    """What rank 0 of a group has told of each round."""
+    """Map each round to its commit by rank 0 of a group."""
     committed = named(events, "step_committed")
     return {
         event["step"]: event
@@ -328,9 +344,10 @@ def rounds_of(events: list[Event], replica: int) -> dict[int, Event]:
 def test_a_group_that_comes_back_in_the_midst_of_a_round(
     make_job: Callable[..., Job], ranks: int, flags: Flags
 ) -> None:
-    """It is killed in a round's second step, and counts by its tokens in that very round: it gets the state at once.
+    """A group killed in a round's second step fetches the state at once, and counts by its tokens
+    in that round.
 
-    The other one copies it between two steps; it loses none, and waits for nobody.
+    The other group copies the state between two steps; it loses none, and does not wait.
     """
     length, rounds = 8, 3
     survivor = [("down-1-0", 10), ("wanted", 11), ("reached-awaited-1-1-0", 15)]
@@ -371,10 +388,10 @@ def test_a_group_that_comes_back_in_the_midst_of_a_round(
 def test_a_group_that_is_offered_nothing_gets_the_state_behind_the_round(
     make_job: Callable[..., Job], ranks: int, flags: Flags
 ) -> None:
-    """Nobody has compared the bytes, so that no group may serve them before it has met the others.
+    """Without compared bytes no group may serve the state before the end of the round.
 
-    Back before the second round ends, it has the state at the third's beginning, trains what there is time for and
-    counts by its tokens.
+    The group returns before the second round ends, gets the state at the start of the third, trains
+    while there is time and counts by its tokens.
     """
     # Marks, and the survivor's steps that wait for them. The joiner's second step goes on when it is waited for.
     survivor = [("down-1-0", 6), ("ready-1-1", 7), ("reached-awaited-1-1-0", 10)]
@@ -450,9 +467,11 @@ STREAMING = [
 def test_kill_in_the_exchange(
     make_job: Callable[..., Job], streams: bool, point: str, ranks: int, flags: Flags
 ) -> None:
-    """The survivor offers the same change again, and makes no step twice; if it makes steps meanwhile, once it is due.
+    """The survivor offers the same change again without repeating a step; with steps made
+    meanwhile, once it is due.
 
-    Then the one that comes back gets the anchors of both fragments, and gives what it trains from there.
+    The returning group then gets the anchors of both fragments, and contributes its training from
+    there.
     """
     dying = 2
     # Streaming groups make two rounds more while the joiner fetches: the job is not to end with its heal.
@@ -492,7 +511,9 @@ def test_kill_in_the_exchange(
 def test_two_of_three_go_on_with_their_overlapped_exchange(
     make_job: Callable[..., Job], point: str, ranks: int
 ) -> None:
-    """Each has made steps of the next round by then, on weights of its own: both offer the same changes again."""
+    """Both survivors offer the same changes again, although they have made steps of the next round
+    on weights of their own.
+    """
     step = 2 * LENGTH + (1 if point == "forward" else 0)
     hooks = {"faults": [kill(1, point, step=step, rank=ranks - 1)], "hold": 2}
     flags = [*STREAMING, *SHARDED] if ranks > 1 else STREAMING
@@ -512,7 +533,9 @@ def test_two_of_three_go_on_with_their_overlapped_exchange(
     "point", ["exchange_first", pytest.param("vote_before", marks=pytest.mark.slow)]
 )
 def test_kill_in_the_round_behind_an_update(make_job: Callable[..., Job], point: str) -> None:
-    """The rows behind a commit, which name donors, are no update: the survivor makes the next one by itself."""
+    """The exchange of facts after a commit, which names donors, is no update: the survivor makes
+    the next one alone.
+    """
     # It is back in round 3.
     hooks = {"faults": [kill(1, point, after=["trained-1-0"])], "hold": LENGTH}
     job = make_job(groups=2, steps=LENGTH * ROUNDS, flags=round_flags(), hooks=hooks)
@@ -527,7 +550,9 @@ def test_kill_in_the_round_behind_an_update(make_job: Callable[..., Job], point:
 
 @pytest.mark.slow
 def test_a_slow_group_sends_fewer_steps(make_job: Callable[..., Job]) -> None:
-    """It asks for the exchange at the deadline, and makes as many as it can until the others are there too."""
+    """A slow group requests the exchange at the deadline, and trains on until the others
+    are ready.
+    """
     hooks = {
         "delays": [
             {"replica": 0, "seconds": 0.2, "step": None},
@@ -569,7 +594,9 @@ SHORT = LENGTH * ROUNDS - 2  # steps of a run whose last round is shorter
 def test_a_transfer_that_takes_longer_than_a_round(
     make_job: Callable[..., Job], ranks: int, more: Flags
 ) -> None:
-    """The others make rounds meanwhile, which the joiner replays: one exchange each, momentum and LR as theirs."""
+    """The joiner replays the rounds that the others made meanwhile: one exchange each, with their
+    momentum and LR.
+    """
     pause = {"replica": 1, "attempt": 1, "queued": 2}
     hooks = {
         "faults": [kill(1, "forward", step=6)],
@@ -599,7 +626,9 @@ def test_a_transfer_that_takes_longer_than_a_round(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_kill_ten_times(make_job: Callable[..., Job], seed: int) -> None:
-    """Ten kills of random groups at random points, each once the one before has healed; still one trajectory."""
+    """Ten kills of random groups at random points, each after the previous heal, leave one
+    trajectory.
+    """
     dice = random.Random(seed)
     points = [
         "forward",
@@ -642,7 +671,9 @@ def test_kill_ten_times(make_job: Callable[..., Job], seed: int) -> None:
 
 
 def test_kill_in_the_last_round(make_job: Callable[..., Job]) -> None:
-    """A group that is back when the others have made the final state gets it from them, and trains nothing."""
+    """A group that returns after the others made the final state gets it from them, and trains
+    nothing.
+    """
     hooks = {"faults": [kill(1, "forward", step=SHORT)], "hold": 99}
     job = make_job(groups=2, steps=SHORT, flags=round_flags(), hooks=hooks)
     job.run()
@@ -655,7 +686,7 @@ def test_kill_in_the_last_round(make_job: Callable[..., Job]) -> None:
 
 @pytest.mark.slow
 def test_a_group_that_comes_late_to_the_job(make_job: Callable[..., Job]) -> None:
-    """It was never there: the others begin without it, and it joins in the midst of a round."""
+    """The others begin without an absent group, which joins in the middle of a round."""
     flags = round_flags("--fault_tolerance.start_timeout_seconds=1")
     hooks = {"gates": [gate("ready-1-0", 0, 6), gate("healed-1-0", 0, 9)]}
     job = make_job(groups=2, steps=LENGTH * ROUNDS, flags=flags, hooks=hooks)
@@ -671,7 +702,9 @@ def test_a_group_that_comes_late_to_the_job(make_job: Callable[..., Job]) -> Non
 
 @pytest.mark.slow
 def test_rounds_wait_for_min_replica_size(make_job: Callable[..., Job]) -> None:
-    """The survivor keeps the change of its whole round until enough groups hold the state, and makes no step again."""
+    """The survivor keeps the change of its whole round until enough groups hold the state, and
+    repeats no step.
+    """
     hooks = {"faults": [kill(1, "forward", step=6)], "gates": [gate("down-1-0", 0, 6)]}
     flags = round_flags("--fault_tolerance.min_replica_size=2")
     job = make_job(groups=2, steps=LENGTH * ROUNDS, flags=flags, hooks=hooks, late=False)
@@ -709,9 +742,11 @@ def test_rounds_of_one_step_survive_a_kill(make_job: Callable[..., Job]) -> None
 def test_a_change_that_is_not_finite(
     make_job: Callable[..., Job], ahead: int, ranks: int, flags: Flags
 ) -> None:
-    """A NaN in a group's steps spoils its moments: the others make the round without it, and it heals for the next.
+    """A NaN corrupts a group's moments: the others make the round without it, and it heals for the
+    next one.
 
-    The steps that the group has made during the exchange are built on what it loses, and are void as well.
+    Steps that the group made during the exchange depend on the lost change, so they are void as
+    well.
     """
     # A step of the healed group in the third round, and the step at which the other group waits for it.
     trains, waits = (2 * LENGTH + 3, 3 * LENGTH - 1) if ahead else (2 * LENGTH + 1, 2 * LENGTH + 2)
@@ -749,10 +784,10 @@ def test_a_change_that_is_not_finite(
 def test_moments_that_are_not_finite_come_to_no_joiner(
     make_job: Callable[..., Job], ranks: int, flags: Flags
 ) -> None:
-    """A group comes back in the round in which the only holder of the state has had a NaN.
+    """A group returns in the round in which the only holder of the state had a NaN.
 
-    The anchors are sound and its moments are not: the joiner begins its own anew, makes the round alone, and the other
-    one heals from it.
+    The holder's anchors are sound, and its moments are not: the joiner starts with new moments and
+    makes the round alone, and the holder heals from it.
     """
     length, rounds = 8, 3
     holder = [("down-1-0", 10), ("wanted", 11), ("reached-awaited-1-1-0", 15)]
@@ -797,7 +832,9 @@ def test_moments_that_are_not_finite_come_to_no_joiner(
 
 @pytest.mark.slow
 def test_a_slow_group_stalls_nobody_and_counts(make_job: Callable[..., Job]) -> None:
-    """The fast one waits for it at the lighthouse and not in a collective, however short that one's timeout is."""
+    """The fast group waits at the lighthouse and not in a collective, however short the
+    collective's timeout is.
+    """
     hooks = {"delays": [{"replica": 1, "seconds": 0.3, "step": None}]}
     flags = round_flags("--fault_tolerance.process_group_timeout_ms=1000")
     job = make_job(groups=2, steps=3 * LENGTH, flags=flags, hooks=hooks)
@@ -823,7 +860,9 @@ def terminate(job: Job, replica: int) -> None:
 
 
 def leave_and_come_back(job: Job, ranks: int) -> None:
-    """Run a job whose group 1 gets SIGTERM at the gate "go"; it is started again once the survivor has gone on."""
+    """Run a job whose group 1 gets SIGTERM at the gate "go". Start the group again once the
+    survivor trains on.
+    """
     job.start()
     job.wait_for_gate("go", 1, range(ranks))
     job.mark("down-1-0")  # the survivor soon waits for the next attempt
@@ -846,7 +885,9 @@ def leave_and_come_back(job: Job, ranks: int) -> None:
 def test_sigterm_in_the_midst_of_a_round(
     make_job: Callable[..., Job], fits: bool, ranks: int, streams: bool
 ) -> None:
-    """The group leaves with the round's update if that fits drain_timeout_seconds; else at once, its batches void."""
+    """The group leaves with the round's update if drain_timeout_seconds allow; else at once, and
+    its batches are void.
+    """
     # The survivor has yet to come to the end of this round: the one that leaves waits for it there.
     hooks: dict[str, Any] = {
         "gates": [gate("go", 1, 6, rank) for rank in range(ranks)],
@@ -884,7 +925,9 @@ def test_sigterm_in_the_midst_of_a_round(
 def test_sigterm_in_steps_that_are_made_during_an_exchange(
     make_job: Callable[..., Job], ranks: int
 ) -> None:
-    """The group leaves in order, with the update whose exchange is under way; the steps of the next round are void."""
+    """The group leaves in order with the update of the running exchange; the steps of the next
+    round are void.
+    """
     hooks: dict[str, Any] = {
         "gates": [
             gate("go", 1, LENGTH + 2, rank) for rank in range(ranks)
@@ -929,7 +972,9 @@ def saving(folder: Path, interval: int = 8) -> list[str]:
 
 
 def check_resumed(job: Job, expected: list[Event], step: int, attempt: int = 0) -> list[Event]:
-    """The job's last attempt went on from the checkpoint of this step, and made what an undisturbed one did."""
+    """The job's last attempt continued from the checkpoint of this step, to the results of an
+    undisturbed job.
+    """
     events = [event for event in job.events() if event.get("attempt") == attempt]
     for own in by_process(events).values():
         assert [event["step"] for event in named(own, "checkpoint_loaded")] == [step]
@@ -957,9 +1002,11 @@ def check_resumed(job: Job, expected: list[Event], step: int, attempt: int = 0) 
 def test_all_groups_killed_in_a_round(
     make_job: Callable[..., Job], tmp_path: Path, groups: int, ranks: int, inner: list[str]
 ) -> None:
-    """The job goes on from the checkpoint of a round's end: anchors and momentum end as those of an undisturbed run.
+    """The job continues from the checkpoint of a round's end; anchors and momentum end as in an
+    undisturbed run.
 
-    Bit for bit; but each group's own moments go on as those of the group that saved, which SGD has none of.
+    They are equal bit for bit with SGD. With moments they would not be, because each group
+    continues with the moments of the group that saved.
     """
     shape: dict[str, Any] = {"groups": groups, "ranks": ranks, "steps": LENGTH * ROUNDS}
     flags = round_flags(*inner)
@@ -982,7 +1029,9 @@ def test_all_groups_killed_in_a_round(
 def test_what_is_saved_and_validated_is_what_the_groups_agree_on(
     make_job: Callable[..., Job], tmp_path: Path, ranks: int
 ) -> None:
-    """Between two exchanges of a fragment each group has weights of its own. A job goes on from the others."""
+    """Between two exchanges of a fragment each group has its own weights; saves and validations use
+    the agreed ones.
+    """
     record, checkpoints = tmp_path / "record", tmp_path / "checkpoints"
     record.mkdir()
     flags = [*STREAMING, *SGD, "--fault_tolerance.fragment_update_alpha=0.5", *saving(checkpoints)]
@@ -1024,10 +1073,11 @@ def test_what_is_saved_and_validated_is_what_the_groups_agree_on(
 @pytest.mark.slow
 @pytest.mark.parametrize("fits", [True, False])
 def test_a_preempted_job_goes_on(make_job: Callable[..., Job], tmp_path: Path, fits: bool) -> None:
-    """All groups get SIGTERM in the midst of a round, which they finish if there is time. One saves what they hold.
+    """All groups get SIGTERM in the middle of a round, finish it if there is time, and one saves
+    the agreed state.
 
-    A later job ends as an undisturbed one does. Checkpoints fall due in the midst of rounds, too; they are made at
-    their ends. What was made of a round that is broken off is void, and trained again.
+    A later job ends as an undisturbed one. Checkpoints that fall due in the middle of a round are
+    made at its end. The steps of an abandoned round are void, and trained again.
     """
     steps = LENGTH * ROUNDS
     straight = make_job(groups=2, steps=steps, flags=round_flags(*SGD))

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A run is stopped, and goes on with the very command that it has ended with: nothing is lost."""
+"""A stopped run prints the command that continues it, and loses nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def commits(run_dir: Path) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("how", ["signal", "minutes"])
 def test_the_command_that_a_stopped_run_ends_with(tmp_path: Path, how: str) -> None:
-    """Run as it is printed, it goes on behind the step at which the run was stopped, to the last one."""
+    """The printed command continues after the step of the stop, to the last step."""
     run_dir = tmp_path / "a run"  # whose name needs quotes
     command = [
         sys.executable,

@@ -1,8 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attacks on runs by peers without the token. tests/README.md lists the findings that the names count.
+"""Attacks on runs by peers without the token. tests/README.md lists the findings that the names
+count.
 
-The attackers are this process: another user of the host reaches no other ports.
+The attacks come from this process. Another user of the host reaches the same ports.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ ATTACKED_STEP = 4
 
 @pytest.fixture
 def attack(make_job: Callable[..., Job]) -> Callable[..., Job]:
-    """Run a job of two groups, make an attack during one of its steps, and check that it has cost nothing."""
+    """Run a job of two groups, attack it during one of its steps, and check that the attack cost
+    nothing.
+    """
 
     def attack(make: Callable[[Job, int], None]) -> Job:
         delays = [{"replica": replica, "step": ATTACKED_STEP, "seconds": 2} for replica in (0, 1)]
@@ -74,7 +77,9 @@ def workers(job: Job) -> list[int]:
 
 
 def test_f1_kill(attack: Callable[..., Job]) -> None:
-    """By the lighthouse's page, and by torchft's own request at every port at which a worker listens."""
+    """Kill requests through the lighthouse's page, and torchft's own at every port of the workers,
+    have no effect.
+    """
 
     def make(job: Job, port: int) -> None:
         status = StatusPage(LighthouseAddress(job._address, TOKEN)).read(DEADLINE)
@@ -113,8 +118,9 @@ time.sleep(3600)
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "on_exit"), reason="needs glibc")
 def test_f1_a_killed_manager_ends_its_process() -> None:
-    """torchft's manager, killed before its door was shut, calls exit() on a thread: no exit handler keeps the process,
-    so that its agent sees the end."""
+    """torchft's manager, killed while its port is open, calls exit() on a thread. No exit handler
+    keeps the process, so its agent sees the end.
+    """
     environ = {**os.environ, "RUST_LOG": "warn"}
     with subprocess.Popen(
         [sys.executable, "-c", MANAGED], stdout=subprocess.PIPE, text=True, env=environ
@@ -157,7 +163,9 @@ def test_f3_an_impostor(attack: Callable[..., Job], zygote: ZygoteClient, tmp_pa
 
 
 def test_f4_f5_f10_heartbeats_idle_connections_and_long_names(attack: Callable[..., Job]) -> None:
-    """More strangers than groups, more connections than descriptors, names of a megabyte: nobody waits for them."""
+    """More strangers than groups, more connections than descriptors and names of a megabyte delay
+    no group.
+    """
 
     def make(job: Job, port: int) -> None:
         with strangers.idle_connections(port, 1100):
@@ -176,7 +184,9 @@ def test_f4_f5_f10_heartbeats_idle_connections_and_long_names(attack: Callable[.
 
 
 def test_f19_half_open_connections_at_the_state_servers(attack: Callable[..., Job]) -> None:
-    """Hundreds of connections that say nothing, noise and what the servers said themselves: no step is slower."""
+    """Hundreds of silent connections, noise and replayed bytes at the state servers slow no
+    step.
+    """
 
     def make(job: Job, port: int) -> None:
         chance = random.Random(19)
@@ -199,8 +209,9 @@ def free_port() -> int:
 
 @pytest.mark.skipif(bool(allow_namespaces()), reason="this system allows no network namespaces")
 def test_f6_f7_a_private_network_and_a_flood_at_its_metrics(tmp_path: Path) -> None:
-    """A real run of two groups with two ranks each, whose launcher may have 256 descriptors: no port of it can be
-    reached but the figures', where 400 idle connections are nothing to the run."""
+    """A real run of two groups of two ranks, whose launcher may have 256 descriptors: only its
+    metrics port can be reached, and 400 idle connections there do not disturb the run.
+    """
     port, folder = free_port(), tmp_path / "run"
     command = [
         sys.executable,
@@ -265,6 +276,6 @@ def test_f6_f7_a_private_network_and_a_flood_at_its_metrics(tmp_path: Path) -> N
 
 
 def steps(folder: Path) -> int:
-    """Return the last step that a run has committed; 0 without one."""
+    """Return the last committed step of a run, or 0."""
     events: list[Any] = list(read_events(folder / "events")) if (folder / "events").exists() else []
     return max((event.step for event in events if event.name == "step_committed"), default=0)

@@ -1,6 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A group on two hosts, an agent on each: a rank dies, an agent dies, a host vanishes, the first rank's host vanishes.
+"""A group on two hosts with an agent on each: a rank dies, an agent dies, a host vanishes, the
+first host vanishes.
 
 A third host has the lighthouse and another group, which trains on.
 """
@@ -145,7 +146,9 @@ class Job:
 
 @pytest.mark.slow
 def test_a_group_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
-    """It comes back as a whole each time, heals from the other group, and nothing is lost."""
+    """The group returns as a whole each time and heals from the other group, and nothing is
+    lost.
+    """
     job = Job(hosts, tmp_path)
     job.wait_for_contribution(0)
     assert [

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Validation on all of a dataset, by ranks whose shares of it are not equally long."""
+"""Validation on all of a dataset, with unequal shares of the ranks."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ def validated(job: Job, replica: int, rank: int) -> list[tuple[int, float]]:
 
 
 def test_the_data_ends_for_all_ranks_at_once(make_job: Callable[..., Job], tmp_path: Path) -> None:
-    """Each rank went to the end of its own share, and Gloo aborted the one that was first there, at each start.
+    """All ranks end a validation at the same batch. Else Gloo aborts the rank that is first at the
+    end of its share.
 
-    The loss is that of the batches which all ranks have, in each validation.
+    The loss of each validation is that of the batches which all ranks have.
     """
     flags = [*FLAGS, f"--validation.dataset_path={write_text(tmp_path / 'book.txt')}"]
     job = make_job(
@@ -71,7 +72,9 @@ def test_the_data_ends_for_all_ranks_at_once(make_job: Callable[..., Job], tmp_p
 
 
 def test_a_rank_without_a_batch(make_job: Callable[..., Job], tmp_path: Path) -> None:
-    """One line and exit status 2, so that nobody starts it again; it was an exception or a SIGABRT at each start."""
+    """A rank without a batch ends with one line and status 2, and is not restarted, instead of an
+    exception or a SIGABRT.
+    """
     book = write_text(tmp_path / "book.txt", (30, 1))
     flags = [*FLAGS, f"--validation.dataset_path={book}", "--validation.steps=-1"]
     job = make_job(groups=1, ranks=2, steps=4, flags=flags)

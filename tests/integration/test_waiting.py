@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Groups that live and are in no quorum, because they are in the midst of a long step: the others wait for them."""
+"""Live groups outside the quorum, in the middle of a long step: the others wait for them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def gate(name: str, replica: int, step: int = STEP, **more: Any) -> dict[str, An
 
 
 def test_nobody_finishes_without_a_group_in_a_long_step(make_job: Callable[..., Job]) -> None:
-    """It was silent for a moment and is left out; the other one has made all steps and waits, for longer than it would.
+    """A group that was silent for a moment is excluded. The other one, which made all steps, waits
+    for it without limit.
 
-    So the late one gets the final state, and the same bytes.
+    So the late group gets the final state, with the same bytes.
     """
     hooks = {
         "gates": [gate("go", 1), gate("last", 0, step=6)],
@@ -58,9 +59,11 @@ def test_nobody_finishes_without_a_group_in_a_long_step(make_job: Callable[..., 
 def test_a_checkpoint_is_no_witness_for_the_group_that_wrote_it(
     make_job: Callable[..., Job], tmp_path: Path
 ) -> None:
-    """A bit flips in one of two groups, which saves; a third one comes back at that very step with this checkpoint.
+    """A bit flips in one of two groups, which saves; a third one returns at that very step with
+    this checkpoint.
 
-    It would outvote the group whose bytes are right: nobody can tell which are, so that the run ends and says so.
+    It would outvote the group with the right bytes. Nobody can tell which bytes are right, so the
+    run ends with a message.
     """
     folder = tmp_path / "checkpoints"
     job = make_job(

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a run of `titan-ft launch` leaves for who watches it, when a group is killed and comes back."""
+"""The traces of a launch for its observers, after a group is killed and returns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ LOSS = "loss_metrics/global_avg_loss"
 
 
 def points(folder: Path) -> list[tuple[int, float]]:
-    """Return step and value of every point of the loss that the files of a folder hold, in the order of the files."""
+    """Return step and value of every point of the loss in the files of a folder, in the order of
+    the files.
+    """
     records = [
         record for file in sorted(folder.iterdir()) for record in EventFileLoader(str(file)).Load()
     ]
@@ -47,7 +49,7 @@ def wait_for(
     found: Callable[[Any], bool],
     what: str,
 ) -> Any:
-    """Return the first event that is the one; fails when it has not come within two minutes."""
+    """Return the first event that fits; fail after two minutes."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and run.poll() is None:
         for event in events():
@@ -59,8 +61,9 @@ def wait_for(
 
 @pytest.mark.slow
 def test_curves_of_a_run_with_a_killed_group(tmp_path: Path) -> None:
-    """TensorBoard has one folder for each group and one for the job; steps go on behind a kill, none comes twice, and
-    every value is the committed loss of the events."""
+    """TensorBoard has one folder for each group and one for the job. Steps continue after a kill
+    without a duplicate, and every value is the committed loss of the events.
+    """
     paths = RunPaths(tmp_path / "run")
     flags = ["--training.seq_len=32", "--training.local_batch_size=1", "--training.steps=100000"]
     command = [

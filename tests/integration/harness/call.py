@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Call one function, "module:function", as a program whose further arguments are the function's command line."""
+"""Call one function, "module:function", as a program. The further arguments are the function's
+command line.
+"""
 
 from __future__ import annotations
 

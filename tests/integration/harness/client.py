@@ -23,7 +23,9 @@ POLL_SECONDS = 0.02
 
 
 class Process:
-    """A process forked from the zygote. `code` is its exit status once it has ended; negative: the signal."""
+    """A process forked from the zygote. `code` is its exit status after its end; a negative one is
+    a signal.
+    """
 
     def __init__(self, number: int, log: Path) -> None:
         self.number = number
@@ -36,7 +38,7 @@ class Process:
         return self.code is None
 
     def output(self) -> str:
-        """Return what it has printed so far."""
+        """Return everything that the process has printed so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
@@ -68,7 +70,7 @@ class ZygoteClient:
     def start(
         self, call: str, log: Path, argv: Sequence[str] = (), env: Mapping[str, str] | None = None
     ) -> Process:
-        """Fork a process that calls `call` ("module:function"), its output going to `log`."""
+        """Fork a process that calls `call` ("module:function") and writes its output to `log`."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self._number += 1
         process = self._processes[self._number] = Process(self._number, log)
@@ -89,7 +91,7 @@ class ZygoteClient:
             self._send({"id": process.number, "signal": int(signum)})
 
     def poll(self, seconds: float = POLL_SECONDS) -> None:
-        """Take in what has ended, waiting up to `seconds` for news."""
+        """Read the zygote's answers (started, ended). Wait up to `seconds` for the first."""
         if not self._selector.select(seconds):
             return
         data = os.read(self._answers.fileno(), 1 << 16)
@@ -127,7 +129,7 @@ class ZygoteClient:
         return process
 
     def close(self) -> None:
-        """End the zygote, which takes along what it forked."""
+        """End the zygote, which ends the processes that it forked."""
         self._requests.close()
         try:
             self._process.wait(10)

@@ -18,15 +18,15 @@ Event = dict[str, Any]
 
 
 class Computed(RankEvent, kw_only=True):
-    """What the hooks of a worker counted in a step.
+    """Counts of a step by the hooks of a worker.
 
     Attributes:
-        step: its number.
-        forwards: forward passes.
-        reductions: all-reduces inside of the group.
-        samples: texts that were tokenized so far.
+        step: number of the step.
+        forwards: forward passes in the step.
+        reductions: all-reduces inside the group.
+        samples: texts tokenized since the start of the worker.
         rate: learning rate of the optimizer.
-        held_seconds: for which the hooks held the step up.
+        held_seconds: time for which the hooks delayed the step.
     """
 
     step: int

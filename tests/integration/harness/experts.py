@@ -14,9 +14,11 @@ from torchtitan.protocols.train_spec import register_train_spec
 
 
 def register() -> None:
-    """Make known flavors "tiny" and, without load balancing, "tiny_unbalanced", of qwen3 and deepseek_v3.
+    """Register the flavors "tiny" and "tiny_unbalanced" (no load balancing) of qwen3 and
+    deepseek_v3.
 
-    Model "qwen3_balanced" is qwen3 with the optimizer that balances the load; torchtitan 0.2.2 forgets that one there.
+    The model "qwen3_balanced" is qwen3 with the optimizer that balances the load; torchtitan 0.2.2
+    omits that optimizer.
     """
     for coeff, flavor in ((1e-3, "tiny"), (None, "tiny_unbalanced")):
         qwen3.qwen3_args[flavor] = Qwen3ModelArgs(

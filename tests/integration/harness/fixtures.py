@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a conftest.py takes to give its tests real jobs: processes, signals, a lighthouse."""
+"""Fixtures for a conftest.py: real jobs with processes, signals and a lighthouse."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ _STORY_LINES = 400
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show what happened in the jobs of a test that fails; their files may be gone when somebody reads of it."""
+    """Add the events of a failed test's jobs to its report. The files may be gone when somebody
+    reads it.
+    """
     report = yield
     if report.when == "call" and report.failed:
         for job in item.stash.get(_JOBS, []):
@@ -67,7 +69,7 @@ def _story(job: Job) -> list[str]:
 def make_job(
     zygote: ZygoteClient, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., Job]]:
-    """Make jobs, each in a folder of its own; ends them with the test."""
+    """Make jobs, each in a folder of its own, and end them after the test."""
     jobs: list[Job] = []
     request.node.stash[_JOBS] = jobs
 

@@ -13,7 +13,9 @@ from titan_ft.host.release import series
 
 
 def register() -> None:
-    """Make it known to torchtitan. Steps of a few milliseconds; deep enough that forward and backward have a middle."""
+    """Register the flavor "tiny": steps of a few milliseconds, with enough layers to interrupt a
+    pass in its middle.
+    """
     if series() == "0.2":
         llama3.llama3_args["tiny"] = llama3.TransformerModelArgs(
             dim=64, n_layers=3, n_heads=4, vocab_size=2048

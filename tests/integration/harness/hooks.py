@@ -1,42 +1,44 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What tests put into a worker, through torchtitan's `--experimental.custom_import=harness.hooks`.
+"""Hooks that tests put into a worker, through torchtitan's
+`--experimental.custom_import=harness.hooks`.
 
-The product has no code for tests: on import, this module wraps methods of the engine, steered by the JSON in the
-environment variable TITAN_FT_TEST_HOOKS. It also registers the model converter `--model.converters=scales`.
+The product has no code for tests. On import, this module wraps methods of the engine, as the JSON
+in the environment variable TITAN_FT_TEST_HOOKS says. It also registers the model converter
+`--model.converters=scales`.
 
-    replica, rank, attempt, markers   who this worker is, and a folder where workers leave marks for each other
-    faults   [{"replica", "rank", "attempt", "point", "step", "forwards", "after", "unless"}]: at the first passage of
-             `point` in a step >= `step` (none: any) in which it began >= `forwards` forwards, once all marks of `after`
-             are there and none of `unless`, the worker kills itself with SIGKILL
-    fan_out  children of a rank in the control tree of its group; without it the product's own
-    reset_every     each time that this worker has written so many frames to its neighbours in the control tree, the
-             connection is reset before the last one leaves
-    hold     number of steps that a group goes on before it waits for one that was killed to be back, and then for a
-             joiner's transfer, so that heals happen amid training however slow the machine is (None: never)
-    hold_fetching   the same for transfers alone, where `hold` is not to count for them
-    pauses   [{"replica", "rank", "attempt", "queued", "after"}]: a joiner goes on with its transfer, after the first
-             pieces, once it has queued so many updates and all marks of `after` are there
-    breaks   [{"replica", "rank", "attempt", "answer"}]: a donor's connection breaks in the middle of that piece of the
-             state (from 1)
-    delays   [{"replica", "rank", "attempt", "step", "seconds", "gil"}]: sleep in the forward of that step (none: of
-             each); with `gil` no other Python thread of the worker runs meanwhile
+    replica, rank, attempt, markers   identity of this worker, and a folder where workers leave marks for each other
+    faults   [{"replica", "rank", "attempt", "point", "step", "forwards", "after", "unless"}]: the worker kills itself
+             with SIGKILL at the first passage of `point` in a step >= `step` (default: any) that has begun at least
+             `forwards` forwards, once all marks of `after` exist and no mark of `unless` does
+    fan_out  children of a rank in the control tree of its group (default: the product's)
+    reset_every     number of frames to neighbours in the control tree after which this worker resets the connection,
+             before the last frame leaves
+    hold     number of steps that a group makes before it waits for the return of a killed group, and then for a
+             joiner's transfer; so heals happen during training on a machine of any speed (None: never wait)
+    hold_fetching   the same for transfers only, in place of `hold`
+    pauses   [{"replica", "rank", "attempt", "queued", "after"}]: after the first pieces, a joiner continues its
+             transfer only when it has queued that many updates and all marks of `after` exist
+    breaks   [{"replica", "rank", "attempt", "answer"}]: a donor's connection breaks in the middle of that piece of
+             the state (from 1)
+    delays   [{"replica", "rank", "attempt", "step", "seconds", "gil"}]: sleep in the forward of that step (default:
+             of each step); with `gil` no other Python thread of the worker runs during the sleep
     pin      whether each group has a core of its own, as far as there are cores
-    gates    [{"name", "replica", "rank", "attempt", "point", "step"}]: at `point` ("forward") in a step >= `step` leave
-             the mark reached-NAME-REPLICA-ATTEMPT-RANK and wait, for ever unless there is a mark NAME; "awaited" is
-             there once the quorum that a group at a gate of this name has asked for is, "wanted" once a joiner waits
-             for the state that it offers
-    chaos    [{"replica", "rank", "attempt", "fault", "steps"}]: a fault of `titan_ft.chaos` strikes in these steps:
-             nan_gradient, or flip_parameter when the optimizer has made them
-    mask     whether a pattern of labels is masked, which differs between data shards and batches
-    record   folder where what torchtitan logs is also written, in full precision
-    dump     whether parameters are written there, too, before and after training: begin-... and end-...; with a
-             semi-synchronous method behind each round as well: round-1-...
-    experts  whether models with experts are known (see `harness.experts`); each rank then leaves its experts' biases at
-             the end, and the number of their tokens in each update
-    stream   .jsonl files, which `--training.dataset=stream` streams, and `--training.dataset=shuffled` with a shuffle
+    gates    [{"name", "replica", "rank", "attempt", "point", "step"}]: at `point` ("forward") in a step >= `step`, leave
+             the mark reached-NAME-REPLICA-ATTEMPT-RANK and wait until the mark NAME exists. The mark "awaited" appears
+             once the quorum arrived that a group at a gate of this name requested; the mark "wanted", once a joiner
+             waits for the state that the group offers
+    chaos    [{"replica", "rank", "attempt", "fault", "steps"}]: inject a fault of `titan_ft.chaos` in these steps:
+             nan_gradient, or flip_parameter after the optimizer's step
+    mask     whether a pattern of labels is masked, different for each data shard and batch
+    record   folder that gets, in full precision, the values that torchtitan logs
+    dump     whether parameters are written to that folder before and after training (begin-..., end-...) and, with a
+             semi-synchronous method, after each round (round-1-...)
+    experts  whether models with experts are registered (see `harness.experts`); each rank then writes its experts'
+             biases at the end, and their number of tokens in each update
+    stream   .jsonl files that `--training.dataset=stream` streams, and `--training.dataset=shuffled` with a shuffle
              buffer of three texts
-    begin    file of parameters to begin with: torchtitan draws others for another number of shards
+    begin    file with the initial parameters: torchtitan draws different ones for another number of shards
 """
 
 from __future__ import annotations
@@ -115,7 +117,7 @@ for constant, value in SETTINGS.get("constants", {}).items():  # by their full n
 
 
 class Worker:
-    """This worker's progress, as the hooks see it."""
+    """Progress of this worker, as the hooks see it."""
 
     def __init__(self) -> None:
         self.step = 0  # the step under way, torchtitan's
@@ -181,7 +183,7 @@ class Worker:
                 signal.pause()  # the signal may come to another thread
 
     def break_control(self) -> None:
-        """End this rank's connections to the other ranks of its group."""
+        """Close this rank's connections to the other ranks of its group."""
         for sockets in list(control_sockets._open):
             for connection in list(sockets._neighbours.values()):
                 with contextlib.suppress(OSError):  # it has ended just now
@@ -198,7 +200,7 @@ class Worker:
         self.held_seconds += time.monotonic() - started
 
     def hold(self) -> None:
-        """Wait for groups that were killed and for transfers that began, once `hold` steps were made without them."""
+        """Wait for killed groups and for running transfers that `hold` steps have passed by."""
         hold = SETTINGS.get("hold")
         limits = {"down": hold, "fetching": SETTINGS.get("hold_fetching", hold)}
         started = time.monotonic()
@@ -217,7 +219,7 @@ class Worker:
         self.held_seconds += time.monotonic() - started
 
     def pause_transfer(self) -> None:
-        """Wait in a transfer for what a test wants to happen before its end."""
+        """Delay a transfer until the conditions of the test's `pauses` hold."""
         deadline = time.monotonic() + _HOLD_SECONDS
         for pause in filter(self.is_target, SETTINGS.get("pauses", ())):
             marks = [self.markers / mark for mark in pause.get("after", ())]
@@ -545,7 +547,9 @@ def install_mask() -> None:
 
 
 def install_records(folder: Path) -> None:
-    """Write what is logged in full precision, and at the end the digest of the state (and the parameters)."""
+    """Write the logged values in full precision and, at the end, the digest of the state (and the
+    parameters).
+    """
     name = f"{SETTINGS['replica']}-{SETTINGS['rank']}"
 
     def write(record: dict[str, Any]) -> None:
@@ -602,7 +606,7 @@ def install_records(folder: Path) -> None:
 
 
 def install_experts() -> None:
-    """Make mixtures of experts known, and write what `harness.biases` reads."""
+    """Register mixtures of experts, and write the files that `harness.biases` reads."""
     from harness import experts  # here, for few tests need it
 
     experts.register()
@@ -643,7 +647,7 @@ def install_stream(files: list[str]) -> None:
 
 
 def install_begin(path: Path) -> None:
-    """Begin with the parameters of a file, sharded as this run shards them."""
+    """Load the initial parameters from a file, sharded as this run shards them."""
 
     def load(trainer: Any) -> None:
         values = torch.load(path)
@@ -660,7 +664,9 @@ def install_begin(path: Path) -> None:
 
 
 class Scales:
-    """A model converter like torchtitan's float8: it computes something from the weights after each optimizer step."""
+    """A model converter like torchtitan's float8: after each optimizer step it computes scales from
+    the weights.
+    """
 
     def __init__(self, *_: Any) -> None: ...
 
@@ -680,7 +686,9 @@ class Scales:
 
     @classmethod
     def compare(cls, training: LocalTraining, *_: Any) -> None:
-        """Fail before a forward with scales of other weights; in the first step of a job there may be none yet."""
+        """Fail before a forward if the scales belong to other weights. The first step of a job may
+        have none.
+        """
         trainer: Any = training._trainer
         if WORKER.scales is not None or (
             trainer.step > 1 and "scales" in trainer.job_config.model.converters
@@ -700,7 +708,9 @@ def install_scales() -> None:
 
 
 def pin() -> None:
-    """Give this group a core: its steps then take as long whatever other groups do."""
+    """Pin this group to a core, so that the load of other groups does not change the length of its
+    steps.
+    """
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[SETTINGS["replica"] % len(cores)]})
 

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A job of several replica groups on this host: lighthouse, groups of workers, restarts as an agent would do them."""
+"""A job of several replica groups on this host: a lighthouse and groups of workers, restarted as an
+agent would.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ _NEVER_RESTARTED = (2, 3)  # exit statuses that say so, see titan_ft.train
 
 
 class Group:
-    """The workers of one replica group; an attempt is a start of all of them."""
+    """The workers of one replica group. One start of all of them is an attempt."""
 
     def __init__(self, replica: int, ranks: int) -> None:
         self.replica, self.num_ranks = replica, ranks
@@ -63,23 +65,23 @@ class Group:
 
 
 class Job:
-    """Starts a job and watches over it.
+    """Starts a job and supervises it.
 
     Args:
-        folder: for all of its files.
-        groups, ranks: number of replica groups and of ranks in each.
-        replica_ranks: another number of ranks for single groups.
-        flags: torchtitan flags on top of `CONFIG`; with `TINY` if `tiny`.
-        replica_flags: further flags of single groups; `{rank}` in them stands for the rank's number.
-        hooks: settings of `harness.hooks` in every worker.
-        max_restarts: how often each group may be started again after a failure.
-        late: whether that waits until the others have gone on without it for `hold` steps (see `harness.hooks`) or have
-            finished; else it may be back before the lighthouse has noticed that it was gone.
-        lighthouse: settings of it that are not its defaults.
-        env: further variables of the workers' environments.
-        grace_seconds: what a worker has to end after SIGTERM.
-        heartbeat_timeout_ms: of the workers and the lighthouse; 0 = their default. A job that shows that nothing is
-            repeated takes a long one: with the default, a machine that stands still for half a second is a failure.
+        folder: for all files of the job.
+        groups, ranks: number of replica groups, and of ranks in each.
+        replica_ranks: number of ranks of single groups, if it differs.
+        flags: torchtitan flags that override `CONFIG`, after `TINY` if `tiny`.
+        replica_flags: further flags of single groups; `{rank}` in a flag stands for the rank's number.
+        hooks: settings of `harness.hooks` for every worker.
+        max_restarts: restarts of each group after failures.
+        late: whether a restart waits until the other groups made `hold` steps without the group (see `harness.hooks`) or
+            finished. If False, the group may return before the lighthouse notices its absence.
+        lighthouse: settings of the lighthouse that differ from its defaults.
+        env: further environment variables of the workers.
+        grace_seconds: time between SIGTERM and SIGKILL for a worker.
+        heartbeat_timeout_ms: for the workers and the lighthouse; 0 takes their default. A test which requires that no step
+            is repeated needs a long one: with the default, a machine that pauses for half a second is a failure.
     """
 
     def __init__(
@@ -151,7 +153,9 @@ class Job:
         )
 
     def start(self, absent: Collection[int] = ()) -> None:
-        """Start lighthouse and groups, except those that come later (see `start_again`)."""
+        """Start the lighthouse and all groups except `absent` ones, which `start_again` starts
+        later.
+        """
         self._start_lighthouse("127.0.0.1:0")
         for group in self.groups:
             if group.replica not in absent:
@@ -183,13 +187,15 @@ class Job:
         return [worker.code for worker in group.workers]
 
     def start_again(self, replica: int) -> None:
-        """Start a group again that has left, or that is out of restarts; or one that was absent from the start."""
+        """Start a group that left, that has no restarts left, or that was absent from the start."""
         assert self.groups[replica].gone
         self._end_attempt(self.groups[replica])
         self._start_group(self.groups[replica])
 
     def wait_until(self, condition: Callable[[], Any], seconds: float, what: str) -> Any:
-        """Watch over the job until `condition` is true; fails with the workers' stacks and logs after `seconds`."""
+        """Supervise the job until `condition` is true. Fail with the workers' stacks and logs after
+        `seconds`.
+        """
         deadline = time.monotonic() + seconds
         while not (value := condition()):
             if time.monotonic() > deadline:
@@ -200,17 +206,17 @@ class Job:
         return value
 
     def events(self, *names: str) -> list[Event]:
-        """Return the events of the run so far, all or those of these names."""
+        """Return the events of the run so far; with `names`, only the events of these names."""
         events = read(self.paths.events)
         return [event for event in events if event["event"] in names] if names else events
 
     def output(self, replica: int, rank: int = 0, attempt: int = 0) -> str:
-        """Return what a worker has printed."""
+        """Return the output of a worker."""
         path = self.paths.logs(replica, attempt, rank)
         return path.read_text(errors="replace") if path.exists() else ""
 
     def close(self) -> None:
-        """Kill what still runs."""
+        """Kill all processes that still run."""
         processes = [worker for group in self.groups for worker in (*group.workers, group.store)]
         for process in (*processes, self._lighthouse):
             if process is not None:
@@ -268,7 +274,7 @@ class Job:
             group.workers.append(self._zygote.start("titan_ft.train:main", log, argv, env))
 
     def _watch(self, group: Group) -> None:
-        """Do as the agent does: one worker's failure ends the group, which is then started again."""
+        """Restart a group as the agent does: the failure of one worker ends the group first."""
         if not group.failed:
             return
         if not group.gone:
@@ -293,7 +299,9 @@ class Job:
         return group.attempt < self._max_restarts and not final
 
     def _is_missed(self, group: Group) -> bool:
-        """Say whether another group waits for this one, amid training or at the end, or none has the job's state."""
+        """True if another group waits for this one, in training or at the end, or if no group has
+        the job's state.
+        """
         waiting = self.markers.glob(f"waiting-{group.replica}-{group.attempt}-*")
         holders = [
             other

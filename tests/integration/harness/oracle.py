@@ -1,14 +1,15 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What replica groups must compute, as a plain torch loop in one process over the data of all of them.
+"""The result that replica groups must reach, computed by a plain torch loop in one process over all
+groups' data.
 
-Called as `main` in a process of its own, with one JSON argument:
-    flags          of the run, as the workers get them
+`main` runs in a process of its own, with one JSON argument:
+    flags          flags of the run, as the workers get them
     shards         number of data shards of all groups together
-    microbatches   of each shard in a step
+    microbatches   microbatches of each shard in a step
     mask           whether labels are masked (harness.mask)
-    begin          file with the parameters to begin with; null = those that torchtitan draws for `debug.seed`, but for
-                   the stages of a pipeline, each of which has a seed of its own
+    begin          file with the initial parameters; null for those that torchtitan draws for `debug.seed`. A pipeline
+                   needs a file, because each of its stages has a seed of its own
     parameters     file with a group's final parameters, to compare with
     output         JSON file to write: {"steps": [{"loss", "grad_norm", "lr", "valid_tokens"}], "difference",
                    "change"}: the largest difference to `parameters`, and the largest change of a parameter in training
@@ -115,7 +116,7 @@ def train_step(
 
 
 def build_optimizer(model: torch.nn.Module, config: JobConfig) -> torch.optim.Optimizer:
-    """Build what torchtitan's config asks for."""
+    """Build the optimizer of torchtitan's config."""
     settings = config.optimizer
     return torch.optim.AdamW(
         model.parameters(),
@@ -129,7 +130,9 @@ def build_optimizer(model: torch.nn.Module, config: JobConfig) -> torch.optim.Op
 
 
 def learning_rate(config: JobConfig, step: int) -> float:
-    """Return the LR of the update after `step` others: linear warm-up, then linear decay to a fraction."""
+    """Return the LR of update number `step`, from 0: linear warm-up, then linear decay to a
+    fraction.
+    """
     schedule, total = config.lr_scheduler, config.training.steps
     assert schedule.decay_type == "linear"
     warmup, decay = schedule.warmup_steps, round(total * schedule.decay_ratio)

@@ -1,18 +1,20 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What replica groups must compute with a semi-synchronous method, as plain torch loops in one process.
+"""The result that replica groups must reach with a semi-synchronous method, computed by plain torch
+loops.
 
-Called as `main` in a process of its own, with one JSON argument:
+`main` runs in a process of its own, with one JSON argument:
     flags, shards, mask, begin   as for `harness.oracle`
-    groups         number of them
-    microbatches   of each shard in a step
+    groups         number of replica groups
+    microbatches   microbatches of each shard in a step
     length         steps of a group in a round
-    fragments      modules of each; null = one of the whole model
-    delay, alpha   of Streaming DiLoCo
+    fragments      modules of each fragment; null for one fragment of the whole model
+    delay, alpha   settings of Streaming DiLoCo
     outer          "lr", "momentum" and "nesterov" of the outer optimizer
-    rounds         files with a group's parameters behind each round, to compare with
-    output         JSON file to write: [{"loss", "norm", "valid_tokens", "difference", "change"}] of the rounds: norm
-                   of the groups' mean change; the largest difference to `rounds`, and the largest change of a parameter
+    rounds         files with a group's parameters after each round, to compare with
+    output         JSON file to write, one entry for each round: [{"loss", "norm", "valid_tokens", "difference",
+                   "change"}], with the norm of the groups' mean change, the largest difference to `rounds`, and the
+                   largest change of a parameter
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ Weights = dict[str, torch.Tensor]
 
 
 class Group:
-    """One replica group: a model, an optimizer and data of its own."""
+    """One replica group: a model, an optimizer and its own part of the data."""
 
     def __init__(self, task: dict[str, Any], config: Any, spec: Any, number: int) -> None:
         self._config = config
@@ -80,7 +82,9 @@ class Group:
 
 
 class Nesterov:
-    """The outer optimizer: v = momentum * v + d, then x = x - lr * (d + momentum * v), or without it x - lr * v."""
+    """The outer optimizer: v = momentum * v + d; x -= lr * (d + momentum * v), or without Nesterov
+    x -= lr * v.
+    """
 
     def __init__(self, lr: float, momentum: float, nesterov: bool) -> None:
         self._lr, self._momentum, self._nesterov = lr, momentum, nesterov

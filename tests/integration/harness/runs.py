@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Runs whose arithmetic is compared: replica groups, stock torchtitan and the oracle on the same seed and data."""
+"""Runs whose arithmetic is compared: replica groups, stock torchtitan and the oracle on the same
+seed and data.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ PRINTED = re.compile(r"step: *(\d+) .*?loss: *(-?[\d.]+) .*?grad_norm: *([\d.]+)
 
 
 class Runs:
-    """Runs replica groups, stock torchtitan and the oracle on the same data, and reads what they logged."""
+    """Runs replica groups, stock torchtitan and the oracle on the same data, and reads the values
+    that they logged.
+    """
 
     def __init__(self, make_job: Callable[..., Job], zygote: ZygoteClient, folder: Path) -> None:
         self._make_job, self._zygote, self._folder = make_job, zygote, folder
@@ -51,12 +55,13 @@ class Runs:
         name: str = "groups",
         **hooks: Any,
     ) -> dict[str, list[dict[str, Any]]]:
-        """Train in replica groups; returns the records of each rank, by "replica-rank".
+        """Train in replica groups; return the records of each rank, by "replica-rank".
 
         Args:
-            method, sync_steps, num_fragments: the semi-synchronous one, and what makes the length of its rounds.
-            ahead: steps that are made while an exchange is under way.
-            name: of the run, where a test makes several.
+            method: the semi-synchronous method, or None.
+            sync_steps, num_fragments: settings that determine the length of the method's rounds.
+            ahead: steps that a group makes while an exchange is under way.
+            name: of the run, if a test makes several.
         """
         if method is not None:
             flags = [
@@ -86,9 +91,8 @@ class Runs:
         ]
 
     def parameters(self, moment: str, name: str = "groups") -> Path:
-        """Return a file with all of a group's parameters before or after training, if the run had `dump`.
-
-        Also behind a round: "round-1".
+        """Return a file with all parameters of a group at `moment`: "begin", "end" or "round-N".
+        The run needs `dump`.
         """
         merged = self._folder / f"{name}-{moment}.pt"
         if not merged.exists():  # the stages of a pipeline have different ones
@@ -101,11 +105,11 @@ class Runs:
     def oracle(
         self, microbatches: int, mask: bool, *, shards: int = 1, same_begin: bool = False
     ) -> dict[str, Any]:
-        """Compute in one process what the groups (trained before, with `dump`) must have computed.
+        """Compute in one process the result of the groups that were trained before with `dump`.
 
         Args:
             shards: data shards of each group.
-            same_begin: begin with the groups' parameters, not with those of `debug.seed`; always on a GPU.
+            same_begin: begin with the groups' parameters, not with those of `debug.seed`; always true on a GPU.
         """
         task = {"microbatches": microbatches, "parameters": str(self.parameters("end"))}
         result: dict[str, Any] = self._compute(
@@ -126,7 +130,9 @@ class Runs:
         shards: int = 1,
         same_begin: bool = False,
     ) -> list[dict[str, Any]]:
-        """The same for groups that were trained with a semi-synchronous method; see `harness.outer_oracle`."""
+        """Compute the result of groups that were trained with a semi-synchronous method; see
+        `harness.outer_oracle`.
+        """
         assert self.job is not None
         length = sync_steps // len(fragments or [[]])
         numbers = range(1, len(ends_of_rounds(length)) + 1)
@@ -181,7 +187,9 @@ class Runs:
         return job
 
     def _read(self, name: str, job: Job, logged: list[int]) -> dict[str, list[dict[str, Any]]]:
-        """Read the records of each rank: of each step that is `logged`, then the digest of the final state."""
+        """Read the records of each rank: one for each step in `logged`, then the digest of the
+        final state.
+        """
         records = {}
         for path in sorted((self._folder / name).glob("*.jsonl")):
             records[path.stem] = [json.loads(line) for line in path.read_text().splitlines()]

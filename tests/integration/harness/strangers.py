@@ -1,6 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What peers without the run's token do at a run's ports; in tests, or beside a campaign of `titan-ft launch`:
+"""Attacks at a run's ports by peers without the run's token, for tests and beside a campaign of
+`titan-ft launch`:
 
 cd tests/integration && python -m harness.strangers RUN_DIR SECONDS SEED
 """
@@ -29,7 +30,9 @@ _HEADERS, _SETTINGS = 1, 4  # types of HTTP/2 frames
 
 
 def listening_ports(pid: int) -> list[int]:
-    """Return the TCP ports of IPv4 at which a process listens; none of one that has ended."""
+    """Return the TCP ports of IPv4 at which a process listens; an empty list for a process that has
+    ended.
+    """
     own: set[int] = set()
     ports: list[int] = []
     with contextlib.suppress(OSError):
@@ -44,7 +47,7 @@ def listening_ports(pid: int) -> list[int]:
 
 
 def call(port: int, path: str, message: bytes) -> bytes:
-    """Make a gRPC call without a secret; returns what comes back within a second."""
+    """Make a gRPC call without the secret; return the bytes that arrive within a second."""
     fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "h"}
     fields |= {"content-type": "application/grpc", "te": "trailers"}
     block = b"".join(b"\0" + _string(name) + _string(value) for name, value in fields.items())
@@ -88,7 +91,7 @@ def heartbeat(port: int, name: str) -> bytes:
 
 
 def ask(port: int, request: bytes) -> bytes:
-    """Send bytes, and return what comes back until the connection ends or is silent for a second."""
+    """Send bytes; return the answer until the connection ends or is silent for a second."""
     answer = b""
     with contextlib.suppress(OSError), socket.create_connection((HOST, port), LIMIT) as connection:
         connection.settimeout(1.0)
@@ -121,7 +124,9 @@ def idle_connections(port: int, number: int) -> Iterator[None]:
 
 
 def replay(port: int) -> None:
-    """Send back on a second connection what the server has said on a first one; end with a reset."""
+    """Send the server's first bytes back to it on a second connection, and end that with a
+    reset.
+    """
     with contextlib.suppress(OSError):
         with socket.create_connection((HOST, port), LIMIT) as first:
             first.settimeout(0.2)
@@ -137,7 +142,7 @@ def replay(port: int) -> None:
 
 
 def send_garbage(port: int, chance: random.Random) -> None:
-    """Send one line or frame that is nearly right, or nothing but noise."""
+    """Send one line or frame: nearly valid, or noise."""
     start = chance.choice((b"", PREFACE, b'{"nonce": "00", "proof": ', b"GET / HTTP/1.1\r\n"))
     with contextlib.suppress(OSError), socket.create_connection((HOST, port), LIMIT) as connection:
         connection.sendall(start + chance.randbytes(chance.randrange(300)) + b"\n")
@@ -160,7 +165,7 @@ class Campaign:
         self.counts: dict[str, int] = {}
 
     def attack(self) -> None:
-        """Make one attack of a kind that is drawn."""
+        """Make one attack of a randomly drawn kind."""
         for event in self._tail.poll():
             match event:
                 case LighthouseStarted():

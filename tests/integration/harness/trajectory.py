@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What must hold of every run, whatever failed in it."""
+"""Checks that hold for every run, with any failures."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def check(
 ) -> list[Event]:
     """Check a run that has ended, and return its events.
 
-    Every group finished; there is exactly one trajectory, bit for bit; no process skipped a step or committed one
-    twice; the `survivors` never failed, computed each batch once and never sat out a timeout.
+    Every group finished. All groups followed one trajectory, bit for bit. No process skipped a step
+    or committed one twice. The `survivors` never failed, computed each batch once and never waited
+    for a timeout.
     """
     events = job.events()
     steps = steps or job.steps
@@ -61,7 +62,9 @@ def by_process(events: Iterable[Event]) -> dict[int, list[Event]]:
 
 
 def exits(job: Job) -> str:
-    """Tell how each attempt of each group ended, and the last that the first one said."""
+    """Describe, for an assertion, how each attempt of each group ended, with the end of rank 0's
+    output.
+    """
     return "; ".join(
         f"group {group.replica}: {[*group.ended, [worker.code for worker in group.workers]]}: "
         f"{job.output(group.replica)[-500:]}"
@@ -70,7 +73,9 @@ def exits(job: Job) -> str:
 
 
 def check_one_trajectory(committed: Iterable[Event]) -> None:
-    """All groups agree on each step: who took part, loss, norm, LR, and the bytes of each rank's state."""
+    """All groups agree on each step: participants, loss, norm, LR, and the bytes of each rank's
+    state.
+    """
     facts: dict[Any, dict[str, Any]] = {}
     for event in committed:
         fact = {key: event[key] for key in ("participants", "tokens", "loss", "grad_norm", "lr")}
@@ -96,7 +101,7 @@ def check_finished(job: Job, events: Iterable[Event], steps: int) -> None:
 
 
 def check_order(process: list[Event]) -> None:
-    """A process commits one step after the other, and goes on after the step that it healed to."""
+    """A process commits consecutive steps, and continues after the step of its last heal."""
     last = 0
     for event in named(process, "step_committed", "heal_finished"):
         if event["event"] == "heal_finished":
@@ -109,10 +114,10 @@ def check_order(process: list[Event]) -> None:
 def check_survivor(
     process: list[Event], steps: int, longest_gap: float = LONGEST_GAP_SECONDS, ahead: int = 0
 ) -> None:
-    """A survivor made all steps, computed each batch exactly once, and was never stopped for long.
+    """A survivor made all steps, computed each batch exactly once, and never stood still for long.
 
     Args:
-        ahead: batches that it computes of the next step before it commits one, at most.
+        ahead: batches of the next step that the survivor may compute before it commits a step.
     """
     committed = named(process, "step_committed")
     made = [event["step"] for event in committed]
@@ -134,7 +139,7 @@ def check_survivor(
 
 
 def check_killed(job: Job, events: Iterable[Event], kills: Sequence[tuple[int, int, str]]) -> None:
-    """Exactly these kills (replica, attempt, fault) happened, and no other attempt ended before its time."""
+    """Exactly these kills (replica, attempt, fault) happened, and no other attempt failed."""
     injected = named(events, "fault_injected")
     assert sorted((e["replica"], e["attempt"], e["fault"]) for e in injected) == sorted(kills)
     for group in job.groups:

@@ -1,14 +1,17 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A process that imports everything a worker needs, once, and forks workers on request, as `titan-ft launch` does.
+"""A process that imports everything a worker needs once, and forks workers on request, as `titan-ft
+launch` does.
 
-torch and torchtitan take about six seconds of CPU to import. A fork of a process that has them takes 0.03 s. What a
-forked worker runs is `titan_ft.train.main()`.
+torch and torchtitan take about six seconds of CPU to import. A fork of a process that has imported
+them takes 0.03 s. A forked worker runs `titan_ft.train.main()`.
 
-Requests come as JSON lines on stdin, answers go as JSON lines to stdout; the process ends with its stdin:
+Requests are JSON lines on stdin, and answers are JSON lines on stdout. The process ends with its stdin:
     {"id": 1, "call": "module:function", "argv": [...], "env": {...}, "log": "path"}   ->   {"id": 1, "pid": 4711}
-    {"id": 1, "signal": 9}                                            (no answer; nothing happens once 1 has ended)
-    a process has ended                                               ->   {"id": 1, "code": 0}  (negative: its signal)
+    {"id": 1, "signal": 9}                             (no answer, and no effect after the end of process 1)
+    (a process ended)                                                                  ->   {"id": 1, "code": 0}
+
+A negative `code` is a signal.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class Zygote:
         signal.set_wakeup_fd(self._wakes)
 
     def serve(self) -> None:
-        """Serve requests until stdin is closed; then end what still runs."""
+        """Serve requests until stdin is closed, then kill the processes that still run."""
         pending = b""
         while True:
             ready, _, _ = select.select([0, self._wakeup], [], [])
@@ -92,7 +95,9 @@ class Zygote:
 
 
 def lighthouse() -> None:
-    """Run a lighthouse on the address given as argument, with the defaults of `titan-ft launch` but for some (JSON)."""
+    """Run a lighthouse at the address in argv[1]. The JSON in argv[2] overrides defaults of
+    `titan-ft launch`.
+    """
     from titan_ft.launch.lighthouse import serve
     from titan_ft.options import Lighthouse
 
@@ -103,7 +108,9 @@ def lighthouse() -> None:
 
 
 def store() -> None:
-    """Host the TCPStore of one attempt of a group, as the agent does; it outlives every worker of the group."""
+    """Host the TCPStore of one attempt of a group, as the agent does. It outlives every worker of
+    the group.
+    """
     import torch.distributed as dist
 
     server = dist.TCPStore(
