@@ -1,11 +1,13 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Simulated collectives: the process group between the groups, which breaks as Gloo's or NCCL's does, and the group's.
+"""Simulated collectives: the process group between the groups, which fails as Gloo's or NCCL's, and
+the group's own.
 
-Gloo: a rank notices that a member which it sends to has closed its connections, in a ring not that somebody farther
-away has; one that is frozen or cannot be reached is waited for. NCCL tells nothing: an operation hangs until its
-timeout or an abort, and returns garbage; `errored` says so. In both, when a member goes in the middle of an
-operation, some of the others have its result already and others do not.
+Gloo: a rank notices a closed connection only of a member that it sends to. In a ring it does not
+notice a failure farther away, and it waits for a frozen or unreachable member. NCCL raises nothing:
+an operation hangs until its timeout or an abort and returns garbage, and `errored` reports the
+error. In both, when a member dies in the middle of an operation, some members already have their
+result and others do not.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from tests.simulation.network import Network, Node
 
 
 class _Operation:
-    """One collective: what its members have put in, and when each of them has the result.
+    """One collective: the members' inputs, and the time at which each member has its result.
 
     Args:
-        kind: "sum" and "gather" go around a ring, in an "exchange" each member sends a row to each other one.
+        kind: "sum" and "gather" go around a ring; in an "exchange" each member sends a row to every other one.
     """
 
     def __init__(self, kind: str) -> None:
@@ -46,7 +48,7 @@ class _Operation:
         return self.total
 
     def write_result(self, rank: int, target: np.ndarray) -> None:
-        """Write what a member gets."""
+        """Write the result of a member to `target`."""
         if self.kind == "sum":
             target[...] = self.sum()
             return
@@ -55,7 +57,7 @@ class _Operation:
 
 
 class Ring:
-    """One process group that was configured: its members' ends and operations."""
+    """One configured process group: its members' ends and operations."""
 
     def __init__(self, kernel: Kernel, network: Network, size: int) -> None:
         self.kernel, self.network, self.size = kernel, network, size
@@ -98,9 +100,9 @@ class Ring:
         )
 
     def late(self) -> list[float]:
-        """Return the seconds by which each member has the result later because packets were lost.
+        """Draw the seconds by which each member's result is late because packets were lost.
 
-        What is lost early holds all of them up, the last piece only the one that it is for.
+        A packet lost early delays all members; the last packet only its receiver.
         """
         seconds = [0.0] * self.size
         for rank in range(self.size):
@@ -113,7 +115,7 @@ class Ring:
         return seconds
 
     def reset_connection(self, rank: int) -> None:
-        """Break the connection of a member to the next one: both are told, the others are not."""
+        """Break the connection of a member to the next one. Both notice; the others do not."""
         now, ends = self.kernel.now, {rank, (rank + 1) % self.size}
         self.reset |= ends
         for operation in self.operations.values():
@@ -123,7 +125,9 @@ class Ring:
         self.tell()
 
     def close(self, rank: int) -> None:
-        """Close a member's connections; operations under way may have reached some of the others."""
+        """Close a member's connections. Its running operations may have reached some of the
+        others.
+        """
         if rank in self.closed:
             return
         self.closed.add(rank)
@@ -150,15 +154,15 @@ class Work:
 
 
 class ProcessGroup:
-    """torchft's reconfigurable process group of one rank.
+    """The reconfigurable process group of one rank.
 
     Args:
-        rings: those of the world, by the address that their members meet at.
-        silent: whether it fails as NCCL does.
-        jitter: seconds by which members see an operation complete apart, at most; mostly it is far less.
-        report: called with promise and text when members make different operations, which ends real ones, or send
-            gradients although nobody has said that it gives some.
-        on_moment: told when it is built and when an operation is about to complete.
+        rings: the world's process groups, by the address at which their members meet.
+        silent: whether it fails as NCCL does, without an exception.
+        jitter: largest difference in seconds between the members' completions of an operation; usually far less.
+        report: called with promise and text if members make different operations, which breaks real ones, or send
+            gradients although no member announced any.
+        on_moment: called when the group is built and when an operation is about to complete.
     """
 
     def __init__(
@@ -312,16 +316,18 @@ class ProcessGroup:
 
     @property
     def is_connected(self) -> bool:
-        """Say whether it has met all of its members, and was not aborted since."""
+        """True if it is connected to all members, and was not aborted since."""
         return self._ring is not None and len(self._ring.ends) == self._ring.size
 
     def reset_connection(self) -> None:
-        """Break its connection to the next member, as when a middle box forgets it; nobody has died."""
+        """Break its connection to the next member, as a middlebox that forgets it. No
+        process dies.
+        """
         if self._ring is not None and self._ring.size > 1:
             self._ring.reset_connection(self._rank)
 
     def errored(self) -> Exception | None:
-        """Tell what NCCL has not raised."""
+        """Return the error that NCCL has not raised, or None."""
         return self._error
 
     def _close(self) -> None:
@@ -391,7 +397,7 @@ class ProcessGroup:
 
 
 class GroupLink:
-    """The group's own process group: collectives among the ranks of one attempt of the group `slot`."""
+    """The group's own process group: collectives among the ranks of one attempt of group `slot`."""
 
     def __init__(self, kernel: Kernel, network: Network, slot: int, size: int) -> None:
         self.kernel, self._network, self.slot, self.size = kernel, network, slot, size
@@ -399,10 +405,10 @@ class GroupLink:
         self._waiting: list[Task] = []
 
     def gather(self, number: int, rank: int, own: np.ndarray, timeout: float) -> list[np.ndarray]:
-        """Return what every rank put into operation `number`.
+        """Return the input of every rank to operation `number`.
 
         Raises:
-            RuntimeError: a rank did not come in time.
+            RuntimeError: an input did not arrive in time.
         """
         kernel = self.kernel
         kernel.pause()
@@ -422,7 +428,7 @@ class GroupLink:
         return [operation[place] for place in range(self.size)]
 
     def flows(self) -> bool:
-        """Say whether all of its ranks can reach each other."""
+        """True if all ranks of the group can reach each other."""
         return self._network.all_usable([(self.slot, rank) for rank in range(self.size)])
 
 
@@ -430,7 +436,7 @@ class GroupCollective:
     """One rank's end of its group's collectives.
 
     Args:
-        enter: told of each collective before it is made.
+        enter: called before each collective.
     """
 
     def __init__(self, link: GroupLink, rank: int, enter: Callable[[], None]) -> None:

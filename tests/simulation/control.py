@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Simulated connections of the control tree. The node and the facade above them are the real ones."""
+"""Simulated connections of the control tree. The node and the facade above them are the
+real ones.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ _NEXT_MOMENT = 1e-6  # seconds between two frames on one connection, which keep 
 class Wire:
     """One connection of a child to its parent.
 
-    A connection that ends in order brings what was sent before. One that is reset loses what is on its way.
+    A connection that ends in order delivers everything sent before. A reset loses the frames in
+    flight.
     """
 
     def __init__(self, child: SimulatedSockets, parent: SimulatedSockets) -> None:
@@ -43,7 +46,9 @@ class Wire:
         self._deliver(source, target, partial(target.receive, self, frame))
 
     def answer(self, take: Callable[[], None]) -> None:
-        """Let the child take the connection, before any frame on it. A reset reaches the child later, too."""
+        """Let the child accept the connection before any frame on it. A reset then reaches the
+        child later, too.
+        """
         child, parent = self._ends
         arrival = self._note_arrival(parent, child)
         child.kernel.after(
@@ -51,7 +56,7 @@ class Wire:
         )
 
     def end(self, source: SimulatedSockets) -> None:
-        """End the connection at one end; the other end notices."""
+        """End the connection at one end. The other end notices."""
         target = self._other(source)
         self._deliver(source, target, partial(target.lose, self))
 
@@ -92,7 +97,7 @@ class Wire:
         )
 
     def _note_arrival(self, source: SimulatedSockets, target: SimulatedSockets) -> float:
-        """Return when something that is sent now arrives: after all that was sent before."""
+        """Return the arrival time of a frame that is sent now: after all earlier frames."""
         earliest = source.kernel.now + source.delay(target)
         self._last_arrival[target] = max(earliest, self._last_arrival[target] + _NEXT_MOMENT)
         return self._last_arrival[target]
@@ -223,7 +228,9 @@ class SimulatedSockets:
                 self.kernel.block(min(max(rest, 0.0), 3600.0))
 
     def _ping(self, now: float) -> None:
-        """Look which children answer. Their native threads do, whatever Python does in these processes."""
+        """Check which children answer pings. Their native threads answer whatever Python does in
+        those processes.
+        """
         for child, wire in self._wires.items():
             if wire.answers_pings(self):
                 self._watch.note_answer(child, now)

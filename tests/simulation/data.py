@@ -1,8 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The data of a simulated job: loaders that go on where their state was saved, and loaders that do not.
+"""The data of a simulated job: loaders that resume where their state was saved, and loaders that do
+not.
 
-The engine's own `Feed` reads them. Its openings of slots are judged by what the loaders really gave.
+The engine's own `Feed` reads them. Its reports on openings of slots are compared with the loaders'
+real batches.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ Report = Callable[[str, str], None]
 
 
 class Loader:
-    """Gives the batches of a slot; each says its slot and its number.
+    """Yields the batches of a slot; each batch knows its slot and its number.
 
     Args:
-        forgets: whether it goes on elsewhere when it is opened again.
+        forgets: whether a reopened loader continues at another batch.
     """
 
     def __init__(self, slot: int, *, forgets: bool) -> None:
@@ -41,17 +43,18 @@ class Loader:
         return {"next": self._next}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there, or not."""
+        """Continue at the saved batch, or at another one if the loader forgets."""
         self._next = state["next"] + (_LOST if self._forgets else 0)
 
 
 class DataJudge:
-    """Holds what a rank's feed gives, and what its events say of it, against the numbers of the ledger.
+    """Compares the batches of a rank's feed, and the events about them, with the numbers of the
+    ledger.
 
     Args:
         name: of the rank's process.
-        report: takes a broken promise and what broke it.
-        forgets: whether the loaders may go on elsewhere.
+        report: called with a broken promise and its cause.
+        forgets: whether the loaders may continue at another batch.
     """
 
     def __init__(self, name: str, report: Report, *, forgets: bool) -> None:
@@ -59,11 +62,11 @@ class DataJudge:
         self._opened: dict[int, DataOpened] = {}
 
     def opened(self, event: DataOpened) -> None:
-        """Take what an event says of an opening; the batch itself comes next."""
+        """Record the event of an opening. The batch follows."""
         self._opened[event.slot] = event
 
     def read(self, slot: int, number: int, labels: torch.Tensor) -> None:
-        """Take a batch that the feed gave as the one with a number."""
+        """Judge a batch that the feed returned as batch `number`."""
         given, exact = int(labels), self._opened[slot].exact
         what = f"{self._name} reads batch {given} of slot {slot} as batch {number}"
         if given != number and not self._forgets:

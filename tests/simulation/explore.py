@@ -31,7 +31,7 @@ _CHUNKS = 4  # that it takes in all: its garbage goes with it, which is quicker 
 
 @dataclass
 class Findings:
-    """What a number of schedules came to."""
+    """The results of a number of schedules."""
 
     schedules: int = 0
     virtual_seconds: float = 0.0
@@ -42,7 +42,7 @@ class Findings:
     first: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def add(self, other: Findings) -> None:
-        """Take others in."""
+        """Add the findings of other schedules."""
         self.schedules += other.schedules
         self.virtual_seconds += other.virtual_seconds
         self.commits += other.commits
@@ -53,7 +53,7 @@ class Findings:
 
 
 def kind_of(problem: Problem) -> str:
-    """Return a problem without what differs from seed to seed."""
+    """Return the text of a problem without the values that differ between seeds."""
     text = problem.text.split(":")[0] if problem.promise == "liveness" else problem.text
     text = re.sub(r"\b[0-9a-f]{12}\b|-?\d+(\.\d+)?(e-?\d+)?|\bnan\b", "#", text)
     return f"{problem.promise}: {re.sub(r'[#, ]*#', '#', text)[:90]}"
@@ -84,7 +84,7 @@ def _explore_apart(work: tuple[Sequence[int], Sequence[str], str]) -> Findings:
 def run_all(
     first: int, count: int, kinds: Sequence[str], mode: str, jobs: int
 ) -> Iterator[Findings]:
-    """Explore in several processes; yields what each chunk of seeds came to."""
+    """Explore in several processes; yield the findings of each chunk of seeds."""
     chunks = [
         (range(start, min(start + _CHUNK, first + count)), kinds, mode)
         for start in range(first, first + count, _CHUNK)
@@ -101,7 +101,7 @@ def run_all(
 
 
 def show(world: World, schedule: Schedule) -> None:
-    """Print a schedule's trace and what it came to."""
+    """Print a schedule's trace and its problems."""
     options = schedule.options
     print(
         f"{options.groups} groups x {options.ranks} ranks, {options.steps} steps; {options.fault_tolerance}"

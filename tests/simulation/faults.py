@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What happens to the simulated world: each fault is a value with a line of text, to be shown and replayed."""
+"""Faults of the simulated world. Each fault is a value that can be printed, stored and replayed."""
 
 from __future__ import annotations
 
@@ -37,19 +37,21 @@ class Fault:
 
     @property
     def ends(self) -> float:
-        """Return when the world is as before again; what a fault has killed comes back by itself."""
+        """Return when the world is as before again. A killed process restarts by itself."""
         return self.at + float(getattr(self, "seconds", 0.0))
 
     def inject(self, world: World) -> None:
-        """Let it happen. On the scheduler's side: it must not block."""
+        """Inject the fault. This runs on the scheduler's side and must not block."""
         raise NotImplementedError
 
     def excuses(self, error: str, rank: Rank, world: World) -> bool:
-        """Say whether a rank may end by this error because of it."""
+        """True if this fault justifies that a rank ends by this error."""
         return False
 
     def concerns(self, slot: int) -> bool:
-        """Say whether a group's own work may be void because of it: it, or a link of it, does not do its part."""
+        """True if this fault may void a group's own work, because the group or one of its links
+        fails.
+        """
         return not isinstance(self, Kill | KillGroups) and slot in {
             getattr(self, name, None) for name in ("slot", "a", "b")
         }
@@ -63,7 +65,7 @@ class Fault:
         return f"{type(self).__name__} at {self.at:.3f} s: {' '.join(words)}"
 
     def shorter(self) -> list[Fault]:
-        """Return simpler versions of it, for shrinking."""
+        """Return simpler versions of this fault, for shrinking."""
         return []
 
 
@@ -89,7 +91,9 @@ def _at_moment(
 
 @dataclass(frozen=True)
 class Kill(Fault):
-    """SIGKILL of one rank, at the group's next `moment` ("exchange", "vote", "rendezvous", "serving", "fetching")."""
+    """SIGKILL of one rank at the group's next `moment` ("exchange", "vote", "rendezvous",
+    "serving", "fetching").
+    """
 
     slot: int  # -1 = the first group that comes to that moment
     rank: int
@@ -110,9 +114,10 @@ class Kill(Fault):
 
 @dataclass(frozen=True)
 class KillGroups(Fault):
-    """SIGKILL of all ranks of several groups at once, at the next `moment` of the group `of` (-1 = of the first one).
+    """SIGKILL of all ranks of several groups at once, at the next `moment` of group `of` (-1: of
+    the first one).
 
-    `for_good`: they do not come back.
+    `for_good`: the groups do not restart.
     """
 
     slots: tuple[int, ...]
@@ -165,7 +170,9 @@ class Freeze(Fault):
         _at_moment(world, self.moment, self.slot, act, (self.slot, self.rank))
 
     def excuses(self, error: str, rank: Rank, world: World) -> bool:
-        """The group of one frozen rank ends, and a sibling may hear of the loss before rank 0 has ended."""
+        """A group with one frozen rank ends, and a sibling may notice the loss before rank 0 has
+        ended.
+        """
         patience = SILENT_BEATS * world.config["heartbeat_timeout_ms"] / 1000
         is_silent = self.rank >= 0 and self.seconds >= patience
         return error == "RankLostError" and rank.slot == self.slot and is_silent
@@ -176,7 +183,7 @@ class Freeze(Fault):
 
 @dataclass(frozen=True)
 class Hang(Fault):
-    """The training thread of one rank stops for good, while heartbeats go on."""
+    """The training thread of one rank stops for good while its heartbeats continue."""
 
     slot: int
     rank: int
@@ -212,11 +219,12 @@ class Slow(Fault):
 
 @dataclass(frozen=True)
 class Cut(Fault):
-    """The network between two groups is dead: between two ranks (`rank` < 0: between all), in one way or in both.
+    """The network between two groups is dead: between two ranks (`rank` < 0: all), in one direction
+    or both.
 
     Attributes:
-        flaps: seconds that the link works and does not work in turn; 0 = it stays dead.
-        other: rank of `b`; -1 = the same as that of `a`.
+        flaps: seconds for which the link alternately works and fails; 0: it stays dead.
+        other: rank of `b`; -1: the same as that of `a`.
     """
 
     a: int
@@ -252,7 +260,7 @@ class Cut(Fault):
 
 @dataclass(frozen=True)
 class CutInside(Fault):
-    """The network between two ranks of one group is dead, in one way or in both."""
+    """The network between two ranks of one group is dead, in one direction or both."""
 
     slot: int
     rank: int
@@ -268,7 +276,9 @@ class CutInside(Fault):
             world.silenced(group, [group.ranks[self.rank or self.other]], self.seconds)
 
     def excuses(self, error: str, rank: Rank, world: World) -> bool:
-        """A rank that is not yet built has nothing to lose. A cut longer than the grace loses a rank of the group."""
+        """A rank that is not built yet has nothing to lose. A cut longer than the grace period
+        loses a rank of the group.
+        """
         if rank.slot != self.slot:
             return False
         if error == "RankLostError":
@@ -281,7 +291,7 @@ class CutInside(Fault):
 
 @dataclass(frozen=True)
 class CutLighthouse(Fault):
-    """The network between one group and the lighthouse is dead, in one way or in both."""
+    """The network between one group and the lighthouse is dead, in one direction or both."""
 
     slot: int
     way: str  # "to", "from" or "both"
@@ -319,7 +329,9 @@ def _cut_for(world: World, pairs: list[tuple[Node, Node]], seconds: float, flaps
 
 @dataclass(frozen=True)
 class LossyLink(Fault):
-    """Packets between two groups are lost by chance: TCP sends them again, after seconds if they are lost again."""
+    """Packets between two groups are lost randomly. TCP resends them, and waits longer after each
+    further loss.
+    """
 
     a: int
     b: int
@@ -343,7 +355,9 @@ class LossyLink(Fault):
 
 @dataclass(frozen=True)
 class Reset(Fault):
-    """A connection of one rank to another group is reset at its group's next `moment`; nobody dies."""
+    """A connection of one rank to another group is reset at its group's next `moment`. No process
+    dies.
+    """
 
     slot: int  # -1 = the first group that comes to that moment
     rank: int
@@ -364,9 +378,11 @@ class Reset(Fault):
 
 @dataclass(frozen=True)
 class ResetOwn(Fault):
-    """The connections on which a rank waits for an answer in its own group are reset at its group's next `moment`.
+    """The connections on which a rank waits for an answer in its own group are reset at its group's
+    next `moment`.
 
-    To rank 0's server and to the group's store; what the rank has said there has arrived. Nobody dies.
+    These lead to rank 0's server and to the group's store. The rank's requests have arrived there.
+    No process dies.
     """
 
     slot: int  # -1 = the first group that comes to that moment
@@ -384,7 +400,7 @@ class ResetOwn(Fault):
         _at_moment(world, self.moment, self.slot, act, (self.slot, self.rank))
 
     def excuses(self, error: str, rank: Rank, world: World) -> bool:
-        """Who has yet to come to the lighthouse has nothing to lose, and is started again."""
+        """A rank that has not reached the lighthouse yet has nothing to lose, and restarts."""
         return error == "DistNetworkError" and self.slot in (-1, rank.slot) and not rank.is_built
 
     def shorter(self) -> list[Fault]:
@@ -440,12 +456,13 @@ class LighthouseDies(Fault):
 
 @dataclass(frozen=True)
 class DrainGroup(Fault):
-    """SIGTERM to all ranks of a group, some milliseconds apart, or to one of them only; it may come back.
+    """SIGTERM to all ranks of a group, some milliseconds apart, or to one of them. The group may
+    restart.
 
     Attributes:
-        slot: -1 = of the first group that comes to that moment.
-        rank: -1 = all.
-        moment: "outside" of the largest clique, "exchange"; empty = at once.
+        slot: -1: the first group that reaches the moment.
+        rank: -1: all ranks.
+        moment: "outside" (of the largest clique), "exchange"; empty: at once.
     """
 
     slot: int
@@ -469,7 +486,9 @@ class DrainGroup(Fault):
 
 @dataclass(frozen=True)
 class Flip(Fault):
-    """A bit flips in a number of a rank's weights or momentum, at the group's next `moment` ("naming": of a donor)."""
+    """A bit flips in a rank's weights or momentum at the group's next `moment` ("naming": of a
+    donor).
+    """
 
     slot: int  # -1 = the first group that comes to that moment
     rank: int
@@ -497,7 +516,7 @@ class Flip(Fault):
         world.say("fault", f"flips a bit of g{group.slot}r{self.rank}")
 
     def excuses(self, error: str, rank: Rank, world: World) -> bool:
-        """With as many corrupt holders as sound ones nobody can tell which are right."""
+        """With as many corrupt holders as sound ones the right bytes cannot be determined."""
         return error == "DivergedError" and rank.tied
 
     def shorter(self) -> list[Fault]:
@@ -506,7 +525,7 @@ class Flip(Fault):
 
 @dataclass(frozen=True)
 class Publish(Fault):
-    """Another process publishes a checkpoint: the latest whole one that it has, at the next `moment` ("listing")."""
+    """Another process publishes its latest complete checkpoint at the next `moment` ("listing")."""
 
     moment: str = ""
 
@@ -526,11 +545,12 @@ class Publish(Fault):
 
 @dataclass(frozen=True)
 class TakeAway(Fault):
-    """Another process removes the latest checkpoint at the next `moment`, and publishes one of that step again.
+    """Another process removes the latest checkpoint at the next `moment`, and publishes one of that
+    step again.
 
     Attributes:
         moment: "listing", "chosen" (by a rank), or "loading".
-        seconds: until it does; 0 = never.
+        seconds: until the next publication; 0: never.
     """
 
     moment: str

@@ -1,8 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The folder of checkpoints that all groups share, as each of their hosts sees it; and what is in them.
+"""The checkpoint folder that all groups share, as each of their hosts sees it, and its contents.
 
-A network folder shows each host what it was a while ago. A checkpoint appears whole, by one rename.
+A network folder shows each host an earlier state. A checkpoint appears as a whole, by one rename.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATH = "/checkpoints"
 
 @dataclasses.dataclass
 class _Kept:
-    """States of one step that ranks of any groups have held, or that the group `writer` has saved."""
+    """States of one step that ranks of any group held, or that group `writer` saved."""
 
     step: int
     lineage: int
@@ -32,12 +32,12 @@ class _Kept:
 
 
 class Folder:
-    """What is published, and what was, as each host sees it.
+    """Published checkpoints, now and earlier, as each host sees them.
 
     Args:
-        ranks: of a group; a checkpoint has the part of each.
-        sight: seconds that a host's view may be late, at most.
-        on_look: told before a process looks.
+        ranks: of a group; a checkpoint has a part of each.
+        sight: largest delay of a host's view, in seconds.
+        on_look: called before a process reads the folder.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Folder:
 
     @property
     def settled(self) -> float:
-        """Return when all hosts see it as it is now."""
+        """Return when all hosts see the current state."""
         return self._views[-1][0] + self._sight
 
     @property
@@ -71,12 +71,14 @@ class Folder:
         return self._views[-1][1]
 
     def keep(self, rank: int, snapshot: Snapshot) -> None:
-        """Write a rank's part of a state, which may be published one day."""
+        """Store a rank's part of a state that may be published later."""
         kept = self._kept.setdefault(snapshot.lineage, _Kept(snapshot.step, snapshot.lineage))
         kept.parts.setdefault(rank, snapshot)
 
     def publish(self) -> int:
-        """Publish the latest state of which all parts are there, if none so late is; returns its step, or 0."""
+        """Publish the latest state with all parts, unless a later one is published; return its
+        step, or 0.
+        """
         latest = max(self._whole(), key=lambda kept: kept.step, default=None)
         if latest is None or self.latest >= latest.step:
             return 0
@@ -99,7 +101,7 @@ class Folder:
         return self._partials.setdefault((slot, attempt, step), Partial())
 
     def written_by_others(self, slot: int, step: int) -> set[tuple[int, int, int]]:
-        """Return which attempts of other groups have begun to write a checkpoint of a step."""
+        """Return the attempts of other groups that began to write a checkpoint of a step."""
         return {key for key in self._partials if key[0] != slot and key[2] == step}
 
     def lineage(self, step: int, node: Node) -> int:
@@ -112,7 +114,7 @@ class Folder:
         return self._published[step].writer if step in self._published else -1
 
     def publish_saved(self, slot: int, parts: Mapping[int, Snapshot | None]) -> None:
-        """Publish what the group `slot` has saved, in place of another checkpoint of its step."""
+        """Publish the checkpoint of group `slot` in place of another checkpoint of its step."""
         whole = {rank: part for rank, part in parts.items() if part is not None}
         kept = _Kept(whole[0].step, whole[0].lineage, whole, slot)
         before = self._published.get(kept.step, kept)
@@ -121,7 +123,7 @@ class Folder:
         self._show({**self._published, kept.step: kept})
 
     def remove(self, step: int) -> None:
-        """Remove the checkpoint of a step, whoever has saved it."""
+        """Remove the checkpoint of a step, whichever group saved it."""
         if step in self._published:
             self._taken = self._kernel.now
             self._show({other: kept for other, kept in self._published.items() if other != step})
@@ -133,7 +135,9 @@ class Folder:
         return step
 
     def put_back(self, step: int) -> None:
-        """Publish the checkpoint of a step again, if none is there: of another state of this step if one is known."""
+        """Publish a checkpoint of a step again if there is none; of another state of this step, if
+        one is known.
+        """
         found = [kept for kept in self._whole() if kept.step == step]
         if found and step not in self._published:
             self._show({**self._published, step: self._kernel.rng.choice(found)})
@@ -142,7 +146,7 @@ class Folder:
         """Return a rank's part of a published checkpoint.
 
         Raises:
-            FileNotFoundError: it is not there, as this host sees it.
+            FileNotFoundError: this host does not see the checkpoint.
         """
         kept = self._see(node).get(step)
         if kept is None:

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A virtual clock, and a seeded scheduler for code that blocks in threads.
 
-A thread becomes a *task*: a greenlet, of which one runs at a time. Tasks give way where they block and, at the whim of
-the seed, at every pause point: wherever a real thread could be interrupted with an effect that others see. When no task
-can run, the clock jumps to the next timer, so that an hour of waiting costs nothing.
+A thread becomes a *task*: a greenlet, of which one runs at a time. Tasks yield where they block
+and, as the seed decides, at every pause point: wherever an interruption of a real thread would have
+an effect that others see. When no task can run, the clock jumps to the next timer, so that an hour
+of waiting costs nothing.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ class Crash:
 
 
 class Process:
-    """What dies, freezes and has clocks of its own. Its tasks are its threads.
+    """A simulated process with clocks of its own. It can die or freeze. Its tasks are its threads.
 
     Attributes:
-        lag: largest delay in seconds that a pause point of its tasks may take.
-        clock, wall: what its monotonic and its wall clock add to the virtual time.
-        rate: seconds of its monotonic clock in a second.
+        lag: largest delay in seconds at a pause point of its tasks.
+        clock, wall: offsets of its monotonic and its wall clock from the virtual time.
+        rate: seconds of its monotonic clock in a virtual second.
     """
 
     def __init__(self, kernel: Kernel, name: str, *, pid: int = 0) -> None:
@@ -66,7 +67,7 @@ class Process:
         return not (self.dead or self.frozen)
 
     def end(self) -> None:
-        """End at once: no task of it runs again."""
+        """End at once: none of its tasks runs again."""
         if not self.dead:
             self.dead = True
             self.held.clear()
@@ -83,7 +84,7 @@ class Process:
                 act()
 
     def thaw(self) -> None:
-        """Let them go on."""
+        """Continue the frozen tasks, as SIGCONT does."""
         if not self.dead and self.frozen:
             self.frozen = False
             self.kernel.ready.extend(self.held)
@@ -119,11 +120,11 @@ class Task:
 
 
 class Kernel:
-    """Runs tasks on a virtual clock. One at a time exists in a process; see `current`.
+    """Runs tasks on a virtual clock. One kernel at a time exists in a process; see `current`.
 
     Args:
-        seed: what every choice follows from.
-        switch: chance that a pause point lets another task run.
+        seed: determines every choice.
+        switch: probability that a pause point lets another task run.
     """
 
     def __init__(self, seed: int, switch: float = 0.3) -> None:
@@ -174,7 +175,7 @@ class Kernel:
         return task
 
     def wake(self, task: Task) -> None:
-        """Let a task that blocks go on."""
+        """Make a blocked task ready to run."""
         if not task.queued and not task.done:
             task.queued = True
             task.ticket += 1
@@ -193,7 +194,7 @@ class Kernel:
         return not task.timed_out
 
     def sleep(self, seconds: float) -> None:
-        """Wait for `seconds`; whoever wakes the task for another reason does not end it."""
+        """Wait for `seconds`. A wake-up for another reason does not end the wait."""
         end = self.now + seconds
         while self.now < end:
             self.block(end - self.now)
@@ -223,7 +224,9 @@ class Kernel:
         self.stopped = True
 
     def run(self, until: float, max_switches: int = 3_000_000) -> bool:
-        """Run tasks until the clock says `until` or `stop` is called; False if nothing can ever happen any more."""
+        """Run tasks until the clock reaches `until` or `stop` is called; False if nothing can
+        happen any more.
+        """
         self._until, self._left, self._went_on = until, max_switches, None
         while (task := self.task or self._next()) is not None:
             if task.green is None:
@@ -236,7 +239,9 @@ class Kernel:
         return self._went_on is not False
 
     def waits(self) -> list[tuple[str, str]]:
-        """Return what each task of a live process waits for: its name, and where in the engine it is."""
+        """Return, for each task of a live process, its name and the place in the engine where it
+        waits.
+        """
         found = []
         for task in self._tasks:
             frame = (
@@ -257,7 +262,7 @@ class Kernel:
         return found
 
     def close(self) -> None:
-        """Unwind what is left, so that nothing of it runs when it is collected."""
+        """Unwind the remaining tasks, so that none of their code runs at garbage collection."""
         self.closed = True
         for task in self._tasks:
             if not task.done and task.green is not None:
@@ -366,13 +371,15 @@ def current() -> Kernel:
 
 
 def use(kernel: Kernel | None) -> None:
-    """Make `kernel` the one that stand-ins work with."""
+    """Make `kernel` the current kernel of the stand-ins."""
     global _kernel
     _kernel = kernel
 
 
 def missing(what: str) -> NotSimulatedError:
-    """Return the error for something without a stand-in; it counts even if the engine swallows it."""
+    """Return the error for a call without a stand-in. The error counts even if the engine swallows
+    it.
+    """
     text = f"{what} has no stand-in in tests/simulation/standins.py"
     if _kernel is not None:
         _kernel.missing.append(text)

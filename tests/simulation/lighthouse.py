@@ -1,6 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchft 0.2.0's lighthouse and manager, as far as groups can tell; `test_conformance.py` holds them to the real ones.
+"""Model of torchft 0.2.0's lighthouse and manager. `test_conformance.py` compares the model with
+the real ones.
 
 Their sources: https://github.com/meta-pytorch/torchft, src/lighthouse.rs and src/manager.rs.
 """
@@ -39,7 +40,7 @@ class Formed:
 
 @dataclass(frozen=True)
 class QuorumResult:
-    """What one rank is told (torchft.coordination.QuorumResult)."""
+    """The answer to one rank (torchft.coordination.QuorumResult)."""
 
     quorum_id: int
     replica_rank: int
@@ -56,7 +57,9 @@ class QuorumResult:
 
 
 class _Heart:
-    """When a manager was last heard of. One that beats has been heard of just now: no event per beat is needed."""
+    """Time of a manager's last heartbeat. A manager that beats was heard just now: no event per
+    beat is needed.
+    """
 
     def __init__(self, interval: float) -> None:
         self.interval = interval
@@ -84,10 +87,10 @@ class _Participant:
 
 
 class Lighthouse:
-    """Forms quorums of those who ask.
+    """Forms quorums of the requesting managers.
 
     Args:
-        min_replicas, join_timeout, tick, heartbeat_timeout: torchft's options; seconds.
+        min_replicas, join_timeout, tick, heartbeat_timeout: torchft's options; times in seconds.
     """
 
     def __init__(
@@ -126,14 +129,14 @@ class Lighthouse:
             request.fail()
 
     def start(self) -> None:
-        """Listen again, knowing nobody."""
+        """Listen again, without any memory of groups."""
         self.listens = True
         self._reset()
         for act in list(self.on_start.values()):
             act()
 
     def address(self) -> str:
-        """Return where it listens; set by whoever starts it in a process."""
+        """Return its address, which the starting process sets."""
         return self._address
 
     def shutdown(self) -> None:
@@ -167,7 +170,9 @@ class Lighthouse:
         self._look()
 
     def status(self) -> str:
-        """Return what the status page says of heartbeats, of the last quorum, and of requests for the next."""
+        """Return the text of the status page: heartbeats, the last quorum, and requests for the
+        next.
+        """
         now, healthy = self._kernel.now, self._healthy()
         asking = sum(name in self._participants for name in healthy)
         requests = f"[{asking}/{len(self._participants)} participants healthy]\n"
@@ -193,7 +198,9 @@ class Lighthouse:
         ]
 
     def _look(self) -> None:
-        """Form a quorum if there is one; else plan the look at which time alone can have changed that."""
+        """Form a quorum if possible. Otherwise plan the next check for the time at which the result
+        can change.
+        """
         healthy = self._healthy()
         present = [
             self._participants[name] for name in sorted(healthy) if name in self._participants
@@ -267,7 +274,7 @@ class Lighthouse:
 class ManagerServer:
     """torchft's server of one group: heartbeats, one quorum request for all ranks, and their vote.
 
-    Its threads are Rust's: they run as long as the process does, whatever Python does there.
+    Its threads are Rust's: they run as long as the process, whatever Python does there.
     """
 
     def __init__(
@@ -310,7 +317,9 @@ class ManagerServer:
         return self._address
 
     def shutdown(self) -> None:
-        """Stop the heartbeats, take no more clients; those that are connected are still served, as by the real one."""
+        """Stop the heartbeats and refuse new clients. Connected clients are still served, as by the
+        real one.
+        """
         self.running = False
         self._look()
         self.network.on_change.pop(self, None)
@@ -419,7 +428,7 @@ class ManagerServer:
     # Vote
 
     def vote(self, call: _Call, ok: bool) -> None:
-        """Take one rank's vote; the last one settles it."""
+        """Record one rank's vote; the last rank's vote settles the result."""
         if not ok:
             self._failures.add(call.rank)
         self._count.add(call.rank)
@@ -432,13 +441,13 @@ class ManagerServer:
                 waiting.settle(decision)
 
     def drop(self, call: _Call) -> None:
-        """Forget a call whose client waits no more; what it said still counts."""
+        """Forget a call whose client no longer waits. Its request still counts."""
         self._quorums = [other for other in self._quorums if other is not call]
         self._votes = [other for other in self._votes if other is not call]
 
 
 class _Call:
-    """One rank's call, until it is answered."""
+    """One rank's call until its answer."""
 
     def __init__(self, kernel: Kernel, rank: int) -> None:
         self._kernel, self.rank = kernel, rank
@@ -456,7 +465,7 @@ class ManagerClient:
 
     Raises:
         TimeoutError: a call took longer than its timeout.
-        RuntimeError: any other failure, as torchft has it.
+        RuntimeError: any other failure, as in torchft.
     """
 
     def __init__(self, node: Node, server: ManagerServer | None) -> None:
@@ -535,7 +544,9 @@ class ManagerClient:
 
 
 def compute_result(replica_id: str, group_rank: int, formed: Formed) -> QuorumResult:
-    """Return what the manager tells a rank of a quorum (`compute_quorum_results`, without init_sync)."""
+    """Compute the manager's answer to a rank about a quorum (`compute_quorum_results`, without
+    init_sync).
+    """
     members = sorted(formed.members, key=lambda member: member.replica_id)
     rank = [member.replica_id for member in members].index(replica_id)
     max_step = max(member.step for member in members)

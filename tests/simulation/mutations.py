@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Defects that the engine had, or could have: the exploration must find each of them.
+"""Defects that the engine had, or could have. The exploration must find each of them.
 
-Each mutation puts its defect into the engine by name: it replaces functions, methods, properties or constants. So a
-line may be moved or formatted freely, and a name that is gone is an error. A mutation runs in a forked process.
+Each mutation replaces functions, methods, properties or constants of the engine by name. So a line
+may be moved or formatted freely, and a missing name is an error. A mutation runs in a forked
+process.
 """
 
 from __future__ import annotations
@@ -68,13 +69,13 @@ class Mutation:
     """A defect.
 
     Attributes:
-        name: the function that puts it into the engine.
-        text: what goes wrong.
-        apply: puts it into the engine.
+        name: of the function that puts the defect into the engine.
+        text: description of the defect.
+        apply: puts the defect into the engine.
         kinds: kinds of faults that find it soon.
-        promises: the promises of which it breaks one.
-        first: seed to begin with.
-        mode: mode of the schedules, as `schedule.draw` has it.
+        promises: it breaks one of these.
+        first: first seed.
+        mode: mode of the schedules, as in `schedule.draw`.
     """
 
     name: str
@@ -120,7 +121,8 @@ FAILURES: list[Exception] = []
 
 
 def around(patch: Patch, owner: ModuleType | type, name: str, act: Callable[..., Any]) -> None:
-    """Let `act` run in the place of a function, method or property. `act` gets the former one as its first argument.
+    """Replace a function, method or property by `act`, which gets the former one as its first
+    argument.
 
     A module's function is replaced under each name by which another module has imported it.
     """
@@ -155,7 +157,7 @@ def substitute(patch: Patch, owner: ModuleType | type, name: str, act: Callable[
 def lent(owner: object, **values: Any) -> Iterator[None]:
     """Give an object other attributes for as long as the context lasts.
 
-    Of one object only: other ranks, which run in between, keep theirs.
+    Only this object changes: other ranks, which run in between, keep theirs.
     """
     former = {name: vars(owner)[name] for name in values if name in vars(owner)}
     for name in values:
@@ -198,7 +200,9 @@ def start_by_own_clock(patch: Patch) -> None:
 
 @mutation(kinds=("long",), promises=("no state given up",))
 def start_beside_living_group(patch: Patch) -> None:
-    """A job begins anew although a group in the midst of a long step lives; its early offer reaches nobody either."""
+    """A job starts anew although a group in a long step is alive. The joiners do not see that
+    group's early offer either.
+    """
 
     def start(former: Callable[..., bool], self: Any, begin_at: int) -> bool:
         with lent(self, _look_for_outsiders=lambda made: False):
@@ -210,7 +214,7 @@ def start_beside_living_group(patch: Patch) -> None:
 
 @mutation(kinds=("flip", "groups_die"), promises=("counters",), first=740)
 def any_state_is_final(patch: Patch) -> None:
-    """A group that heals after the last step takes any state for the final one."""
+    """A group that heals after the last step accepts any state as the final one."""
 
     def finish(former: Callable[..., str | None], self: Any) -> str | None:
         while (digest := former(self)) is None:
@@ -228,7 +232,7 @@ def dead_links_not_reported(patch: Patch) -> None:
 
 @mutation(kinds=("flip", "kill"), promises=("one trajectory", "no state given up"))
 def donor_shows_no_digest(patch: Patch) -> None:
-    """A donor does not show the digest of its bytes, and the joiner does not miss it."""
+    """A donor does not show the digest of its bytes, and the joiner does not require it."""
 
     def hold(
         former: Callable[..., healing.Healing],
@@ -260,7 +264,7 @@ def queue_not_claimed(patch: Patch) -> None:
 
 @mutation(kinds=("tail",), promises=("no work lost",))
 def one_ahead_makes_all_heal(patch: Patch) -> None:
-    """One group ahead makes all others heal."""
+    """One group that is ahead makes all others heal."""
 
     def find_step(rows: Sequence[Any], claims: Sequence[int]) -> int:
         return max(rows[rank].step for rank in claims or range(len(rows)))
@@ -271,7 +275,7 @@ def one_ahead_makes_all_heal(patch: Patch) -> None:
 
 @mutation(kinds=("lost",), promises=("liveness",))
 def reader_of_nothing_not_present(patch: Patch) -> None:
-    """A group that has read nothing does not count as one that holds the state."""
+    """A group that has read nothing does not count as a holder of the state."""
 
     def find_wait(former: Callable[..., Any], made: Round, config: Any) -> Any:
         givers = sorted({*made.verdict.contributors, *made.verdict.excluded})
@@ -358,7 +362,7 @@ def nan_in_last_bucket_only(patch: Patch) -> None:
 
 @mutation(kinds=("kill",), promises=("exact average", "one trajectory", "no state given up"))
 def nccl_not_asked(patch: Patch) -> None:
-    """The exchange ignores an error that NCCL reports only when it is asked."""
+    """The exchange ignores an error that NCCL reports only on request."""
     substitute(patch, Operations, "_raise_errored", lambda self: None)
 
 
@@ -383,7 +387,7 @@ def doubled_data_is_taken(patch: Patch) -> None:
 
 @mutation(kinds=("drain",), promises=("ranks never part", "no state given up", "liveness"))
 def rank_leaves_on_its_own(patch: Patch) -> None:
-    """A rank leaves when it was asked to, and not when all ranks of its group were."""
+    """A rank leaves when it was asked to, although other ranks of its group were not."""
 
     def after_vote(former: Callable[..., bool], self: Any) -> bool:
         if self._num_ranks == 1:
@@ -398,7 +402,9 @@ def rank_leaves_on_its_own(patch: Patch) -> None:
     kinds=("drain",), promises=("ranks never part", "no state given up", "liveness"), first=4050
 )
 def note_may_come_after_the_vote(patch: Patch) -> None:
-    """A note travels on its own, and may reach a rank after the result of its sender's next vote."""
+    """A note travels separately, and may reach a rank after the result of its sender's next
+    vote.
+    """
 
     def say(former: Callable[..., None], self: Any, topic: str, text: str = "") -> None:
         standins.THREADING.Thread(target=partial(former, self, topic, text)).start()
@@ -410,7 +416,7 @@ def note_may_come_after_the_vote(patch: Patch) -> None:
     kinds=("kill", "donor"), promises=("ranks never part", "one trajectory", "no state given up")
 )
 def joiner_begins_rank_by_rank(patch: Patch) -> None:
-    """A joiner begins with the fetched state before all ranks of its group have it."""
+    """A rank of a joiner begins with the fetched state before all ranks of its group have it."""
 
     def gather(
         former: Callable[..., list[int]], self: group_collectives.GroupCollectives, value: int
@@ -438,7 +444,9 @@ def each_rank_chooses_checkpoint(patch: Patch) -> None:
 
 @mutation(kinds=("cut", "drain"), promises=("no work lost",))
 def outsider_does_not_leave(patch: Patch) -> None:
-    """A group outside of the largest clique leaves neither when it was asked to nor when its time is nearly over."""
+    """A group outside the largest clique leaves neither on request nor when its time is nearly
+    over.
+    """
 
     def look(former: Callable[..., list[str]], self: Any, lost: Any) -> list[str]:
         with lent(self, _leave_requested=lambda: False):
@@ -565,7 +573,7 @@ def other_shape_is_admitted(patch: Patch) -> None:
 
 @mutation(kinds=("freeze", "cut_ranks"), promises=("liveness",))
 def other_hosts_not_watched(patch: Patch) -> None:
-    """Of a group's hosts the first one only is watched."""
+    """Only the first of a group's hosts is watched."""
     substitute(patch, Node, "fall_silent", lambda self, peer, seconds, now: [])
 
 
@@ -599,7 +607,7 @@ def queue_is_replayed_at_once(patch: Patch) -> None:
 
 @mutation(kinds=("fork",), promises=("liveness",))
 def report_forgets_older_accusers(patch: Patch) -> None:
-    """A report names only the groups that have accused this group since the report before."""
+    """A report names only the groups that have accused this group since the previous report."""
 
     def report(former: Callable[..., str], self: Any, *args: Any) -> str:
         with lent(self, _members=self._accusers):
@@ -671,7 +679,7 @@ def fetched_bytes_not_compared(patch: Patch) -> None:
 
 @mutation(kinds=("preempt",), promises=("no work lost",))
 def loaded_checkpoint_keeps_state(patch: Patch) -> None:
-    """A group that has loaded a checkpoint counts as one that keeps the state."""
+    """A group that has loaded a checkpoint counts as a keeper of the state."""
 
     def observe(former: Callable[..., None], self: Position, made: Round) -> None:
         former(self, made)
@@ -707,7 +715,7 @@ def entry_has_earlier_state(patch: Patch) -> None:
 
 @mutation(kinds=("kill", "many"), promises=("nothing silent",))
 def data_claims_to_go_on(patch: Patch) -> None:
-    """A group that opens its data at another batch reports that the data goes on."""
+    """A group that opens its data at a wrong batch reports that the data continues exactly."""
 
     def make(former: Callable[..., None], self: Any, *args: Any) -> None:
         former(self, *args)
@@ -723,7 +731,7 @@ def data_claims_to_go_on(patch: Patch) -> None:
 
 @mutation(kinds=("kill", "cut"), promises=("waits",))
 def connecting_is_charged_to_nobody(patch: Patch) -> None:
-    """No wait has the time in which all members connect because one came or went."""
+    """The time in which all members connect after a change of membership is in no recorded wait."""
 
     def find_waits(
         former: Callable[..., Any], rows: Any, own: int, began: float, connected: float, gone: Any
@@ -740,13 +748,13 @@ def connecting_is_charged_to_nobody(patch: Patch) -> None:
     kinds=("joiner",), promises=("no stall for a joiner", "no work lost", "liveness"), mode="semi"
 )
 def no_opening_after_update(patch: Patch) -> None:
-    """No group meets the others right after a round's update."""
+    """The groups do not meet right after a round's update."""
     patch.setattr(step, "_MAX_OPENING_ROUNDS", 0)
 
 
 @mutation(kinds=("alone",), promises=("no stall for a joiner", "liveness"), mode="semi")
 def joiner_ignores_waiting_groups(patch: Patch) -> None:
-    """A joiner lets the others wait until it has trained a whole round."""
+    """A joiner makes the others wait until it has trained a whole round."""
     around(
         patch, rounds.Rounds, "signs", lambda former, self: former(self) & ~rounds.Sign.OTHERS_WAIT
     )
@@ -765,7 +773,9 @@ def joiner_sits_in_next_round(patch: Patch) -> None:
 
 @mutation(kinds=("lighthouse", "leave", "alone"), promises=("no work lost",), mode="semi")
 def groups_in_round_not_awaited(patch: Patch) -> None:
-    """A quorum that lacks groups in the midst of a round is used, after a restart of the lighthouse for example."""
+    """A quorum without groups in the middle of a round is accepted, for example after a restart of
+    the lighthouse.
+    """
     nothing = membership._Missing(membership._Lack.NOTHING, [])
     substitute(
         patch, membership.Membership, "_look_for_others", lambda self, present, absent: nothing
@@ -780,7 +790,7 @@ def anchors_not_compared(patch: Patch) -> None:
 
 @mutation(kinds=("none",), promises=("one trajectory", "no state given up"), mode="semi")
 def inner_moments_in_digest(patch: Patch) -> None:
-    """A group's digest has the moments of its own optimizer in it."""
+    """A group's digest includes the moments of its own optimizer."""
     substitute(patch, outer.OuterState, "_agreed", lambda self: self._optimizers)
 
 
@@ -808,7 +818,7 @@ def mean_by_number_of_groups(patch: Patch) -> None:
 
 @mutation(kinds=("none",), promises=("exact average",), mode="semi")
 def resting_fragments_are_updated(patch: Patch) -> None:
-    """Fragments that are not exchanged are updated by the former content of their buckets."""
+    """Fragments that are not exchanged are updated from the former content of their buckets."""
 
     def write(former: Callable[..., None], self: Sums, scale: float | None = None) -> None:
         former(self, scale)
@@ -821,7 +831,7 @@ def resting_fragments_are_updated(patch: Patch) -> None:
 
 @mutation(kinds=("none",), promises=("one trajectory",), mode="semi")
 def model_takes_all_anchors(patch: Patch) -> None:
-    """A group goes on with the anchors of all fragments."""
+    """A group continues with the anchors of all fragments."""
 
     def make_step(
         former: Callable[..., float], self: outer.OuterModel, alpha: float = 0.0
@@ -838,7 +848,7 @@ def model_takes_all_anchors(patch: Patch) -> None:
 
 @mutation(kinds=("nan",), promises=("no state given up",), mode="semi")
 def excluded_group_keeps_moments(patch: Patch) -> None:
-    """A group whose change was not finite goes on with its moments."""
+    """A group whose change was not finite keeps its moments."""
 
     def meet(self: round_strategy.RoundStrategy) -> bool:
         return not self._is_over and self._open()
@@ -863,7 +873,7 @@ def own_order_of_8_bit_sums(patch: Patch) -> None:
 
 @mutation(kinds=("none",), promises=("exact average",), mode="semi")
 def residual_is_given_again(patch: Patch) -> None:
-    """A group gives several times over what rounding has left of a change."""
+    """A group adds the rounding residual of a change several times."""
 
     def add_to(former: Callable[..., None], self: quantize.Residual, values: torch.Tensor) -> None:
         if self._kept is not None:
@@ -877,7 +887,7 @@ def residual_is_given_again(patch: Patch) -> None:
 
 
 def find(mutation: Mutation, schedules: int = SCHEDULES) -> Found | str:
-    """Explore with a mutation; returns what was found, or why nothing was."""
+    """Explore with a mutation; return the finding, or the reason why there is none."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_find, args=(mutation, schedules, send))
@@ -911,7 +921,7 @@ def _find(mutation: Mutation, schedules: int, send: Connection) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Show in which schedule each mutation is found; 1 if one is not."""
+    """Print the schedule that finds each mutation; return 1 if one is not found."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutations")
     parser.add_argument("--schedules", type=int, default=SCHEDULES)
     parser.add_argument("--only", default="", help="part of the name")

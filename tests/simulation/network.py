@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The simulated network: links between nodes that can be cut one way, slow or flapping; and torch's TCP store on it.
+"""The simulated network: links between nodes that may be cut one way, slow or flapping, and torch's
+TCPStore on it.
 
-A connection needs both directions, as TCP does. A cut link closes nothing: what is on its way arrives when the link is
-back, and whoever waits, waits until then or for its timeout.
+A connection needs both directions, as with TCP. A cut link closes nothing: frames in flight arrive
+when the link is back, and a waiting task waits until then or until its timeout.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _SLOW_SETS = 0.1  # share of those to a store on the same host that take a while
 
 
 class Network:
-    """Who reaches whom, and how fast.
+    """Reachability and speed of links between nodes.
 
     Args:
-        latency: seconds of one way, between groups; nearly none within a group.
+        latency: seconds of one way between groups; nearly none within a group.
     """
 
     def __init__(self, kernel: Kernel, latency: float) -> None:
@@ -71,7 +72,9 @@ class Network:
         return not self._cuts and not self._losses and not any(self._slow.values())
 
     def lose(self, source: Node, target: Node, chance: float) -> None:
-        """Lose packets by chance; 0 = none. What is lost is sent again, later each time."""
+        """Lose packets with a probability; 0 ends it. A lost packet is resent, later after each
+        loss.
+        """
         if chance:
             self._losses[source, target] = chance
         else:
@@ -135,7 +138,9 @@ class Network:
         self._kernel.block(timeout)
 
     def reset(self, node: Node) -> None:
-        """Reset the connections within its group on which a rank waits for an answer; what it has said has arrived."""
+        """Reset the connections within its group on which a rank waits for an answer. Its requests
+        have arrived.
+        """
         self.resets[node] += 1
         for task in self._calling.pop(node, ()):
             self._kernel.wake(task)
@@ -144,7 +149,9 @@ class Network:
 
     @contextlib.contextmanager
     def calling(self, node: Node) -> Iterator[Callable[[], bool]]:
-        """Wait for an answer within the group; gives a function that says whether the connection is lost."""
+        """Wait for an answer within the group; yield a function that returns whether the connection
+        is lost.
+        """
         before, task = self.resets[node], self._kernel.current
         self._calling.setdefault(node, []).append(task)
         try:
@@ -176,10 +183,10 @@ class Network:
 
 
 class StoreServer:
-    """What one group's TCP store holds.
+    """The contents of one group's TCPStore.
 
     Args:
-        owner: the process that it dies with; None = the group's agent, which survives its workers.
+        owner: process that it dies with; None for the group's agent, which outlives its workers.
     """
 
     def __init__(self, kernel: Kernel, node: Node, owner: Process | None) -> None:
@@ -191,16 +198,16 @@ class StoreServer:
 
     @property
     def gone(self) -> bool:
-        """Say whether nobody answers any more."""
+        """True if the server no longer answers."""
         return self.owner is not None and self.owner.dead
 
     def put(self, key: str, value: bytes) -> None:
-        """Write a key, and wake who waits for it."""
+        """Write a key, and wake the tasks that wait for it."""
         self.values[key] = value
         self.tell()
 
     def tell(self) -> None:
-        """Wake everybody who waits: there is news."""
+        """Wake all waiting tasks."""
         for task in self._waiting:
             self.kernel.wake(task)
         self._waiting.clear()
@@ -212,10 +219,10 @@ class StoreServer:
 
 
 class Store:
-    """torch.distributed.TCPStore, a client's end of it.
+    """Client end of torch.distributed.TCPStore.
 
     Raises:
-        RuntimeError: as the real one's errors are: the server is gone, or a wait took longer than the timeout.
+        RuntimeError: as the real one's errors: the server is gone, or a wait took longer than the timeout.
     """
 
     def __init__(
@@ -230,7 +237,9 @@ class Store:
         self._call(timeout)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a key: sent, not waited for. What another connection asks meanwhile may be answered without it."""
+        """Send a write without waiting for it. Another connection's request may be answered before
+        it arrives.
+        """
         server, kernel = self._server, self._server.kernel
         kernel.pause()
         if server.gone or self._lost:
@@ -271,7 +280,9 @@ class Store:
         return value
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write a key if it has the expected value, or is not there and "" is expected; return what it has then."""
+        """Write a key if it has the expected value, or is missing and "" is expected; return its
+        value afterwards.
+        """
         self._call(self._timeout)
         if self._server.values.get(key, b"") == expected.encode():
             self._server.put(key, desired.encode())

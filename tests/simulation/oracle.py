@@ -1,8 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What must hold: the committed states as a tree, each recomputed from its parent, and who holds which.
+"""The oracle: the committed states as a tree, each recomputed from its parent, and the groups that
+hold them.
 
-Groups are not only compared with each other: an error that all of them share would go by.
+A comparison of the groups with each other alone would miss an error that all of them share.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _TOLERANCE = 1e-3
 
 @dataclass
 class Committed:
-    """One committed update, as the first group that committed it told of it.
+    """One committed update, as reported by the first group that committed it.
 
     Attributes:
         states: weights and momentum after it, by rank.
-        ends: batches of each slot that are trained by then.
+        ends: number of trained batches of each slot after it.
         groups: slots that have committed or replayed it.
     """
 
@@ -44,13 +45,13 @@ class Committed:
 
 @dataclass(frozen=True)
 class Rules:
-    """What the oracle needs to know of the run.
+    """Settings of the run that the oracle needs.
 
     Attributes:
         group_size, nominal_tokens, batch_policy, lr_policy: of the config.
         coupling: see `training.gradient`.
-        not_finite: whether a batch may have a NaN for a gradient.
-        rounding: share of the members' gradients, added up by size, that their sum may be off by.
+        not_finite: whether a batch may have a NaN gradient.
+        rounding: largest error of a sum, as a share of the sum of the members' gradients' magnitudes.
     """
 
     group_size: int
@@ -87,9 +88,9 @@ class Oracle:
         entries: list[Entry],
         readers: list[GroupProcess],
     ) -> None:
-        """Check an update of one rank before it is applied; the first one of a lineage makes it known.
+        """Check an update of one rank before it is applied. The first one of a lineage defines it.
 
-        A group that replays may be the first. It does not know the participants (None), as nobody tells it.
+        A group that replays may be the first. It does not know the participants (None).
         """
         batches = tuple((entry.slot, entry.first_batch, entry.num_batches) for entry in entries)
         known = self.chain.get(lineage)
@@ -168,7 +169,9 @@ class Oracle:
             )
 
     def is_corrupt(self, rank: int, state: training.State, otherwise: bool = False) -> bool:
-        """Say whether a state is not the one of its lineage; `otherwise` if no sound rank has held that yet."""
+        """True if a state is not that of its lineage; `otherwise` if no sound rank has held that
+        one yet.
+        """
         known = self.chain.get(state.held[1])
         there = None if known is None else known.states.get(rank)
         return state.tainted and (
@@ -184,7 +187,9 @@ class Oracle:
         return found[::-1]
 
     def _spoiled_in(self, lineage: int, updates: int = 1) -> set[int]:
-        """Return the slots that had a gradient that is not finite in an update, or in as many up to it."""
+        """Return the slots with a nonfinite gradient in an update, or in the last `updates` updates
+        up to it.
+        """
         trained = [
             batches for update in self.path(lineage)[-updates:] for batches in update.batches
         ]
@@ -201,7 +206,9 @@ class Oracle:
     def _expect(
         self, update: Committed, base: np.ndarray, rank: int
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the states that the update may make of `base`, and how far it may be off; none if nobody can tell."""
+        """Yield the possible states after the update of `base`, each with its tolerance; nothing if
+        they are unknown.
+        """
         rules = self._rules
         total, sizes = np.zeros(training.SIZE), np.zeros(training.SIZE)
         weight = 0
@@ -279,7 +286,9 @@ class Oracle:
 
 
 def _is_near(state: np.ndarray, expected: np.ndarray, slack: np.ndarray) -> bool:
-    """Say whether a state is the expected one to rounding, and to what the exchange may have rounded besides."""
+    """True if a state equals the expected one up to rounding and `slack`, the rounding of the
+    exchange.
+    """
     both = np.isnan(state) & np.isnan(expected)
     with np.errstate(invalid="ignore"):
         return bool(

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A group's own training in the simulation, in the place of torchtitan's: the engine's strategy drives it."""
+"""A group's own training in the simulation, in place of torchtitan's. The engine's strategy drives
+it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class OwnSteps:
-    """One rank's part of it, as `titan_ft.engine.strategy.GroupTraining` has it; each step is an update."""
+    """One rank's part of `titan_ft.engine.strategy.GroupTraining`; each step is an update."""
 
     data_ended: type[Exception] = StopIteration  # its data never end
     gradient_scale = 1.0
@@ -79,7 +81,7 @@ class OwnSteps:
         return spent
 
     def _feed_ahead(self, readings: Sequence[Reading], values: np.ndarray) -> None:
-        """Read on, and spoil the gradient if it is this rank's turn to have one that is not finite."""
+        """Read ahead, and corrupt the gradient if the schedule gives this rank a nonfinite one."""
         rank = self._rank
         rank.feed.read_ahead(readings)
         if rank.spoiled > 0:
@@ -118,10 +120,10 @@ class OwnSteps:
         """There are none."""
 
     def await_staging(self) -> None:
-        """A save has its copy before it goes on in the background."""
+        """Do nothing: a save has its copy before it continues in the background."""
 
     def collect_garbage(self, step: int) -> None:
-        """Nothing is collected by order."""
+        """Do nothing: no garbage is collected explicitly."""
 
     def pauses_after(self, step: int) -> bool:
         """Say whether the training ends, or a group may save, after `step`."""
@@ -140,15 +142,17 @@ class _Optimizers(list[SimpleNamespace]):
         self._rank = rank
 
     def step(self) -> None:
-        """Make an update of what is in the gradients."""
+        """Update the state from the gradients."""
         self._rank.state.descend(self[0].param_groups[0]["lr"])
 
 
 class _Schedulers:
-    """Stands in for torchtitan's LRSchedulersContainer: the LR follows from the number of the update."""
+    """Stand-in for torchtitan's LRSchedulersContainer: the LR follows from the number of the
+    update.
+    """
 
     def step(self) -> None:
-        """Nothing to count."""
+        """Do nothing: there is no counter."""
 
 
 class SteadyStrategy(StepStrategy):

@@ -1,8 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One rank's training in the simulation: what `titan_ft.trainer.ReplicaTrainer` does, around the engine as it is.
+"""One rank's training in the simulation: the part of `titan_ft.trainer.ReplicaTrainer`, around the
+unchanged engine.
 
-All that knows the engine's constructors and verbs is here.
+Only this module knows the engine's constructors and methods.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Events:
         self._rank = rank
 
     def emit(self, event: Event) -> None:
-        """Tell of an event."""
+        """Pass an event to the world."""
         rank = self._rank
         if isinstance(event, DataOpened):
             rank.data.opened(event)
@@ -89,7 +90,9 @@ class Events:
 
 
 class _WatchedDonor(Donor):
-    """The donor's part of a rank, which is told of every round that worked: so the world reads all of them."""
+    """The donor of a rank. It is called for every successful round, so the world sees all of them
+    here.
+    """
 
     def __init__(self, rank: Rank, state: Any, server: Any) -> None:
         super().__init__(state, server)
@@ -173,7 +176,9 @@ class Rank:
         self.drain: Drain | None = None
 
     def _is_scarce(self) -> bool:
-        """Say whether this rank's host is short of memory just now: it comes and goes."""
+        """True if this rank's host is short of memory at this call, which changes from call to
+        call.
+        """
         self._copies += 1
         rng = random.Random(f"scarce {self.world.seed} {self.process.name} {self._copies}")
         return rng.random() < self.world.options.scarce
@@ -190,13 +195,15 @@ class Rank:
         return self.state.held
 
     def joins(self, quorum: Quorum) -> bool:
-        """Say whether it lacks the job's state, has yet to begin, or is about to find out that the others are ahead."""
+        """True if it lacks the job's state, has not begun, or is about to notice that the others
+        are ahead.
+        """
         trains = self.position.standing.has_state and self.position.training
         return not trains or quorum.max_step > self.position.step + 1
 
     @property
     def is_built(self) -> bool:
-        """Say whether it has all that it needs to train."""
+        """True if it has everything that it needs to train."""
         return "dimension" in vars(self)
 
     @property
@@ -206,7 +213,7 @@ class Rank:
 
     @property
     def in_exchange(self) -> bool:
-        """Say whether the quorum that it has asked for is there, and has not been used by a vote yet."""
+        """True if its requested quorum has arrived and no vote has used it yet."""
         pending: Any = self._membership._pending
         return pending is not None and pending._done
 
@@ -224,11 +231,11 @@ class Rank:
         return self._process_group.is_connected
 
     def reset_connection(self) -> None:
-        """Let one of its connections to other groups be reset."""
+        """Reset one of its connections to other groups."""
         self._process_group.reset_connection()
 
     def votes(self) -> None:
-        """Count what was sent in the round that ends now."""
+        """Count the bytes sent in the round that ends now."""
         reduced = self._process_group.reduced
         self.sent, self._sent_before = reduced - self._sent_before, reduced
 
@@ -441,7 +448,9 @@ class Rank:
         vars(membership)["vote"] = watched_vote
 
     def _watch_arrivals(self, exchange: GradientExchange, rounds: Rounds) -> None:
-        """Note when this rank comes to each exchange; not with rounds of several steps, which begin exchanges early."""
+        """Record when this rank reaches each exchange; not with rounds of several steps, which
+        begin exchanges early.
+        """
         if self.config.semi_sync_method:
             return
         finish, make, kernel, world = exchange.finish, rounds.make, self.world.kernel, self.world
@@ -467,10 +476,11 @@ class Rank:
         vars(exchange)["finish"], vars(rounds)["make"] = watched_finish, watched_make
 
     def judge_waits(self, made: Round) -> None:
-        """Let the world judge what this rank says that it waited for.
+        """Let the world judge this rank's reported waits.
 
-        Not where a rank stood still, or its connection to the lighthouse or to its group's store broke: its request may
-        arrive late, or it reads the answer late and takes that for the moment of the answer.
+        Not if a rank stood still, or its connection to the lighthouse or to its group's store
+        broke: then its request may arrive late, or it reads the answer late and takes that time for
+        the time of the answer.
         """
         late = self.world.thawed or any(
             isinstance(fault, LATE_ANSWERS) for fault in self.world.faults
@@ -502,7 +512,9 @@ class Rank:
         self._end("finished", digest)
 
     def _load(self, step: int) -> None:
-        """Load this rank's part of the checkpoint after `step`, if there is one, as ReplicaCheckpoints does."""
+        """Load this rank's part of the checkpoint after `step`, if there is one, as
+        ReplicaCheckpoints does.
+        """
         kept, world, gather = self.world.folder, self.world, self._group.gather
         if step and kept is not None:
             check_still_there(folder.PATH, step, gather)
@@ -553,7 +565,7 @@ class Rank:
 
     @property
     def update_bytes(self) -> int:
-        """Return what a queued update takes."""
+        """Return the bytes of a queued update."""
         return self._exchange.copy_memory.num_bytes
 
     @property

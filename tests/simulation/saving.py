@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One rank's saves: what `titan_ft.training.checkpoint.manager.ReplicaCheckpoints` does with `async_mode = "async"`.
+"""One rank's saves, as `titan_ft.training.checkpoint.manager.ReplicaCheckpoints` with `async_mode =
+"async"`.
 
-That class is torchtitan's and writes files. Who saves when, what the others hear of it and what is taken back are here
-as they are there.
+That class needs torchtitan and writes files. This module has the same rules for who saves when,
+what the others learn of it, and which saves are withdrawn.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class _State(IntEnum):
 
 @dataclass
 class Partial:
-    """A checkpoint that one attempt of a group writes: the part of each rank that is done, None = it has failed."""
+    """A checkpoint that one attempt of a group writes: each rank's finished part, or None if it
+    failed.
+    """
 
     parts: dict[int, Snapshot | None] = field(default_factory=dict)
 
@@ -41,7 +44,9 @@ class _Save:
 
 
 class Saves:
-    """Saves every `save_every` steps, if this group is the first of those that made the last one."""
+    """Saves every `save_every` steps, if this group is the first of the participants of the last
+    step.
+    """
 
     def __init__(self, rank: Rank) -> None:
         self._rank, self._options = rank, rank.world.options
@@ -55,7 +60,9 @@ class Saves:
         return self._options.save_every
 
     def save(self, step: int, last: bool) -> None:
-        """Save the state after `step` if it is this group's turn. Every group calls it after every step."""
+        """Save the state after `step` if it is this group's turn. Every group calls it after every
+        step.
+        """
         if not self._every:
             return
         self._settle(wait=last)
@@ -80,14 +87,14 @@ class Saves:
                 self._write(step, last=True)
 
     def lacks_state(self) -> bool:
-        """Say whether no checkpoint has the state that this group holds, once the save under way has ended."""
+        """True if no checkpoint has this group's state, after the running save has ended."""
         if not self._every:
             return False
         self._settle(wait=True)
         return self._rank.position.step > self._rank.position.saved_step
 
     def holds_state(self) -> bool:
-        """Say whether a checkpoint has the state that this group holds, as the host of rank 0 sees it."""
+        """True if a checkpoint has this group's state, as the host of rank 0 sees it."""
         rank, folder = self._rank, self._rank.world.folder
         assert folder is not None
         found = (
@@ -97,7 +104,9 @@ class Saves:
         return bool(rank.gather(found)[0])
 
     def watch_others(self) -> Callable[[], bool]:
-        """Return what says whether another group has begun to write this group's step since this call."""
+        """Return a function that tells whether another group has begun to write this group's step
+        since this call.
+        """
         rank, folder = self._rank, self._rank.world.folder
         assert folder is not None
         earlier = folder.written_by_others(rank.slot, rank.position.step)
@@ -112,11 +121,13 @@ class Saves:
         return is_begun
 
     def save_on_leave(self) -> None:
-        """Save the state that leaves with this group."""
+        """Save the state of this leaving group."""
         self._write(self._rank.position.step, last=True)
 
     def withdraw(self) -> None:
-        """Take back what this group has saved since its bytes were last the others', if they are not any more."""
+        """Withdraw this group's saves since its bytes last equalled the others', if they differ
+        now.
+        """
         position, folder = self._rank.position, self._rank.world.folder
         if not self._every or not position.saved_corrupt:
             return
@@ -167,7 +178,7 @@ class Saves:
         save.state = _State.COMPLETE
 
     def _settle(self, wait: bool = False) -> None:
-        """Conclude the save under way if it has ended on all ranks of this group."""
+        """Conclude the running save if it has ended on all ranks of this group."""
         save, rank = self._under_way, self._rank
         if save is None:
             return

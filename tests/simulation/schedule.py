@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Schedules: what a world is like and what happens to it, drawn from a seed; and failing ones made small."""
+"""Schedules: a world and its faults, drawn from a seed; and the shrinking of failing ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MOMENTS = ("", "", "exchange", "exchange", "vote", "rendezvous", "fetching")
 
 @dataclass(frozen=True)
 class Schedule:
-    """A world and its faults; everything that happens follows from it.
+    """A world and its faults. They determine everything that happens.
 
     Attributes:
         seed: of the scheduler.
@@ -62,7 +62,7 @@ class Schedule:
         return world
 
     def encode(self) -> str:
-        """Return it as one line of JSON."""
+        """Encode the schedule as one line of JSON."""
         options = {
             field.name: getattr(self.options, field.name)
             for field in dataclasses.fields(Options)
@@ -78,7 +78,7 @@ class Schedule:
 
     @staticmethod
     def decode(text: str) -> Schedule:
-        """Return what `encode` was given."""
+        """Return the schedule of a line made by `encode`."""
         values = json.loads(text)
         options = values["options"]
         for name in ("absent", "odd", "restart_seconds", "transfer_seconds", "speeds"):
@@ -209,7 +209,7 @@ class _Draw:
     # Kinds
 
     def none(self) -> None:
-        """Nothing happens."""
+        """No fault."""
 
     def absent(self) -> None:
         """A group is not there at the start; without it there are enough."""
@@ -217,7 +217,7 @@ class _Draw:
             self.changes["absent"] = (self._slot(),)
 
     def late(self) -> None:
-        """One or two groups come later."""
+        """One or two groups start later."""
         slots = self.rng.sample(range(self.groups), min(self.groups - 1, self.rng.randint(1, 2)))
         self.changes["late"] = {slot: round(self.span * self.rng.random(), 3) for slot in slots}
 
@@ -242,14 +242,16 @@ class _Draw:
         )
 
     def donor(self) -> None:
-        """A group comes back, and its donor dies while it serves."""
+        """A group restarts, and its donor dies while it serves."""
         at, slot = self._time(), self._slot()
         self.faults.append(Kill(at, slot, self._rank()))
         for _ in range(self.rng.randint(1, 2)):
             self.faults.append(Kill(at, -1, self._rank(), "serving"))
 
     def tail(self) -> None:
-        """A rank dies in an exchange of four or five groups: some have the result, others do not."""
+        """A rank dies in an exchange of four or five groups: some have the result, others
+        do not.
+        """
         self.groups, self.ranks, self.steps = self.rng.choice([4, 5]), 1, self.rng.choice([3, 4])
         self.config["group_size"] = self.groups
         for _ in range(self.rng.randint(2, 4)):
@@ -257,7 +259,7 @@ class _Draw:
         self.changes["jitter"] = 0.08
 
     def lost(self) -> None:
-        """A group comes back, and while it does another one is lost for good."""
+        """While a group restarts, another one is lost for good."""
         self.groups, self.ranks, self.steps = 3, self.rng.choice([1, 1, 2]), 6
         self.config |= {"group_size": 3, "min_replica_size": 2}
         back, gone = self._pair()
@@ -269,7 +271,9 @@ class _Draw:
         )
 
     def fork(self) -> None:
-        """One of three groups is a step ahead and gives its state to a fourth one, while the others are frozen."""
+        """One of three groups is a step ahead and gives its state to a fourth one, while the others
+        are frozen.
+        """
         self.groups, self.ranks, self.steps = 4, 1, 6
         self.compute = self.changes["compute_seconds"] = 0.1
         self.config |= {"group_size": 4, "min_replica_size": 2, "batch_policy": "shrink"}
@@ -287,7 +291,7 @@ class _Draw:
         self.changes["buffers"] = self.rng.choice([True, True, False])
 
     def last(self) -> None:
-        """A group comes back, queues many updates, and all others die while it replays them."""
+        """A group restarts and queues many updates, and all others die while it replays them."""
         self.groups, self.ranks, self.steps = 2, 1, 26
         self.config |= {"group_size": 2, "min_replica_size": 1}
         self.room = 100
@@ -301,7 +305,7 @@ class _Draw:
         }
 
     def rejoin(self) -> None:
-        """A group comes back, and its transfer takes many steps of the others."""
+        """A group restarts, and its transfer takes many steps of the others."""
         self.steps = self.rng.choice([6, 9])
         self.room = self.rng.choice([0, 0, 100, 3])
         self.compute = self.changes["compute_seconds"] = self.rng.choice([0.1, 0.3])
@@ -329,7 +333,9 @@ class _Draw:
             )
 
     def hang(self) -> None:
-        """A training thread hangs, perhaps for longer than the others wait before they look for the lighthouse."""
+        """A training thread hangs, perhaps for longer than the others wait before they probe the
+        lighthouse.
+        """
         self.faults.append(Hang(self._time(0.2), self._slot(), self._rank()))
         if not any(kind.endswith("lighthouse") for kind in self.kinds):
             self.changes["probe_seconds"] = self.rng.choice([0.3, 2.0, 20.0])
@@ -344,7 +350,7 @@ class _Draw:
             )
 
     def long(self) -> None:
-        """All groups but one die, and come back while that one is in the midst of a step that takes long."""
+        """All groups but one die, and return while that one is in a long step."""
         self.groups, self.ranks = self.rng.choice([3, 3, 4]), self.rng.choice([1, 1, 2])
         self.config |= {"group_size": self.groups, "min_replica_size": self.rng.choice([1, 2])}
         at, slot, seconds = self._time(0.3), self._slot(), self.rng.choice([6.0, 9.0, 12.0])
@@ -362,7 +368,9 @@ class _Draw:
             self.faults.append(Reset(self._time(), self._slot(), self._rank(), moment))
 
     def reset_own(self) -> None:
-        """Ranks lose what they wait on in their own groups, while they ask for a quorum, vote or exchange."""
+        """Ranks lose connections within their groups while they ask for a quorum, vote or
+        exchange.
+        """
         if self.ranks == 1:
             self.ranks = self.rng.choice([2, 2, 3])
         for _ in range(self.rng.randint(1, 3)):
@@ -381,7 +389,9 @@ class _Draw:
         )
 
     def cut_ranks(self) -> None:
-        """The network between two ranks is dead: of one group, or one rank and another one of two groups."""
+        """The network between two ranks is dead: two ranks of one group, or one rank each of two
+        groups.
+        """
         if self.ranks == 1:
             self.ranks = self.rng.choice([2, 2, 3])
         rank, other = self.rng.sample(range(self.ranks), 2)
@@ -413,7 +423,7 @@ class _Draw:
         self.faults.append(LighthouseDies(self._time(), self.rng.choice([0.01, 0.3, 2.0])))
 
     def drain(self) -> None:
-        """A group is told to leave."""
+        """A group is asked to leave."""
         least = self.config.get("min_replica_size", 1)
         stays = self.groups - 1 >= max(2, least + 1)
         rank = self._rank() if self.rng.random() < 0.4 else -1
@@ -424,7 +434,8 @@ class _Draw:
             self.faults.append(DrainGroup(self._time(), self._slot(), comes_back, rank))
 
     def preempt(self) -> None:
-        """All groups are told to leave while the job saves, at once or within two steps; they may come back.
+        """All groups are asked to leave while the job saves, at once or within two steps. They may
+        restart.
 
         A group may die in its save.
         """
@@ -477,7 +488,9 @@ class _Draw:
             ]
 
     def save(self) -> None:
-        """The job saves; a writer dies, is ahead of the others or has another state than they; all groups may die."""
+        """The job saves; a writer dies, is ahead of the others or has another state; all groups may
+        die.
+        """
         self.steps = 9
         self.compute = self.changes["compute_seconds"] = 0.1
         self.span = 0.3 + self.steps * (self.compute + 0.05)
@@ -507,7 +520,7 @@ class _Draw:
             self.faults.append(KillGroups(self._time(0.5), tuple(range(self.groups))))
 
     def shape(self) -> None:
-        """A group comes late, and its model is another one; the others are enough."""
+        """A group starts late with another model; the other groups suffice without it."""
         if self.groups > self.config.get("min_replica_size", 1):
             slot = self._slot()
             self.changes["late"] = {slot: round(1.0 + self.span * self.rng.random(), 3)}
@@ -585,7 +598,7 @@ class _DrawRounds(_Draw):
             super()._draw_rounding(rng)
 
     def alone(self) -> None:
-        """All groups but one die in a round that is long, and come back in the midst of it."""
+        """All groups but one die in a long round, and return in the middle of it."""
         self._lengthen(12.0)
         holder = self._slot()
         others = tuple(slot for slot in range(self.groups) if slot != holder)
@@ -598,13 +611,17 @@ class _DrawRounds(_Draw):
         self.config["join_timeout_ms"] = 5000
 
     def preempt(self) -> None:
-        """The same as without rounds; often in the midst of rounds that take longer than the groups have."""
+        """As without rounds; often in the middle of rounds that take longer than the groups have
+        left.
+        """
         if self.rng.random() < 0.6:
             self._lengthen(20.0)
         super().preempt()
 
     def leave(self) -> None:
-        """A group is told to leave in the midst of a round that takes longer than it has."""
+        """A group is asked to leave in the middle of a round that takes longer than the group has
+        left.
+        """
         self._lengthen(20.0)
         for _ in range(self.rng.randint(1, 2)):
             rank = self._rank() if self.rng.random() < 0.4 else -1
@@ -622,7 +639,7 @@ class _DrawRounds(_Draw):
         self.changes.pop("last_steps", None)
 
     def joiner(self) -> None:
-        """A group comes back in the midst of a round; its transfer takes a part of it."""
+        """A group returns in the middle of a round; its transfer takes a part of the round."""
         self._lengthen(self.rng.choice([3.0, 6.0]))
         self.steps = self.rng.choice([3, 4, 5])
         self._plan()
@@ -704,11 +721,12 @@ def _drawing(seed: int, kinds: Sequence[str], mode: str) -> _Draw:
 
 
 def shrink(schedule: Schedule, problem: Problem, tries: int = 4, budget: int = 400) -> Schedule:
-    """Return a smaller schedule that breaks the same promise: fewer faults, groups, ranks, steps, no lag.
+    """Return a smaller schedule that breaks the same promise: fewer faults, groups, ranks and
+    steps, no lag.
 
     Args:
-        tries: seeds of the scheduler that each candidate gets.
-        budget: runs altogether.
+        tries: scheduler seeds for each candidate.
+        budget: largest total number of runs.
     """
     runs = 0
     best = schedule

@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Semi-synchronous training in the simulation: the engine's own `RoundStrategy`, around a model of some numbers.
+"""Semi-synchronous training in the simulation: the engine's own `RoundStrategy`, with a model of a
+few numbers.
 
-A round has some steps of each group by itself, with weights and moments of its own. Here are the steps, a look at each
-of them, and an oracle that recomputes the updates.
+In a round each group makes some steps alone, with its own weights and moments. This module has
+those steps, a check of each of them, and an oracle that recomputes the updates.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _MULTIPLES = 127  # of a block's scale, which its largest value is rounded to (t
 
 
 def _decay(step: int) -> float:
-    """Return what the LR is multiplied with behind `step` steps."""
+    """Return the LR factor after `step` steps."""
     return 1 - step / 1000
 
 
@@ -64,7 +65,7 @@ class _Schedulers:
         self.schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, _decay)]
 
     def step(self) -> None:
-        """Go on to the LR of the next step."""
+        """Advance to the LR of the next step."""
         self.schedulers[0].step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,7 +76,7 @@ class _Schedulers:
 
 
 class RoundSteps(OwnSteps):
-    """One rank's part in its own group's training, which makes steps by itself."""
+    """One rank's part in its group's own training."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(rank)
@@ -136,7 +137,9 @@ class RoundSteps(OwnSteps):
         return self._contribute([reading], tokens, 10, spent)
 
     def _check_begin(self) -> None:
-        """Look whether a step begins with the bytes of the last one, of the update after it, or of a load."""
+        """Check that a step begins with the bytes of the last step, of the update after it, or of a
+        load.
+        """
         state, world = self._rank.state, self._rank.world
         if state.tainted:
             return
@@ -154,7 +157,9 @@ class RoundSteps(OwnSteps):
 
 
 class State(OuterState):
-    """The state of one rank, with what `training.State` has for the world and the oracle."""
+    """The state of one rank, with the parts of `training.State` that the world and the
+    oracle use.
+    """
 
     def __init__(
         self, rank: Rank, own: RoundSteps, outer: OuterModel, on_load: Callable[[], None]
@@ -173,11 +178,11 @@ class State(OuterState):
     # The counters, as `titan_ft.engine.strategy.CommitCounters`
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is counted now, and what the simulation knows of the bytes."""
+        """Return the counters, and the simulation's knowledge of the bytes."""
         return {**vars(self.progress), "ledger": self.ledger.state_dict(), "tainted": self.tainted}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what another group has counted."""
+        """Continue from another group's counters."""
         self.progress = training.Progress(state_dict["steps"], state_dict["tokens"])
         self.ledger.load_state_dict(state_dict["ledger"])
         self.tainted = self.inherited = state_dict["tainted"]
@@ -194,12 +199,12 @@ class State(OuterState):
         self.held = (snapshot.step, snapshot.lineage)
 
     def digest(self) -> str:
-        """Hash the bytes, to be shown to others."""
+        """Hash the bytes for a comparison with other groups."""
         self.shown = self.tainted
         return self.peek()
 
     def peek(self) -> str:
-        """Return the same digest to the world, which shows it to nobody."""
+        """Return the same digest for the world, which shows it to no group."""
         return super().digest()
 
     @property
@@ -226,7 +231,7 @@ class State(OuterState):
         self._own.clear_gradients()
 
     def forget_hooks(self) -> None:
-        """There are none: nothing is sent while a backward goes on."""
+        """Do nothing: nothing is sent during a backward, so there are no hooks."""
 
 
 def _flat(tensors: Any) -> np.ndarray:
@@ -234,7 +239,9 @@ def _flat(tensors: Any) -> np.ndarray:
 
 
 class _WatchedRounds(RoundStrategy):
-    """The engine's strategy; the world notes the weights that each step ends on, and those that are given."""
+    """The engine's strategy. The world records the weights after each step, and the weights that
+    are sent.
+    """
 
     def __init__(self, rank: RoundRank, own: RoundSteps) -> None:
         self._rank, self._own = rank, own
@@ -324,9 +331,9 @@ class RoundRank(Rank):
 
 @dataclass
 class _Part:
-    """What a rank gives to an update: its weights, and the tokens that count, by fragment.
+    """A rank's part of an update: its weights, and the tokens that count, by fragment.
 
-    A late one has made no step of the round: nobody knows of its change but the sums, if it came to be in them.
+    A late rank has made no step of the round. Only the sums show whether its change was included.
     """
 
     weights: np.ndarray
@@ -336,8 +343,8 @@ class _Part:
 
 
 class RoundOracle(Oracle):
-    """Recomputes the outer update from what each group has come to. That a rank's steps go on from what they should, it
-    looks at itself (`RoundSteps._check_begin`).
+    """Recomputes the outer update from each group's weights. Each rank checks by itself that its
+    steps continue from the right weights (`RoundSteps._check_begin`).
     """
 
     def __init__(
@@ -365,7 +372,7 @@ class RoundOracle(Oracle):
         tokens."""
 
     def gives(self, rank: RoundRank, weights: np.ndarray, sent: dict[int, int], late: bool) -> None:
-        """Take note of what a rank has come to, and of the tokens that count, by fragment."""
+        """Record a rank's weights, and the tokens that count, by fragment."""
         state, number = rank.state, rank.number
         self._fragments = np.repeat(state.fragments, rank.shapes).tolist()
         parts = self._parts.setdefault((state.held[1], number), {}).setdefault(rank.slot, [])

@@ -1,10 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Stand-ins for what the engine takes from the real world, and their installation in all of its modules.
+"""Stand-ins for the real world's time, threads and sockets, and their installation in all modules
+of the engine.
 
-Modules are not named one by one: whatever in a loaded module of `PACKAGES` *is* the standard library's `time`,
-`threading`, `queue` and so on is replaced, so that a new module of a room is covered as it is. A stand-in raises on
-everything that it does not know: nothing falls through to real time. `real_names` finds a room that `PACKAGES` lacks.
+Modules are not listed one by one: every reference to the standard library's `time`, `threading`,
+`queue` and so on in a loaded module of `PACKAGES` is replaced, so a new module of a package is
+covered. A stand-in raises on any attribute that it does not know: nothing falls through to real
+time. `real_names` finds a package that `PACKAGES` lacks.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ PACKAGES = (
 
 
 class Module:
-    """Stands in for a module: has what it is given, has not what is `absent`, and raises on anything else."""
+    """Stand-in for a module: it has the given attributes, lacks the `absent` ones, and raises on
+    any other.
+    """
 
     def __init__(self, name: str, absent: Collection[str] = (), **members: Any) -> None:
         self.__dict__.update(members)
@@ -101,7 +105,7 @@ TIME = Module("time", monotonic=_monotonic, perf_counter=_monotonic, time=_wall,
 
 
 class Lock:
-    """threading.Lock, and RLock: which of the two it is makes no difference to code that is right."""
+    """threading.Lock and RLock. Correct code works with either."""
 
     def __init__(self) -> None:
         self._kernel = kernels.current()
@@ -463,7 +467,7 @@ FUTURES = Module(
 
 
 class World:
-    """What stand-ins ask of the simulated world; see `tests.simulation.world.World`."""
+    """The interface of the simulated world to stand-ins; see `tests.simulation.world.World`."""
 
     processes: dict[int, Process]
 
@@ -520,7 +524,7 @@ def world() -> World:
 
 
 def enter(kernel: Kernel | None, of: World | None) -> None:
-    """Make `kernel` and `of` those that the stand-ins work with."""
+    """Make `kernel` and `of` the current ones of the stand-ins."""
     global _world
     kernels.use(kernel)
     _world = of
@@ -563,7 +567,7 @@ FAULTHANDLER = Module(
 
 
 class ProcPath:
-    """pathlib.Path, for the few files of /proc that tell of processes, and for the folder of checkpoints."""
+    """pathlib.Path for the few files of /proc about processes, and for the checkpoint folder."""
 
     def __init__(self, *parts: Any) -> None:
         self._path = "/".join(map(str, parts))
@@ -614,7 +618,7 @@ class ProcPath:
 
 
 class _Connection:
-    """A socket that says no more than that the other end could be reached."""
+    """A socket that only shows that the other end could be reached."""
 
     def close(self) -> None:
         """There is nothing to close."""
@@ -747,7 +751,7 @@ def _watched(decide: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replacements() -> dict[int, Any]:
-    """Return what stands in, by the identity of what it stands for."""
+    """Map the identity of each replaced object to its stand-in."""
     from tests.simulation.control import SimulatedEcho, SimulatedSockets
     from titan_ft.membership import control_pings, control_sockets
     from titan_ft.protocol import decision
@@ -807,9 +811,11 @@ def _is_error(member: Any) -> bool:
 
 
 def real_names() -> list[str]:
-    """Return "module.name" of each real clock, thread and socket that a loaded module of the package holds.
+    """Return "module.name" of each real clock, thread and socket that a loaded module of the
+    package holds.
 
-    A room that moved out of `PACKAGES` would get real time without a word, and the exploration would test less.
+    A package that moved out of `PACKAGES` would silently use real time, and the exploration would
+    test less.
     """
     real = {id(concurrent.futures)}
     for module in (time, threading, socket, queue):

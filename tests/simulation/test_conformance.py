@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The simulated lighthouse and manager against torchft's own: the same script of events into both, the same answers."""
+"""The simulated lighthouse and manager against torchft's own: the same script of calls, the same
+answers.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ _TRIES = 3  # a busy machine may let real requests overtake each other, or heart
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank was told of a quorum. Ids count from the first one seen, so that both worlds begin alike."""
+    """A rank's answer about a quorum. Ids count from the first one seen, so that both worlds begin
+    alike.
+    """
 
     quorum_id: int
     members: tuple[str, ...]
@@ -63,7 +67,7 @@ class Lighthouses(Protocol):
         """Say whether it has come already."""
 
     def vote(self, name: str, votes: list[bool]) -> list[bool]:
-        """Let all ranks of a group vote, one after the other; returns what each is told."""
+        """Let all ranks of a group vote, one after the other; return each rank's answer."""
 
     def restart_lighthouse(self, seconds: float) -> None:
         """Let the lighthouse be gone for so long, and come back knowing nothing."""
@@ -294,7 +298,9 @@ def _rounds(
 
 
 def all_ask(world: Lighthouses) -> Iterator[Any]:
-    """Groups that all ask make a quorum; the same ones again keep its id, a failed commit renews it."""
+    """Groups that all ask form a quorum. The same groups keep its id, and a failed commit renews
+    the id.
+    """
     for name in "abc":
         world.join(name)
     world.sleep(0.2)
@@ -306,7 +312,9 @@ def all_ask(world: Lighthouses) -> Iterator[Any]:
 
 
 def newcomer(world: Lighthouses) -> Iterator[Any]:
-    """Who is of the former quorum waits for no newcomer; one that asks first is taken along, and the id changes."""
+    """Members of the former quorum do not wait for a newcomer. One that asked first joins, and the
+    id changes.
+    """
     world.join("a")
     world.join("b")
     world.sleep(0.2)
@@ -321,7 +329,7 @@ def newcomer(world: Lighthouses) -> Iterator[Any]:
 
 
 def gone(world: Lighthouses) -> Iterator[Any]:
-    """A group that has left is waited for until its heartbeats are too old."""
+    """The others wait for a group that has left until its heartbeats are too old."""
     for name in "abc":
         world.join(name)
     world.sleep(0.2)
@@ -334,7 +342,9 @@ def gone(world: Lighthouses) -> Iterator[Any]:
 
 
 def half(world: Lighthouses) -> Iterator[Any]:
-    """One of two that live makes no quorum, however long it waits; it does when the other's heartbeats end."""
+    """One of two live groups forms no quorum however long it waits, until the other's heartbeats
+    end.
+    """
     world.join("a")
     world.join("b")
     world.sleep(0.2)
@@ -346,7 +356,9 @@ def half(world: Lighthouses) -> Iterator[Any]:
 
 
 def join_timeout(world: Lighthouses) -> Iterator[Any]:
-    """Two of three that live wait for the third one, for the join timeout only; then it is on its own."""
+    """Two of three live groups wait for the third for the join timeout only; then the third is
+    alone.
+    """
     for name in "abc":
         world.join(name)
     world.sleep(0.2)
@@ -377,7 +389,9 @@ def seat_renewed(world: Lighthouses) -> Iterator[Any]:
 
 
 def ranks(world: Lighthouses) -> Iterator[Any]:
-    """All ranks of a group must ask, the last one's step counts; votes are unanimous and start anew each time."""
+    """All ranks of a group must ask, and the last rank's step counts. Votes are unanimous and
+    independent.
+    """
     world.join("a", ranks=2)
     world.join("b", ranks=1)
     world.sleep(0.2)
@@ -394,7 +408,7 @@ def ranks(world: Lighthouses) -> Iterator[Any]:
 
 
 def status_page(world: Lighthouses) -> Iterator[Any]:
-    """The page has everybody that was ever heard of, the last quorum, and how many ask."""
+    """The page shows every manager ever heard of, the last quorum, and the number of requests."""
 
     def look() -> tuple[list[str], tuple[str, ...], int]:
         status = LighthouseStatus.parse(world.page())
@@ -418,7 +432,7 @@ def status_page(world: Lighthouses) -> Iterator[Any]:
 
 
 def restarted(world: Lighthouses) -> Iterator[Any]:
-    """A lighthouse that comes back knows no quorum, counts from the beginning, and answers who asks again."""
+    """A restarted lighthouse knows no quorum, counts from the start, and answers new requests."""
     for name in "abc":
         world.join(name)
     world.sleep(0.2)
@@ -474,7 +488,9 @@ def _flatten(values: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("min_replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_model_answers_as_torchft_does(script: Script, min_replicas: int) -> None:
-    """The same script gets the same answers: members, ids, the largest step, who heals, the vote."""
+    """The same script gets the same answers: members, ids, the largest step, healing groups, the
+    vote.
+    """
     expected = _plain(_play_model(script, min_replicas))
     for number in range(_TRIES):
         world = RealWorld(min_replicas)

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The protocol under thousands of schedules of faults. `bash scripts/explore.sh` runs as many as are wanted."""
+"""The protocol under thousands of schedules of faults. `bash scripts/explore.sh` runs any number of
+them.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_promise_holds() -> None:
-    """No schedule of the default ones breaks a promise."""
+    """None of the default schedules breaks a promise."""
     # A process of its own: the order of sets of strings is part of what a seed decides.
     # A nice one: it would starve the heartbeats of the jobs that other tests run meanwhile. Linux shares time between
     # sessions first, where it groups tasks by them, and a process is nice to its own session alone.
@@ -101,7 +103,7 @@ def test_a_seed_replays(kinds: tuple[str, ...]) -> None:
 
 
 def test_what_fails_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader gets the faults that it takes, and no others; the schedule that is printed breaks the same promise."""
+    """A shrunk schedule has only the necessary faults, and breaks the same promise."""
     monkeypatch.setattr(ReplicaDimension, "_look_for_outsiders", lambda dimension, made: False)
     monkeypatch.setattr(
         Rounds,
@@ -128,7 +130,9 @@ def test_what_fails_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_that_a_fault_names_stays_when_a_schedule_is_made_small() -> None:
-    """Also as the other end of a link: with fewer ranks the fault would be another one, or none."""
+    """Shrinking keeps a rank that a fault names, also as the other end of a link; else the fault
+    would change.
+    """
     fault_tolerance = {**QUICK, "group_size": 2}
     cut, across = CutInside(0.2, 0, 0, 1, False, 1.5), Cut(0.2, 0, 1, 0, False, 1.5, other=1)
     for fault in (cut, across):
@@ -146,7 +150,9 @@ def test_a_rank_that_a_fault_names_stays_when_a_schedule_is_made_small() -> None
 def test_a_holder_that_was_silent_in_a_long_step_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
-    """Its joiner goes on without it meanwhile, and takes the state for lost unless it sees that the holder lives."""
+    """A joiner continues without the holder meanwhile, and would count the state as lost if it did
+    not see it live.
+    """
     if not waits:
         monkeypatch.setattr(Lookout, "_find_outsiders", lambda lookout, made: 0)
     fault_tolerance = {
@@ -175,9 +181,10 @@ def test_a_holder_that_was_silent_in_a_long_step_is_waited_for(
 def test_no_job_is_begun_anew_beside_a_group_in_a_long_step(
     monkeypatch: pytest.MonkeyPatch, ranks: int, waits: bool
 ) -> None:
-    """All others die and have a quorum of their own before it asks for one: they wait for it, and heal from it.
+    """All other groups die and form a quorum of their own; they wait for the group in a long step
+    and heal from it.
 
-    Its state server answers nobody meanwhile, so that they hear of no offer.
+    The state server of that group answers no request meanwhile, so the others see no offer.
     """
     monkeypatch.setattr(
         Rounds,
@@ -207,7 +214,9 @@ def test_no_job_is_begun_anew_beside_a_group_in_a_long_step(
 def test_nobody_leaves_a_group_in_a_long_step_behind_at_the_end(
     monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
-    """It was silent for a moment: the other one goes on alone, finishes, and waits for it."""
+    """A group was silent for a moment. The other one continues alone, finishes, and waits
+    for it.
+    """
     if not waits:
         monkeypatch.setattr(ReplicaDimension, "_look_for_outsiders", lambda dimension, made: False)
     fault_tolerance = {
@@ -229,9 +238,10 @@ def test_nobody_leaves_a_group_in_a_long_step_behind_at_the_end(
 def test_a_group_that_hangs_keeps_the_others_from_going_on_until_it_has_ended(
     buffers: bool,
 ) -> None:
-    """It heartbeats, and nobody can tell that it will ask for no quorum. What it offers is then the latest state that
-    is left. If its model has buffers, the thread that hangs would have to copy it, and the job begins anew: one group
-    trains the first step, and the other one heals from it.
+    """A hung group heartbeats, so nobody can know that it will never ask for a quorum. Its offer is
+    then the latest state left. If its model has buffers, the hung thread would have to copy the
+    state; then the job starts anew: one group trains the first step, and the other one heals from
+    it.
     """
     fault_tolerance = {
         **QUICK,
@@ -261,7 +271,9 @@ def test_a_group_that_hangs_keeps_the_others_from_going_on_until_it_has_ended(
 def test_a_joiner_that_is_alone_at_a_new_lighthouse_ends_no_exchange(
     monkeypatch: pytest.MonkeyPatch, fooled: bool
 ) -> None:
-    """It gets a quorum of its own while the others are in the midst of a long step, which they finish together."""
+    """The joiner gets a quorum of its own while the others are in a long step, which they finish
+    together.
+    """
     if fooled:
         monkeypatch.setattr(
             pulse,
@@ -291,7 +303,9 @@ def test_a_joiner_that_is_alone_at_a_new_lighthouse_ends_no_exchange(
 
 
 def test_a_group_that_others_cannot_reach_is_not_waited_for_at_a_new_lighthouse() -> None:
-    """It has asked for a quorum like all others, and is outside of the largest clique: nobody waits for it to come."""
+    """A group outside the largest clique has requested a quorum like the others, and they do not
+    wait for it.
+    """
     fault_tolerance = {
         **QUICK,
         "group_size": 3,
@@ -319,7 +333,9 @@ CUT_OFF = Cut(0.6, 0, 1, -1, False, 100.0), Cut(0.6, 0, 2, -1, False, 100.0)
 def test_two_groups_that_wait_for_one_they_cannot_reach_are_judged(
     monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
-    """They are enough without it: the judge says so although the one that is cut off comes first."""
+    """Two groups suffice without the third: the judge objects to their wait, although the third one
+    came first.
+    """
     if waits:
         monkeypatch.setattr(
             member,
@@ -341,7 +357,9 @@ def test_two_groups_that_wait_for_one_they_cannot_reach_are_judged(
 
 
 def test_groups_that_wait_for_the_only_one_with_the_state_are_right() -> None:
-    """They are two, were started again and hold nothing: without it they would give the state of the job up."""
+    """Two restarted groups without state wait for the third; without it they would give up the
+    job's state.
+    """
     fault_tolerance = {
         **QUICK,
         "group_size": 3,
@@ -361,7 +379,9 @@ def test_groups_that_wait_for_the_only_one_with_the_state_are_right() -> None:
 def test_a_job_is_not_begun_anew_beside_a_group_that_is_outside(
     monkeypatch: pytest.MonkeyPatch, asked: bool
 ) -> None:
-    """It sends no heartbeats there, and the groups that went on without it die: who is started again asks it."""
+    """A group outside sends no heartbeats, and the others die: a restarted group asks it before
+    starting anew.
+    """
     if not asked:
         monkeypatch.setattr(membership, "find_cut_off", lambda *_: [])
     fault_tolerance = {**QUICK, "group_size": 3, "process_group_timeout_ms": 3000}
@@ -380,7 +400,9 @@ def test_a_job_is_not_begun_anew_beside_a_group_that_is_outside(
 
 
 def test_a_group_is_waited_for_when_all_of_its_ranks_are_there() -> None:
-    """It is started again, and two of its hosts cannot reach each other: the others train on meanwhile."""
+    """A restarted group whose hosts cannot reach each other does not delay the others, which train
+    on.
+    """
     options = Options(2, 2, 120, {**QUICK, "group_size": 2}, restart_seconds=(0.3, 0.3))
     with standins.installed():
         for seed in range(3):
@@ -396,7 +418,9 @@ def test_a_group_is_waited_for_when_all_of_its_ranks_are_there() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_group_whose_ranks_meet_late_comes_late(seed: int) -> None:
-    """It is refused for its shape by one that came before it: the seat counts, not where its ranks watch each other."""
+    """A group is refused for its shape by an earlier group. The time of the seat counts, not that
+    of its ranks' meeting.
+    """
     fault_tolerance = {"enable": True, "group_size": 2, "start_timeout_seconds": 1.5}
     options = Options(2, 2, 40, fault_tolerance, odd=(1,), late={1: 1.1}, compute_seconds=0.2)
     with standins.installed():
@@ -409,7 +433,9 @@ def test_a_group_whose_ranks_meet_late_comes_late(seed: int) -> None:
 def test_a_nan_in_a_fragment_that_is_not_due_is_in_its_next_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who is alone diverges with it, as in stock torchtitan: the batch that brought it is one of an earlier round."""
+    """A group that is alone diverges with the NaN, as stock torchtitan: its batch was in an earlier
+    round.
+    """
     fault_tolerance = {
         **QUICK,
         "group_size": 2,
@@ -444,7 +470,9 @@ def test_a_nan_in_a_fragment_that_is_not_due_is_in_its_next_change(
 
 
 def test_a_checkpoint_that_another_one_replaces_may_be_missed() -> None:
-    """A group that did not see it in time has begun anew, and saves another state of its step: who loads it may end."""
+    """A group that missed the checkpoint started anew and saved another state of its step; a
+    loading group may end.
+    """
     kernel = SimpleNamespace(now=10.0)
     folder = Folder(cast(Any, kernel), 1, 0.5, lambda: None)
     parts = [{0: Snapshot(4, lineage, b"", torch.empty(0))} for lineage in (7, 7, 8)]
@@ -460,7 +488,9 @@ def test_a_checkpoint_that_another_one_replaces_may_be_missed() -> None:
     ("missed", "replaced"), [(-math.inf, -math.inf), (12.0, -math.inf), (3.0, 12.0), (3.0, 9.9)]
 )
 def test_who_loads_a_checkpoint_that_goes_meanwhile_may_end(missed: float, replaced: float) -> None:
-    """Whoever took it away: a group may withdraw what it has saved of an update that nobody else has made."""
+    """A group that loads a vanishing checkpoint may end; its writer may withdraw a save of an
+    update made by it alone.
+    """
     world = SimpleNamespace(faults=[], folder=SimpleNamespace(missed=missed, replaced=replaced))
     rank = SimpleNamespace(group=SimpleNamespace(over=False, began=10.0))
     crash = SimpleNamespace(error=LoadError("checkpoint: step-4 vanished after it was chosen"))
@@ -470,7 +500,9 @@ def test_who_loads_a_checkpoint_that_goes_meanwhile_may_end(missed: float, repla
 
 
 def test_the_successor_of_a_joiner_that_hung_is_served_in_the_midst_of_a_round() -> None:
-    """The donor still serves what the former process fetched: nothing that the new one, with a later offer, can use."""
+    """The donor still serves the fetch of the former process, which the new one with a later offer
+    cannot use.
+    """
     fault_tolerance = {
         **QUICK,
         "group_size": 2,
@@ -495,7 +527,9 @@ def test_the_successor_of_a_joiner_that_hung_is_served_in_the_midst_of_a_round()
 
 
 def test_a_group_finds_its_lighthouse_when_the_way_there_is_back() -> None:
-    """It opens a seat under another name meanwhile, whose manager tries again and again, as torchft's does."""
+    """Meanwhile the group opens a seat under another name, whose manager retries as
+    torchft's does.
+    """
     fault_tolerance = {
         **QUICK,
         "group_size": 4,
@@ -516,7 +550,9 @@ def test_a_group_finds_its_lighthouse_when_the_way_there_is_back() -> None:
 
 
 def test_ranks_that_wait_long_get_the_same_quorum() -> None:
-    """A group waits for one that hangs, and its ranks see one after the other that `PROBE_SECONDS` are over."""
+    """A group waits for a hung one, and its ranks notice one after the other that `PROBE_SECONDS`
+    have passed.
+    """
     fault_tolerance = {
         **QUICK,
         "group_size": 2,
@@ -532,7 +568,9 @@ def test_ranks_that_wait_long_get_the_same_quorum() -> None:
 
 
 def test_a_job_begun_anew_has_a_final_state_of_its_own() -> None:
-    """The group that held the other one was frozen in its last round, in which all others died, and thaws later."""
+    """The group with the former state was frozen in its last round, in which all others died, and
+    thaws later.
+    """
     fault_tolerance = {
         **QUICK,
         "group_size": 2,
@@ -549,7 +587,9 @@ def test_a_job_begun_anew_has_a_final_state_of_its_own() -> None:
 
 
 def test_a_group_that_heals_at_the_end_trains_on_if_the_state_is_an_earlier_one() -> None:
-    """Its bytes differ after the last step; all others die before it has theirs, and begin anew."""
+    """A group's bytes differ after the last step, and all others die before it has theirs, and
+    start anew.
+    """
     fault_tolerance = {
         **QUICK,
         "group_size": 3,
@@ -584,7 +624,9 @@ def test_a_group_that_heals_at_the_end_trains_on_if_the_state_is_an_earlier_one(
 def test_a_rank_that_finds_its_sibling_silent_at_the_end_takes_the_group_along(
     before: float,
 ) -> None:
-    """It waits for the sibling, which is frozen in the last votes, and ends; its store goes with it."""
+    """A rank waits for its sibling, which is frozen in the last votes, and ends; the group's store
+    ends with it.
+    """
     fault_tolerance = {
         **QUICK,
         "group_size": 2,
@@ -608,7 +650,9 @@ def test_a_rank_that_finds_its_sibling_silent_at_the_end_takes_the_group_along(
 def test_a_group_that_waits_at_the_end_of_its_round_leaves_before_the_others_are_there(
     ranks: int, told: int
 ) -> None:
-    """It was told to leave, and they are in the midst of theirs for longer than it has; they go on without it."""
+    """A group was asked to leave, and the others' rounds last longer than its time; they continue
+    without it.
+    """
     fault_tolerance = {
         "enable": True,
         "group_size": 2,
@@ -637,7 +681,9 @@ def test_a_group_that_waits_at_the_end_of_its_round_leaves_before_the_others_are
 def test_a_bit_that_flips_in_an_anchor_is_in_no_update(
     monkeypatch: pytest.MonkeyPatch, compared: bool
 ) -> None:
-    """In the midst of a round, no digest being due: the group's change would be measured from it."""
+    """A bit flips in an anchor in the middle of a round without a digest: the group's change would
+    be measured from it.
+    """
     if not compared:
         monkeypatch.setattr(Rounds, "_compares_changes", lambda rounds, contribution: False)
     fault_tolerance = {
@@ -664,7 +710,9 @@ def test_a_bit_that_flips_in_an_anchor_is_in_no_update(
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("transfer", [0.3, 3.0])
 def test_moments_that_are_not_finite_come_to_no_joiner(ranks: int, transfer: float) -> None:
-    """A group whose gradients were not finite holds sound anchors; its moments would spoil the joiner's next round."""
+    """A group with nonfinite gradients holds sound anchors; its moments would corrupt the joiner's
+    next round.
+    """
     fault_tolerance = {
         "enable": True,
         "group_size": 3,
@@ -693,7 +741,9 @@ def test_moments_that_are_not_finite_come_to_no_joiner(ranks: int, transfer: flo
 def test_a_state_that_was_offered_and_is_lost_is_not_begun_anew_silently(
     monkeypatch: pytest.MonkeyPatch, heard: bool
 ) -> None:
-    """Its only holder dies behind the offer, before it has met the joiner in a round: the joiner says so, and ends."""
+    """The only holder dies after its offer, before a round with the joiner: the joiner reports the
+    loss and ends.
+    """
     if not heard:
         monkeypatch.setattr(Position, "note_seen", lambda position, step: None)
     fault_tolerance = {
@@ -719,7 +769,9 @@ def test_a_state_that_was_offered_and_is_lost_is_not_begun_anew_silently(
 
 
 def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
-    """One group has it and dies while the other fetches it: this one gives the steps that it has made once more."""
+    """The only group with the update dies during the other's fetch: this one contributes its own
+    steps again.
+    """
     fault_tolerance = {
         "enable": True,
         "group_size": 2,
@@ -749,7 +801,9 @@ def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
 def test_what_a_group_waited_for_is_what_it_waited_for(
     monkeypatch: pytest.MonkeyPatch, broken: str | None
 ) -> None:
-    """Held against the virtual time in which all came: a slow group, a joiner, a group that is gone."""
+    """Reported waits equal the virtual arrival times: for a slow group, a joiner, a group that is
+    gone.
+    """
     if broken == "reason":
         report = rounds.RoundReport
         monkeypatch.setattr(
@@ -786,7 +840,9 @@ STREAMING = {
 
 @pytest.mark.parametrize("restart", [0.8, 1.6, 3.0])
 def test_joiners_in_an_overlapped_exchange_cost_the_last_holder_no_round(restart: float) -> None:
-    """It makes steps beside the exchange of its next update: with the state before they would be more than it is."""
+    """The holder makes steps during the exchange of its next update; with the former state they
+    would be too many.
+    """
     fault_tolerance = {**STREAMING, "group_size": 3, "sync_steps": 16, "fragment_sync_delay": 6}
     times = {
         "transfer_seconds": (0.2, 0.2),
@@ -807,7 +863,9 @@ def test_joiners_in_an_overlapped_exchange_cost_the_last_holder_no_round(restart
 
 @pytest.mark.parametrize("seed", [2, 4, 6])
 def test_a_joiner_finds_an_offer_that_lasts_for_one_step(seed: int) -> None:
-    """Two steps a round, one of them beside the exchange: the searches of a joiner came between the offers."""
+    """With two steps a round, one of them during the exchange, a joiner's searches fell between the
+    offers.
+    """
     fault_tolerance = {
         "enable": True,
         "group_size": 2,
@@ -845,9 +903,11 @@ def test_a_joiner_finds_an_offer_that_lasts_for_one_step(seed: int) -> None:
 def test_no_round_is_committed_without_groups_in_the_midst_of_it(
     groups: int, ranks: int, seed: int, after: float
 ) -> None:
-    """A newcomer heals while the lighthouse is away, asks the new one first, and would commit the others' round alone.
+    """A newcomer heals while the lighthouse is away, asks the new one first, and would commit the
+    others' round alone.
 
-    With three groups a second one joins it. The new lighthouse's quorum ids do not show that it was started again.
+    With three groups a second one joins it. The new lighthouse's quorum ids do not show its
+    restart.
     """
     fault_tolerance = {
         **QUICK,
@@ -869,7 +929,9 @@ def test_no_round_is_committed_without_groups_in_the_midst_of_it(
 
 @pytest.mark.parametrize("kill", [15.1, 15.2, 15.3, 15.6])
 def test_a_joiner_in_an_overlapped_exchange_waits_for_its_update(kill: float) -> None:
-    """The state before it would be outdated on its way: it is not offered any more, and the joiner fetches once."""
+    """The state before the update would be outdated on its way: it is no longer offered, and the
+    joiner fetches once.
+    """
     fault_tolerance = {**STREAMING, "group_size": 2, "sync_steps": 32, "fragment_sync_delay": 6}
     times = {"transfer_seconds": (2.0, 2.0), "restart_seconds": (1.6, 1.6), "compute_seconds": 0.5}
     with standins.installed():
@@ -899,8 +961,9 @@ def test_a_joiner_in_an_overlapped_exchange_waits_for_its_update(kill: float) ->
 def test_a_state_that_comes_early_in_a_step_is_loaded_in_it(
     restart: float, seconds: float, steps: int, ranks: int
 ) -> None:
-    """The joiner trains the step behind it. One that comes late is loaded in the next, so that nobody waits for that:
-    to load takes a while."""
+    """A state that arrives early in a step is loaded in it, and the joiner trains the next step. A
+    late one is loaded in the next step, so that the others do not wait for the load.
+    """
     fault_tolerance = {"enable": True, "group_size": 2, "process_group_timeout_ms": 3000}
     times = {
         "transfer_seconds": (seconds, seconds),
@@ -921,7 +984,9 @@ def test_a_state_that_comes_early_in_a_step_is_loaded_in_it(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_lone_group_admits_a_joiner_to_the_step_under_way(ranks: int) -> None:
-    """Its quorum is not the exchange's until it has computed: else each joiner would wait for a whole step."""
+    """A lone group's quorum is fixed only after its computation; else each joiner would wait for a
+    whole step.
+    """
     fault_tolerance = {"enable": True, "group_size": 2, "process_group_timeout_ms": 3000}
     times = {
         "transfer_seconds": (0.05, 0.05),
@@ -942,9 +1007,10 @@ def test_a_lone_group_admits_a_joiner_to_the_step_under_way(ranks: int) -> None:
 
 
 def test_a_step_has_one_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its vote. The quorum is announced by rank 0. A step needs no note, and no collective within a group.
+    """A step has one agreement, its vote. Rank 0 announces the quorum. A step needs no note and no
+    collective in a group.
 
-    Each further agreement would be on the way of every step, twice the depth of the tree. A digest, once in
+    Each further agreement would add twice the tree's depth to every step. A digest, once in
     `digest_every` steps, has a collective: it is folded from those of a group's ranks.
     """
     counts: Counter[str] = Counter()
@@ -976,7 +1042,9 @@ def test_a_step_has_one_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_group_that_has_yet_to_begin_serves_no_joiner_beside_one_that_trains() -> None:
-    """Its bytes are the same at step 0, but its ledger knows no readers: ranks of a joiner had one or the other."""
+    """Its bytes are the same at step 0, but its ledger has no readers: a joiner's ranks got one or
+    the other ledger.
+    """
     fault_tolerance = {
         **QUICK,
         "group_size": 3,
@@ -1011,7 +1079,7 @@ def test_a_group_that_has_yet_to_begin_serves_no_joiner_beside_one_that_trains()
 def test_a_fault_that_waits_for_its_moment_disturbs_the_world_when_it_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From there the judges count what is late."""
+    """The judges measure delays from the fault's actual time."""
     disturbed = []
     monkeypatch.setattr(World, "silenced", lambda self, *_: disturbed.append(self.disturbed))
     with standins.installed():
@@ -1024,7 +1092,7 @@ def test_a_fault_that_waits_for_its_moment_disturbs_the_world_when_it_comes(
 
 
 def test_a_world_goes_when_it_is_dropped() -> None:
-    """Nothing of a schedule stays in memory: thousands are run in a process."""
+    """A dropped schedule leaves no memory: a process runs thousands of them."""
     with standins.installed():
         schedule = draw(7, ("kill", "freeze"))
         overlapping = dataclasses.replace(

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The forecast against the unmodified engine: the same drawn failures, the same steps, votes and groups in them."""
+"""The forecast against the unmodified engine: the same drawn failures, the same steps, votes and
+participants.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ OPTIONS = Options(
 
 
 def drawn_kills(seed: int) -> list[tuple[float, int]]:
-    """Return when which group is killed: drawn failures that are as far apart as a group needs to be back."""
+    """Return (time, group) of drawn kills that are far enough apart for a group to return in
+    between.
+    """
     cluster = {"gpus": GROUPS, "gpus_per_node": 1}
     failure = {"name": "kill", "mtbf": 6.0, "spacing": "memoryless"}
     read = scenario(
@@ -71,7 +75,9 @@ def commits_of(world: World) -> list[tuple[float, frozenset[int]]]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_engine_and_the_forecast_agree(seed: int, tmp_path: Path) -> None:
-    """Steps to within one, for the length of a step is a mean; one more vote for each death; who is in which step."""
+    """Steps equal within one, because a step's length is a mean; one more vote for each death;
+    equal participants.
+    """
     kills = drawn_kills(seed)
     with standins.installed():
         world = Schedule(

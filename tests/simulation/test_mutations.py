@@ -11,13 +11,15 @@ from tests.simulation.mutations import MUTATIONS, Found, Mutation, find
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_mutation_finds_its_names(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each name that a mutation replaces exists. An exploration with each takes too long to see that each time."""
+    """Each name that a mutation replaces exists. This is the quick check; an exploration with each
+    takes long.
+    """
     mutation.apply(monkeypatch)
 
 
 @pytest.mark.slow  # ten minutes altogether
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_exploration_finds_it(mutation: Mutation) -> None:
-    """A mutation breaks one of the promises that are named with it, within 2,000 schedules."""
+    """A mutation breaks one of its named promises within 2,000 schedules."""
     found = find(mutation)
     assert isinstance(found, Found), f"{mutation.name}: {found}"

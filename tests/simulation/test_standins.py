@@ -21,9 +21,11 @@ REAL = ["titan_ft.pinned.queue", "titan_ft.pinned.threading"]
 
 
 def test_no_loaded_module_of_the_engine_has_real_time() -> None:
-    """A room that moves out of `standins.PACKAGES` would get real time, threads and sockets silently.
+    """A package that moves out of `standins.PACKAGES` would silently get real time, threads and
+    sockets.
 
-    In a process of its own, which loads a module of the launcher last: that stands for a room that nobody named.
+    The check runs in a process of its own. It loads a module of the launcher last, as an example of
+    a missing package.
     """
     process = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr

@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The training that is simulated: some numbers with momentum; gradients follow from slot, batch, rank and weights.
+"""The simulated training: a few numbers with momentum. Gradients follow from slot, batch, rank and
+weights.
 
-Bytes are what counts: weights and momentum are small tensors of the engine's own kind, and `gradient` and `descend` are
-plain functions, so that the oracle can compute the same from the outside.
+Weights and momentum are small tensors of the engine's own kind, because their bytes count.
+`gradient` and `descend` are plain functions, so that the oracle can compute the same independently.
 """
 
 from __future__ import annotations
@@ -61,14 +62,16 @@ def descend(state: np.ndarray, mean: np.ndarray, rate: float) -> np.ndarray:
 
 @dataclass
 class Progress:
-    """What counts commits."""
+    """Counters of commits."""
 
     steps: int = 0
     tokens: int = 0
 
 
 class State:
-    """Weights, momentum and counters of one rank, with the interface of titan_ft.transfer.snapshot.TrainState."""
+    """Weights, momentum and counters of one rank, with the interface of
+    titan_ft.transfer.snapshot.TrainState.
+    """
 
     fragments: Sequence[int] = ()  # of the parameters
     buffers = False  # whether a forward may write some of it
@@ -93,7 +96,7 @@ class State:
         self._shared = (-1, 0)  # step and lineage, while other threads may copy it
 
     def copy(self, step: int, lineage: int, part: Part = WHOLE) -> Snapshot:
-        """Copy it to memory of its own."""
+        """Copy the state, or a part, to new memory."""
         size = self.array.nbytes
         if part != WHOLE and not self.is_scarce():
             part = WHOLE
@@ -114,7 +117,7 @@ class State:
         )
 
     def share(self, step: int, lineage: int) -> bool:
-        """Let other threads copy it until the next update; False if it may change before."""
+        """Let other threads copy the state until the next update; False if it may change before."""
         if self.buffers:
             return False
         self._shared = (step, lineage)
@@ -125,7 +128,7 @@ class State:
         self._shared = (-1, 0)
 
     def copy_shared(self, step: int, part: Part = WHOLE) -> Snapshot | None:
-        """Copy it, or a part, if it is still shared."""
+        """Copy the state, or a part, if it is still shared."""
         return self.copy(*self._shared, part) if self._shared[0] == step else None
 
     def reuse(self, snapshot: Snapshot) -> None:
@@ -146,12 +149,12 @@ class State:
         """There is nothing to undo: weights change by updates only."""
 
     def digest(self) -> str:
-        """Hash the bytes of weights, momentum and LR, to be shown to others."""
+        """Hash the bytes of weights, momentum and LR for a comparison with other groups."""
         self.shown = self.tainted
         return self.peek()
 
     def peek(self) -> str:
-        """Return the same digest to the world, which shows it to nobody."""
+        """Return the same digest for the world, which shows it to no group."""
         octets = self.array.tobytes() + str(self.progress.steps).encode()
         return hashlib.blake2b(octets, digest_size=16).hexdigest()
 
@@ -165,15 +168,18 @@ class State:
             parameter.grad = None
 
     def forget_hooks(self) -> None:
-        """Drop the parameters' hooks: no collector sees the cycle that they make, and the world would stay."""
+        """Remove the parameters' hooks: the garbage collector cannot free their cycle, and the
+        world would stay.
+        """
         for parameter in self.parameters:
             if parameter._post_accumulate_grad_hooks is not None:
                 parameter._post_accumulate_grad_hooks.clear()
 
     def add_gradient(self, values: np.ndarray, between: Callable[[], None] = lambda: None) -> None:
-        """Add to the gradients, as a backward does: the last parameters first, and each one's hooks are called.
+        """Add to the gradients as a backward does: the last parameters first, each followed by its
+        hooks.
 
-        `between` is called before each parameter's turn.
+        `between` is called before each parameter.
         """
         grads = torch.from_numpy(values.astype(np.float32)).split(self._shapes)
         for parameter, grad in zip(self.parameters[::-1], grads[::-1], strict=True):
@@ -186,7 +192,7 @@ class State:
                 hook(parameter)
 
     def descend(self, rate: float) -> None:
-        """Make the optimizer's step with what is in the gradients."""
+        """Make the optimizer's step with the gradients."""
         self.unshare()
         mean = np.concatenate(
             [parameter.grad.numpy() for parameter in self.parameters if parameter.grad is not None]

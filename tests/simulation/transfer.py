@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Transfers of state between simulated ranks: what `StateServer` and `fetch` do, in virtual time and in two parts."""
+"""Transfers of state between simulated ranks: `StateServer` and `fetch` in virtual time, in two
+parts.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ _SOUND, _TAINTED = (b'"tainted": false', b'"tainted": true')
 
 
 class _NothingLeftError(Exception):
-    """A donor holds nothing of what is missing."""
+    """A donor holds none of the missing bytes."""
 
 
 def _take(missing: list[range], held: range) -> range:
-    """Take the first part of what is missing that a donor holds."""
+    """Remove and return the first missing range that a donor holds."""
     for place, part in enumerate(missing):
         start, stop = max(part.start, held.start), min(part.stop, held.stop)
         if start < stop:
@@ -84,7 +86,7 @@ class SnapshotServer:
         self.tell()
 
     def withdraw(self) -> Snapshot | None:
-        """Stop serving; returns the snapshot if nobody reads it."""
+        """Stop serving; return the snapshot if no request reads it."""
         self._kernel.pause()
         snapshot, self.snapshot = self.snapshot, None
         return snapshot if self.readers == 0 else None
@@ -95,7 +97,7 @@ class SnapshotServer:
         self.tell()
 
     def tell(self) -> None:
-        """Wake who waits for a snapshot, or for the process to go on."""
+        """Wake the tasks that wait for a snapshot, or for the process to continue."""
         for task in self._waiting:
             self._kernel.wake(task)
         self._waiting.clear()
@@ -110,7 +112,7 @@ class Transfers:
     """All transfers of the world.
 
     Args:
-        seconds: that one takes, at least and at most.
+        seconds: shortest and longest duration of a transfer.
     """
 
     def __init__(self, kernel: Kernel, network: Network, seconds: tuple[float, float]) -> None:
@@ -131,10 +133,11 @@ class Transfers:
         lose: Callable[[int, str], None] = lambda place, error: None,
         note_share: Callable[[float], None] = lambda share: None,
     ) -> Snapshot:
-        """Fetch what the servers at `addresses` hold of `step`: each part from one of those that have it.
+        """Fetch the state of `step` from the servers at `addresses`, each part from a server that
+        holds it.
 
         Raises:
-            TransferError: no donor is left, the time is over, or it was cancelled.
+            TransferError: no donor is left, the time is over, or the fetch was cancelled.
         """
         kernel = self._kernel
         me = kernel.current
@@ -191,7 +194,9 @@ class Transfers:
         )
 
     def _choose(self, donors: dict[int, SnapshotServer | None], node: Node, step: int) -> int:
-        """Return the place of a donor that can give the next part at once; the first one if there is none."""
+        """Return the place of a donor that can send the next part at once, or else of the first
+        donor.
+        """
         at_once = [
             place
             for place, server in donors.items()
@@ -215,7 +220,7 @@ class Transfers:
         cancelled: Any,
         patience: float,
     ) -> tuple[int, torch.Tensor, bytes]:
-        """Fetch the first bytes that are missing and that the donor holds; returns where they begin."""
+        """Fetch the first missing bytes that the donor holds; return their offset too."""
         snapshot = self._acquire(server, node, found.step, found.lineage, end, cancelled, patience)
         try:
             if snapshot.header.replace(_TAINTED, _SOUND) != found.header.replace(_TAINTED, _SOUND):
@@ -241,10 +246,10 @@ class Transfers:
     def ask_offer(
         self, address: str, token: str, step: int = 0
     ) -> tuple[int, int, int, int, int] | None:
-        """Ask the server at `address` what it offers.
+        """Ask the server at `address` for its offer.
 
         Raises:
-            OSError: it cannot be reached.
+            OSError: the server cannot be reached.
         """
         kernel = self._kernel
         server, node = self.servers.get(address), self.node_of(kernel.current.process)
@@ -291,10 +296,10 @@ class Transfers:
         patience: float,
         part: Part | None = None,
     ) -> Snapshot:
-        """Wait for the snapshot as a donor lets a request wait, and become one of its readers.
+        """Wait for the snapshot as a donor's request does, and become one of its readers.
 
         Args:
-            part: what a request for the header is for; None = another request.
+            part: the part that a header request is for; None for another request.
         """
         kernel = self._kernel
         waits, asked = kernel.now + server.wait_seconds, False

@@ -1,8 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What members of an exchange say that they waited, held against the virtual time in which they came.
+"""Reported waits of an exchange's members, compared with the virtual times of their arrivals.
 
-The engine compares seconds of clocks that have nothing in common; the simulation knows when each member really came.
+The engine compares seconds of unrelated clocks. The simulation knows when each member really
+arrived.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _SLACK = 0.05
 
 @dataclass(frozen=True)
 class Arrival:
-    """When a member came to an exchange, in virtual seconds.
+    """A member's arrival at an exchange, in virtual seconds.
 
     Attributes:
         began: when it began to wait.
         asked: when it asked for the quorum.
         ready: when it was ready for the exchange.
-        connecting: seconds in which it had nothing to do but to connect to the other members.
-        joins: it lacked the state.
+        connecting: duration in which it only connected to the other members.
+        joins: whether it lacked the state.
     """
 
     began: float
@@ -44,10 +45,10 @@ class Arrival:
 
 
 class WaitJudge:
-    """Knows who came when to which exchange.
+    """Records the arrivals at each exchange, and judges the reported waits.
 
     Args:
-        report: called with promise and text when a wait is not as it is said to be.
+        report: called with promise and text if a reported wait is wrong.
         lag: largest delay of a thread of this world.
     """
 
@@ -66,7 +67,7 @@ class WaitJudge:
         self._arrivals.setdefault((key, rank.number, number), {})[rank.slot] = arrival
 
     def judge(self, rank: Rank, made: Round, waits: Sequence[GroupWait]) -> None:
-        """Compare what a rank says that it waited for in an exchange with what it did."""
+        """Compare a rank's reported waits in an exchange with the arrivals."""
         key = made.quorum.key
         number = self._numbers[key, rank.slot, rank.number]
         self._numbers[key, rank.slot, rank.number] += 1

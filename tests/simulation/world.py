@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The simulated world: groups of ranks and their agent, lighthouse, network; what is seen of them, and judged."""
+"""The simulated world: groups of ranks with their agent, lighthouse and network, and the judges of
+their behaviour.
+"""
 
 from __future__ import annotations
 
@@ -70,42 +72,42 @@ _LATE_SECONDS = 0.5  # of them, whatever a step takes: pauses, latencies and lag
 
 @dataclass(frozen=True)
 class Options:
-    """One schedule's world.
+    """The world of one schedule.
 
     Attributes:
         groups, ranks, steps: numbers of them.
-        fault_tolerance: fields of the config, all groups alike.
+        fault_tolerance: fields of the config, the same for all groups.
         absent: slots of groups that never start.
         late: seconds by which groups start later, by slot.
-        lag: largest delay of a rank at a pause point; up to as much the ranks of a group start apart.
+        lag: largest delay of a rank at a pause point; the ranks of a group start up to this far apart.
         latency: seconds of a message between groups.
-        jitter: seconds by which members see an all-reduce complete apart, at most; mostly it is far less.
-        transfer_seconds: of a state, at least and at most.
-        compute_seconds, apply_seconds: of a batch and of the optimizer.
-        restart_seconds: from a group's death to its next start, at least and at most.
-        build_seconds: from its start until it is about to come to the lighthouse, at least.
-        overlap: whether gradients are sent while backward goes on.
-        skew: seconds that the hosts' wall clocks are apart, at most.
-        drift: seconds that a monotonic clock gains or loses in one, at most.
-        odd: slots of groups whose model is another one.
-        folder: whether groups look into a folder of checkpoints when they start.
-        sight: seconds that a host's view of it may be late.
-        save_every: steps between two checkpoints that the job saves there; 0 = it saves none.
-        save_seconds: that a rank takes to write its part, at most.
-        save_failures: chance that it cannot, but for the last step's.
+        jitter: largest difference in seconds between the members' completions of an all-reduce; usually far less.
+        transfer_seconds: shortest and longest transfer of a state.
+        compute_seconds, apply_seconds: time of a batch and of the optimizer.
+        restart_seconds: shortest and longest time from a group's death to its next start.
+        build_seconds: least time from a group's start until it is about to reach the lighthouse.
+        overlap: whether gradients are sent during the backward.
+        skew: largest difference between the hosts' wall clocks, in seconds.
+        drift: largest gain or loss of a monotonic clock in a second, in seconds.
+        odd: slots of groups with another model.
+        folder: whether groups read a checkpoint folder at their start.
+        sight: largest delay of a host's view of that folder, in seconds.
+        save_every: steps between two checkpoints of the job; 0: it saves none.
+        save_seconds: longest time that a rank takes to write its part.
+        save_failures: probability that a rank's save fails; the last step's never does.
         silent: whether the process group between the groups fails as NCCL does.
         store_survives: whether a group's store outlives its workers.
         min_replicas: of the lighthouse.
-        coupling: how much gradients depend on weights; 0 where bytes are flipped, so that only the flipped differ.
-        switch: chance that a pause point lets another task run.
-        speeds: for each slot what a batch takes longer than `compute_seconds`, as a factor; empty = all alike.
-        last_steps: of the last round of a semi-synchronous method; 0 = as many as the others have.
+        coupling: dependence of gradients on weights; 0 where bits are flipped, so that only the flipped values differ.
+        switch: probability that a pause point lets another task run.
+        speeds: factor of each slot on `compute_seconds`; empty: 1 for all.
+        last_steps: of the last round of a semi-synchronous method; 0: as many as in the others.
         buffers: whether a forward may write a part of the state, so that no group offers it between rounds.
-        scarce: chance that a donor's host is short of memory, so that it copies a part.
-        forgets: whether data loaders do not go on where their state was saved.
-        probe_seconds: that a group waits for a quorum before it looks for the lighthouse.
-        finish_seconds: that groups which have finished wait for others.
-        room: updates for which that rank of a group has memory which has least; 0 = for as many as there are.
+        scarce: probability that a donor's host is short of memory, so that it copies a part.
+        forgets: whether data loaders do not continue where their state was saved.
+        probe_seconds: time that a group waits for a quorum before it probes the lighthouse.
+        finish_seconds: time that finished groups wait for others.
+        room: updates that fit the memory of the group's rank with least memory; 0: unlimited.
     """
 
     groups: int
@@ -178,7 +180,7 @@ class Problem:
 
 @dataclass
 class _Armed:
-    """Something that waits for a moment of a group (-1 = of any), after `skip` others."""
+    """A fault that waits for a moment of a group (-1: any), after `skip` others."""
 
     slot: int
     act: Callable[[Node], None]
@@ -187,7 +189,7 @@ class _Armed:
 
 
 class _Sequence:
-    """What the ranks of a group do one after the other, which must be the same on all of them."""
+    """Acts of a group's ranks, one after the other, which must be equal on all of them."""
 
     def __init__(self, ranks: int) -> None:
         self._counts = [0] * ranks
@@ -196,7 +198,9 @@ class _Sequence:
         ] = {}  # by place: what, of which rank, how many did it
 
     def add(self, rank: int, what: dict[str, Any]) -> str:
-        """Take in what a rank does next; says how another rank has done something else in its place."""
+        """Record a rank's next act; return a text if it differs from another rank's act at the same
+        place.
+        """
         place = self._counts[rank]
         self._counts[rank] += 1
         other, first, seen = self._open.pop(place, (what, rank, 0))
@@ -214,18 +218,18 @@ class GroupRun:
     """One attempt of one group.
 
     Attributes:
-        told: ranks that were told to leave.
-        comes_back: whether it is started again when it has left.
-        entered: when it came to the lighthouse; None = it has not.
-        met_from: when it came to the lighthouse last, with nobody in sight whom it cannot reach, as far as it knows.
-        ended_at: when the first of its processes that did not end in order was seen to have ended.
-        heals_since: when it began to heal; None = it does not.
-        others_wait: the others wait for its transfer, because its queue is as long as it may be.
-        was_outside: it was not in the largest clique once.
-        rolled_back: it has once gone on from its own state because that of others was lost.
-        missed: rounds since it came in which it had no part; None = it has had a part in one.
-        failed_heals: fetches that failed.
-        heal_broke, former_heal_broke: an exchange broke for it while it healed, this time and the time before.
+        told: ranks that were asked to leave.
+        comes_back: whether it restarts after it has left.
+        entered: when it reached the lighthouse; None if it has not.
+        met_from: when it last reached the lighthouse without any group in sight that it knows it cannot reach.
+        ended_at: when the end of the first process that did not end in order was noticed.
+        heals_since: when it began to heal; None if it does not heal.
+        others_wait: the others wait for its transfer, because its queue is full.
+        was_outside: it was outside the largest clique once.
+        rolled_back: it continued from its own state once, because that of others was lost.
+        missed: rounds without a part in them since its arrival; None after its first part in a round.
+        failed_heals: failed fetches.
+        heal_broke, former_heal_broke: an exchange broke for it during this heal, and during the previous one.
     """
 
     def __init__(self, world: World, slot: int, attempt: int) -> None:
@@ -275,7 +279,7 @@ class GroupRun:
 
     @property
     def runs(self) -> bool:
-        """Say whether all its ranks live and reach each other, and none is frozen or hangs."""
+        """True if all its ranks live and reach each other, and none is frozen or hangs."""
         at_work = all(rank.process.runs and not rank.hangs for rank in self.ranks)
         return self.alive and at_work and self.link.flows()
 
@@ -287,7 +291,7 @@ class GroupRun:
 
     @property
     def chooses(self) -> bool:
-        """Say whether one of its ranks has yet to choose a checkpoint, or to see that there is none."""
+        """True if one of its ranks has not chosen a checkpoint yet."""
         return any(rank.found is None for rank in self.ranks)
 
     @property
@@ -305,9 +309,9 @@ class World(standins.World):
     """Runs one schedule.
 
     Args:
-        seed: what all that is random follows from.
-        faults: what happens, each at its time.
-        traces: whether what happens is written down, for people.
+        seed: determines everything random.
+        faults: each with its time.
+        traces: whether to record a trace for people.
     """
 
     def __init__(
@@ -402,7 +406,7 @@ class World(standins.World):
     # Running
 
     def run(self) -> list[Problem]:
-        """Run until all groups have ended or a promise is broken; returns what was broken."""
+        """Run until all groups have ended or a promise is broken; return the broken promises."""
         kernel = self.kernel
         standins.enter(kernel, self)
         former = seat.PROBE_SECONDS, engine_step.FINISH_SECONDS
@@ -470,7 +474,7 @@ class World(standins.World):
             self.trace.append((self.kernel.now, who, text))
 
     def report(self, promise: str, text: str) -> None:
-        """Tell of a broken promise; the first one ends the run."""
+        """Report a broken promise. The first one ends the run."""
         self._problem(promise, text)
         self.kernel.stop()
 
@@ -493,17 +497,18 @@ class World(standins.World):
     def when(
         self, moment: str, slot: int, act: Callable[[Node], None], *, breaks: bool = True
     ) -> None:
-        """Call `act` at the next moment of a kind ("exchange", "vote", ...) of a group, or of any if `slot` is -1.
+        """Call `act` at the next moment of a kind ("exchange", "vote", ...) of a group, or of any
+        if `slot` is -1.
 
         Args:
-            breaks: whether it does more than to ask groups to leave.
+            breaks: whether it does more than ask groups to leave.
         """
         # An exchange is several collectives: any of them may be the one.
         skip = self.kernel.rng.randrange(3 * self.options.groups) if moment == "exchange" else 0
         self.armed.setdefault(moment, []).append(_Armed(slot, act, skip, breaks))
 
     def moment(self, moment: str, node: Node) -> None:
-        """Take note of a moment that faults may have waited for; they come within a few milliseconds."""
+        """Trigger the faults that wait for this moment; they strike within a few milliseconds."""
         armed = self.armed.get(moment)
         if not armed:
             return
@@ -539,7 +544,7 @@ class World(standins.World):
     # What stand-ins ask
 
     def new_process(self, name: str, node: Node) -> Process:
-        """Make a process with the clocks of its host; each rank has a host of its own."""
+        """Make a process with the clocks of its host. Each rank has its own host."""
         self._pids += 1
         rng, lag = self.kernel.rng, self.options.lag
         process = Process(self.kernel, name, pid=self._pids)
@@ -626,7 +631,7 @@ class World(standins.World):
         """Open a connection to the lighthouse, a group's store or a rank's state server.
 
         Raises:
-            OSError: nobody listens there, or it cannot be reached.
+            OSError: nothing listens there, or it cannot be reached.
         """
         node = self.ranks[self.kernel.process].node
         if host == "10.9.0.1":
@@ -668,7 +673,7 @@ class World(standins.World):
         return self.lighthouse.status()
 
     def files(self) -> dict[str, str]:
-        """Return the files of checkpoints as the process that runs sees them."""
+        """Return the checkpoint files as the running process sees them."""
         if self.folder is None:
             raise NotSimulatedError("this world has no folder of checkpoints")
         return self.folder.files(self.ranks[self.kernel.process].node)
@@ -682,7 +687,9 @@ class World(standins.World):
         return self.transfers.fetch(*args, **kwargs)
 
     def free_bytes(self) -> int:
-        """Return what is left of the memory of the host that the process runs on: a group's ranks see it differ."""
+        """Return the free memory of the running process's host. The ranks of a group see different
+        values.
+        """
         rank, ranks = self.ranks[self.kernel.process], self.options.ranks
         room = self.options.room + (rank.slot + rank.number) % ranks if self.options.room else 2**31
         return 2 * ranks * room * rank.update_bytes
@@ -694,7 +701,7 @@ class World(standins.World):
     # What ranks tell
 
     def chose(self, rank: Rank, step: int) -> None:
-        """Compare the checkpoint that a rank has chosen with those of the group's other ranks."""
+        """Compare a rank's chosen checkpoint with those of the group's other ranks."""
         self._compare(rank, "calls", ("choice of a checkpoint", step))
         assert self.folder is not None
         if max(step, 0) < (lasting := self.folder.lasting(rank.group.began)):
@@ -706,11 +713,11 @@ class World(standins.World):
         self._stop_if_over()
 
     def loaded(self, rank: Rank) -> None:
-        """Compare the checkpoint that a rank has loaded with those of the group's other ranks."""
+        """Compare a rank's loaded checkpoint with those of the group's other ranks."""
         self._compare(rank, "calls", ("load of step and lineage", *rank.held))
 
     def _judge_choice(self, group: GroupRun) -> None:
-        """Look whether a group still looks for a checkpoint although nobody changes the folder, and nothing else."""
+        """Report a group that still looks for a checkpoint although nothing changes the folder."""
         assert self.folder is not None
         if group.over or not group.chooses:
             return
@@ -723,11 +730,11 @@ class World(standins.World):
         self.kernel.after(1.0, lambda: self._judge_choice(group))
 
     def told_to_drain(self, rank: Rank) -> bool:
-        """Say whether a rank that starts has been told to leave already."""
+        """True if a starting rank has already been asked to leave."""
         return rank.number in rank.group.told
 
     def enters(self, rank: Rank, call: str) -> None:
-        """Compare a call that all ranks of a group must make alike with those of the others."""
+        """Compare a call that all ranks of a group must make alike with the other ranks' calls."""
         frame = sys._getframe(4)
         while frame.f_back is not None and frame.f_code.co_filename.endswith("group.py"):
             frame = frame.f_back
@@ -735,7 +742,7 @@ class World(standins.World):
         self._compare(rank, "calls", what)
 
     def votes(self, rank: Rank) -> None:
-        """Compare a vote with what the others do."""
+        """Compare a vote with the other ranks' acts."""
         rank.votes()
         others = (other for group in self.groups.values() if group.alive for other in group.ranks)
         if (
@@ -748,7 +755,9 @@ class World(standins.World):
         self._compare(rank, "calls", ("vote",))
 
     def decided(self, position: Position, outcome: Round | Broken, decision: Decision) -> None:
-        """Compare what a rank decides after a round, and on which grounds, with the group's other ranks."""
+        """Compare a rank's decision after a round, and its grounds, with those of the group's other
+        ranks.
+        """
         rank = self.ranks[self.kernel.process]
         if self.options.ranks == 1:
             return
@@ -764,7 +773,9 @@ class World(standins.World):
         self._compare_all(rank, "decides", facts)
 
     def agreed(self, rank: Rank, answer: str) -> None:
-        """Compare what the ranks of a group have agreed on over their store."""
+        """Compare the result of an agreement over the group's store with the other ranks'
+        results.
+        """
         self._compare(rank, "agrees on", answer)
 
     def asks(self, rank: Rank, step: int) -> None:
@@ -776,7 +787,7 @@ class World(standins.World):
         self._compare_all(rank, kind, {"it is": what})
 
     def _compare_all(self, rank: Rank, kind: str, what: dict[str, Any]) -> None:
-        """Compare the next of a kind of acts with those of the group's other ranks."""
+        """Compare the next act of a kind with those of the group's other ranks."""
         if self.options.ranks > 1 and (apart := rank.group.sequences[kind].add(rank.number, what)):
             self.report("ranks never part", f"g{rank.slot} {kind}, {apart}")
 
@@ -825,7 +836,9 @@ class World(standins.World):
             self._judge_mismatch(rank, fields)
 
     def _judge_full_queue(self, rank: Rank, event: str, reason: str) -> None:
-        """A joiner lets others wait, or begins anew, if it may queue no more, or is slow; it begins anew once."""
+        """A joiner may make others wait, or start a new fetch once, only if its queue is full or
+        its replay is slow.
+        """
         most = self.options.room or math.inf
         slow = "to replay" in reason and rank.unreplayed > 1
         if not slow and rank.queued < most:
@@ -843,7 +856,7 @@ class World(standins.World):
             self._compare(rank, "ends its queue by", event)
 
     def _judge_break(self, rank: Rank) -> None:
-        """A group that others wait for in an exchange, since it has joined and trains, must not let that break."""
+        """A joined group that trains must not break an exchange in which others wait for it."""
         # A quorum is asked for one step ahead: who is in it may have gone meanwhile.
         step = 1.6 * self.options.compute_seconds * max(self.options.speeds, default=1.0)
         quiet = (
@@ -884,7 +897,7 @@ class World(standins.World):
         self.kernel.after(seconds, functools.partial(self._judge_leaving, rank, self.kernel.now))
 
     def _judge_leaving(self, rank: Rank, since: float) -> None:
-        """A rank that was told to leave is gone after a while, one way or the other."""
+        """A rank that was asked to leave has ended after a while, in order or not."""
         thawed = self.thawed.get(rank.slot, 0.0) >= since
         if rank.process.runs and not thawed:
             seconds = self.kernel.now - since
@@ -894,7 +907,7 @@ class World(standins.World):
             )
 
     def _judge_abandoned(self, rank: Rank, reason: str) -> None:
-        """A group that was told to leave ends its step first, unless something keeps it from that."""
+        """A group that was asked to leave first finishes its step, unless something prevents it."""
         group = rank.group
         if "another rank" in reason:
             fair = any(
@@ -923,9 +936,11 @@ class World(standins.World):
             )
 
     def _waits_for_last_steps(self, rank: Rank) -> bool:
-        """Say whether a group waits in the exchange for others that make the last step of their round, a long one.
+        """True if a group waits in the exchange for others that make the last, long step of their
+        round.
 
-        They have asked for the quorum at its beginning. Who left the exchange would cost them another one all the same.
+        These requested the quorum at the step's beginning. Leaving the exchange would cost them
+        another one all the same.
         """
         options, left = (
             self.options,
@@ -935,7 +950,7 @@ class World(standins.World):
         return bool(self.config["semi_sync_method"]) and rank.in_exchange and longest > left
 
     def started(self, rank: Rank, step: int) -> None:
-        """Take note that a rank begins to train, at step 0 or behind a checkpoint."""
+        """Record that a rank begins to train, at step 0 or after a checkpoint."""
         rank.ready = True
         self.undisturbed_steps = 0
         if rank.group.attempt > 0 or self.furthest > 0:
@@ -962,10 +977,12 @@ class World(standins.World):
                 self._judge_joiners(participants)
 
     def _judge_joiners(self, participants: Collection[int]) -> None:
-        """A group has a part in the second round after it came, unless something happens, or its transfer is long.
+        """A group takes part in the second round after its arrival, unless a fault strikes or its
+        transfer is long.
 
-        The first one is that which it came in. A holder serves one joiner after the other. A state that was offered in
-        the midst of a round may be gone with the round's end, before it is fetched.
+        The first round is the one under way at its arrival. A holder serves one joiner after the
+        other. A state offered in the middle of a round may be gone at the round's end, before it is
+        fetched.
         """
         options = self.options
         fetch = options.transfer_seconds[1] + 0.5 + 8 * options.lag
@@ -1019,7 +1036,7 @@ class World(standins.World):
         self._judge_replaced(rank, step, "withdraws", True)
 
     def _judge_replaced(self, rank: Rank, step: int, what: str, is_void: bool) -> None:
-        """What is not the job's state must not take the place of what another group has saved."""
+        """A state that is not the job's must not replace another group's checkpoint."""
         assert self.folder is not None
         writer = self.folder.writer(step)
         if is_void and writer not in (-1, rank.slot):
@@ -1027,7 +1044,7 @@ class World(standins.World):
             self.report("no work lost", text)
 
     def _judge_saves(self, step: int) -> None:
-        """Look whether a checkpoint that was due is still not there although nothing happens to the world."""
+        """Report a checkpoint that was due and is missing although no fault strikes."""
         every, folder = self.options.save_every, self.folder
         if not every or folder is None:
             return
@@ -1048,7 +1065,7 @@ class World(standins.World):
                 )
 
     def heals(self, rank: Rank, computed: bool) -> None:
-        """Take note that a rank is behind; `computed`: it throws the gradients of a step away."""
+        """Record that a rank is behind. `computed`: it discards the gradients of a step."""
         self.moment("healing", rank.node)
         if (
             computed
@@ -1066,18 +1083,19 @@ class World(standins.World):
             )
 
     def lost_steps(self, rank: Rank, number: int, ahead: bool, before: int) -> None:
-        """Look why the steps that a rank had made in the round under way are in no update, now that it has healed.
+        """Judge why a healed rank's steps of the current round are in no update.
 
-        A group's failure costs no other group a step. Fair is what the group itself is the reason of (it was stopped,
-        slow or cut off, its bytes or gradients were bad), and what the design has:
+        A group's failure must not cost another group a step. A loss is fair if the group itself is
+        the cause (it was stopped, slow or cut off, or its bytes or gradients were bad), and in
+        these cases of the design:
 
-        - A group whose exchange was complete while it broke for more others goes back to theirs, without its change.
-        - A joiner which was given the state before an exchange that broke for it, as for others, is behind if a group
-          goes on for which it was complete.
-        - A group that goes back to its own state, because that which others had is lost with them.
-        - One outside of the largest clique, because it could not reach a group that was frozen, for instance.
-        - One whose change is in an update that only others have made, on the state of lineage `before`, which it had
-          as well: it gave its own up for theirs, and that is lost with them.
+        - A group whose exchange was complete while it broke for more others returns to their state, without its change.
+        - A joiner received the state before an exchange that broke for it and others. It is behind if a group continues for
+          which the exchange was complete.
+        - A group returns to its own state because the others' state is lost with them.
+        - A group was outside the largest clique, for instance because it could not reach a frozen group.
+        - A group's change is in an update that only others made, on the state of lineage `before`, which the group had as
+          well: it gave up its own update for theirs, and theirs is lost with them.
         """
         now = {id(update) for update in self.oracle.path(rank.held[1])}
         forsaken = any(
@@ -1098,14 +1116,16 @@ class World(standins.World):
 
     @property
     def _patience(self) -> float:
-        """Return the seconds in which a step is committed while nothing but heals keeps the groups from it."""
+        """Return the seconds within which a step is committed if only heals delay the groups."""
         options = self.options
         slots = options.groups if self.config["batch_policy"] == "constant" else 1
         usual = slots * 1.6 * options.round_seconds + options.apply_seconds + 4 * options.jitter
         return _USUAL_STEPS * (usual + 4 * options.lag) + _LATE_SECONDS
 
     def _judge_stall(self, group: GroupRun, heal: float) -> None:
-        """Look whether the others train on while a group heals since `heal`, however long its transfer takes."""
+        """Check that the others train on during a group's heal since `heal`, however long its
+        transfer takes.
+        """
         now = self.kernel.now
         if (
             group.over
@@ -1139,7 +1159,9 @@ class World(standins.World):
         )
 
     def _judge_lost_work(self, rank: Rank) -> None:
-        """One group ahead must not cost the work of more that are ready one step behind it, but at the very end."""
+        """One group ahead must not cost the work of several that are ready one step behind it,
+        except at the very end.
+        """
         # Those of the round, also one that has died since. Who cannot reach all of the others is in the lighthouse's
         # quorum, and outside.
         members = [group for slot, group in self.groups.items() if slot in rank.met]
@@ -1170,7 +1192,7 @@ class World(standins.World):
             )
 
     def made_round(self, rank: Rank, made: Round) -> None:
-        """Take note of a round that worked on all ranks of a group, before anything follows from it."""
+        """Record a round that succeeded on all ranks of a group, before its consequences."""
         rank.met = made.quorum.slots
         own = made.rows[made.quorum.rank]
         rank.ahead = own.has_state and own.step > made.verdict.step
@@ -1195,7 +1217,9 @@ class World(standins.World):
             self.sound[rank] = (sound if 2 * len(sound) >= len(held) else [], own.donor)
 
     def silenced(self, group: GroupRun, ranks: list[Rank], seconds: float) -> None:
-        """Look in a while whether a group still looks alive although its first host hears nothing of another one."""
+        """Check later whether a group still seems alive although its first host hears nothing of
+        another host.
+        """
         if (
             not group.ready
             or group.ranks[0] in ranks
@@ -1227,7 +1251,7 @@ class World(standins.World):
             self.kernel.after(longest, look)
 
     def thaws(self, group: GroupRun) -> None:
-        """Look in a while whether a group that thaws, and holds a state, is with the others again."""
+        """Check later whether a thawed group with a state is with the others again."""
         since = self.thawed[group.slot] = self.kernel.now
         self.disturb()
 
@@ -1304,10 +1328,11 @@ class World(standins.World):
         self._judge_end(rank)
 
     def _judge_left(self, group: GroupRun) -> None:
-        """When the last groups that hold the job's state have left in order, it is in a checkpoint.
+        """When the last groups with the job's state have left in order, a checkpoint has that
+        state.
 
-        Fair is what else happened to the world since the first of them was told: a group that was to save
-        may have died, or may not have been seen by the others.
+        It may be missing if a fault struck since the first of them was asked to leave: a group that
+        was to save may have died, or may not have been seen by the others.
         """
         if self.folder is None or not self.options.save_every:
             return
@@ -1422,7 +1447,9 @@ class World(standins.World):
         return False
 
     def _too_few(self, rank: Rank) -> bool:
-        """Say whether a rank that waits for the first step has met too few groups, and there were no others to meet."""
+        """True if a rank that waits for the first step met too few groups, and there were no others
+        to meet.
+        """
         least = self.config["min_replica_size"]
         others = [
             group
@@ -1435,7 +1462,7 @@ class World(standins.World):
         )
 
     def _can_be_met(self, group: GroupRun) -> bool:
-        """Say whether nothing keeps a group from meeting others, and has not for a while."""
+        """True if nothing keeps a group from meeting others, and has not for a while."""
         came = max(group.met_from, self.thawed.get(group.slot, 0.0), self.disturbed)
         there = group.runs and not group.ended and self._reaches(group)
         # A group that was there when something happened (a lighthouse started again, its link to it cut for a while)
@@ -1444,10 +1471,12 @@ class World(standins.World):
         return there and self.kernel.now - came > _MEETING_SECONDS + again
 
     def _how_many_go_on(self, groups: Sequence[GroupRun], own: GroupRun | None = None) -> int:
-        """Return how many of these groups go on if some cannot reach each other; of those parts that `own` is in.
+        """Return how many of these groups continue if some cannot reach each other; only of parts
+        that include `own`.
 
-        As the engine has it (docs/failures.md): as many holders of the job's state as possible, then as many groups. A
-        larger part without that state could only begin the job anew. A tie decides who goes on, not how many.
+        As in the engine (docs/failures.md): as many holders of the job's state as possible, then as
+        many groups. A larger part without that state could only start the job anew. A tie decides
+        which groups continue, not how many.
         """
         claims = {
             group: min(rank.position.claimed_step for rank in group.ranks) for group in groups
@@ -1468,9 +1497,10 @@ class World(standins.World):
         return self.lighthouse.listens and self.network.usable((group.slot, 0), LIGHTHOUSE)
 
     def _is_later_kind(self, group: GroupRun) -> bool:
-        """Say whether groups of another shape may have come to the lighthouse before this one, by their clocks.
+        """True if groups of another shape may have reached the lighthouse before this one, by their
+        clocks.
 
-        Who is right is said by who was there first.
+        The group that was there first defines the job's shape.
         """
         odd, came = group.slot in self.options.odd, group.entered
         clocks = self.options.lag + self.options.skew + 0.05
@@ -1484,7 +1514,9 @@ class World(standins.World):
         )
 
     def _holders(self, step: int, but: GroupRun | None = None) -> list[GroupRun]:
-        """Return the groups that hold at least `step` commits, live, and have been reachable for a while."""
+        """Return the live groups with at least `step` commits that have been reachable for
+        a while.
+        """
         return [
             group
             for group in self.groups.values()
@@ -1510,7 +1542,7 @@ class World(standins.World):
             )
 
     def _judge_mismatch(self, rank: Rank, fields: dict[str, Any]) -> None:
-        """A state that nobody has changed must not be outvoted by one that somebody has."""
+        """An unchanged state must not be outvoted by a corrupted one."""
         minority = set(fields.get("minority", ()))
         lineages = fields.get("lineages", {})
         tainted = {
@@ -1537,9 +1569,11 @@ class World(standins.World):
     def _split(
         self, fields: dict[str, Any], tainted: dict[int, bool]
     ) -> Iterator[tuple[set[int], set[int]]]:
-        """Yield who of the groups that had the same update last is corrupt, and all of them that showed their bytes.
+        """Yield, for groups with the same last update, the corrupt ones and all that showed a
+        digest.
 
-        Corrupt by a fault, or loaded from what such a group has saved; not by a donor: no group may come to that.
+        A group is corrupt by a fault, or because it loaded a corrupt group's save. A donor must not
+        make a group corrupt.
         """
         lineages, digests = fields.get("lineages", {}), fields.get("digests", {})
         for lineage in sorted(set(lineages.values())):
@@ -1594,7 +1628,9 @@ class World(standins.World):
             self.kernel.stop()
 
     def _corruption_wins(self) -> bool:
-        """Say whether nobody is left in the quorum who has a sound state: then nobody can tell."""
+        """True if no group in the quorum has a sound state; then the right bytes cannot be
+        determined.
+        """
         here = {int(name.split("/")[1]) for name in self.lighthouse.quorum[1]}
         groups = [group for group in self.groups.values() if group.alive and group.slot in here]
         return all(any(rank.state.tainted for rank in group.ranks) for group in groups)
@@ -1610,7 +1646,7 @@ class World(standins.World):
         return len(left) < self.options.min_replicas
 
     def _watch(self) -> None:
-        """Look now and then whether training goes on although nothing keeps it from doing so."""
+        """Check periodically that training progresses while nothing prevents it."""
         now = self.kernel.now
         if self._viable():
             if now - max(self.progressed, self.disturbed) > self.bound:
