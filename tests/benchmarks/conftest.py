@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Runs without training: what a benchmark starts are Python one-liners."""
+"""Runs without training: benchmarks start Python one-liners in place of their systems."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.systems import Command
 
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return what says which programs a run starts instead of its system."""
+    """Return a function that sets the programs which a run starts in place of its system."""
 
     def start(*codes: str, services: tuple[str, ...] = ()) -> None:
         started = [

@@ -27,7 +27,7 @@ def commit(time: float, step: int, replica: int = 0, **fields: Any) -> Event:
 def commits(
     times: Iterable[float], replica: int = 0, first_step: int = 1, **fields: Any
 ) -> list[Event]:
-    """One commit of a group after the other."""
+    """Make the commits of a group, one after the other."""
     return [
         commit(time, step, replica, **fields) for step, time in enumerate(times, start=first_step)
     ]
@@ -36,7 +36,7 @@ def commits(
 def killed(
     time: float, attempt: int = 0, shot: int = 0, exited: float | None = None
 ) -> list[Event]:
-    """A SIGKILL of group 1, and its agent's word."""
+    """Make the events of a SIGKILL of group 1, with its agent's report."""
     end: dict[str, Any] = {"signal": "SIGKILL", "replica": 1, "attempt": attempt}
     return [
         build(FaultInjected, time=time, fault="sigkill_group", target=Target(1), shot=shot),

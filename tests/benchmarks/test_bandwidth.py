@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""scripts/bench.py --only exchange: sums between real processes, with slow links, and what is made of the figures."""
+"""scripts/bench.py --only exchange: sums between real processes over slow links, and their
+figures.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from benchmarks.run import BenchError
 
 @pytest.mark.slow
 def test_no_exchange_is_faster_than_its_link() -> None:
-    """Two members send each byte once: what they sum in a second is what the link carries."""
+    """Two members send each byte once, so the sums per second are limited by the link's rate."""
     figures = measure(2, 40.0, num_buckets=2, bucket_bytes=1 << 19)
     for name in ("bare", "ours"):
         assert 0 < figures[name] < 1.5 * 40 / 8, (
@@ -30,7 +32,7 @@ def test_a_member_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_number_of_members_and_each_rate_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table has them in this order."""
+    """The table has the rows in this order."""
     told = {
         "bare": 10.0,
         "ours": 9.0,

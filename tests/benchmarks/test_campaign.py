@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""scripts/bench.py --campaign-peer: whom it kills, and its figures on short histories."""
+"""scripts/bench.py --campaign-peer: its choice of victims, and its figures on short histories."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ JOB = Job(PEER, Path("unused"), 2, 2)
 
 
 def test_only_a_group_that_lives_and_has_contributed_is_up() -> None:
-    """Not one that is still starting again, nor one of which a rank is dead."""
+    """A starting group, and a group with a dead rank, are not up."""
     events = [started(0.0, replica, pid=10 + replica) for replica in (0, 1, 2)]
     events += [tried(1.0, 1, replica) for replica in (0, 1, 2)]
     events += [started(2.0, 1, attempt=1, pid=21), tried(3.0, 2, 1, attempt=1, contributed=False)]
@@ -96,7 +96,7 @@ def test_bad_usage_is_refused(arguments: list[str]) -> None:
 def test_the_campaign_is_all_that_is_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:
-    """Its figures are saved, and its table is printed; the seed is told."""
+    """Only the campaign runs. Its figures are saved, and its table and seed are printed."""
     calls = []
 
     def run_campaign(

@@ -44,7 +44,7 @@ def test_a_config_that_is_not_there_is_refused(
 
 
 def fake_rounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
-    """Let each part of rounds measure one case and say what it found done."""
+    """Make each part of rounds measure one case; record the cases that were already done."""
     calls: list[tuple[str, list[str]]] = []
 
     def measure(part: str) -> Callable[..., Iterator[tuple[str, Any]]]:
@@ -62,7 +62,7 @@ def fake_rounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
 def test_rounds_go_on_from_the_figures_so_far(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """They are measured only if they are asked for; figures of other runs are refused."""
+    """Rounds are measured only on request. Figures of other runs are refused."""
     calls, figures = fake_rounds(monkeypatch), tmp_path / "figures.json"
     assert not {"rounds", *command.ROUNDS} & set(command.PARTS)
     arguments = ["--json", str(figures), "--work-dir", str(tmp_path / "work"), "--only"]
@@ -99,7 +99,7 @@ def processes_with(text: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_short_run_compares_step_times(tmp_path: Path) -> None:
-    """Two real jobs, one after the other; nothing is left running."""
+    """Two real jobs run one after the other, and no process stays."""
     work_dir, figures = tmp_path / "work", tmp_path / "figures.json"
     arguments = [sys.executable, str(SCRIPT), "--only", "steady", "--skip-peer", "--rounds", "1"]
     arguments += ["--steps", "20", "--work-dir", str(work_dir), "--json", str(figures)]

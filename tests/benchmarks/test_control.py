@@ -15,7 +15,7 @@ from benchmarks.run import BenchError
 
 @pytest.mark.parametrize(("kind", "delay_ms"), [("tree", 0.0), ("tree", 20.0), ("store", 0.0)])
 def test_an_agreement_takes_a_trip_up_and_down(kind: str, delay_ms: float) -> None:
-    """Of a tree of depth 1; no link is faster than its delay."""
+    """In a tree of depth 1 an agreement takes at least two delays of a link."""
     figures = measure(kind, 3, delay_ms, num_agreements=5)
     assert figures["depth"] == 1
     assert 2 * delay_ms < figures["median"] <= figures["p90"]
@@ -31,7 +31,9 @@ def test_ranks_that_fail_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_formula() -> None:
-    """It is exact for times that follow it. Rank 0 of the first group has fewer children than a rank may have."""
+    """The fit is exact for times that follow the formula. Rank 0 of the first group has less than
+    full fan-out.
+    """
     measured = [
         {"ranks": 8, "depth": 1, "delay_ms": 0.0, "median": 0.8, "root_cpu": 100.0},
         {"ranks": 64, "depth": 2, "delay_ms": 0.0, "median": 6.4, "root_cpu": 500.0},

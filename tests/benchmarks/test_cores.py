@@ -66,7 +66,7 @@ sys.stdin.read()
 @needs_proc
 @pytest.mark.skipif(os.cpu_count() == 1, reason="needs a core for each of two groups")
 def test_groups_are_pinned_to_different_cores(starts: Callable[..., None], tmp_path: Path) -> None:
-    """All workers and their agents, whichever of the workers tell where they run."""
+    """All workers of a group and their agents are pinned to the group's core."""
     starts("import signal; signal.pause()")
     pipe = subprocess.PIPE
     agents = [

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""scripts/bench.py --only rounds-diloco: what is told of a run of each of the two DiLoCos."""
+"""scripts/bench.py --only rounds-diloco: the figures of a run of each of the two DiLoCos."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def inner(num: int, begin: float, replica: int, rank: int, attempt: int = 0) -> 
 
 
 def round_of(time: float, step: int, replica: int, rank: int, **fields: Any) -> list[Event]:
-    """Ten steps, and what became of them."""
+    """Make the events of ten steps and their round."""
     digest = fields.pop("digest", "a")
     made = inner(10, time - 1, replica, rank, fields.get("attempt", 0))
     return [*made, tried(time, step, replica, rank=rank, inner_steps=10, digest=digest, **fields)]
@@ -37,7 +37,9 @@ RANKS = [(replica, rank) for replica in (0, 1) for rank in (0, 1)]
 
 
 def test_rounds_of_the_peer_that_are_in_no_model_are_counted() -> None:
-    """In round 1 each group gets one rank's state from the other; round 2 fails; group 1 dies in its round 3."""
+    """In round 1 each group gets one rank's state from the other; round 2 fails; group 1 dies in
+    its round 3.
+    """
     events = [e for g, r in RANKS for e in round_of(1.0, 1, g, r, contributed=g == r)]
     events += [e for g, r in RANKS for e in round_of(2.0, 2, g, r, **LOST, digest=None)]
     events += [
@@ -99,7 +101,7 @@ def test_the_victim_dies_half_a_round_behind_the_survivors_commits() -> None:
 def test_a_run_that_breaks_is_a_result(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, starts: Any
 ) -> None:
-    """What is done is not run again."""
+    """Finished cases are not run again, and a run that breaks is recorded."""
     starts("raise SystemExit(3)")
     assert Run is diloco.Run
     done = {"ours-kills0": {}, "peer-kills0": {}, "ours-kills2": {}}

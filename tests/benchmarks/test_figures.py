@@ -25,7 +25,9 @@ def fault(time: float, replica: int) -> Event:
 
 
 def test_figures_of_a_short_history() -> None:
-    """Steps of 1 s, a fault that stalls one by 2 s and takes a retry; the groups end with the same weights."""
+    """Steps of 1 s; a fault stalls one by 2 s and costs a retry; the groups end with equal
+    weights.
+    """
     times = {1: 1.0, 2: 2.0, 3: 5.0, 4: 6.0, 5: 7.0}
     shape: dict[str, Any] = {"participants": [0, 1, 2], "forward_passes": 1, "batches": {}}
     events = [
@@ -93,7 +95,7 @@ def test_digests_are_compared_by_rank_and_state() -> None:
 def run_figures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str]]:
-    """Runs the command in this process; returns its exit status, and its errors or else its table."""
+    """Run the command in this process; return its exit status, and its errors or its table."""
 
     def run(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["figures", *arguments])

@@ -1,8 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""scripts/check_gpu.sh: who runs where, what is refused, the table, the exit status; and all of it on the CPU.
+"""scripts/check_gpu.sh: placement, refusals, the table, the exit status, and a whole run on the
+CPU.
 
-`tests/cuda/test_check_gpu.py` runs all of it over the stand-in for CUDA.
+`tests/cuda/test_check_gpu.py` runs it over the stand-in for CUDA.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ NONE = Gpus([], None, "")
 
 
 def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That one hides no GPU from those that come after it; what it fails of is told."""
+    """The probe runs in a process of its own, so it hides no GPU from later ones; its failure is
+    reported.
+    """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert replace(gpu.probe(), cuda=None, driver="") == NONE
     monkeypatch.setattr(gpu_plan, "_PROBE", "raise OSError('no driver')")
@@ -46,7 +49,9 @@ def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Plan]]:
-    """Return what says which GPUs there are and what is found; the plans that are carried out then."""
+    """Return a function that sets the visible GPUs and the findings, and returns the executed
+    plans.
+    """
     plans: list[Plan] = []
 
     def arrange(gpus: Gpus, act: Callable[[Report], None] = lambda report: None) -> list[Plan]:
@@ -115,7 +120,7 @@ def test_gpus_are_taken_from_those_that_are_visible(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Both groups have as many, and none is seen with --cpu."""
+    """Both groups get equally many of the visible GPUs, and none with --cpu."""
     plans = found(FOUR)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,0,2")
     assert gpu.main([*arguments, "--work-dir", str(tmp_path / "work")]) == 0
@@ -155,7 +160,7 @@ def one_failed(report: Report) -> None:
 
 
 def one_crashed(report: Report) -> None:
-    """Any error is that of its part alone."""
+    """An error in one part affects only that part."""
     assert report.attempt("nccl: SIGKILL", lambda: {}["nothing"]) is None
     all_hold(report)
 
@@ -178,7 +183,7 @@ def test_the_exit_status_follows_the_promises(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    """The table names machine, GPU and versions, and has all rows whatever failed; so has the file."""
+    """Table and file name machine, GPU and versions, and have all rows whatever failed."""
     found(FOUR, act)
     assert gpu.main(["--work-dir", str(tmp_path / "work")]) == status
     lines = capsys.readouterr().out.splitlines()
@@ -201,7 +206,7 @@ def test_the_exit_status_follows_the_promises(
 
 
 def test_figures_are_kept_while_a_later_part_runs(tmp_path: Path) -> None:
-    """Whatever ends the whole check, such as a time limit, costs only the part that it ended."""
+    """A time limit that ends the check costs only the part that it ended."""
     report = Report(tmp_path / "work" / "figures.json")
     report.enter("gloo: step (ms)", "12.5")
     (row,) = json.loads((tmp_path / "work" / "figures.json").read_text())["rows"]
@@ -221,7 +226,7 @@ def test_figures_are_kept_while_a_later_part_runs(tmp_path: Path) -> None:
 def test_nothing_may_be_left_and_python_goes_on(
     still: float, left: dict[str, int], verdicts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all ranks the worst counts."""
+    """The worst rank counts for leftovers and for pauses of Python."""
     before = {"MiB": 600, "threads": 30, "descriptors": 20}
     good = {"seconds": [0.2, 0.3], "before": before, "after": before}
     bad = good | {"after": {name: number + left[name] for name, number in before.items()}}
@@ -330,7 +335,9 @@ def test_an_agent_that_makes_no_forks_is_named(tmp_path: Path) -> None:
 def test_every_promise_of_a_run_is_judged(
     broken: dict[str, Any], verdict: str, figure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but the arithmetic, which is compared with stock torchtitan; the broken ones are named."""
+    """Every promise except the arithmetic, which is compared with stock, is judged; broken ones are
+    named.
+    """
     verdicts = gpu_runs.check(RunRecord(killed_run()))
     for judgement in verdicts.judgements:
         judgement.verdict = broken.get(judgement.name, "holds")
@@ -353,7 +360,9 @@ def test_every_promise_of_a_run_is_judged(
 def test_a_step_may_take_little_longer_than_stocks(
     ratio: tuple[float, float, float], verdict: str
 ) -> None:
-    """Where the rounds lie on both sides of the bar, the machine is too noisy to tell; that is a problem too."""
+    """If the rounds lie on both sides of the limit, the machine is too noisy to judge, which is a
+    problem too.
+    """
     spread = dict(zip(("low", "median", "high"), ratio, strict=True))
     report = Report()
     judge_ratio(spread, "nccl", Plan(2), report)
@@ -377,7 +386,9 @@ def test_a_step_may_take_little_longer_than_stocks(
 def test_training_may_wait_for_what_it_must_know(
     stock: Any, ours: Any, ranks: int, verdict: str
 ) -> None:
-    """What the groups must read of a step, on top of stock torchtitan's; without a trace nothing is known."""
+    """Training may wait for the facts of a step in addition to stock's waits; without a trace
+    nothing is known.
+    """
     report = Report()
     judge_waits({STOCK: stock, "nccl": ours}, Plan(2 * ranks), report)
     assert report.rows[-1].verdict == verdict
@@ -385,7 +396,9 @@ def test_training_may_wait_for_what_it_must_know(
 
 
 def test_no_file_with_tests_that_need_a_gpu_is_missing() -> None:
-    """But this one, a test of which starts the script that starts them."""
+    """Every file with GPU tests is listed, except this one, which starts the script that
+    runs them.
+    """
     marked = "pytest.mark." + "gpu"
     found = {
         str(path.relative_to(ROOT))
@@ -421,7 +434,7 @@ def test_all_of_it_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 @pytest.mark.gpu
 def test_all_of_it_on_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On all GPUs of this machine; with one, the groups over Gloo alone."""
+    """The check runs on all GPUs of this machine; with one GPU, over Gloo only."""
     monkeypatch.setenv("TITAN_FT_PYTHON", gpu.sys.executable)
     table = check_gpu("--work-dir", str(tmp_path / "work"))
     assert "bit for bit, 20 steps" in table

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""scripts/integration.py: its tables, and how it judges, on a stand-in for the interpreter."""
+"""scripts/integration.py: its tables, and its verdicts with a stand-in for the interpreter."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ PROCESS = "import time; time.sleep(600)"
 
 @pytest.fixture
 def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Return what judges a test whose programs end with these statuses; with the verdict come the calls."""
+    """Return a function that judges a test whose programs end with given statuses; it returns the
+    calls too.
+    """
 
     def judge(
         test: Case, release: str = "0.2", line: str = "", **statuses: int
@@ -60,7 +62,9 @@ def test_the_tables_can_be_read(release: str) -> None:
 
 
 def test_the_flags_of_a_run() -> None:
-    """Lengths and data are this module's; two groups double the batch, and CP needs a block for each of its ranks."""
+    """The module sets lengths and data; two groups double the batch, and CP needs a block for each
+    rank.
+    """
     run = "--training.steps 20 --training.global_batch_size 32 --validation.dataset=c4_test --a.b {hf} --c.d {schedule}"
     assert integration.titan_flags(run, Path("/hf"), Path("/csv")) == [
         *("--training.global_batch_size", "64"),
@@ -136,7 +140,7 @@ def test_a_module_that_is_refused_is_not_launched(judge) -> None:
 
 
 def test_the_victim_dies_once_after_its_steps(tmp_path: Path) -> None:
-    """Steps of other ranks, and those of an earlier launch in the folder, do not count."""
+    """Steps of other ranks and of an earlier launch in the folder do not count."""
     paths = RunPaths(tmp_path)
     path = paths.events_file("worker")
     path.parent.mkdir()
@@ -169,7 +173,7 @@ def test_the_victim_dies_once_after_its_steps(tmp_path: Path) -> None:
 def test_results_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A second call tries what has no result; an unknown name is refused."""
+    """A second call tries only the tests without a result; an unknown name is refused."""
     tried = []
     monkeypatch.setattr(
         integration, "read_tests", lambda release: [Case("a", 2, [""]), Case("b", 2, [""])]

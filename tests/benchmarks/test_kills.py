@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a kill costs, and how a group is killed."""
+"""The cost of a kill, and how a group is killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from titan_ft.history.record.run_record import RunRecord
 
 
 def test_the_cost_of_a_kill() -> None:
-    """Steps of 1 s; a kill at 3.9 that stalls the next step but one for 3 s; a return at 12.5 that costs 0.5 s."""
+    """Steps of 1 s; a kill at 3.9 stalls the next step but one for 3 s; a return at 12.5 costs 0.5
+    s.
+    """
     events = [
         *commits([0.0, 1.0, 2.0, 3.0, 4.0]),
         *commits([0.0, 1.0, 2.0, 3.0], replica=1),

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""scripts/bench.py --only rounds-links: sockets of other processes that send no faster, and what is measured."""
+"""scripts/bench.py --only rounds-links: throttled sockets of other processes, and the
+measurements.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ Start = Callable[[int], "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start processes that are connected to one another: the first with 0, the second with the port that it told."""
+    """Start connected processes: the first with port 0, the second with the first one's port."""
     started: list[subprocess.Popen[str]] = []
 
     def run(port: int) -> subprocess.Popen[str]:
@@ -74,7 +76,9 @@ def say(process: subprocess.Popen[str]) -> str:
 def test_the_sockets_between_two_groups_are_throttled_and_counted(
     start: Start,
 ) -> None:
-    """Both ends, from outside of the processes; a connection to anybody else is left alone."""
+    """Both ends are throttled from outside the processes; connections to other processes
+    are not.
+    """
     server = start(0)
     client = start(int(say(server)))
     assert (say(server), say(client)) == ("connected", "connected")
@@ -127,7 +131,7 @@ def test_a_connection_is_no_faster_than_it_is_paced() -> None:
 
 
 def test_only_exchanges_that_were_throttled_as_a_whole_count() -> None:
-    """The rate is set at 10: behind the first commit, in time for the exchange of the second."""
+    """The rate is set at time 10: after the first commit, and before the exchange of the second."""
 
     def made(time: float, step: int, exchange_seconds: float) -> StepCommitted:
         found = commit(
@@ -152,7 +156,7 @@ def test_only_exchanges_that_were_throttled_as_a_whole_count() -> None:
 def test_a_real_run_is_slower_behind_a_slow_link(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """24.7 MB at 40 Mbit/s take five seconds, a hundred times what they take on loopback."""
+    """24.7 MB at 40 Mbit/s take five seconds, a hundred times as long as on loopback."""
     monkeypatch.setattr(links, "RATES_MBPS", (40.0,))
     monkeypatch.setattr(links, "MEASURE_SECONDS", 3.0)
     base = load_toml(Path(__file__).parents[2] / "configs" / "llama3_debug.toml")

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""scripts/bench.py --only control: changes of membership and quorums of real processes, and the tables of both."""
+"""scripts/bench.py --only control: changes of membership and quorums of real processes, and their
+tables.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from benchmarks.run import BenchError
 
 @pytest.mark.parametrize("kind", ["columns", "store", "gloo"])
 def test_groups_meet_after_a_death_and_a_return(kind: str) -> None:
-    """By each way; the process of the dead group is another one when it returns."""
+    """Groups meet by each way; a returning group has a new process."""
     figures = measure(kind, 2, 2, num_changes=2)
     assert all(
         0 < figures[name] < meeting._AHEAD_SECONDS * 100
@@ -32,7 +34,9 @@ def test_groups_that_end_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_formula() -> None:
-    """It is exact for times that follow it; of a death and a return the slower one counts."""
+    """The fit is exact for times that follow the formula, and uses the slower of death and
+    return.
+    """
     measured = [
         {"groups": groups, "ranks": ranks, "death": 0.1 + 0.001 * groups * ranks, "return": 0.0}
         for groups, ranks in ((2, 1), (30, 1), (30, 8))
@@ -43,7 +47,9 @@ def test_the_formula() -> None:
 
 
 def test_each_size_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One store is left out where it takes minutes, and Gloo where it needs too many descriptors."""
+    """The single store is left out where it takes minutes, and Gloo where it needs too many
+    descriptors.
+    """
 
     def measure(kind: str, num_groups: int, num_ranks: int) -> dict[str, Any]:
         seconds = {"first": 3.0, "death": 1.0, "return": 2.0, "rank_cpu": 4.0}

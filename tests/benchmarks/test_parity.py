@@ -57,7 +57,9 @@ def test_equal_states_with_other_losses_are_not_equal(loss: float, norm: float) 
     ("loss", "norm", "holds"), [(1e-5, 1e-5, True), (1e-2, 0.0, False), (0.0, 1e-2, False)]
 )
 def test_more_ranks_may_add_in_another_order(loss: float, norm: float, holds: bool) -> None:
-    """Their weights may differ, their losses and norms by rounding; of two ranks, neither may."""
+    """With more than two ranks weights may differ, and losses and norms up to rounding; with two,
+    nothing may.
+    """
     near = replace(OTHER, logged={1: (8.0, 0.5), 2: (7.5 * (1 + loss), 0.25 * (1 + norm))})
     assert compare_with_stock([STOCK] * 6, [near] * 6, 3).holds == holds
     assert not compare_with_stock([STOCK] * 4, [near] * 4, 2).holds
@@ -103,14 +105,18 @@ TRACE = [
 
 
 def test_waits_of_the_marked_steps_are_counted() -> None:
-    """On all threads, and on that of the steps; neither what is only queued, nor what the GPU's streams wait for."""
+    """Host waits are counted on all threads and on the training thread; queued work and GPU waits
+    are not.
+    """
     assert host_waits(TRACE) == (2.0, 1.5)
     with pytest.raises(BenchError, match="no step is marked"):
         host_waits(TRACE[3:])
 
 
 def test_a_trace_of_torch_s_profiler_is_read(tmp_path: Path) -> None:
-    """As torchtitan writes it. Where it has nothing of the GPU, that is not zero waits."""
+    """A trace as torchtitan writes it is read. A trace without the GPU does not count as zero
+    waits.
+    """
     folder = tmp_path / "profile_traces" / "iteration_5" / "replica_0"
     folder.mkdir(parents=True)
     schedule = torch.profiler.schedule(wait=1, warmup=1, active=3)

@@ -18,7 +18,7 @@ from titan_ft.run.log import EventLog, read_events
 
 
 class FakeTrainer:
-    """What `observed` derives from: a torchtitan trainer with an optimizer that steps when the vote passes."""
+    """Base class for `observed`: a torchtitan trainer whose optimizer steps if the vote passes."""
 
     def __init__(self, job_config: list[bool]) -> None:
         self.votes = iter(job_config)
@@ -44,7 +44,9 @@ class FakeTrainer:
 
 
 def test_the_observed_trainer_tells_votes_losses_and_digests(tmp_path: Path) -> None:
-    """One try is lost; equal weights have equal digests, which come only with a commit at each second step."""
+    """One attempt is lost. Equal weights have equal digests, which are reported at every second
+    committed step.
+    """
     log = EventLog(tmp_path / "events.jsonl", replica=0, rank=0, attempt=0)
     trainer = peer.observed(FakeTrainer, log, 2)([True, False, True, True])
     for _ in range(4):
@@ -73,7 +75,7 @@ def test_the_observe_flag_is_not_torchtitans(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class FakeSemiSyncTrainer(FakeTrainer):
-    """One with torchft's DiLoCo: it votes behind each second step; a state may have come before that."""
+    """A trainer with torchft's DiLoCo: it votes after each second step, and may heal before."""
 
     def __init__(self, job_config: Any) -> None:
         super().__init__(job_config.votes)
@@ -91,7 +93,7 @@ class FakeSemiSyncTrainer(FakeTrainer):
 
 
 def test_the_observed_trainer_tells_of_rounds(tmp_path: Path) -> None:
-    """A round that healed is committed, and what this rank had trained for it is not in it."""
+    """A round that healed is committed without this rank's own training."""
     log = EventLog(tmp_path / "events.jsonl", replica=0, rank=0, attempt=0)
     config = SimpleNamespace(votes=[True, False, True], heals=[True, False, False])
     config.fault_tolerance, config.validation = (

@@ -41,7 +41,7 @@ def history(plan: str = "blog_15s.toml") -> list[Event]:
 
 
 def test_a_campaign_stands_beside_the_run_that_it_repeats() -> None:
-    """Their count and ours, each with its name, and what of it may be compared."""
+    """The table has their count and ours, each named, and says what may be compared."""
     shown = "\n".join(side_by_side(RunRecord(history())))
     votes = re.search(
         r"^\| steps committed of attempted, .*votes *\| (.*?) *\| (.*?) *\|$", shown, re.M
@@ -65,13 +65,13 @@ def test_a_campaign_stands_beside_the_run_that_it_repeats() -> None:
 
 
 def test_a_campaign_of_another_plan_stands_alone() -> None:
-    """As does one whose folder holds launches with several plans: it is neither."""
+    """A folder whose launches have several plans repeats no published run either."""
     assert side_by_side(RunRecord(history("campaign.toml"))) == []
     assert side_by_side(RunRecord([*history("blog_15s.toml"), *history("blog_60s.toml")])) == []
 
 
 def test_what_a_resumed_campaign_made_again_is_told() -> None:
-    """It counts as attempted: who reads the table must know of it."""
+    """Repeated steps count as attempted, and the table says so."""
     campaign = build(ChaosStarted, time=0.5, seed=1, plan="blog_15s.toml", schedule="in words")
     shown = "\n".join(side_by_side(RunRecord([campaign, *Loop().again(7, code=0).events])))
     assert "7 of 10 (70.0 %)" in shown
@@ -83,7 +83,7 @@ def test_what_a_resumed_campaign_made_again_is_told() -> None:
 
 
 def test_the_plans_do_what_was_published() -> None:
-    """One group killed at the published pace, each by itself; or more often."""
+    """The plans kill one group at the published pace, or more often."""
     for name, published in BLOG.items():
         plan = load_plan(ROOT / "configs" / "chaos" / name, seed=1)
         (rule,) = plan.rules

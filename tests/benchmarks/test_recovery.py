@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a return with a slow transfer, a drain and a death of the lighthouse cost."""
+"""The costs of a return with a slow transfer, of a drain, and of the lighthouse's death."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def disturbed(time: float, fault: str, target: Target) -> Event:
 
 
 def test_a_rejoin_with_replay() -> None:
-    """Steps of 1 s; a kill; the survivor alone is faster; steps of 1.1 s during the transfer; 3 s at the return."""
+    """Steps of 1 s; a kill; the survivor alone is faster; steps of 1.1 s during the transfer; 3 s
+    at the return.
+    """
     during = [13.0 + 1.1 * step for step in range(1, 11)]
     alone = commits([12.0, 12.5, 13.0, *during], first_step=12, participants=[0])
     events = [*commits(BEFORE), *commits(BEFORE, replica=1), *killed(10.2), *alone]
@@ -56,9 +58,9 @@ def test_a_rejoin_with_replay() -> None:
 
 @pytest.mark.parametrize("done", [21.9, 22.2])
 def test_a_rejoin_with_wait(done: float) -> None:
-    """The survivor stands still for the whole transfer, and the few steps of it make no median.
+    """The survivor stands still for the whole transfer, and its few steps give no median.
 
-    Its commit at the end comes a moment before or after the joiner's word.
+    Its commit at the end comes shortly before or after the joiner's event.
     """
     events = [*commits(BEFORE), *commits(BEFORE, replica=1), *killed(10.2)]
     events += [

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""scripts/bench.py --only reopening: what it measures is so, and is shown."""
+"""scripts/bench.py --only reopening: what it measures, and its table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from benchmarks.reopening import measure, measure_reopenings
 
 
 def test_what_is_read_again(tmp_path: Path) -> None:
-    """All of it near the beginning, where the buffer is being filled; later on a number that does not grow."""
+    """Near the beginning all examples are read again, because the buffer fills; later a bounded
+    number.
+    """
     path = tmp_path / "examples.jsonl"
     path.write_text("".join(json.dumps({"text": str(each)}) + "\n" for each in range(3000)))
     early = measure(path, 10, 5)

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""scripts/bench.py --only rounds-loss: what is compared, and its figures."""
+"""scripts/bench.py --only rounds-loss: the comparisons, and their figures."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ def rounds_of(steps: int, last: int, **fields: Any) -> list[Event]:
 
 
 def test_the_figures_of_a_run(tmp_path: Path) -> None:
-    """The loss is that behind the last step; without an event that tells, the bytes are those of an all-reduce."""
+    """The loss is that after the last step. Without an event about bytes they are those of an
+    all-reduce.
+    """
     run = make_run(tmp_path / "run", rounds_of(2, 4), group0=5.25, group1=5.25)
     assert final_losses(run, 4) == {0: 5.25, 1: 5.25}
     found = describe(run, Case(2, 2, 0.7), 4)

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The processes of a run: how they end, and how they are disturbed."""
+"""The processes of a run: their ends, and their disturbances."""
 
 from __future__ import annotations
 

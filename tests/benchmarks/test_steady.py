@@ -11,7 +11,7 @@ from benchmarks.systems import OURS, STOCK
 
 
 def line(seconds: float, name: str, message: str) -> str:
-    """One line of a torchtitan log."""
+    """Make one line of a torchtitan log."""
     whole, part = divmod(round(seconds * 1000), 1000)
     return f"[titan] 2026-01-02 03:04:{whole:02d},{part:03d} - {name} - INFO - {message}"
 
@@ -25,7 +25,9 @@ def step_line(seconds: float, step: int) -> str:
 
 
 def of_run(processor_seconds: float) -> SteadyRun:
-    """A run whose ranks took so much processor time a step, a quarter of a second of it in the system."""
+    """Make a run whose ranks used that much processor time a step, a quarter of a second of it in
+    the system.
+    """
     processor = {"user": processor_seconds - 0.25, "system": 0.25, "others": 0.5, "threads": {}}
     return SteadyRun([1.0], processor)
 
@@ -60,7 +62,7 @@ def test_ratios_compare_runs_of_the_same_round() -> None:
 
 
 def test_the_processor_time_of_all_ranks_is_compared_in_the_same_round() -> None:
-    """User and system time count alike; other processes have a figure of their own."""
+    """User and system time count alike; other processes have their own figure."""
     figures = compare_processor(
         {STOCK: [of_run(1.0), of_run(2.0)], OURS: [of_run(1.1), of_run(1.9)]}, STOCK
     )

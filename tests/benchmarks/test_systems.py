@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What each system reads and starts."""
+"""Configs and commands of each system."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ CONFIG = Path(__file__).parents[2] / "configs" / "llama3_debug.toml"
 
 @pytest.mark.parametrize("system", [STOCK, OURS, PEER])
 def test_all_systems_train_the_same(system: str, tmp_path: Path) -> None:
-    """Only the form of the parallelism differs, and what torchtitan's own schema does not know is left out."""
+    """Only the form of the parallelism differs, and fields unknown to torchtitan's own schema are
+    left out.
+    """
     base = load_toml(CONFIG)
     config = tomli.loads(tomli_w.dumps(derive_config(base, Job(system, tmp_path), 40, 10)))
     for table in ("optimizer", "lr_scheduler", "activation_checkpoint", "compile", "debug"):

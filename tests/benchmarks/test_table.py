@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The tables, and what they are made of."""
+"""The tables and their contents."""
 
 from __future__ import annotations
 

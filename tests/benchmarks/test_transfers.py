@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""scripts/bench.py --only transfer: states from real processes, with slow links, and what is made of the figures."""
+"""scripts/bench.py --only transfer: states from real processes over slow links, and their
+figures.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,14 @@ def test_no_link_is_faster_than_it_may(state: Path) -> None:
 
 
 def test_one_is_killed_while_it_serves(state: Path) -> None:
-    """The other one gives what is missing, and the joiner has noticed who is gone."""
+    """The other donor sends the missing part, and the joiner names the dead one."""
     figures = measure(state, 2, 4.0, kill=True)
     assert figures["lost"] == [1]
     assert figures["cpu_seconds_per_gb"] is figures["step_ratio"] is None
 
 
 def test_a_slow_donor_is_told_by_its_steps() -> None:
-    """They are as long as a step is meant to be, as nearly as the machine lets them."""
+    """A donor's steps are as long as intended, as far as the machine permits."""
     told: list[float] = []
 
     class EnoughError(Exception):
@@ -76,7 +78,7 @@ def test_copies_are_of_the_whole_state() -> None:
 
 @pytest.mark.slow
 def test_each_number_of_donors_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without a kill; one alone is not killed, for nobody would be left."""
+    """Each number of donors has a row with and without a kill; a single donor is not killed."""
     monkeypatch.setattr(transfers, "NUMS_DONORS", (1, 2))
     found = dict(measure_transfers(tmp_path / "runs", size=1 << 20, mbps=8.0))
     assert list(found) == ["1", "2", "2-killed", "1-unlimited", "1-tls", "copies"]

@@ -35,10 +35,11 @@ def tried(
 
 
 def test_what_a_kill_destroys() -> None:
-    """Steps of 1 s with two groups; a kill in step 3 throws the survivor's pass away and stalls it for 4 s.
+    """Steps of 1 s with two groups; a kill in step 3 discards the survivor's pass and stalls it for
+    4 s.
 
-    Lost are that pass, the one that the death cut short, and the one whose group was healing. The time from step 1 to
-    5 is 8 s; of it the steps 2 and 5 count as a second each, 3 and 4 of one group as half a second.
+    Lost are that pass, the pass that the death cut short, and the pass of the healing group. The time from step 1 to 5 is
+    8 s; of it steps 2 and 5 count as a second each, and steps 3 and 4 of one group as half a second.
     """
     events = [started(0.0, 0), started(0.0, 1)]
     events += [tried(float(step), step, replica) for step in (1, 2) for replica in (0, 1)]
@@ -63,7 +64,7 @@ def test_what_a_kill_destroys() -> None:
 
 
 def test_a_try_counts_once_however_many_groups_were_in_it() -> None:
-    """All three groups lose the try; one of them commits the next alone."""
+    """All three groups lose the attempt; one of them commits the next one alone."""
     events = [tried(1.0, 1, replica, **LOST) for replica in (0, 1, 2)] + [tried(2.0, 1, 2)]
     record = RunRecord(translate(events))
     good = goodput(record)
@@ -72,7 +73,7 @@ def test_a_try_counts_once_however_many_groups_were_in_it() -> None:
 
 
 def test_a_job_that_begins_anew_has_lost_its_steps() -> None:
-    """The one group that had the state crashes by itself: the steps are made again, and are other steps."""
+    """The one group with the state crashes: its steps are made again, and are other steps."""
     events = [started(0.0, 0), *(tried(float(step), step) for step in range(1, 11))]
     events += [
         started(12.0, 0, attempt=1),
@@ -86,7 +87,7 @@ def test_a_job_that_begins_anew_has_lost_its_steps() -> None:
 
 
 def test_the_loss_is_of_whole_groups() -> None:
-    """Ranks tell their shares; a group of which one is missing, as in a kill, does not count."""
+    """Ranks report their shares; a group with a missing rank, as after a kill, does not count."""
     events = [tried(1.0, 1, own_loss=2.0 + rank, rank=rank) for rank in (0, 1)] + [
         tried(1.0, 1, 1, own_loss=9.0)
     ]

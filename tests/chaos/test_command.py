@@ -37,7 +37,7 @@ COMMAND = (
 
 
 class Job:
-    """Workers that only sleep, and what they would have told."""
+    """Sleeping processes for workers, and the events that workers would write."""
 
     def __init__(self, root: Path) -> None:
         self.paths = RunPaths(root)
@@ -47,7 +47,7 @@ class Job:
         self.step = 0
 
     def tell(self, name: str, **fields: Any) -> None:
-        """Tell an event as another process would."""
+        """Write an event as another process would."""
         event = build(named(name), **{"time": time.time(), "mono": time.monotonic(), **fields})
         with self.paths.events_file("test").open("ab") as file:
             file.write(encode(event))
@@ -116,7 +116,7 @@ def wait_until(condition: Callable[[], Any], what: str) -> None:
 
 
 def takes(process: subprocess.Popen[Any], signum: signal.Signals) -> bool:
-    """Tell whether a process has a handler of its own for a signal."""
+    """True if a process has a handler of its own for a signal."""
     caught = re.search(
         r"^SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE
     )
@@ -129,7 +129,7 @@ def output(process: subprocess.Popen[Any]) -> tuple[int, str]:
 
 
 def test_one_fault_now(job: Job) -> None:
-    """It hits a job that trains already, is told on a line and in an event, and the status is 0."""
+    """One fault hits a running job, is printed and recorded, and the status is 0."""
     job.launch()
     job.commit()
     code, printed = output(job.chaos(fault="kill_group", replica=1))
@@ -158,8 +158,9 @@ def test_one_fault_now(job: Job) -> None:
 def test_a_fault_on_a_full_disk(
     small_disk: Any, fault: dict[str, Any], code: int, told: str
 ) -> None:
-    """A signal needs no room, and that its event has to wait is said; an order that cannot be written is a fault that
-    is not injected."""
+    """A signal needs no room, and the delay of its event is reported. An order that cannot be
+    written is a fault that is not injected.
+    """
     job = Job(small_disk.folder / "run")
     try:
         job.launch()
@@ -182,7 +183,7 @@ def test_a_fault_on_a_full_disk(
 
 
 def test_a_fault_that_cannot_be_injected(job: Job) -> None:
-    """The status is 1, with the reason; nobody was hit."""
+    """The status is 1 with the reason, and no process was hit."""
     job.launch()
     job.commit()
     code, printed = output(job.chaos(fault="kill_lighthouse"))
@@ -206,7 +207,7 @@ def test_a_stop_is_undone_at_its_time(job: Job) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_is_undone_when_the_command_is_ended(job: Job, signum: signal.Signals) -> None:
-    """Nobody stays stopped after Ctrl-C."""
+    """Ctrl-C leaves no process stopped."""
     job.launch()
     job.commit()
     chaos = job.chaos(fault="stop_group", replica=0, settings=["seconds=600"])
@@ -220,7 +221,9 @@ def test_a_stop_is_undone_when_the_command_is_ended(job: Job, signum: signal.Sig
 
 
 def test_a_plan_goes_on_until_the_job_ends(job: Job, tmp_path: Path) -> None:
-    """The schedule starts with the first step of all groups; the job's end is the end, stopped workers or not."""
+    """The schedule starts with the first step of all groups, and ends with the job, even with
+    stopped workers.
+    """
     plan = tmp_path / "plan.toml"
     plan.write_text('seed = 3\n[[rule]]\nwhen = "every"\nseconds = 0.2\nfaults = ["stop_rank"]\n')
     job.launch()
@@ -238,7 +241,7 @@ def test_a_plan_goes_on_until_the_job_ends(job: Job, tmp_path: Path) -> None:
 
 
 def test_a_plan_ends_after_its_time(job: Job, tmp_path: Path) -> None:
-    """--for-seconds ends a plan that would go on; what was not due by then is not injected."""
+    """--for-seconds ends an endless plan. Faults that are due later are not injected."""
     plan = tmp_path / "plan.toml"
     plan.write_text('[[rule]]\nwhen = "every"\nseconds = 600\nfaults = ["kill_group"]\n')
     job.launch()
@@ -249,7 +252,7 @@ def test_a_plan_ends_after_its_time(job: Job, tmp_path: Path) -> None:
 
 
 def test_a_lighthouse_on_this_host(job: Job) -> None:
-    """The newest one that the launcher told of is hit, while it runs."""
+    """The launcher's newest running lighthouse is hit."""
     job.launch()
     lighthouse = job.sleeper("titan_ft", "lighthouse")
     job.tell("lighthouse_started", lighthouse_pid=lighthouse.pid, address="http://127.0.0.1:1")
@@ -260,7 +263,7 @@ def test_a_lighthouse_on_this_host(job: Job) -> None:
 
 
 def test_an_order_waits_for_its_agent(job: Job) -> None:
-    """The command ends with the word of the agent, which is the injection."""
+    """The command ends with the agent's event of the injection."""
     job.launch()
     job.commit()
     chaos = job.chaos(fault="segfault", replica=1, rank=0)
@@ -279,7 +282,9 @@ def test_an_order_waits_for_its_agent(job: Job) -> None:
 
 
 def test_a_folder_without_a_running_job_is_refused(job: Job, tmp_path: Path) -> None:
-    """One line each: no folder, no events, a job that is over, one whose workers are gone or run elsewhere."""
+    """No folder, no events, a finished job, and workers that are gone or elsewhere are refused in
+    one line each.
+    """
     with pytest.raises(ConfigError, match="there is no such folder"):
         JobFollower(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="it has no events"):
@@ -332,14 +337,14 @@ def test_bad_usage(job: Job, given: dict[str, Any], message: str) -> None:
 
 
 def test_settings_are_numbers(job: Job) -> None:
-    """What stands for a count stays whole."""
+    """A count stays a whole number."""
     (rule,) = asked_plan(Chaos(job.paths.root, "kill_groups", settings=("count=3",), seed=1)).rules
     assert isinstance(rule, Listed)
     assert repr(rule.listed[0].fault.params) == "{'count': 3}"
 
 
 def test_catalogue_names_every_fault() -> None:
-    """One line each."""
+    """The catalogue has one line for each fault."""
     lines = describe().splitlines()
     assert [line.split()[0] for line in lines] == list(FAULTS)
     assert "seconds=10" in next(line for line in lines if line.startswith("stop_rank"))
@@ -349,7 +354,7 @@ def test_catalogue_names_every_fault() -> None:
 
 
 def test_the_command_leaves_signal_handlers_alone(job: Job) -> None:
-    """As they were before."""
+    """The signal handlers are afterwards as before."""
     before = signal.getsignal(signal.SIGINT)
     job.launch()
     job.commit()

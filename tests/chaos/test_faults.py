@@ -45,7 +45,9 @@ INSIDE = {
 
 
 def test_the_catalogue_is_complete() -> None:
-    """Every fault that histories may name is there, under its own name, and either outside or inside of a worker."""
+    """Every fault that histories may name is in the catalogue, either outside or inside a
+    worker.
+    """
     assert set(FAULTS) == OUTSIDE | INSIDE
     assert all(name == fault.name for name, fault in FAULTS.items())
     assert {name for name, fault in FAULTS.items() if issubclass(fault, Signal)} == OUTSIDE
@@ -53,7 +55,7 @@ def test_the_catalogue_is_complete() -> None:
 
 
 def test_needs_follow_from_who_acts() -> None:
-    """Agents carry out what happens inside; nothing from outside needs them."""
+    """Faults inside a worker need an agent, and no others do."""
     for fault in FAULTS.values():
         assert (Need.AGENT in fault.needs) == issubclass(fault, InWorker)
         assert (Need.LIGHTHOUSE in fault.needs) == (fault.scope == "lighthouse")
@@ -64,7 +66,7 @@ def test_needs_follow_from_who_acts() -> None:
 
 
 def test_help_is_one_line_and_defaults_keep_their_rules() -> None:
-    """Each fault has a summary that fits a help text, and defaults that it would accept."""
+    """Each fault has a summary that fits a help text, and valid defaults."""
     for name, fault in FAULTS.items():
         assert 0 < len(fault.summary()) <= 90
         made = make_fault(name, {})
@@ -72,7 +74,7 @@ def test_help_is_one_line_and_defaults_keep_their_rules() -> None:
 
 
 def test_what_lasts_is_undone() -> None:
-    """A fault has seconds exactly if its end is that it was undone."""
+    """A fault has a duration exactly if it ends by being undone."""
     for name, fault in FAULTS.items():
         assert (make_fault(name, {}).duration_seconds > 0) == (fault.ends == "undone")
 
@@ -94,7 +96,9 @@ def test_what_lasts_is_undone() -> None:
     ],
 )
 def test_outcomes(outcome: str, names: set[str]) -> None:
-    """A history is judged by them; scripts that kill have names of their own, and a name from elsewhere has none."""
+    """Histories are judged by a fault's outcome. Kill scripts have names of their own; unknown
+    names have none.
+    """
     known = {*FAULTS, "sigkill_group", "sigkill:forward", "flood"}
     assert {name for name in known if read_outcome(name) == outcome} == names
     assert read_outcome("flood") == ""
@@ -119,7 +123,9 @@ def test_outcomes(outcome: str, names: set[str]) -> None:
     ],
 )
 def test_groups_that_must_be_up(name: str, required: int) -> None:
-    """A fault needs one group more than it takes down, and a flipped bit a majority that tells it."""
+    """A fault needs one group more than it takes down; a flipped bit needs a majority to
+    find it.
+    """
     assert make_fault(name, {}).required_up == required
 
 
@@ -130,7 +136,7 @@ def test_count_of_kill_groups_counts() -> None:
 
 
 def test_params_are_completed() -> None:
-    """What is given goes before the defaults, which stay as they are."""
+    """Given parameters override the defaults, which stay unchanged."""
     assert make_fault("slow_rank", {"factor": 8}) == SlowRank(factor=8, seconds=20)
     assert make_fault("slow_rank", {}) == SlowRank()
     assert make_fault("link_dead", {}).params == {"seconds": 10}
@@ -210,7 +216,7 @@ def test_params_are_completed() -> None:
     ],
 )
 def test_wrong_params_are_refused(name: str, given: object, line: str) -> None:
-    """An unknown parameter or a value out of range is refused in a line that says what would do."""
+    """An unknown parameter or a value out of range is refused in one line with the remedy."""
     with pytest.raises(ConfigError) as caught:
         make_fault(name, given)
     assert str(caught.value) == line
@@ -251,7 +257,7 @@ def test_wrong_targets_are_refused(
 
 
 def test_right_targets_are_accepted() -> None:
-    """Nothing, a group, and a rank for faults that hit ranks, with or without its group."""
+    """No target, a group, and for faults of ranks a rank with or without its group are accepted."""
     for name in FAULTS:
         make_fault(name, {}).check_target(None, None, "params")
     for name, replica, rank in (
@@ -263,7 +269,7 @@ def test_right_targets_are_accepted() -> None:
 
 
 def test_nothing_slow_is_imported() -> None:
-    """What decides about faults loads without torch and what stands on it, so that its commands start at once."""
+    """The decisions about faults load without torch, so that the commands start at once."""
     code = (
         "import sys, titan_ft.chaos.schedule, titan_ft.chaos.plan_file\n"
         "print(*sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'torchtitan', 'torchft', 'numpy'}))"

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the agents read."""
+"""Orders for the agents."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_writers_do_not_mix_their_lines(tmp_path: Path) -> None:
 
 
 def test_an_order_cut_short_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that is full is told, not passed over; the order after it is whole."""
+    """An order that is cut short by a full disk is an error; the next order is complete."""
     path, write = tmp_path / "orders.jsonl", os.write
     with monkeypatch.context() as full:
         full.setattr(os, "write", lambda fd, data: write(fd, data[:20]))

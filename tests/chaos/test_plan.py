@@ -69,7 +69,9 @@ def test_a_plan_is_read(tmp_path: Path) -> None:
 
 
 def test_defaults_are_gentle(tmp_path: Path) -> None:
-    """A plan of one rule starts at once, never stops, exempts nobody, and takes one group down at a time."""
+    """A plan of one rule starts at once, never stops, exempts no group, and takes one group down at
+    a time.
+    """
     plan = load_plan(write(tmp_path, EVERY))
     assert (plan.start_seconds, plan.stop_after_seconds, plan.limits) == (0, 0, Limits(1, (), 30))
 
@@ -82,7 +84,9 @@ def test_defaults_are_gentle(tmp_path: Path) -> None:
     ],
 )
 def test_poisson_takes_the_job_or_its_parts(tmp_path: Path, keys: str, mtbf_seconds: float) -> None:
-    """The job's mean time between failures is given, or follows from that of a GPU and their number."""
+    """The job's mean time between failures is given, or follows from that of a GPU and their
+    number.
+    """
     plan = load_plan(
         write(tmp_path, f'[[rule]]\nwhen = "poisson"\n{keys}\nfaults = ["kill_group"]\n')
     )
@@ -92,7 +96,7 @@ def test_poisson_takes_the_job_or_its_parts(tmp_path: Path, keys: str, mtbf_seco
 
 
 def test_a_script_is_put_in_order(tmp_path: Path) -> None:
-    """Shots may be written in any order; those of one time keep theirs."""
+    """A script is sorted by time; shots of one time keep their order."""
     text = (
         '[[rule]]\nwhen = "script"\nshots = [\n'
         '{at = 9, fault = "kill_lighthouse"},\n'
@@ -109,7 +113,9 @@ def test_a_script_is_put_in_order(tmp_path: Path) -> None:
 
 
 def test_a_trace_is_read(tmp_path: Path) -> None:
-    """A trace has comments, empty lines, all forms of targets, and any order; it lies beside the plan."""
+    """A trace beside the plan may have comments, empty lines, all forms of targets, and any
+    order.
+    """
     trace = (
         "# a comment\ntime,fault,target,params\n"
         "30, kill_lighthouse, lighthouse,\n\n"
@@ -147,7 +153,7 @@ def test_who_decides_the_seed(tmp_path: Path) -> None:
 
 
 def test_a_plan_says_what_it_does(tmp_path: Path) -> None:
-    """In one line, for the history and for people."""
+    """A plan describes itself in one line, for the history and for people."""
     text = "[limits]\nmax_down = 2\nexempt = [0]\n" + EVERY
     text += '[[rule]]\nwhen = "poisson"\nmtbf_seconds = 90\nfaults = ["kill_rank", "term_group"]\n'
     text += (
@@ -425,7 +431,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line(tmp_path: Path, mistake: str) -> None:
-    """Each mistake is told in one line after the file's name: field, rule, value, remedy."""
+    """Each mistake is one line after the file's name: field, rule, value, remedy."""
     text, line = MISTAKES[mistake]
     path = write(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
@@ -495,7 +501,7 @@ TRACE_MISTAKES = {
 
 @pytest.mark.parametrize("mistake", TRACE_MISTAKES)
 def test_a_mistake_in_a_trace_names_its_line(tmp_path: Path, mistake: str) -> None:
-    """Each mistake in a trace is told in one line after both files' names and the number of the line."""
+    """Each mistake in a trace is one line after both files' names and the line's number."""
     trace, line = TRACE_MISTAKES[mistake]
     path = write(tmp_path, TRACE, trace)
     with pytest.raises(ConfigError) as caught:
@@ -504,7 +510,7 @@ def test_a_mistake_in_a_trace_names_its_line(tmp_path: Path, mistake: str) -> No
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    """A missing plan, one that is no TOML, a missing trace and one that is no text are named."""
+    """A missing plan, one that is not TOML, a missing trace and one that is not text are named."""
     with pytest.raises(
         ConfigError, match=r"config file must be readable, got .*plan\.toml \(No such file"
     ):
@@ -526,7 +532,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_single_is_one_shot_at_once() -> None:
-    """The plan of one fault has one shot, now, with the target and the parameters that were asked for."""
+    """The plan of one fault has one shot at time 0, with the requested target and parameters."""
     plan = single("stop_rank", replica=2, rank=1, params={"seconds": 3.0}, seed=8)
     (shot,) = shots(plan)
     assert (shot.time, shot.fault, shot.replica, shot.rank) == (0, StopRank(3.0), 2, 1)
@@ -567,7 +573,7 @@ def test_single_may_take_down_all_but_one() -> None:
 def test_single_refuses_mistakes(
     arguments: tuple[str, int | None, int | None, dict[str, float]], line: str
 ) -> None:
-    """A fault, a target or a parameter that does not exist is refused in one line."""
+    """A wrong fault, target or parameter is refused in one line."""
     with pytest.raises(ConfigError) as caught:
         single(*arguments)
     assert str(caught.value).startswith(line)
@@ -578,7 +584,9 @@ def test_single_refuses_mistakes(
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_plans_work(path: Path) -> None:
-    """Each loads, has shots, and each of its first shots can come in a healthy job of four groups with one rank."""
+    """Each bundled plan loads, and each of its first shots is possible in a healthy job of four
+    groups of one rank.
+    """
     plan = load_plan(path, seed=1)
     first = list(islice(shots(plan), 100))
     assert first
@@ -605,14 +613,16 @@ def test_all_plans_are_shipped() -> None:
 
 
 def test_the_campaign_leaves_nothing_out() -> None:
-    """It draws each fault, except those that are the same as another one when a group has one rank."""
+    """The campaign draws each fault, except those that equal another one when a group has
+    one rank.
+    """
     path = next(path for path in SHIPPED if path.stem == "campaign")
     drawn = {shot.fault.name for shot in islice(shots(load_plan(path, seed=1)), 2000)}
     assert set(FAULTS) - drawn == {"kill_rank", "stop_rank"}
 
 
 def test_ci_is_short_and_the_same_each_time() -> None:
-    """It has a fixed seed, ends within two minutes, and its faults are of several kinds."""
+    """The CI plan has a fixed seed, ends within two minutes, and has several kinds of faults."""
     plan = load_plan(next(path for path in SHIPPED if path.stem == "ci"))
     all_shots = list(shots(plan))
     assert all_shots == list(shots(load_plan(next(path for path in SHIPPED if path.stem == "ci"))))

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Signals to processes of this host: the right ones, or none."""
+"""Signals reach the right processes of this host, or none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Start = Callable[..., subprocess.Popen[bytes]]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start a process that sleeps, with these words in its command line; all are ended by their own pid."""
+    """Start sleeping processes with these words in their command lines, and end each by its pid."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start_one(*words: str) -> subprocess.Popen[bytes]:
@@ -74,7 +74,7 @@ def test_all_ranks_of_a_group_are_hit(start: Start) -> None:
 
 
 def test_stop_and_continue(start: Start) -> None:
-    """What was stopped through a reach goes on through the same one."""
+    """A process stopped through a reach continues through the same reach."""
     process = start("titan_ft")
     reach = Processes().hold([worker(process)], [])
     reach.send(signal.SIGSTOP)
@@ -93,7 +93,7 @@ def test_a_foreign_process_is_never_signalled(start: Start) -> None:
 
 
 def test_a_reused_pid_is_never_signalled(start: Start) -> None:
-    """A process that is younger than the worker's event is another one, even if it is of some run as well."""
+    """A process younger than the worker's event is another process, even if it belongs to a run."""
     process = start("titan_ft")
     old = dataclasses.replace(worker(process), mono=time.monotonic() - 3600.0)
     with pytest.raises(Unreachable, match="does not run any more"):
@@ -105,7 +105,7 @@ def test_a_reused_pid_is_never_signalled(start: Start) -> None:
 
 
 def test_a_pid_reused_after_the_reach_is_never_signalled(start: Start) -> None:
-    """A reach is to the process, not to its number: when it has ended nobody is hit."""
+    """A reach holds the process and not its number: after the process has ended nothing is hit."""
     process = start("titan_ft")
     reach = Processes().hold([worker(process)], [])
     process.kill()
@@ -116,7 +116,7 @@ def test_a_pid_reused_after_the_reach_is_never_signalled(start: Start) -> None:
 
 
 def test_a_zombie_and_a_pid_of_nobody_are_gone(start: Start) -> None:
-    """Of several workers those that live are hit; when there are none it is said."""
+    """Of several workers the live ones are hit; if none lives, the error says so."""
     alive, zombie = start("titan_ft"), start("titan_ft")
     nobody = start("titan_ft")
     gone = [worker(zombie), worker(nobody, "rank 1 of group 1")]
@@ -136,7 +136,7 @@ def test_a_zombie_and_a_pid_of_nobody_are_gone(start: Start) -> None:
 
 
 def test_a_worker_of_another_host_is_refused(start: Start) -> None:
-    """Its pid means nothing here; the reason names both hosts."""
+    """A pid of another host means nothing here; the reason names both hosts."""
     process = start("titan_ft")
     elsewhere = dataclasses.replace(worker(process), host="node7")
     with pytest.raises(Unreachable, match="runs on node7, not on") as caught:

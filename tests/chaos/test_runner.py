@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The runner, with a job that is only events, a clock that is only a number, and signals that are only noted."""
+"""The runner with simulated parts: events for a job, a number for a clock, and recorded signals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ START = 1000.0
 
 
 class FakeProcesses:
-    """Note who is held and what is sent."""
+    """Records the held processes and the sent signals."""
 
     def __init__(self) -> None:
         self.gone: set[int] = set()
@@ -94,7 +94,7 @@ class Harness:
         self.runner.observe(build(named(name), time=self.now, **fields))
 
     def says(self, replica: int, name: str, rank: int = 0, **fields: Any) -> None:
-        """Let a worker tell something."""
+        """Write an event of a worker."""
         self.event(name, replica=replica, rank=rank, attempt=self.attempts[replica], **fields)
 
     def launch(self, **config: Any) -> None:
@@ -123,7 +123,7 @@ class Harness:
         self.start(replica)
 
     def commit(self, *absent: int, digests: dict[int, str] | None = None) -> None:
-        """Let all groups but the absent ones commit a step, and the runner act on it."""
+        """Let all groups but the absent ones commit a step, and let the runner react."""
         self.step += 1
         present = [replica for replica in range(self.replicas) if replica not in absent]
         for replica in present:
@@ -160,7 +160,7 @@ class Harness:
         replica: int | None = None,
         **more: Any,
     ) -> None:
-        """Let an agent tell what it makes of an order."""
+        """Write an agent's event about an order."""
         replica = order["replica"] if replica is None else replica
         rank = order["rank"] or 0
         facts = {
@@ -187,7 +187,9 @@ def under_way(plan: Plan, folder: Path) -> Harness:
 
 
 def test_the_schedule_starts_when_all_groups_train_together(tmp_path: Path) -> None:
-    """Neither a part of the groups nor time alone starts it; then `start_seconds` pass first."""
+    """A part of the groups does not start the schedule, nor does time; after the start
+    `start_seconds` pass.
+    """
     plan = Plan(
         "test", 5, start_seconds=10.0, rules=(Listed((ListedFault(2.0, "kill_group", {}, 1),)),)
     )
@@ -237,7 +239,7 @@ def test_what_is_told_of_a_fault(tmp_path: Path) -> None:
 
 
 def test_a_stopped_group_goes_on_in_time(tmp_path: Path) -> None:
-    """SIGCONT comes after `seconds`; the group is up again only when it has contributed after that."""
+    """SIGCONT follows after `seconds`. The group is up again only after it has contributed."""
     harness = under_way(listed((0, "stop_group", 2)), tmp_path)
     stopped = harness.now - START
     harness.commit(2)
@@ -257,7 +259,9 @@ def test_a_stopped_group_goes_on_in_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["close", "interrupt", "the job"])
 def test_a_stop_is_always_undone(tmp_path: Path, end: str) -> None:
-    """At the end of the runner or of the job, and when an interrupt comes right with the signal."""
+    """A stop is undone at the end of the runner or of the job, and if an interrupt arrives with the
+    signal.
+    """
     harness = Harness(listed((0, "stop_group", 1)), tmp_path)
     harness.launch()
     if end == "interrupt":
@@ -287,7 +291,9 @@ def test_a_stop_is_always_undone(tmp_path: Path, end: str) -> None:
 
 
 def test_a_killed_group_is_down_until_a_new_start_of_it_contributes(tmp_path: Path) -> None:
-    """What its dead workers told late counts for nothing; the next fault waits for it, as max_down says."""
+    """Late events of dead workers do not count. The next fault waits for the group, as max_down
+    requires.
+    """
     harness = under_way(listed((0, "kill_group", 1), (1, "kill_rank", 2)), tmp_path)
     assert harness.up() == [0, 2, 3]
     harness.says(1, "step_committed", step=harness.step + 1, participants=[0, 1, 2, 3])
@@ -305,7 +311,7 @@ def test_a_killed_group_is_down_until_a_new_start_of_it_contributes(tmp_path: Pa
 
 
 def test_a_shot_that_waits_too_long_is_skipped_with_the_reason(tmp_path: Path) -> None:
-    """A limit that holds it up for `patience_seconds` costs it its turn; the ones after it have theirs."""
+    """A shot that a limit blocks for `patience_seconds` is skipped; the later shots are not."""
     harness = under_way(
         listed((0, "kill_group", 1), (1, "kill_group", 2), (20, "kill_lighthouse", None)), tmp_path
     )
@@ -334,7 +340,9 @@ def test_what_can_never_be_is_skipped_at_once(tmp_path: Path) -> None:
 
 
 def test_nobody_hit_is_no_injection(tmp_path: Path) -> None:
-    """Workers that are gone before the signal postpone the shot; ones that go in between are told to be missed."""
+    """A shot without live targets is postponed. Targets that vanish meanwhile are reported as
+    missed.
+    """
     harness = Harness(listed((0, "kill_group", 1)), tmp_path)
     harness.processes.gone = {1010, 1011}
     harness.launch()
@@ -348,7 +356,7 @@ def test_nobody_hit_is_no_injection(tmp_path: Path) -> None:
 
 
 def test_an_agent_is_killed_alone(tmp_path: Path) -> None:
-    """The signal goes to the process that keeps the group; a group whose agent nobody names is left alone."""
+    """The signal hits the group's agent only; a group without a known agent is left alone."""
     harness = Harness(
         listed((0, "kill_agent", 1), (5, "kill_agent", 2), patience_seconds=1), tmp_path
     )
@@ -386,7 +394,9 @@ def test_several_groups_at_once(tmp_path: Path) -> None:
 
 
 def test_an_order_goes_to_this_start_of_the_group(tmp_path: Path) -> None:
-    """Its agent tells the injection, not the runner; without word of a restart the group is up after a while."""
+    """The agent reports the injection, not the runner. Without a restart the group counts as up
+    after a while.
+    """
     harness = under_way(single("segfault", 3, 1, seed=4), tmp_path)
     (order,) = harness.orders()
     assert [order[name] for name in ("replica", "rank", "attempt", "shot")] == [3, 1, 1, 0]
@@ -416,7 +426,9 @@ def test_an_order_goes_to_this_start_of_the_group(tmp_path: Path) -> None:
 def test_an_order_that_comes_to_nothing_is_skipped(
     tmp_path: Path, happening: str, reason: str
 ) -> None:
-    """Whatever became of it, the runner does not wait for ever; what an agent told is not told twice."""
+    """The runner does not wait forever for an order, whatever happens, and reports nothing
+    twice.
+    """
     harness = under_way(single("exception", 1), tmp_path)
     (order,) = harness.orders()
     if happening == "restart":
@@ -453,7 +465,9 @@ def test_a_slow_rank_is_disturbed_until_it_was_undone(tmp_path: Path) -> None:
 
 
 def test_both_ends_of_a_link_are_ordered_and_disturbed(tmp_path: Path) -> None:
-    """Each is told the other one; it counts as one shot, and each end is up when its own agent has ended it."""
+    """Each end gets an order naming the other. Both are one shot; each end is up after its own
+    agent's undoing.
+    """
     harness = under_way(single("link_dead", 2, params={"peer": 0}), tmp_path)
     orders = harness.orders()
     assert [(order["replica"], order["rank"], order["params"]) for order in orders] == [
@@ -475,7 +489,9 @@ def test_both_ends_of_a_link_are_ordered_and_disturbed(tmp_path: Path) -> None:
 def test_a_link_of_which_one_order_is_not_written_affects_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk was full between the two orders: the shot is tried again, and both groups are up for others."""
+    """If the disk is full between the two orders, the shot is retried, and both groups stay
+    available.
+    """
     num_given = 0
 
     def give_first(order: Order, path: Path) -> None:
@@ -492,7 +508,7 @@ def test_a_link_of_which_one_order_is_not_written_affects_nobody(
 
 
 def test_a_link_that_one_end_does_not_cut_is_cut_by_the_other(tmp_path: Path) -> None:
-    """Then the end that has skipped it is not disturbed by itself."""
+    """The end that skipped its order does not count as disturbed."""
     harness = under_way(single("link_dead", 2, params={"peer": 0}), tmp_path)
     orders = harness.orders()
     harness.agent(orders[0], params=orders[0]["params"])
@@ -503,7 +519,7 @@ def test_a_link_that_one_end_does_not_cut_is_cut_by_the_other(tmp_path: Path) ->
 
 
 def test_a_nan_is_over_when_it_was_left_out(tmp_path: Path) -> None:
-    """Any group may tell that; a group that is not named stays disturbed."""
+    """Any group may report the exclusion; a group that is not named stays disturbed."""
     harness = under_way(single("nan_gradient", 2), tmp_path)
     harness.agent(harness.orders()[0])
     harness.says(0, "gradient_excluded", slots=[1])
@@ -515,7 +531,7 @@ def test_a_nan_is_over_when_it_was_left_out(tmp_path: Path) -> None:
 
 
 def test_a_flip_is_over_after_a_heal_or_an_equal_digest(tmp_path: Path) -> None:
-    """A digest from before the flip, or one that nobody shares, says nothing."""
+    """A digest from before the flip, or one that no other group shares, proves nothing."""
     for healed in (True, False):
         harness = under_way(single("flip_parameter", 2, 1), tmp_path / str(healed))
         harness.agent(harness.orders()[0], step=harness.step + 1)
@@ -540,7 +556,9 @@ def test_a_full_disk_keeps_nobody_from_contributing(tmp_path: Path) -> None:
 
 
 def test_a_donor_is_killed_in_a_heal_that_is_provoked(tmp_path: Path) -> None:
-    """First the order to whoever comes, then the kill; no other fault until the donor is known; then both are down."""
+    """The order is open to any donor, then a kill provokes the heal. No other fault comes until the
+    donor is known.
+    """
     harness = under_way(listed((0, "kill_donor", 1), (1, "kill_rank", 3), max_down=2), tmp_path)
     (order,) = harness.orders()
     assert [order[name] for name in ("fault", "replica", "rank", "attempt")] == [
@@ -574,7 +592,7 @@ def test_a_donor_is_killed_in_a_heal_that_is_provoked(tmp_path: Path) -> None:
 
 
 def test_an_order_that_was_given_up_and_is_carried_out_after_all_counts(tmp_path: Path) -> None:
-    """The agent was late; what it did is a fault, though the shot was announced as skipped."""
+    """A late agent's act counts as a fault, although the shot was reported as skipped."""
     harness = under_way(single("slow_rank", 0), tmp_path)
     (order,) = harness.orders()
     harness.at(WAIT_SECONDS + 10)
@@ -585,7 +603,7 @@ def test_an_order_that_was_given_up_and_is_carried_out_after_all_counts(tmp_path
 
 
 def test_nothing_is_ordered_when_no_heal_can_be_provoked(tmp_path: Path) -> None:
-    """Where the group to kill is not there, no order waits for a chance to strike."""
+    """Without the group to kill there is no order that could strike later."""
     harness = Harness(listed((0, "corrupt_chunk", 1)), tmp_path)
     harness.processes.gone = {1010, 1011}
     harness.launch()
@@ -596,7 +614,7 @@ def test_nothing_is_ordered_when_no_heal_can_be_provoked(tmp_path: Path) -> None
 
 
 def test_a_group_left_out_by_the_others_is_not_up(tmp_path: Path) -> None:
-    """Also without a fault; nor is one whose workers end, leave or hang."""
+    """A group that the others left out is not up, nor is one whose workers end, leave or hang."""
     harness = under_way(listed((1e6, "kill_group", 1)), tmp_path)
     harness.commit(2)
     assert harness.up() == [0, 1, 3]
@@ -621,7 +639,7 @@ def test_another_runners_fault_disturbs_the_group(tmp_path: Path) -> None:
 
 
 def test_a_second_launch_in_the_folder_is_another_job(tmp_path: Path) -> None:
-    """What an earlier one told neither starts nor ends the schedule."""
+    """Events of an earlier launch neither start nor end the schedule."""
     harness = Harness(listed((0, "kill_group", 1)), tmp_path)
     harness.launch()
     for replica in range(4):
@@ -637,7 +655,7 @@ def test_a_second_launch_in_the_folder_is_another_job(tmp_path: Path) -> None:
 
 
 def test_workers_that_come_back_under_the_same_attempt_are_a_new_start(tmp_path: Path) -> None:
-    """As where a scheduler starts a whole job again: by the pid it shows."""
+    """Where a scheduler restarts the whole job, the pid shows a new start of the same attempt."""
     harness = under_way(listed((0, "kill_group", 1)), tmp_path)
     for rank in range(2):
         harness.says(1, "worker_started", rank, pid=77 + rank)
@@ -647,7 +665,7 @@ def test_workers_that_come_back_under_the_same_attempt_are_a_new_start(tmp_path:
 
 
 def replay(folder: Path, seed: int) -> list[tuple[object, ...]]:
-    """Run a campaign in which every group that is hit comes back a second later; return what was injected."""
+    """Run a campaign in which every hit group returns a second later; return the injections."""
     faults = {"kill_rank": 1.0, "kill_group": 1.0, "stop_group": 1.0, "kill_lighthouse": 1.0}
     rule = Every(5.0, faults=faults, params={"stop_group": {"seconds": 2.0}})
     plan = Plan("test", seed, stop_after_seconds=100.0, rules=(rule,))
@@ -678,7 +696,9 @@ def test_the_same_seed_injects_the_same(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_ends_early_does_not_end_the_schedule() -> None:
-    """Its exit status is 0, as where a loader ends its process; the other groups train on."""
+    """A worker that ends with status 0, as a loader may cause, does not end the job: the others
+    train on.
+    """
     job = RunningJob()
     for event in (
         build(LaunchStarted, replicas=2, ranks_per_replica=1),

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""When faults come, and whom they hit."""
+"""The times and targets of faults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_plan(*rules: Rule | Listed, seed: int = 7, **rest: float) -> Plan:
 def make_view(
     num_groups: int, down: Collection[int] = (), num_ranks: int = 1, has: frozenset[Need] = ALL
 ) -> View:
-    """Return a job's view, all up but those that are down."""
+    """Make a view of a job with all groups up except `down`."""
     groups = {
         replica: GroupView(replica, num_ranks, replica not in down) for replica in range(num_groups)
     }
@@ -85,7 +85,9 @@ def test_poisson_gaps_are_exponential() -> None:
 
 
 def test_poisson_gaps_are_independent() -> None:
-    """A short gap says nothing about the next one, although each is drawn from a source of its own."""
+    """A short gap predicts nothing about the next one, although each is drawn from its own
+    source.
+    """
     times = [
         shot.time for shot in islice(shots(make_plan(Poisson(30.0, faults=["kill_group"]))), 4_000)
     ]
@@ -118,7 +120,9 @@ def test_weights_decide_how_often_a_fault_comes() -> None:
 
 
 def test_rules_are_merged_by_time() -> None:
-    """Several streams make one in order of time; at one time the earlier rule comes first."""
+    """Several rules' shots are merged in order of time; at equal times the earlier rule's shot is
+    first.
+    """
     listed = Listed((ListedFault(10.0, "term_group", {}), ListedFault(25.0, "kill_rank", {})))
     plan = make_plan(Every(10, faults=["kill_group"]), listed, Poisson(7, faults=["segfault"]))
     merged = list(islice(shots(plan), 200))
@@ -150,7 +154,7 @@ def test_stop_after_ends_the_schedule() -> None:
 
 
 def test_a_plan_without_rules_has_no_shots() -> None:
-    """Nothing to do is no error."""
+    """An empty plan is valid."""
     assert list(shots(make_plan())) == []
 
 
@@ -158,7 +162,7 @@ def test_a_plan_without_rules_has_no_shots() -> None:
 
 
 def test_the_seed_decides_everything() -> None:
-    """The same plan gives the same shots, another seed gives others."""
+    """The same plan gives the same shots, and another seed gives others."""
     rules = (
         Poisson(10, faults=["kill_group", "segfault"]),
         UniformGaps(3, 9, faults=["nan_gradient"]),
@@ -172,7 +176,9 @@ def test_the_seed_decides_everything() -> None:
 
 
 def test_another_process_draws_the_same() -> None:
-    """Neither the process nor its hash seed plays a part, so that another machine replays a campaign."""
+    """Neither the process nor its hash seed matters, so that another machine can replay a
+    campaign.
+    """
     code = (
         "import json; from itertools import islice\n"
         "from titan_ft.chaos.plan import Plan, Poisson\n"
@@ -197,7 +203,9 @@ def test_another_process_draws_the_same() -> None:
 
 
 def test_a_rule_does_not_shift_another() -> None:
-    """What one rule does stays the same when a rule is added after it, and when the schedule ends earlier."""
+    """A rule's shots stay the same when another rule follows it, and when the schedule ends
+    earlier.
+    """
     kills, flips = (
         Poisson(10, faults=["kill_group", "kill_rank"]),
         Poisson(4, faults=["nan_gradient"]),
@@ -217,7 +225,7 @@ def test_a_rule_does_not_shift_another() -> None:
 
 
 def test_aim_depends_on_nothing_else() -> None:
-    """The same shot and view give the same targets each time, whatever the global source of randomness did."""
+    """The same shot and view give the same targets, whatever used the global random source."""
     for seed in range(50):
         shot, view = make_shot("kill_rank", seed), make_view(6, num_ranks=8)
         random.seed(seed)
@@ -238,7 +246,7 @@ def test_aim_reaches_every_group_and_rank() -> None:
 
 
 def test_a_group_that_is_down_elsewhere_changes_no_choice() -> None:
-    """A replay in which another group happens to be down still hits the same one."""
+    """A replay in which another group is down still hits the same group."""
     num_same = 0
     for seed in range(200):
         (chosen,) = targets_of(aim(make_shot("kill_group", seed), make_view(5), Limits(max_down=2)))
@@ -255,7 +263,7 @@ def test_a_group_that_is_down_elsewhere_changes_no_choice() -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_scope_decides_the_targets(name: str) -> None:
-    """Each fault finds, in a healthy job, the number and kind of targets that its scope says."""
+    """In a healthy job each fault gets the number and kind of targets of its scope."""
     fault = make_fault(name, {})
     decision = aim(make_shot(name), make_view(4, num_ranks=2), Limits(max_down=2))
     assert isinstance(decision, Injection)
@@ -268,7 +276,7 @@ def test_scope_decides_the_targets(name: str) -> None:
 
 
 def test_wishes_are_granted() -> None:
-    """A group and a rank that the shot names are the ones that are hit; a rank alone leaves the group to the seed."""
+    """A named group and rank are hit; if only a rank is named, the seed chooses the group."""
     view = make_view(4, num_ranks=4)
     for seed in range(30):
         decision = aim(make_shot("kill_rank", seed, replica=2, rank=3), view, Limits())
@@ -281,7 +289,7 @@ def test_wishes_are_granted() -> None:
 
 
 def test_a_full_disk_hits_the_group_that_saves() -> None:
-    """The first group that contributes saves for all; at another one the fault would do nothing."""
+    """The first contributing group saves for all, so the fault hits that group."""
     for seed in range(20):
         assert targets_of(aim(make_shot("disk_full", seed), make_view(4), Limits())) == [0]
         assert targets_of(
@@ -293,7 +301,9 @@ def test_a_full_disk_hits_the_group_that_saves() -> None:
 
 
 def test_no_plan_ever_takes_all_groups_down() -> None:
-    """Whatever the fault, the groups, and the limits: targets are up and not exempt, and the constraints hold after."""
+    """For any fault, groups and limits: targets are up and not exempt, and the limits hold
+    afterwards.
+    """
     source = random.Random(20)
     num_injected = 0
     for _ in range(5_000):
@@ -324,7 +334,9 @@ def test_no_plan_ever_takes_all_groups_down() -> None:
 
 @pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.takes_down])
 def test_the_last_group_is_left_alone(name: str) -> None:
-    """With one group up none is taken down, whatever max_down says; it may be tried again when others are back."""
+    """The last group that is up is not taken down, whatever max_down is; the shot may be retried
+    later.
+    """
     reason = reason_of(
         aim(make_shot(name), make_view(4, down=[0, 1, 2]), Limits(max_down=99)), final=False
     )
@@ -332,7 +344,7 @@ def test_the_last_group_is_left_alone(name: str) -> None:
 
 
 def test_max_down_counts_what_is_down_already() -> None:
-    """A group that died by itself counts; once it is back the shot is allowed."""
+    """A group that died by itself counts towards max_down until it is back."""
     shot = make_shot("kill_group")
     reason = reason_of(aim(shot, make_view(4, down=[3]), Limits(max_down=1)), final=False)
     assert reason == "2 groups would be down or under a fault, limits.max_down is 1"
@@ -341,7 +353,9 @@ def test_max_down_counts_what_is_down_already() -> None:
 
 
 def test_exempt_groups_are_never_hit() -> None:
-    """Neither by chance nor by wish; when all others are exempt the shot can never come."""
+    """Exempt groups are hit neither by chance nor by request; with all groups exempt a shot is
+    impossible.
+    """
     limits = Limits(max_down=3, exempt=(0, 2))
     hit = [
         targets_of(aim(make_shot("kill_group", seed), make_view(4), limits))[0]
@@ -366,7 +380,9 @@ def test_exempt_groups_are_never_hit() -> None:
 
 
 def test_two_groups_allow_kills_and_no_flips() -> None:
-    """In a job of two groups one can be killed; which of two that differ is right nobody could say."""
+    """In a job of two groups one can be killed; a flip cannot be found, because neither group is a
+    majority.
+    """
     view = make_view(2)
     allowed = {
         name
@@ -385,7 +401,7 @@ def test_two_groups_allow_kills_and_no_flips() -> None:
 
 
 def test_one_group_is_only_slowed_down() -> None:
-    """In a job of one group nothing comes that needs another group to go on."""
+    """A job of one group gets only faults that need no other group."""
     decisions = {name: aim(make_shot(name), make_view(1), Limits(max_down=2)) for name in FAULTS}
     allowed = {name for name, decision in decisions.items() if isinstance(decision, Injection)}
     assert allowed == {"kill_lighthouse", "slow_rank", "disk_full"}
@@ -406,7 +422,9 @@ def test_kill_groups_hits_as_many_as_it_says() -> None:
 
 
 def test_kill_donor_counts_twice() -> None:
-    """It takes down a group and the donor of its heal: two of three that are up, and max_down must allow both."""
+    """kill_donor takes down a group and its donor: it needs three groups up, and max_down
+    of two.
+    """
     shot = make_shot("kill_donor")
     assert len(targets_of(aim(shot, make_view(3), Limits(max_down=2)))) == 1
     reason_of(aim(shot, make_view(3), Limits(max_down=1)), final=True)
@@ -420,7 +438,7 @@ def test_kill_donor_counts_twice() -> None:
 
 
 def test_a_link_has_two_ends() -> None:
-    """Those that the shot names, or that its seed draws; each group can be either end."""
+    """The shot names the ends, or its seed draws them; each group can be either end."""
     view, limits = make_view(4), Limits(max_down=2)
     assert targets_of(aim(make_shot("link_dead", replica=2, peer=1), view, limits)) == [2, 1]
     drawn = [targets_of(aim(make_shot("link_dead", seed), view, limits)) for seed in range(200)]
@@ -436,7 +454,9 @@ def test_a_link_has_two_ends() -> None:
 
 
 def test_a_link_keeps_the_limits() -> None:
-    """Both ends count, and both must be up, in the job and not exempt; a third group is left untouched."""
+    """Both ends count, and must be up, in the job and not exempt; a third group is left
+    untouched.
+    """
     view, limits = make_view(4), Limits(max_down=2)
     reasons = [
         reason_of(aim(make_shot("link_dead", **wish), view, limits), final=True)
@@ -461,7 +481,7 @@ def test_a_link_keeps_the_limits() -> None:
 
 
 def test_flips_need_a_majority_that_is_up() -> None:
-    """Groups that are down cannot tell who is right."""
+    """Groups that are down cannot help to find a flip."""
     limits = Limits(max_down=3)
     assert isinstance(aim(make_shot("flip_optimizer"), make_view(4, down=[0]), limits), Injection)
     reason = reason_of(
@@ -480,7 +500,7 @@ def test_flips_need_a_majority_that_is_up() -> None:
     ],
 )
 def test_what_the_job_lacks_is_final(name: str, missing: Need, word: str) -> None:
-    """A fault that the job has no means for never comes, and the reason says what would give them."""
+    """A fault that the job cannot have is final, and the reason names the missing means."""
     decision = aim(make_shot(name), make_view(4, has=ALL - {missing}), Limits())
     assert word in reason_of(decision, final=True)
 
@@ -511,7 +531,7 @@ def test_a_wish_for_what_does_not_exist_is_final() -> None:
 
 
 def test_a_wish_for_a_group_that_is_down_waits() -> None:
-    """It may be back in a moment."""
+    """A named group that is down may return, so the refusal is not final."""
     decision = aim(make_shot("kill_group", replica=1), make_view(4, down=[1]), Limits(max_down=9))
     assert reason_of(decision, final=False) == "group 1 is not up"
 
@@ -527,7 +547,9 @@ def test_a_job_of_which_nothing_is_known_waits(name: str) -> None:
 
 
 def test_the_lighthouse_is_hit_whatever_is_down() -> None:
-    """It takes no group down, so neither max_down nor exempt groups stand in its way."""
+    """The lighthouse's fault takes no group down, so neither max_down nor exempt groups
+    prevent it.
+    """
     limits = Limits(max_down=1, exempt=(0, 1, 2, 3))
     decision = aim(make_shot("kill_lighthouse"), make_view(4, down=[0, 1, 2]), limits)
     assert isinstance(decision, Injection)
@@ -535,7 +557,7 @@ def test_the_lighthouse_is_hit_whatever_is_down() -> None:
 
 
 def test_params_and_number_stay_with_the_shot() -> None:
-    """What is injected is the shot itself, for the history to tell."""
+    """The injection contains the shot itself, for the history."""
     shot = replace(make_shot("slow_rank", factor=9.0), number=17)
     decision = aim(shot, make_view(2), Limits())
     assert isinstance(decision, Injection)

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Signals through Slurm, with commands that only note how they were called."""
+"""Signals through Slurm, with stand-ins that only record their calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Calls = Callable[[], list[str]]
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Put an scancel and an srun on PATH, and nothing else, that note their arguments and do what `NAME.do` says."""
+    """Put only an scancel and an srun on PATH, which record their arguments and run `NAME.do`."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("scancel", "srun"):
@@ -52,13 +52,15 @@ def send(
 
 
 def test_no_command_of_the_system_can_be_reached(calls: Calls, tmp_path: Path) -> None:
-    """A real scancel would signal a job that is somebody's; so a command that lacks its stand-in is a missing one."""
+    """A real scancel would signal somebody's job; so a command without a stand-in must be
+    missing.
+    """
     assert shutil.which("scancel") == str(tmp_path / "bin" / "scancel")
     assert not [name for name in ("sh", "env", "kill", "sleep", "squeue") if shutil.which(name)]
 
 
 def test_a_group_with_a_step_of_its_own_is_signalled_as_a_step(calls: Calls) -> None:
-    """One scancel hits all its ranks, wherever they run; so does the SIGCONT after a SIGSTOP."""
+    """One scancel signals all ranks of a step, on any node; so does the SIGCONT after a SIGSTOP."""
     group = [remote(1, 0, "4"), remote(1, 1, "4", "node8")]
     send(group, [*group, remote(0, 0, "3")])
     send(group, group, signal.SIGCONT)
@@ -66,7 +68,7 @@ def test_a_group_with_a_step_of_its_own_is_signalled_as_a_step(calls: Calls) -> 
 
 
 def test_one_rank_is_signalled_on_its_host(calls: Calls) -> None:
-    """srun runs a kill beside the others of the step, on the node by Slurm's name for it."""
+    """srun runs a kill beside the step, on the node of Slurm's name."""
     group = [remote(1, 0), remote(1, 1)]
     send(group[1:], group, signal.SIGSTOP)
     assert calls() == [
@@ -75,7 +77,7 @@ def test_one_rank_is_signalled_on_its_host(calls: Calls) -> None:
 
 
 def test_a_step_shared_by_groups_is_not_signalled_as_a_whole(calls: Calls) -> None:
-    """Where all groups run in one step, an scancel would hit all of them."""
+    """If all groups share one step, an scancel would hit all of them."""
     groups = [remote(replica, rank) for replica in (0, 1) for rank in (0, 1)]
     send(groups[2:], groups)
     assert [call.rsplit(" ", 3)[1:] for call in calls()] == [
@@ -85,7 +87,7 @@ def test_a_step_shared_by_groups_is_not_signalled_as_a_whole(calls: Calls) -> No
 
 
 def test_what_fails_becomes_a_reason(calls: Calls, tmp_path: Path) -> None:
-    """The last line that Slurm said is in it; a target of which part was hit is hit."""
+    """The reason has Slurm's last line. A target of which a part was hit counts as hit."""
     (tmp_path / "bin" / "scancel.do").write_text(
         "echo first >&2; echo scancel: error: Invalid job id >&2; exit 1\n"
     )
@@ -115,7 +117,9 @@ def test_a_command_that_hangs_or_is_missing_becomes_a_reason(calls: Calls, tmp_p
 
 
 def test_what_no_host_reaches_is_refused(calls: Calls) -> None:
-    """A worker elsewhere without Slurm, or with names that Slurm does not have, is never part of a command."""
+    """A worker elsewhere without Slurm, or with invalid Slurm names, is never put into a
+    command.
+    """
     bare = RunProcess("rank 0 of group 1", 7, "node7")
     for wrong in (
         bare,
@@ -148,7 +152,9 @@ def test_a_worker_of_this_host_is_signalled_directly(calls: Calls) -> None:
 
 
 def test_a_worker_tells_what_slurm_calls_its_step() -> None:
-    """Job, step and node, by which it is reached and by which agents call its host; nothing outside a step."""
+    """A worker in a step reports job, step and node, by which it can be signalled; outside a step,
+    nothing.
+    """
     environ = {"SLURM_JOB_ID": "123", "SLURM_STEP_ID": "0", "SLURMD_NODENAME": "n7"}
     assert _slurm_step(environ) == {"job": "123", "step": "0", "node": "n7"}
     assert _slurm_step({"SLURM_JOB_ID": "123", "SLURMD_NODENAME": "n7"}) is None

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tests of the GPU paths on torch's CUDA build, over the stand-in for CUDA and NCCL: `bash scripts/test_cuda.sh`."""
+"""Tests of the GPU paths on torch's CUDA build, over the stand-in for CUDA and NCCL: `bash
+scripts/test_cuda.sh`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Counts where the host waits for the GPU in a step; a module for `--experimental.custom_import` of a test's worker.
+"""Counts the host's waits for the GPU in a step; a module for `--experimental.custom_import` of a
+test's worker.
 
-torch's sync debug mode warns at each copy, `item` and `nonzero` that waits. The warnings go to stderr, one line each.
+torch's sync debug mode warns at each copy, `item` and `nonzero` that waits. The warnings go to
+stderr, one line each.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _step = 0
 
 
 def _show(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Print a wait: step, thread, and the functions of this package and of FSDP that it is in."""
+    """Print a wait: step, thread, and the functions of this package and of FSDP around it."""
     if "synchroniz" not in str(message):
         return
     where = [

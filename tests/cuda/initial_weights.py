@@ -1,10 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gives a model the same initial weights on every device; a module for `--experimental.custom_import` of a worker.
+"""Gives a model the same initial weights on every device; a module for
+`--experimental.custom_import` of a worker.
 
-With CPU offload, torch 2.13 does not return from `nn.init.trunc_normal_`. The weights are DTensors in host memory on a
-mesh of GPUs: after each draw, DTensor restores the generator of the CPU (`OffsetBasedRNGTracker._distribute_region`),
-so that the loop which draws again for numbers outside the bounds gets the same numbers forever.
+With CPU offload, torch 2.13 does not return from `nn.init.trunc_normal_`. The weights are DTensors
+in host memory on a mesh of GPUs: after each draw, DTensor restores the generator of the CPU
+(`OffsetBasedRNGTracker._distribute_region`). So the loop that draws again for numbers outside the
+bounds gets the same numbers forever.
 """
 
 from __future__ import annotations

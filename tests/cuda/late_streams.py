@@ -1,12 +1,13 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run the scenarios on streams that are late, with some of the engine's waits removed; print which waits are missed.
+"""Run the scenarios on late streams with some of the engine's waits removed; print which removals
+are noticed.
 
     bash tests/cuda_stand_in/run.sh -m tests.cuda.late_streams            # every wait: a table
     bash tests/cuda_stand_in/run.sh -m tests.cuda.late_streams NAME...    # these waits
 
-Each case is a fork of this process, which has imported torch and torchtitan, and none of titan_ft. So a case takes
-about a second, and its titan_ft may lack waits.
+Each case is a fork of this process, which has imported torch and torchtitan, but not titan_ft. So a
+case takes about a second, and may import a titan_ft without some waits.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ COVERED_BY: dict[str, tuple[str, str, str]] = {}
 
 @dataclass(frozen=True)
 class Case:
-    """A scenario, how late its streams are, and the waits that its titan_ft lacks."""
+    """A scenario, the lateness of its streams, and the removed waits of its titan_ft."""
 
     scenario: str
     backend: str
@@ -132,11 +133,11 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        """Return the undisturbed case, whose result this one must have."""
+        """Return the undisturbed case with the expected result."""
         return Case(self.scenario, self.backend)
 
     def as_json(self) -> list[Any]:
-        """Return what `from_json` reads."""
+        """Return the input of `from_json`."""
         return [self.scenario, self.backend, list(self.lateness), sorted(self.removed)]
 
     @staticmethod
@@ -151,7 +152,7 @@ class Case:
 
 @dataclass
 class Result:
-    """The digest of a case, or the error that it ended with."""
+    """The digest of a case, or its error."""
 
     digest: str
     error: str = ""
@@ -171,7 +172,7 @@ class Runner:
     """Runs cases, a few at a time, and keeps their results.
 
     Args:
-        at_once: cases that run at the same time.
+        at_once: number of cases that run at the same time.
     """
 
     def __init__(self, at_once: int) -> None:
@@ -202,7 +203,7 @@ class Runner:
         return {case: self._results[case] for case in wanted}
 
     def notices(self, case: Case) -> bool:
-        """Say whether a case ends otherwise than the undisturbed one.
+        """True if a case ends otherwise than the undisturbed one.
 
         Raises:
             RuntimeError: the undisturbed one fails.
@@ -248,7 +249,7 @@ def _end(child: _Child, is_late: bool) -> Result:
 
 
 def _run_here(case: Case) -> Result:
-    """Run a case in this process, which has yet to import titan_ft."""
+    """Run a case in this process, which has not imported titan_ft yet."""
     from tests.cuda.waits import remove_waits
 
     faulthandler.dump_traceback_later(0.8 * CASE_SECONDS)
@@ -308,7 +309,7 @@ def preload() -> None:
 
 
 def removals_of(wait: str) -> list[tuple[Case, bool]]:
-    """Return cases in which a wait is removed, and whether each notices it."""
+    """Return cases in which a wait is removed, and whether each of them must notice it."""
     if wait in NOTICED_BY:
         return [(Case(*NOTICED_BY[wait], LAZY[:1], frozenset((wait,))), True)]
     cover, *case = COVERED_BY[wait]
@@ -317,7 +318,7 @@ def removals_of(wait: str) -> list[tuple[Case, bool]]:
 
 
 def describe(wait: str) -> str:
-    """Say what notices the removal of a wait."""
+    """Describe the cases that notice the removal of a wait."""
     if wait in NOTICED_BY:
         return "`{}` over {}".format(*NOTICED_BY[wait])
     return "nothing; with `{}` removed too, `{}` over {}".format(*COVERED_BY[wait])

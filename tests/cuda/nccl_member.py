@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One member of an exchange over NCCL: nccl_member.py RANK NUM_RANKS STORE_PORT.
 
-Reads commands from standard input, one a line: a function of this file, and its arguments in JSON. Writes a line of
-JSON for each: the command's name and its facts. `break_off` is carried out at once, the others one after the other.
+Reads commands from standard input, one a line: a function of this file, and its arguments in JSON.
+Writes a line of JSON for each: the command's name and its facts. `break_off` runs at once, the
+others one after the other.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def gradients(rank: int) -> list[torch.Tensor]:
 
 
 class State:
-    """What the commands share."""
+    """State shared by the commands."""
 
     def __init__(self) -> None:
         self.seat = Seat()
@@ -114,7 +115,7 @@ def configure(state: State, name: str, members: list[int], seconds: float = 20.0
 
 
 def exchange(state: State, seconds: float | None = None, slow_rows: bool = False) -> dict[str, Any]:
-    """Exchange gradients; says whether the sums are those that the same functions make on the CPU.
+    """Exchange gradients; report whether the sums equal those of the same functions on the CPU.
 
     Args:
         slow_rows: the launch of the rows' sum does not end by itself.
@@ -150,7 +151,7 @@ def exchange(state: State, seconds: float | None = None, slow_rows: bool = False
 
 
 def expect(travels_in: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Add up what the members give, on the CPU, in their order."""
+    """Sum the members' parts on the CPU, in their order."""
     number, weight = len(parts), torch.ones(1)
     if travels_in == "bfloat16" and number > 1:
         rows = [half.cut(part.bfloat16(), weight, number) for part in parts]
@@ -168,7 +169,9 @@ def expect(travels_in: str, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def count(state: State) -> dict[str, Any]:
-    """Return what this process holds: threads of torch's and NCCL's, descriptors, bytes mapped from shared memory."""
+    """Count the resources of this process: threads of torch and NCCL, descriptors, bytes mapped
+    from shared memory.
+    """
     tasks = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     with open("/proc/self/maps", encoding="utf-8") as maps:
         shared = sum("fakenccl" in line for line in maps)
@@ -184,7 +187,7 @@ def count(state: State) -> dict[str, Any]:
 
 
 def settle(state: State, before: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Wait until this process holds what it held before, by itself: without a collection of garbage."""
+    """Wait until this process holds what it held before, without a garbage collection."""
     until = time.monotonic() + seconds
     now = count(state)
     while not before.items() <= now.items() and time.monotonic() < until:
@@ -194,7 +197,7 @@ def settle(state: State, before: dict[str, Any], seconds: float) -> dict[str, An
 
 
 def reconfigure(state: State, name: str, number: int, members: list[int]) -> dict[str, Any]:
-    """Build so many communicators, one after the other, each for one exchange."""
+    """Build communicators one after the other, each for one exchange."""
     for index in range(number):
         made = configure(state, f"{name}{index}", members)
         done = exchange(state)
@@ -205,13 +208,13 @@ def reconfigure(state: State, name: str, number: int, members: list[int]) -> dic
 
 
 def knob(state: State, name: str, value: str) -> dict[str, Any]:
-    """Set a variable of the stand-in's, which reads it where Python's os.environ does not reach."""
+    """Set a variable of the stand-in, which does not see Python's os.environ."""
     ctypes.CDLL(None).setenv(name.encode(), value.encode(), 1)
     return {}
 
 
 def facts(state: State) -> dict[str, Any]:
-    """Return what torch has of the communicator in force."""
+    """Return torch's facts about the current communicator."""
     pg = state.seat.process_group._pg.pg
     backend = pg._get_backend(torch.device("cuda"))
     ones = torch.ones(1, device="cuda")

@@ -118,7 +118,7 @@ def begin_sum() -> int:
 
 
 def abort() -> float:
-    """Abort the communicator and return the seconds that it took."""
+    """Abort the communicator; return the seconds that it took."""
     begin = time.monotonic()
     _nccl.ncclCommAbort(_state.communicator)
     return time.monotonic() - begin
@@ -210,7 +210,7 @@ def _all_to_all(first: int) -> list[int]:
 
 
 def _exchange(first: int) -> list[int]:
-    """Send to the next rank and receive from the one before, in one group."""
+    """Send to the next rank and receive from the previous one, in one group."""
     source = _device_array(ctypes.c_int32, [first])
     target = _device_array(ctypes.c_int32, [0])
     one = ctypes.c_size_t(1)

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Two groups of one rank, each a thread with a device of its own, train, copy, heal and replay.
 
-Each scenario returns tensors and texts that must not depend on how late the streams are. Nothing in here waits for a
-device except where the engine or torch does; `torch.Tensor.cpu` at the end of a scenario does.
+Each scenario returns tensors and texts that must not depend on the lateness of the streams. Nothing
+here waits for a device except the engine and torch; `torch.Tensor.cpu` at the end of a scenario
+does.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ _SEEDING = threading.Lock()  # torch's generator is one for all threads
 
 
 class _ProcessGroup:
-    """The engine's own process group, which can be aborted right before a certain operation.
+    """The engine's process group, which can be aborted right before a certain operation.
 
     Args:
         backend: gloo or nccl.
-        address: of the store that the members meet at.
+        address: of the store at which the members meet.
     """
 
     def __init__(self, backend: str, rank: int, address: str) -> None:
@@ -117,7 +118,7 @@ class _Membership:
 
 
 class World:
-    """The members' devices, and the store that their process groups meet at.
+    """The members' devices, and the store at which their process groups meet.
 
     Args:
         backend: nccl has the exchange's buckets on the devices, gloo has them in host memory.
@@ -130,7 +131,7 @@ class World:
         self.memberships: dict[int, _Membership] = {}  # by rank, that of its last exchange
 
     def place(self, rank: int) -> torch.device:
-        """Return a rank's device, which becomes that of the thread; without a GPU, the CPU."""
+        """Return a rank's device, and make it the thread's; without a GPU, the CPU."""
         if device.on_cpu():
             return torch.device("cpu")
         torch.accelerator.set_device_index(rank)
@@ -170,18 +171,18 @@ class SideStream:
             yield
 
     def join(self) -> None:
-        """Let the current stream wait for this one."""
+        """Make the current stream wait for this one."""
         if self._stream is not None:
             torch.accelerator.current_stream().wait_stream(self._stream)
 
 
 def exchange_goes_on(where: torch.device) -> None:
-    """Let the exchange's stream run to its end, and no other one unless it waits for that one."""
+    """Run the exchange's stream to its end, and no other stream unless it waits for that one."""
     device._stream_of_its_own(where, "exchange").synchronize()
 
 
 class Rank:
-    """A rank that trains TinyTraining's model; its batches are its own.
+    """A rank that trains TinyTraining's model on its own batches.
 
     Args:
         weights: dtype of the model.
@@ -207,7 +208,7 @@ class Rank:
         self.exchange = world.exchange(rank, self.training.model.parameters(), **options)
 
     def queue(self) -> Sums:
-        """Make a step as a group that heals does: it gives nothing, and keeps the sums."""
+        """Make a step as a healing group: contribute nothing, and keep the sums."""
         self.exchange.launch()
         self.exchange.copy_memory.prepare()
         self.finish(gives=False)
@@ -239,11 +240,13 @@ class Rank:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Return the model's, the last ones first."""
+        """Return the model's parameters, the last ones first."""
         return list(self.training.model.parameters())[::-1]
 
     def give_gradients(self, factor: float) -> None:
-        """Make every gradient its parameter times a factor, as backward would, and let the exchange take it."""
+        """Set every gradient to its parameter times a factor, as backward would, and call the
+        exchange's hooks.
+        """
         for parameter in self.parameters:
             parameter.grad = parameter.detach() * factor
             _call_hooks(parameter)
@@ -276,7 +279,7 @@ def _together(function: Callable[[int], Any]) -> list[Any]:
 
 
 def train(world: World, **options: Any) -> Any:
-    """Make steps one after the other; now and then a rank has nothing to give."""
+    """Make steps one after the other; sometimes a rank contributes nothing."""
 
     def run(number: int) -> Any:
         rank = Rank(world, number, **options)
@@ -293,7 +296,7 @@ def train_without_overlap(world: World) -> Any:
 
 
 def train_on_two_streams(world: World) -> Any:
-    """Let gradients become final on streams beside compute, as FSDP's do; some gradients never come."""
+    """Compute gradients on side streams, as FSDP does; some gradients never come."""
 
     def run(number: int) -> Any:
         rank = Rank(world, number)
@@ -317,7 +320,7 @@ def train_on_two_streams(world: World) -> Any:
 
 
 def train_in_8_bits(world: World) -> Any:
-    """Quantize the gradients; each step gives what rounding left of the step before as well."""
+    """Quantize the gradients; each step adds the rounding residual of the previous step."""
     return train(world, quantize=True)
 
 
@@ -327,10 +330,10 @@ def train_in_bfloat16(world: World) -> Any:
 
 
 def train_over_broken_exchanges(world: World, **options: Any) -> Any:
-    """Break each step's exchange, each at another operation, and repeat it with the same gradients.
+    """Break each step's exchange at another operation, and repeat it with the same gradients.
 
-    In one of the steps a rank's state seemed outdated at first, so that it gave zeros. The second quorum is late: by
-    then the device has done all that training has queued.
+    In one step a rank's state seemed outdated at first, so it sent zeros. The second quorum is
+    late: by then the device has done all queued work of training.
     """
 
     def run(number: int) -> Any:
@@ -360,7 +363,9 @@ def train_over_broken_exchanges(world: World, **options: Any) -> Any:
 
 
 def train_a_bfloat16_model(world: World) -> Any:
-    """Apply updates, live and replayed, to weights in bfloat16: sums are rounded once, after they were scaled."""
+    """Apply updates, live and replayed, to bfloat16 weights: sums are scaled and then
+    rounded once.
+    """
 
     def run(number: int) -> Any:
         rank = Rank(world, number, weights=torch.bfloat16, scale=0.3)
@@ -397,7 +402,9 @@ def copy(world: World) -> Any:
 
 
 def copy_beside_training(world: World) -> Any:
-    """Read copies only when the next update, or a load, is queued; each copy takes the memory of the one before."""
+    """Read copies only after the next update, or a load, is queued; each copy reuses the previous
+    one's memory.
+    """
 
     def run(number: int) -> Any:
         rank, found = Rank(world, number), list[Any]()
@@ -420,7 +427,9 @@ def copy_beside_training(world: World) -> Any:
 
 
 def copy_over_a_copy(world: World) -> Any:
-    """Give a copy's memory back before the copy is complete; the host writes its part of the next copy there."""
+    """Return a copy's memory before the copy is complete; the host writes its part of the next copy
+    there.
+    """
 
     def run(number: int) -> Any:
         rank, found = Rank(world, number), list[Any]()
@@ -465,7 +474,7 @@ def copy_on_another_thread(world: World) -> Any:
 
 
 def copy_a_state_that_ends(world: World) -> Any:
-    """Drop a state right after its copy, as a spoiled state is; its memory must not serve anything else yet."""
+    """Drop a state right after its copy; its memory must not be reused yet."""
     rank, moments = _with_moments(world)
     expected = rank.bytes()
     snapshot = rank.state.copy(1, 0)
@@ -508,7 +517,7 @@ def _with_moments(
 
 
 def load_on_another_device(world: World) -> Any:
-    """Load a copy that another device still makes; no stream of this device knows of it."""
+    """Load a copy that another device is still making, unknown to this device's streams."""
     donor = Rank(world, 0)
     joiner = Rank(world, 1, seed=1)
     world.place(0)
@@ -539,10 +548,10 @@ def _tensors(snapshot: Snapshot) -> list[torch.Tensor]:
 
 
 def heal(world: World, room: int = 0) -> Any:
-    """Let a joiner load a donor's copy, replay the sums that it has queued, and go on with the others.
+    """Load a donor's copy in a joiner, replay its queued sums, and continue with the others.
 
     Args:
-        room: copies of the sums that may stay on the joiner's device at a time.
+        room: number of copies of the sums that fit the joiner's device at a time.
     """
     snapshots: list[Snapshot] = []
     copied = threading.Event()
@@ -577,12 +586,14 @@ def heal(world: World, room: int = 0) -> Any:
 
 
 def heal_with_room(world: World) -> Any:
-    """Heal with sums of which one at a time has room on the device."""
+    """Heal with device memory for one copy of the sums at a time."""
     return heal(world, room=1)
 
 
 def queue_beside_the_next(world: World) -> Any:
-    """Keep sums while compute is late to copy them: the exchange's stream has come to the next exchange's zeros."""
+    """Keep sums while compute copies them late: the exchange's stream has reached the next
+    exchange's zeros.
+    """
 
     def run(number: int) -> Any:
         rank, kept = Rank(world, number), list[Sums]()
@@ -607,7 +618,9 @@ def queue_beside_the_next(world: World) -> Any:
 
 
 def fill_beside_the_last(world: World) -> Any:
-    """Apply sums late: the next step's gradients come on another stream, and go into the buckets of these sums."""
+    """Apply sums late: the next step's gradients come on another stream, into the buckets of these
+    sums.
+    """
 
     def run(number: int) -> Any:
         rank = Rank(world, number)
@@ -629,7 +642,9 @@ def fill_beside_the_last(world: World) -> Any:
 
 
 def rounds(world: World, alpha: float = 0.0, **options: Any) -> Any:
-    """Exchange the changes of the anchors after steps of a rank's own. Rank 1 makes the updates of copies."""
+    """Exchange the changes of the anchors after a rank's own steps. Rank 1 makes its updates from
+    copies.
+    """
 
     def run(number: int) -> Any:
         rank = Rank(world, number)
@@ -670,7 +685,7 @@ def rounds_in_bfloat16(world: World) -> Any:
 
 
 def rounds_mixed(world: World) -> Any:
-    """Go on with a share of the own weights."""
+    """Continue with a share of the own weights."""
     return rounds(world, alpha=0.5)
 
 
@@ -701,7 +716,9 @@ def read_a_number(world: World) -> Any:
 
 
 def pin_again(world: World) -> Any:
-    """Take the pinned memory of a tensor that ended while the device copied to it; the host writes there at once."""
+    """Reuse pinned memory of a tensor that ended while the device copied to it; the host writes
+    there at once.
+    """
     where, numel = world.place(0), 1 << 20  # small blocks are torch's
 
     def take() -> torch.Tensor:
@@ -723,7 +740,7 @@ def pin_again(world: World) -> Any:
 
 
 def replay(world: World) -> Any:
-    """Replay an update to its end: the time that it takes says how many updates fit into a step."""
+    """Replay an update to its end: its duration determines how many updates fit into a step."""
     from titan_ft.engine.strategy import StepStrategy
 
     where = world.place(0)
@@ -759,7 +776,9 @@ _kernels: list[Any] = []  # a stream may run one at any time until the process e
 
 
 def host_waits_for_no_copy(world: World) -> Any:
-    """Go on on the host between a copy and the optimizer's next step, while the device has not begun the copy."""
+    """Continue on the host between a copy and the optimizer's next step, before the device has
+    begun the copy.
+    """
     rank, _ = _with_moments(world)
     with _busy(torch.accelerator.current_stream()):
         snapshot = rank.state.copy(1, 0)
@@ -768,7 +787,9 @@ def host_waits_for_no_copy(world: World) -> Any:
 
 
 def newcomers_copy_waits_for_no_backward(world: World) -> Any:
-    """Make a newcomer's copy although the next step is queued, however long that takes: it follows the last update."""
+    """Copy for a newcomer while the next step is queued, however long that takes: the copy follows
+    the last update.
+    """
     rank, _ = _with_moments(world, buffers=False)
     expected = rank.bytes()
     assert rank.state.share(1, 0)
@@ -780,7 +801,9 @@ def newcomers_copy_waits_for_no_backward(world: World) -> Any:
 
 
 def backward_waits_for_no_gradient(world: World, **options: Any) -> Any:
-    """Let gradients become final while the device is busy: no hook waits for their way into the buckets."""
+    """Finish gradients while the device is busy: no hook waits for a gradient's way into its
+    bucket.
+    """
 
     def run(number: int) -> Any:
         rank = Rank(world, number, **options)
@@ -795,12 +818,14 @@ def backward_waits_for_no_gradient(world: World, **options: Any) -> Any:
 
 
 def backward_waits_for_no_gradient_in_bfloat16(world: World) -> Any:
-    """Let the gradients travel in another dtype; converted on the way to host memory, each would make the host wait."""
+    """Send gradients in another dtype; a conversion on the way to host memory would make the host
+    wait for each.
+    """
     return backward_waits_for_no_gradient(world, dtype=torch.bfloat16)
 
 
 def training_waits_for_no_member(world: World) -> Any:
-    """Compute while a bucket is summed whose other member comes late: the training's stream does not wait for it."""
+    """Compute while a bucket's sum waits for a late member: the training's stream does not wait."""
     computed = threading.Event()
 
     def run(number: int) -> Any:

@@ -19,7 +19,9 @@ DEADLINE_SECONDS = 1800
 
 
 def check_gpu(num_gpus: int, work_dir: Path) -> list[dict[str, Any]]:
-    """Run the script on so many GPUs of the stand-in; returns the rows of its table, none of which is a problem."""
+    """Run the script on GPUs of the stand-in; return the rows of its table, none of which is a
+    problem.
+    """
     recipe = ROOT / "configs" / "llama3_debug.toml"  # a CPU cannot compute the 1B model in time
     command = ["bash", str(ROOT / "scripts" / "check_gpu.sh"), "--small", "--recipe", str(recipe)]
     # As slow as on a host where 256 MiB took 2.5 s: a thread that stands still meanwhile shows.

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""CPU offload (`training.enable_cpu_offload`): FSDP keeps weights, gradients and optimizer in host memory."""
+"""CPU offload (`training.enable_cpu_offload`): FSDP keeps weights, gradients and optimizer in host
+memory.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def train(make_job: Callable[..., Job], flags: Sequence[str]) -> Job:
 def test_cpu_offload_waits_for_no_single_gradient(
     make_job: Callable[..., Job], process_group: str
 ) -> None:
-    """The host waits as often as without offload, and not once a parameter. The bytes of the updates are the same."""
+    """The host waits as often as without offload, not once a parameter, and the updates have the
+    same bytes.
+    """
     backend = f"--fault_tolerance.process_group={process_group}"
     offloaded = train(make_job, [backend, "--training.enable_cpu_offload"])
     on_device = train(make_job, [backend])

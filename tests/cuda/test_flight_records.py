@@ -33,9 +33,10 @@ def records(job: Job) -> dict[str, Any]:
 
 
 def test_a_hang_inside_a_group_leaves_a_record_for_each_rank(make_job: Callable[..., Job]) -> None:  # noqa: F811
-    """torch's watchdog ends the rank that waits, but not before both have written what they were doing.
+    """torch's watchdog ends the waiting rank after both ranks have written their records.
 
-    The other group has the same ranks, and the next attempt too: neither overwrites the record.
+    The other group has the same rank numbers, and so has the next attempt: neither overwrites the
+    records.
     """
     gate = {"name": "never", "replica": 1, "rank": 1, "attempt": 0, "step": 4}
     job = make_job(

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Pinned host memory: other threads run while it is pinned and given back, and no copy meets memory that is gone."""
+"""Pinned host memory: other threads run during pinning and unpinning, and no copy uses unpinned
+memory.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def own_bytes() -> int:
-    """Return the bytes of this process that no fork inherits: `MADV_DONTFORK`, which nothing else here asks for."""
+    """Return the bytes of this process that no fork inherits (`MADV_DONTFORK`, which only this
+    memory has).
+    """
     total = 0
     for area in re.split(
         r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE
@@ -70,7 +74,7 @@ class Gate:
 
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
-    """Check that each test gives back all of its memory."""
+    """Check that each test returns all of its memory."""
     torch.cuda.set_device(0)
     yield
     gc.collect()
@@ -80,7 +84,9 @@ def _nothing_left() -> Iterator[None]:
 
 @contextlib.contextmanager
 def longest_gap() -> Iterator[list[float]]:
-    """Measure the longest time in which no other thread of Python runs; in a list, at the end."""
+    """Measure the longest time without another running Python thread; append it to the yielded list
+    at the end.
+    """
     ticks, stop, found = [time.monotonic()], threading.Event(), list[float]()
 
     def tick() -> None:
@@ -118,7 +124,7 @@ def test_other_threads_run_while_memory_is_pinned_and_given_back(
 
 
 def test_copies_do_not_wait_while_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's allocator holds a lock meanwhile, which it takes for each copy that does not block."""
+    """torch's allocator would hold a lock meanwhile, which every non-blocking copy takes."""
     there = torch.ones(8, device="cuda")
     device.read_later(there[0])()  # torch pins now
     memory = device.empty_host(100 * MB, torch.uint8)
@@ -153,7 +159,7 @@ def test_memory_is_pinned_to_the_byte_and_copies_are_asynchronous() -> None:
 def test_memory_is_given_back_only_after_copies_that_are_under_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """CUDA does not say what happens to a copy whose memory is unpinned, and nothing else keeps the memory mapped."""
+    """CUDA leaves a copy to unpinned memory undefined, and nothing else keeps the memory mapped."""
     seen: list[bool] = []
     unpin = pinned._unpin
 
@@ -180,7 +186,7 @@ def test_memory_is_given_back_only_after_copies_that_are_under_way(
 
 
 def test_memory_is_used_again_only_after_copies_that_are_under_way() -> None:
-    """An update that was replayed and the next one that is queued are copied on different streams."""
+    """A replayed update and the next queued one are copied on different streams."""
     source = torch.ones(4 * MB, dtype=torch.uint8, device="cuda")
     first = device.empty_host(4 * MB, torch.uint8, keep=True)
     address = first.data_ptr()
@@ -215,7 +221,9 @@ def test_only_memory_of_the_same_size_is_used_again() -> None:
 def test_a_refused_block_is_named_once_and_spoils_no_kernel(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """CUDA keeps the error of a refused call: this thread's next kernel would end the training with it."""
+    """CUDA keeps the error of a refused call; this thread's next kernel would end the training with
+    it.
+    """
     monkeypatch.setattr(device, "_unpinned", set())
     monkeypatch.setenv("FAKE_PIN_MOST_MB", "4")
     with caplog.at_level(logging.WARNING):
@@ -231,7 +239,9 @@ def test_a_refused_block_is_named_once_and_spoils_no_kernel(
 def test_a_host_without_addresses_is_named_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The kernel refuses to map the block; torch's way to ask for memory may be refused as well, and says so."""
+    """If the kernel refuses to map a block, and torch's own allocation fails too, both errors are
+    reported.
+    """
     monkeypatch.setattr(device, "_unpinned", set())
     with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="memory"):
         device.empty_host(1 << 47, torch.uint8)
@@ -259,7 +269,7 @@ def test_memory_that_cannot_be_unpinned_is_never_used_for_something_else(
 
 
 def test_nothing_is_left_after_twenty_heals() -> None:
-    """Each of them fetches a state, queues updates, and copies its own state for another group."""
+    """Each heal fetches a state, queues updates, and copies its own state for another group."""
     memory, before = HostMemory(), torch.cuda.host_memory_stats()
     there = torch.ones(3 * MB, dtype=torch.uint8, device="cuda")
     found = set()
@@ -286,7 +296,9 @@ def test_nothing_is_left_after_twenty_heals() -> None:
 
 
 def test_a_fork_leaves_the_memory_alone() -> None:
-    """A data loader's worker has no use for it: it inherits no byte, and its end unpins nothing of its parent's."""
+    """A forked loader worker inherits none of the memory, and its end unpins none of its
+    parent's.
+    """
     kept = device.empty_host(2 * MB, torch.uint8, keep=True)
     del kept
     wait_until(lambda: device._pinned._kept.get(2 * MB))
@@ -339,9 +351,10 @@ def test_all_is_done_on_the_gpu_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_no_group_waits_while_another_one_gives_memory_back(make_job: Callable[..., Job]) -> None:  # noqa: F811
-    """A joiner that has healed gives back the memory of the state that it fetched, beside its first own steps.
+    """A healed joiner returns the fetched state's memory during its own first steps.
 
-    The other group's step after the heal took longer than all of that: the joiner's threads stood still.
+    The other group's step after the heal took longer than all of that, because the joiner's threads
+    stood still.
     """
     job = make_job(
         groups=2,

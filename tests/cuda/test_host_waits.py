@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How often the host waits for the GPU in a step, by torch's sync debug mode: an exact number, for each thread."""
+"""The exact number of host waits for the GPU in a step on each thread, by torch's sync
+debug mode.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ STEADY = 5  # no first time of anything, and torchtitan does not log it
 
 
 def waits(job: Job, step: int, rank: int = 0) -> Counter[tuple[str, str]]:
-    """Return how often each thread waits in a step, with the function that it waits in."""
+    """Count a step's waits by thread and function."""
     found = Counter[tuple[str, str]]()
     for line in job.output(0, rank).splitlines():
         if line.startswith(f"WAIT|{step}|"):

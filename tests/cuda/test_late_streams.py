@@ -1,8 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Late streams change no byte, and the engine needs each wait that it has.
+"""Late streams change no byte, and the engine needs each of its waits.
 
-`late_streams.py` runs the cases: each in a process of its own, since a removed wait may leave anything.
+`late_streams.py` runs each case in a process of its own, because a removed wait may leave anything
+behind.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _QUICK_REMOVALS = (
 
 
 def run(cases: Sequence[Case], **environ: str) -> list[Result]:
-    """Run cases in another process, whose forks have yet to import titan_ft; this one has."""
+    """Run cases in another process, whose forks have not imported titan_ft yet, as this one has."""
     completed = subprocess.run(
         [sys.executable, "-m", "tests.cuda.late_streams", "--run"],
         cwd=_ROOT,
@@ -55,7 +56,7 @@ def run(cases: Sequence[Case], **environ: str) -> list[Result]:
 
 
 def check_late(cases: Sequence[Case]) -> None:
-    """Check that each case ends as the undisturbed one does, bit for bit."""
+    """Check that each case ends as the undisturbed one, bit for bit."""
     results = dict(zip(cases, run(cases), strict=True))
     for case, result in results.items():
         assert not result.error, f"{case}, {case.lateness}: {result.error}"
@@ -85,7 +86,7 @@ def check_removals(waits: Sequence[str]) -> None:
 
 
 def test_the_tables_name_every_wait() -> None:
-    """A wait that is new needs a case that notices its removal."""
+    """A new wait needs a case that notices its removal."""
     assert set(find_waits()) == {*NOTICED_BY, *COVERED_BY}
     assert set(NOTICED_BY.values()) <= set(CASES)
 

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""NCCL between the groups on torch's own ProcessGroupNCCL: processes that sum, lose each other and meet again."""
+"""NCCL between the groups on torch's own ProcessGroupNCCL: processes that sum, lose each other and
+meet again.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ PROGRAM = Path(__file__).with_name("nccl_member.py")
 
 
 class Process:
-    """A member, and the lines that it writes."""
+    """A member, and its lines of output."""
 
     def __init__(self, rank: int, num_ranks: int, port: int, environ: dict[str, str]) -> None:
         timeout = float(environ.get("MEMBER_TIMEOUT", TIMEOUT))
@@ -123,7 +125,7 @@ class Process:
 def members(
     num_ranks: int, environs: dict[int, dict[str, str]] | None = None, **environ: str
 ) -> Iterator[list[Process]]:
-    """Start members that have not configured anything yet; `environs` has what only some of them get."""
+    """Start unconfigured members; `environs` has the variables of single members."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set_timeout(timedelta(seconds=DEADLINE))
     ranks = [
@@ -208,7 +210,9 @@ def largest(trace: list[str]) -> dict[str, int]:
 
 
 def test_forty_communicators_leave_nothing() -> None:
-    """No thread, descriptor, mapping or memory of the GPU. torch's watchdog takes none of their ends for an error."""
+    """Forty communicators leave no thread, descriptor, mapping or GPU memory, and torch's watchdog
+    sees no error.
+    """
     with members(2) as ranks:
         do_all(ranks, "reconfigure", "a", 2, [0, 1])
         before = do_all(ranks, "settle", {"threads": [], "mapped": 0, "num_threads": 2}, SOON)
@@ -220,7 +224,9 @@ def test_forty_communicators_leave_nothing() -> None:
 
 
 def test_what_a_set_up_without_its_peer_has_made_ends_by_itself() -> None:
-    """It costs its own time alone; the next one works at once, and nothing is left when torch's lock is free."""
+    """A set-up without its peer costs its own time only; the next one works, and nothing stays
+    afterwards.
+    """
     with members(1, MEMBER_TIMEOUT="3") as (rank,):
         meet([rank], "a")
         exchange_works([rank])
@@ -237,7 +243,9 @@ def test_what_a_set_up_without_its_peer_has_made_ends_by_itself() -> None:
 
 @pytest.mark.parametrize("launched", ["a bucket's sum", "the rows' sum"])
 def test_an_abort_while_a_collective_is_launched_ends_the_exchange(launched: str) -> None:
-    """torch itself waits in the launch until its own time is over; the next exchange does not wait for that."""
+    """torch itself waits in the launch until its own timeout; the next exchange does not wait for
+    that.
+    """
     with members(2) as ranks:
         meet(ranks, "a")
         exchange_works(ranks)
@@ -261,10 +269,11 @@ def test_an_abort_while_a_collective_is_launched_ends_the_exchange(launched: str
 
 
 def test_torch_ends_no_operation_by_itself() -> None:
-    """After its own time, 10 minutes by default, it would have flight records dumped and hide each later error.
+    """torch does not time out an operation, which would dump flight records and hide later errors.
 
-    Waiting exchange kernels leave most of the GPU to backward, and their stream is of the highest priority: torch's
-    pool lends those of the others again after 32 communicators. The older name of a variable does not reach torch.
+    Waiting exchange kernels leave most of the GPU to backward. Their stream has the highest
+    priority, because torch's pool reuses the streams of the other priorities after 32
+    communicators. The older name of a variable does not reach torch.
     """
     with members(1, NCCL_ASYNC_ERROR_HANDLING="1") as (rank,):
         meet([rank], "a")
@@ -285,7 +294,9 @@ def test_any_error_that_torch_reports_ends_the_exchange() -> None:
 
 
 def test_a_set_up_does_not_wait_for_what_torch_does_after_an_abort() -> None:
-    """torch's watchdog imports torch._inductor for the stack of a failed operation: seconds, if nothing else has."""
+    """torch's watchdog imports torch._inductor for the stack of a failed operation, which takes
+    seconds the first time.
+    """
     with members(2, FAKE_NCCL_NET="1") as ranks:
         meet(ranks, "a")
         ranks[0].do("block_import", "torch._inductor")
@@ -310,9 +321,11 @@ LOST = 1  # the rank that is killed, of three
     ],
 )
 def test_a_member_is_killed(when: str, noticed: str) -> None:
-    """The survivors' processes live, their exchange breaks off, and the two of them meet again and sum.
+    """The survivors' processes live, their exchange breaks off, and the two of them meet again and
+    sum.
 
-    Where NCCL does not notice, as on NVLink, the survivors are told to break off, as by a pulse.
+    Where NCCL does not notice a death, as on NVLink, the survivors are told to break off, as by a
+    pulse.
     """
     slow = {LOST: {"FAKE_NCCL_CONNECT_MS": FOR_EVER}} if when == "set-up" else {}
     with members(3, slow, FAKE_NCCL_NET=str(int(noticed == "by NCCL"))) as ranks:
@@ -352,7 +365,9 @@ def test_a_member_is_killed(when: str, noticed: str) -> None:
 
 
 def test_a_slow_abort_delays_the_next_set_up_and_no_more() -> None:
-    """The next set-up waits for it; if it takes longer, that set-up fails, and a later one works."""
+    """The next set-up waits for the abort; if that takes too long, the set-up fails, and a later
+    one works.
+    """
     with members(1) as (rank,):
         meet([rank], "a")
         rank.do("knob", "FAKE_NCCL_ABORT_MS", "5000")
@@ -366,7 +381,7 @@ def test_a_slow_abort_delays_the_next_set_up_and_no_more() -> None:
 
 
 def test_a_set_up_that_needs_longer_gets_more_time() -> None:
-    """Twice as much each time, until the members are connected."""
+    """Each failed set-up doubles the time for the next one, until the members are connected."""
     with members(2, FAKE_NCCL_CONNECT_MS="1500") as ranks:
         errors = []
         for attempt in range(4):
@@ -380,7 +395,7 @@ def test_a_set_up_that_needs_longer_gets_more_time() -> None:
 
 
 def test_an_exchange_that_takes_too_long_is_broken_off() -> None:
-    """Although nobody has noticed that a member is gone."""
+    """An exchange times out although nothing noticed that a member is gone."""
     with members(2) as ranks:
         meet(ranks, "a")
         ranks[0].send("exchange", 0.5)  # the other member does not come

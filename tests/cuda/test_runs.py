@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whole jobs over NCCL, on torch's CUDA build: their bytes are those of Gloo, of stock torchtitan, of no failure."""
+"""Whole jobs over NCCL on torch's CUDA build: their bytes equal those of Gloo, of stock, of an
+undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ SLOW = {"marks": pytest.mark.slow}
 
 
 def digests(events: Sequence[Event]) -> dict[tuple[int, int], str]:
-    """Return the digest of each rank's state by (step, rank), once the groups are known to agree on it."""
+    """Return the digest of each rank's state by (step, rank), after checking that the
+    groups agree.
+    """
     committed = named(events, "step_committed")
     check_one_trajectory(committed)
     found = {(event["step"], event["rank"]): event["digest"] for event in committed}
@@ -65,7 +69,9 @@ def train(
 def test_a_kill_changes_no_byte(
     make_job: Callable[..., Job], groups: int, ranks: int, flags: tuple[str, ...]
 ) -> None:
-    """The killed group heals, and the others wait for it: each step has the bytes of a run without a kill."""
+    """The others wait for the killed group to heal, so each step has the bytes of a run without a
+    kill.
+    """
     flags = (NCCL, f"--fault_tolerance.min_replica_size={groups}", *flags)
     undisturbed = train(make_job, flags, groups=groups, ranks=ranks)
     kill = {"replica": 1, "rank": ranks - 1, "point": "backward", "step": KILL_STEP}
@@ -100,7 +106,7 @@ FRAGMENTS = ("--fault_tolerance.num_fragments=2", "--fault_tolerance.fragment_sy
     ],
 )
 def test_nccl_makes_the_bytes_of_gloo(make_job: Callable[..., Job], flags: tuple[str, ...]) -> None:
-    """Two addends have one sum, whoever adds them: after each update both have the same state."""
+    """Two addends have one sum in any order: after each update both runs have the same state."""
     over_nccl, over_gloo = (
         train(make_job, (process_group, *flags)) for process_group in (NCCL, GLOO)
     )
@@ -115,7 +121,9 @@ def test_two_groups_equal_stock_hsdp(runs: Runs, process_group: str) -> None:
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("async_with_pinned_mem", **SLOW)])
 def test_all_are_killed_and_resume(make_job: Callable[..., Job], mode: str) -> None:
-    """From an asynchronous checkpoint of two shards on: all steps have the bytes of a run that nobody killed."""
+    """From an asynchronous checkpoint of two shards on, all steps have the bytes of an undisturbed
+    run.
+    """
     flags = (NCCL, *FULL_CHECKPOINTS, f"--checkpoint.async_mode={mode}")
     undisturbed = train(make_job, flags, ranks=2)
     places = [(replica, rank) for replica in range(2) for rank in range(2)]

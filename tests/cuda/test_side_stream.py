@@ -14,7 +14,9 @@ DEADLINE = 20.0  # seconds; only ever reached by a bug
 
 
 def test_two_threads_in_one_side_stream_go_back_to_their_own() -> None:
-    """As when the exchange's thread was left in it, and ends while the training thread is in it."""
+    """An exchange's thread may leave the side stream while the training thread is in it; each
+    returns to its own.
+    """
     where, entered, leave = torch.device("cuda", 0), threading.Event(), threading.Event()
     after = list[torch.Stream]()
     own, default = torch.Stream(where), torch.accelerator.current_stream(where)

@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_two_groups_share_one_gpu() -> None:
-    """A group is killed and contributes again, and all digests are equal: else the script's status is not 0."""
+    """A group is killed and contributes again, and all digests are equal; otherwise the script
+    fails.
+    """
     env = {**os.environ, "TITAN_FT_PYTHON": sys.executable, "FAKE_CUDA_DEVICES": "1"}
     command = ["bash", str(ROOT / "scripts" / "smoke_single_gpu.sh"), "--training.steps=60"]
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)

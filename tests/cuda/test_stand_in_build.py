@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The build of the stand-in: nothing to do costs nothing, and what is missing is named."""
+"""The build of the stand-in: a build without changes costs nothing, and missing tools are named."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _build(out: Path, path: str) -> subprocess.CompletedProcess[str]:
 
 
 def _path_without_tools(folder: Path) -> str:
-    """Return a PATH on which the shell finds its own commands and no compiler."""
+    """Return a PATH with the shell's own commands and without a compiler."""
     folder.mkdir()
     for command in ("bash", "dirname"):
         found = next(p for p in os.environ["PATH"].split(":") if (Path(p) / command).exists())

@@ -59,7 +59,7 @@ class Rank:
         self.process.wait()
 
     def end(self) -> str:
-        """End the process and return what it wrote to standard error."""
+        """End the process; return its standard error."""
         try:
             _, errors = self.process.communicate(timeout=_DEADLINE)
         finally:

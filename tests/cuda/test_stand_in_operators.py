@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Operators of the stand-in that CUDA computes otherwise than the CPU, and a job with the CPU's bits."""
+"""Operators of the stand-in that CUDA computes otherwise than the CPU, and a job with the CPU's
+bits.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +145,9 @@ _STEPS = 3
 
 
 def _digests(folder: Path, devices: int) -> dict[tuple[int, int, int], str | None]:
-    """Train two groups of two ranks; returns the digest of each rank's state by (step, group, rank)."""
+    """Train two groups of two ranks; return the digest of each rank's state by (step,
+    group, rank).
+    """
     command = [
         sys.executable,
         "-m",

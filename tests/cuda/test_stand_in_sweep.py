@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch's own samples of operators: on the stand-in, results and gradients agree with those of the CPU."""
+"""torch's own operator samples: the stand-in's results and gradients equal those of the CPU."""
 
 from __future__ import annotations
 

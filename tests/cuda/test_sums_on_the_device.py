@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where a joiner keeps the sums that it has queued: on the device as far as there is room, else in host memory."""
+"""A joiner's queued sums stay on the device as far as there is room, and else go to host memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from titan_ft.gradients.sums import Sums
 def nccl_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set NCCL's environment as a worker does, for one test.
 
-    torchft sets a timeout of its own where there is none. It stayed in the environment of this process,
-    and the jobs of the tests that followed refused it.
+    torchft sets a default timeout. It stayed in the environment of this process, and the jobs of
+    later tests refused it.
     """
     for name, value in device.nccl_environment(os.environ, timeout_ms=10_000).items():
         monkeypatch.setenv(name, value)
@@ -37,7 +37,9 @@ def leave_room(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 
 
 def test_sums_stay_on_the_device_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as half of its memory takes; the others go to host memory, until one that stayed is replayed."""
+    """Sums for half of the free memory stay; the others go to host memory until one that stayed is
+    replayed.
+    """
     world = World("nccl")
     ranks = [Rank(world, number) for number in range(NUM_MEMBERS)]
     # Its gradients, and Adam's moments.

@@ -1,9 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every place where titan_ft waits for a device, found in its source; and titan_ft with some of them removed.
+"""Every place where titan_ft waits for a device, found in its source; and titan_ft with some of
+them removed.
 
-A wait is named by module, function and callee, such as `gradients.flight.Flight.join:wait_for`. Two of the same callee
-in one function have numbers. A name survives every edit that keeps the wait in its function.
+A wait is named by module, function and callee, such as `gradients.flight.Flight.join:wait_for`. Two
+waits with the same callee in one function have numbers. A name survives every edit that keeps the
+wait in its function.
 """
 
 from __future__ import annotations
@@ -48,10 +50,10 @@ def find_waits() -> dict[str, Path]:
 
 
 def remove_waits(names: Collection[str]) -> None:
-    """Let the modules of titan_ft that this process is yet to import lack these waits.
+    """Remove these waits from modules of titan_ft that this process imports later.
 
     Raises:
-        ValueError: there is no such wait, or its module is imported already.
+        ValueError: a name is unknown, or its module is already imported.
     """
     files = find_waits()
     if missing := set(names) - set(files):
@@ -85,7 +87,7 @@ def _name_waits(path: Path, tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
 def _calls_in(
     node: ast.AST, function: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], ast.Call]]:
-    """Yield each call with the names of the classes and functions around it, in the order of the source."""
+    """Yield each call with the names of the classes and functions around it, in source order."""
     for child in ast.iter_child_nodes(node):
         inner = function
         if isinstance(child, ast.FunctionDef | ast.ClassDef):

@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Build the stand-ins for NVIDIA's libraries: `bash build.sh VENV [OUT]`, VENV has torch's CUDA build.
+"""Build the stand-ins for NVIDIA's libraries: `bash build.sh VENV [OUT]`; VENV has torch's CUDA
+build.
 
-torch's libraries name the functions that they need of NVIDIA's. The sources in `src/` define those
-that a run depends on. This script writes a function that does nothing for each of the rest, because
+torch's libraries name the functions that they need from NVIDIA's. The sources in `src/` define
+those that a run depends on. This script writes an empty function for each of the rest, because
 torch would not load without them.
 """
 
@@ -96,11 +97,11 @@ _OPERATORS_LIBRARY = "libstand_in_ops.so"
 
 
 class BuildError(Exception):
-    """Something that the user has to mend, in one line."""
+    """A problem that the user has to solve, in one line."""
 
 
 def _run(command: list[str], **options: object) -> str:
-    """Run a command and return its output; a failure ends the build with its error output."""
+    """Run a command and return its output. A failure ends the build with its error output."""
     done = subprocess.run(command, capture_output=True, text=True, **options)
     if done.returncode != 0:
         raise BuildError(f"{' '.join(command)}\n{done.stderr}")
@@ -148,7 +149,7 @@ def _read_all(paths: Iterable[Path]) -> list[str]:
 
 @dataclass(frozen=True)
 class Reference:
-    """A function that one of torch's libraries takes from another library."""
+    """A function that one of torch's libraries needs from another library."""
 
     name: str
     version: str
@@ -172,7 +173,7 @@ def _belongs(reference: Reference, library: Library) -> bool:
 
 
 class Build:
-    """Steps that are left out when their inputs have not changed, judged by content."""
+    """Build steps that are skipped if the content of their inputs has not changed."""
 
     def __init__(self, torch: Path, out: Path) -> None:
         self._torch = torch
@@ -268,7 +269,7 @@ class Build:
         self._make(self._out / _OPERATORS_LIBRARY, link, *(path.read_bytes() for path in objects))
 
     def _make(self, target: Path, command: list[str], *inputs: str | bytes) -> Path:
-        """Run the command, which ends with the target's path, unless its inputs are the same."""
+        """Run the command, which ends with the target's path, unless its inputs are unchanged."""
         stamp = self._objects / f"{target.name}.stamp"
         digest = _digest(*command, *inputs)
         if target.exists() and stamp.exists() and stamp.read_text() == digest:

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""scripts/campaign.sh: what it refuses and runs."""
+"""scripts/campaign.sh: its refusals, and the commands that it runs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ Campaign = Callable[..., tuple[subprocess.CompletedProcess[str], list[str]]]
 
 
 def test_a_campaign_is_launched_checked_and_reported(campaign: Campaign, tmp_path: Path) -> None:
-    """The seed is printed and handed on; the user's flags come last, so that they win."""
+    """The seed is printed and passed on. The user's flags come last, so that they win."""
     plan = tmp_path / "plan.toml"
     plan.touch()
     arguments = [
@@ -115,7 +115,9 @@ def test_a_campaign_is_launched_checked_and_reported(campaign: Campaign, tmp_pat
 
 
 def test_above_eight_groups_the_model_is_halved(campaign: Campaign, tmp_path: Path) -> None:
-    """So many share the cores: a small model, and time for each one's turn; a config of the user's is left as it is."""
+    """More than eight groups share the cores with a small model and longer timeouts; a user's
+    config stays as it is.
+    """
     small = "--model.flavor=debugmodel_half --training.seq_len=128"
     _, calls = campaign("--run-dir", str(tmp_path / "many"), "--groups", "30")
     assert "--replicas 30 " in calls[0]
@@ -133,7 +135,9 @@ def test_above_eight_groups_the_model_is_halved(campaign: Campaign, tmp_path: Pa
 
 
 def test_a_campaign_that_was_cut_goes_on(campaign: Campaign, tmp_path: Path) -> None:
-    """With --resume in its folder: what is not given is as it was, and the faults are not those of before again."""
+    """--resume in the campaign's folder keeps all options that are not given, and draws new
+    faults.
+    """
     plan, run_dir = tmp_path / "plan.toml", tmp_path / "run"
     plan.touch()
     arguments = ["--seed", "7", "--groups", "5", "--plan", str(plan), "--run-dir", str(run_dir)]
@@ -152,7 +156,9 @@ def test_a_campaign_that_was_cut_goes_on(campaign: Campaign, tmp_path: Path) -> 
 
 
 def test_a_resume_that_was_refused_changes_nothing(campaign: Campaign, tmp_path: Path) -> None:
-    """Another number of groups is, unless it is named; the next resume goes on with what the campaign was."""
+    """Another number of groups is refused unless it is named; the next resume keeps the original
+    campaign.
+    """
     run_dir = tmp_path / "run"
     campaign("--seed", "7", "--groups", "5", "--run-dir", str(run_dir))
     more = ["--resume", "--run-dir", str(run_dir), "--groups", "6"]
@@ -177,7 +183,7 @@ def test_a_command_that_was_refused_can_be_corrected_in_the_same_folder(
 
 
 def test_semi_synchronous(campaign: Campaign, tmp_path: Path) -> None:
-    """The method comes in the place of a policy that it refuses; a method that is none is refused here."""
+    """A method replaces a policy that conflicts with it; an unknown method is refused here."""
     ended, calls = campaign("--run-dir", str(tmp_path / "run"), "--semi-sync", "diloco")
     assert ended.returncode == 0, ended.stderr
     assert "--fault_tolerance.semi_sync_method=diloco --fault_tolerance.sync_steps=5" in calls[0]
@@ -195,7 +201,9 @@ def test_without_a_seed_one_is_drawn_and_printed(campaign: Campaign, tmp_path: P
 
 
 def test_the_reference_is_the_same_run_without_faults(campaign: Campaign, tmp_path: Path) -> None:
-    """As long, no chaos, the same flags: so the same LR at each step and the same batches."""
+    """The reference is as long, without chaos and with the same flags, so it has the same LR and
+    batches at each step.
+    """
     run_dir, reference = tmp_path / "run", tmp_path / "run-reference"
     ended, calls = campaign("--run-dir", str(run_dir), "--reference", "--", "--metrics.log_freq=5")
     assert ended.returncode == 0, ended.stderr
@@ -291,7 +299,7 @@ def test_the_usage_names_every_option(campaign: Campaign) -> None:
 
 
 def test_a_campaign_that_is_stopped_ends_its_launch(tmp_path: Path) -> None:
-    """SIGTERM to the script ends what it started."""
+    """SIGTERM to the script ends its processes."""
     python, pid_file = tmp_path / "python", tmp_path / "pid"
     python.write_text(STAND_IN)
     python.chmod(0o755)

@@ -21,7 +21,9 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "expect_rejoin.py"
 def history(
     final: str = "aa", at_step: str = "11", kill: bool = True, rejoin: bool = True
 ) -> list[Event]:
-    """Two groups of one rank; group 1 is killed after step 1, is back for step 3, and both end after it."""
+    """Make a history of two groups of one rank: group 1 is killed after step 1, returns for step 3,
+    and both end after it.
+    """
 
     def worker(
         time: float, event: str, replica: int, attempt: int = 0, **fields: Any
@@ -87,7 +89,7 @@ def expect_rejoin(run_dir: Path, events: list[Event]) -> subprocess.CompletedPro
 
 
 def test_a_group_that_came_back_with_equal_digests_passes(tmp_path: Path) -> None:
-    """Nothing is printed."""
+    """A successful rejoin prints nothing."""
     result = expect_rejoin(tmp_path, history())
     assert (result.returncode, result.stderr) == (0, "")
 
@@ -103,7 +105,7 @@ def test_a_group_that_came_back_with_equal_digests_passes(tmp_path: Path) -> Non
     ],
 )
 def test_what_does_not_hold_is_said(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    """One line, and the status says so."""
+    """A failure prints one line and sets the status."""
     result = expect_rejoin(tmp_path, history(**changes))
     assert result.returncode == 1
     assert message in result.stderr

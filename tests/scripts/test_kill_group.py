@@ -23,7 +23,7 @@ Process = subprocess.Popen[bytes]
 
 @pytest.fixture
 def start() -> Iterator[Callable[[str], Process]]:
-    """Start processes that wait, with a name on their command line; all are ended afterwards."""
+    """Start waiting processes with a name in their command lines, and end them after the test."""
     processes: list[Process] = []
 
     def start_one(name: str) -> Process:
@@ -62,7 +62,9 @@ def kill_group(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[st
 def test_it_kills_all_of_the_groups_latest_attempt_and_nothing_else(
     tmp_path: Path, start: Callable[[str], Process]
 ) -> None:
-    """Both ranks die; another group, an earlier attempt and a stranger with a recycled pid live; the fault is noted."""
+    """Both ranks die; another group, an earlier attempt and a process with a reused pid live; the
+    fault is recorded.
+    """
     other, earlier, rank0, rank1 = (start("titan_ft.train") for _ in range(4))
     stranger = start("editor")
     write(
@@ -85,7 +87,9 @@ def test_it_kills_all_of_the_groups_latest_attempt_and_nothing_else(
 
 
 def test_it_waits_for_the_groups_own_step(tmp_path: Path, start: Callable[[str], Process]) -> None:
-    """A step that only another group has committed does not count; the deadline ends the wait with a message."""
+    """A step that only another group committed does not count. The deadline ends the wait with a
+    message.
+    """
     worker = start("titan_ft.train")
     write(tmp_path, started(1, 0, worker), committed(0, 9), committed(1, 8))
     result = kill_group(tmp_path, "--replica", "1", "--at-step", "9", "--timeout-seconds", "0.5")
@@ -95,7 +99,7 @@ def test_it_waits_for_the_groups_own_step(tmp_path: Path, start: Callable[[str],
 
 
 def test_a_group_without_a_live_worker_is_named(tmp_path: Path) -> None:
-    """Nothing to kill is a failure, and no fault is put on record."""
+    """Without a process to kill the script fails, and records no fault."""
     write(tmp_path, committed(1, 3))
     result = kill_group(tmp_path, "--replica", "1")
     assert result.returncode == 1

@@ -1,7 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The shell scripts: what they refuse, and the commands that they build."""
+"""The shell scripts: their refusals, and the commands that they build."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FULL = {
 def run(
     script: str, *arguments: str, path: str | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script without anything of Slurm or of this project in its environment but what is given."""
+    """Run a script with no variable of Slurm or of this project except the given ones."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     clean["PATH"] = path or clean["PATH"]
     return subprocess.run(
@@ -82,7 +82,9 @@ def test_scripts_are_valid_bash(script: str) -> None:
 
 
 def test_ci_runs_no_code_that_can_be_replaced() -> None:
-    """An action's tag can be moved to other code, a commit cannot. An extra index may serve every package's name."""
+    """An action's tag can be moved to other code, a commit cannot. An extra index may serve any
+    package's name.
+    """
     workflows = [
         path.read_text() for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
     ]
@@ -140,7 +142,7 @@ def test_workers_that_are_no_forks_are_a_wish() -> None:
 def test_the_agent_knows_how_long_its_workers_may_take_to_leave(
     tmp_path: Path, table: str, flags: list[str], expected: list[str]
 ) -> None:
-    """How long they may take to leave, as the workers themselves read it."""
+    """The agent gets the drain timeout as the workers read it."""
     config = tmp_path / "own.toml"
     config.write_text(f"[fault_tolerance]\n{table}\n")
     words = dry_run(*options(config=str(config)), "--", *flags)
@@ -179,7 +181,9 @@ def test_slurm_gives_what_is_not_named(nodelist: str, first: str) -> None:
 
 
 def test_a_scontrol_that_fails_is_done_without(tmp_path: Path) -> None:
-    """Slurm's commands may be installed where its configuration is not: in a container of a compute node."""
+    """In a container of a compute node Slurm's commands may be installed without its
+    configuration.
+    """
     (tmp_path / "dirname").symlink_to("/usr/bin/dirname")
     (tmp_path / "scontrol").write_text(
         "#!/bin/sh\necho scontrol: fatal: no configuration >&2\nexit 1\n"
@@ -203,7 +207,7 @@ def test_slurm_counts_are_understood(value: str) -> None:
 
 
 def test_arguments_win_over_slurm() -> None:
-    """What the user names is taken."""
+    """The user's arguments override Slurm's variables."""
     words = dry_run(
         *options(nodes="3", rendezvous="10.0.0.7:555"), SLURM_NNODES="2", SLURM_ARRAY_TASK_ID="5"
     )
@@ -295,7 +299,7 @@ def test_mistakes_are_refused_in_one_line(
 ) -> None:
     """The line names the option, the rule and the value; the status is that of bad usage.
 
-    The command that the script stands for is called here without it.
+    The test calls the command of the script directly.
     """
     for name in [name for name in os.environ if name.startswith(OURS)]:
         monkeypatch.delenv(name)
@@ -307,7 +311,9 @@ def test_mistakes_are_refused_in_one_line(
 
 
 def test_the_lighthouse_of_the_option_counts_before_that_of_the_config(tmp_path: Path) -> None:
-    """A worker prefers the config's address to its environment's, so the option must be one of its flags."""
+    """A worker prefers the config's address to its environment's, so the option must be one of its
+    flags.
+    """
     config = tmp_path / "own.toml"
     config.write_text('[fault_tolerance]\nlighthouse = "http://10.0.0.9:1"\n')
     words = dry_run(*options(config=str(config)))
@@ -328,14 +334,14 @@ def test_the_folder_of_a_launch_that_goes_on_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_token_is_required_off_this_host() -> None:
-    """State is handed out over the network only to those who know the secret."""
+    """State is sent over the network only to processes with the secret."""
     result = group(*options())
     assert result.returncode == 2
     assert "TITAN_FT_TOKEN must be set" in result.stderr
 
 
 def test_a_short_token_is_refused_off_this_host() -> None:
-    """Somebody who plays a donor can try all short ones."""
+    """An impostor of a donor could try all short tokens."""
     result = group(*options(), TITAN_FT_TOKEN="hunter2")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert "at least 16 bytes, got 7 bytes" in result.stderr
@@ -377,7 +383,9 @@ def test_no_token_but_a_rendezvous_elsewhere_is_refused() -> None:
 def test_what_needs_a_gpu_refuses_a_machine_without_one(
     script: str, instead: str, tmp_path: Path
 ) -> None:
-    """It says so at once, in a line, before it installs anything, and names what to do instead."""
+    """The script refuses at once, in a line, before it installs anything, and names the
+    alternative.
+    """
     if Path("/dev/kfd").exists():
         pytest.skip("this machine has a GPU")
     nvidia_smi = tmp_path / "nvidia-smi"
@@ -404,7 +412,7 @@ def test_what_needs_a_gpu_refuses_a_machine_without_one(
     ],
 )
 def test_the_gpu_check_refuses_what_it_cannot_do(arguments: tuple[str, ...], told: str) -> None:
-    """In one line, before the set-up; also where it is to run on the CPU."""
+    """The check refuses in one line before the set-up, also with --cpu."""
     result = run("check_gpu.sh", "--cpu", *arguments, TITAN_FT_PYTHON="/no/python")
     assert result.returncode == 2
     assert result.stderr.startswith(f"check_gpu.sh: {told}")
@@ -425,7 +433,7 @@ def test_the_gpu_check_refuses_what_it_cannot_do(arguments: tuple[str, ...], tol
     ],
 )
 def test_help_comes_before_anything_is_installed(script: str, tmp_path: Path) -> None:
-    """At once, also where there is no Python at all."""
+    """Help is printed at once, even without Python."""
     for tool in ("dirname", "cat"):
         (tmp_path / tool).symlink_to(f"/usr/bin/{tool}")
     result = run(f"{script}.sh", "--help", path=str(tmp_path), PYTHON="/no/python")
@@ -434,7 +442,9 @@ def test_help_comes_before_anything_is_installed(script: str, tmp_path: Path) ->
 
 
 def test_a_value_may_follow_an_equals_sign(tmp_path: Path) -> None:
-    """As in the commands of titan-ft; what has no value is no option of that form."""
+    """Options accept --name=value, as titan-ft's commands do; an option without a value
+    does not.
+    """
     result = run("campaign.sh", "--minutes=1")
     assert "--minutes must be a whole number, at least 2, got '1'" in result.stderr
     assert "no option '--resume=yes'" in run("campaign.sh", "--resume=yes").stderr
@@ -457,7 +467,7 @@ def test_the_set_up_names_the_python_it_needs(tmp_path: Path) -> None:
 
 
 def test_the_set_up_takes_a_later_python(tmp_path: Path) -> None:
-    """Where python3.11 and python3.12 do not work, python3.13 makes the environment."""
+    """If python3.11 and python3.12 do not work, python3.13 makes the environment."""
     root, tools, calls = tmp_path / "root", tmp_path / "tools", tmp_path / "calls"
     (root / "scripts").mkdir(parents=True)
     tools.mkdir()
@@ -480,7 +490,7 @@ exit {status}
 
 
 def test_the_set_up_leaves_an_environment_of_the_users_alone() -> None:
-    """With TITAN_FT_PYTHON nothing is made or installed; a wrong one is named."""
+    """With TITAN_FT_PYTHON nothing is created or installed; a wrong value is named."""
     assert run("setup_env.sh", TITAN_FT_PYTHON=sys.executable).returncode == 0
     result = run("setup_env.sh", TITAN_FT_PYTHON="/no/python")
     assert result.returncode == 2
@@ -489,7 +499,9 @@ def test_the_set_up_leaves_an_environment_of_the_users_alone() -> None:
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Path:
-    """An interpreter that only notes what it is asked to run, and ends as the variables of its environment say."""
+    """An interpreter that only records its commands, and ends as variables of its
+    environment say.
+    """
     python = tmp_path / "python"
     python.write_text(
         """#!/bin/bash
@@ -517,7 +529,9 @@ esac
 def test_the_quickstart_succeeds_only_with_a_kill_a_rejoin_and_equal_digests(
     stand_in: Path, tmp_path: Path, launch: str, hang: bool, expect: str, status: int, message: str
 ) -> None:
-    """Launch, kill and report are run with the user's flags; any failure is the script's, and no process stays."""
+    """Launch, kill and report run with the user's flags; any failure fails the script, and no
+    process stays.
+    """
     pid_file = tmp_path / "killer.pid"
     result = run(
         "kill_and_rejoin.sh",
@@ -540,7 +554,7 @@ def test_the_quickstart_succeeds_only_with_a_kill_a_rejoin_and_equal_digests(
 
 
 def test_the_debug_config_is_complete() -> None:
-    """The quickstart's config enables what the quickstart shows, and names only what is shipped."""
+    """The quickstart's config enables everything that it shows, and names only shipped files."""
     config = tomli.loads(CONFIG.read_text(encoding="utf-8"))
     assert config["job"]["custom_config_module"] == "titan_ft.config"
     assert config["fault_tolerance"]["enable"] is True

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""titan-ft slurm submit, with an sbatch that only notes how it was called; tests/slurm has a real one."""
+"""titan-ft slurm submit with an sbatch that only records its calls. tests/slurm has a real one."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def test_help_is_that_of_the_command(tmp_path: Path, option: str) -> None:
 
 
 def test_what_differs_in_the_config_is_told_to_the_lighthouse(tmp_path: Path) -> None:
-    """It does not read the config; a round of several steps would be cut short by its usual settings."""
+    """The lighthouse does not read the config; its defaults would cut short a round of several
+    steps.
+    """
     config = tmp_path / "mine.toml"
     config.write_text(
         "[fault_tolerance]\nheartbeat_timeout_ms = 900\nsemi_sync_method = 'diloco'\n"
@@ -114,7 +116,9 @@ def test_what_differs_in_the_config_is_told_to_the_lighthouse(tmp_path: Path) ->
 
 
 def test_one_command_submits_a_run(tmp_path: Path) -> None:
-    """A lighthouse and its standby, and groups that begin when the first one has; the token is the user's alone."""
+    """A lighthouse, its standby, and groups that start after it are submitted; only the user can
+    read the token.
+    """
     options = [
         "--nodes",
         "2",
@@ -161,7 +165,9 @@ def test_one_command_submits_a_run(tmp_path: Path) -> None:
 
 
 def test_each_submission_has_a_token_of_its_own(tmp_path: Path) -> None:
-    """So that names of an earlier submission, recorded on the wire, are worth nothing. The user's own token stays."""
+    """Each submission has a new token, so names recorded from an earlier one are useless. A user's
+    own token stays.
+    """
     token = tmp_path / "run" / "token"
     tokens = []
     for options in ((), (), ("--token-file", str(token))):
@@ -174,7 +180,7 @@ def test_each_submission_has_a_token_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 def test_a_token_file_or_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
-    """Who made them knows the token, or puts another one in its place."""
+    """The owner of a token file or folder knows the token, or can replace it."""
     token, run = tmp_path / "secret", tmp_path / "run"
     token.write_text("a secret of mine, long enough")
     token.chmod(0o600)
@@ -191,7 +197,7 @@ def test_a_token_file_or_a_folder_of_another_user_is_refused(tmp_path: Path) -> 
 
 
 def test_a_short_token_is_refused(tmp_path: Path) -> None:
-    """A donor that does not know it could find it offline."""
+    """A donor without the token could find a short one offline."""
     token = tmp_path / "secret"
     token.write_text("hunter2\n")
     token.chmod(0o600)
@@ -206,7 +212,7 @@ def test_a_short_token_is_refused(tmp_path: Path) -> None:
 def test_a_token_file_without_a_token_is_refused(
     tmp_path: Path, content: bytes | None, reason: str
 ) -> None:
-    """One line, before anything is submitted."""
+    """The refusal is one line, before anything is submitted."""
     token = tmp_path / "secret"
     if content is not None:
         token.write_bytes(content)
@@ -218,7 +224,7 @@ def test_a_token_file_without_a_token_is_refused(
 
 
 def test_a_token_of_the_users_is_taken_if_nobody_else_can_read_it(tmp_path: Path) -> None:
-    """It says which mode it has; nothing is submitted."""
+    """A token file that others can read is refused with its mode, and nothing is submitted."""
     token = tmp_path / "secret"
     token.write_text("a secret of mine, long enough")
     token.chmod(0o640)
@@ -284,9 +290,10 @@ _NO_ANSWER = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >
 def test_the_folder_of_a_run_that_goes_on_is_refused(
     tmp_path: Path, answer: str, message: str
 ) -> None:
-    """Its token, lighthouse and jobs stay as they are, also while Slurm gives no answer.
+    """A running run's token, lighthouse and jobs stay as they are, also while Slurm gives no
+    answer.
 
-    Those of a run that is over are replaced.
+    The files of a finished run are replaced.
     """
     assert submit(tmp_path, *full(tmp_path)).returncode == 0
     jobs = (tmp_path / "run" / "slurm" / "jobs").read_text()
@@ -323,7 +330,7 @@ def test_a_run_is_submitted_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_leaves_nothing(tmp_path: Path) -> None:
-    """It prints what would be submitted."""
+    """A dry run prints the submissions and creates nothing."""
     done = submit(tmp_path, *full(tmp_path), "--dry-run")
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 2)
     assert not (tmp_path / "run").exists()
@@ -331,7 +338,9 @@ def test_a_dry_run_leaves_nothing(tmp_path: Path) -> None:
 
 
 def stand_in(folder: Path, name: str, body: str) -> None:
-    """Put a command of Slurm's into folder/bin that notes how it was called, one of all to a line."""
+    """Put a stand-in for a command of Slurm into folder/bin that records its calls, one to
+    a line.
+    """
     tools = folder / "bin"
     tools.mkdir(exist_ok=True)
     (tools / name).write_text(f'#!/bin/bash\necho "{name} $*" >> {folder}/calls\n{body}\n')
@@ -346,7 +355,9 @@ def noted(folder: Path, *verbs: str) -> list[str]:
 
 
 def hasten(folder: Path, reason: str, exclude: str = "", own: str = "(null)") -> list[str]:
-    """Run `hasten_requeued` for an array's last job, whose id is the array's; returns what it changed."""
+    """Run `hasten_requeued` for an array's last job, whose id is the array's; return its
+    changes.
+    """
     stand_in(folder, "squeue", f"echo '7 7_2 2020-01-01T00:00:00 {reason}'")
     stand_in(
         folder,
@@ -379,7 +390,9 @@ HELD = "job requeued in held state"
 def test_hosts_are_excluded_as_long_as_they_are_suspected(
     tmp_path: Path, own: str, hosts: str
 ) -> None:
-    """In addition to those that the user excludes, of one job of the array alone."""
+    """Suspected hosts are excluded for one job of the array, in addition to the user's
+    exclusions.
+    """
     assert hasten(tmp_path, HELD, SUSPECTS, own) == [
         f"scontrol update JobId=7_2 ExcNodeList={hosts}",
         "scontrol release 7_2",
@@ -387,7 +400,7 @@ def test_hosts_are_excluded_as_long_as_they_are_suspected(
 
 
 def test_a_host_may_be_used_again(tmp_path: Path) -> None:
-    """At the next requeue after the window."""
+    """A host may be used again at the first requeue after the window."""
     assert hasten(tmp_path, "BeginTime", "n5 1000\n", "n9") == [
         "scontrol update JobId=7_2 ExcNodeList=n9",
         "scontrol update JobId=7_2 StartTime=now",
@@ -398,12 +411,14 @@ def test_a_host_may_be_used_again(tmp_path: Path) -> None:
     "reason", ["JobHeldUser", "JobHeldAdmin", "launch failed requeued held", "Resources"]
 )
 def test_what_others_hold_stays_held(tmp_path: Path, reason: str) -> None:
-    """Only what replicas.sbatch holds is released."""
+    """Only jobs that replicas.sbatch holds are released."""
     assert hasten(tmp_path, reason, SUSPECTS) == []
 
 
 def end_group(folder: Path, status: int, *, leaving: bool) -> list[str]:
-    """Run replicas.sbatch with a step that ends so, at the time limit or before; returns what became of the job."""
+    """Run replicas.sbatch with a step that ends with `status`, at the time limit or before; return
+    the job's changes.
+    """
     text = "JobId=7 ExcNodeList=(null)"
     stand_in(folder, "scontrol", f"[[ $1 != show ]] || echo '{text}'")
     stand_in(folder, "scancel", "")
@@ -443,5 +458,7 @@ def end_group(folder: Path, status: int, *, leaving: bool) -> list[str]:
 def test_what_becomes_of_a_group_that_ended(
     tmp_path: Path, status: int, early: list[str], late: list[str], leaving: bool
 ) -> None:
-    """The time limit brings no group back that must not come back, and none to a host that it leaves."""
+    """The time limit requeues no group that must not return, and no group on a host that it
+    leaves.
+    """
     assert end_group(tmp_path, status, leaving=leaving) == (late if leaving else early)

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""scripts/test_cuda.sh: the tests that it chooses, and a machine that cannot have torch's CUDA build."""
+"""scripts/test_cuda.sh: its choice of tests, and a machine that cannot have torch's CUDA build."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ Script = Callable[..., tuple["subprocess.CompletedProcess[str]", list[str]]]
 
 @pytest.fixture
 def script(tmp_path: Path) -> Script:
-    """Run the script in a copy of its files, which builds nothing; returns how it ended, and what pytest was given."""
+    """Run the script in a copy of its files, which builds nothing; return its end, and pytest's
+    arguments.
+    """
     files = (
         "scripts/test_cuda.sh",
         "scripts/common.sh",
@@ -97,7 +99,7 @@ def test_a_build_that_fails_is_a_failure(script: Script) -> None:
 
 
 def test_the_quick_ones_are_tests_that_exist(script: Script) -> None:
-    """Slow ones are left out; of tests/integration single tests are named."""
+    """The quick choice leaves out slow tests, and names single tests of tests/integration."""
     ended, asked = script("--quick")
     assert (ended.returncode, ended.stderr) == (0, "")
     process_group, *words = asked

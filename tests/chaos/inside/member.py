@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A process that stands for a worker of a group: it sends back what it is sent, and does what its standard input says.
+"""A process that stands for a worker of a group: it echoes what it receives, and obeys commands on
+standard input.
 
-Arguments: shared folder, replica, address. Each line of input is a list of a command and its arguments in JSON; each
-line of output is what came of it.
+Arguments: shared folder, replica, address. Each line of input is a JSON list of a command and its
+arguments. Each line of output is the command's result.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class Member:
         Location.own(replica, 0, address, os.getppid()).publish(folder)
 
     def port(self) -> int:
-        """Return the port that it listens at."""
+        """Return the port of its listener."""
         return int(self._listener.getsockname()[1])
 
     def connect(self, name: str, port: int, seconds: float) -> bool:
-        """Connect to another process; return whether it answers in time, if only to say that it is there."""
+        """Connect to another process; return whether it answers a greeting in time."""
         try:
             self._connections[name] = socket.create_connection((self._address, port), seconds)
         except TimeoutError:
@@ -53,11 +54,13 @@ class Member:
         return self._receive(name, len(text), seconds) == text
 
     def receive(self, name: str, length: int) -> str:
-        """Return what comes."""
+        """Receive an answer of `length` bytes."""
         return self._receive(name, length, DEADLINE)
 
     def cut(self, peer: int) -> str:
-        """Lose what comes from the group from now on; return what is in the way of that."""
+        """Drop everything that arrives from the group from now on; return the obstacle, if it
+        cannot.
+        """
         link = PeerConnections(self._folder, peer)
         self._hole = hole = Blackhole(1.0, link.choose)
         hole.extend()
@@ -101,7 +104,7 @@ def _echo(connection: socket.socket) -> None:
 
 
 def main(folder: str, replica: str, address: str) -> None:
-    """Do what each line of input says."""
+    """Execute each line of input."""
     member = Member(Path(folder), int(replica), address)
     for line in sys.stdin:
         command, *arguments = json.loads(line)

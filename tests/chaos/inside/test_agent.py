@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The agent that carries out faults, in a process that has a model and an optimizer."""
+"""The agent that injects faults, in a process with a model and an optimizer."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Worker:
         self.optimizer.step()
 
     def step_until(self, *events: str) -> dict[str, Any]:
-        """Train until one of these events was emitted, and return it."""
+        """Train until one of these events is emitted, and return it."""
         return self.wait(*events, meanwhile=self.step)
 
     def wait(self, *events: str, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class Worker:
         ]
 
     def wait_until_read(self) -> None:
-        """Wait until the agent has taken every order so far: orders are taken one after the other."""
+        """Wait until the agent has read all orders so far. It reads them one after the other."""
         marker = next(_MARKERS)
         self.order(
             "no such fault", replica=self.me[0], rank=self.me[1], attempt=self.me[2], shot=marker
@@ -140,7 +140,7 @@ class Worker:
 
 @pytest.fixture
 def start_worker(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
-    """Provide the builder of workers of one run; closes them."""
+    """Build workers of one run, and close them after the test."""
     workers: list[Worker] = []
 
     def start(**fields: Any) -> Worker:
@@ -174,7 +174,9 @@ def changed(
 
 
 def test_without_orders_nothing_is_touched(worker: Worker) -> None:
-    """No hook, no wrapper; and none is left behind by faults that are over."""
+    """Without orders the agent adds no hook and no wrapper, and finished faults leave none
+    behind.
+    """
     untouched = (worker.server.send, FileSystem.create_stream)
     worker.step()
     model = worker.model
@@ -192,7 +194,7 @@ def test_without_orders_nothing_is_touched(worker: Worker) -> None:
 
 
 def test_an_exception_strikes_once(worker: Worker) -> None:
-    """It is told of before it is raised, with what a history needs, and the step after it goes well."""
+    """An exception is reported before it is raised, and the next step succeeds."""
     worker.step()
     worker.order("exception", shot=4, seed=11)
     with pytest.raises(RuntimeError, match="fault injection"):
@@ -219,7 +221,7 @@ def test_out_of_memory_is_a_real_one(worker: Worker) -> None:
 
 
 def test_a_deadlock_stops_the_training_thread_only(start_worker: Callable[..., Worker]) -> None:
-    """The thread stands still; the agent goes on."""
+    """A deadlock stops the training thread, and the agent continues."""
     worker = start_worker()
     worker.order("deadlock")
     training = threading.Thread(target=lambda: worker.step_until("never"), daemon=True)
@@ -240,7 +242,9 @@ def test_a_deadlock_that_nobody_would_end_is_refused(start_worker: Callable[...,
 
 
 def test_a_nan_gradient_lasts_one_step(worker: Worker) -> None:
-    """Gradients of one backward are NaN, those of the next are not; a validation in between changes nothing."""
+    """The gradients of one backward are NaN, and those of the next are not, with a validation in
+    between.
+    """
     worker.order("nan_gradient")
     worker.wait_until_read()
     worker.agent.at_step(1)
@@ -259,7 +263,9 @@ def test_a_nan_gradient_lasts_one_step(worker: Worker) -> None:
 
 @pytest.mark.parametrize(("fault", "bit"), [("flip_parameter", 3), ("flip_optimizer", 18)])
 def test_one_bit_is_flipped(start_worker: Callable[..., Worker], fault: str, bit: int) -> None:
-    """Exactly one, in the kind of state that it is to be in, and the seed says where."""
+    """Exactly one bit of the right kind of state flips, at a place that depends on the seed
+    only.
+    """
     places = []
     for attempt, seed in enumerate((5, 5, 6)):
         worker = start_worker(attempt=attempt)
@@ -307,14 +313,16 @@ def test_a_slow_rank(worker: Worker) -> None:
 
 
 def test_the_process_group_is_aborted_under_the_training_thread(worker: Worker) -> None:
-    """At once, whatever that thread does."""
+    """The process group is aborted at once, whatever the training thread does."""
     worker.order("abort_process_group")
     assert worker.process_group.aborted.wait(DEADLINE)
     assert worker.told("fault_injected")
 
 
 def test_a_corrupt_chunk_is_fetched_again(worker: Worker) -> None:
-    """One chunk differs from its checksum; the joiner has the donor's bytes in the end, and the donor has kept them."""
+    """One chunk differs from its checksum. The joiner still gets the donor's bytes, and the donor
+    keeps them.
+    """
     payload = torch.arange(1000, dtype=torch.int64).view(torch.uint8)
     header = json.dumps({"step": 3, "lineage": 8, "bytes": payload.numel()}).encode()
     worker.server.publish(Snapshot(3, 8, header, payload.clone()), 0.0)
@@ -334,7 +342,9 @@ def test_a_corrupt_chunk_is_fetched_again(worker: Worker) -> None:
 
 
 def test_a_full_disk_fails_one_checkpoint(worker: Worker, tmp_path: Path) -> None:
-    """The error comes from the writer of files, and the next checkpoint is fine; events are written all along."""
+    """The file writer of one checkpoint fails and the next checkpoint succeeds; events are written
+    all along.
+    """
     state = {"weights": torch.ones(4)}
     worker.order("disk_full")
     worker.wait_until_read()
@@ -359,7 +369,7 @@ def test_orders_for_others_are_not_obeyed(worker: Worker, field: str) -> None:
 def test_old_orders_are_not_obeyed(
     tmp_path: Path, start_worker: Callable[..., Worker], age: float
 ) -> None:
-    """Those from before the worker was there killed its predecessor."""
+    """Orders from before the worker's start were for its predecessor."""
     path = tmp_path / "chaos" / "orders.jsonl"
     Order(fault="abort_process_group", replica=0, params={}, seed=1, shot=1).append_to(path)
     order = json.loads(path.read_text())
@@ -373,7 +383,7 @@ def test_old_orders_are_not_obeyed(
 def test_one_of_several_takes_an_order(
     start_worker: Callable[..., Worker], target: dict[str, Any]
 ) -> None:
-    """Whoever comes first."""
+    """Of several matching workers only the first one obeys an order."""
     workers = [start_worker(rank=rank) for rank in range(3)]
     workers[0].order("abort_process_group", **target)
     workers[0].wait("fault_injected")
@@ -384,7 +394,9 @@ def test_one_of_several_takes_an_order(
 
 
 def test_a_network_fault_is_the_whole_groups(start_worker: Callable[..., Worker]) -> None:
-    """All ranks lose it at the same time, each tells of the beginning and the end, and the end of training ends it."""
+    """All ranks lose the network together and report the start and the end; the end of training
+    ends the fault.
+    """
     workers = [start_worker(rank=rank) for rank in range(2)]
     workers[0].order("network_slow", rank=None, params={"loss": 0.001, "seconds": 60.0})
     workers[0].wait("fault_injected", meanwhile=lambda: None)
@@ -400,7 +412,7 @@ def test_a_network_fault_is_the_whole_groups(start_worker: Callable[..., Worker]
 
 
 def test_a_second_outage_waits_for_no_first(worker: Worker) -> None:
-    """It is skipped: one filter would replace the other."""
+    """A second outage is skipped, because its filter would replace the first one's."""
     worker.order("network_slow", params={"loss": 0.001, "seconds": 60.0})
     worker.wait("fault_injected")
     worker.order("network_dead", params={"seconds": 60.0}, shot=2)
@@ -408,7 +420,9 @@ def test_a_second_outage_waits_for_no_first(worker: Worker) -> None:
 
 
 def test_a_closed_agent_leaves_no_filters(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`close` returns after the last removal of filters: a later one would end the next outage in this process."""
+    """`close` returns after the last removal of filters: a later one would end the next outage in
+    this process.
+    """
     lift = blackhole.Blackhole.lift
     ends: list[str] = []
 
@@ -431,7 +445,9 @@ def test_a_closed_agent_leaves_no_filters(worker: Worker, monkeypatch: pytest.Mo
 
 
 def falls_silent(connection: socket.socket) -> None:
-    """Send until no answer comes: a look at the kernel's table may miss a connection, and the next one finds it."""
+    """Send until no answer comes. One look at the kernel's table may miss a connection, and the
+    next finds it.
+    """
     connection.settimeout(0.2)
     deadline = time.monotonic() + DEADLINE
     with contextlib.suppress(TimeoutError):
@@ -443,7 +459,9 @@ def falls_silent(connection: socket.socket) -> None:
 
 @pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
 def test_a_dead_link(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing comes from the peer, also on what a new process group opens; then all goes on, as it was before."""
+    """Nothing arrives from the peer, not even on a new process group's connections, until the fault
+    ends.
+    """
     passed = 0.0  # seconds of the fault that the test does not wait for
     monkeypatch.setattr(
         network, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed)
@@ -484,13 +502,15 @@ def test_a_dead_link(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_link_to_nobody_is_left_alone(worker: Worker) -> None:
-    """A group without an agent cannot be told from the others."""
+    """Connections to a group without an agent cannot be told from others, so its link is
+    not cut.
+    """
     worker.order("link_dead", rank=None, params={"seconds": 1.0, "peer": 1})
     assert worker.wait("fault_skipped")["reason"] == "no worker of group 1 has told where it is"
 
 
 def test_what_has_no_occasion_is_given_up(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A donor that serves nobody stays as it was."""
+    """A fault of a donor that serves nobody is given up without a trace."""
     monkeypatch.setattr(task_module, "PATIENCE_SECONDS", 0.2)
     send = worker.server.send
     worker.order("kill_donor", replica=None, rank=None)
@@ -502,7 +522,7 @@ def test_what_has_no_occasion_is_given_up(worker: Worker, monkeypatch: pytest.Mo
 
 
 def test_nonsense_in_the_file_is_passed_over(worker: Worker, tmp_path: Path) -> None:
-    """The orders behind it are carried out."""
+    """Invalid lines are skipped, and the orders after them obeyed."""
     (tmp_path / "chaos").mkdir(exist_ok=True)
     with (tmp_path / "chaos" / "orders.jsonl").open("a") as file:
         file.write('no order\n[]\n{"fault": "segfault"}\n\n')
@@ -511,7 +531,7 @@ def test_nonsense_in_the_file_is_passed_over(worker: Worker, tmp_path: Path) -> 
 
 
 def test_half_a_line_waits_for_its_rest(worker: Worker, tmp_path: Path) -> None:
-    """As a network file system may show it."""
+    """A partial line, as a network file system may show it, waits for its rest."""
     path = tmp_path / "chaos" / "orders.jsonl"
     elsewhere = tmp_path / "elsewhere" / "orders.jsonl"
     Order(fault="abort_process_group", replica=0, rank=0, params={}, seed=1, shot=1).append_to(

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Connections that lose what comes in, against a process at the other end."""
+"""Connections that drop incoming packets, against a process at the other end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ while True:
 
 
 class Echo:
-    """A process that sends back what it is sent."""
+    """A process that sends back what it receives."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self.host = host
@@ -64,7 +64,7 @@ class Echo:
         return socket.create_connection((self.host, self.port), DEADLINE)
 
     def call_back(self, port: int) -> None:
-        """Let it connect to a listener of this process."""
+        """Make it connect to a listener of this process."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{port}\n")
         self._process.stdin.flush()
@@ -105,7 +105,7 @@ def make_hole() -> Iterator[Callable[..., Blackhole]]:
 def answers(
     connection: socket.socket, text: bytes = b"x", within_seconds: float = DEADLINE
 ) -> bool:
-    """Say whether the other end's answer comes while one listens for it."""
+    """True if the other end's answer arrives in time."""
     connection.settimeout(within_seconds)
     connection.sendall(text)
     try:
@@ -135,7 +135,9 @@ def filter_length(connection: socket.socket) -> int:
 def test_a_dead_network_is_silent_and_loses_nothing(
     start_echo: Callable[..., Echo], make_hole: Callable[..., Blackhole], host: str
 ) -> None:
-    """No answer comes and no error; when it is over TCP delivers all of it, in order."""
+    """A dead network gives neither answer nor error. Afterwards TCP delivers everything, in
+    order.
+    """
     with start_echo(host).connect() as connection:
         assert answers(connection)
         hole = make_hole(1.0)
@@ -153,7 +155,7 @@ def test_a_dead_network_is_silent_and_loses_nothing(
 def test_its_own_kind_stays_connected(
     start_echo: Callable[..., Echo], make_hole: Callable[..., Blackhole]
 ) -> None:
-    """Connections to a sibling and to a spared endpoint go on, also those that are made meanwhile; others do not."""
+    """Connections to a sibling and to a spared endpoint work, also new ones; others do not."""
     sibling, store, stranger = start_echo(), start_echo(), start_echo()
     with sibling.connect() as first, store.connect() as second, stranger.connect() as third:
         hole = make_hole(1.0, own_pids=[sibling.pid], spared=[(store.host, store.port)])
@@ -197,7 +199,9 @@ def test_a_connection_made_meanwhile_is_taken_in(
 def test_a_connection_that_one_look_at_the_table_misses_is_taken_in(
     start_echo: Callable[..., Echo], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Linux passes over a connection, and here its listener too, while others close: the table is read again."""
+    """Linux's table may omit a connection, and its listener too, while others close. The table is
+    read again.
+    """
     echo = start_echo()
     read_table, looks = blackhole._read_table, itertools.count()
 
@@ -218,7 +222,7 @@ def test_a_connection_that_one_look_at_the_table_misses_is_taken_in(
 def test_after_its_end_nothing_is_taken_in(
     start_echo: Callable[..., Echo], make_hole: Callable[..., Blackhole]
 ) -> None:
-    """A thread that looks late finds it over: nobody would take the filter away again."""
+    """A thread that looks after the end adds no filter, because nothing would remove it."""
     hole = make_hole(1.0)
     hole.extend()
     hole.lift()
@@ -231,7 +235,7 @@ def test_after_its_end_nothing_is_taken_in(
 def test_a_listener_answers_nobody(
     start_echo: Callable[..., Echo], make_hole: Callable[..., Blackhole]
 ) -> None:
-    """Who calls gets no answer until the network is back, and then a connection without a filter."""
+    """A caller gets no answer until the network is back, and then a connection without a filter."""
     echo = start_echo()
     with socket.create_server((echo.host, 0)) as listener:
         listener.settimeout(SILENCE_SECONDS)
@@ -251,7 +255,7 @@ def test_a_listener_answers_nobody(
 def test_what_a_lossy_listener_accepts_is_freed_too(
     start_echo: Callable[..., Echo], make_hole: Callable[..., Blackhole]
 ) -> None:
-    """A connection takes its listener's filter over; it must not keep it for good."""
+    """An accepted connection inherits its listener's filter, and must lose it at the end."""
     echo = start_echo()
     with socket.create_server((echo.host, 0)) as listener:
         listener.settimeout(DEADLINE)
@@ -270,7 +274,9 @@ def test_what_a_lossy_listener_accepts_is_freed_too(
     ("loss", "least", "most"), [(0.0, 400, 400), (0.5, 120, 280), (0.999999, 0, 2), (1.0, 0, 0)]
 )
 def test_the_share_that_is_lost(loss: float, least: int, most: int) -> None:
-    """Of 400 datagrams the filter takes about its share; the limits are eight standard deviations away."""
+    """The filter drops about its share of 400 datagrams; the limits are eight standard deviations
+    away.
+    """
     with (
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender,
@@ -293,7 +299,7 @@ def test_the_share_that_is_lost(loss: float, least: int, most: int) -> None:
 def test_a_lossy_network_delivers_everything(
     start_echo: Callable[..., Echo], make_hole: Callable[..., Blackhole]
 ) -> None:
-    """TCP sends again what was lost."""
+    """TCP resends lost packets."""
     with start_echo().connect() as connection:
         make_hole(0.2).extend()
         for number in range(20):
@@ -309,7 +315,9 @@ def test_a_descriptor_that_was_given_away_is_left_alone() -> None:
 
 
 def test_sockets_in_time_wait_are_passed_over() -> None:
-    """They belong to no process. With thousands of them a look would take longer than many a fault."""
+    """Sockets in TIME_WAIT belong to no process. Thousands of them must not make a look longer than
+    a fault.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         with socket.create_connection(server.getsockname()) as closed_first:
             ours, theirs = closed_first.getsockname(), closed_first.getpeername()

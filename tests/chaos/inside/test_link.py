@@ -32,7 +32,7 @@ SILENCE_SECONDS = 0.3  # of waiting for an answer that must not come
 
 
 class Group:
-    """One of the processes; its methods are those of `member.Member`."""
+    """One of the processes. Its methods are those of `member.Member`."""
 
     def __init__(self, folder: Path, replica: int, address: str) -> None:
         command = [
@@ -65,7 +65,7 @@ class Group:
 
 
 class Groups:
-    """All of them, each connected to each other one."""
+    """All processes, each connected to every other one."""
 
     def __init__(self, folder: Path, address: str) -> None:
         self.each = [Group(folder, replica, address) for replica in (A, B, C)]
@@ -73,10 +73,10 @@ class Groups:
         self._names = itertools.count()
 
     def open(self, one: int, other: int, alive: bool = True) -> str:
-        """Connect one to the other; return the connection's name, or nothing where there is no answer.
+        """Connect one to the other; return the connection's name, or "" without an answer.
 
         Args:
-            alive: whether an answer is expected: it is waited for as long as a busy machine takes.
+            alive: whether an answer is expected. Then the wait is long enough for a busy machine.
         """
         name = f"{one} to {other}, {next(self._names)}"
         return (
@@ -143,7 +143,9 @@ def mend(groups: Groups) -> None:
 def test_only_the_link_is_dead_and_only_as_long_as_it_is(
     make_groups: Callable[[str], Groups], address: str
 ) -> None:
-    """A and B hear nothing from each other and each hears C, on old connections and on new ones; then all is there."""
+    """A and B lose each other and both reach C, on old and new connections; afterwards all reach
+    each other.
+    """
     groups = make_groups(address)
     old = {pair: groups.open(*pair) for pair in PAIRS}
     assert all(old.values())
@@ -175,7 +177,7 @@ def test_one_end_is_enough(make_groups: Callable[[str], Groups], cutter: int) ->
 
 
 def test_what_both_ends_have_in_common_is_left_alone(make_groups: Callable[[str], Groups]) -> None:
-    """One process may have started the workers of both groups and have their stores: this group's must go on."""
+    """Connections to a process that serves both groups, such as their stores' host, stay alive."""
     groups = make_groups("127.0.0.1")
 
     def echo() -> None:
@@ -194,7 +196,7 @@ def test_what_both_ends_have_in_common_is_left_alone(make_groups: Callable[[str]
 def test_a_peer_that_is_started_again_is_the_same_peer(
     make_groups: Callable[[str], Groups], tmp_path: Path
 ) -> None:
-    """Its new process is as far away as the old one was."""
+    """A restarted peer's new process is cut off too."""
     groups = make_groups("127.0.0.1")
     cut(groups)
     groups.start_anew(B, tmp_path, "127.0.0.1")
@@ -207,7 +209,7 @@ def connection(local: str, peer: str, inode: int) -> Connection:
 
 
 def test_a_peer_on_another_host_is_told_by_its_address(tmp_path: Path) -> None:
-    """All connections to it, and no others."""
+    """On another host the peer's connections are all those to its address, and no others."""
     here = Location.own(A, 0, "10.0.0.1", os.getppid())
     here.publish(tmp_path)
     for rank, address in enumerate(("10.0.0.2", "fd00::2")):
@@ -225,7 +227,7 @@ def test_a_peer_on_another_host_is_told_by_its_address(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_told_apart_is_refused(tmp_path: Path) -> None:
-    """A group that nobody has heard of, and two groups at one address of another host."""
+    """An unknown group, and two groups at one address of another host, are refused."""
     assert PeerConnections(tmp_path, B).obstacle() == "no worker of group 1 has told where it is"
     here = Location.own(A, 0, "10.0.0.1", os.getppid())
     afar = replace(here, replica=B, host="another", address="10.0.0.2")
