@@ -32,7 +32,7 @@ def test_other_paths_stay_as_they_are(path: str) -> None:
 
 
 def test_an_unknown_asset_is_refused_with_the_known_ones() -> None:
-    """The error names the field, what it may be, and what it is."""
+    """The error names the field, its possible values, and the given value."""
     with pytest.raises(
         ValueError,
         match=r"model\.hf_assets_path must be .*titan_ft://tokenizer.*got 'titan_ft://tok'",
@@ -41,7 +41,7 @@ def test_an_unknown_asset_is_refused_with_the_known_ones() -> None:
 
 
 def test_the_licence_note_describes_the_packaged_texts() -> None:
-    """The note names each text with the digest it has, and together they stay small."""
+    """The note names each text with its digest, and the texts together stay small."""
     note = (assets.FOLDER / "LICENSE.md").read_text(encoding="utf-8")
     noted = dict(re.findall(r"`(\w+\.txt\.gz)` \|.*`([0-9a-f]{64})`", note))
     texts = [assets.TRAIN_TEXT, assets.VALIDATION_TEXT]
@@ -52,7 +52,7 @@ def test_the_licence_note_describes_the_packaged_texts() -> None:
 
 
 def test_importing_the_package_does_no_work() -> None:
-    """Neither torch nor datasets nor torchtitan is loaded before someone asks for data."""
+    """torch, datasets and torchtitan are loaded only when data is requested."""
     code = (
         "import sys, titan_ft.data.assets, titan_ft.data.datasets;"
         "print([m for m in ('torch', 'datasets', 'torchtitan', 'tokenizers') if m in sys.modules])"

@@ -66,7 +66,9 @@ def test_registration_adds_names_and_keeps_the_others(registry: dict[str, Any]) 
 
 
 def test_streams_have_the_same_documents(registry: dict[str, Any]) -> None:
-    """In the text's order, or shuffled; `training.dataset_path` may name a text of a few documents."""
+    """A stream has the text's documents, in order or shuffled; `training.dataset_path` may name
+    another text.
+    """
     documents, streamed, shuffled = (
         [sample["text"] for sample in registry[name].loader(registry[name].path)]
         for name in (TRAIN, STREAMED, SHUFFLED)
@@ -77,7 +79,7 @@ def test_streams_have_the_same_documents(registry: dict[str, Any]) -> None:
 
 
 def test_a_stream_of_a_short_text(registry: dict[str, Any], tmp_path: Path) -> None:
-    """It is cut into as many shards as it has documents at most."""
+    """A short text is cut into at most as many shards as it has documents."""
     path = tmp_path / "short.txt"
     path.write_text("Chapter 1\n\nSome words.\n\nChapter 2\n\nMore words.\n")
     stream = registry[STREAMED].loader(str(path))
@@ -129,7 +131,7 @@ def test_the_shards_of_the_ranks_are_disjoint_and_complete(
 
 
 def test_a_stream_resumes_in_its_place(registry: dict[str, Any], tokenizer: Any) -> None:
-    """A stream loaded from another one's state goes on with the same sequences, twice over."""
+    """A stream loaded from another one's state continues with the same sequences, twice."""
     original = stream(TRAIN, tokenizer, rank=1, world_size=2)
     iterator = iter(original)
     for _ in range(2):
@@ -151,7 +153,7 @@ def test_the_tokenizer_fits_the_debug_model(tokenizer: Any) -> None:
 
 
 def test_begin_and_end_are_added(tokenizer: Any) -> None:
-    """Documents are told apart in the token stream."""
+    """Special tokens separate documents in the token stream."""
     ids = tokenizer.encode("Emma", add_bos=True, add_eos=True)
     assert ids[0] == tokenizer.bos_id == tokenizer.token_to_id("<|begin_of_text|>")
     assert ids[-1] == tokenizer.eos_id == tokenizer.token_to_id("<|end_of_text|>")
@@ -162,7 +164,7 @@ def test_begin_and_end_are_added(tokenizer: Any) -> None:
     "text", ["It is a truth universally acknowledged;", "naïve 漢字 🙂\n\n\t x=1", ""]
 )
 def test_any_text_survives_the_round_trip(tokenizer: Any, text: str) -> None:
-    """Byte-level: nothing is unknown, also what the corpus never shows."""
+    """The tokenizer is byte-level: no text is unknown, even if the corpus never contains it."""
     ids = tokenizer.encode(text, add_bos=False, add_eos=False)
     assert tokenizer.decode(ids) == text
 
@@ -185,7 +187,7 @@ def test_the_packaged_tokenizer_is_what_the_script_trains(tmp_path: Path) -> Non
 
 
 def test_a_text_is_cut_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
-    """All slots, and forks of a process that has it, share the documents of a file."""
+    """All slots, and forks of the process, share the documents of a file until the file changes."""
     file = tmp_path / "text.txt"
     file.write_text("One.\n")
     first = load_documents(str(file))

@@ -26,7 +26,7 @@ def test_a_document_ends_with_the_paragraph_that_fills_it() -> None:
 
 
 def test_a_heading_starts_a_document() -> None:
-    """A chapter never begins inside another one's document; a sentence about a chapter is no heading."""
+    """A chapter never begins inside another document; a sentence about a chapter is no heading."""
     text = "Title\n\nCHAPTER I\n\nText.\n\nChapter 2\n\nChapter 2 was short."
     assert list(split_documents(text)) == [
         "Title",
@@ -36,7 +36,9 @@ def test_a_heading_starts_a_document() -> None:
 
 
 def test_no_word_of_the_corpus_is_lost() -> None:
-    """The documents hold every word of the texts in order, and are many enough to split over 8 ranks evenly."""
+    """The documents hold every word of the texts in order, and are enough for an even split over 8
+    ranks.
+    """
     for path in (TRAIN_TEXT, VALIDATION_TEXT):
         text = read_text(path)
         documents = list(split_documents(text))

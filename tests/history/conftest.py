@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A run that never was, told as a real one would tell it: what the checks are tried on."""
+"""A synthetic run that tells its events as a real one would, for the tests of the checks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ START = 1_700_000_000.0
 
 
 class SyntheticRun:
-    """Write the history of a job of some groups of two ranks; a step takes a second. See `digest_every`.
+    """Writes the history of a job of groups of two ranks with steps of one second. See
+    `digest_every`.
 
     Attributes:
         events: so far, in order of time.
@@ -57,7 +58,7 @@ class SyntheticRun:
         return told
 
     def of(self, event: str, group: int, **fields: Any) -> None:
-        """Let all ranks of a group tell an event; each has a digest of its own."""
+        """Write an event of all ranks of a group, each with its own digest."""
         attempt = self.attempts[group]
         for rank in range(RANKS):
             pid = 1000 + 100 * attempt + 10 * group + rank
@@ -115,10 +116,10 @@ class SyntheticRun:
         """Commit a step.
 
         Args:
-            groups: those that took part.
-            by: those of them that live to tell of it; all by default.
+            groups: the participants.
+            by: the participants that live to report it; all by default.
             excluded: further groups, whose gradients were not finite.
-            waits: whom each rank waited for, how long and why.
+            waits: group, duration and reason of each rank's waits.
         """
         groups = list(groups)
         self.now += seconds
@@ -167,7 +168,7 @@ class SyntheticRun:
             self.ends[group] += 1
 
     def inner(self) -> dict[str, Any]:
-        """Return what a commit tells of torchtitan's steps, where it is a round of several."""
+        """Return a commit's fields about torchtitan's steps, if it is a round of several."""
         length = self.config.get("sync_steps", 1)
         return (
             {"inner_step": length * self.step_number, "inner_steps": length} if length > 1 else {}
@@ -237,7 +238,7 @@ class SyntheticRun:
         self.tell("launch_finished", 1, code=0, reason="all groups finished")
 
     def named(self, name: str, **fields: Any) -> list[Any]:
-        """Return the events of a name that have these fields."""
+        """Return the events of a name with these fields."""
         return [
             e
             for e in self.events
@@ -248,7 +249,9 @@ class SyntheticRun:
 def build_run(
     during_heal: Callable[[SyntheticRun], object] | None = None, **config: Any
 ) -> SyntheticRun:
-    """Return a good run of three groups: one is killed and heals, later one's gradient is not finite."""
+    """Build a good run of three groups: one is killed and heals, later the gradient of one is not
+    finite.
+    """
     run = SyntheticRun(**config)
     run.begin()
     run.steps(6)

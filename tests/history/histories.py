@@ -53,9 +53,11 @@ def calm_run(steps: int = 10) -> list[Event]:
 
 
 def killed_run() -> list[Event]:
-    """Return a run in which group 1 is killed at 12.5 s, after step 3, and contributes again to step 8 of 10.
+    """Make a run in which group 1 is killed at 12.5 s, after step 3, and contributes again to step
+    8 of 10.
 
-    Step 4 comes 3 s after step 3, with a second exchange; the others each a second after the one before.
+    Step 4 comes 3 s after step 3, with a second exchange; the other steps each a second after the
+    previous one.
     """
     events = [say(0.0, "launch_started", replicas=2)]
     for replica in (0, 1):

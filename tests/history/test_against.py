@@ -40,7 +40,9 @@ def clean(
 
 
 def failing(run_class: Any, loss_scale: float = 1.0, steps: int = 30) -> Any:
-    """Return a run of two groups of which one is away for a while; its losses are scaled from then on."""
+    """Make a run of two groups, one of which is away for a while; from then on its losses are
+    scaled.
+    """
     run = run_class(2)
     run.begin()
     run.steps(10)
@@ -69,7 +71,9 @@ def test_equal_runs_agree_bit_for_bit(synthetic_run: Any) -> None:
 
 @pytest.mark.parametrize(("num_groups", "verdict"), [(2, "does not hold"), (4, "holds")])
 def test_one_bit(synthetic_run: Any, num_groups: int, verdict: str) -> None:
-    """Up to two groups have to agree in every bit; with more the order of additions may differ, and is told."""
+    """Up to two groups must agree in every bit; with more the order of additions may differ, which
+    is reported.
+    """
     run = clean(synthetic_run, num_groups)
     for event in run.named("step_committed", step=7):
         event.loss += 1e-12
@@ -82,14 +86,16 @@ def test_one_bit(synthetic_run: Any, num_groups: int, verdict: str) -> None:
 
 
 def test_first_steps_that_differ_by_much(synthetic_run: Any) -> None:
-    """Rounding explains no percent in the first steps, whatever the number of groups."""
+    """Rounding does not explain a percent in the first steps, for any number of groups."""
     report = judge(clean(synthetic_run, 4, loss_scale=1.01), clean(synthetic_run, 4))
     assert report[1].verdict == "does not hold"
 
 
 @pytest.mark.parametrize("steps", [30, 60])
 def test_run_with_failures_follows_the_curve(synthetic_run: Any, steps: int) -> None:
-    """A run that lost a group for a while is compared step by step before that, and at equal tokens behind it."""
+    """A run that lost a group is compared step by step before the loss, and at equal tokens after
+    it.
+    """
     report = judge(failing(synthetic_run, steps=steps), clean(synthetic_run))
     assert report[1].verdict == "holds", format_check(report)
     assert "the first 10 steps agree bit for bit" in report[1].statement
@@ -97,7 +103,7 @@ def test_run_with_failures_follows_the_curve(synthetic_run: Any, steps: int) -> 
 
 
 def test_run_that_left_the_curve(synthetic_run: Any) -> None:
-    """A loss above that of the run without failures, by more than its own scatter, does not hold."""
+    """A loss above the undisturbed run's by more than its own scatter does not hold."""
     report = judge(failing(synthetic_run, loss_scale=1.1), clean(synthetic_run))
     assert report[1].verdict == "does not hold", format_check(report)
     assert "above that of the run without failures" in report[1].offences[0].text
@@ -111,14 +117,14 @@ def test_lower_loss_is_a_note(synthetic_run: Any) -> None:
 
 
 def test_too_short_for_a_verdict(synthetic_run: Any) -> None:
-    """A few steps behind the first failure tell nothing."""
+    """A few steps after the first failure prove nothing."""
     report = judge(failing(synthetic_run, steps=3), clean(synthetic_run, steps=16))
     assert report[1].verdict == "unknown"
     assert "5 are needed" in report[1].unknown[0]
 
 
 def test_other_config_is_unknown(synthetic_run: Any) -> None:
-    """Runs of different configs are not compared; their final losses are told."""
+    """Runs of different configs are not compared; their final losses are shown."""
     report = judge(clean(synthetic_run), clean(synthetic_run, config_digest="other"))
     assert (report[1].verdict, report.verdict) == ("unknown", "unknown")
     assert "different configs" in report[1].unknown[0]
@@ -139,7 +145,7 @@ def test_reference_that_is_cut_is_unknown(synthetic_run: Any) -> None:
 
 
 def test_groups_that_tell_different_figures(synthetic_run: Any) -> None:
-    """What the groups of one run tell differently is an offence with and without another run."""
+    """Differing figures of one run's groups are an offence, with and without another run."""
     run = clean(synthetic_run)
     run.named("step_committed", step=5, replica=1)[0].grad_norm += 0.1
     for report in (check(run.events), judge(run, clean(synthetic_run))):
@@ -164,7 +170,9 @@ def test_damaged_reference_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_round_that_a_group_joined_in_the_midst_of_is_not_compared_bit_for_bit(
     synthetic_run: Any,
 ) -> None:
-    """A group may die and be back within one round; all take part in that then, and it has fewer batches."""
+    """A group may die and return within one round: all groups take part, and that one with fewer
+    batches.
+    """
 
     def rounds() -> Any:
         run = synthetic_run(2, semi_sync_method="diloco", sync_steps=10)

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The audit of a run's batches: none lost, none repeated, or it cannot be told."""
+"""The audit of a run's batches: none lost, none repeated, or unknown."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def audit(events: Iterable[Event]) -> Audit:
 
 
 def format_audit(found: Audit) -> str:
-    """Return what was found, a line each, as `check` shows it."""
+    """Format the findings as lines, as `check` does."""
     findings = [*found.lost, *found.repeated, *found.differing, *found.void, *found.partial]
     lines = [
         *(str(finding) for finding in findings),
@@ -41,7 +41,9 @@ def format_audit(found: Audit) -> str:
 
 
 class Job:
-    """Write the history of a job of some groups of two ranks, each of which trains two batches of its slot a step."""
+    """Writes the history of a job of groups of two ranks, each of which trains two batches of its
+    slot a step.
+    """
 
     def __init__(self, num_groups: int = 2) -> None:
         self.events: list[Event] = []
@@ -59,7 +61,7 @@ class Job:
         self._saved[self.state] = (self.step, dict(self.ends))
 
     def go_back(self, state: str) -> None:
-        """Go on from an earlier state, with the ledger that it had."""
+        """Continue from an earlier state, with its ledger."""
         self.state = state
         self.step, ends = self._saved[state]
         self.ends = dict(ends)
@@ -79,13 +81,13 @@ class Job:
         first: Mapping[int, int] | None = None,
         **fields: Any,
     ) -> str:
-        """Make a step of the groups and return the state's name.
+        """Make a step of the groups; return the state's name.
 
         Args:
-            by: the groups that live to tell of it; all of them by default.
+            by: the groups that live to report it; all by default.
             reads: the slots that each group reads; its own by default.
-            first: first batch by slot, where it is not the one that the ledger says.
-            fields: replace those of the events.
+            first: first batch by slot, if it is not the ledger's.
+            fields: override those of the events.
         """
         groups = list(groups)
         reads = reads or {group: [group] for group in groups}
@@ -123,7 +125,9 @@ class Job:
         return self.state
 
     def _open(self, data: Iterable[dict[str, Any]], process: tuple[int, int, int, int]) -> None:
-        """Tell of each slot that a process opens, and that it went on where it had ended."""
+        """Write an event of each slot that a process opens, which says that it continued
+        exactly.
+        """
         names = ("replica", "rank", "attempt", "pid")
         for read in data:
             slot, first = read["slot"], read["first_batch"]
@@ -151,7 +155,7 @@ def clean_job(num_steps: int = 5) -> Job:
 
 
 def test_clean_run_holds() -> None:
-    """Each batch of a run without trouble was trained once, in whatever order its events are given."""
+    """Each batch of an undisturbed run was trained once, in whatever order its events are read."""
     job = clean_job()
     found = audit(job.events)
     assert brief(found) == ("holds", 20, 0, 0, 0)
@@ -161,7 +165,7 @@ def test_clean_run_holds() -> None:
 
 
 def test_killed_group_resumes_its_slot() -> None:
-    """A group that is away trains nothing and loses nothing: its slot goes on where it stood."""
+    """An absent group trains and loses nothing: its slot continues where it was."""
     job = clean_job(2)
     for groups in ([0], [0], [0, 1], [0, 1]):
         job.commit(groups)
@@ -169,7 +173,9 @@ def test_killed_group_resumes_its_slot() -> None:
 
 
 def test_void_step_is_no_repeat() -> None:
-    """A step that only some committed, and the others repeated without them, is void; its batches are used again."""
+    """A step that only some groups committed, and the others repeated, is void; its batches are
+    used again.
+    """
     job = clean_job(3)
     before = job.state
     job.commit([0, 1, 2], by=[0], reads={0: [0], 1: [1], 2: []})
@@ -196,7 +202,7 @@ def test_lost_batches_are_named() -> None:
 
 
 def test_batches_lost_at_the_start() -> None:
-    """A slot whose batches do not begin with 0 lost its first ones."""
+    """A slot whose first batch is not 0 lost the earlier ones."""
     job = Job()
     job.commit([0, 1], first={0: 2})
     (lost,) = audit(job.events).lost
@@ -204,7 +210,9 @@ def test_batches_lost_at_the_start() -> None:
 
 
 def test_repeated_batches_are_named() -> None:
-    """Batches that two steps of the trajectory trained are repeats, named with both steps and counted once."""
+    """Batches trained in two steps of the trajectory are repeats, named with both steps and counted
+    once.
+    """
     job = clean_job(3)
     job.commit([0, 1], first={1: 4})
     found = audit(job.events)
@@ -225,7 +233,7 @@ def test_repeated_batches_are_named() -> None:
 
 
 def test_batches_out_of_order_do_not_hold() -> None:
-    """Batches of a slot that come in another order are neither lost nor repeated, but not in their place."""
+    """Batches of a slot in another order are neither lost nor repeated, but misplaced."""
     job = clean_job(1)
     job.commit([0, 1], first={1: 4})
     job.commit([0, 1], first={1: 2})
@@ -235,7 +243,9 @@ def test_batches_out_of_order_do_not_hold() -> None:
 
 
 def test_batch_that_differs_when_read_again() -> None:
-    """A batch that a void step and its repetition read with different tokens was not resumed rightly."""
+    """A batch read with different tokens in a void step and its repetition was not resumed
+    correctly.
+    """
     job = clean_job(2)
     before = job.state
     job.commit([0, 1], by=[0])
@@ -255,7 +265,7 @@ def test_batch_that_differs_when_read_again() -> None:
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_cut_history_is_unknown(step: int) -> None:
-    """Without the events of one step nobody can tell; the answer says where the history is cut."""
+    """Without the events of one step the verdict is unknown, and names the place of the cut."""
     job = clean_job(5)
     found = audit(event for event in job.events if getattr(event, "step", 0) != step)
     assert (found.verdict, found.num_steps, found.lost, found.repeated) == (
@@ -269,7 +279,7 @@ def test_cut_history_is_unknown(step: int) -> None:
 
 
 def test_what_is_known_to_be_lost_beats_unknown() -> None:
-    """A cut history in which batches are lost behind the cut does not hold."""
+    """A cut history with batches lost after the cut does not hold."""
     job = clean_job(4)
     job.commit([0, 1], first={0: 10})
     found = audit(event for event in job.events if getattr(event, "step", 0) != 2)
@@ -290,7 +300,7 @@ def test_history_that_tells_nothing_is_unknown(events: list[Event]) -> None:
 def test_commit_that_lacks_a_field_is_named(
     missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A commit that does not name the state or its batches leaves it open, and is named."""
+    """A commit without its state or batches makes the verdict unknown, and is named."""
     lines = [untyped(event) for event in clean_job().events]
     del lines[7][missing]
     (tmp_path / "events").mkdir()
@@ -310,7 +320,9 @@ def test_step_without_batches_is_unknown() -> None:
 
 
 def test_resume_from_a_checkpoint() -> None:
-    """After a total loss the steps behind the checkpoint are void, even while the new ones are fewer."""
+    """After a total loss the steps after the checkpoint are void, even while fewer new ones
+    exist.
+    """
     job = clean_job(3)
     saved = job.state
     for _ in range(5):
@@ -325,7 +337,9 @@ def test_resume_from_a_checkpoint() -> None:
 
 
 def test_wrong_resume_from_a_checkpoint() -> None:
-    """A resume that skips data of the checkpoint lost it, although the void steps had trained it."""
+    """A resume that skips data of the checkpoint lost it, although the void steps had
+    trained it.
+    """
     job = clean_job(3)
     saved = job.state
     for _ in range(5):
@@ -338,7 +352,7 @@ def test_wrong_resume_from_a_checkpoint() -> None:
 
 
 def test_checkpoint_loaded_by_a_group_that_then_heals() -> None:
-    """A restarted group that loads a checkpoint, and then heals from the others, sends nobody back."""
+    """A restarted group that loads a checkpoint and then heals does not take the job back."""
     job = clean_job(3)
     saved = job.state
     for _ in range(3):
@@ -357,7 +371,9 @@ def test_training_that_starts_anew() -> None:
 
 
 def test_unannounced_return_is_told() -> None:
-    """Fewer steps made last, without a word why, leave open which state is final; trouble in one only is unknown."""
+    """An unannounced return to fewer steps leaves the final state open; trouble in one branch only
+    is unknown.
+    """
     job = clean_job(5)
     job.go_back(ROOT)
     job.commit([0, 1])
@@ -376,7 +392,7 @@ def test_unannounced_return_is_told() -> None:
     ],
 )
 def test_return_to_another_state_than_announced(restart: str, fields: dict[str, Any]) -> None:
-    """A job that goes on from another state than it said leaves open which state is final."""
+    """A job that continues from another state than announced leaves the final state open."""
     job = clean_job(5)
     job.go_back(ROOT)
     job.say(restart, **fields)
@@ -385,7 +401,7 @@ def test_return_to_another_state_than_announced(restart: str, fields: dict[str, 
 
 
 def test_return_announced_too_late() -> None:
-    """Steps that were made before a restart was announced are not explained by it."""
+    """An announced restart does not explain earlier steps."""
     job = clean_job(5)
     job.go_back(ROOT)
     job.commit([0, 1])
@@ -395,7 +411,7 @@ def test_return_announced_too_late() -> None:
 
 
 def test_history_that_begins_at_a_checkpoint_is_unknown() -> None:
-    """A run that resumed another run's checkpoint does not tell of the batches before it."""
+    """A run that resumed another run's checkpoint has no events of the batches before it."""
     job = clean_job(3)
     saved, job.events = job.state, []
     job.say("checkpoint_loaded", replica=0, step=3, lineage=saved)
@@ -404,7 +420,9 @@ def test_history_that_begins_at_a_checkpoint_is_unknown() -> None:
 
 
 def test_constant_policy() -> None:
-    """A slot without a group is trained by another one; it is no participant, and nothing is lost or repeated."""
+    """Another group trains an absent group's slot; that slot is no participant, and nothing is lost
+    or repeated.
+    """
     job = clean_job(2)
     for _ in range(3):
         job.commit([0], reads={0: [0, 1]})
@@ -413,7 +431,9 @@ def test_constant_policy() -> None:
 
 
 def test_two_groups_that_read_the_same_slot() -> None:
-    """Batches that two groups trained in one step are repeats, although the step counts them once."""
+    """Batches that two groups trained in one step are repeats, although the step counts
+    them once.
+    """
     job = Job(3)
     job.commit([0, 1], reads={0: [0, 2], 1: [1, 2]})
     found = audit(job.events)
@@ -423,7 +443,9 @@ def test_two_groups_that_read_the_same_slot() -> None:
 
 
 def test_batches_that_nobody_read_are_lost() -> None:
-    """Batches that a step counts but none of its groups read are lost; a group that died untold leaves it open."""
+    """Counted batches that no group read are lost; a group that died without a report leaves it
+    open.
+    """
     job = Job()
     job.commit([0, 1], reads={0: [0], 1: []}, batches={"0": [0, 2], "1": [0, 2]})
     found = audit(job.events)
@@ -444,7 +466,7 @@ def test_reading_that_is_not_counted() -> None:
 
 
 def test_events_that_disagree_about_one_state() -> None:
-    """Two groups that made the same state of different batches do not hold, whoever is right."""
+    """Two groups that report different batches for one state do not hold, whichever is right."""
     job = clean_job()
     change(job.events[-1], batches={"0": [8, 2]})
     found = audit(job.events)
@@ -461,7 +483,9 @@ def two_ends(job: Job, **fields: Any) -> tuple[str, str]:
 
 
 def test_two_lineages_at_the_end() -> None:
-    """Where the job may have ended with either of two states, what is true of both is true; else it is unknown."""
+    """If the job may have ended with either of two states, a common verdict of both counts; else it
+    is unknown.
+    """
     job = clean_job(3)
     two_ends(job)
     found = audit(job.events)
@@ -484,7 +508,9 @@ def test_final_state_that_no_commit_tells_of() -> None:
 
 
 def test_data_that_began_anew() -> None:
-    """After a reset the numbers begin anew: no repeats, no differing data, but nobody can tell."""
+    """After a reset the numbers restart: no repeats and no differing data are reported, and the
+    verdict is unknown.
+    """
     job = clean_job(3)
     job.say("checkpoint_loaded", replica=0, step=3, lineage=job.state)
     job.say("data_reset", replica=0, reason="4 shards instead of 2")
@@ -500,7 +526,9 @@ def test_data_that_began_anew() -> None:
 
 
 def test_data_that_began_anew_as_asked_for() -> None:
-    """Nobody expects the batches before to compare with those after it, so that nothing is unknown."""
+    """After a requested reset nothing is unknown, because earlier and later batches need not be
+    compared.
+    """
     job = clean_job(3)
     job.say("checkpoint_loaded", replica=0, step=3, lineage=job.state)
     for group in (0, 1):
@@ -527,7 +555,9 @@ def test_data_that_began_anew_as_asked_for() -> None:
     [("data", "unknown"), ("arithmetic", "does not hold"), ("harmless", "does not hold")],
 )
 def test_data_that_a_resume_was_allowed_to_change(kind: str, verdict: str) -> None:
-    """A batch of twice the size is another batch of the same number: nobody can tell that each was trained once."""
+    """A batch of twice the size is another batch of the same number, so a single training of each
+    is unprovable.
+    """
     job = clean_job(3)
     saved = job.state
     job.commit([0, 1])
@@ -552,7 +582,9 @@ def test_data_that_a_resume_was_allowed_to_change(kind: str, verdict: str) -> No
 
 
 def test_random_faults() -> None:
-    """Random deaths, void steps and resumes always hold; without the events of one step they are unknown."""
+    """Random deaths, void steps and resumes always hold; without the events of one step they are
+    unknown.
+    """
     rng = random.Random(1)
     for _ in range(30):
         job, states = Job(3), [ROOT]
@@ -577,7 +609,7 @@ def test_random_faults() -> None:
 
 
 def test_text_stays_short() -> None:
-    """However much is wrong, the text names the first ones and says how many more there are."""
+    """A long list of findings is cut, with the number of the rest."""
     job = clean_job(1)
     for _ in range(40):
         job.commit([0, 1], first={slot: end + 1 for slot, end in job.ends.items()})
@@ -590,10 +622,11 @@ def test_text_stays_short() -> None:
 
 
 def cut_anew(*cuts: tuple[int, int], first_of: Mapping[int, int] | None = None) -> list[Event]:
-    """Return the events of a job of ten steps for each (groups, ranks of a group); the number of shards is the same.
+    """Make the events of a job of ten steps for each (groups, ranks of a group) with the same
+    number of shards.
 
     Args:
-        first_of: first batch by step, where it is not the next one.
+        first_of: first batch by step, if it is not the next one.
     """
     events: list[Event] = [make("loader_checked", exact=True, transparent=True)]
     for launch, (groups, ranks) in enumerate(cuts):
@@ -634,7 +667,9 @@ def cut_anew(*cuts: tuple[int, int], first_of: Mapping[int, int] | None = None) 
 
 @pytest.mark.parametrize("cuts", [[(1, 2), (2, 1)], [(2, 1), (1, 2)], [(2, 2), (4, 1), (1, 4)]])
 def test_the_same_shards_may_be_cut_into_other_slots(cuts: list[tuple[int, int]]) -> None:
-    """A resume with as many shards goes on with each; "10 lost: slot 1, batches 0-9" was said of that."""
+    """A resume with the same number of shards continues each; the audit once said "10 lost: slot 1,
+    batches 0-9".
+    """
     found = audit(cut_anew(*cuts))
     assert (found.verdict, found.lost, found.repeated, found.conflicts, found.differing) == (
         "holds",
@@ -711,8 +746,9 @@ def commit_round(job: Job, groups: Iterable[int] = (0, 1), **fields: Any) -> Non
 
 
 def test_batches_of_a_round_that_a_group_left_are_void() -> None:
-    """They are counted as the group told them, once however many ranks did, and are no repeats when they are trained
-    again."""
+    """They are counted as the group reported them, once for all ranks, and are no repeats when
+    trained again.
+    """
     job = job_in_rounds()
     commit_round(job)
     for rank in (0, 1):
@@ -739,7 +775,9 @@ def test_batches_of_a_round_that_a_group_left_are_void() -> None:
 
 
 def test_batches_that_ranks_of_a_group_tell_differently_are_void_once() -> None:
-    """Where the timeout has ended them, one may have read a step further; another attempt has trained others."""
+    """After a drain timeout one rank may have read a step further; another attempt has trained
+    other batches.
+    """
     job = job_in_rounds()
     commit_round(job)
     for attempt, rank, number in ((0, 0, 2), (0, 1, 3), (1, 0, 1)):
@@ -762,8 +800,9 @@ def test_batches_that_ranks_of_a_group_tell_differently_are_void_once() -> None:
 
 
 def test_batches_of_a_round_that_died_with_its_group_are_estimated() -> None:
-    """No event tells them; how long the group had trained does, and what it makes in that time. Where a commit is one
-    step, nothing is said: it is that one batch."""
+    """No event reports them. The group's training time and its pace give an estimate. If a commit
+    is one step, nothing is estimated: it is that one batch.
+    """
     for config, number in (({"semi_sync_method": "diloco", "sync_steps": 5}, 4), ({}, 0)):
         job = Job()
         for replica in (0, 1):
@@ -786,7 +825,9 @@ def test_batches_of_a_round_that_died_with_its_group_are_estimated() -> None:
 
 
 def test_pace_is_that_of_a_step() -> None:
-    """A round for which a group made few steps, because it joined in the midst of it, is no measure of a round."""
+    """A round with few steps of a group, because it joined in the middle, is no measure of
+    a round.
+    """
     job = job_in_rounds()
     for passes in (8, 2, 2):
         job.time += passes
@@ -805,7 +846,7 @@ def test_pace_is_that_of_a_step() -> None:
 
 
 def test_findings_speak_of_rounds() -> None:
-    """What is lost or repeated is named by the rounds that show it."""
+    """Lost and repeated batches are named by their rounds."""
     job = job_in_rounds()
     commit_round(job)
     commit_round(job, first={0: 6})
@@ -818,7 +859,9 @@ def test_findings_speak_of_rounds() -> None:
 
 
 def test_return_to_a_checkpoint_is_explained_by_its_state() -> None:
-    """A checkpoint's step is torchtitan's, and not the number of the round that the job goes on from."""
+    """A checkpoint's step is torchtitan's, and not the number of the round that the job continues
+    from.
+    """
     job = job_in_rounds()
     states = []
     for _ in range(5):
@@ -840,7 +883,9 @@ HEAL = {"donor": 0, "from_step": 1, "bytes": 1, "seconds": 1.0, "replayed": 0}
 
 
 def job_in_fragments(number: int, **config: Any) -> Job:
-    """Return a job of two groups whose model has so many fragments; a round has five steps, the job 20 rounds."""
+    """Make a job of two groups with `number` fragments; a round has five steps, the job 20
+    rounds.
+    """
     job = Job()
     rounds = {
         "semi_sync_method": "diloco",
@@ -862,7 +907,9 @@ def partial(job: Job) -> list[str]:
 
 
 def test_batches_of_a_group_that_died_are_in_some_fragments_only() -> None:
-    """Those of its last rounds, but for the fragments that were exchanged since; a group that lives has lost none."""
+    """Batches of a dead group's last rounds are partial, except in fragments exchanged since; a
+    live group's are not.
+    """
     job = job_in_fragments(3)
     for _ in range(4):
         commit_round(job)
@@ -887,7 +934,9 @@ SECOND = "slot 1, batches 2-3: partial: trained at round 2 by group 1, in 1 of 2
 
 @pytest.mark.parametrize(("event", "fields"), [("heal_finished", HEAL), ("rolled_back", {})])
 def test_batches_of_a_group_that_healed_are_partial(event: str, fields: dict[str, Any]) -> None:
-    """It takes the anchors for its own weights; who goes back to its own state keeps those."""
+    """A healing group replaces its weights by the anchors; one that returns to its own state keeps
+    them.
+    """
     job = job_in_fragments(2)
     commit_round(job)
     for rank in (0, 1):
@@ -897,7 +946,9 @@ def test_batches_of_a_group_that_healed_are_partial(event: str, fields: dict[str
 
 
 def test_a_group_without_tokens_in_a_round_has_lost_nothing() -> None:
-    """It gives what it has of former rounds; one whose change was not finite gives nothing, and heals."""
+    """It contributes former rounds' changes; a group with a nonfinite change contributes nothing,
+    and heals.
+    """
     for excluded in (False, True):
         job = job_in_fragments(2)
         commit_round(job)
@@ -911,7 +962,7 @@ def test_a_group_without_tokens_in_a_round_has_lost_nothing() -> None:
 
 
 def test_a_run_that_is_made_longer_exchanged_all_at_its_end() -> None:
-    """The config that counts is that of the processes that made the last round."""
+    """The config of the processes that made the last round counts."""
     job = job_in_fragments(2, steps=10)
     commit_round(job)
     commit_round(job)
@@ -933,7 +984,7 @@ def test_a_run_that_is_made_longer_exchanged_all_at_its_end() -> None:
 
 
 def test_a_joiner_that_dies_behind_its_first_exchange() -> None:
-    """Neither its round is told nor that of the attempt before is taken for the same life."""
+    """Its round is not reported, and must not be taken for one of the previous attempt."""
     job = job_in_fragments(2)
     commit_round(job)
     job.say(
@@ -957,7 +1008,7 @@ def test_a_joiner_that_dies_behind_its_first_exchange() -> None:
 
 
 def test_batches_of_a_group_that_died_behind_the_exchange_are_partial() -> None:
-    """No event of its own tells of its last round."""
+    """The group's own events do not include its last round."""
     job = job_in_fragments(2)
     commit_round(job)
     commit_round(job, by=[0])
@@ -970,7 +1021,9 @@ def test_batches_of_a_group_that_died_behind_the_exchange_are_partial() -> None:
 
 
 def test_the_last_round_leaves_nothing_partial() -> None:
-    """It exchanges all fragments; where finite data ends the run before it, that of all groups is missing."""
+    """The last round exchanges all fragments; if finite data ends the run before it, all groups'
+    batches are partial.
+    """
     for steps, number in ((10, 0), (100, 2)):
         job = job_in_fragments(2, steps=steps)
         commit_round(job)
@@ -989,7 +1042,9 @@ def test_the_last_round_leaves_nothing_partial() -> None:
 
 
 def test_a_job_that_goes_on_with_other_fragments() -> None:
-    """What is partial follows from the fragments that a group had then, not from those that the job has now."""
+    """Partial batches follow from the fragments at the group's time, not from the job's current
+    ones.
+    """
     job = job_in_fragments(1)
     commit_round(job)
     config = {
@@ -1013,7 +1068,7 @@ def test_a_job_that_goes_on_with_other_fragments() -> None:
 
 
 def test_whole_models_leave_nothing_partial() -> None:
-    """With a single fragment each exchange has all that a group has made."""
+    """With a single fragment each exchange has the group's whole change."""
     job = job_in_fragments(1)
     commit_round(job)
     commit_round(job, [0])

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The verdict on a run: a good history holds, and each broken one is objected to by the promise that it breaks."""
+"""The verdict on a run: a good history holds, and each broken one is objected to by the broken
+promise.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,14 @@ OTHERS_ASKED = {2, 3, 4, 5, 6, 7, 8}
 
 
 def failed(report: Verdicts) -> set[int | str]:
-    """Return what does not hold: numbers of promises, or names."""
+    """Return the numbers of promises, or names of rows, that do not hold."""
     return {
         each.promise or each.name for each in report.judgements if each.verdict == "does not hold"
     }
 
 
 def unknown(report: Verdicts) -> set[int | str]:
-    """Return what was asked and cannot be told."""
+    """Return the numbers or names of the rows that were asked and are unknown."""
     return {
         each.promise or each.name
         for each in report.judgements
@@ -58,7 +60,9 @@ def unknown(report: Verdicts) -> set[int | str]:
 
 
 def test_good_run_holds(good_run: Any) -> None:
-    """A run with a death, a heal and a gradient that was not finite keeps all promises, in whatever order told."""
+    """A run with a death, a heal and a nonfinite gradient keeps all promises, in any order of
+    events.
+    """
     report = check(good_run.events)
     assert (failed(report), unknown(report), report.verdict) == (set(), set(), "holds"), (
         format_check(report)
@@ -97,7 +101,9 @@ def test_format_and_json(good_run: Any) -> None:
 
 
 def test_an_agent_that_could_not_be_started_has_no_exit_status(good_run: Any) -> None:
-    """The reason in words is enough for promise 8; of an agent that was started, the status is missing."""
+    """The reason in words suffices for promise 8; an agent that was started needs an exit
+    status.
+    """
     facts = {"replica": 2, "attempt": 0, "reason": "its agent cannot be started", "restarts": True}
     good_run.tell("agent_ended", 1, agent_pid=None, code=None, signal=None, **facts)
     assert check(good_run.events)[8].verdict == "holds"
@@ -152,13 +158,13 @@ def _finish_elsewhere(run: Any) -> None:
 
 
 def _finish_elsewhere_untold(run: Any) -> None:
-    """A group finished with a state of its own of the same step, and nobody took a digest of it."""
+    """A group finished with another state of the same step, without a digest."""
     run.named("training_finished", replica=1, rank=1)[0].lineage = "ab" * 6
     run.named("training_finished", replica=1, rank=1)[0].digest = None
 
 
 def _compute_again(run: Any) -> None:
-    """Nobody told that a gradient was left out, and its batch was computed once more."""
+    """A batch was computed again, and no event says that its gradient was left out."""
     for event in run.named("gradient_excluded"):
         run.events.remove(event)
 
@@ -211,7 +217,7 @@ def _too_few(run: Any) -> None:
 
 
 def _schedule_runs_ahead(run: Any) -> None:
-    """The step behind a failed exchange is repeated by others, with the LR of the next."""
+    """The step after a failed exchange is repeated by others with the next step's LR."""
     copies = [
         msgspec.structs.replace(event, lineage="feed", lr=0.5)
         for event in run.named("step_committed", step=7)
@@ -250,7 +256,7 @@ def _exit_without_reason(run: Any) -> None:
 
 
 def _nobody_restarts(run: Any) -> None:
-    """A group dies in mid-run and is never heard of again."""
+    """A group dies in the middle of the run and never returns."""
     events = [event for event in run.events if event.replica == 2 and event.attempt == 1]
     for event in events:
         run.events.remove(event)
@@ -322,7 +328,7 @@ def _fell_silent(run: Any) -> None:
 def test_exactly_one_promise_objects(
     good_run: Any, damage: Callable[[Any], None], promise: int
 ) -> None:
-    """What breaks one promise is objected to by that one, with an event, and by no other."""
+    """A defect that breaks one promise is objected to by that promise only, with an event."""
     damage(good_run)
     report = check(good_run.events)
     assert failed(report) == {promise}, format_check(report)
@@ -336,7 +342,7 @@ def test_exactly_one_promise_objects(
     [(_finish_elsewhere, 2), (_schedule_runs_ahead, 7), (_nobody_restarts, 8)],
 )
 def test_promise_objects(good_run: Any, damage: Callable[[Any], None], promise: int) -> None:
-    """What breaks several promises is objected to by those it breaks."""
+    """A defect that breaks several promises is objected to by them."""
     damage(good_run)
     assert promise in failed(check(good_run.events))
     if promise == 8:
@@ -360,7 +366,7 @@ def test_promise_objects(good_run: Any, damage: Callable[[Any], None], promise: 
 def test_what_may_be_among_missing_events_is_unknown(
     good_run: Any, damage: Callable[[Any], None]
 ) -> None:
-    """Where a file is cut, that nothing tells of a restart, a heal, an end or a finding proves nothing."""
+    """In a cut file the absence of a restart, a heal, an end or a finding proves nothing."""
     damage(good_run)
     report = check_module.check(RunRecord(good_run.events, ["supervisor-0-1.jsonl"]))
     assert failed(report) == set(), format_check(report)
@@ -382,7 +388,9 @@ def test_step_that_nobody_made(synthetic_run: Any) -> None:
 
 
 def test_commit_of_too_few_is_named(good_run: Any) -> None:
-    """A commit below min_replica_size names group, step and both numbers; excluded gradients count as present."""
+    """A commit below min_replica_size names group, step and both numbers; excluded gradients count
+    as present.
+    """
     for event in good_run.named("worker_started"):
         event.config.min_replica_size = 3
     offences = check(good_run.events)[7].offences
@@ -400,7 +408,9 @@ def _mismatch(run: Any, minority: list[int], step: int) -> None:
 
 @pytest.mark.parametrize("heals", [True, False])
 def test_named_difference(synthetic_run: Any, heals: bool) -> None:
-    """A digest that differs, was named and then healed is no offence; one that was named and trained on is."""
+    """A differing digest that was named and then healed is no offence; one that was trained
+    on is.
+    """
     run = synthetic_run()
     run.begin()
     run.steps(4)
@@ -427,7 +437,7 @@ def test_wrong_group_named(good_run: Any) -> None:
 
 
 def test_difference_of_a_group_that_died_at_once(good_run: Any) -> None:
-    """A group that died before the exchange in which its digest would have been compared harmed nobody."""
+    """A group that died before its differing digest was compared harmed no other group."""
     for event in good_run.named("step_committed", step=6, replica=2):
         event.digest = "bad"
     report = check(good_run.events)
@@ -436,7 +446,7 @@ def test_difference_of_a_group_that_died_at_once(good_run: Any) -> None:
 
 
 def test_nothing_compared_is_unknown(good_run: Any) -> None:
-    """Without digests nobody can tell whether the groups agree."""
+    """Without digests the groups' agreement is unknown."""
     for event in good_run.events:
         if hasattr(event, "digest"):
             event.digest = None
@@ -445,7 +455,7 @@ def test_nothing_compared_is_unknown(good_run: Any) -> None:
 
 
 def test_a_run_before_its_first_digest(good_run: Any) -> None:
-    """A run that goes on, and has come to no digest yet, holds so far."""
+    """A running run without any digest so far holds so far."""
     end = min(each.time for each in good_run.named("training_finished"))
     events = [each for each in good_run.events if each.time < end]
     for event in events:
@@ -461,7 +471,7 @@ def test_a_run_before_its_first_digest(good_run: Any) -> None:
 
 
 def test_participant_that_died_untold_is_not_counted(good_run: Any) -> None:
-    """A step of which a participant that died does not tell its part is left out of the average's check."""
+    """A step without the report of a dead participant is left out of the average's check."""
     for event in good_run.named("step_committed", step=6, replica=2):
         good_run.events.remove(event)
     report = check(good_run.events)
@@ -471,7 +481,7 @@ def test_participant_that_died_untold_is_not_counted(good_run: Any) -> None:
 
 @pytest.mark.parametrize("weighted", [True, False])
 def test_the_mean_is_weighted(good_run: Any, weighted: bool) -> None:
-    """A group with half of the tokens counts half in the loss; the mean of the groups is another number."""
+    """A group with half of the tokens counts half in the loss; the plain mean is another number."""
     events = good_run.named("step_committed", step=4)
     weights = {0: 512, 1: 256, 2: 512}
     losses = {event.replica: event.own_loss for event in events}
@@ -486,13 +496,13 @@ def test_the_mean_is_weighted(good_run: Any, weighted: bool) -> None:
 
 
 def _wait(run: Any, seconds: float, why: str = "catching_up", steps: int = 12) -> None:
-    """Let the others wait for the joiner, so long in all."""
+    """Let the others wait for the joiner for this long in total."""
     run.steps(steps, [0, 1], waits=[(2, seconds / steps, why)])
 
 
 @pytest.mark.parametrize(("seconds", "holds"), [(3.9, True), (6.8, True), (7.2, False)])
 def test_a_wait_for_a_joiner(run_builder: Callable[..., Any], seconds: float, holds: bool) -> None:
-    """The others may wait for it for a few steps, or for half of the time that it takes: 14 s here."""
+    """The others may wait for a few steps, or for half of the joiner's time: 14 s here."""
     report = check(run_builder(lambda run: _wait(run, seconds)).events)
     assert failed(report) == (set() if holds else {5}), format_check(report)
     assert report[5].statement.startswith(
@@ -518,7 +528,9 @@ def test_a_stall_is_the_one_of_the_rank_that_waited_longest(
 def test_what_the_others_waited_for_another_reason_is_no_stall(
     run_builder: Callable[..., Any], why: str
 ) -> None:
-    """Also beside other failures, which hid what a joiner cost as long as it was inferred from the rate of commits."""
+    """Other failures' waits do not count; an inference from the rate of commits could not separate
+    them.
+    """
 
     def during_heal(run: Any) -> None:
         _wait(run, 9.0, why, steps=2)
@@ -533,7 +545,7 @@ def test_what_the_others_waited_for_another_reason_is_no_stall(
 def test_a_group_that_a_fault_hits_while_it_joins_is_the_faults_matter(
     run_builder: Callable[..., Any],
 ) -> None:
-    """The time is lost all the same, and told."""
+    """The lost time is reported all the same."""
     run = run_builder(lambda run: _wait(run, 9.0))
     heal = run.named("heal_started")[0]
     fault = like(heal, "fault_injected", fault="freeze", target=Target(replica=2), seed=1, shot=1)
@@ -547,7 +559,7 @@ def test_a_group_that_a_fault_hits_while_it_joins_is_the_faults_matter(
 
 
 def test_commits_that_do_not_say_what_they_waited_for(run_builder: Callable[..., Any]) -> None:
-    """Those of older histories: unknown, in one line; nothing is asked where no group joined."""
+    """Older commits without waits are unknown, in one line; without a joiner nothing is asked."""
     run = run_builder()
     run.named("step_committed", replica=0, rank=0, step=3)[0].waits = None
     report = check(run.events)
@@ -556,7 +568,7 @@ def test_commits_that_do_not_say_what_they_waited_for(run_builder: Callable[...,
 
 
 def test_a_stall_in_a_history_that_is_cut_is_a_stall(run_builder: Callable[..., Any]) -> None:
-    """It was seen; one that was not seen may be in what is missing."""
+    """An observed stall counts; an unobserved one may be among the missing events."""
     for seconds, found in ((9.0, {5}), (0.5, set())):
         run = run_builder(lambda run, seconds=seconds: _wait(run, seconds))
         cut = check_module.check(RunRecord(run.events, ["replica-0-rank-0-attempt-0-1.jsonl"]))
@@ -565,7 +577,7 @@ def test_a_stall_in_a_history_that_is_cut_is_a_stall(run_builder: Callable[..., 
 
 
 def test_wait_that_nobody_asked_for(good_run: Any) -> None:
-    """A wait for a joiner that did not say that it has to be waited for breaks the promise."""
+    """A wait for a joiner that did not request it breaks the promise."""
     event = good_run.named("step_committed", step=12, replica=0, rank=0)[0]
     wait = {
         "reason": "groups [2] fetch the state",
@@ -587,7 +599,9 @@ def test_wait_that_nobody_asked_for(good_run: Any) -> None:
 @pytest.mark.parametrize("seconds", [100.0, -100.0, 5.0, -5.0])
 @pytest.mark.parametrize("who", ["all", "one"])
 def test_clock_that_jumps(good_run: Any, seconds: float, who: str) -> None:
-    """A wall clock that was set is objected to by its own line; what rests on times is unknown, the rest holds."""
+    """A wall clock that was set has its own line; verdicts that rest on times are unknown, the
+    others hold.
+    """
     middle = good_run.named("step_committed", step=12)[0].mono
     for event in good_run.events:
         if event.mono >= middle and (who == "all" or event.replica == 0):
@@ -621,7 +635,9 @@ def test_empty_history_is_unknown() -> None:
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.9, 0.999])
 def test_cut_history_is_unknown(good_run: Any, share: float) -> None:
-    """A history that ends in mid-run, wherever, is unknown in every respect and objects to nothing."""
+    """A history that ends anywhere in the middle is unknown in every respect and objects to
+    nothing.
+    """
     report = check(good_run.events[: int(share * len(good_run.events))])
     assert failed(report) == set(), format_check(report)
     assert unknown(report) >= {*OTHERS_ASKED, "whole history"}
@@ -636,7 +652,7 @@ def test_history_without_beginning_is_unknown(good_run: Any, share: float) -> No
 
 
 def test_history_without_one_group_is_unknown(good_run: Any) -> None:
-    """A history that lacks the file of a group which took part never holds."""
+    """A history without the file of a participating group never holds."""
     report = check([e for e in good_run.events if e.replica != 1 or e.name == "worker_exited"])
     assert report.verdict == "unknown"
     assert "groups [1] took part in steps and have no events of their own" in "".join(
@@ -645,7 +661,7 @@ def test_history_without_one_group_is_unknown(good_run: Any) -> None:
 
 
 def test_lost_batch_in_a_cut_history(good_run: Any) -> None:
-    """What is known to be broken beats what is unknown."""
+    """A known defect outweighs unknown parts."""
     _lose_batch(good_run)
     report = check(good_run.events[:-1])
     assert failed(report) == {6}
@@ -653,7 +669,7 @@ def test_lost_batch_in_a_cut_history(good_run: Any) -> None:
 
 
 def test_workers_without_a_config_are_unknown_where_it_is_needed(good_run: Any) -> None:
-    """Where workers do not tell their config nobody can say how many groups a step needs; the rest holds."""
+    """Without the workers' config the needed number of groups is unknown; the rest holds."""
     for event in good_run.named("worker_started"):
         event.config = None
     report = check(good_run.events)
@@ -661,7 +677,7 @@ def test_workers_without_a_config_are_unknown_where_it_is_needed(good_run: Any) 
 
 
 def test_checker_that_crashes_says_unknown(good_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checker that crashes is unknown with what went wrong and where; the others go on."""
+    """A crashed checker is unknown, with error and place; the others continue."""
 
     def crash(record: object, found: object) -> None:
         raise KeyError("no such thing")
@@ -692,7 +708,7 @@ def test_checker_that_crashes_says_unknown(good_run: Any, monkeypatch: pytest.Mo
 def test_nonsense_never_holds_nor_crashes(
     good_run: Any, nonsense: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An event with a field of another type than it should have leaves a report which names it, and does not hold."""
+    """An event with a field of a wrong type is named in the report, which does not hold."""
     lines = [untyped(event) for event in good_run.events]
     wrong = next(
         number for number, line in enumerate(lines) if line.get("step") == 9 and "lr" in line
@@ -725,7 +741,7 @@ def test_damaged_file_is_unknown(
 
 
 def test_void_steps_of_a_job_that_went_back(synthetic_run: Any) -> None:
-    """A job that lost every group and began anew holds; its void steps are no work of survivors."""
+    """A job that lost every group and started anew holds; its void steps are no survivors' work."""
     run = synthetic_run()
     run.begin()
     run.steps(4)
@@ -748,7 +764,7 @@ def test_void_steps_of_a_job_that_went_back(synthetic_run: Any) -> None:
 
 
 def test_cut_anywhere_never_holds_nor_objects(good_run: Any) -> None:
-    """Wherever a history ends before its last event, nothing holds and nothing is objected to."""
+    """A history that ends anywhere before its last event neither holds nor is objected to."""
     for length in range(0, len(good_run.events) - 1, 7):
         report = check(good_run.events[:length])
         assert failed(report) == set(), f"cut at {length}: {format_check(report)}"
@@ -771,7 +787,9 @@ def test_fault_dates_the_failure(good_run: Any, target: Target, hit: bool) -> No
 def test_group_that_left_with_another_digest(
     synthetic_run: Any, leavers: list[int], broken: set[int]
 ) -> None:
-    """A group that left before it could be named harmed nobody; if all left so, nobody can tell who is right."""
+    """A group that left before it was named harmed none; if all left so, the right bytes are
+    unknown.
+    """
     run = synthetic_run()
     run.begin()
     run.steps(4)
@@ -809,7 +827,7 @@ def test_group_that_left_with_another_digest(
 
 
 def test_group_whose_agent_was_killed(good_run: Any) -> None:
-    """A group that fell silent is explained by a launch that ended badly and says so."""
+    """A launch that ended badly and says so explains a group's silence."""
     _fell_silent(good_run)
     change(good_run.named("launch_finished")[0], code=1, reason="1 of 3 groups failed: 1")
     report = check(good_run.events)
@@ -844,7 +862,7 @@ def _fail(run: Any) -> None:
 
 
 def test_a_run_that_failed_is_red_although_its_promises_hold(synthetic_run: Any) -> None:
-    """The exception is the first thing that is said, and the exit status is that of a failure."""
+    """The exception comes first, and the exit status is that of a failure."""
     run = synthetic_run(2)
     run.begin()
     run.steps(11)
@@ -862,7 +880,7 @@ def test_a_run_that_failed_is_red_although_its_promises_hold(synthetic_run: Any)
 
 
 def test_a_run_that_never_began_is_red(synthetic_run: Any) -> None:
-    """The reason stands before what is unknown for the lack of a step."""
+    """The reason comes before what is unknown for lack of a step."""
     run = synthetic_run(2)
     run.begin()
     _fail(run)
@@ -874,7 +892,7 @@ def test_a_run_that_never_began_is_red(synthetic_run: Any) -> None:
 
 
 def test_a_run_that_was_stopped_holds(synthetic_run: Any) -> None:
-    """Whoever stops a run in order has broken nothing: amber, and no failure."""
+    """A run that was stopped in order broke nothing: amber, and no failure."""
     run = synthetic_run(2)
     run.begin()
     run.steps(5)
@@ -899,7 +917,7 @@ def test_a_run_that_was_stopped_holds(synthetic_run: Any) -> None:
 
 @pytest.mark.parametrize("launched", [True, False])
 def test_a_run_that_goes_on_holds_so_far(good_run: Any, launched: bool) -> None:
-    """The end that it cannot have yet makes nothing unknown; without a sign of life it does."""
+    """A running run's missing end makes nothing unknown; without a sign of life it does."""
     end = next(event.time for event in good_run.named("heal_finished"))
     started = [event for event in good_run.events if launched or not isinstance(event, LaunchEvent)]
     for until in (end - 0.5, end + 2.5):  # while a group heals, and after it
@@ -914,7 +932,7 @@ def test_a_run_that_goes_on_holds_so_far(good_run: Any, launched: bool) -> None:
 
 
 def test_a_run_that_has_just_been_started_holds_so_far(synthetic_run: Any) -> None:
-    """It has made no step, and broken nothing; one that cannot begin is another matter."""
+    """A run without a step has broken nothing; a run that cannot begin is another matter."""
     run = synthetic_run(2)
     run.begin()
     report = check_module.check(RunRecord(run.events, goes_on=True))
@@ -928,7 +946,9 @@ def test_a_run_that_has_just_been_started_holds_so_far(synthetic_run: Any) -> No
 
 
 def test_a_group_that_is_lost_without_a_word(synthetic_run: Any) -> None:
-    """A group that was started by hand, and that fell silent for good, breaks promise 8 where no event says so."""
+    """A group that was started by hand and fell silent for good breaks promise 8 if no event says
+    so.
+    """
     run = synthetic_run(2)
     run.begin()
     run.steps(5)
@@ -960,8 +980,9 @@ ROUNDS = {"semi_sync_method": "diloco", "sync_steps": 10}
 
 
 def test_a_run_in_rounds_holds_and_says_so(run_builder: Callable[..., Any]) -> None:
-    """What the job commits is called a round, and how long one is stands beside it. A checkpoint has torchtitan's step
-    in its name, and is of a round that its writer made."""
+    """The committed unit is called a round, with its length beside it. A checkpoint has
+    torchtitan's step in its name, and belongs to a round of its writer.
+    """
     run = run_builder(**ROUNDS)
     event = run.named("step_committed", step=4, replica=0, rank=0)[0]
     run.events.append(like(event, "checkpoint_saved", step=40, mono=event.mono + 0.1))
@@ -973,7 +994,7 @@ def test_a_run_in_rounds_holds_and_says_so(run_builder: Callable[..., Any]) -> N
 
 
 def test_what_breaks_a_promise_is_dated_by_its_round(run_builder: Callable[..., Any]) -> None:
-    """The number is that of the round, in the words before it too."""
+    """Offences are dated by the round's number, in their text too."""
     run = run_builder(**ROUNDS)
     event = run.named("step_committed", step=4, replica=0, rank=0)[0]
     run.events.append(like(event, "checkpoint_saved", step=50, mono=event.mono + 0.1))
@@ -986,7 +1007,7 @@ def test_what_breaks_a_promise_is_dated_by_its_round(run_builder: Callable[..., 
 
 
 def test_a_job_that_goes_on_from_a_checkpoint_goes_back_by_rounds(synthetic_run: Any) -> None:
-    """The checkpoint's step is torchtitan's; what is thrown away and made again are rounds."""
+    """The checkpoint's step is torchtitan's; discarded and repeated units are rounds."""
     run = synthetic_run(**ROUNDS)
     run.begin()
     run.steps(4)
@@ -1013,13 +1034,15 @@ def test_a_job_that_goes_on_from_a_checkpoint_goes_back_by_rounds(synthetic_run:
 def test_wait_for_a_joiner_in_a_round(
     run_builder: Callable[..., Any], seconds: float, holds: bool
 ) -> None:
-    """However short a heal is beside a round, the others must not wait for it by more than four of its steps."""
+    """However short a heal is beside a round, the others must not wait for more than four of its
+    steps.
+    """
     report = check(run_builder(lambda run: _wait(run, seconds, steps=1), **ROUNDS).events)
     assert failed(report) == (set() if holds else {5}), format_check(report)
 
 
 def test_steps_that_a_group_skipped_are_told(run_builder: Callable[..., Any]) -> None:
-    """A joiner makes fewer steps for its first round, and that is expected; of any other group the reader is told."""
+    """A joiner's first round may have fewer steps; fewer steps of any other group are reported."""
     run = run_builder(**ROUNDS)
     for event in run.named("step_committed", step=22, replica=2):
         event.inner_steps = 7

@@ -59,7 +59,9 @@ def test_figures_with_their_differences() -> None:
 
 
 def test_curves_of_both_runs_are_drawn() -> None:
-    """A line and columns for each run, by name; columns are shares, so a long run hides no short one."""
+    """Each run has a named line and columns. Columns are shares, so that a long run does not hide a
+    short one.
+    """
     runs = [RunRecord(calm_run(20)), RunRecord(killed_run())]
     for record in runs:
         for event in record.commits:
@@ -83,7 +85,7 @@ def test_curves_of_both_runs_are_drawn() -> None:
 
 
 def test_page_of_two_runs(folders: list[Path], tmp_path: Path) -> None:
-    """Both outcomes first, then the figures; all names are text."""
+    """Both outcomes come first, then the figures; all names are text."""
     runs = [RunRecord.read(folder / "events") for folder in folders]
     page = write_comparison(runs, ["<a>", "b"], tmp_path / "out").read_text(encoding="utf-8")
     read = Reader(page)
@@ -122,6 +124,6 @@ def test_command_with_two_runs(folders: list[Path], capsys: pytest.CaptureFixtur
     ],
 )
 def test_names_differ(folders: tuple[str, str], names: tuple[str, str] | None) -> None:
-    """Runs are called by their folders, with as much of the path as tells them apart."""
+    """Runs are named by their folders, with as much of the path as distinguishes them."""
     found = name_runs([Path("/") / folder for folder in folders])
     assert found == names or (names is None and found[0] != found[1])

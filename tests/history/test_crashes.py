@@ -38,7 +38,7 @@ AWAY = "LighthouseError: away (1 time, group 0, 3.0 s; replica-0.log)"
 
 
 def test_each_exception_once() -> None:
-    """Of each attempt the cause, whatever numbers are in it; kills and consequences are none."""
+    """Each attempt's cause counts, whatever numbers it contains; kills and consequences do not."""
     nope, away = find_crashes(RECORD)
     assert (nope.count, nope.replicas, nope.first, nope.last) == (3, [0, 1], 101.0, 105.5)
     assert [nope.transient, away.transient] == [False, True]
@@ -46,7 +46,7 @@ def test_each_exception_once() -> None:
 
 
 def test_where_they_are_shown() -> None:
-    """In the report's table and figures, and in what `check` says about silence."""
+    """Exceptions are in the report's table and figures, and in `check`'s row about silence."""
     summary = summarize(RECORD)
     lines = text_of(summary_table(summary)).splitlines()
     assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("exception ")] == [

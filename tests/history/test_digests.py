@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The comparison of what groups hold."""
+"""The comparison of the groups' states."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ Told = list[tuple[str, int, str | None]]
     ],
 )
 def test_comparison(told: Told, verdict: str, num_compared: int, differing: set[str]) -> None:
-    """What several groups have of the same is compared; what one group has of it, or nobody, tells nothing."""
+    """A state that several groups report is compared; one that a single group reports proves
+    nothing.
+    """
     found = compare_digests(told)
     assert (found.verdict, len(found.compared), found.differing) == (
         verdict,

@@ -24,14 +24,16 @@ from titan_ft.run.events import Event
 
 
 def of_rank(told: Any, rank: int) -> Any:
-    """Let an agent tell of a fault."""
+    """Make an agent's event of a fault."""
     told.replica, told.rank, told.attempt = told.target.replica, rank, 0
     return told
 
 
 @pytest.fixture
 def events() -> list[Event]:
-    """A run with eight faults of four kinds: killed_run's kill, and seven that are told in other ways."""
+    """Make a run with eight faults of four kinds: killed_run's kill, and seven with other forms of
+    report.
+    """
     told = [
         *killed_run(),
         say(13.0, "chaos_started", seed=1, plan="a plan", schedule="now and then"),
@@ -70,7 +72,9 @@ TOTAL = 8
 
 
 def test_every_view_counts_the_same_faults(events: list[Event]) -> None:
-    """Terminal, JSON, stalls, top, Prometheus and the campaign's table have one number, and the same kinds."""
+    """Terminal, JSON, stalls, top, Prometheus and the campaign's table have the same number and
+    kinds.
+    """
     record = RunRecord(events)
     assert count_faults(record) == KINDS
     shown = report_figures(record)
@@ -102,7 +106,9 @@ def test_every_view_counts_the_same_faults(events: list[Event]) -> None:
 
 
 def test_faults_of_one_shot_are_one_incident(events: list[Event]) -> None:
-    """However far apart its groups are hit; and a shot of another plan with its number is another one."""
+    """All targets of a shot are one incident, however far apart; a shot of another plan with its
+    number is not.
+    """
     stalls = report_figures(RunRecord(events))["stalls"]
     assert [stall["replicas"] for stall in stalls if stall["fault"] == "kill_groups"] == [(1, 2, 3)]
     assert [stall["replicas"] for stall in stalls if stall["shot"] == 0] == [(1,), (1,)]

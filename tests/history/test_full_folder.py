@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Commands on a run whose folder is full, read-only, a file, or cannot be read: one line, and no traceback."""
+"""Commands on a run folder that is full, read-only, a file, or unreadable: one line, and no
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def write_events(run: Any, folder: Path) -> Path:
 def test_folder_that_is_a_file(
     good_run: Any, tmp_path: Path, command: str, default: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where the command would write by itself, and where it is told to."""
+    """The default output and a given one are refused alike."""
     run_dir = write_events(good_run, tmp_path)
     (run_dir / default.partition("/")[0]).touch()
     reason = "Not a directory" if "/" in default else "File exists"
@@ -43,7 +45,7 @@ def test_folder_that_is_a_file(
 def test_folder_on_a_full_disk(
     good_run: Any, small_disk: Any, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was there before stays, nothing half-written is left, and another folder can be given."""
+    """Earlier files stay, no partial file is left, and another folder can be given."""
     run_dir = write_events(good_run, small_disk.folder)
     small_disk.fill()
     out = run_dir / ("report" if command == "report" else "tb/job")
@@ -59,7 +61,7 @@ def test_folder_on_a_full_disk(
 def test_page_that_was_there_stays_whole(
     good_run: Any, small_disk: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A page that cannot be written anew is still the former one."""
+    """A page that cannot be rewritten stays the former one."""
     run_dir = write_events(good_run, small_disk.folder)
     (run_dir / "report").mkdir()
     (run_dir / "report" / "index.html").write_text("the former page")
@@ -71,7 +73,7 @@ def test_page_that_was_there_stays_whole(
 
 
 def test_read_only_disk(good_run: Any, small_disk: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever only reads works; whoever writes says that it cannot."""
+    """Commands that only read work; those that write report that they cannot."""
     run_dir = write_events(good_run, small_disk.folder)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk.folder)], check=True)
     for command, out in (("report", "report"), ("curves", "tb/job")):
@@ -93,7 +95,7 @@ def test_read_only_disk(good_run: Any, small_disk: Any, capsys: pytest.CaptureFi
 def test_events_that_are_no_folder(
     tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What cannot be read is named; nothing is claimed of a run of which nothing is known."""
+    """Unreadable events are named, and nothing is claimed about the run."""
     (tmp_path / "events").touch()
     assert main([command, str(tmp_path)]) == 1
     captured = capsys.readouterr()
@@ -108,7 +110,7 @@ def test_curves_of_a_run_on_a_disk_that_fills(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A disk that was no mistake at the start and has no room in the end costs points, which is said: status 1."""
+    """A disk that fills during the run loses points, which is reported with status 1."""
     run_dir = write_events(good_run, small_disk.folder)
     monkeypatch.setattr("titan_ft.live.curves.FINISH_SECONDS", 0.1)
     monkeypatch.setattr(

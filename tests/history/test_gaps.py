@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Events that could not be written: what is missing proves nothing, and breaks nothing."""
+"""Events that could not be written: missing events prove nothing, and break nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check(events: Iterable[Event], cut: Iterable[str] = ()) -> Verdicts:
 
 
 def assert_unknown(report: Verdicts) -> None:
-    """Nothing holds of what was asked, and nothing is objected to."""
+    """Nothing that was asked holds, and nothing is objected to."""
     verdicts = {
         each.promise: each.verdict for each in report.judgements if each.asked and each.promise
     }
@@ -45,7 +45,7 @@ def pids(run: Any) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_tail_of_one_process(good_run: Any, seed: int) -> None:
-    """A process was killed while its events waited in memory: its file is cut, wherever that is."""
+    """A process was killed while its events waited in memory: its file is cut at any place."""
     dice = random.Random(seed)
     pid = dice.choice(pids(good_run))
     own = [event for event in good_run.events if event.pid == pid]
@@ -57,7 +57,7 @@ def test_tail_of_one_process(good_run: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_dropped_amid_a_process(good_run: Any, seed: int) -> None:
-    """A process wrote on when there was room, and told how much is missing."""
+    """A process continued to write when there was room, and reported the missing number."""
     dice = random.Random(seed)
     pid = dice.choice(pids(good_run))
     own = [event for event in good_run.events if event.pid == pid]
@@ -90,7 +90,7 @@ def test_dropped_amid_a_process(good_run: Any, seed: int) -> None:
 
 
 def test_several_files_are_cut_at_once(good_run: Any) -> None:
-    """The disk was full for all of them, and never got room again; the launcher could still say how it ended."""
+    """The disk was full for all of them to the end; the launcher could still report the end."""
     for moment in range(5, 60, 5):
         kept = [
             event
@@ -101,7 +101,7 @@ def test_several_files_are_cut_at_once(good_run: Any) -> None:
 
 
 def test_late_events_are_whole(good_run: Any) -> None:
-    """What waited and was written is no gap. A reader is told that it came late."""
+    """Late events that were written are no gap. A note says that they came late."""
     good_run.of(
         "events_delayed", 0, error="No space left on device", events=3, since=1_700_000_010.0
     )
@@ -121,7 +121,7 @@ def test_late_events_are_whole(good_run: Any) -> None:
 def lose_commits(
     run: Any, group: int, steps: Iterable[int], rank: int | None = None
 ) -> list[Event]:
-    """Return the events without commits of a group, as after a SIGKILL of which no file tells."""
+    """Return the events without commits of a group, as after a SIGKILL that no file shows."""
     return [
         event
         for event in run.events
@@ -135,7 +135,9 @@ def lose_commits(
 
 
 def test_steps_that_only_others_tell_of(good_run: Any) -> None:
-    """A storage that is gone marks no file. That a group took part in steps, others say; of one step that is usual."""
+    """Vanished storage marks no file, but others report the group's steps; one missing step is
+    normal.
+    """
     # Killed between the exchange and its event.
     assert find_gaps(RunRecord(lose_commits(good_run, 2, [6]))) == []
     events = lose_commits(good_run, 2, [5, 6])
@@ -146,13 +148,13 @@ def test_steps_that_only_others_tell_of(good_run: Any) -> None:
 
 
 def test_steps_on_both_sides_of_a_restart(good_run: Any) -> None:
-    """A group that dies right after an exchange, twice, has told all that it could."""
+    """A group that dies right after an exchange, twice, has reported everything it could."""
     back = next(event.step for event in good_run.named("step_committed", replica=2, attempt=1))
     assert find_gaps(RunRecord(lose_commits(good_run, 2, [6, back]))) == []
 
 
 def test_steps_that_one_rank_does_not_tell_of(good_run: Any) -> None:
-    """The ranks of a group make each step together: of one that tells of two fewer, events are missing."""
+    """A group's ranks make each step together, so a rank with two steps fewer lacks events."""
     assert find_gaps(RunRecord(lose_commits(good_run, 2, [6], rank=1))) == []
     events = lose_commits(good_run, 2, [5, 6], rank=1)
     (gap,) = find_gaps(RunRecord(events))
@@ -164,7 +166,7 @@ def test_steps_that_one_rank_does_not_tell_of(good_run: Any) -> None:
 
 
 def test_what_is_there_still_counts(good_run: Any) -> None:
-    """A difference that two groups' own events show is one, whatever else is missing."""
+    """A difference that two groups' own events show counts, whatever else is missing."""
     event = good_run.named("step_committed", replica=1, step=4)[0]
     event.tokens += 1
     report = check(good_run.events, ["replica-2-rank-0-attempt-0-7.jsonl"])
@@ -186,7 +188,7 @@ def test_audit_is_not_fooled(good_run: Any) -> None:
 def test_command_sees_a_file_that_is_cut(
     good_run: Any, tmp_path: Path, left: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An empty file, half a line, a line without its newline: each was left by a writer that had more."""
+    """An empty file, half a line and a line without newline show that their writer had more."""
     folder = tmp_path / "events"
     folder.mkdir()
     (folder / "all.jsonl").write_bytes(b"".join(map(encode, good_run.events)))

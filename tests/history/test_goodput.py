@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a run's time and work went into: the published figures by their definitions, and the stalls by their causes."""
+"""The use of a run's time and work: published figures by their definitions, and stalls by their
+causes.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,18 @@ def goodput(events: list[Event]) -> Goodput:
 
 
 def check_sums(figures: Goodput) -> None:
-    """Require that each group's microseconds add up to the wall time, and the job's to that of all groups."""
+    """Require that each group's microseconds sum to the wall time, and the job's to that of all
+    groups.
+    """
     for states in figures.groups_us.values():
         assert sum(states.values()) == figures.wall_us
     assert sum(figures.job_us.values()) == figures.wall_us * figures.num_groups == figures.group_us
 
 
 def test_calm_run() -> None:
-    """Without failures nothing is wasted, all that was attempted is committed, and only the start costs time."""
+    """Without failures nothing is wasted, every attempt is committed, and only the start costs
+    time.
+    """
     figures = goodput(calm_run())
     check_sums(figures)
     assert (figures.exchanges_committed, figures.exchanges_attempted) == (10, 10)
@@ -44,7 +50,7 @@ def test_calm_run() -> None:
 
 
 def test_killed_run() -> None:
-    """A kill costs its stall, its group's absence, one exchange and one step of the group that died."""
+    """A kill costs its stall, its group's absence, one exchange, and one step of the dead group."""
     figures = goodput(killed_run())
     check_sums(figures)
     assert (figures.exchanges_committed, figures.exchanges_attempted) == (10, 11)
@@ -57,7 +63,7 @@ def test_killed_run() -> None:
 
 
 def test_a_faster_step_does_not_make_up_for_a_stall() -> None:
-    """No step counts for more than the usual one, nor for more than the time that it took."""
+    """No step counts for more than the usual one, nor for more than its own time."""
     events = calm_run()
     for event in events:
         if event.name == "step_committed" and event.step == 5:
@@ -66,7 +72,7 @@ def test_a_faster_step_does_not_make_up_for_a_stall() -> None:
 
 
 def test_every_broken_exchange_is_an_attempt() -> None:
-    """An attempt is counted whether its step was committed later, by others only, or by nobody."""
+    """An attempt counts whether its step was committed later, by others only, or by nobody."""
     events = calm_run()
     events += [
         say(12.1, "exchange_failed", 0, error="x", seconds=0.1, step=3),
@@ -82,7 +88,7 @@ def test_every_broken_exchange_is_an_attempt() -> None:
 
 
 def test_waiting_is_one_attempt() -> None:
-    """The many empty rounds of groups that wait for others are one attempt that was not committed."""
+    """The many empty exchanges of waiting groups are one uncommitted attempt."""
     events = calm_run()
     for event in events:
         if event.name == "step_committed" and event.step == 5:
@@ -115,7 +121,7 @@ LEFT_OUT = ("step_committed", 0, 4)
 
 
 def test_void_and_left_out_work_is_wasted() -> None:
-    """A step that only a minority made, and a gradient that was left out, are attempts and passes for nothing."""
+    """A minority's step and an excluded gradient are wasted attempts and passes."""
     events = [
         event
         for event in calm_run()
@@ -158,7 +164,9 @@ def test_nothing_known() -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_thinned_histories_add_up(seed: int) -> None:
-    """Histories of which lines are missing, or fields are zero, add up, and never commit more than they attempt."""
+    """Histories with missing lines or zero fields sum up, and never commit more than they
+    attempt.
+    """
     dice = random.Random(seed)
     events = [event for event in killed_run() if dice.random() < 0.8]
     for event in events:

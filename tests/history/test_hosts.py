@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What each host had of a run."""
+"""Starts, deaths and departures of each host of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan_ft.run.events import HostLeft, WorkerExited, WorkerStarted
 
 
 def record() -> RunRecord:
-    """Two groups, one of which was started again on another host."""
+    """Two groups, one of which restarted on another host."""
     events: list[Any] = []
     for replica, host in (
         (0, "n1.cluster"),
@@ -36,7 +36,7 @@ def record() -> RunRecord:
 
 
 def test_deaths_are_the_hosts() -> None:
-    """An end in order, one that another rank caused, and one of an unknown host are none."""
+    """An orderly end, an end caused by another rank, and one on an unknown host do not count."""
     assert find_hosts(record()) == [
         HostFigures("n2", groups=[1], starts=2, deaths=2, left=1),
         HostFigures("n1", groups=[0, 1], starts=2),
@@ -44,7 +44,7 @@ def test_deaths_are_the_hosts() -> None:
 
 
 def test_a_node_has_the_name_that_slurm_gives_it() -> None:
-    """Agents tell of ends by it; the workers' own host may be called otherwise."""
+    """Agents report ends by Slurm's node name; the workers' own host name may differ."""
     slurm = {"job": "1", "step": "0", "node": "n7"}
     started = build(WorkerStarted, replica=0, host="ip-10-0-0-7.internal", slurm=slurm)
     ended = build(WorkerExited, replica=0, host="n7", signal="SIGBUS", stopped=False)
@@ -54,7 +54,7 @@ def test_a_node_has_the_name_that_slurm_gives_it() -> None:
 
 
 def test_the_report_has_a_table(capsys: Any) -> None:
-    """Where there are several hosts."""
+    """A run on several hosts has a table."""
     show(summary_table(summarize(record())))
     text = capsys.readouterr().out
     assert "n2" in text
@@ -65,6 +65,6 @@ def test_the_report_has_a_table(capsys: Any) -> None:
 
 
 def test_many_groups_take_few_words() -> None:
-    """Groups that follow each other are a range; two of them are not worth one."""
+    """Three or more consecutive groups are written as a range; two are not."""
     assert name_range([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7, 8"
     assert name_range([]) == "none"

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What faults and failures cost: one definition of a stall, and the same number wherever it is shown."""
+"""The cost of faults and failures: one definition of a stall, and the same number in every view."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def stalls(events: Iterable[Event]) -> list[Incident]:
 
 
 def test_every_view_shows_the_same_stall(tmp_path: Path) -> None:
-    """Terminal, page, JSON, goodput and the campaign's table tell the same seconds of one failure."""
+    """Terminal, page, JSON, goodput and the campaign's table show the same seconds of one
+    failure.
+    """
     events = sorted(killed_run(), key=lambda event: event.time)
     record = RunRecord(events)
     (incident,) = find_incidents(record)
@@ -62,7 +64,9 @@ def test_every_view_shows_the_same_stall(tmp_path: Path) -> None:
 
 
 def test_stall_of_a_kill() -> None:
-    """A fault's stall is what its survivors waited beyond a usual step; its group is back with its contribution."""
+    """A fault's stall is the survivors' wait beyond a usual step; its group returns with its
+    contribution.
+    """
     (stall,) = stalls(killed_run())
     assert (stall.fault, stall.injected, stall.replicas, stall.ended) == (
         "kill_group",
@@ -84,7 +88,9 @@ def test_death_without_a_fault() -> None:
 
 
 def test_stall_counts_once() -> None:
-    """Of two faults the one before the stall began has it; one that comes while it lasts has none of its own."""
+    """Of two faults the one before the stall's beginning has it; one during the stall has none of
+    its own.
+    """
     events = killed_run()
     events += [fault(10.5, "slow_rank", 1, shot=7), fault(14.5, "kill_lighthouse", shot=8)]
     found = {stall.fault: stall.stall_seconds for stall in stalls(events)}
@@ -92,7 +98,7 @@ def test_stall_counts_once() -> None:
 
 
 def test_fault_that_comes_while_a_step_is_late() -> None:
-    """A stall that no fault precedes belongs to the first that came while it lasted."""
+    """A stall that no fault precedes belongs to the first fault during it."""
     events = [event for event in killed_run() if event.name != "fault_injected"]
     events = [
         e for e in events if e.name not in ("worker_exited", "replica_restarted", "exchange_failed")
@@ -107,7 +113,7 @@ def test_fault_that_comes_while_a_step_is_late() -> None:
 
 
 def test_one_shot_that_hits_several_groups_is_one_incident() -> None:
-    """Two groups killed by one shot are one incident, over when both are back."""
+    """Two groups killed by one shot are one incident, which ends when both are back."""
     events = [
         *killed_run(),
         fault(12.52, "kill_group", 2, shot=0),
@@ -119,7 +125,7 @@ def test_one_shot_that_hits_several_groups_is_one_incident() -> None:
 
 
 def test_no_survivor_no_stall() -> None:
-    """Where no other group committed before and after a fault its stall is unknown, not zero."""
+    """Without another group's commits before and after a fault its stall is unknown, not zero."""
     events = [event for event in killed_run() if event.replica != 0]
     (stall,) = stalls(events)
     assert stall.stall_seconds is None
@@ -137,7 +143,9 @@ STOP = fault(12.5, "stop_group", 1, shot=0, params={"seconds": 4})
 
 
 def test_group_that_is_waited_for_has_not_failed() -> None:
-    """The others stall while a group stands still. It was never away, so that no time to its return is told."""
+    """The others wait while a group stands still. It was never away, so it has no time to
+    return.
+    """
     events = [*begun_run(), STOP, *(commit(17.0, 4, replica, seconds=5.0) for replica in (0, 1))]
     (stall,) = stalls(events)
     assert (stall.ended, stall.failures) == (False, ())
@@ -148,7 +156,9 @@ def test_group_that_is_waited_for_has_not_failed() -> None:
 
 @pytest.mark.parametrize(("cause", "name"), [(STOP, "stop_group"), (None, "dropped out")])
 def test_group_that_the_others_go_on_without_has_failed(cause: Event | None, name: str) -> None:
-    """It lives, and is away from its last step, or from the fault, until it contributes again."""
+    """A live group without participation is away from its last step, or from the fault, until it
+    contributes.
+    """
     events = [
         *begun_run(),
         *(commit(14.5 + step, 4 + step, 0, participants=[0]) for step in range(4)),
@@ -183,7 +193,7 @@ def test_group_that_the_others_go_on_without_has_failed(cause: Event | None, nam
 def test_what_was_seen_of_a_group_that_dropped_out(
     told: dict[str, Any], name: str, category: str
 ) -> None:
-    """A failure that nobody injected is named by what the others saw."""
+    """A failure without a fault is named by the others' observation."""
     kind = told.pop("event")
     events = [*begun_run(), say(14.0, kind, 0, **told), commit(14.5, 4, 0, participants=[0])]
     (failure,) = find_failures(RunRecord(events))
@@ -204,7 +214,7 @@ def test_what_was_seen_of_a_group_that_dropped_out(
     ],
 )
 def test_category_of_an_end_that_nobody_injected(end: Event, category: str) -> None:
-    """It follows from the signal or the exit code, whatever the exception is called."""
+    """The category follows from the signal or the exit code, whatever the exception's name is."""
     away = commit(14.5, 4, 0, participants=[0])
     (incident,) = stalls([*begun_run(), end, away])
     assert incident.category == category
@@ -233,7 +243,7 @@ def test_an_exchange_that_broke_is_a_failure_of_no_group() -> None:
 
 
 def test_terminal_page_and_figures_count_the_same_failures() -> None:
-    """One list: what is a fault only is among the faults, and in no count of failures."""
+    """A fault without a failure is among the faults, and in no count of failures."""
     record = RunRecord([*killed_run(), fault(10.5, "slow_rank", 1, shot=7)])
     (failure,) = find_failures(record)
     shown = report_figures(record)
@@ -251,7 +261,9 @@ def test_terminal_page_and_figures_count_the_same_failures() -> None:
 
 
 def test_step_under_way_may_still_pass() -> None:
-    """A group that is killed when its part of a step is complete stalls the others in the next step."""
+    """A group that is killed after its part of a step is complete stalls the others in the next
+    step.
+    """
     events = [event for event in killed_run() if event.name != "exchange_failed"]
     for event in events:
         if event.name == "step_committed" and event.step == 4:
@@ -263,7 +275,7 @@ def test_step_under_way_may_still_pass() -> None:
 
 
 def test_death_that_is_noted_late() -> None:
-    """An agent may note a death when the others are far on; their stall began with the last word of the dead."""
+    """An agent may report a death late; the stall began with the dead group's last event."""
     events = [
         event for event in killed_run() if event.name not in ("fault_injected", "replica_restarted")
     ]
@@ -275,7 +287,9 @@ def test_death_that_is_noted_late() -> None:
 
 
 def test_stall_begins_with_the_rank_that_fell_silent_first() -> None:
-    """One worker of a group dies, its rank 0 speaks until the group is ended: the wait between is a stall of it."""
+    """A worker dies and its rank 0 continues until the group is ended: that wait is part of the
+    stall.
+    """
     events = [event for event in killed_run() if event.name != "fault_injected"]
     events.append(say(16.2, "exchange_failed", 1, error="peer", step=3))
     for event in events:
@@ -287,7 +301,9 @@ def test_stall_begins_with_the_rank_that_fell_silent_first() -> None:
 
 
 def test_lighthouse_that_is_away() -> None:
-    """A lighthouse that dies in one step and is missed in the next has the stall, until another one listens."""
+    """A lighthouse that dies in one step and is missed in the next has the stall until its
+    successor listens.
+    """
     events = [*calm_run(3), fault(11.5, "kill_lighthouse", shot=1)]
     events += [say(15.0, "lighthouse_restarted", reason="SIGKILL", seconds=3.4)]
     events += [commit(15.5 + step - 4, step, replica) for step in (4, 5, 6) for replica in (0, 1)]
@@ -305,7 +321,7 @@ def leaving_run(*more: Any) -> RunRecord:
 
 
 def test_drain_is_no_failure() -> None:
-    """A group that leaves when it is asked to has a price of its own, and is no failure."""
+    """A group that leaves on request has its own cost, and is no failure."""
     record = leaving_run()
     assert (
         find_failures(record),
@@ -319,7 +335,9 @@ def test_drain_is_no_failure() -> None:
 
 
 def test_fault_that_asks_to_leave() -> None:
-    """A fault that makes a group leave has the stall; that is shown once among the faults, and with the drain."""
+    """A fault that makes a group leave has the stall, shown once among the faults and with the
+    drain.
+    """
     record = leaving_run(fault(11.9, "term_group", 1, shot=0))
     (incident,) = find_incidents(record)
     assert (incident.fault, incident.ended, incident.stall_seconds) == (
@@ -331,7 +349,7 @@ def test_fault_that_asks_to_leave() -> None:
 
 
 def test_own_computing_for_a_round_is_no_stall() -> None:
-    """Rounds vary in length, and a survivor's own steps are nothing that it waits for, however long they took."""
+    """Rounds vary in length, and a survivor's own steps are no wait, however long they took."""
     config = {"group_size": 2, "steps": 100, "semi_sync_method": "diloco", "sync_steps": 10}
     for own, stall in ((1.8, 0.9), (2.7, 0.0), (0.2, 2.0)):
         events = [say(0.5, "worker_started", 0, config=config), *killed_run()]
@@ -343,7 +361,7 @@ def test_own_computing_for_a_round_is_no_stall() -> None:
 
 
 def test_two_groups_of_one_shot_are_two_failures() -> None:
-    """Each death is a failure of its own, with the stall of their shot."""
+    """Each death is a failure with the stall of their shot."""
     events = [
         *killed_run(),
         fault(12.52, "kill_group", 2, shot=0),
@@ -383,20 +401,20 @@ def test_stalls_of_plain_numbers(causes: list[StallCause], expected: list[float 
 
 
 def test_gap_of_a_group_that_was_restarted_is_no_stall() -> None:
-    """Between two attempts of a group nobody waited: it was away."""
+    """Between two attempts of a group no wait counts, because the group was away."""
     made = [TimedCommit(1.0, 0), TimedCommit(2.0, 0), TimedCommit(9.0, 1), TimedCommit(10.0, 1)]
     assert attribute_stalls([StallCause(2.5, 3.0, {1})], {0: made}, 1.0) == [None]
 
 
 def test_incidents_are_json() -> None:
-    """They are plain values, and their failures and drains are not told twice."""
+    """Incidents are plain values, without their failures and drains, which have their own lists."""
     (told,) = [incident.to_dict() for incident in find_incidents(RunRecord(killed_run()))]
     assert json.loads(json.dumps(told))["heal"]["donor"] == 0
     assert not {"failures", "drains"} & told.keys()
 
 
 def test_dead_agent_is_a_failure_of_its_group() -> None:
-    """It takes the workers along, of whose ends no event tells: one failure, with its stall and its return."""
+    """A dead agent's workers end without an event: one failure, with its stall and its return."""
     events = [
         event for event in killed_run() if event.name not in ("fault_injected", "worker_exited")
     ]

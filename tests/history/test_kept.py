@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A long run's events are reduced once and kept: every verdict and figure stays, and doubtful files are read anew."""
+"""A long run's events are reduced once and kept: all verdicts and figures stay, and changed files
+are reread.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def test_the_steps_around_a_death_keep_their_events(tmp_path: Path) -> None:
 
 
 def test_digests_that_agree_keep_no_events(tmp_path: Path) -> None:
-    """They are counted; one that differs keeps the step's events, for `check` names the groups."""
+    """Equal digests are counted; a differing one keeps the step's events, because `check` names the
+    groups.
+    """
     run = SyntheticRun(digest_every=2)
     run.begin()
     run.steps(NUM_STEPS)
@@ -136,7 +140,7 @@ def test_what_came_since_is_added_to_what_is_kept(
 def test_a_launcher_keeps_the_record_while_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each time a frame is added; what a command reads at the end is what it would have reduced by itself."""
+    """Each call adds a frame; a command reads at the end what it would have reduced itself."""
     run = plain_run()
     folder = write(run, tmp_path)
     sizes = []
@@ -165,7 +169,7 @@ def test_a_launcher_keeps_the_record_while_the_run_goes_on(
 def test_the_process_beside_a_launcher_decodes_no_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its time would grow with the run."""
+    """Decoding all events would take a time that grows with the run."""
     run = plain_run()
     folder = write(run, tmp_path)
     kept.keep(folder)
@@ -180,7 +184,7 @@ def test_the_process_beside_a_launcher_decodes_no_events(
 
 @pytest.mark.parametrize("num_bytes", [1, 50, 1000])
 def test_a_frame_of_a_process_that_was_killed_is_left_out(tmp_path: Path, num_bytes: int) -> None:
-    """Those before it stand, and the next one takes its place."""
+    """The frames before a partial one stay, and the next one replaces it."""
     run = plain_run()
     folder = write(run, tmp_path)
     kept.keep(folder)
@@ -203,7 +207,9 @@ def test_a_frame_of_a_process_that_was_killed_is_left_out(tmp_path: Path, num_by
 def test_two_processes_that_reduce_the_same_events_keep_them_once(
     tmp_path: Path, is_anew: bool
 ) -> None:
-    """A command and the launcher's process read the same frames; the second one to write finds the other's work."""
+    """A command and the launcher's process reduce the same frames; the second writer finds the
+    first one's work.
+    """
     run = plain_run()
     folder = write(run, tmp_path)
     kept.keep(folder)
@@ -223,7 +229,7 @@ def test_two_processes_that_reduce_the_same_events_keep_them_once(
 
 
 def rewrite(folder: Path) -> None:
-    """Change one figure in the middle of a file, so that it has the same size and date."""
+    """Change one figure in the middle of a file without a change of size and date."""
     path = folder / "1000.jsonl"
     status = path.stat()
     lines = path.read_bytes().splitlines(keepends=True)
@@ -331,7 +337,7 @@ def test_training_that_goes_back_over_usual_steps_keeps_their_events(tmp_path: P
 
 
 def test_steps_that_are_made_again_as_usual_are_made_again(tmp_path: Path) -> None:
-    """The first time a fault was near, so that their events were kept."""
+    """Repeated steps are found, although their first events were kept because a fault was near."""
     run = SyntheticRun(digest_every=20)
     run.begin()
     run.tell(
@@ -428,7 +434,7 @@ def test_a_reader_that_goes_on_knows_the_faults_and_clocks_of_what_is_kept(tmp_p
 def test_what_is_announced_while_the_files_are_read_is_not_taken_for_usual(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file of a fault may be read before it has the fault, and those of the groups behind it."""
+    """A fault's file may be read before the fault is in it, and the groups' files after it."""
     folder = write(plain_run(), tmp_path)
     monkeypatch.setattr(kept.time, "time", lambda: START + 50.0)
     firsts = RunRecord.read(folder).firsts

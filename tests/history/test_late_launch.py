@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A `launch_started` line that is read after later events of the same launch, as through a network file system."""
+"""A `launch_started` line that is read after later events of its launch, as through a network file
+system.
+"""
 
 from __future__ import annotations
 

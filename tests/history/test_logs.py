@@ -43,7 +43,7 @@ def crashed(synthetic_run: Any, *slots: int) -> Any:
 
 
 def test_exception_comes_first_with_rank_line_and_log(synthetic_run: Any, tmp_path: Path) -> None:
-    """A run that was moved still has its logs: the path of the events is that of another host."""
+    """A moved run still has its logs, although the events have another host's path."""
     log = write_log(tmp_path, 1)
     lines = show_logs(RunRecord(crashed(synthetic_run, 1).events), tmp_path, None, 30)
     assert lines[2] == "RuntimeError: boom 1"
@@ -54,7 +54,7 @@ def test_exception_comes_first_with_rank_line_and_log(synthetic_run: Any, tmp_pa
 
 
 def test_same_reason_is_printed_once(synthetic_run: Any, tmp_path: Path) -> None:
-    """Groups that end alike share one entry; a kill is another one."""
+    """Groups with the same end share one entry; a kill is another one."""
     run = crashed(synthetic_run, 0, 1)
     run.exit(2, signal="SIGKILL", code=None, reason="rank 0 was killed by SIGKILL")
     ends = find_failed_attempts(RunRecord(run.events))
@@ -69,7 +69,7 @@ def test_same_reason_is_printed_once(synthetic_run: Any, tmp_path: Path) -> None
 
 
 def test_only_the_first_rank_and_the_last_attempt_count(synthetic_run: Any) -> None:
-    """Other ranks end because the first one did, and a group that came back has ended anew since."""
+    """Other ranks end because of the first one, and a restarted group may have ended again."""
     run = crashed(synthetic_run, 1)
     run.exit(
         1,
@@ -84,7 +84,7 @@ def test_only_the_first_rank_and_the_last_attempt_count(synthetic_run: Any) -> N
 
 
 def test_nothing_ended_by_itself(good_run: Any, tmp_path: Path) -> None:
-    """The last lines of each group's rank 0 are shown, of a group that is asked for only its own."""
+    """The last lines of each group's rank 0 are shown; for a requested group only its own."""
     good_run.events = [event for event in good_run.events if event.name != "worker_exited"]
     log = write_log(tmp_path, 0, text="")
     RunPaths(tmp_path).latest_logs(0).symlink_to(log.parent.name)
@@ -98,7 +98,7 @@ def test_nothing_ended_by_itself(good_run: Any, tmp_path: Path) -> None:
 
 
 def test_a_frozen_group_that_was_given_up(synthetic_run: Any, tmp_path: Path) -> None:
-    """No worker of it ended by itself, and it is the one that a reader asks about."""
+    """None of the group's workers ended by itself, and the reader asks about this group."""
     run = synthetic_run(2, steps=40)
     run.begin()
     run.steps(5)
@@ -118,7 +118,7 @@ def test_a_frozen_group_that_was_given_up(synthetic_run: Any, tmp_path: Path) ->
 
 
 def test_dead_agent(synthetic_run: Any, tmp_path: Path) -> None:
-    """Of a group whose agent was killed the agent's log is shown: no rank of it ended by itself."""
+    """If a group's agent was killed, the agent's log is shown, because no rank ended by itself."""
     run = synthetic_run(3, steps=40)
     run.begin()
     run.steps(5)

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The outcome of a run: what its headline says, which groups it lost, and why."""
+"""The outcome of a run: its headline, the lost groups, and the reasons."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def without_launcher(run: Any) -> None:
 
 
 def test_finished(good_run: Any) -> None:
-    """A run that recovered from all its failures is green, in whatever order its events are read."""
+    """A run that recovered from all its failures is green, in any order of events."""
     random.Random(0).shuffle(good_run.events)
     found = outcome(good_run)
     assert (found.kind, found.colour, found.lost, found.reason) == ("finished", "green", (), None)
@@ -54,7 +54,7 @@ def test_finished(good_run: Any) -> None:
 
 
 def test_a_live_view_says_the_same(good_run: Any) -> None:
-    """`top` folds event by event what `check` and `report` read at once."""
+    """`top` folds the events one by one to the result that `check` and `report` read at once."""
     status = RunStatus()
     for event in RunRecord(good_run.events).events:
         status.observe(event)
@@ -64,7 +64,9 @@ def test_a_live_view_says_the_same(good_run: Any) -> None:
 
 
 def test_finished_without_a_group(synthetic_run: Any) -> None:
-    """A group that is given up while the others finish is named first, with its last step and the exception."""
+    """A group that is given up while the others finish is named first, with its last step and the
+    exception.
+    """
     run = started(synthetic_run, 7)
     run.exit(1, **BOOM)
     told = {
@@ -88,7 +90,7 @@ def test_finished_without_a_group(synthetic_run: Any) -> None:
 
 
 def test_a_group_that_fell_silent_is_lost(synthetic_run: Any) -> None:
-    """A group whose agent died with it has no last event: where its launch failed, it is lost."""
+    """A group whose agent died with it has no last event; if its launch failed, it is lost."""
     run = started(synthetic_run, 7)
     run.steps(3, [0])
     run.num_groups = 1
@@ -103,7 +105,9 @@ def test_a_group_that_fell_silent_is_lost(synthetic_run: Any) -> None:
 
 
 def test_a_group_whose_agent_died(synthetic_run: Any) -> None:
-    """The death of a group's agent is a failure of the group, and the reason why it is lost if nobody replaces it."""
+    """An agent's death is a failure of its group, and the reason for its loss if nothing replaces
+    it.
+    """
     run = started(synthetic_run, 7)
     told = {"replica": 1, "attempt": 0, "agent_pid": 11, "signal": "SIGKILL", "restarts": False}
     run.tell("agent_ended", 1, reason="its agent was killed by SIGKILL", **told)
@@ -127,7 +131,7 @@ def test_a_group_whose_agent_died(synthetic_run: Any) -> None:
 
 
 def test_a_group_that_died_before_it_wrote_its_first_commit(synthetic_run: Any) -> None:
-    """The others' commits say that it took part."""
+    """The other groups' commits show that it took part."""
     run = started(synthetic_run, 1)
     run.events = [
         each for each in run.events if not (each.name == "step_committed" and each.replica == 1)
@@ -146,7 +150,7 @@ def test_a_group_that_died_before_it_wrote_its_first_commit(synthetic_run: Any) 
 
 
 def test_last_events_that_are_missing(synthetic_run: Any) -> None:
-    """On a full disk the launcher saw all groups end well, and no event tells of the last steps."""
+    """On a full disk the launcher saw all groups end well, and the last steps have no events."""
     run = started(synthetic_run, 7)
     # Again, once the disk has room, while the workers' events are lost.
     for agents_write in (False, True):
@@ -159,7 +163,7 @@ def test_last_events_that_are_missing(synthetic_run: Any) -> None:
 
 
 def test_each_death_of_an_agent_counts(synthetic_run: Any) -> None:
-    """Agents that die at the same moment, or one after the other, are not one happening that several tell of."""
+    """Agents' deaths at the same moment, or one after the other, are separate failures."""
     run = started(synthetic_run, 7)
     for replica, attempt in ((0, 0), (1, 0), (1, 1)):
         told = {
@@ -180,7 +184,9 @@ def test_each_death_of_an_agent_counts(synthetic_run: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_any_history_has_an_outcome(good_run: Any, seed: int) -> None:
-    """Also one that lacks its beginning, its end or any other part, and one whose clocks differ."""
+    """A history without its beginning, its end or any part, or with differing clocks, has an
+    outcome.
+    """
     draw = random.Random(seed)
     whole = RunRecord(good_run.events).events
     for number in range(len(whole)):
@@ -191,7 +197,7 @@ def test_any_history_has_an_outcome(good_run: Any, seed: int) -> None:
 
 
 def test_a_failed_end_alone(synthetic_run: Any) -> None:
-    """Of an incomplete history only the end may be left: no group is known then."""
+    """If only the end of a history is left, no group is known."""
     run = started(synthetic_run, 7)
     end_launch(run, 1, "the launcher failed")
     last = fold_events(run.events[-1:])
@@ -199,7 +205,7 @@ def test_a_failed_end_alone(synthetic_run: Any) -> None:
 
 
 def test_groups_without_a_launcher(synthetic_run: Any) -> None:
-    """What became of groups that were started by hand follows from their own events."""
+    """The outcome of groups that were started by hand follows from their own events."""
     run = started(synthetic_run, 7)
     without_launcher(run)
     assert outcome(run).headline == "End unknown, the groups are gone: last at step 7 of 40"
@@ -222,7 +228,9 @@ def test_groups_without_a_launcher(synthetic_run: Any) -> None:
 
 
 def test_a_group_that_others_do_not_hear_of(synthetic_run: Any) -> None:
-    """What survivors say makes a group lost, until it is heard of again; one that its agent restarts is not lost."""
+    """Survivors' reports make a group lost until it is back; a group that its agent restarts is not
+    lost.
+    """
     run = started(synthetic_run, 7)
     run.steps(20, [0])
     told = {"slot": 1, "seconds": 20.0, "step": 27, "last_step": 7}
@@ -280,7 +288,7 @@ def test_groups_that_left(synthetic_run: Any) -> None:
     ],
 )
 def test_stopped(synthetic_run: Any, code: int, signal: str | None, by: str) -> None:
-    """A run that somebody stopped is amber, whatever its exit status, and says who; no group is lost."""
+    """A stopped run is amber, whatever its exit status, and names the cause; no group is lost."""
     run = started(synthetic_run, 7)
     run.tell("launch_stopping", 1, reason="a signal", drain_seconds=25.0)
     run.exit(0, stopped=True)
@@ -291,7 +299,7 @@ def test_stopped(synthetic_run: Any, code: int, signal: str | None, by: str) -> 
 
 
 def test_failed(synthetic_run: Any) -> None:
-    """The exception that ended the run comes first, not the ends that followed from it."""
+    """The exception that ended the run comes first, before its consequences."""
     run = started(synthetic_run, 11)
     run.exit(0, signal="SIGABRT", reason="rank 0 was killed by SIGABRT")
     run.exit(1, **BOOM)
@@ -307,7 +315,7 @@ def test_failed(synthetic_run: Any) -> None:
 
 
 def test_lines_for_the_terminal(synthetic_run: Any) -> None:
-    """The headline in its colour, the log of its reason, and what else ended groups that are not back, each once."""
+    """The headline in its colour, its reason's log, and each other end of an absent group once."""
     run = started(synthetic_run, 11, num_groups=4)
     run.exit(0, signal="SIGABRT", reason="rank 0 was killed by SIGABRT")
     run.exit(1, **BOOM)
@@ -325,7 +333,7 @@ def test_lines_for_the_terminal(synthetic_run: Any) -> None:
 
 
 def test_a_later_cause(synthetic_run: Any) -> None:
-    """A run that its lighthouse ended did not fail of what a group died of meanwhile."""
+    """A run that its lighthouse ended did not fail because of a group's earlier death."""
     run = started(synthetic_run, 5)
     run.exit(1, **BOOM)
     end_launch(run, 1, "the lighthouse ended 3 times (SIGKILL)", own_failure=True)
@@ -337,7 +345,7 @@ def test_a_later_cause(synthetic_run: Any) -> None:
 
 
 def test_never_began(synthetic_run: Any) -> None:
-    """Without a step the reason is the headline, also where somebody stopped the run that could not begin."""
+    """Without a step the reason is the headline, also if the run was then stopped."""
     run = started(synthetic_run)
     offline = {
         "error": "ConnectionError: no route",
@@ -355,7 +363,7 @@ def test_never_began(synthetic_run: Any) -> None:
 
 
 def test_failures_before_the_first_step_are_counted_by_group(synthetic_run: Any) -> None:
-    """The number beside the reason is of the group with that reason, and not of the group that failed most often."""
+    """The number beside the reason belongs to the group with that reason."""
     run = started(synthetic_run)
     for _attempt in range(3):
         run.exit(1, signal="SIGKILL", code=None, reason="rank 0 was killed by SIGKILL")
@@ -369,7 +377,7 @@ def test_failures_before_the_first_step_are_counted_by_group(synthetic_run: Any)
 
 
 def test_stopped_before_the_first_step(synthetic_run: Any) -> None:
-    """Whoever stops a run early has not seen it fail."""
+    """A run that was stopped early has not failed."""
     run = started(synthetic_run)
     run.tell("launch_stopping", 1, reason="a signal", drain_seconds=25.0)
     end_launch(run, 130, "stopped by Ctrl-C", signal="SIGINT")
@@ -377,7 +385,7 @@ def test_stopped_before_the_first_step(synthetic_run: Any) -> None:
 
 
 def test_the_launcher_is_gone(synthetic_run: Any) -> None:
-    """A launcher that was killed leaves no word; while it holds the run's folder, the run goes on."""
+    """A killed launcher writes no event; while it holds the run's folder, the run continues."""
     run = started(synthetic_run, 7)
     assert (outcome(run, goes_on=True).kind, outcome(run, goes_on=True).colour) == (
         "running",
@@ -390,7 +398,7 @@ def test_the_launcher_is_gone(synthetic_run: Any) -> None:
 
 
 def test_another_launch_begins_anew(good_run: Any) -> None:
-    """A run that was resumed has the outcome of its latest launch."""
+    """A resumed run has the outcome of its latest launch."""
     steps = good_run.step_number
     good_run.begin()
     assert outcome(good_run, goes_on=True).headline == "Running: no step yet"
@@ -401,13 +409,17 @@ def test_another_launch_begins_anew(good_run: Any) -> None:
 
 
 def test_rounds(synthetic_run: Any) -> None:
-    """Of rounds of several steps the headline names torchtitan's step, as `training.steps` counts them."""
+    """With rounds of several steps the headline has torchtitan's step, as `training.steps`
+    counts.
+    """
     run = started(synthetic_run, 3, semi_sync_method="diloco", sync_steps=10)
     assert outcome(run, goes_on=True).headline == "Running: at step 30 of 40"
 
 
 def test_failures(good_run: Any) -> None:
-    """A group that dies has failed once, however many of its ranks end; one whose gradient is left out has not."""
+    """A group that dies has failed once for all its ranks; a group with an excluded gradient has
+    not failed.
+    """
     fold = fold_events(RunRecord(good_run.events).events)
     (failure,) = fold.failures
     assert (failure.slot, failure.attempt, failure.died, failure.away) == (2, 0, True, True)
@@ -420,7 +432,7 @@ def test_failures(good_run: Any) -> None:
 
 
 def test_a_living_group_that_drops_out(synthetic_run: Any) -> None:
-    """A group that the others go on without has failed, although it lives; one that left because it was asked has not.
+    """A live group that the others leave out has failed; one that left on request has not.
 
     A group that dies while it is away has failed once.
     """
@@ -443,7 +455,7 @@ def test_a_living_group_that_drops_out(synthetic_run: Any) -> None:
 
 
 def test_an_exchange_that_broke(synthetic_run: Any) -> None:
-    """An exchange that is repeated with the same groups is one failure, of which no group was away."""
+    """An exchange that is repeated with the same groups is one failure without an absent group."""
     run = started(synthetic_run, 3)
     for group in (0, 1):
         run.of("exchange_failed", group, error="closed", seconds=0.1, step=3)
@@ -453,7 +465,9 @@ def test_an_exchange_that_broke(synthetic_run: Any) -> None:
 
 
 def test_all_groups_leave(synthetic_run: Any) -> None:
-    """Groups that are all asked to leave make their last step one after the other: none of them failed."""
+    """Groups that are all asked to leave make their last steps at different times: none of them
+    failed.
+    """
     run = started(synthetic_run, 3)
     run.tell("launch_stopping", 1, reason="a signal", drain_seconds=25.0)
     run.step([0])
@@ -463,7 +477,7 @@ def test_all_groups_leave(synthetic_run: Any) -> None:
 
 
 def test_who_stopped_groups_without_a_launcher(synthetic_run: Any) -> None:
-    """The groups that left say who asked, also if a group that had died wrote the last event."""
+    """The groups that left name the cause, also if a dead group wrote the last event."""
     run = started(synthetic_run, 7)
     run.of("drained", 0, step=7, reason="SIGTERM", in_order=True, digest=None, lineage=run.state)
     run.now += 1.0

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The states of a group that a reader of the page tells apart, folded from the fine ones."""
+"""The states of a group on the report's page, folded from the fine ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan_ft.run.events import Waited
 
 
 def phases(events: list[Any], group: int) -> list[StateSpan]:
-    """Return a group's phases; every microsecond of the run is in one of them."""
+    """Return a group's phases, after checking that they cover the run."""
     record = RunRecord(events)
     found = list(find_phases(record)[group])
     assert (found[0].start_us, found[-1].end_us) == record.span_us
@@ -37,12 +37,14 @@ def spans(found: list[StateSpan]) -> list[tuple[str, float]]:
 
 
 def test_calm_run_trains() -> None:
-    """Its exchanges are of usual length: no stripe of waiting in every step."""
+    """Exchanges of usual length are no waiting, so there is no stripe in every step."""
     assert spans(phases(calm_run(), 0)) == [("starting", 9.0), ("training", 10.0), ("ended", 1.0)]
 
 
 def test_killed_group_is_lost_starts_and_recovers() -> None:
-    """It is lost until its next process shows itself, starts until it asks to join, and fetches the state then."""
+    """The group is lost until its next process appears, starts until it asks to join, then
+    recovers.
+    """
     found = spans(phases(killed_run(), 1))
     assert [state for state, _ in found] == [
         "starting",
@@ -57,7 +59,7 @@ def test_killed_group_is_lost_starts_and_recovers() -> None:
 
 
 def test_survivor_waits_because_of_the_killed_group() -> None:
-    """The hover of the survivor's wait names whom it waits for, and which fault it was."""
+    """The survivor's wait names the group and the fault."""
     waits = [each for each in phases(killed_run(), 0) if each.state == "waiting"]
     assert waits
     assert all("because of group 1 (kill_group)" in each.detail for each in waits)
@@ -65,7 +67,7 @@ def test_survivor_waits_because_of_the_killed_group() -> None:
 
 
 def test_commit_says_for_whom_a_group_waited() -> None:
-    """What the commit says comes before what the incidents make likely."""
+    """A commit's own statement outranks the incidents' guess."""
     events = killed_run()
     for event in events:
         if event.name == "step_committed" and event.step == 4:
@@ -76,7 +78,7 @@ def test_commit_says_for_whom_a_group_waited() -> None:
 
 
 def test_exchange_far_beyond_the_usual_is_waiting() -> None:
-    """The others wait for a slow group, though no exchange broke."""
+    """The others wait for a slow group, although no exchange broke."""
     events = calm_run(9)[:-1]
     events = [event for event in events if event.name != "training_finished"]
     events += [commit(24.0, 10, group, exchange_seconds=5.2, seconds=6.0) for group in (0, 1)]
@@ -85,7 +87,7 @@ def test_exchange_far_beyond_the_usual_is_waiting() -> None:
 
 
 def test_group_that_gave_up_is_lost() -> None:
-    """It is not "finished or left" to the end of the run."""
+    """A group that gave up is lost, and not "finished or left", to the end of the run."""
     events = [event for event in killed_run() if event.replica != 1 or event.time < 1e9 + 12.7]
     events += [say(12.7, "replica_gave_up", 1, reason="out of restarts", log="", error="")]
     events += [say(30.0, "launch_finished", code=0)]
@@ -94,7 +96,7 @@ def test_group_that_gave_up_is_lost() -> None:
 
 
 def test_time_adds_up_by_state() -> None:
-    """The parts of a state are those of its fine states."""
+    """A state's time is the sum of its fine states'."""
     spent = add_up(phases(killed_run(), 0))
     assert spent["training"].num_us == spent["training"].parts.total()
     assert set(spent["training"].parts) <= {"productive", "overhead", "exchange_wait", "wasted"}

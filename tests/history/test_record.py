@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The record of a run: its files are read once, its facts are worked out once, its clocks are made even."""
+"""The record of a run: files are read once, facts are computed once, clocks are aligned."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def count_calls(
 
 
 def write_events(run_dir: Path, events: list[Event], newest: float) -> None:
-    """Write events in one file, the last of them at that time."""
+    """Write events into one file, the last of them at time `newest`."""
     (run_dir / "events").mkdir(exist_ok=True)
     shift = newest - max(event.time for event in events)
     for event in events:
@@ -66,7 +66,9 @@ def write_events(run_dir: Path, events: list[Event], newest: float) -> None:
 
 
 def test_a_run_goes_on_while_its_launch_lives(good_run: Any, tmp_path: Path) -> None:
-    """The lock on the run's folder says so; what is announced while the files are read comes with the next reading."""
+    """The lock on the run's folder shows it. Events written during a reading come with the next
+    reading.
+    """
     begun = [event for event in good_run.events if good_run.events.index(event) < 200]
     write_events(tmp_path, begun, newest=time.time() + 5.0)
     paths = RunPaths(tmp_path)
@@ -90,7 +92,7 @@ def test_a_run_goes_on_while_its_launch_lives(good_run: Any, tmp_path: Path) -> 
 
 
 def test_a_run_whose_groups_are_all_frozen_is_not_green(good_run: Any, tmp_path: Path) -> None:
-    """Nobody is left to report them as lost; the launcher lives, and no event comes."""
+    """No group is left to report the others as lost; the launcher lives, and no event comes."""
     begun = [event for event in good_run.events if good_run.events.index(event) < 200]
     paths = RunPaths(tmp_path)
     for age, colour in ((3.0, "green"), (60.0, "amber")):
@@ -106,7 +108,7 @@ def test_a_run_whose_groups_are_all_frozen_is_not_green(good_run: Any, tmp_path:
 
 
 def test_a_look_refuses_no_launch(tmp_path: Path) -> None:
-    """Whoever looks whether a launch goes on takes the lock for a moment; a launch of that moment waits for it."""
+    """A look at the lock takes it for a moment; a launch at that moment waits for it."""
     paths = RunPaths(tmp_path)
     with (
         paths.config.open("a", encoding="utf-8") as config,
@@ -121,7 +123,9 @@ def test_a_look_refuses_no_launch(tmp_path: Path) -> None:
 def test_groups_without_a_launcher_go_on_while_they_announce_something(
     good_run: Any, tmp_path: Path, age: float, goes_on: bool
 ) -> None:
-    """Nobody holds a lock for them. Once all have ended they do not go on, however short ago that was."""
+    """They have no lock. After all have ended, the run does not continue, however recent the end
+    is.
+    """
     groups = [event for event in good_run.events if not isinstance(event, LaunchEvent)]
     write_events(tmp_path, groups[:200], newest=time.time() - age)
     assert RunRecord.read(tmp_path / "events").goes_on is goes_on
@@ -167,7 +171,9 @@ _WATCHER: list[Callable[[str, tuple[Any, ...]], None] | None] = []
 
 
 def _watch(note: Callable[[str, tuple[Any, ...]], None] | None) -> None:
-    """Let a function see the interpreter's audit events, such as the opening of files; None ends it."""
+    """Pass the interpreter's audit events, such as the opening of files, to a function; None ends
+    it.
+    """
     if not _WATCHER:
         _WATCHER.append(None)
         # It cannot be taken away again, so that there is one for all tests.
@@ -179,7 +185,7 @@ def _watch(note: Callable[[str, tuple[Any, ...]], None] | None) -> None:
 
 @pytest.mark.parametrize("view", [audit, find_incidents, goodput, summarize, timeline])
 def test_view_is_worked_out_once(good_run: Any, view: Callable[[RunRecord], object]) -> None:
-    """Whoever asks a record again gets what was worked out; another record has views of its own."""
+    """A second request to a record gets the computed value; another record has its own."""
     one, other = RunRecord(good_run.events), RunRecord(good_run.events)
     assert view(one) is view(one)
     assert view(other) is not view(one)
@@ -187,7 +193,7 @@ def test_view_is_worked_out_once(good_run: Any, view: Callable[[RunRecord], obje
 
 
 def test_wall_clock_that_was_set() -> None:
-    """On one host events are where the monotonic clock has them; with several hosts the wall clocks are believed."""
+    """On one host the monotonic clock places the events; with several hosts the wall clocks do."""
 
     def events(host: str) -> list[Event]:
         whole: list[Event] = [build(LaunchStarted, time=100.0, mono=10.0)]
@@ -221,14 +227,18 @@ def commit(time: float, step: int, replica: int, **fields: Any) -> Event:
 
 
 def test_makers_of_a_step_that_only_a_group_without_weight_tells_of() -> None:
-    """The groups that made it died behind the exchange. Their work is in the state that lives on."""
+    """The groups that made the step died after the exchange. Their work is in the surviving
+    state.
+    """
     told = commit(14.0, 4, 2)
     record = RunRecord([*(commit(10.0 + step, step, 0) for step in (1, 2, 3)), told])
     assert record.makers == {step: {0, 1} for step in (1, 2, 3, 4)}
 
 
 def test_usual_step() -> None:
-    """It is the median between steps that all groups made with one exchange each; among all if there are no such."""
+    """The usual step is the median between steps of all groups with one exchange each, or else of
+    all steps.
+    """
     calm = [commit(float(step), step, replica) for step in range(1, 4) for replica in (0, 1)]
     assert RunRecord(calm).usual_step_seconds == 1.0
     alone = [commit(3.0 + 9.0 * n, 3 + n, 0, participants=[0]) for n in range(1, 6)]

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the events prove of data that were opened again: all of it, or "unknown" with the reason; never a false zero."""
+"""The events' proof of reopened data: everything is proved, or it is "unknown" with the reason."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def without(events: Sequence[Event], kind: type[Event]) -> list[Event]:
 
 
 def test_reopenings_that_are_proved(good_run: SyntheticRun) -> None:
-    """Each rank of the group that came back opened its slot again, and went on where it had ended."""
+    """Each rank of the returning group reopened its slot and continued where it had ended."""
     assert len(opened_again(good_run.events)) == RANKS
     assert judge(good_run.events) == ("holds", RANKS, 0)
 
@@ -58,7 +58,9 @@ def test_a_loader_that_was_checked_proves_what_nobody_had_read_ahead(
 def test_a_first_batch_proves_nothing_of_a_loader_that_nobody_can_look_into(
     good_run: SyntheticRun, transparent: bool | None
 ) -> None:
-    """A loader that reshuffled each epoch without its generator gave 119 other batches, and "0 lost" was printed."""
+    """A loader that reshuffled each epoch without its generator gave 119 other batches, and "0
+    lost" was printed.
+    """
     for checked in good_run.events:
         if isinstance(checked, LoaderChecked):
             change(checked, transparent=transparent)
@@ -80,7 +82,7 @@ def wrong_batch(run: SyntheticRun) -> list[Event]:
 
 
 def inexact_loader(run: SyntheticRun) -> list[Event]:
-    """One rank's loader was found inexact; that the first batch is the right one proves nothing then."""
+    """Make one rank's loader inexact: then a right first batch proves nothing."""
     checked = next(event for event in run.events if isinstance(event, LoaderChecked))
     change(
         checked,
@@ -110,7 +112,7 @@ def untold(run: SyntheticRun) -> list[Event]:
 def test_what_is_not_proved_is_unknown(
     good_run: SyntheticRun, damage: Callable[[SyntheticRun], list[Event]], number: int, reason: str
 ) -> None:
-    """With the reason and the remedy, and nowhere with "0 lost"."""
+    """The verdict has the reason and the remedy, and never "0 lost"."""
     record = RunRecord(damage(good_run))
     assert find_reopenings(record).num_unproved == number
     judged = check(record)["every batch once"]
@@ -126,7 +128,7 @@ def test_what_is_not_proved_is_unknown(
 def test_an_inexact_loader_that_nobody_opened_again_does_no_harm(
     synthetic_run: type[SyntheticRun],
 ) -> None:
-    """It holds, and a note names the loader. So it does with a loader that nobody can look into."""
+    """It holds with a note that names the loader; so does an opaque loader."""
     run = synthetic_run()
     run.begin()
     run.steps(4)

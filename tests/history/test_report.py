@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The page that a run leaves: its figures, its text, and what it does with histories that lack something."""
+"""The report page of a run: its figures, its text, and incomplete histories."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ BEGIN = 1_760_000_000.0
 
 
 class Job:
-    """Play a job of many groups in virtual time, and write the events that it would write."""
+    """Plays a job of many groups in virtual time, and writes its events."""
 
     def __init__(self, num_groups: int, seed: int = 1, digest_every: int = 10) -> None:
         self.events: list[Any] = []
@@ -385,7 +385,7 @@ class Reader(HTMLParser):
 
     @property
     def figures(self) -> dict[str, Any]:
-        """What the page's script draws."""
+        """Return the data that the page's script draws."""
         found: dict[str, Any] = json.loads(self.scripts[0])
         return found
 
@@ -462,7 +462,7 @@ def test_page_of_a_campaign(short_campaign: list[Event], campaign_page: Reader) 
 
 
 def test_failures_are_those_of_the_fold(short_campaign: list[Event]) -> None:
-    """Whoever counts event by event, as a live view does, counts the failures that the report lists."""
+    """A live view, which counts event by event, counts the failures that the report lists."""
     record = RunRecord(short_campaign)
     failures = find_failures(record)
     assert len(failures) == len(record.fold.failures) > 0
@@ -479,7 +479,7 @@ def test_failures_are_those_of_the_fold(short_campaign: list[Event]) -> None:
 
 
 def test_page_needs_nothing_from_elsewhere(campaign_page: Reader, campaign_folder: Path) -> None:
-    """One file: no address of anything on it, and a policy that lets a browser load nothing whatever plotly.js asks."""
+    """The page has no external address, and its policy forbids the browser to load anything."""
     page = campaign_page
     assert not {"link", "iframe", "object", "base", "form"} & set(page.tags)
     assert page.links
@@ -498,7 +498,7 @@ def test_page_needs_nothing_from_elsewhere(campaign_page: Reader, campaign_folde
 
 
 def test_charts_tell_the_records_numbers(short_campaign: list[Event]) -> None:
-    """What is drawn is what the record has: losses, faults, each group's time, the counts of steps."""
+    """The charts show the record's losses, faults, times of each group, and counts of steps."""
     record = RunRecord(short_campaign)
     drawn = draw_charts(record)
     curve = layer_of(drawn["loss"], Curve)
@@ -546,7 +546,7 @@ def layer_of(chart: Chart, kind: type[Any]) -> Any:
 
 
 def test_plotly_accepts_every_figure(short_campaign: list[Event]) -> None:
-    """Plotly's own classes check what the page hands to its script: no attribute that it would ignore."""
+    """Plotly's own classes accept every attribute of the page's figures."""
     from plotly.graph_objects import Figure
 
     for name, chart in draw_charts(RunRecord(short_campaign)).items():
@@ -560,7 +560,7 @@ def test_plotly_accepts_every_figure(short_campaign: list[Event]) -> None:
 
 
 def test_promise_that_does_not_hold_is_named(short_campaign: list[Event], tmp_path: Path) -> None:
-    """A batch that is trained twice makes the page say which promise is broken, and where."""
+    """For a batch that is trained twice the page names the broken promise and the place."""
     broken = copy.deepcopy(short_campaign)
     commits = [event for event in broken if isinstance(event, StepCommitted) and event.step > 100]
     for event in commits:
@@ -574,7 +574,7 @@ def test_promise_that_does_not_hold_is_named(short_campaign: list[Event], tmp_pa
 
 
 def test_a_reservation_stands_in_the_first_line(tmp_path: Path) -> None:
-    """The line of the promises is not plainly green where a reader must know more, as of a save that failed."""
+    """The promises' line is not plain green if the reader must know more, such as a failed save."""
     job = Job(2)
     job.train(BEGIN + 15)
     job._log(job.time, "checkpoint_failed", 0, step=40, error="disk full")
@@ -589,7 +589,7 @@ def test_a_reservation_stands_in_the_first_line(tmp_path: Path) -> None:
 
 
 def test_figures_are_a_superset_of_the_summary(short_campaign: list[Event]) -> None:
-    """--json keeps every figure of the short report as it is, and adds goodput, stalls, verdicts, notes."""
+    """--json has every figure of the short report, and adds goodput, stalls, verdicts, notes."""
     figures = report_figures(RunRecord(short_campaign))
     summary = summarize(RunRecord(short_campaign)).to_dict()
     assert {name: figures[name] for name in summary} == summary
@@ -603,7 +603,7 @@ def test_figures_are_a_superset_of_the_summary(short_campaign: list[Event]) -> N
 
 
 def test_words_of_events_are_escaped(tmp_path: Path) -> None:
-    """Whatever an event says is text on the page, never markup."""
+    """The text of events is text on the page, never markup."""
     evil = "<script>alert('&')</script>"
     job = Job(2)
     change(job.events[0], job_id=evil)
@@ -630,7 +630,7 @@ def test_words_of_events_are_escaped(tmp_path: Path) -> None:
 
 
 def test_fault_of_any_name_is_drawn(tmp_path: Path) -> None:
-    """A script may call its faults as it likes: a long name leaves room for the plot, and no name is a formula."""
+    """A long fault name leaves room for the plot, and no name is a formula."""
     job = Job(2)
     job.train(BEGIN + 10)
     job._log(
@@ -650,7 +650,7 @@ def test_fault_of_any_name_is_drawn(tmp_path: Path) -> None:
 
 
 def test_outcome_comes_first(tmp_path: Path) -> None:
-    """The first thing on the page is what became of the run, in its colour; a failed run is red."""
+    """The page begins with the outcome in its colour; a failed run is red."""
     job = Job(2)
     job.train(BEGIN + 15)
     finished = job.finish()
@@ -688,7 +688,7 @@ def test_outcome_comes_first(tmp_path: Path) -> None:
 
 
 def test_group_that_is_lost_is_named_once(tmp_path: Path) -> None:
-    """A run that finished without a group says so first; the reason follows, marked, and is not told twice."""
+    """A run that finished without a group says so first; the reason follows once, marked."""
     job = Job(2)
     job.train(BEGIN + 10)
     error = {"code": 1, "error": "ValueError: odd", "where": "odd.py:7"}
@@ -707,7 +707,9 @@ def test_group_that_is_lost_is_named_once(tmp_path: Path) -> None:
 
 
 def test_why_it_failed_is_on_the_page(tmp_path: Path) -> None:
-    """The exception, its place, the last lines of the log as text, and links that lead from the page to the files."""
+    """The page has the exception, its place, the log's last lines as text, and links to the
+    files.
+    """
     run_dir = tmp_path / "a run"
     job = Job(2)
     job.train(BEGIN + 10)
@@ -754,7 +756,9 @@ def test_log_of_a_killed_process_explains_nothing(tmp_path: Path, signal: str) -
 
 
 def test_empty_run_is_one_sentence(tmp_path: Path) -> None:
-    """No axis from 0 to 10 ms, no group of 0 ranks: nothing but what the outcome says."""
+    """Without a step the page has only the outcome: no axis from 0 to 10 ms, no group of 0
+    ranks.
+    """
     page = read_page(
         [build(named("launch_finished"), time=BEGIN, code=1, reason="a port is in use")], tmp_path
     )
@@ -766,7 +770,9 @@ def test_empty_run_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_ranks_that_differ_have_a_table(tmp_path: Path) -> None:
-    """A slow rank, and one with more memory, are named with their hosts; a run of equals has no such table."""
+    """A slow rank, and one with more memory, are named with their hosts; equal ranks have no such
+    table.
+    """
     job = Job(3)
     job.train(BEGIN + 10)
     events: list[Any] = job.finish()
@@ -785,7 +791,9 @@ def test_ranks_that_differ_have_a_table(tmp_path: Path) -> None:
 
 
 def test_state_served_is_shown(tmp_path: Path) -> None:
-    """Who served whom: the ranks of one transfer together, on the page, in the JSON and on the terminal."""
+    """Donors and joiners are on the page, in the JSON and on the terminal, with the ranks of a
+    transfer together.
+    """
     job = Job(3)
     job.train(BEGIN + 10)
     for rank in range(2):
@@ -816,7 +824,7 @@ QUICK = ("nothing", "one group without failures", "the end")
 
 @cache
 def lacking() -> dict[str, list[Event]]:
-    """Return histories that lack something, by what it is."""
+    """Return incomplete histories, by what they lack."""
     whole = campaign(minutes=1, num_groups=2)
     quiet = Job(1)
     quiet.train(BEGIN + 20)
@@ -840,7 +848,7 @@ def lacking() -> dict[str, list[Event]]:
     "what", [w if w in QUICK else pytest.param(w, marks=pytest.mark.slow) for w in lacking()]
 )
 def test_history_that_lacks_something(what: str, tmp_path: Path) -> None:
-    """There is a page whatever the history lacks, and it never says more than the history tells."""
+    """Every incomplete history has a page, which claims no more than the history shows."""
     events = lacking()[what]
     page = read_page(events, tmp_path)
     assert json.dumps(report_figures(RunRecord(events)), allow_nan=False)
@@ -882,7 +890,9 @@ def test_many_groups_and_long_runs_stay_small(tmp_path: Path) -> None:
 
 
 def test_long_curve_keeps_what_stands_out() -> None:
-    """100,000 steps are a bounded number of points, with each spike in the band, gaps, and a mark for what is lost."""
+    """100,000 steps become a bounded number of points, with each spike in the band, gaps, and marks
+    of losses.
+    """
     values: list[tuple[int, float | None]] = [(step, 2.0) for step in range(1, 100_001)]
     values[41_003] = (41_004, 99.0)
     values[70_020:70_480] = [(step, None) for step, _ in values[70_020:70_480]]
@@ -905,7 +915,9 @@ def test_long_curve_keeps_what_stands_out() -> None:
 
 
 def test_long_rows_keep_every_trouble() -> None:
-    """Training is joined where a page has no room for each step; a trouble stays, to the microsecond."""
+    """Training is joined where there is no room for each step; trouble stays, to the
+    microsecond.
+    """
     row, at = [], 0
     for step in range(5000):
         for fine, width in (("productive", 900), ("exchange_wait", 80), ("overhead", 20)):
@@ -929,7 +941,7 @@ def test_long_rows_keep_every_trouble() -> None:
 
 
 def test_row_that_is_trouble_all_over_is_thinned_by_columns() -> None:
-    """A row too fine to draw still covers all of its time, with the state that took most of each column."""
+    """A row too fine to draw covers all its time with each column's dominant state."""
     row = []
     for i in range(6000):
         row.append(StateSpan(100 * i, 100 * i + 70, "waiting", "detection"))
@@ -949,7 +961,7 @@ def test_row_that_is_trouble_all_over_is_thinned_by_columns() -> None:
 
 
 def test_marks_of_very_many_faults_are_joined() -> None:
-    """Faults that would lie on each other are one mark, which tells how many; none is lost."""
+    """Faults that would overlap are one mark with their number; none is lost."""
     hits = []
     for number in range(5000):
         incident = Incident(
@@ -967,7 +979,9 @@ def test_marks_of_very_many_faults_are_joined() -> None:
 
 
 def test_a_happening_is_told_once() -> None:
-    """What every group tells of is one note in plain words, with the groups that told; a repetition is counted."""
+    """A report of every group is one note in plain words with the groups; repetitions are
+    counted.
+    """
     job = Job(3)
     job.train(BEGIN + 10)
     for replica in range(3):
@@ -1012,7 +1026,9 @@ def test_a_happening_is_told_once() -> None:
 
 
 def test_every_state_and_fault_has_its_look() -> None:
-    """One colour per state, words for each fine state, and a mark for each fault of the catalogue."""
+    """Each state has a colour, each fine state has words, and each fault of the catalogue has a
+    mark.
+    """
     assert set(intervals.STATES) == DETAILS.keys()
     assert all(look.meaning.endswith(".") for look in STATES.values())
     marks = {name: mark_of(kind.category) for name, kind in FAULTS.items()}
@@ -1021,7 +1037,9 @@ def test_every_state_and_fault_has_its_look() -> None:
 
 
 def test_import_is_light() -> None:
-    """Neither torch nor what draws comes in before a page is written; matplotlib never does."""
+    """torch and the drawing libraries are loaded only when a page is written; matplotlib
+    never is.
+    """
     code = (
         "import sys; from titan_ft.history.report import page\n"
         "print(sorted({'torch', 'matplotlib', 'torchft', 'plotly', 'jinja2'} & set(sys.modules)))"
@@ -1035,7 +1053,9 @@ def test_import_is_light() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_page_in_a_browser(short_campaign: list[Event], tmp_path: Path) -> None:
-    """Chromium runs the page's script, so that each chart is drawn; for paper each is drawn as wide as the sheet."""
+    """Chromium runs the page's script and draws each chart; on paper each is as wide as the
+    sheet.
+    """
     page = write_report(RunRecord(short_campaign), tmp_path / "report")
     quiet = (
         "--headless",

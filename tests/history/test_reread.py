@@ -46,13 +46,13 @@ def read(all_trained: Iterable[TrainedBatches], length: int = 1000) -> Reread:
 
 
 def test_the_same_batches() -> None:
-    """Of single steps and of rounds, in any order, also those that were trained twice."""
+    """Batches of steps and of rounds compare in any order, also those that were trained twice."""
     found = read([trained(4, 3, 5), trained(0, 1, 1), trained(1, 3, 2), trained(1, 3, 3)])
     assert (found.num_compared, found.differing, found.unknown, found.num_shards) == (10, [], [], 1)
 
 
 def test_other_batches_are_named() -> None:
-    """Slot, range and steps; what follows on each other is one finding."""
+    """A finding has slot, range and steps; consecutive batches are one finding."""
     wrong = [trained(3, 1, 4, [50]), trained(4, 1, 5, [51]), trained(8, 2, 9, [8, 10])]
     found = read([trained(0, 3, 1), *wrong, trained(5, 3, 6)])
     assert [
@@ -68,7 +68,7 @@ def test_other_batches_are_named() -> None:
 
 
 def test_data_that_differ_from_their_first_batch_on_prove_nothing() -> None:
-    """Nobody opened them again before that: they have changed, or have no order of their own."""
+    """If data differ before any reopening, they have changed, or have no fixed order."""
     found = read([trained(0, 1, 1, [7]), trained(1, 1, 2, [9])])
     assert found.differing == []
     assert "differ from the very first batch on" in found.unknown[0]
@@ -80,7 +80,7 @@ def test_data_that_end_early_are_unknown() -> None:
 
 
 def job(*openings: int, arguments: list[str] | None = None, **second: Any) -> list[Event]:
-    """Return the events of a group whose second process went on with batch 2."""
+    """Make the events of a group whose second process continued with batch 2."""
     arguments = ["--a"] if arguments is None else arguments
     events = []
     for attempt, first in enumerate((0, 2)):
@@ -109,7 +109,9 @@ def commit(batch: int, step: int = 0, **who: Any) -> Event:
 
 
 def test_what_is_collected() -> None:
-    """All that was trained of each shard, and the command line that reads it again."""
+    """The collection has all trained batches of each shard, and the command line that reads it
+    again.
+    """
     found = collect(RunRecord(job(0, 2)))
     assert found.unknown == []
     assert found.shards == {SHARD: {trained(batch, 1, batch + 1) for batch in range(4)}}
@@ -131,7 +133,7 @@ def test_what_cannot_be_compared_is_unknown(events: list[Event], reason: str) ->
 
 
 def test_a_void_step_is_not_compared() -> None:
-    """Its batches were trained again; what it read is of no account."""
+    """A void step's batches were trained again, so its reading does not matter."""
     events = job(0, 2)
     void = commit(1, pid=0, attempt=0, replica=1)
     void.lineage, void.time = "abcdefabcdef", 2.5  # type: ignore[attr-defined]
@@ -153,7 +155,9 @@ def test_after_a_reset_the_data_begin_anew() -> None:
 
 
 def test_a_shard_that_became_another_slot_s_is_read_once() -> None:
-    """A resume may cut the same shards into other slots; the loader of the former slot read other data."""
+    """A resume may cut the same shards into other slots; the former slot's loader read
+    other data.
+    """
     who = {"pid": 1, "attempt": 1, "replica": 3}
     events = [each for each in job(0, 2) if each.attempt == 0]
     events.append(event("worker_started", time=10.0, setup=SETUP, arguments=["--b"], **who))
@@ -173,7 +177,9 @@ def test_a_shard_that_became_another_slot_s_is_read_once() -> None:
 
 
 def test_what_was_read_after_a_change_of_the_data_is_not_compared() -> None:
-    """The loader goes on in the midst of other data: no reader from the beginning gives its batches."""
+    """The loader continues in the middle of other data, which no reader from the beginning
+    reproduces.
+    """
     events = job(0, 2)
     change = {"training.dataset_path": {"before": "a", "now": "b", "kind": "data"}}
     events.append(event("launch_started", time=9.0, changed=change))
@@ -190,7 +196,9 @@ def proved(found: Reread) -> Audit:
 
 
 def test_the_audit_with_what_was_read_again() -> None:
-    """The same batches prove the reopenings; others break the promise; what could not be compared leaves it open."""
+    """Equal batches prove the reopenings; others break the promise; uncompared ones leave
+    it open.
+    """
     good = proved(read([trained(0, 2, 1), trained(2, 2, 2)]))
     assert (good.verdict, good.unproved) == ("holds", "")
     assert "4 batches of 1 shard compared" in good.notes[-1]

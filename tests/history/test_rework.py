@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a run did again: how much, why, and from where on it is a promise broken."""
+"""Repeated work of a run: its amount, its cause, and when it breaks a promise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ SAVED, REACHED = 2, 5
 
 
 class Loop:
-    """A job of two groups that loses all of them at `REACHED` and goes on from the checkpoint of `SAVED`."""
+    """A job of two groups that loses both at `REACHED` and continues from the checkpoint of
+    `SAVED`.
+    """
 
     def __init__(self) -> None:
         self.events: list[Event] = [say(0.0, "launch_started", replicas=2)]
@@ -49,7 +51,9 @@ class Loop:
         return f"{self.life * 256 + step:012x}"
 
     def end(self, **how: Any) -> None:
-        """Let both groups end, by a failure of their own unless `how` says otherwise, and start them again."""
+        """End both groups, by a failure of their own unless `how` says otherwise, and
+        restart them.
+        """
         self.now += 0.5
         for replica in (0, 1):
             told = how or {"code": 1, "reason": "rank 0 ended with exit status 1"}
@@ -76,7 +80,7 @@ class Loop:
         return find_rework(RunRecord(self.events))
 
     def work(self) -> Judgement:
-        """What promise 4 comes to where the history is whole."""
+        """Return promise 4's verdict for a complete history."""
         found = Judgement("no work lost", 4)
         check_work(RunRecord(self.events), found)
         return found.decide()
@@ -86,7 +90,7 @@ class Loop:
 
 
 def test_a_run_without_rework_says_nothing_of_it() -> None:
-    """Neither a calm run, nor one in which a group died and healed."""
+    """A calm run has no rework, nor has one in which a group died and healed."""
     for events in (calm_run(), killed_run()):
         record = RunRecord(events)
         assert find_rework(record) == Rework()
@@ -95,7 +99,7 @@ def test_a_run_without_rework_says_nothing_of_it() -> None:
 
 
 def test_going_back_once_is_told_beside_the_verdict() -> None:
-    """All groups may be lost: how many steps that cost, and why, is never behind a plain "holds"."""
+    """If all groups are lost, the cost in steps and the cause stand beside a "holds"."""
     run = Loop().again()
     rework = run.rework()
     (setback,) = rework.setbacks
@@ -117,7 +121,7 @@ def test_going_back_once_is_told_beside_the_verdict() -> None:
     [("holds", "holds (1 promise checked); "), ("unknown", "breaks no promise; ")],
 )
 def test_the_verdict_is_no_plain_one(verdict: str, joined: str) -> None:
-    """Whatever the verdict is."""
+    """The repeated steps stand beside any verdict."""
     verdicts = Loop().again().verdicts()
     for each in verdicts.judgements:
         each.asked = each.promise == 4
@@ -164,7 +168,9 @@ def test_setbacks_that_lead_on_are_no_loop() -> None:
 
 
 def test_what_was_injected_or_asked_for_breaks_no_promise() -> None:
-    """A campaign that kills all groups again and again, and a user who loads an old checkpoint: told, and no more."""
+    """Injected kills of all groups, and a user's load of an old checkpoint, are reported and break
+    nothing.
+    """
     killed = Loop()
     for _ in range(4):
         for replica in (0, 1):
@@ -185,7 +191,7 @@ def test_what_was_injected_or_asked_for_breaks_no_promise() -> None:
 
 
 def test_a_late_clock_makes_no_second_setback() -> None:
-    """One group's word of the checkpoint may seem to come after the others' first commit behind it."""
+    """A group's load event may seem later than the others' first commit after it."""
     run = Loop()
     run.end()
     run.load()
@@ -199,7 +205,9 @@ def test_a_late_clock_makes_no_second_setback() -> None:
 
 
 def test_a_step_that_only_some_groups_had_committed() -> None:
-    """Its exchange broke for the others, who made it anew without that group: told as well."""
+    """Its exchange broke for the others, who repeated it without that group, which is
+    reported too.
+    """
     events = calm_run()
     stray = commit(12.1, 4, 1, lineage="abc", parent=f"{3:012x}", participants=[0, 1])
     rework = find_rework(RunRecord([*events, stray]))

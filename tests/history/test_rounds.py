@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The rounds of a run with a semi-synchronous method: what they are called, and who made fewer steps for them."""
+"""The rounds of a run with a semi-synchronous method: their names, and groups that made fewer steps
+for them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ DILOCO = {"semi_sync_method": "diloco", "sync_steps": 10, "steps": 306}
 
 @pytest.fixture
 def run(run_builder: Callable[..., Any]) -> Any:
-    """A run of three groups in rounds: group 2 is away in rounds 7 to 21, and makes 8 of 10 steps in round 22."""
+    """A run of three groups in rounds: group 2 is away in rounds 7 to 21, and makes 8 of 10 steps
+    in round 22.
+    """
     run = run_builder(**DILOCO)
     for event in run.named("step_committed", step=22, replica=2):
         event.inner_steps = 8
@@ -36,7 +40,9 @@ def run(run_builder: Callable[..., Any]) -> Any:
 
 
 def test_names_of_what_is_committed() -> None:
-    """A commit is a step, or a round with the step of torchtitan's behind it; the last one may be short."""
+    """A commit is a step, or a round with torchtitan's step after it; the last round may be
+    short.
+    """
     unit = Unit("diloco", 10, 95)
     assert (STEP.name(1234), STEP.name(1234, ","), STEP.count(1)) == (
         "step 1234",
@@ -53,7 +59,7 @@ def test_names_of_what_is_committed() -> None:
 
 
 def test_unit_of_an_older_history() -> None:
-    """A config that tells no method, and none at all, mean that each step is committed."""
+    """A config without a method, and a missing config, mean that each step is committed."""
     assert Unit.of(None) == STEP
     known = {"steps": 9, "semi_sync_method": None, "sync_steps": None}
     config = WorkerConfig(**{name: known.get(name, 0) for name in WorkerConfig.__struct_fields__})  # type: ignore[arg-type]
@@ -61,8 +67,9 @@ def test_unit_of_an_older_history() -> None:
 
 
 def test_who_made_fewer_steps(run: Any) -> None:
-    """A joiner is named with what it made, one that was away or left out with none; a last round may be short for
-    all."""
+    """A joiner is named with its steps, an absent or excluded group with none; a last round may be
+    short for all.
+    """
     rounds = find_rounds(RunRecord(run.events))
     assert rounds is not None
     assert rounds.committed == 31
@@ -74,7 +81,9 @@ def test_who_made_fewer_steps(run: Any) -> None:
 
 
 def test_steps_of_a_group_that_died_behind_its_exchange(run: Any) -> None:
-    """Its change is in the state, and no event tells how many steps it had made for it: that is no zero."""
+    """The group's change is in the state, and no event has its number of steps: it is unknown, not
+    zero.
+    """
     for event in run.named("step_committed", step=6, replica=2):
         run.events.remove(event)
     rounds = find_rounds(RunRecord(run.events))
@@ -84,7 +93,9 @@ def test_steps_of_a_group_that_died_behind_its_exchange(run: Any) -> None:
 
 
 def test_report_speaks_of_rounds(run: Any) -> None:
-    """Terminal and JSON; a run that commits each step has neither the word nor the figure."""
+    """Terminal and JSON have rounds; a run that commits each step has neither the word nor the
+    figure.
+    """
     record = RunRecord(run.events)
     text = text_of(summary_table(summarize(record)))
     assert (
@@ -103,7 +114,9 @@ def test_report_speaks_of_rounds(run: Any) -> None:
 
 
 def test_a_joiner_counts_by_its_part_of_a_round(run_builder: Callable[..., Any]) -> None:
-    """Who makes 2 of 10 steps of one round of 31 was away for the rest of it: that is no effective time of training."""
+    """A group with 2 of 10 steps of a round was away for the rest, which is no effective training
+    time.
+    """
     shares = []
     for made in (10, 2):
         run = run_builder(semi_sync_method="diloco", sync_steps=10)
@@ -118,7 +131,9 @@ def test_a_joiner_counts_by_its_part_of_a_round(run_builder: Callable[..., Any])
 
 
 def test_a_round_of_fragments_has_a_part_of_the_steps(run_builder: Callable[..., Any]) -> None:
-    """Each of three fragments is exchanged once in 30 steps, one of them in 10; an older history tells only of 30."""
+    """Each of three fragments is exchanged once in 30 steps, one of them in 10; an older history
+    has only the 30.
+    """
     for told, length in ((10, 10), (None, 30)):
         run = run_builder(semi_sync_method="diloco", sync_steps=30)
         for event in run.named("worker_started"):

@@ -33,7 +33,7 @@ def format_summary(summary: RunSummary) -> str:
 def event(
     name: str, time: float, replica: int, rank: int | None = 0, attempt: int = 0, **fields: Any
 ) -> Any:
-    """Return one event as a worker or an agent (rank None) writes it."""
+    """Make an event as a worker or an agent (rank None) writes it."""
     context = {"replica": replica, "attempt": attempt} | ({} if rank is None else {"rank": rank})
     return build(named(name), time=time, **context | fields)
 
@@ -62,10 +62,11 @@ def finish(
 
 
 def killed_run() -> list[Event]:
-    """Return the history of two groups of two ranks: group 1 dies by SIGKILL after step 4 of 12, and is back at 10.
+    """Make a history of two groups of two ranks: group 1 dies by SIGKILL after step 4 of 12, and
+    returns at step 10.
 
-    The commit of step 5 comes 0.8 s after that of step 4, with a second exchange; the agent sees the death only
-    2 s after it, when the survivor is far on.
+    The commit of step 5 comes 0.8 s after that of step 4, with a second exchange. The agent notices
+    the death only 2 s after it, when the survivor has made many steps.
     """
     events = []
     times = {step: STEP_SECONDS * step for step in range(1, 5)} | {
@@ -129,7 +130,9 @@ def test_clean_run() -> None:
 
 
 def test_killed_and_healed_group() -> None:
-    """A kill is one failure, with the survivors' stall, the group's return and its heal; nothing is recomputed."""
+    """A kill is one failure, with the survivors' stall, the group's return and its heal; nothing is
+    recomputed.
+    """
     summary = summarize(killed_run())
     assert (summary.num_groups, summary.ranks_per_group, summary.steps_committed) == (2, 2, 12)
     assert (summary.exchanges_attempted, summary.exchanges_committed) == (13, 12)
@@ -151,7 +154,7 @@ def test_killed_and_healed_group() -> None:
 
 
 def test_bytes_of_gradients() -> None:
-    """Those of all ranks, and of a group for each step of its own; a history from before they were counted has none."""
+    """The bytes are those of all ranks, and of each step of a group; an older history has none."""
     assert summarize(killed_run()).wire_bytes is None
     assert "gradients sent" not in format_summary(summarize(killed_run()))
     events = [
@@ -199,13 +202,13 @@ def test_empty_history_is_unknown() -> None:
 
 
 def test_workers_that_died_before_their_first_event_are_ranks_too() -> None:
-    """As after an import that failed: only their agent tells of them."""
+    """After a failed import, for example, only the agent's events show them."""
     exits = [event("worker_exited", 4.0, 0, rank, signal=None, code=1) for rank in (0, 1)]
     assert summarize(exits).ranks_per_group == 2
 
 
 def test_events_of_zeros_never_crash() -> None:
-    """A history whose events tell nothing folds to zeros and unknowns."""
+    """A history of empty events folds to zeros and unknowns."""
     names = [
         "step_committed",
         "worker_exited",
@@ -236,7 +239,7 @@ def test_cause_of_a_failure(fields: dict[str, Any], cause: str) -> None:
 
 
 def test_a_long_exception_is_whole_in_one_place() -> None:
-    """Each failure is named by the begin of its exception, which is whole in the headline and in a line of its own."""
+    """Each failure has the beginning of its exception; the headline and one line have all of it."""
     error = f"RuntimeError: {'long ' * 30}end"
     events = [event("worker_exited", float(k), 1, None, k, code=1, error=error) for k in (1, 2)]
     text = format_summary(summarize(events))
@@ -245,7 +248,7 @@ def test_a_long_exception_is_whole_in_one_place() -> None:
 
 
 def test_exits_of_one_attempt_are_one_failure() -> None:
-    """The first bad exit of an attempt counts, those of its other ranks do not; a good exit is none."""
+    """Only the first bad exit of an attempt counts; a good exit is none."""
     events = [
         event("worker_exited", 2.0, 1, 0, signal="SIGTERM"),
         event("worker_exited", 1.0, 1, 1, signal="SIGKILL"),
@@ -260,7 +263,7 @@ def test_exits_of_one_attempt_are_one_failure() -> None:
 
 
 def test_workers_stopped_by_their_agent_did_not_fail() -> None:
-    """Ranks that were stopped, because another one died or the run was interrupted, are no failures."""
+    """Ranks that were stopped because of another death or an interrupt are no failures."""
     events = [
         event("worker_exited", 1.0, 0, 0, signal="SIGTERM", stopped=True),
         event("worker_exited", 1.0, 1, 0, signal="SIGTERM", stopped=True),
@@ -271,7 +274,9 @@ def test_workers_stopped_by_their_agent_did_not_fail() -> None:
 
 
 def test_injected_fault_dates_the_failure() -> None:
-    """The time to rejoin counts from the fault itself, where the history has it, for the attempt that it hit."""
+    """The time to rejoin counts from the fault, if the history has it, for the attempt that
+    it hit.
+    """
     events = [commit(float(t), t, 1, attempt=0) for t in range(1, 4)]
     events += [
         build(named("fault_injected"), time=t, target={"replica": r})
@@ -288,7 +293,9 @@ def test_injected_fault_dates_the_failure() -> None:
 
 
 def test_group_that_never_contributes_again() -> None:
-    """Commits of a returned group without weight of its own are no return, and without survivors no stall is known."""
+    """A returned group's commits without a contribution are no return; without survivors no stall
+    is known.
+    """
     events = [
         commit(1.0, 1, 1),
         event("worker_exited", 1.5, 1, None, signal="SIGKILL"),
@@ -320,7 +327,7 @@ def test_second_death_before_the_return() -> None:
 
 
 def test_stall_is_never_negative_and_ignores_other_dead_groups() -> None:
-    """A failure that cost nothing stalls 0 s; the gap of a group that died itself belongs to its own restart."""
+    """A failure without a delay stalls 0 s; a dead group's own gap belongs to its restart."""
     events = [commit(t / 10, t, 0, seconds=0.5) for t in range(1, 20)]
     events += [commit(0.1, 1, 2), commit(9.0, 19, 2, attempt=1)]
     events += [commit(1.0, 10, 1), event("worker_exited", 1.05, 1, None, signal="SIGKILL")]
@@ -347,7 +354,9 @@ def test_recomputed_forward_passes_are_counted() -> None:
 
 
 def test_loss_is_shown_at_quartiles() -> None:
-    """The curve shows first, quartiles and last, as whoever knows the loss tells it; one that nobody tells is said."""
+    """The curve shows first, quartiles and last from any rank that knows the loss, and names a
+    missing loss.
+    """
     events = [
         commit(step, step, 1, loss=None if step == 9 else float(step)) for step in range(1, 10)
     ]
@@ -359,7 +368,7 @@ def test_loss_is_shown_at_quartiles() -> None:
 
 
 def test_loss_of_a_pipeline_comes_from_its_last_stage() -> None:
-    """Rank 0 of a pipeline does not know the loss; the curve has it from the rank that does."""
+    """Rank 0 of a pipeline does not know the loss; the curve takes it from the rank that does."""
     events = [
         commit(step, step, 0, rank, loss=float(step) if rank else None)
         for step in (1, 2)
@@ -389,7 +398,9 @@ def test_loss_of_a_pipeline_comes_from_its_last_stage() -> None:
     ],
 )
 def test_final_digests(finished: list[Event], verdict: str) -> None:
-    """Ranks of the same index must end equal in all groups; with fewer than two groups nothing is known."""
+    """Ranks of the same index must end equal in all groups; with fewer than two groups nothing is
+    known.
+    """
     assert summarize(finished).final_digests == verdict
 
 
@@ -412,7 +423,9 @@ def test_differing_step_digests_are_named() -> None:
 
 
 def test_drained_group_did_not_fail() -> None:
-    """A group that left in order is shown as drained with what that cost the others, whatever ended its last ranks."""
+    """A group that left in order is drained, with its cost to the others, whatever ended its last
+    ranks.
+    """
     events = [commit(float(step), step, 0, seconds=1.0) for step in range(1, 4)]
     events += [commit(4.5, 4, 0, seconds=1.5), commit(3.0, 3, 1)]
     events += [event("drained", 3.2 + rank / 10, 1, rank, reason="SIGTERM") for rank in range(2)]
@@ -436,7 +449,7 @@ def test_drained_group_did_not_fail() -> None:
 
 
 def test_restarts_without_imports_and_of_the_lighthouse() -> None:
-    """Restarts of workers that had everything imported, and those of the lighthouse, are counted."""
+    """Restarts without imports, and those of the lighthouse, are counted."""
     events = [
         event("replica_restarted", 1.0, 1, None, 1, standby=True),
         event("replica_restarted", 2.0, 1, None, 2),
@@ -453,7 +466,9 @@ def test_restarts_without_imports_and_of_the_lighthouse() -> None:
 
 
 def test_batches_are_audited() -> None:
-    """The report tells whether every batch was trained once; a history without its beginning is unknown."""
+    """The report says whether every batch was trained once; a history without its beginning is
+    unknown.
+    """
     events = [
         commit(float(step), step, 0, participants=[0], batches={"0": [2 * (step - 1), 2]})
         for step in range(1, 4)
@@ -465,7 +480,9 @@ def test_batches_are_audited() -> None:
 
 
 def test_checkpoints_that_failed_are_counted_with_their_reason() -> None:
-    """A full disk costs no step: nothing else in the report says that there is nothing to go back to."""
+    """A full disk costs no step, so no other line shows that there is no checkpoint to
+    return to.
+    """
     assert "checkpoints" not in format_summary(summarize(killed_run()))
     events = [
         *killed_run(),

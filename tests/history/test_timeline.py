@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The fold of a run's events into what each group did: no gap, no overlap, each state where it belongs."""
+"""The fold of a run's events into each group's activities, without gaps and overlaps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ class Run:
         )
 
     def commit(self, time: float, step: int, replica: int, attempt: int = 0, **fields: Any) -> None:
-        """Commit a step of one second: 0.6 s of computing, 0.2 s of exchange, 0.1 s of update, 0.1 s before them."""
+        """Commit a step of one second: 0.6 s of computing, 0.2 s of exchange, 0.1 s of update, 0.1
+        s before them.
+        """
         usual = {
             "participants": list(range(self.replicas)),
             "lineage": f"{step:012x}",
@@ -98,7 +100,7 @@ class Run:
 
 
 def seconds(line: Timeline, replica: int) -> dict[str, float]:
-    """Return a group's seconds in each state that it was in."""
+    """Return a group's seconds in each of its states."""
     return {state: us / 1e6 for state, us in line.totals_us(replica).items()}
 
 
@@ -115,7 +117,7 @@ def spans(line: Timeline, replica: int, state: str) -> list[tuple[float, float]]
 
 
 def check_whole(line: Timeline) -> None:
-    """Require that each group's intervals follow on each other from begin to end, and are of known states."""
+    """Require that each group's intervals cover the run in order, and have known states."""
     for intervals in line.groups.values():
         place = line.begin_us
         for interval in intervals:
@@ -129,7 +131,9 @@ def check_whole(line: Timeline) -> None:
 
 
 def test_calm_run() -> None:
-    """A run without trouble is start, first meeting, steps by their parts, and idle after the last one."""
+    """An undisturbed run is start, first meeting, steps by their parts, and idle after the last
+    one.
+    """
     run = Run()
     run.begin()
     run.train(12.0, range(2, 6))
@@ -154,7 +158,9 @@ def test_calm_run() -> None:
 
 
 def killed_run() -> Run:
-    """Return a run in which group 1 is killed at 14.4 s, is back at 20 s, and heals from 20.5 to 22.5 s."""
+    """Make a run in which group 1 is killed at 14.4 s, returns at 20 s, and heals from 20.5 to 22.5
+    s.
+    """
     run = Run()
     run.begin()
     run.train(12.0, [2, 3])
@@ -184,7 +190,9 @@ def killed_run() -> Run:
 
 
 def test_killed_group() -> None:
-    """A killed group wastes the step under way, is dead from the fault on, joins, heals and replays."""
+    """A killed group wastes its current step, is dead from the fault on, joins, heals and
+    replays.
+    """
     run = killed_run()
     run.finish(25.0)
     line = timeline(run.events)
@@ -200,7 +208,9 @@ def test_killed_group() -> None:
 
 
 def test_survivor_of_a_kill() -> None:
-    """A survivor detects, asks for a quorum, rebuilds and repeats the exchange; what it had computed counts."""
+    """A survivor detects, asks for a quorum, rebuilds and repeats the exchange; its computation
+    counts.
+    """
     line = timeline(killed_run().events)
     assert spans(line, 0, "detection") == [(14.7, 14.9)]
     assert spans(line, 0, "quorum") == [(14.9, 15.4)]
@@ -220,7 +230,7 @@ def test_gradient_of_a_dead_group_counts_if_the_others_committed_it() -> None:
 
 
 def test_cut_history_is_unknown() -> None:
-    """After a group's last word its time is unknown, never productive."""
+    """After a group's last event its time is unknown, never productive."""
     run = Run()
     run.begin()
     run.train(12.0, range(2, 4))
@@ -232,7 +242,7 @@ def test_cut_history_is_unknown() -> None:
 
 
 def test_group_without_events_is_unknown() -> None:
-    """A group that was launched and never spoke is counted, and nothing is known of it."""
+    """A launched group without any event is counted, and its state is unknown."""
     run = Run(replicas=3)
     run.replicas = 2
     run.begin()
@@ -241,7 +251,7 @@ def test_group_without_events_is_unknown() -> None:
 
 
 def test_stopped_group_hangs() -> None:
-    """The time under SIGSTOP is no computing, whatever the group's own clock counts as such."""
+    """The time under SIGSTOP is no computing, whatever the group's own clock says."""
     run = Run()
     run.begin()
     run.say(
@@ -264,7 +274,9 @@ def test_stopped_group_hangs() -> None:
 
 @pytest.mark.parametrize("injected", [True, False])
 def test_deadlocked_group_hangs(injected: bool) -> None:
-    """A deadlock lasts from the fault, or from the watchdog's time before its word, to the end of the process."""
+    """A deadlock lasts from the fault, or from the watchdog's period before its event, to the
+    process's end.
+    """
     run = Run()
     run.begin()
     if injected:
@@ -279,7 +291,9 @@ def test_deadlocked_group_hangs(injected: bool) -> None:
 
 
 def test_too_few_groups() -> None:
-    """Below min_replica_size a group waits for others from the round that said so to its commit."""
+    """Below min_replica_size a group waits for others from the first such exchange to its
+    commit.
+    """
     run = Run()
     run.begin()
     run.rank(12.8, "exchange_failed", 0, error="closed", seconds=0.1, step=1)
@@ -295,7 +309,9 @@ def test_too_few_groups() -> None:
 
 
 def test_lighthouse_down() -> None:
-    """The wait for an exchange that has no lighthouse is the quorum's, from its death to the end of that wait."""
+    """The wait for an exchange without a lighthouse belongs to the quorum, from its death to the
+    wait's end.
+    """
     run = Run()
     run.begin()
     run.say(12.3, "fault_injected", fault="kill_lighthouse", target={"lighthouse": True}, shot=0)
@@ -308,7 +324,7 @@ def test_lighthouse_down() -> None:
 
 
 def test_left_out_and_void_work_is_wasted() -> None:
-    """What a group computed is wasted if its gradient was left out, or if the state that it made was thrown away."""
+    """A computation is wasted if its gradient was excluded, or if its state was discarded."""
     run = Run()
     run.begin()
     run.commit(13.0, 2, 0, participants=[1])
@@ -355,7 +371,7 @@ def test_stopped_run() -> None:
 
 
 def test_wall_clock_that_is_set() -> None:
-    """On one host the monotonic clock tells how much time passed, not a wall clock that was set in between."""
+    """On one host the monotonic clock measures the time, not a wall clock that was set."""
     run = killed_run()
     run.finish(25.0)
     straight = timeline(run.events)
@@ -407,7 +423,7 @@ NAMES = (
 
 
 def random_event(dice: random.Random) -> Event:
-    """Return an event of any kind, with fields that may be zero, senseless, or contradict the others."""
+    """Make an event of any kind, with fields that may be zero, senseless, or contradictory."""
     fault = dice.choice(["kill_rank", "stop_group", "deadlock", "kill_lighthouse", "slow_rank"])
     values: dict[str, Any] = {
         "replica": dice.randrange(3),
@@ -457,14 +473,16 @@ def random_event(dice: random.Random) -> Event:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_random_histories_add_up(seed: int) -> None:
-    """Whatever the events say, each group's intervals cover the job's time exactly once."""
+    """For any events each group's intervals cover the job's time exactly once."""
     dice = random.Random(seed)
     check_whole(timeline(random_event(dice) for _ in range(dice.randrange(1, 150))))
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_cut_and_thinned_histories_add_up(seed: int) -> None:
-    """A real history of which lines are missing, or the end, adds up as well, and is no more productive than before."""
+    """A real history with missing lines, or without its end, adds up, and is not more
+    productive.
+    """
     dice = random.Random(seed)
     run = killed_run()
     whole = sum(timeline(run.events).totals_us(replica)["productive"] for replica in range(2))

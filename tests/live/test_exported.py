@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What Prometheus gets keeps its rules, is told in docs/metrics.md, and is all that Grafana's dashboard asks for."""
+"""The Prometheus metrics follow its rules, stand in docs/metrics.md, and serve Grafana's
+dashboard.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ OF_HISTOGRAM = ("_bucket", "_sum", "_count")
 
 @cache
 def exported() -> dict[str, tuple[str, tuple[str, ...], str]]:
-    """Return type, labels and help of each metric by its name in queries; a histogram by its family."""
+    """Return type, labels and help of each metric by its name in queries; a histogram by its
+    family.
+    """
     server = MetricsServer(RunFold(), 0, run={"run_dir": "/runs/a"})
     try:
         server.observe(build(ev.ChaosStarted))
@@ -145,7 +149,7 @@ def test_a_name_that_breaks_a_rule_is_found(
 
 
 def test_all_metrics_are_told() -> None:
-    """docs/metrics.md has a row for each: name, type, labels, and its help; and none that is not there."""
+    """docs/metrics.md has exactly one row for each metric: name, type, labels, and its help."""
     rows = re.findall(
         r"^\| `(titan_ft_\w+)` \| (\w+) \| (.*?) ?\| (.*) \|$",
         (ROOT / "docs/metrics.md").read_text(),
@@ -163,7 +167,7 @@ def queries(panel: dict[str, Any]) -> list[str]:
 
 
 def test_the_dashboard_asks_for_what_is_there() -> None:
-    """Each name in a query, with the labels that the query uses; and each metric is on it."""
+    """Each query uses existing names and labels, and each metric is on the dashboard."""
     board = json.loads(DASHBOARD.read_text())
     asked = set()
     for expr in [expr for panel in board["panels"] for expr in queries(panel)]:
@@ -191,7 +195,7 @@ def test_the_dashboard_asks_for_what_is_there() -> None:
 
 
 def test_the_alert_rules_ask_for_what_is_there() -> None:
-    """Each rule has a name of its own, a query that Prometheus takes over metrics that are there, and a text."""
+    """Each rule has a unique name, a valid query over existing metrics, and a text."""
     (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
     rules = group["rules"]
     assert len({rule["alert"] for rule in rules}) == len(rules)
@@ -208,7 +212,7 @@ def test_the_alert_rules_ask_for_what_is_there() -> None:
 
 
 def test_each_state_of_a_group_has_a_number_and_a_colour() -> None:
-    """The dashboard draws one row a group: its query gives each state the number that the mapping names."""
+    """The dashboard draws one row a group; its query gives each state the number of the mapping."""
     board = json.loads(DASHBOARD.read_text())
     (panel,) = [panel for panel in board["panels"] if panel["title"] == "State of each group"]
     (expr,) = queries(panel)
@@ -223,7 +227,9 @@ def test_each_state_of_a_group_has_a_number_and_a_colour() -> None:
 
 
 def test_the_dashboard_is_one_that_grafana_takes() -> None:
-    """A number for each panel, a place that no other has, queries with names of their own, and one run at a time."""
+    """Panels have unique numbers and places, queries have unique names, and one run is shown at a
+    time.
+    """
     board = json.loads(DASHBOARD.read_text())
     assert {"title", "uid", "schemaVersion", "panels", "templating", "time"} <= board.keys()
     panels = board["panels"]

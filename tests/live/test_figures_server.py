@@ -46,7 +46,9 @@ def read(server: FiguresServer) -> bytes:
 
 
 def test_idle_connections_take_no_threads(server: FiguresServer) -> None:
-    """A thousand of them were the end of the launcher, which had no descriptor left. The figures stay there."""
+    """A thousand idle connections once used up the launcher's descriptors. The server stays
+    reachable.
+    """
     before = threading.active_count()
     with contextlib.ExitStack() as idle:
         where = server.server_name, server.server_port
@@ -68,7 +70,9 @@ def test_idle_connections_take_no_threads(server: FiguresServer) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["127.0.0.1"], indirect=True)
 def test_ten_thousand_lines_of_garbage(server: FiguresServer) -> None:
-    """Requests that are nearly right, headers without end and noise: the figures stay there, and no thread does."""
+    """After nearly valid requests, endless headers and noise the server answers, and no thread
+    stays.
+    """
     before = threading.active_count()
     chance = random.Random(38)
     starts = (
@@ -92,7 +96,7 @@ def test_ten_thousand_lines_of_garbage(server: FiguresServer) -> None:
 def test_a_client_that_says_nothing_is_closed(
     server: FiguresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if no other one comes."""
+    """A silent client is closed even if no other client connects."""
     monkeypatch.setattr(figures_server._Handler, "timeout", 0.05)
     with socket.create_connection((server.server_name, server.server_port), DEADLINE) as stranger:
         assert stranger.recv(1) == b""

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The job's curves in TensorBoard, from the events of a run: each committed step once, and what is lost is dropped."""
+"""The job's TensorBoard curves, from the events of a run: each committed step once, without lost
+steps.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ LOSS = "loss_metrics/global_avg_loss"
 def step(
     number: int, replica: int = 0, name: str = "", parent: str = "", **fields: Any
 ) -> StepCommitted:
-    """Return a commit; `name` and `parent` tell branches apart."""
+    """Make a commit; `name` and `parent` distinguish branches."""
     lineage, before = name or f"{number:012x}", parent or f"{number - 1:012x}"
     usual: dict[str, Any] = {
         "time": float(number),
@@ -45,7 +47,7 @@ def step(
 
 
 def write(folder: Path, *events: Event) -> None:
-    """Carry one launch through to its end."""
+    """Write the curve of one launch, to its end."""
     curve = JobCurve(folder, report=lambda line: pytest.fail(line))
     for event in events:
         curve.observe(event)
@@ -60,7 +62,9 @@ def read(folder: Path, tag: str = LOSS) -> list[tuple[int, float]]:
 
 
 def given(events: Iterable[Event]) -> list[int]:
-    """Return the numbers of the steps that are given for events, and of those that are left at the end."""
+    """Return the numbers of the steps that the fold emits for events, and then of those left at the
+    end.
+    """
     steps = JobSteps()
     return [commit.step for event in events for commit in steps.observe(event)] + [
         s.step for s in steps.finish()
@@ -68,7 +72,9 @@ def given(events: Iterable[Event]) -> list[int]:
 
 
 def test_each_step_is_one_point(tmp_path: Path) -> None:
-    """However many groups and ranks tell of a step, the curve has one point of it, with its figures."""
+    """The curve has one point of each step, with its figures, however many groups and ranks report
+    the step.
+    """
     write(tmp_path, *(step(n, r, rank=k) for n in range(1, 6) for r in (0, 1) for k in (0, 1)))
     assert read(tmp_path) == [(1, 9.0), (2, 8.0), (3, 7.0), (4, 6.0), (5, 5.0)]
     assert read(tmp_path, "ft/participants") == [(n, 2.0) for n in range(1, 6)]
@@ -76,9 +82,10 @@ def test_each_step_is_one_point(tmp_path: Path) -> None:
 
 
 def test_rounds_are_points_at_their_last_step(tmp_path: Path) -> None:
-    """With a semi-synchronous method the curve is over torchtitan's steps, so that it compares with other runs.
+    """With a semi-synchronous method the curve is over torchtitan's steps, so that it compares with
+    other runs.
 
-    A step's seconds are those of one step, and what is made again replaces what was lost, at the same steps.
+    A step's seconds are those of one step. Repeated steps replace the lost ones.
     """
     rounds = [step(n, inner_step=min(10 * n, 35), time=20.0 * n) for n in range(1, 5)]
     again = step(4, name="b" * 12, parent=f"{3:012x}", time=100.0, loss=-1.0, inner_step=35)
@@ -89,7 +96,9 @@ def test_rounds_are_points_at_their_last_step(tmp_path: Path) -> None:
 
 
 def test_no_gap_when_a_group_dies_behind_its_commit(tmp_path: Path) -> None:
-    """Group 0 commits a step and is gone; the point is there, whoever else has told of the step, and there once."""
+    """If group 0 dies after a commit, the curve has that step exactly once, whoever else reported
+    it.
+    """
     others = [step(n, 1, participants=[1], time=n + 0.5) for n in range(3, 6)]
     events = [
         *(step(n, r) for n in (1, 2) for r in (0, 1)),
@@ -103,7 +112,7 @@ def test_no_gap_when_a_group_dies_behind_its_commit(tmp_path: Path) -> None:
 
 
 def test_loss_that_was_not_finite(tmp_path: Path) -> None:
-    """A loss that the event does not have was not finite: its point is NaN."""
+    """A commit without a loss had a nonfinite one, so its point is NaN."""
     write(tmp_path, step(1, loss=2.5), step(2, loss=None), step(3))
     (_, known), (_, unknown), _ = read(tmp_path)
     assert known == 2.5
@@ -111,7 +120,9 @@ def test_loss_that_was_not_finite(tmp_path: Path) -> None:
 
 
 def test_commit_that_nobody_goes_on_from_is_no_point(tmp_path: Path) -> None:
-    """Of two commits of one step that came of one broken exchange, the curve has the job's, in either order."""
+    """Of two commits of one step after a broken exchange, the curve has the job's, in
+    either order.
+    """
     own = step(3, 0, name="a" * 12, loss=99.0)
     job = step(3, 1, time=3.5)
     for number, pair in enumerate(([own, job], [job, own])):
@@ -121,8 +132,9 @@ def test_commit_that_nobody_goes_on_from_is_no_point(tmp_path: Path) -> None:
 
 
 def test_steps_that_are_lost_are_dropped(tmp_path: Path) -> None:
-    """After the loss of all groups training goes on from a checkpoint: the steps behind it are shown once, as made
-    last."""
+    """After the loss of all groups training continues from a checkpoint: repeated steps are shown
+    once, as made last.
+    """
     lost = [step(n) for n in range(1, 9)]
     again = [step(5, name="b" * 12, parent=f"{4:012x}", time=20.0, loss=-1.0)]
     again += [step(6, name="c" * 12, parent="b" * 12, time=21.0, loss=-2.0)]
@@ -131,7 +143,7 @@ def test_steps_that_are_lost_are_dropped(tmp_path: Path) -> None:
 
 
 def test_second_launch_goes_on(tmp_path: Path) -> None:
-    """A resumed run goes on in the same curve at the step behind its checkpoint."""
+    """A resumed run continues the curve after the step of its checkpoint."""
     write(tmp_path, *(step(n) for n in range(1, 9)))
     again = [
         step(6, name="b" * 12, time=20.0, loss=0.5),
@@ -142,7 +154,9 @@ def test_second_launch_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_clock_that_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file of the second launch is read after that of the first one all the same."""
+    """The second launch's file is read after the first one's, even if the wall clock was
+    set back.
+    """
     monkeypatch.setattr("titan_ft.run.curve_file.time.time", lambda: 2_000_000_000.0)
     write(tmp_path, *(step(n) for n in range(1, 9)))
     monkeypatch.setattr("titan_ft.run.curve_file.time.time", lambda: 1_000_000_000.0)
@@ -155,7 +169,9 @@ def test_a_clock_that_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_step_is_given_once_another_one_goes_on_from_it() -> None:
-    """Until then it might be void; who finishes or leaves vouches for its own last one."""
+    """A step is emitted once another step builds on it, or its group finishes or leaves; until then
+    it may be void.
+    """
     steps = JobSteps()
     assert steps.observe(step(1)) == []
     assert [commit.step for commit in steps.observe(step(2))] == [1]
@@ -167,7 +183,9 @@ def test_step_is_given_once_another_one_goes_on_from_it() -> None:
 
 
 def test_events_that_come_late_are_waited_for() -> None:
-    """Where a file is seen later than another one, its steps still come in order; one that never comes is a gap."""
+    """Steps stay in order if a file is visible later than another one. A step that never comes is a
+    gap.
+    """
     assert given([step(1), step(2), step(4, 1), step(5, 1), step(3, time=3.0), step(6)]) == [
         1,
         2,
@@ -188,7 +206,9 @@ def test_events_that_come_late_are_waited_for() -> None:
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    """The job trains on, and its points wait: one line says so, once, and one when they are written."""
+    """The job trains on, and its points wait. One line reports the failure, and one the
+    recovery.
+    """
     (tmp_path / "tb").touch()
     lines: list[str] = []
     curve = JobCurve(tmp_path / "tb" / "job", lines.append)
@@ -206,7 +226,7 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_folder_that_can_never_be_written(tmp_path: Path) -> None:
-    """In the end it is said how much of the curves is lost."""
+    """At the end a line says how much of the curves is lost."""
     (tmp_path / "tb").touch()
     lines: list[str] = []
     curve = JobCurve(tmp_path / "tb" / "job", lines.append)
@@ -242,7 +262,7 @@ def tell(run_dir: Path, *events: Event) -> None:
 def test_curves_of_a_run_without_a_launcher(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command writes them from the events, as often as it is called, and ends with the run."""
+    """The command writes the curves from the events at every call, and ends with the run."""
     tell(tmp_path, *(step(n, r) for n in range(1, 5) for r in (0, 1)))
     tell(
         tmp_path, *(build(TrainingFinished, replica=r, step=4, lineage=f"{4:012x}") for r in (0, 1))
@@ -257,7 +277,7 @@ def test_curves_of_a_run_without_a_launcher(
 def test_curves_that_the_launcher_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two writers in one folder would spoil it: the command says who writes, and what to do."""
+    """Two writers in one folder would corrupt it: the command names the writer and the remedy."""
     tell(tmp_path, build(LaunchStarted, replicas=2, ranks_per_replica=1), step(1))
     (tmp_path / "tb" / "job").mkdir(parents=True)
     assert main(["curves", str(tmp_path)]) == 2
@@ -267,7 +287,7 @@ def test_curves_that_the_launcher_writes(
 
 
 def test_curves_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line says so, and what to change; the status is 2."""
+    """One line names the failure and the remedy; the status is 2."""
     tell(tmp_path, step(1), step(2))
     (tmp_path / "tb").touch()
     assert main(["curves", str(tmp_path)]) == 2

@@ -93,7 +93,7 @@ def step(number: int, replica: int = 0, rank: int = 0, **fields: Any) -> Any:
 
 
 def test_step_that_comes_late_turns_nothing_back(server: MetricsServer) -> None:
-    """Its event waited for room on the disk while those of other groups were read: it is counted."""
+    """A step whose event waited for disk room while other groups' events were read is counted."""
     for number, time in ((1, 1.0), (3, 3.0), (2, 2.0)):
         server.observe(step(number, time=time))
     found = scrape(server)
@@ -103,8 +103,9 @@ def test_step_that_comes_late_turns_nothing_back(server: MetricsServer) -> None:
 
 
 def test_step_of_all_groups_is_one_step(server: MetricsServer) -> None:
-    """Four groups of two ranks tell of each step; steps, tokens and seconds count once, and the last one's figures
-    stand."""
+    """Four groups of two ranks report each step. Steps, tokens and seconds count once, and gauges
+    show the last step.
+    """
     for number in (1, 2, 3):
         for replica in range(4):
             for rank in (0, 1):
@@ -124,7 +125,7 @@ def test_step_of_all_groups_is_one_step(server: MetricsServer) -> None:
 
 
 def test_before_the_first_step(server: MetricsServer) -> None:
-    """What nobody knows yet is no number; what is counted is zero."""
+    """Unknown values are NaN, and counters are zero."""
     found = scrape(server)
     for name in ("loss", "grad_norm", "learning_rate"):
         assert math.isnan(value(found, name))
@@ -139,7 +140,7 @@ def test_before_the_first_step(server: MetricsServer) -> None:
 
 
 def test_loss_that_is_no_number(server: MetricsServer) -> None:
-    """A loss that was not finite is NaN, and does not keep the one before."""
+    """A nonfinite loss is NaN, and does not keep the previous value."""
     server.observe(step(1))
     server.observe(step(2, loss=None, grad_norm=None))
     found = scrape(server)
@@ -148,7 +149,9 @@ def test_loss_that_is_no_number(server: MetricsServer) -> None:
 
 
 def test_failures_and_recoveries(server: MetricsServer) -> None:
-    """A death counts once however many ranks die of it; restarts tell whether a standby took over; heals are timed."""
+    """A death counts once for all its ranks; restarts name whether a standby took over; heals are
+    timed.
+    """
     server.observe(event("worker_exited", 1, rank=1, signal="SIGKILL", stopped=False))
     server.observe(event("worker_exited", 1, rank=0, signal="SIGTERM", stopped=True))
     server.observe(event("worker_exited", 1, rank=2, code=1, stopped=False))
@@ -171,8 +174,9 @@ def test_failures_and_recoveries(server: MetricsServer) -> None:
 
 
 def test_failures_of_all_kinds_are_there_from_the_start(server: MetricsServer) -> None:
-    """Each kind begins with 0 for each group, so that Prometheus sees the first increase; a rare one is "other", and
-    no series shows up later."""
+    """Each kind starts at 0 for each group, so that Prometheus sees the first increase. A rare kind
+    is "other", and no series appears later.
+    """
     server.update(RunStatus(2).groups)
     before = scrape(server)
     failures = {key: count for key, count in before.items() if key[0] == "titan_ft_failures_total"}
@@ -194,7 +198,7 @@ def test_failures_of_all_kinds_are_there_from_the_start(server: MetricsServer) -
 
 
 def test_faults_of_all_kinds_are_there_once_chaos_begins(server: MetricsServer) -> None:
-    """A run that nobody breaks has none of these series; with a plan all begin with 0."""
+    """A run without chaos has none of these series; with a plan all start at 0."""
     assert not [key for key in scrape(server) if key[0] == "titan_ft_faults_injected_total"]
     server.observe(event("chaos_started", None, None, seed=1))
     assert {
@@ -219,7 +223,9 @@ def test_what_runs(server: MetricsServer) -> None:
 
 
 def test_last_commit_and_target(server: MetricsServer) -> None:
-    """When the last step was committed, for alerts on a job that stands still, and which step is to be the last."""
+    """The time of the last commit, for alerts on a job that stands still, and the number of the
+    final step.
+    """
     assert math.isnan(value(scrape(server), "last_commit_timestamp_seconds"))
     assert math.isnan(value(scrape(server), "target_step"))
     server.observe(event("worker_started", config={"steps": 500}))
@@ -231,7 +237,9 @@ def test_last_commit_and_target(server: MetricsServer) -> None:
 
 
 def test_rounds_and_steps(server: MetricsServer) -> None:
-    """With a semi-synchronous method the steps are torchtitan's, as the target is; what is committed are rounds."""
+    """With a semi-synchronous method steps and target are torchtitan's; the committed units are
+    rounds.
+    """
     server.observe(step(1, 0, inner_step=10))
     server.observe(step(2, 0, inner_step=20))
     found = scrape(server)
@@ -239,7 +247,7 @@ def test_rounds_and_steps(server: MetricsServer) -> None:
 
 
 def test_step_time_of_each_group(server: MetricsServer) -> None:
-    """A gauge of its own time for each group, without the exchange; a group that is gone has none."""
+    """Each group has a gauge of its own time without the exchange; an absent group has none."""
     run = RunStatus(2)
     for own, replica in ((0.5, 0), (2.0, 1)):
         run.observe(step(1, replica, compute_seconds=own, apply_seconds=0.25))
@@ -252,7 +260,7 @@ def test_step_time_of_each_group(server: MetricsServer) -> None:
 
 
 def test_no_series_of_when_a_counter_was_made(server: MetricsServer) -> None:
-    """`_created` series double what is stored, for nothing."""
+    """`_created` series would double the stored data without use."""
     server.update(RunStatus(1).groups)
     server.observe(step(1))
     with NO_PROXY.open(server.url, timeout=30) as response:
@@ -262,7 +270,7 @@ def test_no_series_of_when_a_counter_was_made(server: MetricsServer) -> None:
 
 
 def test_leaving_in_order_is_no_failure(server: MetricsServer) -> None:
-    """Neither a group that finished nor one that was asked to leave has failed."""
+    """Neither a finished group nor one that was asked to leave has failed."""
     server.observe(event("worker_exited", 0, code=0, stopped=False))
     server.observe(event("drained", 1, step=5))
     server.observe(event("worker_exited", 1, signal="SIGTERM", stopped=False))
@@ -274,7 +282,9 @@ def test_leaving_in_order_is_no_failure(server: MetricsServer) -> None:
 
 
 def test_what_all_groups_see_counts_once(server: MetricsServer) -> None:
-    """A difference of states is told by each group; a checkpoint by one; faults and the lighthouse by nobody's rank."""
+    """A digest mismatch, reported by every group, counts once; so do checkpoints, faults and
+    lighthouse restarts.
+    """
     for replica in range(3):
         server.observe(event("digest_mismatch", replica, step=50))
     server.observe(event("digest_mismatch", 0, step=100))
@@ -293,7 +303,9 @@ def test_what_all_groups_see_counts_once(server: MetricsServer) -> None:
 
 
 def test_state_of_each_group(server: MetricsServer) -> None:
-    """Each group has 1 at the state that it is in and 0 at all others; what it may count later begins with 0."""
+    """Each group has 1 at its state and 0 at all others; counters that may increase later start at
+    0.
+    """
     run = RunStatus(2)
     server.update(run.groups)
     run.observe(step(1, replica=1))
@@ -308,7 +320,7 @@ def test_state_of_each_group(server: MetricsServer) -> None:
 
 
 def test_every_state_is_known() -> None:
-    """A state that a group can be in is among those that are served."""
+    """Every state of a group is among the exported ones."""
     names = {
         value for name, value in vars(status).items() if name.isupper() and isinstance(value, str)
     }
@@ -316,7 +328,7 @@ def test_every_state_is_known() -> None:
 
 
 def test_bytes(server: MetricsServer) -> None:
-    """All ranks' bytes count: gradients that they sent, state that they fetched."""
+    """The bytes of all ranks count: sent gradients and fetched states."""
     for rank in (0, 1):
         server.observe(step(1, 2, rank, wire_bytes=100))
         server.observe(event("heal_finished", 2, rank, bytes=7, seconds=1.0))
@@ -328,7 +340,9 @@ def test_bytes(server: MetricsServer) -> None:
 
 
 def test_a_group_serves_its_own_figures(tmp_path: Path) -> None:
-    """On a cluster: the job's as the group sees them, of groups its own, from now on."""
+    """On a cluster each group serves the job's figures as it sees them, and its own, from its start
+    on.
+    """
     paths = RunPaths(tmp_path)
     paths.events.mkdir()
 
@@ -370,7 +384,9 @@ def test_a_group_serves_its_own_figures(tmp_path: Path) -> None:
 
 
 def test_a_lost_group_does_not_just_vanish(tmp_path: Path) -> None:
-    """Its own agent is gone: the agent of the group that missed it shows its state, until it is back."""
+    """If a group's own agent is gone, the agent of the group that missed it shows its state until
+    it is back.
+    """
     paths = RunPaths(tmp_path)
     paths.events.mkdir()
     metrics = GroupMetrics("0", paths, 0)
@@ -410,7 +426,9 @@ def test_two_servers_share_nothing(server: MetricsServer) -> None:
 
 
 def test_port_that_is_taken(server: MetricsServer) -> None:
-    """It is refused in one line: field, rule, value, what to do; so is an address of another host."""
+    """A port in use, and an address of another host, are refused in one line: field, rule, value,
+    remedy.
+    """
     with pytest.raises(ConfigError) as caught:
         MetricsServer(RunFold(), server.port)
     line = str(caught.value)
@@ -443,7 +461,7 @@ def test_closed_server_gives_its_port_back() -> None:
     ],
 )
 def test_where_to_listen(text: str, address: tuple[str, int]) -> None:
-    """A port alone is one of the loopback; a host says who may reach it."""
+    """A port alone means loopback; a host sets who may connect."""
     assert split_address(text) == address
 
 
@@ -470,7 +488,9 @@ def test_where_nothing_can_listen(text: str) -> None:
 
 
 def test_import_loads_neither_torch_nor_the_client() -> None:
-    """The launcher starts as fast as before: prometheus_client and rich are loaded when they are needed."""
+    """prometheus_client and rich are loaded when they are needed, so that the launcher
+    starts fast.
+    """
     code = (
         "import sys, titan_ft.live.metrics, titan_ft.live.top; "
         "print(*sorted({n.partition('.')[0] for n in sys.modules} & {'torch', 'prometheus_client', 'rich'}))"

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The fold of events into a live status, and the lines that tell it."""
+"""The fold of events into a live status, and its lines."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ STORY = [
 
 
 def test_story_of_a_run() -> None:
-    """One line per change worth telling, and the state of each group follows."""
+    """Each relevant change has one line, and each group's state follows the events."""
     run, lines, states = RunStatus(2), [], []
     for each in STORY:
         line = run.observe(each)
@@ -112,7 +112,7 @@ def test_story_of_a_run() -> None:
 
 
 def test_late_events_of_an_old_attempt_are_ignored() -> None:
-    """What a dead worker wrote last cannot bring its group back to life."""
+    """A dead worker's last events do not revive its group."""
     run = run_after(2, build(ReplicaRestarted, replica=0, attempt=1))
     before = run.groups
     run.observe(step(7))
@@ -124,16 +124,18 @@ def test_late_events_of_an_old_attempt_are_ignored() -> None:
     "late", [step(8), event("joined", participants=[0]), event("heal_started", donor=1)]
 )
 def test_late_events_of_a_dead_attempt_are_no_life(late: Any) -> None:
-    """The agent has seen the worker end; a line that the worker wrote before comes later through a network file system.
+    """A line that a dead worker wrote may arrive after the agent's report through a network file
+    system.
 
-    The group would be shown as training until its restart, and a launcher would take it for one that lives.
+    Otherwise the group would be shown as training until its restart, and a launcher would take it
+    for alive.
     """
     run = run_after(2, step(7), event("worker_exited", signal="SIGKILL", stopped=False), late)
     assert run.groups[0].state == "died"
 
 
 def test_other_ranks_and_strangers_change_nothing() -> None:
-    """Only rank 0 speaks for its group; another group's commit is none of this one's."""
+    """Only rank 0 speaks for its group, and another group's commit does not change this one."""
     for each in (event("step_committed", rank=1, step=1), step(1, replica=5)):
         run = RunStatus(1)
         before = run.groups[0]
@@ -160,7 +162,7 @@ def test_group_given_up() -> None:
 
 @pytest.mark.parametrize("worker_died", [False, True])
 def test_end_of_an_agent_without_another(worker_died: bool) -> None:
-    """Nobody starts the group again: it is failed at once, and the reason stands in one line only."""
+    """If nothing restarts the group it has failed at once, and the reason is in one line only."""
     run = run_after(2, event("worker_started"), step(1))
     if worker_died:
         run.observe(event("worker_exited", signal="SIGKILL", stopped=False))
@@ -181,7 +183,7 @@ def test_end_of_an_agent_without_another(worker_died: bool) -> None:
 
 @pytest.mark.parametrize("kind", list(kinds()), ids=lambda kind: kind.__name__)
 def test_every_event_has_a_line_or_none(kind: type[Event]) -> None:
-    """A person gets one line of it at most."""
+    """Every event has at most one line."""
     run = run_after(3, step(7, 1))
     fields = {"replica": 1, "error": "E: gone", "reason": "full", "slots": [0, 2], "ranks": [1]}
     line = run.observe(
@@ -196,7 +198,7 @@ def test_every_event_has_a_line_or_none(kind: type[Event]) -> None:
     "name", ["straggler", "digest_mismatch", "gradient_excluded", "rolled_back", "waiting"]
 )
 def test_what_all_groups_see_is_told_once(name: str) -> None:
-    """Of the groups that train, the first one tells what each of them finds."""
+    """A finding that every group reports has one line, from the first training group."""
     run = run_after(3, step(7, 1), step(7, 2))
     lines = [run.observe(event(name, replica)) for replica in (1, 2)]
     assert lines[0]
@@ -249,7 +251,7 @@ def chaos(name: str, fault: str, target: Any, **fields: Any) -> Any:
     ],
 )
 def test_faults_are_told_and_remembered(told: Any, line: str, hit: list[int]) -> None:
-    """Each fault is one line, whoever writes it; the groups that it hits remember the last one and its time."""
+    """Each fault is one line, whoever writes it; its targets keep the last fault and its time."""
     run = run_after(3, event("replica_restarted", 0, attempt=5))
     assert run.observe(told) == line
     after = run.groups
@@ -261,7 +263,9 @@ def test_faults_are_told_and_remembered(told: Any, line: str, hit: list[int]) ->
 
 @pytest.mark.parametrize("fault", ["network_dead", "link_dead"])
 def test_fault_of_a_whole_group_is_told_once(fault: str) -> None:
-    """Where the agents of all ranks tell, one line is enough; of a fault of one rank, its own agent tells."""
+    """A fault of a whole group has one line although all ranks report it; a fault of one rank is
+    its own.
+    """
     run = RunStatus(3)
     whole = [
         chaos(
@@ -277,7 +281,9 @@ def test_fault_of_a_whole_group_is_told_once(fault: str) -> None:
 
 
 def test_own_part_of_a_step() -> None:
-    """A group's own seconds are those without the exchange; after its death it has none until it commits again."""
+    """A group's own seconds exclude the exchange; after a death there are none until its next
+    commit.
+    """
     run = RunStatus(1)
     assert run.groups[0].own_seconds is None
     run.observe(
@@ -308,7 +314,7 @@ def test_own_part_of_a_step() -> None:
     ],
 )
 def test_group_that_starts_shows_no_stale_numbers(begins: Any) -> None:
-    """What an attempt has made is nothing that the next one has: not its step, its losses, its time, its donor."""
+    """A new attempt shows no step, loss, time or donor of the previous attempt."""
     run = run_after(
         2, event("heal_started", donor=1, from_step=6), step(7, own_loss=2.0, compute_seconds=1.0)
     )
@@ -324,7 +330,7 @@ def test_group_that_starts_shows_no_stale_numbers(begins: Any) -> None:
 
 
 def test_step_of_a_group_that_is_back() -> None:
-    """With the state that it has fetched or loaded a group has its step again."""
+    """A fetched or loaded state gives the group its step again."""
     group = run_after(1, event("heal_finished", donor=1, step=12)).groups[0]
     assert (group.state, group.step) == ("joined", 12)
     assert run_after(1, event("checkpoint_loaded", step=40)).groups[0].step == 40
@@ -337,7 +343,9 @@ def test_worker_tells_its_host_and_attempt() -> None:
 
 
 def test_a_group_starts_with_its_first_worker() -> None:
-    """Rank 1 may be there first; rank 0, which comes while the group has joined already, is no other start."""
+    """Rank 1 may start first; a rank 0 that starts after the group has joined is no second
+    start.
+    """
     run = run_after(1, event("worker_started", rank=1, attempt=2))
     assert (run.groups[0].state, run.groups[0].attempt) == ("starting", 2)
     run.observe(event("worker_started", rank=0, attempt=2))
@@ -347,12 +355,14 @@ def test_a_group_starts_with_its_first_worker() -> None:
 
 
 def test_a_group_that_comes_when_all_is_over_has_finished() -> None:
-    """It is in no view as one that starts, or that did not leave in order."""
+    """No view shows a group that came after the end as starting, or as not having left in order."""
     assert run_after(2, event("came_too_late", 1, step=3)).groups[1].state == status.FINISHED
 
 
 def test_drained_group_has_not_died() -> None:
-    """Asked to leave, a group still commits its step; then it is drained, whatever its processes' ends are."""
+    """A group that was asked to leave still commits its step; then it is drained, however its
+    processes end.
+    """
     run = run_after(2, event("training_finished", 1, step=3), build(LaunchStopping))
     assert [group.state for group in run.groups.values()] == ["draining", "finished"]
     run.observe(step(4))
@@ -370,14 +380,18 @@ def test_drained_group_has_not_died() -> None:
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_group_whose_workers_the_agent_ends_is_stopped(asked: bool) -> None:
-    """It has not died, whether the launcher had asked it to leave or the agent was told to end."""
+    """A group that its agent ends is stopped and not dead, whether the launcher or the agent was
+    asked.
+    """
     run = run_after(2, step(4), *([build(LaunchStopping)] if asked else []))
     run.observe(event("worker_exited", signal="SIGKILL", stopped=True))
     assert (run.groups[0].state, run.groups[0].loss) == ("stopped", None)
 
 
 def test_spare_brings_a_lost_group_back() -> None:
-    """A group that gave up starts again when a spare takes over; the attempt is the spare's, one restart is counted."""
+    """A spare restarts a group that gave up; the attempt is the spare's, and one restart is
+    counted.
+    """
     run = run_after(1, event("replica_gave_up", reason="no restart left"))
     took = build(SpareTookOver, replica=0, attempt=4)
     assert run.observe(took) == "group 0: a spare takes its place (attempt 4)"
@@ -387,7 +401,9 @@ def test_spare_brings_a_lost_group_back() -> None:
 
 
 def test_plain_view_limits_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a terminal, progress is one line every few seconds, and changes are told at once."""
+    """Without a terminal, progress is one line every few seconds, and changes have their lines at
+    once.
+    """
     view = PlainView(progress_seconds=1000.0)
     run = RunStatus(2)
     view.update(run)
@@ -404,7 +420,7 @@ def test_plain_view_limits_progress_lines(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("end", ["training_finished", "drained"])
 def test_plain_view_shows_the_last_step(capsys: pytest.CaptureFixture[str], end: str) -> None:
-    """Once all groups have left, however soon after the line before it; once, and with no time to go."""
+    """After all groups have left, the last step is shown once, without a remaining time."""
     view, run = PlainView(progress_seconds=1000.0), RunStatus(2)
     run.observe(event("worker_started", config={"group_size": 2, "steps": 100}))
     for number in (1, 2, 3):
@@ -422,7 +438,9 @@ def test_plain_view_shows_the_last_step(capsys: pytest.CaptureFixture[str], end:
 
 
 def test_the_exception_is_told_once() -> None:
-    """With the first death, and where its traceback is; not for ranks that follow, nor when the group is given up."""
+    """The exception and its log are in the line of the first death only, not in later ones or in
+    the giving up.
+    """
     ends = [
         event(
             "worker_exited",
@@ -456,7 +474,7 @@ ROUNDS = {"group_size": 2, "steps": 95, "semi_sync_method": "diloco", "sync_step
 
 
 def test_rounds_are_told_with_the_steps_of_torchtitan() -> None:
-    """What groups commit is a round then; where torchtitan stands is told beside it, and the last round may be short.
+    """Rounds are shown with torchtitan's step beside them. The last round may be short.
 
     A checkpoint is named by torchtitan's step in any case.
     """
@@ -489,7 +507,9 @@ def test_rounds_are_told_with_the_steps_of_torchtitan() -> None:
 
 
 def test_progress_in_rounds() -> None:
-    """The target and the time left are of torchtitan's steps, the rate is of tokens; a step back is one of rounds."""
+    """Target and remaining time are in torchtitan's steps, the rate in tokens, a return in
+    rounds.
+    """
     run = RunStatus(2)
     run.observe(event("worker_started", time=0.0, config=ROUNDS))
     for number in (1, 2, 3):
@@ -504,7 +524,7 @@ def test_progress_in_rounds() -> None:
 
 
 def test_own_seconds_are_those_of_a_step() -> None:
-    """A group that made few steps of a round is not faster for that; one that made none has no pace."""
+    """A group that made few steps of a round is not faster; one that made none has no pace."""
     run = RunStatus(3)
     for replica, (made, seconds) in enumerate(((10, 5.0), (2, 1.0), (0, 0.0))):
         run.observe(step(4, replica, inner_step=40, inner_steps=made, compute_seconds=seconds))
@@ -513,7 +533,9 @@ def test_own_seconds_are_those_of_a_step() -> None:
 
 
 def test_files_that_are_cut_for_long_are_told() -> None:
-    """A look into the midst of a write is no full disk; one that lasts is told once, and its end."""
+    """A file read in the middle of a write is no full disk; a lasting one is reported once, and its
+    end.
+    """
     run = RunStatus(2)
     assert run.observe_cut({"a"}, 0.0) is None
     assert run.observe_cut(set(), 1.0) is None
@@ -533,7 +555,7 @@ def test_files_that_are_cut_for_long_are_told() -> None:
     "file", ["replica-1-rank-0-attempt-2-77.jsonl", "replica-1-rank-0-attempt-2-77.3.jsonl"]
 )
 def test_what_a_killed_worker_has_left_is_not_waited_for(file: str) -> None:
-    """Its file stays cut for good: the disk has room again all the same."""
+    """A killed worker's file stays cut, which does not mean that the disk is still full."""
     run, files = RunStatus(2), {file}
     run.observe_cut(files, 0.0)
     assert run.observe_cut(files, 10.0) is not None
@@ -544,7 +566,9 @@ def test_what_a_killed_worker_has_left_is_not_waited_for(file: str) -> None:
 
 
 def test_steps_that_come_late_are_no_step_back() -> None:
-    """The events of one group waited for room while those of another one were read: they count, nothing goes back."""
+    """Events that waited for disk room while other groups' events were read count, and are no
+    return.
+    """
     run = RunStatus(2)
     for number, time in ((1, 1.0), (2, 2.0), (5, 5.0)):
         assert run.observe(step(number, time=time, lineage=f"{number:012x}")) is None
@@ -556,7 +580,7 @@ def test_steps_that_come_late_are_no_step_back() -> None:
 
 
 def test_lost_events_are_a_line() -> None:
-    """On the terminal, in `top` and on the launcher's lines: who lost them, and why."""
+    """Terminal, `top` and the launcher name the process that lost events, and the reason."""
     run = RunStatus(2)
     lost = {
         "error": "No space left on device",
@@ -579,7 +603,9 @@ def test_lost_events_are_a_line() -> None:
 
 
 def test_whom_a_group_waits_for() -> None:
-    """The longest wait of its last step; of one that cannot be committed, the group that it needs."""
+    """The view shows the longest wait of a group's last step, or the group that its commit
+    needs.
+    """
 
     def waited(*told: Any) -> tuple[int, str] | None:
         wait = run_after(2, event("worker_started"), *told).groups[0].waited
@@ -616,15 +642,16 @@ def lost(time: float, slot: int = 1, seconds: float = 10.0, last_step: int | Non
     ],
 )
 def test_who_is_lost(state: GroupState, quiet: float, silent: float, expected: bool) -> None:
-    """What a survivor does not hear of is judged by what the group itself wrote last."""
+    """A survivor's report of silence is checked against the last event of the silent group."""
     group = GroupFold(1, state, last_event=100.0)
     assert (group.find_silence(lost(100.0 + quiet, seconds=silent)) is not None) == expected
 
 
 def test_check_and_top_agree_on_who_is_lost() -> None:
-    """A group that waits for a quorum is lost like one that trains, and so is one that the others ended without.
+    """A silent group is lost if it trained or waited for a quorum, and if the others ended without
+    it.
 
-    `top` and `check` had a rule each: they named different groups as lost.
+    `top` and `check` had separate rules, and named different groups as lost.
     """
     joined = [event("worker_started", 1, time=1.0), event("joined", 1, time=2.0, participants=[1])]
     run = run_after(2, *joined, lost(12.0))
@@ -638,7 +665,9 @@ def test_check_and_top_agree_on_who_is_lost() -> None:
 
 
 def test_lost_group_is_named_and_shown_until_it_is_back() -> None:
-    """Told once; the table says since when; its next events go on."""
+    """A lost group has one line, and its start in the table; after its return its events count
+    again.
+    """
     run = RunStatus(2)
     run.observe(build(WorkerStarted, time=1.0, replica=1))
     run.observe(step(1, time=2.0))
@@ -654,7 +683,9 @@ def test_lost_group_is_named_and_shown_until_it_is_back() -> None:
 
 
 def test_lost_group_whose_last_commit_is_not_written() -> None:
-    """The table says the step that the line says: the others know that it took part."""
+    """Table and line show the same step, because the other groups know of the lost group's
+    participation.
+    """
     run = RunStatus(2)
     run.observe(step(1, replica=1, time=2.0))
     assert (
@@ -664,7 +695,7 @@ def test_lost_group_whose_last_commit_is_not_written() -> None:
 
 
 def test_group_that_is_restarted_is_not_lost() -> None:
-    """Its agent's events are newer than what a survivor knows."""
+    """The agent's events are newer than the survivor's knowledge."""
     run = RunStatus(2)
     run.observe(step(1, replica=1, time=2.0))
     run.observe(
@@ -676,7 +707,7 @@ def test_group_that_is_restarted_is_not_lost() -> None:
 
 
 def test_a_run_ends_without_a_lost_group() -> None:
-    """Without a launcher it is over once the others have finished, and not before."""
+    """Without a launcher the run ends once the other groups have finished, and not before."""
     run = RunStatus(2)
     for replica in (0, 1):
         run.observe(step(1, replica=replica, time=2.0))

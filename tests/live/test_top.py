@@ -88,7 +88,7 @@ def shown(
 
 
 def test_what_a_resume_changed_is_said() -> None:
-    """Whoever looks on learns that the run goes on with another LR; a harmless change is no news."""
+    """A resume with another LR is shown; a harmless change is not."""
     run = fold(launched(2))
     assert [line.text for line in run.lines] == ["launched: 2 groups x 2 ranks"]
     start = launched(2)
@@ -147,7 +147,7 @@ def story(replicas: int = 4, steps: int = 30) -> RunStatus:
 
 
 def test_step_is_counted_once() -> None:
-    """However many groups tell of a step it is one; its exchanges are those of the group with most."""
+    """A step counts once for all groups; its exchanges are those of the group with most."""
     steps = CommittedSteps()
     told = [
         steps.observe(step(1, replica, exchanges=count)) for replica, count in enumerate((2, 1, 3))
@@ -159,7 +159,7 @@ def test_step_is_counted_once() -> None:
 
 
 def test_fault_is_counted_once() -> None:
-    """A fault that hits several groups, or that each rank tells, is one; when the plan is run again, it is another."""
+    """A fault of several groups or ranks counts once; a second run of the plan counts again."""
     told = event("fault_injected", None, None, fault="kill_groups", seed=5, shot=1)
     faults = InjectedFaults()
     for each in (
@@ -178,7 +178,7 @@ def test_fault_is_counted_once() -> None:
 
 
 def on_hosts(replicas: int, num_hosts: int) -> RunStatus:
-    """Fold a run on hosts n0, n1, ..., of which n1 has two deaths and was left, n0 has one."""
+    """Fold a run on hosts n0, n1, ...: n1 has two deaths and was left, n0 has one death."""
     starts = [
         event("worker_started", r, 0, 1.0, host=f"n{r % num_hosts}.cluster")
         for r in range(replicas)
@@ -196,7 +196,7 @@ def on_hosts(replicas: int, num_hosts: int) -> RunStatus:
 
 
 def hosts_table(lines: list[str]) -> list[list[str]]:
-    """Return the lines of the table by host, the first one and what follows it up to an empty line, as words."""
+    """Return the table by host, from its head to the next empty line, as words."""
     start = next(
         (number for number, line in enumerate(lines) if line.startswith("host ")), len(lines)
     )
@@ -205,7 +205,9 @@ def hosts_table(lines: list[str]) -> list[list[str]]:
 
 
 def test_hosts_have_a_table() -> None:
-    """Groups, starts, deaths and how often it was left; the worst first. Who was stopped because of another is none."""
+    """The table has groups, starts, deaths and departures, the worst host first. A worker that was
+    stopped is no death.
+    """
     assert hosts_table(shown(on_hosts(8, 2), 100, now=5.0)) == [
         ["host", "starts", "deaths", "left", "groups"],
         ["n1", "4", "2", "1", "1,", "3,", "5,", "7"],
@@ -214,7 +216,7 @@ def test_hosts_have_a_table() -> None:
 
 
 def test_one_host_has_a_table_once_it_has_a_death() -> None:
-    """On a laptop without failures the view is that of the groups alone."""
+    """On one host without failures only the groups are shown."""
     calm = [launched(2), *(event("worker_started", replica, host="laptop") for replica in (0, 1))]
     assert hosts_table(shown(fold(*calm), 100, now=5.0)) == []
     death = event("worker_exited", 1, 0, 2.0, signal="SIGKILL", stopped=False, host="laptop")
@@ -227,7 +229,7 @@ def test_one_host_has_a_table_once_it_has_a_death() -> None:
     ("height", "rows"), [(24, ["n1", "and"]), (60, ["n1", "n0", "n2", "and"]), (12, [])]
 )
 def test_hosts_leave_room_for_the_groups(height: int, rows: list[str]) -> None:
-    """Of many hosts those with deaths are shown, as far as there is room; the others are counted."""
+    """Of many hosts those with deaths are shown while there is room; the others are counted."""
     lines = shown(on_hosts(40, 20), 80, height, now=5.0)
     table = hosts_table(lines)
     assert [row[0] for row in table[1:]] == rows
@@ -237,7 +239,7 @@ def test_hosts_leave_room_for_the_groups(height: int, rows: list[str]) -> None:
 
 
 def test_figures_of_the_run() -> None:
-    """The head tells where the run is and what befell it."""
+    """The head shows the run's position and its failures."""
     lines = shown(story(), 100, now=36.0)
     text = " ".join(lines)
     assert lines[1] == "running for 0:36; 4 groups x 2 ranks"
@@ -260,7 +262,7 @@ def test_figures_of_the_run() -> None:
 
 
 def test_row_of_a_group() -> None:
-    """Each group tells its state, its own part of the step as a multiple of the others', its last fault, its donor."""
+    """A row shows state, own time as a multiple of the others', last fault and donor."""
     run = story(replicas=3)
     run.observe(step(31, 0, 36.0, seconds=3.25, compute_seconds=3.0))
     head, *rows = shown(run, width=160, now=41.0)[5:9]
@@ -306,7 +308,7 @@ def test_fits_any_terminal(size: tuple[int, int], replicas: int) -> None:
 
 
 def test_group_in_trouble_is_never_left_out() -> None:
-    """Where not all groups fit, those that do not train come first; the others are counted."""
+    """If not all groups fit, those that do not train come first; the others are counted."""
     lines = shown(story(replicas=40), 80, 20, now=36.0)
     rows = [line.split()[:2] for line in lines if line[:7].strip().isdigit() and "  " in line]
     assert ["1", "recovering"] in rows
@@ -330,7 +332,9 @@ def test_narrow_terminal_keeps_what_matters() -> None:
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 50)])
 def test_reason_of_a_death_is_whole(size: tuple[int, int]) -> None:
-    """Exception, rank and log are read in any terminal: a line that is too long goes on in the next one."""
+    """Exception, rank and log are readable in any terminal: a long line continues in the
+    next one.
+    """
     log = f"/scratch/{40 * 'x'}/{40 * 'y'}/logs/replica-1/attempt-0/rank-0.log"
     error = "ValueError: the batch has the wrong shape: expected (8, 2048), got (8, 2047), from the packed loader"
     run = story()
@@ -353,7 +357,9 @@ def test_reason_of_a_death_is_whole(size: tuple[int, int]) -> None:
 
 
 def test_for_whom_a_group_waits() -> None:
-    """The group that it waited for, how long and why; one whose step cannot be committed now is waiting."""
+    """A row names the group waited for, with duration and reason; a group that cannot commit now is
+    waiting.
+    """
     run = story(replicas=3, steps=5)
     run.observe(step(6, 0, 36.0, waits=[{"slot": 1, "seconds": 1.4, "why": "lost"}]))
     run.observe(
@@ -371,7 +377,9 @@ def test_for_whom_a_group_waits() -> None:
 
 
 def test_ranks_are_shown_on_demand() -> None:
-    """Step, process, memory, host and last event of each rank; of too many those that are behind or ended."""
+    """Each rank has step, process, memory, host and last event; of many, those that are behind or
+    ended.
+    """
     run = RunStatus()
     events = [launched(2)]
     events += [
@@ -416,12 +424,14 @@ def test_the_columns_are_explained_on_a_small_terminal_too() -> None:
 
 
 def test_terminal_without_unicode() -> None:
-    """Where the terminal knows ASCII only, nothing else is drawn."""
+    """On an ASCII terminal only ASCII is drawn."""
     assert "".join(shown(story(), 60, 24, ascii_only=True)).isascii()
 
 
 def test_rate_falls_when_no_step_comes() -> None:
-    """Tokens per second are those of the last steps; a run that stands still goes down, one that is over does not."""
+    """The rate is that of the last steps; it falls while a run stands still, but not after
+    its end.
+    """
     events = [launched(2), *(step(number, moment=float(number)) for number in range(1, 11))]
     run = fold(*events)
     assert run.tokens_per_second(10.5) == pytest.approx(100.0)
@@ -439,8 +449,9 @@ def test_rate_leaves_out_what_is_long_ago() -> None:
 
 
 def test_target_and_time_to_go() -> None:
-    """The last step that the config asks for stands behind the step, and the time until then at the rate of the last
-    steps; without a config, and once the run is over, neither is guessed."""
+    """The final step of the config is shown beside the step, and the remaining time at the rate of
+    the last steps; without a config, and after the end, neither is guessed.
+    """
     steps = [step(number, moment=2.0 * number) for number in range(1, 11)]
     run = fold(launched(2), event("worker_started", config={"group_size": 2, "steps": 100}), *steps)
     assert run.seconds_left(20.0) == pytest.approx(180.0)
@@ -460,8 +471,9 @@ def test_target_and_time_to_go() -> None:
 
 
 def test_a_run_in_rounds() -> None:
-    """Rounds have a figure of their own; steps are torchtitan's, also those of each group. A round may be long, and
-    two of them without an event are no sign that the run is stuck."""
+    """Rounds have their own figure; steps are torchtitan's, also those of each group. A round may
+    be long, and two of them without an event do not mean that the run is stuck.
+    """
     config = {"group_size": 2, "steps": 100, "semi_sync_method": "diloco", "sync_steps": 10}
     rounds = [step(number, moment=30.0 * number, inner_step=10 * number) for number in range(1, 4)]
     run = fold(launched(2), event("worker_started", config=config), *rounds)
@@ -475,7 +487,7 @@ def test_a_run_in_rounds() -> None:
 
 
 def test_going_back_is_announced() -> None:
-    """When all groups were lost, the checkpoint that the job goes on from is told, and which steps are made again."""
+    """After the loss of all groups the loaded checkpoint and the repeated steps are shown."""
     run = fold(
         launched(2), *(step(number, replica) for number in range(1, 9) for replica in (0, 1))
     )
@@ -498,7 +510,9 @@ def test_going_back_is_announced() -> None:
 
 
 def test_launcher_shows_what_top_shows() -> None:
-    """The launcher's table has top's figures, without what the launcher prints above it, and fits the terminal."""
+    """The launcher's table has top's figures, without the lines that the launcher prints above, and
+    fits the terminal.
+    """
     run, console = story(), Console(width=100, height=1000, file=io.StringIO(), color_system=None)
     lines = console.render_lines(frame(run, "", 36.0, Screen(100, 24), history=False), pad=False)
     text = ["".join(segment.text for segment in line).rstrip() for line in lines]
@@ -529,13 +543,15 @@ def test_run_that_is_over() -> None:
 
 
 def test_silence_is_told() -> None:
-    """A run from which nothing is heard says since when: it may hang, or its launcher may be gone."""
+    """A silent run shows since when: it may hang, or its launcher may be gone."""
     assert "no event" not in shown(story(), now=36.0)[1]
     assert shown(story(), now=95.0)[1].endswith("no event for 1:00")
 
 
 def test_run_without_a_launcher() -> None:
-    """Groups that were started one by one are found by what they write; the run is over when all of them are."""
+    """Groups that were started one by one are found by their events; the run ends when all of them
+    have.
+    """
     run = fold(event("worker_started", 2, config={"group_size": 4}), step(1, 2), step(1, 5))
     assert list(run.groups) == [0, 1, 2, 3, 5]
     run = fold(step(1, 0), step(1, 1), event("training_finished", 0, step=1))
@@ -545,7 +561,7 @@ def test_run_without_a_launcher() -> None:
 
 
 def test_second_launch_in_the_folder() -> None:
-    """A resumed run starts anew, with the loss curve of before; what was over is going on."""
+    """A resumed run starts anew with the earlier loss curve, and is running again."""
     run = story()
     run.observe(
         event(
@@ -583,7 +599,7 @@ def test_asked_to_leave() -> None:
 
 
 def test_stopped_before_it_began() -> None:
-    """The last picture of a run that was stopped says so of groups that had no time to leave: not "draining"."""
+    """The last frame of a stopped run does not show groups without time to leave as "draining"."""
     run = fold(launched(2), step(1, 0), event("launch_stopping", None, None, reason="Ctrl-C"))
     run.observe(
         event("worker_exited", 0, 0, signal="SIGKILL", reason="stopped because ...", stopped=True)
@@ -604,7 +620,9 @@ def test_stopped_before_it_began() -> None:
 
 
 def test_course_of_the_loss_over_a_long_run() -> None:
-    """However long the run, a frame costs what it does of a short one; the first and the last value are exact."""
+    """A frame of a long run costs as much as of a short one; the first and the last value are
+    exact.
+    """
     course = LossCourse()
     for number in range(10 * MAX_POINTS):
         course.add(float(number))
@@ -624,7 +642,9 @@ def write_run(folder: Path, *events: Event, name: str = "launcher-1") -> EventLo
 def test_one_snapshot_without_a_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Piped somewhere, the run is shown once, whole, without control characters, though it goes on."""
+    """In a pipe the run is shown once, completely, without control characters, although it
+    continues.
+    """
     write_run(tmp_path, launched(30), *(step(1, replica) for replica in range(30)))
     assert top(tmp_path) == 0
     printed, errors = capsys.readouterr()
@@ -634,14 +654,16 @@ def test_one_snapshot_without_a_terminal(
 
 
 def test_folder_without_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A job that was only just submitted is no mistake: one line, status 0; on a terminal it is waited for."""
+    """A job that was just submitted has one line and status 0; on a terminal the view waits
+    for it.
+    """
     assert top(tmp_path, once=True) == 0
     assert capsys.readouterr() == (f"{tmp_path}: nothing has started yet (no events/*.jsonl)\n", "")
     assert "nothing has started yet" in shown(RunStatus())
 
 
 def test_launcher_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody holds the folder's lock any more, and no event has come since: it was killed."""
+    """No process holds the folder's lock, and no event has come since: the launcher was killed."""
     write_run(tmp_path, launched(2), step(1), step(1, 1))
     (tmp_path / "config.toml").touch()
     run = FollowedRun(tmp_path).poll()
@@ -660,7 +682,7 @@ def test_launcher_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_folder_that_is_not_there(tmp_path: Path) -> None:
-    """One line names the argument, what it must be, and what it is."""
+    """One line names the argument, its rule, and its value."""
     with pytest.raises(
         ConfigError,
         match=r"^RUN_DIR must be the folder of a run, got .*/no; there is no such folder$",
@@ -711,7 +733,7 @@ class Terminal:
         os.write(self._keyboard, keys)
 
     def read_until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
-        """Read what is drawn until the condition holds, or fail."""
+        """Read the output until the condition holds, or fail."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, self.output.decode(errors="replace")
@@ -750,7 +772,7 @@ def assert_as_before(terminal: Terminal) -> None:
 
 @pytest.mark.parametrize(("key", "status"), [(b"q", 0), (b"\x03", 130)], ids=["q", "Ctrl-C"])
 def test_leaving(terminal: Terminal, key: bytes, status: int) -> None:
-    """At q or Ctrl-C it leaves the terminal as it was, without a traceback."""
+    """q and Ctrl-C leave the terminal as it was, without a traceback."""
     terminal.read_until(lambda: b"q leaves" in terminal.output)
     terminal.press(key)
     assert terminal.wait() == status
@@ -779,7 +801,7 @@ def test_ended_from_outside(terminal: Terminal) -> None:
 
 
 def test_followed_to_its_end(terminal: Terminal, tmp_path: Path) -> None:
-    """Files that are made later are followed too; the last frame stays on the ordinary screen, with status 0."""
+    """Later files are followed too; the last frame stays on the ordinary screen, with status 0."""
     terminal.read_until(lambda: b"q leaves" in terminal.output)
     write_run(tmp_path / "run", step(7, loss=1.25), name="replica-0")
     terminal.read_until(lambda: b"1.25000" in terminal.output)
@@ -804,7 +826,7 @@ def test_watched_folder_vanishes(terminal: Terminal, tmp_path: Path) -> None:
 
 
 def test_finished_run_is_shown_once(tmp_path: Path) -> None:
-    """A run that is over needs no screen of its own: one frame, status 0."""
+    """A finished run has one frame on the ordinary screen, and status 0."""
     ended = event(
         "launch_finished", None, None, code=130, reason="stopped by Ctrl-C", signal="SIGINT"
     )

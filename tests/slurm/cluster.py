@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A real Slurm on loopback: munge, slurmctld and several slurmd, started and ended by the tests.
 
-As root, without systemd, in a plain container. All of it is in one folder, with ports and sockets of its own, so that a
-Slurm of the host's is left alone.
+It runs as root in a plain container, without systemd. All its files are in one folder, with ports
+and sockets of its own, so that the host's Slurm is left alone.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def _free_ports(number: int) -> list[int]:
 
 
 class Cluster:
-    """The cluster; `close` ends every process of it.
+    """The cluster. `close` ends all its processes.
 
     Args:
-        folder: for all of its files; its path must be short, for it holds sockets.
-        nodes, cpus: how many of them, and of CPUs each claims to have.
+        folder: for all its files; its path must be short, because it contains sockets.
+        nodes, cpus: number of nodes, and of the CPUs that each claims.
     """
 
     def __init__(self, folder: Path, nodes: int = 4, cpus: int = 2) -> None:
@@ -105,7 +105,7 @@ class Cluster:
         folder.chmod(0o755)
 
     def start(self) -> None:
-        """Start all of it, and wait until the nodes are there."""
+        """Start the cluster, and wait until its nodes are up."""
         key, munge = self.folder / "munge.key", self.folder / "munge.socket"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
@@ -124,7 +124,9 @@ class Cluster:
         self._start("slurmd", "-D", "-N", name, key=name)
 
     def lose_node(self, name: str) -> None:
-        """Kill the slurmd of a node and all that runs on it, and tell the controller, as a power cut would in time."""
+        """Kill a node's slurmd and processes, and tell the controller, which a power cut would show
+        it later.
+        """
         slurmd = self._processes.pop(name)
         pids = [*self.pids_on(name), slurmd.pid]
         for pid in pids:
@@ -134,7 +136,9 @@ class Cluster:
         self.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=drill")
 
     def pids_on(self, name: str) -> list[int]:
-        """Return the processes of jobs on a node; the steps' daemons come first, so that none tells of an end."""
+        """List the job processes on a node; the steps' daemons come first, so that none reports an
+        end.
+        """
         mark = f"SLURMD_NODENAME={name}".encode()
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
@@ -153,7 +157,7 @@ class Cluster:
         return [*daemons, *found]
 
     def run(self, *command: str, **more: Any) -> str:
-        """Run one of Slurm's commands; returns what it prints."""
+        """Run a command of Slurm; return its output."""
         done = subprocess.run(
             command, env=self.env, capture_output=True, text=True, timeout=60, check=False, **more
         )
@@ -188,7 +192,7 @@ class Cluster:
         return value
 
     def close(self) -> None:
-        """End all processes: the daemons, which would start others, then those of jobs."""
+        """End all processes: first the daemons, which would start others, then those of jobs."""
         for process in reversed(self._processes.values()):
             process.kill()
             process.wait()

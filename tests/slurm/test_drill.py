@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What happens on a real Slurm: a run that titan-ft slurm submit has submitted loses no step and no batch."""
+"""A drill on a real Slurm: a run of titan-ft slurm submit loses no step and no batch."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Drill:
         return next(job for job in self.cluster.jobs() if job.items() >= element.items())
 
     def lighthouses(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the jobs of the lighthouse that serves the run, and of its standby, once both run."""
+        """Return the jobs of the serving lighthouse and of its standby, once both run."""
 
         def both() -> list[dict[str, str]]:
             mine = ("titan_ft-lighthouse", "RUNNING")
@@ -130,7 +130,7 @@ class Drill:
             ) from None
 
     def wait_for_all(self, what: str) -> None:
-        """Wait for a step of all groups that is later than the last one there is now."""
+        """Wait for a step of all groups that is later than the current one."""
         last = max((event.step for event in self.of(ev.StepCommitted)), default=0)
         everybody = list(range(GROUPS))
         self.wait_until(
@@ -174,7 +174,9 @@ exec sleep 600
 
 
 def test_a_group_that_lost_an_agent_is_requeued(folder: Path) -> None:
-    """The agents of its other hosts wait for one in its place, which nobody starts: Slurm ends them."""
+    """The agents on the group's other hosts wait for a replacement that nothing starts, so Slurm
+    ends them.
+    """
     cluster = Cluster(folder, nodes=2)
     try:
         cluster.start()
@@ -198,7 +200,9 @@ def test_a_group_that_lost_an_agent_is_requeued(folder: Path) -> None:
 
 
 def test_drill(drill: Drill) -> None:
-    """Kill, requeue, a node lost, the lighthouse's node lost, a bad host, the time limit: nothing is lost."""
+    """A kill, a requeue, a lost node, a lost lighthouse node, a bad host and the time limit lose
+    nothing.
+    """
     cluster = drill.cluster
 
     def is_back(replica: int, attempt: int) -> bool:

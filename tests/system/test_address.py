@@ -56,7 +56,7 @@ def test_the_source_is_the_interface_that_leads_there(url: str, host: str) -> No
     [("::", True), ("[::]", True), ("0.0.0.0", True), ("0::0", True), ("::1", False)],
 )
 def test_all_addresses_are_written_in_several_ways(host: str, unspecified: bool) -> None:
-    """For each spelling, an address for other hosts must be found."""
+    """Each spelling of "all addresses" needs an address for other hosts."""
     assert is_unspecified(host) == unspecified
 
 
@@ -72,7 +72,9 @@ def test_a_host_without_ipv6_listens_all_the_same(
 
 @pytest.fixture
 def host() -> Iterator[Callable[..., str]]:
-    """Provide a network namespace: `host(*commands)` sets it up and returns the address found there."""
+    """Provide a network namespace: `host(*commands)` sets it up and returns the address found
+    there.
+    """
     name = f"titan-ft-{uuid.uuid4().hex[:8]}"
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -135,5 +137,7 @@ V4_ROUTE, V6_ROUTE = "route add default via 192.0.2.1", "-6 route add default vi
 def test_what_others_reach_is_announced(
     host: Callable[..., str], bind: str, commands: tuple[str, ...], found: str
 ) -> None:
-    """It is the address of the interface that leads out, IPv6 if there is no other, loopback as the last resort."""
+    """The announced address is that of the interface that leads out; IPv6 if there is no IPv4;
+    loopback at last.
+    """
     assert host(bind, *commands) == found

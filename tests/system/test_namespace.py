@@ -43,7 +43,7 @@ def in_child(call: Callable[[], None], user: int) -> None:
 
 
 def open_to_all(folder: Path) -> None:
-    """Let another user write a folder of pytest, which only this user may enter otherwise."""
+    """Let another user write in a pytest folder, which only this user may enter."""
     folder.chmod(0o777)
     for above in folder.parents[:3]:
         above.chmod(above.stat().st_mode | 0o011)
@@ -83,7 +83,9 @@ def test_a_thread_has_a_loopback_of_its_own(user: int, tmp_path: Path) -> None:
 
 
 def test_the_rights_last_through_an_exec(tmp_path: Path) -> None:
-    """A lighthouse replaces its process now and then. Linux allows 32 user namespaces inside one another."""
+    """A lighthouse sometimes replaces its process, and Linux allows only 32 nested user
+    namespaces.
+    """
     user = os.getuid() or 12345  # root needs no user namespace
     open_to_all(tmp_path)
     refused, status = tmp_path / "refused", tmp_path / "status"
@@ -113,7 +115,7 @@ def test_a_refusal_is_said_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_system_that_ends_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A seccomp profile may end the child that tries. That counts as a refusal."""
+    """A seccomp profile may kill the child that tries. That counts as a refusal."""
 
     def end(name: str, *arguments: object) -> None:
         os.kill(os.getpid(), signal.SIGSYS)

@@ -19,7 +19,7 @@ from titan_ft.system.process import Process, shut_listener
 def test_processes_are_recognized() -> None:
     """This process lives.
 
-    Another start time under its pid is another process. Other hosts are unknown.
+    Another start time of its pid is another process. Processes of other hosts are unknown.
     """
     this = Process.parse(str(Process.this()))
     assert this == Process.this()

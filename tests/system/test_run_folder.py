@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_of_ones_own_is_taken(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Nothing is printed, not even for a folder that does not exist yet."""
+    """Nothing is printed for an own folder, nor for a folder that does not exist yet."""
     (folder / "config.toml").touch()
     check_run_folder(folder)
     check_run_folder(folder / "none")
@@ -41,7 +41,7 @@ def test_a_folder_of_ones_own_is_taken(folder: Path, capfd: pytest.CaptureFixtur
 @as_root
 @pytest.mark.parametrize("planted", ["", "file", "checkpoint", "link"])
 def test_a_folder_of_another_user_is_refused(folder: Path, planted: str) -> None:
-    """So is a folder in which another user has made a file, a checkpoint or a link."""
+    """So is a folder in which another user made a file, a checkpoint or a link."""
     target = folder / "config.toml" if planted else folder
     if planted == "file":
         target.touch()
@@ -59,7 +59,7 @@ def test_a_folder_of_another_user_is_refused(folder: Path, planted: str) -> None
 
 @as_root
 def test_a_link_of_another_user_is_refused(folder: Path) -> None:
-    """Its owner can point it elsewhere at any moment."""
+    """The link's owner can point it elsewhere at any moment."""
     link = folder.parent / "link"
     link.symlink_to(folder)
     check_run_folder(link)
@@ -72,7 +72,9 @@ def test_a_link_of_another_user_is_refused(folder: Path) -> None:
 def test_a_folder_above_that_everybody_may_write_is_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], mode: int, num_lines: int
 ) -> None:
-    """Every user may rename the run's folder there, and make another one of its name."""
+    """In a world-writable parent every user may rename the run's folder and make another one of its
+    name.
+    """
     above = tmp_path / "above"
     folder = above / "runs" / "1"
     folder.mkdir(parents=True)
@@ -101,7 +103,7 @@ def test_a_folder_that_everybody_may_write_is_refused(
 def test_a_folder_that_the_group_may_write_is_one_line(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """That is common with the umask 002."""
+    """A group-writable folder is common with the umask 002."""
     folder.chmod(0o775)
     check_run_folder(folder)
     assert capfd.readouterr().err.count(f"the group may write {folder}") == 1
@@ -126,7 +128,7 @@ def test_a_file_server_that_maps_this_user_is_no_stranger(
 def test_a_folder_of_another_user_that_cannot_be_probed_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its entries may be open to all although the folder itself is not."""
+    """The folder's entries may be open to all although the folder itself is not."""
 
     def refuse(**_: object) -> None:
         raise PermissionError(13, "Permission denied")
@@ -146,7 +148,7 @@ def victim(tmp_path: Path) -> Path:
 
 
 def test_events_are_not_written_through_a_link(folder: Path, victim: Path) -> None:
-    """Nor is any other file that this opener opens."""
+    """No file that this opener opens is reached through a link."""
     (folder / "events.jsonl").symlink_to(victim)
     appender = FileAppender(folder / "events.jsonl")
     appender.append(b"{}\n")

@@ -32,7 +32,7 @@ def test_a_sealed_text_comes_back() -> None:
     ],
 )
 def test_a_text_without_its_seal_is_refused(token: str, key: str, sealed: str) -> None:
-    """The error says what all groups must have in common."""
+    """The error names what all groups must have in common."""
     with pytest.raises(UnsealedError, match="TITAN_FT_TOKEN"):
         remove_seal(token, key, sealed)
 
@@ -43,7 +43,9 @@ def test_purpose_and_text_do_not_run_into_each_other() -> None:
 
 
 def test_one_kind_of_message_is_not_taken_for_another() -> None:
-    """A stranger may have a process authenticate what he likes, in a field of one protocol, and show it in another."""
+    """A stranger may get chosen text authenticated in one protocol; that must not be valid in
+    another protocol.
+    """
     key = TOKEN.encode()
     said = [(), (b"a",), (b"a", b""), (b"", b"a"), (b"a1:b",), (b"a", b"b"), (b"1:a",), (b"ab",)]
     found = {authenticate(key, purpose, *parts) for purpose in ("seal", "agents") for parts in said}

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which tokens and which token files keep other users and other hosts out."""
+"""Tokens and token files that keep other users and other hosts out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONG = "0123456789abcdef"
 
 @pytest.mark.parametrize("token", ["", "x", "hunter2", LONG[:-1]])
 def test_a_token_that_anybody_finds_is_refused_off_loopback(token: str) -> None:
-    """With an empty token everybody computes the proofs. A short token is found offline."""
+    """With an empty token everybody can compute the proofs. A short token can be found offline."""
     with pytest.raises(
         ConfigError, match=rf"TITAN_FT_TOKEN must be set .* at least {MIN_BYTES} bytes, got"
     ) as caught:
@@ -71,7 +71,7 @@ def test_a_file_that_others_can_read_or_change_is_refused(tmp_path: Path, mode: 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
-    """Its owner can read and change it, whatever the mode is."""
+    """The file's owner can read and change it, whatever its mode is."""
     file = tmp_path / "token"
     file.write_text(LONG)
     file.chmod(0o400)
@@ -100,7 +100,9 @@ def test_a_file_server_that_maps_this_user_is_no_stranger(
 def test_a_file_of_root_may_be_read_by_the_group(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Kubernetes provides a Secret in this way to a pod of another user, which is alone in that group."""
+    """Kubernetes provides a Secret in this way to a pod of another user, which is alone in that
+    group.
+    """
     found = os.stat_result((0o100440, 0, 0, 1, 0, 1000, 0, 0, 0, 0))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     check_private(tmp_path, found, "TITAN_FT_TOKEN_FILE")

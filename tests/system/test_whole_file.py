@@ -13,7 +13,7 @@ from titan_ft.system.whole_file import write_whole
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    """Nothing else is left in its folder."""
+    """Nothing else is left in the file's folder."""
     for content in (b"first", b"second"):
         write_whole(tmp_path / "page.html", content)
         assert (tmp_path / "page.html").read_bytes() == content
@@ -21,7 +21,9 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_a_planted_link_gives_no_file_of_its_users_away(tmp_path: Path) -> None:
-    """Another user guesses the name of the part, and links it to a file of ours; nor does the link stay."""
+    """A link of another user with the name of the temporary file is not followed, and does not
+    stay.
+    """
     victim, page = tmp_path / ".bashrc", tmp_path / "page.html"
     victim.write_text("mine")
     (tmp_path / f".page.html-{os.getpid()}").symlink_to(victim)
