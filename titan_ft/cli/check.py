@@ -46,7 +46,9 @@ def run(command: Check, worker_args: Sequence[str]) -> int:
 
 
 def _reread(record: RunRecord, run_dir: Path) -> Reread:
-    """Read the data of a run again. Data or a config that cannot be read any more make it unknown."""
+    """Read the data of a run again. Data or a config that can no longer be read make the result
+    unknown.
+    """
     # Only here: reading data loads torch and torchtitan, which takes seconds.
     from titan_ft.training.checkpoint.reread import reread
 

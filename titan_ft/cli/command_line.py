@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read the command line of `titan-ft` into one of the classes in `options`, and describe its commands."""
+"""Read the command line of `titan-ft` into one of the classes in `options`, and describe its
+commands.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ PARSER = (tyro.conf.FlagCreatePairsOff,)
 
 
 def parse(argv: Sequence[str]) -> Any:
-    """Return what is asked for, an object of one of the classes in `options`.
+    """Return the requested command, an object of one of the classes in `options`.
 
     Raises:
         ConfigError: the arguments are wrong.
@@ -57,7 +59,7 @@ class Option:
     """One argument of a command.
 
     Attributes:
-        name: "--run-dir", or "RUN_DIR" for an argument that is given by its place.
+        name: "--run-dir", or "RUN_DIR" for a positional argument.
         aliases: other names of the same option.
         takes_value: False for a flag.
     """
@@ -89,7 +91,8 @@ def example_of(command: type) -> str:
 
 
 def _check_aliases(options: Sequence[Option], args: Sequence[str]) -> None:
-    """Refuse an option that is given under two names with different values: tyro would take the last one silently.
+    """Refuse an option that is given under two names with different values; tyro would silently
+    take the last.
 
     Raises:
         ConfigError: there is such an option.
@@ -131,7 +134,7 @@ def _split_name(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def is_command_group(words: Sequence[str]) -> bool:
-    """True if words are what several commands begin with, such as "slurm"."""
+    """True if several commands begin with these words, such as "slurm"."""
     return bool(words) and bool(_names(" ".join(words)))
 
 
@@ -140,7 +143,7 @@ def _names(group: str) -> list[str]:
 
 
 def _place_config(places: Sequence[str], args: list[str]) -> list[str]:
-    """Put the value of --config in its place, for scripts that give CONFIG as an option."""
+    """Move the value of --config to its position, for scripts that give CONFIG as an option."""
     if "CONFIG" not in places:
         return args
     for position, word in enumerate(args):
@@ -187,15 +190,15 @@ def describe_commands(group: str = "") -> str:
 
 
 def describe_command(command: type) -> str:
-    """Return what a command does, in lines that no terminal breaks inside a word.
+    """Describe a command in lines that no terminal breaks inside a word.
 
-    tyro joins lines that begin with a letter; the indent keeps them apart.
+    tyro joins lines that begin with a letter, so the lines are indented.
     """
     return "\n\n".join(_wrap(paragraph, "  ") for paragraph in _paragraphs(command))
 
 
 def describe_version() -> str:
-    """Return the versions of titan-ft and of what it builds on."""
+    """Return the versions of titan-ft and of its dependencies."""
     own, *others = (f"{name} {version}" for name, version in versions().items())
     return f"{own.replace('_', '-')} ({', '.join(others)})"
 

@@ -31,7 +31,9 @@ def run(command: Completion, worker_args: Sequence[str]) -> int:
 
 
 def _union(group: str, names: Sequence[str]) -> Any:
-    """Return the commands as tyro knows subcommands: a union of types, in which a group is a union again."""
+    """Return the commands as tyro's subcommands: a union of types, in which a group is a union
+    again.
+    """
     # tyro makes no subcommand of a single type; and a group has a help, too.
     parts: dict[str, Any] = {"help": Annotated[None, tyro.conf.subcommand("help")]} if group else {}
     for name in names:

@@ -49,7 +49,7 @@ _SHOWN = {
 
 
 def run(command: ShowConfig, worker_args: Sequence[str]) -> int:
-    """Print the resolved config as TOML, where each field that is not its default says what that is; or as JSON.
+    """Print the resolved config as TOML, with the default beside each changed field, or as JSON.
 
     Raises:
         ConfigError: the first mistake in it.
@@ -93,5 +93,5 @@ def _line(name: str, value: Any, default: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as TOML has it: for what configs hold that is what JSON has."""
+    """Return a value as TOML, which equals JSON for the types in configs."""
     return json.dumps(value, ensure_ascii=False, default=str)

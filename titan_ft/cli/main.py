@@ -19,7 +19,9 @@ from titan_ft.system.ownership import write_for_owner_only
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 success, 1 failure, 2 bad usage or config, 130 Ctrl-C."""
+    """Run one command and return its exit status: 0 success, 1 failure, 2 bad usage or config, 130
+    Ctrl-C.
+    """
     argv = sys.argv[1:] if argv is None else argv
     replace_unprintable()
     write_for_owner_only()
@@ -49,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _print_no_more() -> None:
-    """Let the interpreter, which flushes again at its end, write what is left nowhere."""
+    """Discard further output: the interpreter flushes stdout again at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Commands for a job that is given as on torchtitan 0.3: `--module M --config F` in place of CONFIG."""
+"""Commands for a job that is given as in torchtitan 0.3: `--module M --config F` instead of
+CONFIG.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ _READER = "titan_ft.training.module_config"
 
 
 def place_toml(own: Sequence[str]) -> list[str]:
-    """Return a command line in which the TOML of a job stands for `--module M --config F`.
+    """Replace `--module M --config F` in a command line by a TOML of the job.
 
-    The TOML is a file of this process's, and is removed at its end. `launch` copies it into the run's
-    folder, as it copies every CONFIG. A child makes the TOML, because this process must not load torch.
+    The TOML is a temporary file of this process. `launch` copies it into the run's folder, as it
+    copies every CONFIG. A child process makes the TOML, because this process must not load torch.
 
     Raises:
         ConfigError: the job cannot be described in a TOML, or the command reads its CONFIG later.
@@ -60,7 +62,9 @@ def place_toml(own: Sequence[str]) -> list[str]:
 
 
 def _take(words: list[str], option: str) -> str | None:
-    """Take an option and its value out of a command line; returns the value, or None without the option."""
+    """Remove an option and its value from a command line; return the value, or None without the
+    option.
+    """
     found = next(find_values(words, [option]), None)
     if found is None:
         return None

@@ -36,7 +36,7 @@ with all."""
 
 
 def run(command: Planning, worker_args: Sequence[str]) -> int:
-    """Do what the options ask for: a scenario, a run, a campaign, or the validation set."""
+    """Carry out the requested forecast: a scenario, a run, a campaign, or the validation set."""
     _check(command)
     if command.validate:
         return _validate(command)
@@ -70,7 +70,7 @@ def run(command: Planning, worker_args: Sequence[str]) -> int:
 
 
 def _check(command: Planning) -> None:
-    """Check that one thing was asked for, with options that go with it.
+    """Check that exactly one subject is given, with options that fit it.
 
     Raises:
         ConfigError: otherwise.

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read the events of a run for a command, and say in one line why that is not possible."""
+"""Read the events of a run for a command, or report in one line why that is impossible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_record(run_dir: Path, *, whole: bool = False) -> RunRecord:
 
     Raises:
         ConfigError: there are none.
-        ValueError: one of the files is damaged; says which line, and what to do.
+        ValueError: a file is damaged; the error names the line and the remedy.
     """
     try:
         with _without_collector():
@@ -43,7 +43,9 @@ def read_record(run_dir: Path, *, whole: bool = False) -> RunRecord:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Keep the collector from walking millions of events again and again while they are read: none of them goes."""
+    """Disable the garbage collector, which would walk millions of live events repeatedly during the
+    reading.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run one replica group: decide the command and the environment of its agent, then become that agent."""
+"""Run one replica group: determine the command and the environment of its agent, then become that
+agent.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,10 @@ _OWN_FLAGS = {
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """What runs a group on this node.
+    """The agent of a group on this node.
 
     Attributes:
-        environment: variables of the agent and its workers, beside those of this process.
+        environment: variables of the agent and its workers, in addition to this process's.
         command: the agent's command line.
     """
 
@@ -65,11 +67,11 @@ class GroupPlan:
 
 
 def plan_group(options: Group, flags: Sequence[str], environ: Mapping[str, str]) -> GroupPlan:
-    """Decide how a group is run on this node.
+    """Plan the agent of a group on this node.
 
     Args:
-        flags: torchtitan's, for the workers.
-        environ: of this process; Slurm's variables stand for options that are left out.
+        flags: torchtitan's flags for the workers.
+        environ: environment of this process; Slurm's variables replace missing options.
 
     Raises:
         ConfigError: an option is missing or wrong.
@@ -161,7 +163,9 @@ def check_restarts(max_restarts: int, host_deaths: int, host_window: int) -> Non
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Raise ConfigError for torchtitan's flags that do not begin with --, or that contradict an option."""
+    """Raise ConfigError for torchtitan's flags that do not begin with --, or that contradict an
+    option.
+    """
     if flags and not flags[0].startswith("-"):
         raise ConfigError(
             f"torchtitan's flags must begin with --, got {flags[0]!r}; for example --training.steps=60"
@@ -197,7 +201,9 @@ def _check_not_in_use(run_dir: Path) -> None:
 
 
 def _find_number(options: Group, environ: Mapping[str, str]) -> tuple[int, int | None]:
-    """Return the number of this group, and of how many; None leaves that to the config."""
+    """Return the number of this group, and the number of groups; None leaves the latter to the
+    config.
+    """
     replica = options.replica
     if replica is None:
         replica = slurm_env.find_number(environ, "SLURM_ARRAY_TASK_ID")
@@ -260,10 +266,11 @@ def _find_shape(options: Group, environ: Mapping[str, str]) -> tuple[int, int]:
 def find_ranks_per_node(
     ranks_per_node: int | None, ranks_per_replica: int | None, nodes: int
 ) -> int | None:
-    """Return the processes on each node by either of two options; None if neither is given.
+    """Return the processes on each node from either of two options; None if neither is given.
 
     Raises:
-        ConfigError: one is too small, or both are given and differ, or a group's processes cannot be shared out.
+        ConfigError: one is too small, both are given and differ, or the ranks do not divide among
+            the nodes.
     """
     if ranks_per_node is not None:
         check_at_least("--ranks-per-node", ranks_per_node, 1)
@@ -305,9 +312,9 @@ def _find_rendezvous(options: Group, environ: Mapping[str, str], nodes: int) -> 
 
 
 def find_drain_seconds(table: Mapping[str, Any]) -> float:
-    """Return how long the workers may take to leave, by the [fault_tolerance] table.
+    """Return the drain timeout of the workers from the [fault_tolerance] table.
 
-    A value that is no number is left to the workers, who refuse it.
+    A value that is no number is left to the workers, which refuse it.
     """
     seconds = table.get("drain_timeout_seconds", FaultTolerance.drain_timeout_seconds)
     if not isinstance(seconds, int | float) or not math.isfinite(seconds) or seconds < 0:

@@ -87,7 +87,7 @@ def render(options: Kubernetes, flags: Sequence[str]) -> str:
 
 
 def _group_command(options: Kubernetes, ranks_per_node: int, flags: Sequence[str]) -> list[str]:
-    """Return the command of a group's pods, in which Kubernetes puts the group's number for $(GROUP)."""
+    """Return the command of a group's pods; Kubernetes replaces $(GROUP) by the group's number."""
     name = options.name
     _, port = split_bind(Lighthouse.bind)
     command = [
@@ -96,7 +96,8 @@ def _group_command(options: Kubernetes, ranks_per_node: int, flags: Sequence[str
         *("--replica", "$(GROUP)", "--replicas", str(options.replicas)),
         *("--lighthouse", f"http://{name}-lighthouse:{port}"),
         *("--ranks-per-node", str(ranks_per_node), "--nodes", str(options.nodes)),
-        # Where a JobSet puts the first pod of a child Job: JOBSET-REPLICATEDJOB-JOB-POD.SUBDOMAIN, the JobSet's name.
+        # Where a JobSet puts the first pod of a child Job: JOBSET-REPLICATEDJOB-JOB-POD.SUBDOMAIN,
+        # the JobSet's name.
         *("--rendezvous", f"{name}-groups-$(GROUP)-0.{name}:{RENDEZVOUS_PORT}"),
         *("--metrics-port", f"[::]:{METRICS_PORT}"),
     ]

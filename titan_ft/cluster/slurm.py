@@ -34,7 +34,9 @@ from titan_ft.system.token import check_token, read_token_file
 from titan_ft.system.whole_file import write_whole
 
 BATCH = Path(__file__).parent / "batch"
-"""Folder of the batch scripts. Jobs read it when they start, so that it must be on storage that all nodes share."""
+"""Folder of the batch scripts. Jobs read it when they start, so that it must be on storage that all
+nodes share.
+"""
 
 _FORGOTTEN = "Invalid job id"
 """What squeue says of a job that is over for some minutes."""
@@ -42,11 +44,11 @@ _FORGOTTEN = "Invalid job id"
 
 @dataclass(frozen=True)
 class Submission:
-    """What is given to sbatch.
+    """Arguments of sbatch.
 
     Attributes:
-        lighthouse: arguments of the lighthouse's job, and of that of its standby.
-        groups: arguments of the groups' array, without what it waits for.
+        lighthouse: arguments of the lighthouse's job, and of its standby's.
+        groups: arguments of the groups' array, without its dependency.
     """
 
     lighthouse: list[str]
@@ -58,10 +60,10 @@ class Submission:
 
 
 def plan_submission(options: SlurmSubmit, flags: Sequence[str]) -> Submission:
-    """Decide what is submitted.
+    """Plan the submission.
 
     Args:
-        flags: torchtitan's, for the workers.
+        flags: torchtitan's flags for the workers.
 
     Raises:
         ConfigError: an option is wrong.
@@ -103,7 +105,7 @@ def plan_submission(options: SlurmSubmit, flags: Sequence[str]) -> Submission:
 
 
 def submit(options: SlurmSubmit, flags: Sequence[str]) -> int:
-    """Submit a run, as a whole or not at all; returns 0 if that worked, else 1.
+    """Submit a run, as a whole or not at all; return 0 on success, else 1.
 
     Raises:
         ConfigError: an option is wrong, or there is no Slurm.
@@ -142,10 +144,11 @@ def submit(options: SlurmSubmit, flags: Sequence[str]) -> int:
 
 
 def _check_not_in_use(root: Path) -> None:
-    """Refuse the folder of a run that goes on: its lighthouse and groups would be taken for those of this one.
+    """Refuse the folder of a running run, whose lighthouse and groups would be taken for this
+    one's.
 
     Raises:
-        ConfigError: a launch, or a job of an earlier submission, is going on there.
+        ConfigError: a launch, or a job of an earlier submission, is running there.
     """
     given = f"--run-dir must not be in use by another job, got {root}, where"
     remedy = "or give another folder"
@@ -162,10 +165,10 @@ def _check_not_in_use(root: Path) -> None:
 
 
 def _is_going_on(job: str) -> bool:
-    """True if Slurm knows a job, or an element of an array, that is not over.
+    """True if Slurm knows a job, or an element of an array, that has not ended.
 
     Raises:
-        ConfigError: Slurm gives no answer. A run that goes on would lose its token and its files.
+        ConfigError: Slurm gives no answer. A running run would lose its token and its files.
     """
     try:
         listed = subprocess.run(
@@ -183,7 +186,7 @@ def _is_going_on(job: str) -> bool:
 
 
 def _sbatch(arguments: Sequence[str]) -> str | None:
-    """Submit one job; returns its id, or None after sbatch has said on stderr what is wrong."""
+    """Submit one job; return its id, or None after sbatch has printed its error."""
     done = subprocess.run(
         ["sbatch", "--parsable", *arguments], stdout=subprocess.PIPE, text=True, check=False
     )
@@ -198,7 +201,8 @@ def _cancel(jobs: Sequence[str]) -> None:
 
 
 def _prepare(root: Path, token_file: Path | None) -> None:
-    """Make the run's folder with its token; what an earlier submission says there of its jobs and its end goes.
+    """Make the run's folder with its token, and remove an earlier submission's records of its jobs
+    and its end.
 
     Raises:
         ConfigError: the token cannot be read, or others can read it.
@@ -218,10 +222,11 @@ def _prepare(root: Path, token_file: Path | None) -> None:
 
 
 def _place_token(own: Path, given: Path | None) -> None:
-    """Put the run's token into its folder: a copy of the file given, or a new one.
+    """Put the run's token into its folder: a copy of the given file, or a new token.
 
-    A new one at each submission. With the former one, whoever recorded the names of that submission
-    on the wire could play them back: an older group with another config would end the groups of this one.
+    Each submission draws a new one. With the former token, names of the earlier submission that
+    were recorded from the network could be replayed: an older group with another config would end
+    the groups of this one.
     """
     token = secrets.token_hex(32)
     if given is not None:
@@ -240,7 +245,7 @@ def _write_private(file: Path, text: str) -> None:
 
 
 def _jobs(root: Path) -> Path:
-    """Return the file with the ids of the run's jobs: that of the groups' array, then those of the lighthouses."""
+    """Return the file with the ids of the run's jobs: the groups' array, then the lighthouses."""
     return root / "slurm" / "jobs"
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read what Slurm says of a job in its environment."""
+"""Read Slurm's description of a job from its environment."""
 
 from __future__ import annotations
 

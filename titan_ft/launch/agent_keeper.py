@@ -108,7 +108,9 @@ class AgentKeeper:
         self._announce = announce
         self._clock = clock
         self._planned_attempt = paths.next_attempt(slot)
-        """The latest attempt that the keeper gave a number, also if its agent could not be started."""
+        """The latest attempt that the keeper gave a number, also if its agent could not be
+        started.
+        """
         self._restart_time: float | None = None
         """When to start the next agent, by the keeper's clock; None outside the pause before it."""
         self._restart_reason = ""
@@ -143,7 +145,7 @@ class AgentKeeper:
 
     @property
     def _latest_attempt(self) -> int:
-        """The latest attempt that has a number: the keeper's, or one of the agent."""
+        """Number of the group's latest attempt, planned by the keeper or started by the agent."""
         return max(self._planned_attempt, self._group.attempt)
 
     def _workers(self) -> list[WorkerStarted]:
@@ -184,7 +186,7 @@ class AgentKeeper:
         self._announce_give_up(LOST, reason, error="")
 
     def report_death(self) -> None:
-        """Announce the death of an agent that nobody restarts, because the run is being stopped."""
+        """Announce the death of an agent that is not replaced, because the run is being stopped."""
         code = self.child.code
         if code is not None and is_death(code):
             self.report_end()
@@ -341,7 +343,7 @@ class AgentKeeper:
 
 
 def is_death(code: int) -> bool:
-    """Return whether an agent died unexpectedly: its group neither finished nor was given up.
+    """True if an agent died unexpectedly: its group neither finished nor was given up.
 
     Any other exit status is the agent's own decision, and the agent wrote an event before.
     """
@@ -349,12 +351,14 @@ def is_death(code: int) -> bool:
 
 
 def _is_alive(worker: WorkerStarted) -> bool:
-    """Return whether a worker runs. A younger process with its pid is another process and must not be killed."""
+    """True if a worker runs. A younger process with its pid is another process and must not be
+    killed.
+    """
     return is_running_worker(worker.pid, since=worker.mono)
 
 
 def _kill(worker: WorkerStarted) -> None:
-    """Kill a worker and all processes that it started: they are its process group."""
+    """Kill a worker and its process group, which has all processes that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker.pid, signal.SIGKILL)
 

@@ -1,8 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Say what a launch would start, what it needs and moves, and start nothing: `titan-ft launch --dry-run`.
+"""Describe the processes, memory and traffic of a launch without starting it: `titan-ft launch
+--dry-run`.
 
-The sizes are measured on the model itself, built without memory: that takes the imports of a worker.
+The sizes are measured on the model itself, built without memory. That takes the imports of a
+worker.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ TOKENIZER = "--model.hf_assets_path"
 
 
 def describe(plan: LaunchPlan) -> str:
-    """Return what the plan would start, as text: what the run is, what it needs, then each process with its command.
+    """Describe the run, its memory and traffic, then each process with its command, as text.
 
     Raises:
         ConfigError: there is a mistake in the config.
@@ -87,7 +89,8 @@ def describe(plan: LaunchPlan) -> str:
 
 
 def describe_sizes(plan: LaunchPlan) -> dict[str, Any]:
-    """Return what the job is made of, needs and moves, as numbers for `--dry-run --json`; bytes are of one rank.
+    """Return the numbers of `--dry-run --json`: the job's shape, memory and traffic; bytes are of
+    one rank.
 
     Raises:
         ConfigError: there is a mistake in the config.
@@ -137,7 +140,7 @@ def _read_job(plan: LaunchPlan) -> _Job:
 
 
 def _job_lines(plan: LaunchPlan) -> list[str]:
-    """Return what the job is made of, needs and moves."""
+    """Return the lines on the job's batch, memory and traffic."""
     missing, config, sizes, imported = _read_job(plan)
     return [
         *(
@@ -152,9 +155,10 @@ def _job_lines(plan: LaunchPlan) -> list[str]:
 
 
 def _find_missing_tokenizer(config: Path, flags: list[str]) -> str:
-    """Return the folder of the job's tokenizer if it is not here, else nothing; no size depends on it.
+    """Return the folder of the job's tokenizer if this host lacks it, else "". No size depends on
+    the tokenizer.
 
-    A job of many hosts is planned on another one.
+    A job of many hosts may be planned on another host.
     """
     table = load_toml(config).get("model", {})
     path = str(table.get("hf_assets_path", "")) if isinstance(table, dict) else ""
@@ -167,7 +171,7 @@ def _measure(config: Any, num_ranks: int) -> JobSizes:
     """Measure the job's model.
 
     Raises:
-        ConfigError: torchtitan cannot build it, or cannot cut it so.
+        ConfigError: torchtitan cannot build or shard the model.
     """
     from titan_ft.training.sizes import measure
 
@@ -226,7 +230,7 @@ def _own_batch(config: Any, sizes: JobSizes) -> int:
 def _memory(
     plan: LaunchPlan, ft: FaultTolerance, rank: RankSizes, imported: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes of a rank on its GPU, and in the memory of its host, by what they hold."""
+    """Return the bytes of a rank on its GPU, and in its host's memory, by their use."""
     on_gpu = {
         "parameters": rank.parameters,
         "gradients": rank.gradients,

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A launch that ended before any step (a wrong flag, Ctrl-C at the start) must not keep the next one out of its run."""
+"""Launches that ended before any step (a wrong flag, an early Ctrl-C), which must not block the
+next launch.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from titan_ft.run.tail import EventTail
 
 
 def is_failed_start(paths: RunPaths) -> bool:
-    """Tell whether all that a folder holds of a run are launches that are over and have not made a step.
+    """True if a run's folder holds only launches that have ended without a step.
 
-    One that does not say that it is over may be going on, and so may one that no launcher started.
+    A launch without an end event may still be running, and so may a run without a launcher.
     """
     if paths.has_checkpoint():
         return False
@@ -31,10 +33,10 @@ def is_failed_start(paths: RunPaths) -> bool:
 
 
 def set_aside(paths: RunPaths) -> Path:
-    """Move events, logs and orders of such launches to a folder of their own in the run's, and return it.
+    """Move events, logs and orders of such launches to a new folder in the run's, and return it.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the folder cannot be written.
     """
     folder = next(
         path for number in count(1) if not (path := paths.root / f"failed-start-{number}").exists()

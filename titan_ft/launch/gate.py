@@ -26,13 +26,15 @@ from typing import Literal, TypeAlias
 from titan_ft.launch.greeting import MAX_BYTES, Greeting, Reception
 
 MAX_UNKNOWN = 512
-"""Connections that have not shown the secret; fewer where the process may have few descriptors, which members
-need too. For one more, the oldest is closed."""
+"""Connections that have not shown the secret; fewer where the process may have few descriptors,
+which members need too. For one more, the oldest is closed."""
 PATIENCE_SECONDS = 2.0
 """A connection that has not shown the secret by then is closed."""
 BACKLOG = 1024
 FORBIDDEN = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-"""A group with another token would else take the closed connection for a lighthouse that is starting again."""
+"""A group with another token would else take the closed connection for a lighthouse that is
+starting again.
+"""
 _ACCEPTS_AT_ONCE = 64  # then members get their turn
 _BLOCK_BYTES = 65536
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -62,24 +64,24 @@ class Refusal:
 
     @property
     def text(self) -> str:
-        """Say what was refused."""
+        """Describe the refused connection."""
         return _TEXTS[self.kind]
 
 
 _GONE = "the lighthouse behind the gate listens no more"
-"""torchft's accept loop ends for good when it has no descriptor. The port of the gate would stay open,
-and all groups would wait for ever: the process ends instead, and is started again."""
+"""torchft's accept loop ends for good when it has no descriptor. The port of the gate would stay
+open, and all groups would wait for ever: the process ends instead, and is started again."""
 
 
 class _End:
     """One end of a connection: the socket of a member, of a stranger or of the lighthouse.
 
     Attributes:
-        other: end that gets the bytes of this one; None = its owner has not shown the secret, or
+        other: end that gets the bytes of this one; None if its owner has not shown the secret, or
             is a group that only watches whether the lighthouse is there (`greeting.HOLD`).
-        unsent: bytes for this end that its kernel does not take now.
-        is_over: this end sends nothing any more.
-        events: for which `epoll` watches it.
+        unsent: bytes for this end that the kernel has not accepted yet.
+        is_over: this end sends nothing more.
+        events: events for which `epoll` watches it.
     """
 
     __slots__ = ("deadline", "events", "is_over", "other", "received", "socket", "unsent", "who")
@@ -95,12 +97,14 @@ class _End:
 
 
 class Gate:
-    """Serves the connections at a listening socket.
+    """Serves the connections at a listening socket, on one thread (`run`). See docs/security.md.
+
+    `GuardedLighthouse` starts it. A gate whose lighthouse is gone ends with an error.
 
     Args:
-        listener: others reach it.
+        listener: socket that other hosts reach.
         inner: host and port of the lighthouse.
-        secret: what members show.
+        secret: secret that members show.
         report: called with the first refusal of each kind.
     """
 
@@ -131,7 +135,7 @@ class Gate:
         """Serve until `close` is called, and then close all connections.
 
         Raises:
-            RuntimeError: the lighthouse behind the gate listens no more.
+            RuntimeError: the lighthouse behind the gate no longer listens.
         """
         accepts, wakeup = self._listener.fileno(), self._wakeup
         while True:
@@ -172,7 +176,9 @@ class Gate:
             self._watch(end, select.EPOLLIN)
 
     def _make_room(self) -> None:
-        """Close the oldest unknown connection, because this process or the host has no descriptor left."""
+        """Close the oldest unknown connection, because this process or the host has no descriptor
+        left.
+        """
         if self._unknown:
             self._refuse_oldest("no_descriptors")
         else:
@@ -190,7 +196,9 @@ class Gate:
         self._refuse(next(iter(self._unknown)), kind)
 
     def _refuse(self, end: _End, kind: RefusalKind) -> None:
-        """Close a connection. Each kind is reported once: a stranger may come a thousand times a second."""
+        """Close a connection. Each kind is reported once, because a stranger may come a thousand
+        times a second.
+        """
         if kind not in self._reported:
             self._reported.add(kind)
             self._report(Refusal(kind, end.who))
@@ -230,7 +238,7 @@ class Gate:
         end.received = b""
 
     def _connect(self, end: _End) -> None:
-        """Connect a member's end to the lighthouse. What was received is sent first."""
+        """Connect a member's end to the lighthouse. The bytes received so far are sent first."""
         try:
             connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         except OSError:
@@ -253,7 +261,7 @@ class Gate:
     # Members
 
     def _serve(self, end: _End, events: int) -> None:
-        """Move the bytes of one end that `epoll` has named."""
+        """Move the bytes of one end that `epoll` reported."""
         if end in self._unknown:
             self._greet(end)
             return
@@ -290,13 +298,14 @@ class Gate:
             self._drop(end)
             return
         if sent < len(block):
-            # Its reader is slow: nothing more is read for it, so that it costs no more memory than one block.
+            # Its reader is slow: nothing more is read for it, so that it costs no more memory than
+            # one block.
             other.unsent += block[sent:]
             self._watch(other, other.events | select.EPOLLOUT)
             self._watch(end, end.events & ~select.EPOLLIN)
 
     def _send_rest(self, end: _End) -> bool:
-        """Send what an end has not taken; returns False if that was its end."""
+        """Send an end's unsent bytes; return False if the end was closed."""
         source = end.other
         if source is None:
             return True

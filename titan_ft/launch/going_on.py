@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a person reads when they have stopped a run: where it stopped, what is saved, and how to go on; pure."""
+"""Describe a stopped run for a person: where it stopped, its checkpoint, and the command to
+continue. Pure.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,12 @@ CHECKPOINTS_OFF = (
 
 
 def describe_stop(run: RunStatus, command: str, *, saves: bool, drain_seconds: float) -> list[str]:
-    """Return the lines that a run ends with that was stopped.
+    """Return the last lines of a stopped run.
 
     Args:
-        command: goes on from the run's last checkpoint.
+        command: continues from the run's last checkpoint.
         saves: whether checkpoints are on.
-        drain_seconds: what the groups had to leave.
+        drain_seconds: time that the groups had to leave.
     """
     latest = run.fold.checkpoints.latest
     if run.step is None and latest is None:
@@ -39,7 +41,9 @@ def describe_stop(run: RunStatus, command: str, *, saves: bool, drain_seconds: f
 
 
 def _why(run: RunStatus, drain_seconds: float) -> str:
-    """Say why the last step is not saved; empty if nobody was to save it, for the groups were killed perhaps."""
+    """Explain why the last step is not saved; empty if no group was to save it, for example after a
+    kill.
+    """
     checkpoints = run.fold.checkpoints
     if checkpoints.save_error:
         return f" ({checkpoints.save_error})"

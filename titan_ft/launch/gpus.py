@@ -13,16 +13,19 @@ from titan_ft.launch.group.forks import ask_fork
 
 
 def listed_gpus() -> list[str] | None:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES names; None where it is not set, so that all are visible."""
+    """Return the GPUs in CUDA_VISIBLE_DEVICES; None if it is not set, so that all GPUs are
+    visible.
+    """
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if listed is None else [name for name in listed.split(",") if name]
 
 
 def num_gpus() -> int | None:
-    """Return how many NVIDIA GPUs the workers would see; None where torch uses none, or nobody can tell.
+    """Return the number of NVIDIA GPUs that the workers would see; None if torch uses none, or it
+    is unknown.
 
-    A fork asks NVML, which starts a thread (seen with driver 580): an agent with that thread could
-    make no more forks, and each restart of a worker would take the 16 s of its imports.
+    A fork asks NVML, which starts a thread (seen with driver 580). An agent with that thread could
+    no longer fork, and each restart of a worker would take the 16 s of its imports.
     """
     if not _torch_uses_cuda():
         return None
@@ -34,7 +37,7 @@ def num_gpus() -> int | None:
 
 
 def _count_by_nvml() -> str:
-    """Return the number of GPUs in digits; empty where NVML cannot tell. NVML starts a thread."""
+    """Return the number of GPUs in digits; empty if NVML does not know. NVML starts a thread."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:  # no driver
@@ -46,7 +49,7 @@ def _count_by_nvml() -> str:
 
 
 def _torch_uses_cuda() -> bool:
-    """Tell whether torch was built for CUDA. Its module of versions is loaded alone."""
+    """True if torch was built for CUDA. Only its module of versions is loaded."""
     package = importlib.util.find_spec("torch")
     spec = (
         PathFinder.find_spec("torch.version", package.submodule_search_locations)

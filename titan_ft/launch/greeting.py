@@ -1,9 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The first bytes of a connection to the lighthouse: do they show the run's secret? Bytes only.
+"""Judge the first bytes of a connection to the lighthouse: do they show the run's secret? Pure.
 
-torchft's client sends no headers of the caller's and knows no TLS. But it keeps the user information
-of its URL: with `http://SECRET@host:port` the first HEADERS frame of a connection (RFC 9113) has the
+torchft's client sends no headers of the caller and has no TLS. But it keeps the user information of
+its URL: with `http://SECRET@host:port` the first HEADERS frame of a connection (RFC 9113) has the
 pseudo-header `:authority: SECRET@host:port`. Readers of the status page send an HTTP/1 request with
 `Authorization: Bearer SECRET`.
 """
@@ -52,7 +52,7 @@ _PATHS = (b"/", b"/status", HOLD.encode())
 
 
 class Reception(enum.Enum):
-    """What becomes of a connection."""
+    """Decision on a connection."""
 
     MORE = "more"
     """Its first bytes are not complete."""
@@ -95,7 +95,9 @@ class Greeting:
         return reception
 
     def _judge_request(self, received: bytes) -> Reception:
-        """Judge an HTTP/1 request. Only GET of few paths passes, once a connection: the lighthouse's POST kills."""
+        """Judge an HTTP/1 request. Only GET of a few paths passes, once a connection: the
+        lighthouse's POST kills.
+        """
         head, end, rest = received.partition(b"\r\n\r\n")
         if not end:
             return Reception.MORE
@@ -161,13 +163,14 @@ def _split_field(line: bytes) -> tuple[bytes, bytes]:
 
 
 def _find_authorities(block: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Yield the literal values of :authority in a connection's first header block, and whether each is Huffman-coded.
+    """Yield each literal value of :authority in a connection's first header block, and if it is
+    Huffman-coded.
 
-    The dynamic table of HPACK (RFC 7541) is empty before the first block, and a value that the table
-    holds comes from an earlier literal of the same block. Only the first fields are read.
+    The dynamic table of HPACK (RFC 7541) is empty before the first block, and a value in the table
+    comes from an earlier literal of the same block. Only the first fields are read.
 
     Raises:
-        IndexError, ValueError: the block is not well formed.
+        IndexError, ValueError: the block is malformed.
     """
     place = 0
     for _ in range(_MAX_FIELDS):

@@ -21,7 +21,7 @@ _INNER_HOST = "127.0.0.1"
 
 
 class OpenLighthouse:
-    """A lighthouse that every process of this host reaches.
+    """A lighthouse that every process of this host can reach.
 
     Attributes:
         port: at which it listens.
@@ -32,7 +32,7 @@ class OpenLighthouse:
         self.port = _find_port(server)
 
     def describe_access(self) -> str:
-        """Say in one line who can reach it."""
+        """Describe in one line which processes can reach it."""
         return f"{TOKEN_ENV} is not set: every process of this host can change and end the run"
 
     def close(self) -> None:
@@ -40,17 +40,17 @@ class OpenLighthouse:
 
 
 class GuardedLighthouse:
-    """A lighthouse behind a gate, in a network namespace of its own where the system allows it.
+    """A lighthouse behind a gate, in a network namespace of its own if the system permits.
 
-    The namespace is that of one thread: it starts the lighthouse there and serves the gate, whose
-    listening socket stays in the host's namespace. All other threads stay outside.
+    The namespace belongs to one thread, which starts the lighthouse there and serves the gate. The
+    gate's listening socket stays in the host's namespace, and so do all other threads.
 
     Args:
-        listener: groups reach it.
+        listener: socket that groups reach.
         token: the run's shared secret.
         start_server: starts torchft's lighthouse at a HOST:PORT.
         report: called with the first refusal of each kind, on the gate's thread.
-        refusal: why there can be no namespace; empty if there can.
+        refusal: why a namespace is impossible; empty if it is possible.
 
     Attributes:
         port: at which groups reach it.
@@ -97,7 +97,7 @@ class GuardedLighthouse:
         self._inner_port = _find_port(self._server)
 
     def describe_access(self) -> str:
-        """Say in one line who can reach it."""
+        """Describe in one line which processes can reach it."""
         if not self._refusal:
             return f"only processes with this run's {TOKEN_ENV} reach it"
         return (

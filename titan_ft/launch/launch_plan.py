@@ -59,7 +59,8 @@ from titan_ft.training.divisions import DEGREES, check_ranks
 if TYPE_CHECKING:
     from titan_ft.chaos.plan import Plan
 
-# Config modules whose [fault_tolerance] table is known here; any other may add fields, which its workers check.
+# Config modules whose [fault_tolerance] table is known here; any other may add fields, which its
+# workers check.
 KNOWN_MODULES = ("", "titan_ft.config", "torchtitan.components.ft.config")
 
 # Flags that each group gets from the launcher, with the option that says the same for all of them.
@@ -87,18 +88,18 @@ LASTING_OPTIONS = (
 
 
 class LaunchPlan:
-    """One run: what to start, and where.
+    """The plan of one run: its processes and its folder.
 
     Args:
         options: of `titan-ft launch`.
-        worker_args: torchtitan's flags, added to the workers' command line last, so that they win.
+        worker_args: torchtitan's flags, added last to the workers' command line, so that they win.
         chaos: the faults to inject; None injects none.
         module: Python module that the workers run.
-        resolve: finds the values of two launches, for a resume.
+        resolve: resolves the values of two launches, for a resume.
 
     Attributes:
-        notes: what does not count of the config, and what the user may not expect, a line each.
-        changes: fields that differ from the launch that it goes on from; empty without --resume.
+        notes: ignored settings of the config and unmet expectations, a line each.
+        changes: fields that differ from the launch that is resumed; empty without --resume.
         saves: whether checkpoints are on.
 
     Raises:
@@ -142,7 +143,8 @@ class LaunchPlan:
         self.drain_seconds = self._resolve_drain_timeout(table)
         self._sets_load_step = "load_step" in values.get("checkpoint", {})
         self.saves = _is_enabled("checkpoint.enable", values, self.worker_args)
-        # Groups of an earlier run in this folder, or of another run at this lighthouse, are told apart by it.
+        # Groups of an earlier run in this folder, or of another run at this lighthouse, are told
+        # apart by it.
         self.job_id = (
             table.get("job_id") or f"{_plain_name(self.paths.root.name)}-{secrets.token_hex(3)}"
         )
@@ -182,7 +184,7 @@ class LaunchPlan:
 
     @property
     def labels(self) -> dict[str, str]:
-        """Return what tells the run from others in figures that are served."""
+        """Return the labels that distinguish this run's metrics from other runs'."""
         shape = {"replicas": str(self.num_replicas), "ranks_per_replica": str(self.num_ranks)}
         return {
             "job_id": self.job_id,
@@ -193,7 +195,7 @@ class LaunchPlan:
 
     @property
     def first_job_id(self) -> str:
-        """Return the job's name of its first launch in the folder: W&B goes on under it."""
+        """Return the job's name in its first launch in the folder, which W&B keeps."""
         if self._replaces_failed_start:
             return self.job_id
         earlier = EventTail(
@@ -204,7 +206,9 @@ class LaunchPlan:
         )
 
     def _find_job_curve(self, values: Mapping[str, Any]) -> Path | None:
-        """Return the folder for the job's curves, beside those of its groups; None if TensorBoard is off."""
+        """Return the folder for the job's curves, beside those of its groups; None if TensorBoard
+        is off.
+        """
         flags = self.worker_flags([])
         if not _is_enabled("metrics.enable_tensorboard", values, flags):
             return None
@@ -214,7 +218,7 @@ class LaunchPlan:
         return self.paths.root / folder / JOB_CURVE
 
     def _check_own(self, table: Mapping[str, Any]) -> None:
-        """Check that nothing contradicts what the launcher itself tells the workers."""
+        """Check that no flag contradicts the launcher's own flags for the workers."""
         if {"-h", "--help"} & set(self.worker_args):
             raise ConfigError(
                 "--help must come without a launch, got it after the --; titan-ft config CONFIG -- --help shows "
@@ -240,7 +244,9 @@ class LaunchPlan:
             self.notes.append(f"{given} does not count here, --replicas {self.num_replicas} does")
 
     def _check_gpus(self, process_group: str) -> None:
-        """Check that there are enough GPUs; nothing where there are none, or where they cannot be counted."""
+        """Check that there are enough GPUs; do nothing without GPUs, or if they cannot be
+        counted.
+        """
         gpus, ranks, replicas = num_gpus(), self.num_ranks, self.num_replicas
         if not gpus or replicas * ranks <= gpus:
             return
@@ -266,7 +272,7 @@ class LaunchPlan:
         )
 
     def _check_table(self, table: Mapping[str, Any]) -> None:
-        """Check what only the launcher knows to be wrong; the workers check the rest."""
+        """Check values that only the launcher knows to be wrong; the workers check the rest."""
         if table.get("lighthouse"):
             raise ConfigError(
                 f"{TABLE}.lighthouse must be empty for titan-ft launch, which starts its own lighthouse, "
@@ -279,7 +285,7 @@ class LaunchPlan:
             )
 
     def _check_resume(self, values: Mapping[str, Any]) -> None:
-        """Check that there is a run in the folder that can go on from a checkpoint."""
+        """Check that the folder has a run that can continue from a checkpoint."""
         if not self.paths.has_events():
             raise ConfigError(
                 f"--resume needs an earlier run in --run-dir, got {self.options.run_dir}, which holds none; correct "
@@ -317,10 +323,12 @@ class LaunchPlan:
         return [name.strip() for name in self.options.resume_with.split(",") if name.strip()]
 
     def write(self) -> None:
-        """Make the run directory and put the config there, headed by the command that made it, then by earlier ones.
+        """Make the run directory with the config, headed by this launch's command and then earlier
+        ones.
 
-        What an earlier launch left that ended before any step is set aside, which is told. A launch that goes on takes
-        back that the job has finished: whoever wants it to has a reason, a last save that failed for instance.
+        The files of a launch that ended before any step are moved aside, with a line. A resume
+        removes the mark that the job has finished: the user has a reason to continue it, for
+        example a failed last save.
 
         Raises:
             ConfigError: the directory cannot be written.
@@ -347,7 +355,8 @@ class LaunchPlan:
             raise self._unwritable(error) from error
 
     def _write_config(self, text: str, held: str) -> None:
-        """Write the config in its place, for a launch holds a lock on the file; a refused launch leaves it as it was.
+        """Write the config in place, because the launch holds a lock on the file. After a failure
+        it is as before.
 
         Raises:
             OSError: it cannot be written, for example because the disk is full.
@@ -365,12 +374,12 @@ class LaunchPlan:
 
     @contextlib.contextmanager
     def occupied(self) -> Iterator[None]:
-        """Keep other launches out of the directory meanwhile; also an end by SIGKILL lets them in again.
+        """Lock the run directory against other launches; an end by SIGKILL unlocks it too.
 
-        Two of them would be two jobs that take each other's checkpoints and events for their own.
+        Two launches would be two jobs that take each other's checkpoints and events for their own.
 
         Raises:
-            ConfigError: another launch is going on in it, or it cannot be written.
+            ConfigError: another launch uses the directory, or it cannot be written.
         """
         try:
             self.paths.root.mkdir(parents=True, exist_ok=True)
@@ -384,10 +393,10 @@ class LaunchPlan:
             yield
 
     def check_not_in_use(self) -> None:
-        """Refuse a folder in which another launch is going on, before any advice to remove it.
+        """Refuse a folder that another launch uses, before any advice to remove it.
 
         Raises:
-            ConfigError: there is one.
+            ConfigError: there is such a launch.
         """
         if is_held(self.paths):
             raise self._in_use()
@@ -403,7 +412,9 @@ class LaunchPlan:
 
     @property
     def resume_command(self) -> str:
-        """Return the command that goes on from the run's last checkpoint, for a shell in this directory."""
+        """Return the command that continues from the run's last checkpoint, for a shell in this
+        directory.
+        """
         flags = _without_flag(LOAD_STEP, self.worker_args)
         if self._sets_load_step or flags != self.worker_args:
             flags.append(f"--{LOAD_STEP}=-1")  # else the command would go back to that step again
@@ -445,11 +456,11 @@ class LaunchPlan:
     def agent_args(
         self, replica: int, attempt: int, lighthouse: str, takeover: str = ""
     ) -> list[str]:
-        """Return the command line that supervises one group.
+        """Return the command line of one group's agent.
 
         Args:
             attempt: number of its first attempt.
-            lighthouse: its address.
+            lighthouse: address of the lighthouse.
             takeover: why that attempt is a restart; empty if it is none.
         """
         return [
@@ -467,12 +478,16 @@ class LaunchPlan:
         ]
 
     def check_flags(self) -> list[str]:
-        """Return the flags of a worker for a check before there is a folder: the config is where the user has it."""
+        """Return a worker's flags for a check before there is a folder: they name the user's config
+        file.
+        """
         flags = self.worker_flags([f"--{TABLE}.replica_id=0"])
         return [f"--job.config_file={self.config}", *flags[1:]]
 
     def worker_flags(self, replica_flags: list[str]) -> list[str]:
-        """Return the flags of workers: those of every group, with `replica_flags`, and the user's, which win."""
+        """Return the workers' flags: those of every group, then `replica_flags`, then the user's,
+        which win.
+        """
         return [
             f"--job.config_file={self.paths.config}",
             f"--job.dump_folder={self.paths.root}",
@@ -522,7 +537,9 @@ def _check_options(options: Launch) -> None:
 
 
 def _check_text(options: Launch, worker_args: Sequence[str]) -> None:
-    """Check that paths and flags are text, which the run's config and its events hold."""
+    """Check that paths and flags are valid text, because the run's config and its events contain
+    them.
+    """
     for name, value in (
         ("CONFIG", options.config),
         ("--run-dir", options.run_dir),
@@ -540,7 +557,7 @@ def _check_text(options: Launch, worker_args: Sequence[str]) -> None:
 def _check_ranks(
     values: Mapping[str, Any], worker_args: Sequence[str], num_replicas: int, num_ranks: int
 ) -> None:
-    """Check what the ranks of a group must divide; what is no whole number is left to the workers' own check."""
+    """Check the divisors of a group's ranks. The workers check values that are no whole numbers."""
     asked: dict[str, dict[str, int | None]] = {
         "parallelism": {
             **{f"{name}_degree": 1 for name in DEGREES},
@@ -568,7 +585,9 @@ def _check_ranks(
 
 
 def _is_enabled(switch: str, values: Mapping[str, Any], worker_args: Sequence[str]) -> bool:
-    """Tell whether a switch such as checkpoint.enable is on after the workers' flags, whose last one wins."""
+    """True if a switch such as checkpoint.enable is on, after the workers' flags, whose last one
+    wins.
+    """
     section, _, key = switch.partition(".")
     enabled = bool(values.get(section, {}).get(key, False))
     for name, value in read_flags(worker_args):
@@ -594,5 +613,7 @@ def _without_flag(name: str, worker_args: Sequence[str]) -> list[str]:
 
 
 def _plain_name(name: str) -> str:
-    """Return a folder's name as part of a job id, in which torchft and file systems know every character."""
+    """Return a folder's name as part of a job id, with characters that torchft and file systems
+    accept.
+    """
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-") or "run"

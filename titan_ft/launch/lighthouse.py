@@ -47,11 +47,12 @@ ANNOUNCEMENT = "lighthouse listening at "
 LISTENER_VARIABLE = "TITAN_FT_LISTENER"
 """Descriptor of a listening socket that the launcher hands over, in place of --bind."""
 _QUORUM_TICK_MS = 20
-"""From one look of the lighthouse at its groups to the next. A failure costs the survivors this much at most beside the
-heartbeat's timeout; a look takes microseconds."""
+"""From one look of the lighthouse at its groups to the next. A failure costs the survivors this
+much at most beside the heartbeat's timeout; a look takes microseconds."""
 MOST_FORMER_NAMES = 1000
-"""Names of processes that have ended. torchft's lighthouse keeps each name for ever, and each restart of a group brings
-one. With 10,000 of them a page has 2.4 MB, and costs each of its readers 32 ms of CPU (docs/benchmarks.md)."""
+"""Names of processes that have ended. torchft's lighthouse keeps each name for ever, and each
+restart of a group brings one. With 10,000 of them a page has 2.4 MB, and costs each of its readers
+32 ms of CPU (docs/benchmarks.md)."""
 FORMER_SECONDS = 60.0
 """Without a heartbeat. A process that is alive after all only comes back under its name."""
 _LOOK_SECONDS = 10.0
@@ -69,7 +70,7 @@ def check_settings(settings: LighthouseSettings) -> None:
 
 
 def changed_settings(settings: LighthouseSettings) -> list[str]:
-    """Return the options of `titan-ft lighthouse` for the settings that are not its defaults."""
+    """Return the options of `titan-ft lighthouse` for settings that differ from its defaults."""
     changed = []
     for field in fields(LighthouseSettings):
         value = getattr(settings, field.name)
@@ -79,10 +80,10 @@ def changed_settings(settings: LighthouseSettings) -> list[str]:
 
 
 def split_bind(bind: str) -> tuple[str, int]:
-    """Split HOST:PORT, where HOST is the number of an address of this host; IPv6 in brackets.
+    """Split HOST:PORT; HOST is a numeric address of this host, IPv6 in brackets.
 
     Raises:
-        ConfigError: it does not have that form.
+        ConfigError: the text does not have that form.
     """
     try:
         host, port = split_address(bind)
@@ -98,9 +99,10 @@ def split_bind(bind: str) -> tuple[str, int]:
 
 
 def _native_torchft() -> Any:
-    """Load torchft's native module alone, in milliseconds: the package around it imports torch, which takes seconds.
+    """Load torchft's native module alone, in milliseconds. Its package imports torch, which takes
+    seconds.
 
-    Training pauses for as long as a lighthouse that died takes to be back.
+    Training pauses until a lighthouse that died is back, so its start must be fast.
 
     Raises:
         ConfigError: torchft is not installed.
@@ -118,10 +120,11 @@ def _native_torchft() -> Any:
 def serve(command: Lighthouse) -> int:
     """Run a lighthouse until SIGTERM or SIGINT; announce its address on stdout once it is up.
 
-    Returns 143 or 130 then, and 0 where another lighthouse has taken its place.
+    Returns:
+        143 or 130 after a signal; 0 if another lighthouse has taken its place.
 
     Raises:
-        ConfigError: it cannot listen where it should, or not announce itself.
+        ConfigError: it cannot listen at its address, or cannot announce itself.
     """
     host, port = split_bind(command.bind)
     check_settings(command)
@@ -150,13 +153,14 @@ def serve(command: Lighthouse) -> int:
 def _serve(
     command: Lighthouse, host: str, port: int, stop: StopRequests, token: str, refusal: str
 ) -> str:
-    """Serve until a signal, until another lighthouse is announced, or until the names of ended processes are too many.
+    """Serve until a signal, until another lighthouse is announced, or until too many ended
+    processes are known.
 
     Returns:
         HOST:PORT at which this process must start anew; empty if it must not.
 
     Raises:
-        ConfigError: it cannot listen where it should, or not announce itself.
+        ConfigError: it cannot listen at its address, or cannot announce itself.
     """
     bind = join_address(host, port)
     raise_descriptor_limit()  # torchft's accept loop ends for good when it has no descriptor left
@@ -221,7 +225,9 @@ def _start_server(command: Lighthouse, bind: str) -> Any:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return the socket that groups reach: the launcher's, which outlives a lighthouse that dies, or one of our own."""
+    """Return the socket that groups reach: the launcher's, which outlives a lighthouse, or a new
+    one.
+    """
     inherited = os.environ.get(LISTENER_VARIABLE)
     if inherited:
         return socket.socket(fileno=int(inherited))
@@ -231,13 +237,14 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class Crowd:
-    """Finds out when a lighthouse knows so many ended processes that it must start anew, which makes it forget them.
+    """Decides when a lighthouse knows so many ended processes that it must start anew to forget
+    them.
 
-    Groups continue at a lighthouse that is started again. It comes back within a second, so the moment is chosen at
-    which no group waits for a quorum.
+    Groups continue at a restarted lighthouse, which is back within a second. The restart happens at
+    a moment when no group waits for a quorum.
 
     Args:
-        page: of the lighthouse.
+        page: the lighthouse's status page.
 
     Attributes:
         num_former: ended processes at the last look.
@@ -265,8 +272,8 @@ class Crowd:
 
 
 def _take_turns(path: Path, succession: Succession, stop: StopRequests, crowd: Crowd) -> None:
-    """Announce this lighthouse when it is its turn; return when another one is announced, or it is to stop or to start
-    anew.
+    """Announce this lighthouse at its turn; return when another one is announced, at a stop, or to
+    start anew.
 
     Raises:
         ConfigError: it cannot announce itself.
@@ -306,7 +313,9 @@ def _take_turns(path: Path, succession: Succession, stop: StopRequests, crowd: C
 
 
 def _report(command: Lighthouse, refusal: Refusal) -> None:
-    """Report a refusal, on a thread: the members at the gate must not wait for storage that hangs."""
+    """Report a refusal, on a thread: the members at the gate must not wait for storage that
+    hangs.
+    """
     call_aside(partial(_write_refusal, command, refusal), "titan_ft_refusal")
 
 
@@ -316,7 +325,8 @@ def _write_refusal(command: Lighthouse, refusal: Refusal) -> None:
     folder = command.run_dir or (command.announce and command.announce.parent)
     if folder is None:
         return
-    # Imported now: the groups of a run wait for a lighthouse that starts again, and nearly none refuses anybody.
+    # Imported now: the groups of a run wait for a lighthouse that starts again, and nearly none
+    # refuses anybody.
     from titan_ft.run.events import StrangerRefused
     from titan_ft.run.log import EventLog
 

@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Keep a lighthouse at one address: start it again there whenever it dies, or answers no more.
+"""Keep a lighthouse at one address: restart it there whenever it dies, or no longer answers.
 
-The listening socket is the launcher's. It outlives every lighthouse, so that no other process of the host can listen at
-the port while there is none. Groups that connect meanwhile wait in the socket's backlog for the next lighthouse.
+The launcher owns the listening socket. It outlives every lighthouse, so that no other process of
+the host can listen at the port in between. Groups that connect meanwhile wait in the socket's
+backlog.
 """
 
 from __future__ import annotations
@@ -33,22 +34,25 @@ _ASK_SECONDS = 3.0
 """Time for one answer. A busy machine takes a second for a page of many groups."""
 _ASK_PAUSE_SECONDS = 1.0
 MAX_SILENCES = 3
-"""Questions in a row without an answer that end a lighthouse: it hangs, or has closed its door for good (torchft's does
-when it has no descriptor left)."""
+"""Questions in a row without an answer that end a lighthouse: it hangs, or has closed its door for
+good (torchft's does when it has no descriptor left)."""
 MAX_DEATHS = 5
 """Deaths in a row, each after a shorter life, that end the run."""
 
 
 class LighthouseKeeper:
-    """Keep one lighthouse running. Groups wait while it is away and go on when it is back, so none is restarted.
+    """Keeps one lighthouse running. Groups wait while it is away and continue when it is back,
+    without a restart.
+
+    The launcher's main thread calls `poll`.
 
     Args:
-        command: makes its command line for a port.
+        command: makes the lighthouse's command line for a port.
         port: where it listens; 0 chooses a free port, once.
-        log: gets the output of all its lives.
-        children: where its processes are started.
+        log: gets the output of all its processes.
+        children: starts its processes.
         token: the run's shared secret.
-        events: where a restart is announced.
+        events: gets the event of a restart.
 
     Raises:
         ConfigError: the port is taken.
@@ -70,7 +74,9 @@ class LighthouseKeeper:
         self.log = log
         self.listens = False
         self.failure = ""
-        """Why there is no lighthouse any more and will be none; empty as long as it runs or is started again."""
+        """Why there is no lighthouse any more and will be none; empty as long as it runs or is
+        started again.
+        """
         self._command = command(self.port)
         self._children = children
         self._events = events
@@ -88,7 +94,9 @@ class LighthouseKeeper:
         self._silent = False  # it was killed because of that
 
     def poll(self) -> None:
-        """Start it, notice that it listens or that it died, start it again; to be called every few moments."""
+        """Start the lighthouse, notice that it listens or has died, restart it. Call this every few
+        moments.
+        """
         now = time.monotonic()
         if self.failure:
             return
@@ -127,9 +135,10 @@ class LighthouseKeeper:
         )
 
     def _ask(self, child: Child, now: float) -> None:
-        """Take the answer to the last question, and ask again; on a thread, because an answer may take seconds.
+        """Process the last answer, and ask again, on a thread, because an answer may take seconds.
 
-        A line in its log would not do: on a full disk it cannot be written, and the run would end for want of it.
+        The lighthouse's log would not serve: on a full disk it cannot be written, and the run would
+        end for lack of it.
         """
         if self._answer is None:
             if now >= self._ask_at:

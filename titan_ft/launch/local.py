@@ -76,12 +76,12 @@ class _RunEnd:
     own_failure: bool = False
     """Whether the launch itself failed, and none of its groups.
 
-    Without this fact a view would name the last death of a group, from which that group had long come back.
-    """
+    Without this fact a view would name the last death of a group, from which that group had long
+    come back. """
 
 
 class LocalRun:
-    """The processes of one run and what is known of them.
+    """The processes of one run and their known state. `launch` makes it; one thread runs it.
 
     Raises:
         ConfigError: the lighthouse's port is taken.
@@ -152,7 +152,7 @@ class LocalRun:
     def run(self) -> int:
         """Return 0 when all groups finished or left, 2 when their configuration is wrong, else 1.
 
-        A run that a signal has stopped ends with 128 + the signal's number.
+        A run that a signal stopped ends with 128 + the signal's number.
         """
         self._tail = EventTail(self.plan.paths.events)
         self.view = LaunchView(self.status, self.plan.paths.launch_log)
@@ -237,9 +237,10 @@ class LocalRun:
         return self._watch()
 
     def check(self) -> None:
-        """Check the config as the workers will read it, before there is a folder, or any process but the zygote.
+        """Check the config as the workers read it, before there is a folder, or any process but the
+        zygote.
 
-        It takes torchtitan, which is imported in the process that is the zygote afterwards. Returns early at a stop.
+        The check needs torchtitan, which the later zygote imports. Returns early at a stop.
 
         Raises:
             ConfigError: there is a mistake in the config.
@@ -265,14 +266,16 @@ class LocalRun:
             raise ConfigError(self._zygote.mistake)
 
     def abandon(self) -> None:
-        """End what was started and taken for a run that does not begin."""
+        """End the processes and release the ports of a run that does not begin."""
         self._children.stop(0.0)
         self._lighthouse.close()
         if self._metrics:
             self._metrics.close()
 
     def _let_zygote_proceed(self) -> None:
-        """Let it import the rest, beside the start of the lighthouse; or end it, where there is to be none."""
+        """Let the zygote import the rest during the lighthouse's start, or end it, if there are no
+        forks.
+        """
         assert self._zygote is not None, "it has checked the config"
         with open_log(self.plan.paths.zygote_log, "ab") as log:
             self._early_log.seek(0)
@@ -287,7 +290,7 @@ class LocalRun:
             self.view.line("this system hands no forks over: each group imports everything itself")
 
     def _watch_zygote(self) -> None:
-        """Say once that it is gone. Groups that run have their own way to fork."""
+        """Report once that the zygote is gone. Running groups fork without it."""
         if self._zygote is None:
             return
         self._zygote.poll()
@@ -310,7 +313,8 @@ class LocalRun:
         return self.status.fold.groups.get(slot)
 
     def _start_agent(self, replica: int, attempt: int, takeover: str) -> Child:
-        """Start a group's agent: a fork of the zygote where there is one, else a process that imports everything.
+        """Start a group's agent: a fork of the zygote if there is one, else a process that imports
+        everything.
 
         Args:
             attempt: number of the group's next attempt.
@@ -372,13 +376,17 @@ class LocalRun:
             time.sleep(TICK_SECONDS)
 
     def _seconds_left(self) -> float:
-        """Return the time until the run is ended in order; infinite as long as that has not been set."""
+        """Return the time until the run is ended in order; infinite as long as that has not been
+        set.
+        """
         if not self.plan.options.minutes or self._trains_since is None:
             return float("inf")
         return self._trains_since + 60 * self.plan.options.minutes - time.monotonic()
 
     def _stop(self) -> None:
-        """End what still runs. When the run is stopped from outside, its groups get the time to leave in order."""
+        """End the running processes. If the run is stopped from outside, its groups get time to
+        leave in order.
+        """
         num_before, in_order = self.stop.count, bool(self.stop) or self._time_is_up
         grace = GRACE_SECONDS + 2.0 + (self.plan.drain_seconds if in_order else 0.0)
 
@@ -396,7 +404,7 @@ class LocalRun:
             self._children.stop(grace, hurry=hurry)
 
     def _refresh(self) -> None:
-        """Fold and show what happened since the last call."""
+        """Fold and show the events since the last call."""
         retry_waiting()
         for event in self._tail.poll():
             # The launcher takes in its own events about groups when it writes them.
@@ -410,7 +418,9 @@ class LocalRun:
         self.view.update(self.status)
 
     def _announce(self, event: Event) -> None:
-        """Write an event of this process, and take it in at once: on a full disk the tail shows it late, or never."""
+        """Write an event of this process, and process it at once: on a full disk the tail shows it
+        late, or never.
+        """
         self._events.emit(event)
         self._observe(event)
 
@@ -438,7 +448,9 @@ class LocalRun:
             self.view.line(line)
 
     def _judge(self, group: GroupFold, event: Event) -> str:
-        """Return why an event shows that no further start of a group helps the run; empty for nearly all."""
+        """Return why an event shows that no further start of a group helps the run; empty for
+        nearly all events.
+        """
         if group.failed_by is event and isinstance(event, WorkerExited):
             over = (status.FAILED, status.FINISHED, status.DRAINED)
             there = [slot for slot, state in self.status.states.items() if state not in over]
@@ -453,14 +465,16 @@ class LocalRun:
         return ""
 
     def _keep_agents(self, codes: dict[int, int | None]) -> None:
-        """Start agents that died again, and report those that ended without having said why in an event."""
+        """Restart agents that died, and report those that ended without an event that says why."""
         for replica, agent in self._agents.items():
             agent.poll()
             if codes[replica] and self.status.states[replica] != status.FAILED:
                 agent.report_end()
 
     def _end_lost(self, codes: dict[int, int | None]) -> None:
-        """Kill groups that are lost once all others have ended: the launch would wait for a frozen group for ever."""
+        """Kill lost groups once all others have ended; the launch would wait for a frozen group
+        forever.
+        """
         states = self.status.states
         rest = [replica for replica, code in codes.items() if code is None]
         if (
@@ -484,7 +498,9 @@ class LocalRun:
                 )
 
     def _replace_failed(self, codes: dict[int, int | None]) -> None:
-        """Start a spare in the place of each group that is lost, while there is one; its exit status becomes None."""
+        """Start a spare for each lost group, while there is one, and reset its exit status
+        to None.
+        """
         # By the exit status, too: on a full disk the event comes late, or never.
         states = self.status.states
         left = [
@@ -523,7 +539,7 @@ class LocalRun:
         return _RunEnd(self.stop.status, f"stopped by {self.stop.asked_by}")
 
     def _end_in_time(self) -> _RunEnd:
-        """End the run that has had its time; whether that is a success shows when its groups have left."""
+        """End a run whose time is over; its success is known when its groups have left."""
         self._time_is_up = True
         self._begin_to_drain(
             "its time is up", f"--minutes ({self.plan.options.minutes:g}) are over", "Ctrl-C"
@@ -538,9 +554,9 @@ class LocalRun:
         )
 
     def _judge_leaving(self) -> _RunEnd:
-        """Return the end of a run that ended in time.
+        """Return the end of a run whose time is over.
 
-        By the exit status of each group: on a full disk its last event comes late, or never.
+        It follows from the groups' exit statuses: on a full disk a last event comes late, or never.
         """
         late = [replica for replica, agent in self._agents.items() if agent.code != 0]
         if not late:
@@ -570,7 +586,8 @@ def launch(plan: LaunchPlan) -> int:
     """Carry out a plan; Ctrl-C, SIGTERM and a closed terminal end everything that it started.
 
     Raises:
-        ConfigError: there is a mistake in the config, or the run directory or a port cannot be used.
+        ConfigError: there is a mistake in the config, or the run directory or a port cannot be
+            used.
     """
     # nohup has SIGHUP ignored
     others = [

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Keep the reduced record of a long run during the run, so that no command has to read gigabytes."""
+"""Keep the reduced record of a long run during the run, so that no command has to read
+gigabytes.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,12 @@ LOOK_SECONDS = 10.0
 
 
 class RecordKeeper:
-    """Reduces the events of a run each time they have grown by `MIN_BYTES`, in a process of low priority.
+    """Reduces the events of a run each time they have grown by `MIN_BYTES`, in a process of low
+    priority.
 
-    A process of its own: 64 MiB of events take seconds, in which the launcher must go on to watch its groups. The
-    record is only a saving of time. If the process fails, the next command that reads the run reduces the events.
+    It needs a process: 64 MiB of events take seconds, in which the launcher must watch its groups.
+    The record only saves time. If the process fails, the next command that reads the run reduces
+    the events.
 
     Args:
         folder: holds the files of events.
@@ -47,7 +51,7 @@ class RecordKeeper:
         self._child: Child | None = None
 
     def poll(self) -> None:
-        """Start the process if that is due; call it often."""
+        """Start the process when it is due. Call this often."""
         now = self._clock()
         if now < self._next_look:
             return

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Decide whether, and when, a replica group that ended is started again, and when that helps no group of a run."""
+"""Decide whether and when an ended replica group is restarted, and when no restart of any group
+helps the run.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,26 @@ from titan_ft.run.tail import EventTail, last_error_line
 CONFIG_ERROR_CODE = 2
 """Exit status of a worker whose configuration is wrong: starting it again cannot help."""
 FINAL_CODE = 3
-"""Exit status of a worker whose group must not come back by itself: its state diverged, or another took its place."""
+"""Exit status of a worker whose group must not come back by itself: its state diverged, or another
+took its place.
+"""
 HOST_SUSPECTED_CODE = 4
 """Exit status of a group's agent that leaves a suspected host: the group should go on elsewhere."""
 AGENT_CRASHED_CODE = 5
-"""Exit status of a group's agent that an exception of its own has ended; it has given nothing up."""
+"""Exit status of a group's agent that an exception of its own has ended; it has given nothing
+up.
+"""
 WINDOW_SECONDS = 24 * 3600.0
-"""Restarts before it are forgotten when the group commits: a run of weeks does not end of what has happened in all."""
+"""Restarts before it are forgotten when the group commits: a run of weeks does not end of what has
+happened in all.
+"""
 MAX_SAME_ENDS = 3
-"""Ends of a group in a row of the same cause, without progress between, after which it is given up."""
+"""Ends of a group in a row of the same cause, without progress between, after which it is given
+up.
+"""
 MAX_OWN_ENDS_FACTOR = 2
-"""So many times more ends in a row without progress, whatever their causes, and the group is given up.
+"""So many times more ends in a row without progress, whatever their causes, and the group is given
+up.
 
 Two causes in turn would else use up all restarts: 101 ends, and 19 minutes.
 """
@@ -69,9 +80,9 @@ HOST = "host"
 
 
 def backoff_seconds(streak: int) -> float:
-    """Return the wait before a restart that follows `streak` restarts none of which got the group going.
+    """Return the wait before a restart after `streak` restarts without success.
 
-    0 for the first (a group that was killed should be back at once), then 0.5 s, doubling up to 10 s.
+    0 for the first (a killed group should be back at once), then 0.5 s, doubling up to 10 s.
     """
     return 0.0 if streak == 0 else min(0.5 * 2.0 ** min(streak - 1, 30), 10.0)
 
@@ -88,13 +99,15 @@ class AttemptEnd:
     error: WorkerError | None = None
     """The exception of that worker; None where a signal ended it, or it left none."""
     disturbed: bool = False
-    """Whether a fault was injected into it, or its events are cut, so that its end says nothing about the run."""
+    """Whether a fault was injected into it, or its events are cut, so that its end says nothing
+    about the run.
+    """
     step: int | None = None
     """Last step that it contributed to; None without any, or where nobody knows."""
 
     @property
     def kind(self) -> str:
-        """What it has in common with ends of the same cause; empty if it says nothing about them."""
+        """Text that ends of the same cause share; empty if the end does not count."""
         if self.disturbed or (self.error is not None and self.error.transient):
             return ""
         return kind_of_end(self.code, None if self.error is None else self.error.text)
@@ -149,16 +162,16 @@ class AttemptEvents:
 
     @property
     def disturbed(self) -> bool:
-        """Whether a fault was injected into it, or may have been.
+        """Whether a fault was injected into the attempt, or may have been.
 
-        On a full disk the events of a worker wait in its memory, and a SIGKILL takes them along. A group whose commits
-        nobody could see must not be given up because its attempts seem to have come to nothing.
+        On a full disk the events of a worker wait in its memory, and a SIGKILL destroys them. A
+        group whose commits could not be seen must not be given up for attempts without success.
         """
         return self._group.attempt_with_fault is not None or self.is_cut
 
     @property
     def is_cut(self) -> bool:
-        """Whether events of it are missing; only to be asked once it has ended."""
+        """Whether events of the attempt are missing. Only valid after its end."""
         return any_is_cut(self._folder, self._pattern)
 
     @property
@@ -166,23 +179,23 @@ class AttemptEvents:
         return self._fold.groups[self._slot]
 
     def note_leave(self) -> None:
-        """Note that a worker has left in order by its exit status; its event may be missing."""
+        """Record an orderly leave that the exit status shows; its event may be missing."""
         self._has_left = True
 
     def poll(self) -> None:
-        """Take in what is new; call it every now and then, so that it is never much."""
+        """Process new events. Call this regularly, so that they are few."""
         for event in self._tail.poll():
             self._fold.observe(event)
 
 
 def has_trained(paths: RunPaths) -> bool:
-    """Tell whether any group of the run has made a step.
+    """True if any group of the run has made a step.
 
-    Of a run that `titan-ft launch` started, in its latest launch: a resumed run whose network is
-    gone has not begun. Groups that are started one by one share one history, and no launch.
+    For a run of `titan-ft launch`, its latest launch counts: a resumed run without network has not
+    begun. Groups that are started one by one share one history without launches.
 
-    This reads each worker's file up to its first commit, and folds nothing: an agent on a cluster asks it, and the
-    events of all groups may be gigabytes.
+    This reads each worker's file up to its first commit, and folds nothing: an agent on a cluster
+    asks it, and the events of all groups may be gigabytes.
     """
     launches = EventTail(
         paths.events, LaunchStarted, pattern="launcher-*.jsonl", from_start=True
@@ -192,7 +205,7 @@ def has_trained(paths: RunPaths) -> bool:
 
 
 def _has_commit(path: Path, since: float) -> bool:
-    """Tell whether the first step in a worker's events is not older than `since` (Unix seconds)."""
+    """True if the first step in a worker's events is not older than `since` (Unix seconds)."""
     try:
         with path.open("rb") as lines:
             for line in lines:
@@ -206,16 +219,22 @@ def _has_commit(path: Path, since: float) -> bool:
 
 
 def exit_status(code: int) -> int:
-    """Return the exit status of who gives a group up, by that of the worker that was the cause."""
+    """Return the agent's exit status for giving a group up, by that of the worker that was the
+    cause.
+    """
     return code if code in (CONFIG_ERROR_CODE, FINAL_CODE) else 1
 
 
 @dataclass
 class RestartPolicy:
-    """Count the restarts of one group. A group that got going (see `decide`) is restarted without delay again."""
+    """Counts the restarts of one group. After success (see `decide`) a group is restarted without
+    delay again.
+    """
 
     max_restarts: int
-    """Restarts within `WINDOW_SECONDS`, or since the last attempt that contributed to a step if that is longer."""
+    """Restarts within `WINDOW_SECONDS`, or since the last attempt that contributed to a step if
+    that is longer.
+    """
     healthy_seconds: float = 60.0
     """An attempt that lived this long had got going."""
     clock: Callable[[], float] = time.monotonic
@@ -241,9 +260,10 @@ class RestartPolicy:
     """Whether the run is known to have made a step."""
 
     def decide(self, end: AttemptEnd) -> float | NoRestart:
-        """Return the seconds to wait before the group is started again, or why it is not.
+        """Return the seconds to wait before the group's restart, or why it is not restarted.
 
-        A group that is killed again and again but commits in between is no crash loop, however short its lives are.
+        A group that is killed repeatedly but commits in between is no crash loop, however short its
+        attempts are.
         """
         if self._first_start is None:
             self._first_start = self.clock() - end.alive_seconds
@@ -258,7 +278,8 @@ class RestartPolicy:
         hopeless = self._find_loop(end) or self._find_dead_network(end)
         if hopeless is not None:
             return hopeless
-        # Not without a commit: attempts that each wait long for what never comes (a file server) would go on for ever.
+        # Not without a commit: attempts that each wait long for what never comes (a file server)
+        # would go on for ever.
         while (
             end.committed and self._restarts and self._restarts[0] <= self.clock() - WINDOW_SECONDS
         ):
@@ -277,13 +298,13 @@ class RestartPolicy:
         return delay
 
     def _find_loop(self, end: AttemptEnd) -> NoRestart | None:
-        """Return why the group is given up if it ends again and again of one cause, else None.
+        """Return why the group is given up if it ends repeatedly for one cause, else None.
 
-        Commits between are progress, unless they lead to the same step each time: the group then
-        went on from the same checkpoint, and met the same end.
+        Commits in between are progress, unless they lead to the same step each time: then the group
+        continued from the same checkpoint, and met the same end.
 
-        A kill, an injected fault and an error that may go by itself neither count nor end the row:
-        they do not say that the cause before them is gone.
+        A kill, an injected fault and a transient error neither count nor end the row, because they
+        do not show that the earlier cause is gone.
         """
         if end.committed and (end.step is None or end.step != self._last_step):
             self._last_kind, self._last_step, self._num_same, self._num_own = "", end.step, 0, 0
@@ -311,8 +332,8 @@ class RestartPolicy:
     def _most_ends(self, end: AttemptEnd) -> int:
         """Return how many ends like this one make a crash loop.
 
-        A crash may be the fault of the host. Where the group leaves a suspected host, it has to die
-        there often enough to do so before it is given up.
+        The host may be the cause of a crash. If the group leaves suspected hosts, it must die there
+        often enough to do so before it is given up.
         """
         text = kind = None
         if end.error is not None:
@@ -326,8 +347,8 @@ class RestartPolicy:
     def _find_dead_network(self, end: AttemptEnd) -> NoRestart | None:
         """Return why the group is given up if there is no network, else None.
 
-        Only before the first step of the run: the group may be one that comes back late, and the
-        others, who train, wait for it.
+        This applies only before the run's first step: later the group may be a late one that the
+        training others wait for.
         """
         self._trains = self._trains or end.committed
         if not end.is_network_error or self._trains:
@@ -351,20 +372,24 @@ class CommonEnd:
 
     def __init__(self) -> None:
         self._latest: dict[int, tuple[int, str]] = {}
-        """By group: step and kind of its last end, since the last time that these were the same for all."""
+        """By group: step and kind of its last end, since the last time that these were the same for
+        all.
+        """
         self._rounds: Counter[tuple[int, str]] = Counter()
 
     def observe_exit(self, event: WorkerExited, step: int, groups: Collection[int]) -> str:
-        """Take the end of a worker that ended an attempt; return why the run is to stop, or nothing.
+        """Process a worker's end that ended an attempt; return why the run must stop, or "".
 
-        Groups that end alike and lose the state with it come back to that step from a checkpoint, and end there again.
+        Groups that end alike and lose the state return to that step from a checkpoint, and end
+        there again.
 
         Args:
             event: `GroupFold.failed_by` of the group.
-            step: last step that its group has committed.
-            groups: those that are still in the run.
+            step: last committed step of the group.
+            groups: groups that are still in the run.
         """
-        # Who is not started again anyway says nothing of starts: others may yet save the last step that it could not.
+        # Who is not started again anyway says nothing of starts: others may yet save the last step
+        # that it could not.
         if event.transient or event.code in (CONFIG_ERROR_CODE, FINAL_CODE):
             return ""
         kind = kind_of_end(code_of(event), event.error)
@@ -382,10 +407,10 @@ class CommonEnd:
 
     @staticmethod
     def observe_loss(event: ReplicaGaveUp, any_committed: bool) -> str:
-        """Take the end of a group that is not started again; return why the run is to stop, or nothing.
+        """Process the end of a group that is not restarted; return why the run must stop, or "".
 
-        As long as no group has made a step nobody loses anything by an end, and whoever has started the run is there to
-        see it. Later on the other groups train on.
+        Before any group has made a step an end loses nothing, and the user who started the run is
+        there to see it. Later the other groups train on.
         """
         if any_committed or event.cause not in (CRASH_LOOP, NETWORK):
             return ""
@@ -399,7 +424,9 @@ class CommonEnd:
 
 
 def _describe_cause(event: WorkerExited) -> str:
-    """Return the exception that ended a worker, or its signal or status with the last line of its log."""
+    """Return the exception that ended a worker, or its signal or status with the last line of its
+    log.
+    """
     if event.error is not None:
         return event.error
     name = name_end(code_of(event))
@@ -407,8 +434,8 @@ def _describe_cause(event: WorkerExited) -> str:
 
 
 def may_replace(code: int | None, gave_up: bool) -> bool:
-    """Tell whether a spare may take the place of a group, by how its agent ended.
+    """True if a spare may replace a group, by how its agent ended.
 
-    Another process would do no better where the config is wrong or the state diverged.
+    A new process would not help if the config is wrong or the state diverged.
     """
     return gave_up and code not in (None, 0, CONFIG_ERROR_CODE, FINAL_CODE)

@@ -1,10 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Decide what may differ between a run's launch and the one that goes on from its checkpoint.
+"""Decide which fields may differ between a run's launch and the launch that continues from its
+checkpoint.
 
 The effective values of both launches are compared: TOML, flags and defaults together. A field that
-only says how a run is carried out may change. A field of the arithmetic or of the data makes
-another run of it, and may change only if `--resume-with` names it.
+only affects how a run is carried out may change. A change of the arithmetic or of the data makes
+another run, and is allowed only if `--resume-with` names it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from titan_ft.system.text import printable
 from titan_ft.usage import refusing
 
 HEADER = "# titan-ft launch "
-"""Begins the lines of a run's config that show the commands of its launches to people, above the TOML."""
+"""Begins the lines of a run's config that show the commands of its launches to people, above the
+TOML.
+"""
 _RECORD = "# titan-ft launched: "
 """Begins the line after each of them: the same command, and the folder it was given in, as JSON.
 
@@ -205,13 +208,14 @@ Changes = Mapping[str, ChangedField]
 
 @dataclass(frozen=True)
 class Command:
-    """A launch of a run, as it was given.
+    """The command of a launch.
 
     Attributes:
         toml: path of its TOML.
         replicas, ranks: numbers of groups, and of ranks in each.
-        flags: torchtitan's, after the --.
-        folder: where it was given, for relative paths; None for one of an earlier version.
+        flags: torchtitan's flags, after the --.
+        folder: working folder, from which relative paths start; None for a launch of an earlier
+            version.
     """
 
     toml: Path
@@ -221,12 +225,14 @@ class Command:
     folder: Path | None = None
 
     def worker_flags(self) -> list[str]:
-        """Return the flags that its values follow from."""
+        """Return the flags that determine its values."""
         own = [f"--job.config_file={self.toml}", f"--{TABLE}.enable"]
         return [*own, f"--{_REPLICAS}={self.replicas}", *self.flags]
 
     def is_same_as(self, other: Command) -> bool:
-        """Tell whether nothing can differ: TOML (but for its headers), numbers, flags and folder are the same."""
+        """True if nothing can differ: TOML (without its headers), numbers, flags and folder are
+        equal.
+        """
         if None not in (self.folder, other.folder) and self.folder != other.folder:
             return False  # a relative path may be another one there
         mine = (self.replicas, self.ranks, self.flags, without_headers(self.toml))
@@ -240,16 +246,16 @@ def without_headers(config: Path) -> list[str]:
 
 
 def is_header(line: str) -> bool:
-    """Tell whether a line names the command of a launch."""
+    """True if a line of a config names a launch's command."""
     return line.startswith((HEADER, _RECORD))
 
 
 def header_lines(words: Sequence[str], folder: Path) -> list[str]:
-    """Return the lines, with their ends, that name the command of a launch in the config of its run.
+    """Return the lines, with their ends, that name a launch's command in the config of its run.
 
     Args:
-        words: what follows "titan-ft launch".
-        folder: where the command was given.
+        words: the words after "titan-ft launch".
+        folder: working folder of the command.
     """
     shown = printable(shlex.join(words))
     record = json.dumps({"folder": str(folder), "words": list(words)})
@@ -257,10 +263,10 @@ def header_lines(words: Sequence[str], folder: Path) -> list[str]:
 
 
 def read_command(config: Path) -> Command:
-    """Return the latest launch of the run whose config this is.
+    """Return the latest launch of a run from its config.
 
     Raises:
-        ConfigError: it does not say how it was launched.
+        ConfigError: the config does not name the command.
     """
     try:
         header, *rest = config.read_text(encoding="utf-8").splitlines()[:2]
@@ -293,7 +299,9 @@ def read_command(config: Path) -> Command:
 
 
 Resolve = Callable[[Sequence[str], Sequence[str]], tuple[Values, Values]]
-"""Takes the flags of an earlier launch and of this one; returns the values of both, these checked."""
+"""Takes the flags of an earlier launch and of this one; returns the values of both, these
+checked.
+"""
 
 
 def find_changes(earlier: Command, now: Command, resolve: Resolve) -> tuple[Changes, str]:
@@ -336,7 +344,7 @@ def resolve_in_child(earlier: Sequence[str], now: Sequence[str]) -> tuple[Values
 
 
 def complete(values: Values, ranks: int) -> dict[str, Any]:
-    """Return the values with those put in that a launch determines.
+    """Add the values that a launch determines.
 
     Args:
         ranks: of a group.
@@ -351,10 +359,11 @@ def complete(values: Values, ranks: int) -> dict[str, Any]:
 def _find_paths(
     before: dict[str, Any], after: dict[str, Any], earlier: Path | None, now: Path | None
 ) -> None:
-    """Put the files and folders that paths lead to in the place of these, which may be written in several ways.
+    """Replace paths by the files and folders that they lead to, because one place has several
+    spellings.
 
     Args:
-        earlier, now: folders that relative paths start from.
+        earlier, now: folders from which relative paths start.
     """
     for name in _PATHS:
         old, new = before[name], after[name]
@@ -364,7 +373,9 @@ def _find_paths(
 
 
 def _real_path(path: str | None, folder: Path | None) -> str | None:
-    """Return the file or folder that a path leads to; the path itself if it names none, as that of a data set does."""
+    """Return the file or folder of a path, or the text itself if it is none, such as a data set's
+    name.
+    """
     if not path or (folder is None and not os.path.isabs(path)):
         return path
     place = path if folder is None else str(folder / path)
@@ -377,7 +388,9 @@ def num_shards(values: Values) -> int:
 
 
 def compare(before: Values, now: Values) -> dict[str, ChangedField]:
-    """Return the fields that differ, by their full names, with what that may do."""
+    """Return the fields that differ, by their full names, with the possible effect of the
+    change.
+    """
     same_cut = num_shards(before) == num_shards(now)
     method = f"{TABLE}.semi_sync_method"
     in_rounds = bool(before[method] or now[method])
@@ -398,7 +411,7 @@ def compare(before: Values, now: Values) -> dict[str, ChangedField]:
 
 
 def _meaning(name: str, values: Values) -> Any:
-    """Return the value that a field has by itself, or stands for where it is not set."""
+    """Return a field's effective value, also if it is not set."""
     if name == _TOTAL_STEPS and values[name] is None:
         return values[_STEPS]
     if name == _GLOBAL_BATCH and values[name] < 0:
@@ -407,7 +420,7 @@ def _meaning(name: str, values: Values) -> Any:
 
 
 def kind_of_field(name: str) -> str:
-    """Return what a change of a field may do; arithmetic for one that is not known."""
+    """Return the possible effect of a field's change; "arithmetic" for an unknown field."""
     if name == _RANKS:
         return HARMLESS  # the degrees that follow from it are compared
     parts = name.split(".")
@@ -440,10 +453,10 @@ def check_allowed(changes: Changes, named: Sequence[str]) -> None:
     """Check that `--resume-with` names each change that is not harmless, and only changes.
 
     Args:
-        named: what it names; full names, or the last part of them.
+        named: full names of fields, or the last part of them.
 
     Raises:
-        ConfigError: a change is not named, or a name is none of a change, or no name allows it.
+        ConfigError: a change is not named, a name is no change, or a change can never be allowed.
     """
     workers = changes.get(_WORKERS)
     if workers is not None:  # every rank would refuse its loader's state, at each start again

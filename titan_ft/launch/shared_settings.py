@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Settings of `[fault_tolerance]` that concern whoever starts the workers, and the lighthouse, too."""
+"""Settings of `[fault_tolerance]` that the launcher and the lighthouse need too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from titan_ft.launch.lighthouse import check_settings
 from titan_ft.options import LighthouseSettings
 from titan_ft.round_settings import ROUND_JOIN_TIMEOUT_MS
 
-# Fields of the table that concern the launcher too, with the type that a worker's flag for them is read as.
+# Fields of the table that concern the launcher too, with the type that a worker's flag for them is
+# read as.
 SHARED_FIELDS: dict[str, type] = {
     **{setting.name: int for setting in fields(LighthouseSettings)},
     "min_replica_size": int,
@@ -26,7 +27,7 @@ SHARED_FIELDS: dict[str, type] = {
 
 
 def table_overrides(worker_args: Sequence[str]) -> dict[str, Any]:
-    """Return the [fault_tolerance] fields that the workers' flags set, of those that concern the launcher too."""
+    """Return the [fault_tolerance] fields shared with the launcher that the workers' flags set."""
     found: dict[str, Any] = {}
     for name, value in read_flags(worker_args):
         section, _, key = name.partition(".")
@@ -43,14 +44,14 @@ def table_overrides(worker_args: Sequence[str]) -> dict[str, Any]:
 
 
 def lighthouse_settings(table: Mapping[str, Any]) -> LighthouseSettings:
-    """Take the lighthouse's settings from the [fault_tolerance] table, where its own defaults stand too."""
+    """Return the lighthouse's settings from the [fault_tolerance] table and its defaults."""
     defaults = FaultTolerance()
     join_timeout_ms = table.get("join_timeout_ms", defaults.join_timeout_ms)
     if table.get("semi_sync_method") and join_timeout_ms > 0:
         join_timeout_ms = max(join_timeout_ms, ROUND_JOIN_TIMEOUT_MS)
     settings = LighthouseSettings(
-        # Not min_replica_size: the groups count themselves. Where the lighthouse waits for more, the last group that is
-        # left at the end of a run would wait for a quorum for ever.
+        # Not min_replica_size: the groups count themselves. Where the lighthouse waits for more,
+        # the last group that is left at the end of a run would wait for a quorum for ever.
         min_replicas=1,
         heartbeat_timeout_ms=table.get("heartbeat_timeout_ms", defaults.heartbeat_timeout_ms),
         join_timeout_ms=join_timeout_ms,

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Serve the store at which the workers of one attempt of a group meet, in a process of its own.
 
-Its threads, which are torch's, would be lost in a fork: so they are not where workers are forked. It outlives every
-worker of the attempt, and ends with the agent. Command line: the descriptor of the socket that listens.
+A fork would lose torch's threads for the store, so a process that forks workers does not serve it.
+The store outlives every worker of the attempt, and ends with the agent. Command line: the
+descriptor of the listening socket.
 """
 
 from __future__ import annotations
@@ -19,21 +20,24 @@ from typing import Any
 from titan_ft.run.orphan import end_with_parent
 
 PID_ENV = "TITAN_FT_STORE_PID"
-"""Tells workers which process serves the store of their group: its connections are the group's, too."""
+"""Tells workers which process serves the store of their group: its connections are the group's,
+too.
+"""
 
 
 def reachable(listener: socket.socket) -> tuple[str, int]:
-    """Return host and port at which this host's own processes reach a socket, which may listen at all addresses.
+    """Return host and port at which this host's processes reach a socket that may listen at all
+    addresses.
 
-    One that listens at :: answers IPv4 too. Where IPv6 is switched off (the sysctl disable_ipv6), a socket can still
-    listen at ::, and nobody reaches ::1.
+    A socket at :: answers IPv4 too. With IPv6 switched off (the sysctl disable_ipv6), a socket can
+    still listen at ::, but ::1 cannot be reached.
     """
     host, port = listener.getsockname()[:2]
     return {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(host, host), port
 
 
 def serve(listener: socket.socket) -> Any:
-    """Return the store, which is served as long as there is a reference to it."""
+    """Serve the store as long as the returned reference lives."""
     import torch.distributed as dist
 
     host, port = reachable(listener)
@@ -44,11 +48,13 @@ def serve(listener: socket.socket) -> Any:
 
 def main() -> None:
     end_with_parent()
-    # torch looks up the name of every peer's address, for its log, and the store answers nobody meanwhile. Its own is a
-    # number: it needs no name server, and none that is slow holds up a rendezvous.
+    # torch looks up the name of every peer's address, for its log, and the store answers nobody
+    # meanwhile. Its own is a number: it needs no name server, and none that is slow holds up a
+    # rendezvous.
     os.environ["RES_OPTIONS"] = "attempts:0"
-    # Each rank of the group has connections here, and so has each rank of a column that meets here. With the usual
-    # limit of 1,024 descriptors a store accepts no more connections at some 500 ranks.
+    # Each rank of the group has connections here, and so has each rank of a column that meets here.
+    # With the usual limit of 1,024 descriptors a store accepts no more connections at some 500
+    # ranks.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     store = serve(socket.socket(fileno=int(sys.argv[1])))

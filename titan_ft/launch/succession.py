@@ -1,10 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which of several lighthouses of a job serves it: the one that the file in the run's folder names.
+"""The active lighthouse among several of a job: the one named in a file in the run's folder.
 
-Whoever wants to serve writes its name there first; whoever reads another's name there steps down. Two that write at
-once, or one that was only slow and comes back, are told apart by that within moments, and groups take no new members
-from one that is not named any more (`membership/seat.py`).
+A lighthouse that wants to serve writes its name there first, and one that reads another's name
+there steps down. That settles within moments two that write at once, and one that was only slow and
+returns. Groups take no new members from a lighthouse that is no longer named
+(`membership/seat.py`).
 """
 
 from __future__ import annotations
@@ -19,22 +20,24 @@ SILENT_SECONDS = 0.8
 """Without an answer, after which a standby takes the announced lighthouse's place."""
 _ANSWER_SECONDS = 0.5  # that one answer may take
 _LOOK_SECONDS = _ANSWER_SECONDS + 0.2
-"""What one look counts for at most: who was stopped for longer, or starved, has not listened for all of it."""
+"""What one look counts for at most: who was stopped for longer, or starved, has not listened for
+all of it.
+"""
 
 
 class Succession:
-    """One lighthouse's part in it.
+    """One lighthouse's part in the succession.
 
     Args:
         path: the file.
         own: what this lighthouse announces.
-        standby: whether it leaves one that is announced already, and answers, in its place.
+        standby: whether it leaves an announced lighthouse that answers in its place.
         token: the run's shared secret.
-        ask: says whether a lighthouse answers.
+        ask: returns whether a lighthouse answers.
 
     Attributes:
         serves: whether it has announced itself.
-        other: the one that is announced instead, as far as is known.
+        other: the other announced lighthouse, as far as known.
     """
 
     def __init__(
@@ -54,7 +57,8 @@ class Succession:
         self.other: Announcement | None = None
 
     def poll(self) -> bool:
-        """Look once, and announce this lighthouse if it is time; returns False when it has to step down.
+        """Read the file once, and announce this lighthouse at its turn; return False if it must
+        step down.
 
         Raises:
             OSError: the file cannot be written.

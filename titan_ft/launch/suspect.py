@@ -1,9 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A host on which workers die again and again: its group leaves, so that it can be started elsewhere.
+"""Hosts on which workers die again and again: a group leaves such a host, so that it can be started
+elsewhere.
 
-A worker's end is restarted where it was: that is quickest, and mostly right. A host with a bad GPU or bad memory ends
-whatever runs there. The whole job's ends on the host count, for groups may follow each other there.
+A group is normally restarted on its host, which is quickest. But a host with a bad GPU or bad
+memory ends everything that runs there. All of the job's ends on the host count, because groups may
+follow each other there.
 """
 
 from __future__ import annotations
@@ -30,13 +32,16 @@ _COMMAND_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class SuspectPolicy:
-    """When a host counts as suspected, and what is done then.
+    """When a host is suspected, and what happens then.
 
     Attributes:
-        deaths: on one host, within the window, that make it suspected (see `HostDeaths`); 0 = none ever is.
+        deaths: deaths on one host within the window that make it suspected (see `HostDeaths`); 0
+            for never.
         window_seconds: the window.
-        command: of the user's, run with the host and the reason as further arguments; may be empty.
-        file: where the host is written and until when it is suspected (Unix seconds), a line each time; None = nowhere.
+        command: the user's command, run with the host and the reason as further arguments; may be
+            empty.
+        file: file for lines with the host and the end of its suspicion (Unix seconds); None for no
+            file.
     """
 
     deaths: int = 0
@@ -46,7 +51,7 @@ class SuspectPolicy:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> SuspectPolicy:
-        """Read it from the environment, as scripts/replica_group.sh sets it.
+        """Read the policy from the environment, as scripts/replica_group.sh sets it.
 
         Raises:
             ConfigError: a value is wrong.
@@ -68,7 +73,9 @@ class SuspectPolicy:
         )
 
     def act(self, host: str, reason: str) -> None:
-        """Tell the user's command and the batch script; what fails in it is said, and keeps nobody from leaving."""
+        """Run the user's command and write for the batch script. Failures are printed and do not
+        keep the group there.
+        """
         if self.file is not None:
             try:
                 with open(self.file, "a", opener=no_follow) as file:
@@ -92,11 +99,12 @@ class SuspectPolicy:
 
 
 def counts_against_host(event: WorkerExited) -> bool:
-    """Say whether the end of a worker may be its host's fault.
+    """True if the host may have caused a worker's end.
 
-    Not that of one that was stopped because of another; nor where the config is wrong, the group must not come back,
-    the reason may go by itself, or a fault was injected. Nor is an exception, but for a hang and a GPU's own: a mistake
-    in the code would follow the group from host to host, until all were excluded.
+    Not for a worker that was stopped because of another one, a wrong config, a group that must not
+    return, a transient reason or an injected fault. An exception does not count either, except a
+    hang and a GPU's error: a mistake in the code would follow the group from host to host until all
+    were excluded.
     """
     if event.stopped or event.transient or event.code in (0, CONFIG_ERROR_CODE, FINAL_CODE):
         return False
@@ -106,12 +114,12 @@ def counts_against_host(event: WorkerExited) -> bool:
 class HostDeaths:
     """Counts the deaths on one host in the events of the whole job.
 
-    All ranks of an attempt of a group die one death there: what ends one ends others, and all of them may be killed.
-    The first that ended by itself is announced first, and says whether it counts.
+    All ranks of an attempt die one death there: one end causes others, and all ranks may be killed.
+    The first rank that ended by itself is announced first, and decides whether the death counts.
 
     Args:
         events: folder of the run's events.
-        pattern: of the files of those who announce how workers end.
+        pattern: pattern of the event files that announce workers' ends.
     """
 
     def __init__(

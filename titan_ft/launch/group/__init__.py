@@ -1,3 +1,5 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Keep the workers of one group: its agent, the processes that the agent forks, the agents of its other hosts."""
+"""The workers of one group: its agent, the agent's forks, and the agents of the group's other
+hosts.
+"""

@@ -1,21 +1,21 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Keep one replica group running: start its workers, and start them all again when one of them dies.
+"""Keep one replica group running: start its workers, and restart all of them when one dies.
 
-One agent per group (`python -m titan_ft.launch.group.agent`), under `titan-ft launch` as on a
+Each group has one agent (`python -m titan_ft.launch.group.agent`), under `titan-ft launch` and on a
 cluster (`titan-ft group`). A group on several hosts has an agent on each: the first one leads, and
-the others do as it says (`hosts`, `follower`). The group as a whole is what is restarted, because
-its ranks cannot go on without each other. The workers are forks of the agent, which has imported
-all that they need (`forks`), by itself or as a fork of the launcher's zygote.
+the others follow its messages (`hosts`, `follower`). The group is restarted as a whole, because its
+ranks cannot continue without each other. The workers are forks of the agent, which has imported
+everything that they need (`forks`), by itself or as a fork of the launcher's zygote.
 
-torch elastic's agent (torchrun) is not used, because it does not hold what a group needs:
+torch elastic's agent (torchrun) is not used, because a group needs more than it offers:
 
-- After a failure it gives the other ranks the same time as for an end in order: 30 s, or as long as
-  a drain. Here they get `GRACE_SECONDS`, because they cannot finish without the one that failed.
+- After a failure it gives the other ranks as long as for an orderly end: 30 s, or a whole drain.
+  Here they get `GRACE_SECONDS`, because they cannot finish without the failed rank.
 - It has threads, so it cannot fork workers that have everything imported. Its forkserver takes a
   function as the entry point, and starts one server for each agent.
-- The agents of a group meet at a store that is open to everyone, and unpickle what they find there.
-- The agent of each node counts restarts and judges ends by itself, without a way to give a group up
+- The agents of a group meet at a store that is open to everyone, and unpickle its contents.
+- The agent of each node counts restarts and judges ends by itself, and no agent can give a group up
   on all nodes.
 - It takes exit status 0 in the middle of training for success.
 
@@ -104,7 +104,9 @@ AGENT = "titan_ft.launch.group.agent"
 """This module."""
 DEFAULT_MODULE = "titan_ft.train"
 LATE_RETURN_SECONDS = 10.0
-"""A group that came back, and has not committed so long after another group finished, has come too late."""
+"""A group that came back, and has not committed so long after another group finished, has come too
+late.
+"""
 SENT_AWAY = "its workers were told to leave"
 ZYGOTE_ENV = "TITAN_FT_ZYGOTE"
 """0: workers are new processes, as with --no-zygote."""
@@ -125,7 +127,9 @@ class GroupSpec:
     """Its address; empty: TORCHFT_LIGHTHOUSE of the environment."""
     replica: int = 0
     bind: str = LOOPBACK
-    """Numeric address at which the group's store listens; groups on other hosts must reach it; :: for all."""
+    """Numeric address at which the group's store listens; groups on other hosts must reach it; ::
+    for all.
+    """
     takeover: str = ""
     """Why the first attempt is a restart, if it is one."""
     attempt: int = 0
@@ -139,10 +143,12 @@ class GroupSpec:
     grace_seconds: float = GRACE_SECONDS
     """How long the other ranks of a rank that failed may take to end."""
     zygote: bool = True
-    """Import what the workers need here, and fork them; else they are new processes, which import it themselves."""
+    """Import what the workers need here, and fork them; else they are new processes, which import
+    it themselves.
+    """
     cluster: bool = False
-    """No launcher has started this agent. It counts attempts itself, checks the config, and its output and exit status
-    are those of the group's command."""
+    """No launcher has started this agent. It counts attempts itself, checks the config, and its
+    output and exit status are those of the group's command."""
     hosts: int = 1
     """Number of hosts of the group."""
     rendezvous: str = ""
@@ -180,11 +186,15 @@ class GroupSpec:
 
 
 class Agent:
-    """Run one group until it finishes, may not be restarted any more, or a stop is asked for.
+    """Runs one group until it finishes, its restarts are used up, or a stop is requested. See
+    docs/agents.md.
+
+    It has one thread, because it forks. If it dies, its workers end with it, and its keeper starts
+    another agent.
 
     Args:
         stop: counts the requests to stop.
-        starter: of the workers.
+        starter: starts the workers.
         hosts: the other hosts of the group; None if there is none.
     """
 
@@ -224,11 +234,12 @@ class Agent:
             self._group.kill()
 
     def run(self) -> int:
-        """Return 0 when the group finished or was drained, 2, 3 or 4 as `restart_policy` names them, else 1.
+        """Return 0 when the group finished or was drained, 2, 3 or 4 as in `restart_policy`, else
+        1.
 
         Raises:
-            Exception: whatever this process cannot do (no file, no fork); the group's workers have
-                ended with it.
+            Exception: this process failed (no file, no fork). The group's workers have ended with
+                it.
         """
         try:
             status = self._run_attempts()
@@ -239,7 +250,7 @@ class Agent:
             self._events.close()
 
     def refuse(self, mistake: str) -> int:
-        """Give the group up for a mistake in its config that was found before any worker was started."""
+        """Give the group up for a mistake in its config, found before any worker was started."""
         error = f"{CONFIG_ERROR}: {mistake}"
         why = NoRestart(CONFIG, "the configuration is wrong")
         self._announce_give_up(self.spec.attempt, 0, why, "", error, CONFIG_ERROR)
@@ -287,7 +298,9 @@ class Agent:
         return 1
 
     def _meet(self, attempt: int) -> Sequence[HostAgent] | None:
-        """Wait for the agents of the group's other hosts; None if they do not come, or a stop was asked for."""
+        """Wait for the agents of the group's other hosts; None if they do not come, or a stop was
+        requested.
+        """
         if self._hosts is None:
             return []
         members = self._hosts.wait_for_all(lambda: bool(self._stop))
@@ -300,10 +313,10 @@ class Agent:
     def _run_attempt(
         self, attempt: int, restarted_because: str, members: Sequence[HostAgent], *, came_back: bool
     ) -> WorkerExit | None:
-        """Run the group once; return the first worker that failed, None when all ended well.
+        """Run the group once; return the first worker that failed, or None if all ended well.
 
         Args:
-            restarted_because: why it is started again; empty if it is not.
+            restarted_because: reason for the restart; empty for a first start.
             members: the agents of its other hosts.
             came_back: whether it left in order before, so that the other groups do not wait for it.
         """
@@ -370,7 +383,9 @@ class Agent:
         return GroupWorkers(attempt, share, store, local, self._hosts, members)
 
     def _wait_for_end(self, group: GroupWorkers, came_back: bool) -> list[WorkerExit]:
-        """Wait until all finished, one failed, or the group is to end; return those that ended by themselves."""
+        """Wait until all finished, one failed, or the group must end; return the workers that ended
+        by themselves.
+        """
         looked = time.monotonic()
         while True:
             exits = group.exits()
@@ -405,14 +420,14 @@ class Agent:
         return AttemptEvents(self.spec.paths, self.spec.replica, attempt)
 
     def _was_sent_away(self) -> bool:
-        """Return whether somebody asked the workers to leave while others train on: then the group is to come back.
+        """True if the workers were asked to leave while other groups train: then the group must
+        return.
 
-        Whoever asks this process too wants the group to be gone. And no group comes back to a job
-        that is over.
+        A request to this process too means that the group must stay away, and no group returns to a
+        finished job.
 
-        Where the last events are missing and there is no mark either, the group stays away: it may
-        have finished. A group that came back to a job that is over would train all of it again,
-        alone.
+        Without the last events and without a mark the group stays away, because it may have
+        finished. A group that returned to a finished job would train all of it again, alone.
         """
         told = self._attempt_events
         if told.is_cut and not told.drained and not self._job_is_over():
@@ -422,7 +437,9 @@ class Agent:
         return told.drained and not self._job_is_over()
 
     def _job_is_over(self, seconds: float = 0.0) -> bool:
-        """Return whether a group has finished since this process was started, at least so long ago."""
+        """Return whether a group has finished since this process was started, at least so long
+        ago.
+        """
         if self._finish_time is None:
             self._finish_time = next((event.time for event in self._finishes.poll()), None)
         if self._finish_time is None:
@@ -432,7 +449,7 @@ class Agent:
         return self._finish_time is not None and self._finish_time <= time.time() - seconds
 
     def _suspect(self, attempt: int, host: str) -> str:
-        """Return why a host is suspected, after it was announced; empty if it is not."""
+        """Announce a suspected host and return the reason; empty if the host is not suspected."""
         if not self._suspects.deaths:
             return ""
         seconds = self._suspects.window_seconds
@@ -503,7 +520,9 @@ class Agent:
 
 
 def point_to(folder: Path, link: Path) -> None:
-    """Let a link lead to a folder beside it; without links, as on some file systems, there is none."""
+    """Let a link lead to a folder beside it; without links, as on some file systems, there is
+    none.
+    """
     new = link.with_name(f".{link.name}-{os.getpid()}")
     with contextlib.suppress(OSError):
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -563,7 +582,7 @@ class _Main:
         return self._agent.run()
 
     def run_on_cluster(self) -> int:
-        """Keep the group, or this host's part of it, until it ends."""
+        """Run the group, or this host's part of it, until it ends."""
         spec = self.spec
         try:
             metrics_place = _read_environment()
@@ -600,7 +619,9 @@ class _Main:
         return status
 
     def _choose_starter(self) -> None:
-        """Import what the workers need, if they are to be forks; where that is not possible they are new processes."""
+        """Import everything that the workers need, if they are to be forks; else they are new
+        processes.
+        """
         spec = self.spec
         if not spec.zygote or sys.platform != "linux":  # macOS's own libraries do not bear a fork
             return
@@ -633,7 +654,7 @@ class _Main:
         )
 
     def _lead_or_follow(self, metrics_place: str) -> int:
-        """Lead the group if its rendezvous is at this host, else follow the agent that does."""
+        """Lead the group if its rendezvous is on this host, else follow the leading agent."""
         spec = self.spec
         token = read_token(os.environ)
         self._follower = Follower(
@@ -698,9 +719,9 @@ def _read_environment() -> str:
 
 
 def _count_on(spec: GroupSpec) -> None:
-    """Number the first attempt of a group that no launcher counts, and say why it is a restart.
+    """Number the first attempt of a group without a launcher, and record why it is a restart.
 
-    A group that Slurm requeued, or that somebody started again, is a restart like any other. Two
+    A group that Slurm requeued, or that was started again by hand, is a restart like any other. Two
     attempts with one number would be taken for one.
     """
     known = spec.paths.next_attempt(spec.replica)
@@ -712,7 +733,7 @@ def _count_on(spec: GroupSpec) -> None:
 
 
 def _status_of_stop(stop: StopRequests) -> int:
-    """Return the exit status of a group's command that was stopped.
+    """Return the exit status of a stopped group's command.
 
     It is not 0 after SIGTERM, although the workers left in order: Kubernetes would take the group
     for finished.

@@ -2,15 +2,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The connection between the agents of two hosts of one group.
 
-Each message is a line of JSON with a MAC of the run's token. The MAC covers the nonces of both ends, the direction and
-the number of the message. So nobody without the token can send, repeat, drop or reorder messages, and nothing from the
-network is unpickled, as torchrun's rendezvous does.
+Each message is a line of JSON with a MAC by the run's token. The MAC covers the nonces of both
+ends, the direction and the number of the message. So nobody without the token can send, repeat,
+drop or reorder messages. Nothing from the network is unpickled, as torchrun's rendezvous does.
 
-An agent has no threads, because it forks its workers. So nothing here blocks: `poll` takes what is there.
+An agent has no threads, because it forks its workers. So nothing here blocks: `poll` takes the
+bytes that have arrived.
 
-The kernel notices the end of the other side: an agent that dies closes its connections, and a host that vanishes
-answers no keep-alive (`GONE_SECONDS`). Messages of this module's own would mistake an agent that waits for a file
-server for one that is gone.
+The kernel notices the end of the other side: an agent that dies closes its connections, and a
+vanished host does not answer keep-alives (`GONE_SECONDS`). This module has no heartbeats of its
+own, because an agent that waits for a file server would seem to be gone.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ _LEADER, _FOLLOWER = b"leader", b"follower"
 
 
 class Hello(msgspec.Struct, tag=True):
-    """From a follower, first: which host, and how many ranks run there."""
+    """First message of a follower: its host, and the number of ranks there."""
 
     host: str
     num_ranks: int
 
 
 class Start(msgspec.Struct, tag=True):
-    """To a follower: start the workers of an attempt."""
+    """Tells a follower to start the workers of an attempt."""
 
     attempt: int
     host: int
@@ -56,30 +57,30 @@ class Start(msgspec.Struct, tag=True):
 
 
 class LeaveOrder(msgspec.Struct, tag=True):
-    """To a follower: ask its workers to leave in order."""
+    """Tells a follower to ask its workers to leave in order."""
 
 
 class End(msgspec.Struct, tag=True):
-    """To a follower: end its workers, at once if there is no time to end by themselves."""
+    """Tells a follower to end its workers, at once or after a grace time."""
 
     grace_seconds: float
 
 
 class Ping(msgspec.Struct, tag=True):
-    """To a follower: answer, if its host is there."""
+    """Asks a follower for an answer, which shows that its host is there."""
 
     number: int
 
 
 class Over(msgspec.Struct, tag=True):
-    """To a follower: the group is not started again; end with this exit status."""
+    """Tells a follower that the group is not restarted, and which exit status to end with."""
 
     status: int
     reason: str
 
 
 class WorkersState(msgspec.Struct, tag=True):
-    """From a follower, when something has changed: its workers' processes and ends."""
+    """A follower's report of its workers' processes and ends, sent at each change."""
 
     attempt: int
     pids: dict[int, int]
@@ -96,12 +97,12 @@ _decoder = msgspec.json.Decoder(Message)
 
 
 class AgentConnection:
-    """One end of a connection; used by one thread.
+    """One end of a connection between two agents; used by one thread.
 
     Args:
-        connection: is closed with the line.
+        connection: socket; closed with this object.
         token: the run's secret.
-        slot: of the group; agents of different groups do not understand each other.
+        slot: slot of the group. Agents of different groups do not understand each other.
         leads: whether this end is the leader's.
     """
 
@@ -127,7 +128,7 @@ class AgentConnection:
 
     @property
     def has_answered(self) -> bool:
-        """Whether the other end has sent its nonce, as an agent does at once."""
+        """Whether the other end has sent its nonce, which an agent does at once."""
         return bool(self._other_nonce)
 
     @property
@@ -141,10 +142,11 @@ class AgentConnection:
         self._try_flush()  # the next `poll` raises what is wrong
 
     def poll(self) -> list[Message]:
-        """Return the messages that have come.
+        """Return the messages that have arrived.
 
         Raises:
-            ConnectionError: the other end closed the connection, its host is gone, or it does not know the token.
+            ConnectionError: the other end closed the connection, its host is gone, or it lacks the
+                token.
         """
         problem = self._try_flush()
         while len(self._incoming) <= _MAX_LINE_BYTES:
@@ -196,7 +198,7 @@ class AgentConnection:
         return messages
 
     def _try_flush(self) -> ConnectionError | None:
-        """Send what waits; return what keeps it from that."""
+        """Send the waiting bytes; return the error that prevents it, or None."""
         try:
             self._flush()
         except ConnectionError as error:
@@ -229,7 +231,9 @@ class AgentConnection:
 
 
 def _notice_a_vanished_host(connection: socket.socket) -> None:
-    """Let the kernel break the connection when the other host answers nothing for `GONE_SECONDS`."""
+    """Let the kernel break the connection when the other host answers nothing for
+    `GONE_SECONDS`.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (*_KEEPALIVE, ("TCP_USER_TIMEOUT", GONE_SECONDS * 1000)):
         if hasattr(socket, name):  # macOS has other ones

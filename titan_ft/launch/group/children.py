@@ -68,7 +68,8 @@ class Children:
     ) -> Child:
         """Start a process with its output in `log`, or in a file that is open already.
 
-        It gets a session of its own: Ctrl-C in the terminal must reach the launcher only, which ends all in order.
+        The process gets its own session: Ctrl-C in the terminal must reach only the launcher, which
+        ends all in order.
         """
         with open_log(log, "ab") if output is None else contextlib.nullcontext(output) as file:
             process = subprocess.Popen(
@@ -83,14 +84,15 @@ class Children:
         return self.add(Child(name, process, log, needed_by_others))
 
     def add(self, child: Child) -> Child:
-        """Count a process as one of them that was started for this launcher by another one."""
+        """Adopt a process that another process started for this launcher."""
         self._children.append(child)
         return child
 
     def stop(self, grace_seconds: float, *, hurry: Callable[[], bool] = lambda: False) -> None:
-        """End all that still run: SIGTERM; after `grace_seconds`, or when `hurry`, a second one ("at once"); SIGKILL.
+        """End all running processes: SIGTERM; after `grace_seconds`, or when `hurry`, a second one
+        ("at once"); SIGKILL.
 
-        What the others need ends after all others. `hurry` is called every few moments while this waits.
+        Processes that others need end last. `hurry` is called every few moments during the wait.
         """
         self._end(
             [child for child in self._children if not child.needed_by_others], grace_seconds, hurry

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The agent of a group's further host: starts and ends workers there as the group's leader says (see `hosts`)."""
+"""The agent on a further host of a group: it starts and ends workers there as the leader says (see
+`hosts`).
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,20 @@ from titan_ft.system.stop import StopRequests
 _CONNECT_SECONDS = 2.0
 _POLL_SECONDS = 0.02
 STOPPED = 1
-"""Exit status of a follower that was stopped. The caller may replace it by one that names the signal."""
+"""Exit status of a follower that was stopped. The caller may replace it by one that names the
+signal.
+"""
 
 
 class Follower:
-    """Follows one leader, as long as the connection to it stands.
+    """Follows one leader as long as the connection to it lasts. The agent's only thread runs it.
 
     Args:
         stop: counts the requests to stop.
         token: the run's secret.
-        slot: of the group.
+        slot: slot of the group.
         num_ranks: number of ranks on this host.
-        start: starts this host's workers of an attempt: by its number.
+        start: starts this host's workers of an attempt, by its number.
         drain_seconds: time for the workers to leave when this agent is stopped.
         grace_seconds: time for the workers to end when the leader is gone.
         say: prints a line.
@@ -75,7 +79,9 @@ class Follower:
         self.has_met = False
         """Whether the latest leader has given this host an attempt to start."""
         self._leave_by: float | None = None
-        """Monotonic seconds until which the workers may leave; None if this agent was not asked to stop."""
+        """Monotonic seconds until which the workers may leave; None if this agent was not asked to
+        stop.
+        """
 
     def descriptors(self) -> list[int]:
         """Return the descriptors that no fork of this process may keep."""
@@ -87,10 +93,11 @@ class Follower:
             self._group.kill()
 
     def follow(self, address: str) -> int | None:
-        """Follow the leader at an address until it is gone, ends the group, or this agent is stopped.
+        """Follow the leader at an address until it is gone, ends the group, or this agent is
+        stopped.
 
         Returns:
-            The exit status of this agent; None if there is no leader, or no longer.
+            The exit status of this agent; None if there is no leader (any more).
         """
         self.has_met = False
         try:
@@ -165,7 +172,9 @@ class Follower:
             self._sent = state
 
     def _has_left(self) -> bool:
-        """Let the workers leave in order, as this agent was asked to; return whether it may end."""
+        """Let the workers leave in order after a request to this agent; return whether the agent
+        may end.
+        """
         if self._group is None:
             return True
         if self._leave_by is None:

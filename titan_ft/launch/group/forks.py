@@ -1,9 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run a Python module in a fork of this process, as `python -m` would in a new one: it has everything imported already.
+"""Run a Python module in a fork of this process, which has imported everything, as `python -m` in a
+new process.
 
-Nearly all of a worker's start is imports; a fork takes milliseconds, and shares their memory. A process that forks has
-one thread, for a lock that another one holds stays locked in the fork, and has not initialized CUDA.
+Nearly all of a worker's start is imports. A fork takes milliseconds, and shares the memory of the
+imports. A process that forks has one thread, because a lock that another thread holds stays locked
+in the fork. It has not initialized CUDA.
 """
 
 from __future__ import annotations
@@ -30,10 +32,14 @@ from titan_ft.run.orphan import PARENT_PID_ENV, end_with_parent
 from titan_ft.run.output import protect_output
 
 PRELOAD = "preload"
-"""A function of a worker's module, of its command line, that does before the fork what each fork would do again."""
+"""A function of a worker's module, of its command line, that does before the fork what each fork
+would do again.
+"""
 
 CHECK = "check"
-"""A function of a worker's module, of its command line, that raises ConfigError for a mistake in it."""
+"""A function of a worker's module, of its command line, that raises ConfigError for a mistake in
+it.
+"""
 
 MAX_ANSWER = 4096
 """Bytes that a pipe takes in one piece."""
@@ -43,24 +49,26 @@ THREADS_THAT_MAY_BE = {"jemalloc_bg_thd"}
 
 
 class ForkedProcess:
-    """A child of this process that was not started by `subprocess`, whose interface it has as far as it is needed."""
+    """A child of this process that was not started by `subprocess`, with the needed part of Popen's
+    interface.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return how it ended (negative: the signal), None while it runs."""
+        """Return the exit status (negative: the signal), or None while the process runs."""
         if self.returncode is None:
             found, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if found else None
         return self.returncode
 
     def wait(self, timeout: float = float("inf")) -> int:
-        """Return how it ended, when it has.
+        """Wait for the end; return the exit status (negative: the signal).
 
         Raises:
-            subprocess.TimeoutExpired: it has not, after so many seconds.
+            subprocess.TimeoutExpired: the process has not ended within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while self.poll() is None:
@@ -82,10 +90,11 @@ class ForkedProcess:
 
 
 def check(module: str, args: Sequence[str]) -> None:
-    """Let a worker's module check its command line; one that cannot be imported, or has no check, passes.
+    """Let a worker's module check its command line. A module without a check, or that fails to
+    import, passes.
 
     Raises:
-        ConfigError: there is a mistake in it.
+        ConfigError: there is a mistake in the command line.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in `preload`, which imports the rest
     try:
@@ -99,9 +108,9 @@ def check(module: str, args: Sequence[str]) -> None:
 
 
 def ask_fork(question: Callable[[], str]) -> str | None:
-    """Return a fork's answer, a line; empty if an exception or a signal ended it, None if the question called exit.
+    """Return a fork's answer, a line; empty if the fork failed, None if the question called exit.
 
-    Whatever the question imports, starts or breaks is gone with the fork.
+    Everything that the question imports, starts or breaks is gone with the fork.
     """
     reads, writes = os.pipe()
     sys.stdout.flush()
@@ -131,10 +140,14 @@ def ask_fork(question: Callable[[], str]) -> str | None:
 
 
 def preload(module: str, args: Sequence[str]) -> str:
-    """Import what a worker needs, and keep it out of the collector's way; return why no fork may be made, or nothing.
+    """Import everything that a worker needs, and exempt it from garbage collection.
 
     Args:
-        module: Python module that the workers run; its function `preload`, if it has one, gets `args`.
+        module: Python module that the workers run; its function `preload`, if it has one, gets
+            `args`.
+
+    Returns:
+        Why no fork may be made; empty if forks are possible.
     """
     # numpy's OpenBLAS starts its threads when it is loaded. It is used for next to nothing.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -157,7 +170,9 @@ def preload(module: str, args: Sequence[str]) -> str:
 
 
 def _other_threads() -> list[str]:
-    """Return the names of the threads of this process besides its main one, which a fork would not have."""
+    """Return the names of this process's threads other than the main one, which a fork would not
+    have.
+    """
     if sys.platform != "linux":
         return [thread.name for thread in threading.enumerate()[1:]]
     names = []
@@ -178,19 +193,21 @@ def fork_module(
     close: Collection[int] = (),
     begins: int | None = None,
 ) -> ForkedProcess:
-    """Run a module in a fork, which leads a session of its own, and return when it does.
+    """Run a module in a fork, which leads a session of its own, and return when it has begun.
 
     Args:
-        env: its whole environment.
-        output: descriptors above 2 of files for what it prints, and for its errors; None: where this process's go.
+        env: the whole environment of the fork.
+        output: descriptors above 2 for its output and its errors; None for this process's own.
         title: its name in `ps` and `top`, of which Linux keeps 15 bytes.
-        close: descriptors of this process that are not for it.
-        begins: a descriptor above 2, from which it reads a byte before it begins; at its end it ends without.
+        close: descriptors of this process that the fork must not have.
+        begins: a descriptor above 2. The fork begins after it has read a byte there, and ends if
+            the pipe is closed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     leads, tells = os.pipe()
-    # A signal that comes before the fork has its own handlers would be taken by this process's, and be lost.
+    # A signal that comes before the fork has its own handlers would be taken by this process's, and
+    # be lost.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()
@@ -228,7 +245,8 @@ def _become(
 ) -> None:
     """Turn the fork into a process as `python -m` makes one; never returns.
 
-    Nothing may unwind the frames above: they are the parent's, whose clean-up is not for its copy.
+    Nothing may unwind the frames above: they belong to the parent, whose clean-up must not run in
+    its copy.
     """
     code = 1
     try:
@@ -257,7 +275,9 @@ def _become(
 
 
 def _reset_signals(mask: Collection[int]) -> None:
-    """Give signals the handlers that a new interpreter has; what is ignored stays so, as through an exec."""
+    """Give signals the handlers of a new interpreter. Ignored signals stay ignored, as through an
+    exec.
+    """
     for signum in signal.valid_signals():
         if callable(signal.getsignal(signum)):
             signal.signal(
@@ -280,16 +300,19 @@ def _redirect(output: tuple[int, int] | None) -> None:
 
 
 def _draw_anew() -> None:
-    """Seed what all forks would draw from alike; Python's own `random` and `tempfile` see to it themselves."""
+    """Reseed numpy, from which all forks would draw alike. Python's own `random` and `tempfile`
+    reseed themselves.
+    """
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
 
 
 def _run(module: str, args: Sequence[str]) -> int:
-    """Run the module as the main program, and return the exit status that it would end with."""
+    """Run the module as the main program; return its exit status."""
     sys.argv = [module, *args]  # the first is replaced by the module's file
-    # It is imported already, and run once more under another name, as any module that -m runs and others import.
+    # It is imported already, and run once more under another name, as any module that -m runs and
+    # others import.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
     code, interrupted = 0, False
     try:

@@ -1,6 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The hosts of a group, as the agent of its first host knows them. That agent leads; the others follow (`follower`).
+"""The hosts of a group, as the agent of its first host knows them. That agent leads; the others
+follow (`follower`).
 
 Every agent of a group is started by the same command, with the address of a port on one of the
 group's hosts. The agent that can listen there leads. It alone judges ends and decides on restarts,
@@ -40,9 +41,13 @@ from titan_ft.launch.group.worker_group import AttemptStore, Share, WorkerGroup
 from titan_ft.system.address import ALL_HOSTS, split_address
 
 MEETING_SECONDS = 600.0
-"""Time for the hosts of a group to meet, as in torchrun's rendezvous: a queue may start them one by one."""
+"""Time for the hosts of a group to meet, as in torchrun's rendezvous: a queue may start them one by
+one.
+"""
 _COLLECT_SECONDS = 15.0
-"""Time beyond the grace time for a follower to collect its workers; `WorkerGroup.end` takes 10 s at most."""
+"""Time beyond the grace time for a follower to collect its workers; `WorkerGroup.end` takes 10 s at
+most.
+"""
 _PARTING_SECONDS = 2.0
 _MAX_STRANGERS = 256  # connections at once that have not shown the token yet
 _POLL_SECONDS = 0.01
@@ -52,10 +57,11 @@ _NOT_HERE = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EN
 
 
 def claim(address: str) -> socket.socket | None:
-    """Listen at a port if the address is one of this host, and no other agent listens there; else return None.
+    """Listen at a port if the address is one of this host, and no other agent listens there; else
+    return None.
 
-    The socket listens at all addresses of this host: the name may stand for another interface on
-    the other hosts.
+    The socket listens at all addresses of this host, because the name may resolve to another
+    interface on the other hosts.
 
     Raises:
         ConfigError: this user may not listen at that port.
@@ -132,7 +138,9 @@ class Hosts:
         self._members: list[HostAgent] = []
         """In the order in which they came."""
         self._has_refused = False
-        """Whether it was said that an agent was refused; a stranger who knocks without end must not fill the output."""
+        """Whether it was said that an agent was refused; a stranger who knocks without end must not
+        fill the output.
+        """
         self._is_over = False
         """Whether the agents were told to end."""
 
@@ -142,10 +150,10 @@ class Hosts:
         return [self._listener.fileno(), *lines]
 
     def wait_for_all(self, is_stopped: Callable[[], bool]) -> list[HostAgent] | None:
-        """Return the other hosts once all are there; None if the group is stopped, or after `MEETING_SECONDS`.
+        """Return the other hosts once all are connected; None if the group is stopped, or after
+        `MEETING_SECONDS`.
 
-        The latest ones count: the connection of a host that vanished may still stand when that host
-        is back.
+        The latest connections count: that of a vanished host may still stand when the host is back.
         """
         wanted = self.num_hosts - 1
         deadline = time.monotonic() + MEETING_SECONDS
@@ -164,7 +172,7 @@ class Hosts:
         return None
 
     def poll(self) -> None:
-        """Accept agents, take their messages, notice those that are gone. Does not block."""
+        """Accept agents, read their messages, drop those that are gone. Does not block."""
         self._accept()
         for member in self._members:
             if not member.lost_because:
@@ -173,7 +181,9 @@ class Hosts:
         self._members = [member for member in self._members if not member.lost_because]
 
     def close(self, status: int, reason: str) -> None:
-        """Let all followers end with this status, and wait for that: a scheduler may end a job with its first task."""
+        """Let all followers end with this status, and wait for it: a scheduler may end a job with
+        its first task.
+        """
         self._is_over = True
         for member in self._members:
             member.line.send(Over(status, reason))
@@ -195,7 +205,7 @@ class Hosts:
                 )
 
     def _drop_strangers(self) -> None:
-        """Drop connections that have not shown the token: they would use up this process's open files."""
+        """Drop connections without the token, which would use up this process's open files."""
         strangers = [
             member for member in self._members if not (member.num_ranks or member.lost_because)
         ]
@@ -216,7 +226,9 @@ class Hosts:
             self.give_up(member, str(error))
 
     def give_up(self, member: HostAgent, reason: str) -> None:
-        """Close the connection to an agent, and report the loss; after `close` such an end is expected."""
+        """Close the connection to an agent, and report the loss; after `close` such an end is
+        expected.
+        """
         member.lost_because = reason
         member.line.close()
         if self._is_over:
@@ -259,7 +271,9 @@ class _RemoteWorkers:
         return [] if state is None or self.member.lost_because else state.raised
 
     def exits(self) -> list[WorkerExit]:
-        """List the workers that ended. A lost host's workers count as ended: they end with their agent."""
+        """List the workers that ended. A lost host's workers count as ended: they end with their
+        agent.
+        """
         state = self._state
         exits = [] if state is None else list(state.exits)
         if self.member.lost_because:
@@ -275,14 +289,14 @@ class _RemoteWorkers:
 
 
 class GroupWorkers:
-    """The workers of one attempt of a group, on all of its hosts.
+    """The workers of one attempt of a group, on all of its hosts. The leading agent owns it.
 
     Args:
         share: the ranks of this host.
-        store: is closed with the group.
+        store: store of the attempt; closed with this object.
         local: the workers of this host.
-        hosts: takes the messages of the others; None if there are none.
-        members: the agents of the others.
+        hosts: connections to the other hosts; None if there are none.
+        members: the agents of the other hosts.
     """
 
     def __init__(
@@ -316,9 +330,9 @@ class GroupWorkers:
             first_rank += member.num_ranks
 
     def exits(self) -> list[WorkerExit]:
-        """List the workers that ended; those of other hosts as far as it is known here.
+        """List the workers that ended, those of other hosts as far as known here.
 
-        They are not collected: until `end` their process groups keep their ids.
+        They are not reaped: until `end` their process groups keep their ids.
         """
         self._poll()
         exits = self._local.exits()
@@ -327,7 +341,8 @@ class GroupWorkers:
         return sorted(exits, key=lambda exit: exit.rank)
 
     def settle(self, seconds: float) -> None:
-        """Wait until ranks that raised an exception have ended, and until each other host has shown that it is there.
+        """Wait until ranks that raised an exception have ended, and until each other host has shown
+        that it is there.
 
         The cause of a group's end must be known before it is announced. A rank that raised the
         first exception may end after a peer that only lost its connection. And if a host vanishes,
@@ -367,7 +382,7 @@ class GroupWorkers:
             time.sleep(_POLL_SECONDS)
 
     def end(self, grace_seconds: float) -> list[WorkerExit]:
-        """End what still runs, collect all, and return how each ended.
+        """End the running workers, reap all, and return how each ended.
 
         Workers get SIGTERM, and SIGKILL after `grace_seconds`; with 0 they get SIGKILL at once.
         """
@@ -388,7 +403,9 @@ class GroupWorkers:
         return exits
 
     def kill(self) -> None:
-        """Kill the workers of this host; those of the others end when this agent's connections close."""
+        """Kill the workers of this host. Those of other hosts end when this agent's connections
+        close.
+        """
         self._local.kill()
 
     def _poll(self) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tell whether a worker ended of itself, and whether two ends have the same cause."""
+"""Whether a worker caused its own end, and whether two ends have the same cause."""
 
 from __future__ import annotations
 
@@ -40,25 +40,24 @@ _BROKEN_GPU = re.compile(
 )
 """PyTorch's words for a GPU that is broken or gone.
 
-A mistake in the code raises the same class, with another CUDA error: c10/cuda/CUDAException.cpp. The
-second text is in c10/cuda/CUDAFunctions.cpp and torch/csrc/cuda/Module.cpp.
-"""
+A mistake in the code raises the same class, with another CUDA error: c10/cuda/CUDAException.cpp.
+The second text is in c10/cuda/CUDAFunctions.cpp and torch/csrc/cuda/Module.cpp. """
 _HANG = "HungError"
 """`titan_ft.protocol.errors.HungError`, which needs torch. A GPU or a disk may cause a hang."""
 
 
 def may_be_the_host(error: str | None, kind: str | None) -> bool:
-    """Tell whether an end may be the host's fault.
+    """True if the host may have caused an end.
 
     Args:
-        error: the exception that ended the worker; None if it left none, as a crash in native code.
+        error: the exception that ended the worker; None after a crash in native code.
         kind: the type of the exception.
     """
     return error is None or kind == _HANG or _BROKEN_GPU.search(error) is not None
 
 
 def kind_of_end(code: int, error: str | None) -> str:
-    """Return what ends of the same cause have in common; empty if the end is no act of the worker.
+    """Return a text that ends of the same cause share; empty if the worker did not cause the end.
 
     Args:
         code: exit status; negative: the signal.
@@ -79,7 +78,7 @@ def name_end(code: int) -> str:
 
 
 def code_of(event: WorkerExited) -> int:
-    """Return the exit status that an event tells of; negative: the signal."""
+    """Return the exit status of an event; negative: the signal."""
     if event.signal is None:
         return event.code or 0
     return -signal.Signals[event.signal]

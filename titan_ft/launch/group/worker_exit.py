@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How a worker ended, and which of several ends was the cause of the others."""
+"""The end of a worker, and the search for the end that caused the others."""
 
 from __future__ import annotations
 
@@ -28,11 +28,15 @@ class WorkerExit:
     error: WorkerError | None = None
     """The exception that ended it, as far as it is known; `EARLY_END` of an early end."""
     has_left: bool = False
-    """Whether it has left a mark that it was asked to leave, because its event could not be written."""
+    """Whether it has left a mark that it was asked to leave, because its event could not be
+    written.
+    """
     host: str = ""
     """Name of its host."""
     is_lost: bool = False
-    """Whether the agent of its host is gone, or its whole host. Then nobody saw the end, and `code` is SIGKILL."""
+    """Whether the agent of its host is gone, or its whole host. Then nobody saw the end, and `code`
+    is SIGKILL.
+    """
 
     @property
     def failed(self) -> bool:
@@ -40,7 +44,9 @@ class WorkerExit:
 
     @property
     def is_early(self) -> bool:
-        """Whether it ended with status 0 while it trained: neither was the last step made, nor did it leave."""
+        """Whether it ended with status 0 during training, neither after the last step nor by
+        leaving.
+        """
         return self.code == 0 and self.error is not None
 
     @property
@@ -61,12 +67,12 @@ class WorkerExit:
     def event(
         self, attempt: int, stopped_because: str = "", *, disturbed: bool, log: Path | None
     ) -> WorkerExited:
-        """Return what is announced of it.
+        """Return the event of this end.
 
         Args:
-            stopped_because: why it was ended from outside; empty if it ended by itself.
-            disturbed: whether its end says nothing about the run; see `AttemptEnd`.
-            log: its log, if it has one of its own.
+            stopped_because: reason if the worker was ended from outside; else empty.
+            disturbed: whether the end says nothing about the run; see `AttemptEnd`.
+            log: the worker's own log, if it has one.
         """
         reason = f"stopped because {stopped_because}" if stopped_because else self.describe()
         event = WorkerExited(
@@ -97,15 +103,17 @@ ENDED_EARLY = WorkerError(EARLY_END, transient=False, time=0.0)
 
 
 def root_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
-    """Return the worker whose end most likely caused the others', among those found ended at the same look.
+    """Return the worker whose end most likely caused the others', among ends found at the same
+    poll.
 
-    A rank that was killed brings its peers down with a connection error before the next look, not the other way round.
-    Of ranks with exceptions the earliest one counts, as in torch elastic's `ChildFailedError`: later ones may follow.
+    A killed rank breaks its peers' connections before the next poll, and not the other way round.
+    Of ranks with exceptions the earliest counts, as in torch elastic's `ChildFailedError`: later
+    ones may be consequences.
 
-    A SIGABRT and an exit status without an exception (0 of an early end, too) may follow from a lost peer, for Gloo and
-    NCCL abort the process. So an exception that does not go by itself comes before them. A connection error comes after
-    them: it is what the peers of a rank end with that has aborted. A rank that reports another one as lost comes last,
-    whatever the clocks of the two hosts say.
+    A SIGABRT and an exit status without an exception (also 0 of an early end) may follow from a
+    lost peer, because Gloo and NCCL abort the process. So a permanent exception ranks before them.
+    A connection error ranks after them, because a rank that aborted causes it in its peers. A rank
+    that reports another one as lost ranks last, whatever the clocks of the two hosts say.
     """
     errors = [
         exit.error

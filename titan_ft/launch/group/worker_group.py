@@ -42,14 +42,18 @@ class Starter(Protocol):
     def start(
         self, module: str, args: list[str], env: Mapping[str, str], log: Path | None, title: str
     ) -> subprocess.Popen[bytes] | ForkedProcess:
-        """Run a Python module in a session of its own; without a log its output goes where this process's own goes."""
+        """Run a Python module in a session of its own. Without a log it inherits this process's
+        output.
+        """
 
     def serve_store(self, listener: socket.socket) -> Store:
-        """Serve a store for the workers of one attempt at a socket, which is the store's from then on."""
+        """Serve a store for the workers of one attempt at a socket. The store owns the socket
+        afterwards.
+        """
 
 
 class Store(Protocol):
-    """Where the workers of one attempt meet."""
+    """The store at which the workers of one attempt meet."""
 
     pid: int
     """Of the process that serves it."""
@@ -59,7 +63,7 @@ class Store(Protocol):
 
 
 class PlainStarter:
-    """Starts new Python processes; the store is served by this one."""
+    """Starts new Python processes, and serves the store in this process."""
 
     forks = False
 
@@ -92,8 +96,9 @@ class ForkStarter:
     """Forks this process, which has imported everything (see `forks`).
 
     Args:
-        private: lists descriptors of this process that no fork may keep. A connection that a worker held open would
-            outlive this process, and its other end would not notice this process's death.
+        private: lists descriptors of this process that no fork may keep. A connection that a worker
+            held open would outlive this process, and its other end would not notice this process's
+            death.
     """
 
     forks = True
@@ -137,7 +142,7 @@ class Share:
 
     Attributes:
         world_size: number of ranks of the whole group.
-        host, num_hosts: which host of the group this is, from 0, and of how many.
+        host, num_hosts: index of this host in the group, from 0, and the number of hosts.
     """
 
     num_ranks: int
@@ -172,14 +177,16 @@ class MeetingPoint:
 class AttemptStore:
     """The store of one attempt, served from this host.
 
-    Workers meet at a store on a port that the system chose: a port picked now for rank 0 to bind after seconds of
-    imports could be taken by then. Each attempt has its own: in a former attempt's store the workers would read the
-    addresses of their dead predecessors (pytorch issue 135712).
+    Workers meet at a store on a port that the system chose. A port picked now for rank 0 to bind
+    after seconds of imports could be taken by then. Each attempt has its own store: in a former
+    attempt's store the workers would read the addresses of their dead predecessors (pytorch issue
+    135712).
 
     Args:
-        bind: numeric address at which the store listens; groups on other hosts must reach it. 0.0.0.0 and :: stand for
-            all addresses.
-        address: numeric address at which the workers reach it; empty if all of them are on this host.
+        bind: numeric address at which the store listens; groups on other hosts must reach it.
+            0.0.0.0 and :: mean all addresses.
+        address: numeric address at which the workers reach it; empty if all of them are on this
+            host.
     """
 
     def __init__(self, starter: Starter, bind: str, address: str = "") -> None:
@@ -202,17 +209,18 @@ class WorkerGroup:
     """The workers of one attempt of one group on this host: started together, and ended together.
 
     Args:
-        starter: how.
+        starter: starts the processes.
         module: Python module that the workers run.
         args: its command line.
-        env: environment of all workers, on top of this process's own and of torchrun's usual variables.
-        share: which ranks of the group they are.
-        meeting_point: where all workers of the attempt meet.
-        attempt: which start of the group this is, from 0 (see `attempt_env`).
+        env: environment of all workers, in addition to this process's own and to torchrun's usual
+            variables.
+        share: the group's ranks on this host.
+        meeting_point: address at which all workers of the attempt meet.
+        attempt: number of this start of the group, from 0 (see `attempt_env`).
         max_restarts: given to the workers, as torchrun does.
         logs: path of a log for each rank.
-        has_logs: whether the workers print to their logs. If not, their output goes where this process's own goes, and
-            only the error files stand beside the paths of the logs.
+        has_logs: whether the workers write to their logs. If not, they inherit this process's
+            output, and only the error files are beside the paths of the logs.
         title: name of a forked worker in `ps`, before its rank.
     """
 
@@ -267,7 +275,9 @@ class WorkerGroup:
         return {rank: worker.pid for rank, worker in self._workers.items()}
 
     def exits(self) -> list[WorkerExit]:
-        """List the workers that ended, without collecting them: until `end` their process groups keep their ids."""
+        """List the workers that ended, without reaping them: until `end` their process groups keep
+        their ids.
+        """
         for rank, worker in self._workers.items():
             if rank in self._exits:
                 continue
@@ -293,7 +303,8 @@ class WorkerGroup:
         ]
 
     def ask_to_leave(self) -> None:
-        """Ask all workers to finish their step and leave (SIGTERM), once: a second SIGTERM would end them at once.
+        """Ask all workers once to finish their step and leave (SIGTERM). A second SIGTERM would end
+        them at once.
 
         The leader of a group and this host's own scheduler may ask seconds apart.
         """
@@ -302,7 +313,7 @@ class WorkerGroup:
             self._signal_running(signal.SIGTERM)
 
     def end(self, grace_seconds: float) -> list[WorkerExit]:
-        """End what still runs, collect all, and return how each ended.
+        """End the running workers, reap all, and return how each ended.
 
         Workers get SIGTERM, and SIGKILL after `grace_seconds`; with 0 they get SIGKILL at once.
         """
@@ -312,7 +323,8 @@ class WorkerGroup:
             self._signal_running(signal.SIGCONT)
             self._wait(grace_seconds)
         self.kill()
-        # A process in uninterruptible sleep (a hung driver) cannot be killed: do not wait for it for ever.
+        # A process in uninterruptible sleep (a hung driver) cannot be killed: do not wait for it
+        # for ever.
         self._wait(10.0)
         exits = self.exits()
         self._reaped = True
@@ -339,7 +351,7 @@ class WorkerGroup:
 
 
 def _shared_env(share: Share, meeting_point: MeetingPoint, max_restarts: int) -> dict[str, str]:
-    """Return the variables that are the same for all ranks of a host: torchrun's, and the parent's pid."""
+    """Return the variables that all ranks of a host share: torchrun's, and the parent's pid."""
     env = {
         PARENT_PID_ENV: str(os.getpid()),
         "MASTER_ADDR": meeting_point.host,
@@ -360,14 +372,17 @@ def _shared_env(share: Share, meeting_point: MeetingPoint, max_restarts: int) ->
 
 
 def attempt_env(attempt: int) -> dict[str, str]:
-    """Return the variables that tell a worker how often its group was started before."""
+    """Return the variables that tell a worker the number of earlier starts of its group."""
     return {"TITAN_FT_ATTEMPT": str(attempt), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
 
 
 def visible_devices(replica: int, num_ranks: int, devices: list[str]) -> list[str] | None:
-    """Choose the GPUs of a group among those of the host; groups share them in turn when there are too few.
+    """Choose the GPUs of a group among those of the host; groups share them in turn when there are
+    too few.
 
-    Returns None (leave the choice to the workers) when the host has fewer than one for each rank of a group.
+    Returns:
+        The chosen GPUs; None (the workers choose) if the host has fewer GPUs than a group has
+        ranks.
     """
     if num_ranks > len(devices):
         return None
@@ -375,9 +390,10 @@ def visible_devices(replica: int, num_ranks: int, devices: list[str]) -> list[st
 
 
 def worker_env(replica: int, num_ranks: int, lighthouse: str) -> dict[str, str]:
-    """Return what the environment of all workers of a group holds, whatever the attempt."""
+    """Return the environment that all attempts of a group's workers share."""
     env = {"TORCHFT_LIGHTHOUSE": lighthouse, **usual_env()}
-    # Counted without torch, which would initialize CUDA here, and so for good in all forks of this process.
+    # Counted without torch, which would initialize CUDA here, and so for good in all forks of this
+    # process.
     listed = listed_gpus()
     devices = listed if listed is not None else [str(index) for index in range(num_gpus() or 0)]
     chosen = visible_devices(replica, num_ranks, devices)
@@ -387,13 +403,13 @@ def worker_env(replica: int, num_ranks: int, lighthouse: str) -> dict[str, str]:
 
 
 def usual_env(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what the environment of every worker holds, whatever its group. A value of the user's stays."""
+    """Return the environment that all workers share. A user's own value stays."""
     usual = {
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         # torch 2.15 takes its new NCCL backend inside a group by default, for which the settings of
-        # `device.nccl_environment` are not tested. torch reads this when torch.distributed is imported: in a worker,
-        # a fork of a process that has imported it, it would come too late.
+        # `device.nccl_environment` are not tested. torch reads this when torch.distributed is
+        # imported: in a worker, a fork of a process that has imported it, it would come too late.
         "TORCH_DIST_USE_NCCL2": "0",
     }
     chosen = {name: environ.get(name, value) for name, value in usual.items()}
@@ -401,7 +417,9 @@ def usual_env(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def open_log(path: Path, mode: Literal["wb", "ab"] = "wb") -> BinaryIO:
-    """Open a log, in whose folder others may be; where that fails, its lines go where this process's errors go."""
+    """Open a log, whose folder others may write. If that fails, its lines go to this process's
+    stderr.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return open(path, mode, opener=no_follow)

@@ -1,19 +1,20 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The process of a host that imports, once, what all workers need: they are forks of it, or of its forks.
+"""The zygote: a process of the host that imports everything that workers need once. Workers are its
+forks.
 
-A launcher has one for its groups, whose agents are forked from it and fork their workers themselves, so that nothing
-but the start of further groups depends on the zygote.
+A launcher has one for its groups. Their agents are forks of it, and fork their workers themselves,
+so that only the start of further groups depends on the zygote.
 
-Each fork is handed over: it becomes the asking process's own child, whose end is waited for like any other's, and which
-outlives the zygote.
+Each fork is handed over: it becomes the requesting process's own child, which waits for it as for
+any other child, and it outlives the zygote.
 
-Before its imports are done, and before anything is forked, it checks the config, which takes most of them. Then it
-waits until it may proceed: the launcher makes no folder for a run whose config is wrong.
+The zygote first checks the config, which takes most of the imports. Then it waits for permission to
+proceed, because the launcher makes no folder for a run with a wrong config.
 
-A request is a line of JSON over a socket, with descriptors: two for the fork's output, and a pipe. The answer is a
-line, the pid. The fork begins at a byte in the pipe, so that none runs whose pid never came: another process is started
-then.
+A request is a line of JSON over a socket, with descriptors: two for the fork's output, and a pipe.
+The answer is a line with the pid. The fork begins when it reads a byte from the pipe. So no fork
+runs whose pid never arrived; the requester then starts another process.
 """
 
 from __future__ import annotations
@@ -43,22 +44,23 @@ NO_FORKS = "no process can be forked: "
 
 
 class Started(Protocol):
-    """The process of a zygote, as whoever asks for forks knows it."""
+    """The zygote's process, as the requester of forks sees it."""
 
     def poll(self) -> int | None:
-        """Return its exit status (negative: the signal), None while it runs."""
+        """Return its exit status (negative: the signal), or None while it runs."""
 
     def kill(self) -> None:
-        """End it by SIGKILL, if it runs."""
+        """Send it SIGKILL, if it runs."""
 
 
 class Zygote:
-    """The end of whoever asks for forks.
+    """The requesting end of a zygote.
 
     Args:
-        start: starts the process: its command line, and a descriptor of this process that it gets as well.
+        start: starts the process: its command line, and a descriptor of this process that it
+            inherits.
         module: Python module that is imported beforehand.
-        args: its command line, as far as it is the same for all workers.
+        args: the part of its command line that all workers share.
 
     Raises:
         OSError: there are too many processes or files, or too little memory.
@@ -91,7 +93,7 @@ class Zygote:
         """Why there is none any more; empty as long as there is."""
 
     def poll(self) -> None:
-        """Notice that it is ready, or that it has ended; to be called every few moments."""
+        """Notice that the zygote is ready, or that it has ended. Call this every few moments."""
         if self.lost:
             return
         code = self._process.poll()
@@ -107,7 +109,7 @@ class Zygote:
         """Let the zygote import the rest, after it has found no mistake.
 
         Args:
-            log: descriptor of the file to which its output goes from now on.
+            log: descriptor of the file that gets its output from now on.
         """
         if self.lost:
             return
@@ -118,7 +120,7 @@ class Zygote:
             self._lose(f"the zygote did not answer ({type(error).__name__})")
 
     def close(self) -> None:
-        """End it; what it has forked lives on."""
+        """End the zygote. Its forks live on."""
         if not self.lost:
             self._lose("closed")
 
@@ -130,7 +132,9 @@ class Zygote:
         output: tuple[int, int],
         title: str,
     ) -> ForkedProcess | None:
-        """Run a module as `fork_module` does, in a child of this process; None if that is not possible (any more)."""
+        """Run a module as `fork_module` does, in a child of this process; return None if that is
+        impossible (by now).
+        """
         self.poll()
         if self.lost or not self.ready:
             return None
@@ -178,7 +182,7 @@ class Zygote:
 
 
 def is_possible() -> bool:
-    """Tell whether processes can be forked and handed over here: it takes Linux."""
+    """True if processes can be forked and handed over here, which takes Linux."""
     if sys.platform != "linux":
         return False
     with contextlib.suppress(OSError), adopting():
@@ -188,12 +192,12 @@ def is_possible() -> bool:
 
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
-    """Become the parent of processes below this one whose own parent ends meanwhile.
+    """Become the parent of descendants whose own parent ends meanwhile.
 
-    Not for ever: what the workers leave behind is for the system to collect.
+    This is temporary: the system must reap the orphans that workers leave later.
 
     Raises:
-        OSError: the system does not let it.
+        OSError: the system does not permit it.
     """
     _set_subreaper(True)
     try:
@@ -211,7 +215,7 @@ def _set_subreaper(value: bool) -> None:
 
 
 def serve(connection: socket.socket) -> None:
-    """Fork as often as the other end asks, until it is gone."""
+    """Fork at each request of the other end, until it is gone."""
     connection.sendall(b"ready\n")
     while True:
         line, given = b"", []
@@ -228,9 +232,10 @@ def serve(connection: socket.socket) -> None:
 
 
 def _fork_away(request: dict[str, Any], given: Sequence[int], connection: socket.socket) -> int:
-    """Fork by way of a process that ends at once, so that the fork is not this one's child.
+    """Fork through a process that ends at once, so that the fork is not this process's child.
 
-    Returns its pid, 0 if there are too many processes or too little memory.
+    Returns:
+        The fork's pid; 0 if there are too many processes or too little memory.
     """
     reads, writes = os.pipe()
     out, errors, begins = given
@@ -290,7 +295,7 @@ def main() -> int:
 
 
 def _await_log(connection: socket.socket) -> bool:
-    """Wait for the file that the output goes to from now on; False if the other end is gone."""
+    """Wait for the file that gets the output from now on; return False if the other end is gone."""
     block, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     if not block:
         return False
