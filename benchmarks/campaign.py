@@ -1,11 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A campaign of failures against torchtitan's own integration: a SIGKILL of a random group every 15 seconds.
+"""A campaign of failures against torchtitan's own integration: a SIGKILL of a random group every 15
+seconds.
 
-It runs as it is meant to, with two ranks and more in a group (with one, no gradient ever crosses groups). It is treated
-mildly: only a group that has contributed since its last start is killed, never the last such group, and at the end all
-groups get the time to come back.
-"""
+It runs as it is meant to, with two ranks and more in a group (with one, no gradient ever crosses
+groups). It is treated mildly: only a group that has contributed since its last start is killed,
+never the last such group, and at the end all groups get the time to come back."""
 
 from __future__ import annotations
 
@@ -74,10 +74,11 @@ def run_campaign(
 
 
 def describe(job: Job, whole: RunRecord, span: tuple[float, float], skipped: int) -> dict[str, Any]:
-    """Return the figures of a campaign from `span[0]` to `span[1]`, in Unix seconds; what was before does not count.
+    """Return the figures of a campaign from `span[0]` to `span[1]`, in Unix seconds; what was
+    before does not count.
 
-    `crashes` are ends of groups that nobody killed, `stall_seconds` are of the kills that a group lived to see;
-    `figures` is what the table shows.
+    `crashes` are ends of groups that nobody killed, `stall_seconds` are of the kills that a group
+    lived to see; `figures` is what the table shows.
 
     Raises:
         BenchError: nothing was committed in it.
@@ -110,7 +111,9 @@ def describe(job: Job, whole: RunRecord, span: tuple[float, float], skipped: int
 
 
 def _kill_on(run: Run, seed: int, minutes: float) -> Iterator[bool]:
-    """Kill a random group every 15 s until shortly before the end; yields False for a kill that was skipped."""
+    """Kill a random group every 15 s until shortly before the end; yields False for a kill that was
+    skipped.
+    """
     choice, began = random.Random(seed), time.time()
     # The last kill comes early enough that its group can be back.
     quiet = min(RETURN_SECONDS, 60.0 * minutes / 2)
@@ -144,7 +147,9 @@ def groups_up(run: Run, record: RunRecord) -> dict[int, int]:
 
 
 def _all_up(run: Run, record: RunRecord) -> bool | None:
-    """Tell whether all groups have digests of one step, made since they last were started; None if not."""
+    """Tell whether all groups have digests of one step, made since they last were started; None if
+    not.
+    """
     up, with_digest = groups_up(run, record), dict[int, set[int]]()
     for event in record.of(StepCommitted):
         if event.digest and up.get(event.replica) == event.attempt:
@@ -153,7 +158,9 @@ def _all_up(run: Run, record: RunRecord) -> bool | None:
 
 
 def format_campaign(campaign: Mapping[str, Any], against: Path | None) -> list[str]:
-    """Return the figures as a Markdown table, beside those of a campaign of titan_ft where one is given."""
+    """Return the figures as a Markdown table, beside those of a campaign of titan_ft where one is
+    given.
+    """
     columns = {
         "torchtitan.experiments.ft, {groups} groups x {ranks} ranks".format(**campaign): campaign[
             "figures"

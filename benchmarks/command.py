@@ -1,34 +1,41 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Compare titan_ft with stock torchtitan HSDP and with torchtitan's own `experiments.ft.train`, on this machine.
+"""Compare titan_ft with stock torchtitan HSDP and with torchtitan's own `experiments.ft.train`, on
+this machine.
 
 Two groups of two ranks each (stock: one job of four ranks), the same model, data and seed, in turn:
 
-  steady    step time and CPU time without failures, as ratios to stock in the same round; CPU time of each thread
-  failure   SIGKILL of a whole group: the survivors' stall, and the steps that they lost
-  rejoin    the time from that kill until the group contributes again, on one host
-  recovery  titan_ft alone, each group on cores of its own: kill to contributing by a fork and by new processes, the
-            survivors' steps during a slow transfer (replay against wait), a drain, a lighthouse that is killed
+  steady    step time and CPU time without failures, as ratios to stock in the same round; CPU time
+  of each thread failure   SIGKILL of a whole group: the survivors' stall, and the steps that they
+  lost rejoin    the time from that kill until the group contributes again, on one host recovery
+  titan_ft alone, each group on cores of its own: kill to contributing by a fork and by new
+  processes, the
+            survivors' steps during a slow transfer (replay against wait), a drain, a lighthouse
+            that is killed
 
-Semi-synchronous training, only if it is asked for (with --only rounds, all three; half an hour on two idle cores):
+Semi-synchronous training, only if it is asked for (with --only rounds, all three; half an hour on
+two idle cores):
 
-  rounds-loss    the loss at the end for rounds of 10, 30 and 100 steps, 2 and 4 groups and two outer LRs, beside the
+  rounds-loss    the loss at the end for rounds of 10, 30 and 100 steps, 2 and 4 groups and two
+  outer LRs, beside the
                  synchronous mode with equal tokens; bytes per step
   rounds-diloco  torchtitan's own DiLoCo beside ours, without failures and under the same SIGKILLs
-  rounds-links   tokens per second with the links between two groups throttled to 1000, 100 and 10 Mbit/s
+  rounds-links   tokens per second with the links between two groups throttled to 1000, 100 and 10
+  Mbit/s
 
 Only if it is asked for, too (a few minutes each):
 
-  transfer  how fast a joiner gets a state from 1, 2, 4 and 8 donors with throttled links, also if one of them is killed
-  exchange  how fast 2 and 4 members sum gradients over Gloo, with throttled links too, beside bare Gloo
-  reopening what it takes to open a shuffled stream at a saved state
-  control   how long 8 to 1,024 ranks of a group take to agree, by its control tree and by one TCPStore
+  transfer  how fast a joiner gets a state from 1, 2, 4 and 8 donors with throttled links, also if
+  one of them is killed exchange  how fast 2 and 4 members sum gradients over Gloo, with throttled
+  links too, beside bare Gloo reopening what it takes to open a shuffled stream at a saved state
+  control   how long 8 to 1,024 ranks of a group take to agree, by its control tree and by one
+  TCPStore
 
-With --campaign-peer none of these, but torchtitan's own integration under a SIGKILL of a random group each 15 s, to be
-set beside a run of scripts/campaign.sh (--against).
+With --campaign-peer none of these, but torchtitan's own integration under a SIGKILL of a random
+group each 15 s, to be set beside a run of scripts/campaign.sh (--against).
 
-The peer runs as torchtitan ships it, with torchft's lighthouse at its defaults, restarted by torchrun; titan_ft runs
-under `titan-ft launch`. Use a quiet machine: all processes share its cores.
+The peer runs as torchtitan ships it, with torchft's lighthouse at its defaults, restarted by
+torchrun; titan_ft runs under `titan-ft launch`. Use a quiet machine: all processes share its cores.
 """
 
 from __future__ import annotations
@@ -72,7 +79,9 @@ PACKAGES = ("torch", "torchtitan", "torchft", "torchdata")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns 0, 1 when a run did not do what was to be measured, 2 for a bad config."""
+    """Run the benchmark; returns 0, 1 when a run did not do what was to be measured, 2 for a bad
+    config.
+    """
     options = parse(argv)
     parts: Sequence[str] = {None: PARTS, "rounds": ROUNDS}.get(options.only, (options.only,))
     if options.campaign_peer:
@@ -181,7 +190,9 @@ def _at_least(least: int) -> Any:
 def measure_parts(
     options: argparse.Namespace, parts: Sequence[str], report: dict[str, Any]
 ) -> None:
-    """Fill the report, and its file after each part, so that what is measured stays whatever comes after."""
+    """Fill the report, and its file after each part, so that what is measured stays whatever comes
+    after.
+    """
     base = load_toml(options.config)
     systems = [STOCK, OURS] if options.skip_peer else [STOCK, OURS, PEER]
     work_dir = (options.work_dir or Path(tempfile.mkdtemp(prefix="titan_ft_bench-"))).absolute()
@@ -266,7 +277,9 @@ def _save(report: dict[str, Any], path: Path | None) -> None:
 
 
 def describe_machine() -> dict[str, str | int | float]:
-    """Return CPU, cores that this process may use, memory, load when the benchmark began, and versions."""
+    """Return CPU, cores that this process may use, memory, load when the benchmark began, and
+    versions.
+    """
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.is_file() else ""
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)

@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measure what the control of a job costs: agreements of a group's ranks, changes of membership, and quorums.
+"""Measure what the control of a job costs: agreements of a group's ranks, changes of membership,
+and quorums.
 
-An agreement goes through the group's control tree, and through one TCPStore. `meeting.py` and `lighthouse.py` measure
-the other two.
+An agreement goes through the group's control tree, and through one TCPStore. `meeting.py` and
+`lighthouse.py` measure the other two.
 
 The ranks are threads of some processes (`control_ranks.py`), and run the real code of both without
 a model. They agree again and again, so that the time of an agreement is that from one decision of

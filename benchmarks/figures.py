@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Print the figures of campaigns of failures as a Markdown table: python -m benchmarks.figures RUN_DIR [RUN_DIR ...]"""
+"""Print the figures of campaigns of failures as a Markdown table: python -m benchmarks.figures
+RUN_DIR [RUN_DIR ...]
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def figures(record: RunRecord, until: int | None = None) -> dict[str, str]:
         until: the last step that counts for the loss; None counts all.
     """
     good, batches, faults = goodput(record), audit(record), injected(record)
-    # A try of the peer that was not committed was computed for nothing; ours repeat the exchange alone.
+    # A try of the peer that was not committed was computed for nothing; ours repeat the exchange
+    # alone.
     lost = sum(not event.committed and event.rank == 0 for event in record.of(StepTried))
     losses = {event.step: event.loss for event in record.commits if event.loss is not None}
     last = [losses[step] for step in sorted(losses) if until is None or step <= until][-LOSS_STEPS:]

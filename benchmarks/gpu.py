@@ -1,15 +1,15 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What only a machine with GPUs can show, in less than ten minutes on one GPU: what scripts/check_gpu.sh runs.
+"""What only a machine with GPUs can show, in less than ten minutes on one GPU: what
+scripts/check_gpu.sh runs.
 
-On any number of GPUs: NCCL's collectives on one communicator, reconfigurations, pinned memory; two groups over Gloo
-beside stock torchtitan (the same steps, step times, waits of the host), SIGKILLs and heals, a recipe at size, the tests
-that need a GPU. With two GPUs all of the groups over NCCL too, and gradients in fewer bits; with four and more FSDP in
-each group beside the exchange.
+On any number of GPUs: NCCL's collectives on one communicator, reconfigurations, pinned memory; two
+groups over Gloo beside stock torchtitan (the same steps, step times, waits of the host), SIGKILLs
+and heals, a recipe at size, the tests that need a GPU. With two GPUs all of the groups over NCCL
+too, and gradients in fewer bits; with four and more FSDP in each group beside the exchange.
 
-Each part gives its rows of the table, also where another one fails. With --cpu the training runs are on the CPU, so
-that their logic can be tried anywhere.
-"""
+Each part gives its rows of the table, also where another one fails. With --cpu the training runs
+are on the CPU, so that their logic can be tried anywhere."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ GPU_TESTS = ("tests/test_device.py", "tests/replica/membership/test_nccl.py")
 """By name: to collect all tests takes packages that a borrowed machine may lack."""
 TEST_SECONDS = 300.0
 MOST_STILL_SECONDS = 0.2
-"""The longest time in which Python may stand still: heartbeats and watches of other threads go on."""
+"""The longest time in which Python may stand still: heartbeats and watches of other threads go
+on.
+"""
 LAST_COMMUNICATORS = 8
 """Each takes a second; one thread or descriptor that is left by each shows in so few."""
 MOST_LEFT_MIB = 8
@@ -62,7 +64,9 @@ NCCL_ROWS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0 if every promise holds, 1 if one does not or a run failed, 2 for bad usage or without a GPU."""
+    """Return 0 if every promise holds, 1 if one does not or a run failed, 2 for bad usage or
+    without a GPU.
+    """
     options = parse(argv)
     if options.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also of a machine that has some

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What scripts/check_gpu.sh can do here: the GPUs that torch finds, which group runs on which, what each run reads."""
+"""What scripts/check_gpu.sh can do here: the GPUs that torch finds, which group runs on which, what
+each run reads.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ BACKENDS = ("gloo", "nccl")
 CPU_RANKS = 2
 """In place of GPUs with --cpu."""
 DEADLY_ATTEMPT = 2
-"""Of a group that is killed twice: the first one after the second kill dies in set-up (`benchmarks.death`)."""
+"""Of a group that is killed twice: the first one after the second kill dies in set-up
+(`benchmarks.death`).
+"""
 _PROBE = """
 import json, torch
 indices = range(torch.cuda.device_count())
@@ -102,11 +106,12 @@ class Plan:
         )
 
     def stock(self, run_dir: Path, same_steps: bool) -> Job:
-        """Return the job of stock torchtitan that the groups are compared with: one of as many ranks.
+        """Return the job of stock torchtitan that the groups are compared with: one of as many
+        ranks.
 
-        But of one rank that does the work of both groups in turn where they share a GPU, and, where each has one rank,
-        if it must make the `same_steps`: torchtitan's DDP averages gradients twice.
-        """
+        But of one rank that does the work of both groups in turn where they share a GPU, and, where
+        each has one rank, if it must make the `same_steps`: torchtitan's DDP averages gradients
+        twice."""
         alone = self._alone(same_steps)
         return Job(STOCK, run_dir, *((1, 1) if alone else (NUM_GROUPS, self.num_ranks)))
 
@@ -185,7 +190,8 @@ def make_plan(wanted: int | None, on_cpu: bool, gpus: Gpus, small: bool = False)
 
 
 def base_config(given: Mapping[str, Any]) -> Config:
-    """Return what all runs derive their config from: data parallelism, one microbatch of a rank in a step.
+    """Return what all runs derive their config from: data parallelism, one microbatch of a rank in
+    a step.
 
     Raises:
         ConfigError: it asks for more, which nothing here compares.
@@ -212,7 +218,8 @@ def base_config(given: Mapping[str, Any]) -> Config:
 
 
 def recipe_config(given: Mapping[str, Any]) -> Config:
-    """Return what the run of a recipe reads: on the packaged text, where its own tokenizer is not on this machine.
+    """Return what the run of a recipe reads: on the packaged text, where its own tokenizer is not
+    on this machine.
 
     Raises:
         ConfigError: see `base_config`.

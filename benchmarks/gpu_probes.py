@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What scripts/check_gpu.sh looks at without a training run: NCCL's collectives and reconfigurations, pinned memory.
+"""What scripts/check_gpu.sh looks at without a training run: NCCL's collectives and
+reconfigurations, pinned memory.
 
-Each probe runs in processes of its own, a rank each, so that a crash or a hang of CUDA ends nothing else.
-"""
+Each probe runs in processes of its own, a rank each, so that a crash or a hang of CUDA ends nothing
+else."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ ROOT = Path(__file__).parents[1]
 PROBE_SECONDS = 180.0
 """A deadline that only a hang reaches."""
 POOL = 32
-"""Communicators until each stream of torch's pool has been used once: only from then on must nothing new be taken."""
+"""Communicators until each stream of torch's pool has been used once: only from then on must
+nothing new be taken.
+"""
 _TIMEOUT = timedelta(seconds=30)
 _SETTLE_SECONDS = 10.0
 _TICK_SECONDS = 0.005
@@ -93,7 +96,9 @@ def run_probe(name: str, num_ranks: int, *sizes: int) -> list[dict[str, Any]]:
 
 
 class _Membership:
-    """The part of a membership that an exchange needs: the same quorum each time, with no failures."""
+    """The part of a membership that an exchange needs: the same quorum each time, with no
+    failures.
+    """
 
     def __init__(self, process_group: Any, quorum: Quorum) -> None:
         self.process_group, self._quorum, self.timeout = process_group, quorum, _TIMEOUT
@@ -112,9 +117,11 @@ class _Membership:
 
 
 def check_collectives(port: int, rank: int, num_ranks: int, numel: int) -> dict[str, Any]:
-    """Exchange gradients of `numel` numbers in each form that they travel in, on one communicator, and check the sums.
+    """Exchange gradients of `numel` numbers in each form that they travel in, on one communicator,
+    and check the sums.
 
-    A communicator of one rank has nobody to exchange with: there, and everywhere else too, each collective of the
+    A communicator of one rank has nobody to exchange with: there, and everywhere else too, each
+        collective of the
     exchange is called by itself as well.
 
     Raises:
@@ -176,7 +183,9 @@ def check_collectives(port: int, rank: int, num_ranks: int, numel: int) -> dict[
 
 
 def reconfigure(port: int, rank: int, num_ranks: int, times: int) -> dict[str, Any]:
-    """Build communicators one after the other; returns GPU memory, threads and descriptors before and after."""
+    """Build communicators one after the other; returns GPU memory, threads and descriptors before
+    and after.
+    """
     group = build_process_group("nccl", _TIMEOUT)
     for number in range(POOL):
         _configure(group, port, number, rank, num_ranks)
@@ -198,7 +207,8 @@ def pin_memory(port: int, rank: int, num_ranks: int, mebibytes: int) -> dict[str
     """Pin memory and give it back as the product does, beside a thread that ticks.
 
     Returns:
-        For each, the seconds that it took, and the longest time in which no other thread of Python ran.
+        For each, the seconds that it took, and the longest time in which no other thread of Python
+        ran.
     """
     device.synchronize()  # opens the context
     num_bytes = mebibytes << 20
@@ -222,7 +232,9 @@ def pin_memory(port: int, rank: int, num_ranks: int, mebibytes: int) -> dict[str
 
 @contextlib.contextmanager
 def _ticking(found: dict[str, float], what: str) -> Iterator[None]:
-    """Enter the seconds of what follows, and the longest time between two ticks of another thread meanwhile."""
+    """Enter the seconds of what follows, and the longest time between two ticks of another thread
+    meanwhile.
+    """
     ticks: list[float] = []
     done = threading.Event()
 

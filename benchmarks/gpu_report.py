@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The table of scripts/check_gpu.sh: a row for each thing that was looked at, with its figure and its verdict."""
+"""The table of scripts/check_gpu.sh: a row for each thing that was looked at, with its figure and
+its verdict.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ class Report:
         self._add(Row(what, figure))
 
     def judge(self, what: str, verdict: str, figure: str = "", why: str = "") -> None:
-        """Enter a verdict: "holds", "does not hold", "cannot be told", or why the row was not measured."""
+        """Enter a verdict: "holds", "does not hold", "cannot be told", or why the row was not
+        measured.
+        """
         self._add(Row(what, figure, verdict, why))
 
     def attempt(self, what: str, measure: Callable[[], T]) -> T | None:

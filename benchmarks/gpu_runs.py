@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The training runs of scripts/check_gpu.sh: each part starts jobs, and enters rows into the report."""
+"""The training runs of scripts/check_gpu.sh: each part starts jobs, and enters rows into the
+report.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,16 @@ TRACE_WARMUP, TRACE_STEPS = 2, 3
 """Steps after the timed ones: with those the profiler begins, and these it keeps."""
 MOST_RATIO = 1.05
 MOST_WAITS = 3
-"""Of the training thread in a step, for the loss, the rows and the messages (docs/gpu.md); a group of several ranks
-gathers its losses besides."""
+"""Of the training thread in a step, for the loss, the rows and the messages (docs/gpu.md); a group
+of several ranks gathers its losses besides."""
 LEAST_STEP_SECONDS = 0.2
-"""In a shorter step a vote and a few waits of the host are several percent, on a healthy machine too."""
+"""In a shorter step a vote and a few waits of the host are several percent, on a healthy machine
+too.
+"""
 TIMED_SEQ_LEN, TIMED_TOKENS = 2048, 16384
-"""Of the first try: the debug model, whose attention in fp32 keeps all scores, takes 0.13 s and 21 GB on an H200."""
+"""Of the first try: the debug model, whose attention in fp32 keeps all scores, takes 0.13 s and 21
+GB on an H200.
+"""
 LENGTH_TRIES = 4
 NUM_KILLS = 2
 RUN_SECONDS = 600.0
@@ -75,7 +81,9 @@ class Trajectories:
         self._stock: list[Witness] | None = None
 
     def compare_all(self) -> None:
-        """Compare the groups over each backend with stock torchtitan, with deterministic kernels."""
+        """Compare the groups over each backend with stock torchtitan, with deterministic
+        kernels.
+        """
         job = self._plan.stock(self._work_dir / "parity-stock", same_steps=True)
         what = f"stock torchtitan: {self._steps} steps"
         self._stock = self._report.attempt(what, partial(self._train, job, "", DETERMINISTIC))
@@ -85,7 +93,9 @@ class Trajectories:
             )
 
     def compare_undetermined(self) -> None:
-        """Compare the steps over NCCL without deterministic kernels: with those torch switches NCCL's NVLS off."""
+        """Compare the steps over NCCL without deterministic kernels: with those torch switches
+        NCCL's NVLS off.
+        """
         if self._stock is None:
             raise BenchError("stock torchtitan made no steps")
         ours = self._groups("nccl", "nvls", debug={"seed": 42})
@@ -94,7 +104,9 @@ class Trajectories:
         self._report.judge("nccl: the steps of stock torchtitan, with NVLS", verdict, found.text)
 
     def compare_form(self, form: str) -> None:
-        """Compare gradients that travel in fewer bits over NCCL with the same over Gloo: of two groups, bit for bit."""
+        """Compare gradients that travel in fewer bits over NCCL with the same over Gloo: of two
+        groups, bit for bit.
+        """
         gloo, nccl = (
             self._groups(backend, form.replace(" ", "-"), fault_tolerance=FORMS[form])
             for backend in ("gloo", "nccl")
@@ -145,7 +157,8 @@ def judge_parity(
 
 
 def measure_steps(plan: Plan, base: Config, work_dir: Path, report: Report) -> None:
-    """Time the steps of stock torchtitan and of the groups in turn; then, on a GPU, the profiler sees a few more.
+    """Time the steps of stock torchtitan and of the groups in turn; then, on a GPU, the profiler
+    sees a few more.
 
     Raises:
         BenchError: stock torchtitan failed.
@@ -230,7 +243,8 @@ class StepTimes:
         return time_steps(job, config, RUN_SECONDS).seconds
 
     def lengthen(self) -> list[float]:
-        """Make steps so long that stock torchtitan's takes `LEAST_STEP_SECONDS`; returns the times of its run.
+        """Make steps so long that stock torchtitan's takes `LEAST_STEP_SECONDS`; returns the times
+        of its run.
 
         Raises:
             BenchError: a run failed, or so many tries were not enough.
@@ -252,7 +266,8 @@ class StepTimes:
 
 
 def judge_ratio(ratio: Mapping[str, float], column: str, plan: Plan, report: Report) -> None:
-    """Judge a step's time beside stock torchtitan's; where the machine is noisier than the bar nothing can be told.
+    """Judge a step's time beside stock torchtitan's; where the machine is noisier than the bar
+    nothing can be told.
 
     Over Gloo all gradients go to the host and back: its ratio is a figure.
     """
@@ -272,7 +287,9 @@ def judge_ratio(ratio: Mapping[str, float], column: str, plan: Plan, report: Rep
 
 
 def judge_waits(found: Mapping[str, tuple[float, float] | str], plan: Plan, report: Report) -> None:
-    """Judge how often the training thread waits for the GPU in a step, beside stock torchtitan's."""
+    """Judge how often the training thread waits for the GPU in a step, beside stock
+    torchtitan's.
+    """
     most = MOST_WAITS + (plan.num_ranks > 1)
     for column, waits in found.items():
         text = (
@@ -310,11 +327,12 @@ def _host_waits(run_dir: Path) -> tuple[float, float] | str:
 def measure_kills(plan: Plan, base: Config, backend: str, work_dir: Path, report: Report) -> None:
     """SIGKILL a group twice, end the run in order, and judge it.
 
-    After the first kill the group heals. After the second one its next attempt dies too, while the other groups connect
-    with it (`benchmarks.death`); the attempt after that one heals.
+    After the first kill the group heals. After the second one its next attempt dies too, while the
+    other groups connect with it (`benchmarks.death`); the attempt after that one heals.
 
     Raises:
-        BenchError: the run ended by itself, or the group did not come back, or no attempt of it died in set-up.
+        BenchError: the run ended by itself, or the group did not come back, or no attempt of it
+            died in set-up.
     """
     run_dir = work_dir / f"kills-{backend}"
     job = plan.groups(run_dir, MAX_RESTARTS)
@@ -346,7 +364,8 @@ def measure_kills(plan: Plan, base: Config, backend: str, work_dir: Path, report
 def find_forks(run_dir: Path) -> str:
     """Return "yes" if the workers of a run are forks, else "no" and the reason.
 
-    Without forks each restart imports everything again: 17 of the 19.5 s of a rejoin on an H100, where a thread of
+    Without forks each restart imports everything again: 17 of the 19.5 s of a rejoin on an H100,
+        where a thread of
     NVML was there.
     """
     log = RunPaths(run_dir).agent_log(VICTIM)
@@ -358,7 +377,9 @@ def find_forks(run_dir: Path) -> str:
 
 
 def judge_run(record: RunRecord, what: str, report: Report) -> None:
-    """Enter the verdict of `titan-ft check` on all promises but the arithmetic, and that on the groups' digests."""
+    """Enter the verdict of `titan-ft check` on all promises but the arithmetic, and that on the
+    groups' digests.
+    """
     verdicts = check(record)
     # A row without a promise, such as the clocks, counts only where something is wrong with it.
     asked = [each for each in verdicts.judgements if each.asked]
@@ -436,7 +457,9 @@ def measure_recipe(
 
 
 def _recipe_gb(plan: Plan, seq_len: int) -> float:
-    """Return how much memory of a GPU the llama3_1b recipe needs, as measured on an H200 at 8192 tokens."""
+    """Return how much memory of a GPU the llama3_1b recipe needs, as measured on an H200 at 8192
+    tokens.
+    """
     groups_of_a_gpu = NUM_GROUPS if plan.num_gpus == 1 else 1
     state, activations, rest = 24 / plan.num_ranks, 22 * seq_len / 8192, 1
     return groups_of_a_gpu * (state + activations + rest)

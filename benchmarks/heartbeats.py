@@ -1,6 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measure the CPU time of the lighthouse for the heartbeats of many groups, with a gate and without one.
+"""Measure the CPU time of the lighthouse for the heartbeats of many groups, with a gate and without
+one.
 
     python -m benchmarks.heartbeats
 

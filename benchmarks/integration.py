@@ -4,10 +4,10 @@
 
     python scripts/integration.py OUT [NAME ...]
 
-The tables `integration_0_2_2.toml` and `integration_0_3_0.toml` have the flags of the tests; the installed torchtitan
-chooses one. Shapes are small: 128 tokens, 8 sequences a rank. So two groups of 8 ranks run on two cores, in 10 GB of
-memory. OUT gets the logs and results.jsonl; a second call tries the tests that have no result there.
-"""
+The tables `integration_0_2_2.toml` and `integration_0_3_0.toml` have the flags of the tests; the
+installed torchtitan chooses one. Shapes are small: 128 tokens, 8 sequences a rank. So two groups of
+8 ranks run on two cores, in 10 GB of memory. OUT gets the logs and results.jsonl; a second call
+tries the tests that have no result there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ from titan_ft.run.tail import EventTail, last_error_line
 ROOT = Path(__file__).parents[1]
 TABLES = {"0.2": "integration_0_2_2.toml", "0.3": "integration_0_3_0.toml"}
 FIRST_STEPS, LATER_STEPS = 14, 24
-"""Steps of a test's first run, and the step that its later ones reach: a resumed run needs some of its own."""
+"""Steps of a test's first run, and the step that its later ones reach: a resumed run needs some of
+its own.
+"""
 STOCK_STEPS = 3
 KILL_AFTER = 4
 """Steps of a run that the victim has committed when it is killed."""
@@ -45,13 +47,17 @@ STOP_SECONDS = 20.0
 POLL_SECONDS = 0.3
 MANY_RANKS = 8
 SEQUENCE = 128
-"""Tokens of a sequence. torchtitan 0.3 deals out blocks of so many to the ranks of a context parallelism."""
+"""Tokens of a sequence. torchtitan 0.3 deals out blocks of so many to the ranks of a context
+parallelism.
+"""
 MICROBATCHES = 8
 REASON_LETTERS = 300
 FUNCTION = ("llama3", "llama3_debugmodel")
 """What torchtitan 0.3's tests run where they name no --module and --config."""
 GRAPHS = "--training.disable_cuda_graphs"
-"""Replica groups have none. torchtitan 0.3 refuses them with a pipeline, where its tests leave the flag out."""
+"""Replica groups have none. torchtitan 0.3 refuses them with a pipeline, where its tests leave the
+flag out.
+"""
 ENABLE = "--fault_tolerance.enable"
 _DROPPED = (
     "--training.steps",
@@ -59,7 +65,9 @@ _DROPPED = (
     "--validation.dataset",
     "--validator.dataloader.dataset",
 )
-"""Flags of the tests in whose place this module has its own: their data is in torchtitan's checkout."""
+"""Flags of the tests in whose place this module has its own: their data is in torchtitan's
+checkout.
+"""
 _SELECTIVE = (
     "--activation_checkpoint.mode=selective",
     "--activation_checkpoint.selective_ac_option=2",
@@ -118,7 +126,9 @@ def read_tests(release: str) -> list[Case]:
 
 
 def own_flags(run: str, release: str) -> list[str]:
-    """Return the flags that this module gives each run: small shapes, packaged data, float32, replica groups."""
+    """Return the flags that this module gives each run: small shapes, packaged data, float32,
+    replica groups.
+    """
     found = re.search(r"context_parallel_degree[= ](\d+)", run)
     length = SEQUENCE * (int(found[1]) if found else 1)
     flags = [
@@ -162,10 +172,11 @@ def titan_flags(run: str, hf_folder: Path, schedule: Path) -> list[str]:
 
 
 def format_schedule(num_microbatches: int = MICROBATCHES) -> str:
-    """Return the CSV of a schedule: two ranks with two stages each, all forwards before all backwards.
+    """Return the CSV of a schedule: two ranks with two stages each, all forwards before all
+    backwards.
 
-    A cell is what a rank does in a time step. A stage begins with a microbatch after the stage before it has sent that.
-    """
+    A cell is what a rank does in a time step. A stage begins with a microbatch after the stage
+    before it has sent that."""
     last = 2 * num_microbatches
     begins = {"0F": 0, "1F": 1, "2F": num_microbatches, "3F": num_microbatches + 1}
     begins |= {
@@ -262,7 +273,9 @@ class Trial:
         return (None if ended.status == 0 else ended), config, ours
 
     def _blame(self, ended: Ended) -> tuple[Verdict, str]:
-        """Run the test as stock torchtitan does, without replica groups, for a few steps: does it fail here too?"""
+        """Run the test as stock torchtitan does, without replica groups, for a few steps: does it
+        fail here too?
+        """
         _, config, flags = self._config(0, self.test.runs[0])
         flags = ["--fault_tolerance.no-enable" if flag == ENABLE else flag for flag in flags]
         command = [
@@ -380,7 +393,9 @@ def select(tests: Iterable[Case], names: Sequence[str], known: Iterable[str]) ->
 
 
 def main(args: Sequence[str]) -> int:
-    """Try tests, and print a row for each; returns the exit status: 0 none fails, 1 one does, 2 bad usage."""
+    """Try tests, and print a row for each; returns the exit status: 0 none fails, 1 one does, 2 bad
+    usage.
+    """
     parser = argparse.ArgumentParser(
         prog="integration",
         description=__doc__,

@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """SIGKILL a whole group again and again, and measure what each kill cost.
 
-The survivor is group 0, the victim group 1. The victim is killed each time at another moment of the step. Its own
-launcher starts it again.
-"""
+The survivor is group 0, the victim group 1. The victim is killed each time at another moment of the
+step. Its own launcher starts it again."""
 
 from __future__ import annotations
 
@@ -38,10 +37,11 @@ OBSERVE_FLAGS = ("--observe-every=5",)
 def costs(record: RunRecord) -> list[dict[str, Any]]:
     """Return what each kill cost.
 
-    `stall_seconds` is the survivor's stall, as history has it; `steps_lost` the steps that it computed and did not
-    commit, up to the next kill; `rejoin_seconds` is from the kill to the first committed step to which the victim
-    contributes (None if it never did); `rejoin_stall_seconds` how late the survivor's commits were at most since the
-    victim's next process was there, until it contributed; `num_starts` the attempts that the return took.
+    `stall_seconds` is the survivor's stall, as history has it; `steps_lost` the steps that it
+    computed and did not commit, up to the next kill; `rejoin_seconds` is from the kill to the first
+    committed step to which the victim contributes (None if it never did); `rejoin_stall_seconds`
+    how late the survivor's commits were at most since the victim's next process was there, until it
+    contributed; `num_starts` the attempts that the return took.
 
     Raises:
         BenchError: the survivor did not go on after one.

@@ -1,6 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measure quorums at a lighthouse of many groups, and at one that knows the names of many ended processes.
+"""Measure quorums at a lighthouse of many groups, and at one that knows the names of many ended
+processes.
 
 The groups are threads of this process, which ask torchft's lighthouse and train nothing.
 """
@@ -62,12 +63,13 @@ def measure(num_groups: int, num_former: int, num_quorums: int = QUORUMS) -> dic
     """Let groups ask for quorums.
 
     Returns:
-        Milliseconds of a quorum from the first request to the last reply (`median`, `longest`), and of the server's CPU
-        (`cpu`); `page_mb`, and milliseconds of its reader's CPU (`page_cpu`); `memory_mb` of the server.
+        Milliseconds of a quorum from the first request to the last reply (`median`, `longest`), and
+        of the server's CPU (`cpu`); `page_mb`, and milliseconds of its reader's CPU (`page_cpu`);
+        `memory_mb` of the server.
     """
     command = [sys.executable, "-c", _SERVER, "lighthouse", "--bind", "127.0.0.1:0"]
-    # Without it the first quorum leaves out the groups that ask a moment late, and these wait for the next one, which
-    # needs half of all.
+    # Without it the first quorum leaves out the groups that ask a moment late, and these wait for
+    # the next one, which needs half of all.
     command += ["--min-replicas", str(num_groups)]
     raise_descriptor_limit()
     with contextlib.ExitStack() as stack:

@@ -1,12 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Throttle the connections between the groups of a run on this host, and measure tokens per second behind them.
+"""Throttle the connections between the groups of a run on this host, and measure tokens per second
+behind them.
 
-`SO_MAX_PACING_RATE` lets TCP itself send no faster, on loopback too; it needs no privilege and no kernel module. The
-sockets are the workers' own: this process, which started them, sets the option on copies of their descriptors
-(`pidfd_getfd`), so that nothing in the workers is other than without. A link has a rate in each direction and no
-further delay. Linux only.
-"""
+`SO_MAX_PACING_RATE` lets TCP itself send no faster, on loopback too; it needs no privilege and no
+kernel module. The sockets are the workers' own: this process, which started them, sets the option
+on copies of their descriptors (`pidfd_getfd`), so that nothing in the workers is other than
+without. A link has a rate in each direction and no further delay. Linux only."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ class Links:
         self._workers = workers
 
     def find(self) -> dict[int, tuple[int, int]]:
-        """Return the group and the process of each end of a connection, by the inode of its socket."""
+        """Return the group and the process of each end of a connection, by the inode of its
+        socket.
+        """
         connections, found = connections_here(), {}
         for group, pids in self._workers.items():
             others = {
@@ -85,7 +87,9 @@ class Links:
             raise BenchError("no connection between the groups was found")
 
     def bytes_sent(self, group: int) -> dict[int, int]:
-        """Return the bytes that a group has sent to others so far on each connection that it has now, by inode."""
+        """Return the bytes that a group has sent to others so far on each connection that it has
+        now, by inode.
+        """
         found = {}
         for inode, (sender, pid) in self.find().items():
             if sender == group:
@@ -105,7 +109,8 @@ def pace(connection: socket.socket, bytes_per_second: int) -> None:
 
 @contextlib.contextmanager
 def socket_of(pid: int, inode: int) -> Iterator[socket.socket | None]:
-    """Hold a socket of another process, for a moment: as long as it is held its connection does not close.
+    """Hold a socket of another process, for a moment: as long as it is held its connection does not
+    close.
 
     None if it is closed by now.
 
@@ -135,7 +140,9 @@ def socket_of(pid: int, inode: int) -> Iterator[socket.socket | None]:
 
 
 def measure_rate(mbps: float, seconds: float = 2.0) -> float:
-    """Return the Mbit/s that a connection of this host really has when it is paced so: whether pacing works here."""
+    """Return the Mbit/s that a connection of this host really has when it is paced so: whether
+    pacing works here.
+    """
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as sender,
@@ -163,7 +170,8 @@ def measure_rate(mbps: float, seconds: float = 2.0) -> float:
 
 
 def throughput(commits: Sequence[StepCommitted], since: float) -> list[tuple[float, int]]:
-    """Return seconds and tokens from one commit of a rank to the next, if its exchange was all of it after `since`.
+    """Return seconds and tokens from one commit of a rank to the next, if its exchange was all of
+    it after `since`.
 
     That of the synchronous mode begins in backward, so that all of a round's last step must be.
     """
@@ -178,7 +186,8 @@ def throughput(commits: Sequence[StepCommitted], since: float) -> list[tuple[flo
 def measure_links(
     base: Mapping[str, Any], work_dir: Path, done: Mapping[str, Any], cases: Sequence[Case] = MODES
 ) -> Iterator[tuple[str, Any]]:
-    """Measure each mode that is not `done` at all rates, slower and slower; yields its name and figures.
+    """Measure each mode that is not `done` at all rates, slower and slower; yields its name and
+    figures.
 
     First, as `paced`, what rates connections really have that are paced so.
     """
@@ -197,7 +206,8 @@ def measure_links(
 
 
 def _measure(run: Run, mbps: float) -> dict[str, Any]:
-    """Train at a rate for a while. It begins right behind a commit that was seen, in time for the next exchange.
+    """Train at a rate for a while. It begins right behind a commit that was seen, in time for the
+    next exchange.
 
     Raises:
         BenchError: the groups did not keep their connections.

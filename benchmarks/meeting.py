@@ -1,10 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measure a change of membership: from the quorum's reply until every rank has met its counterparts.
+"""Measure a change of membership: from the quorum's reply until every rank has met its
+counterparts.
 
-The ranks are threads of some processes (`meeting_ranks.py`), and run the real code without a model. Groups die and
-return one after the other. All ranks share the cores of this machine, which those of a job do not.
-"""
+The ranks are threads of some processes (`meeting_ranks.py`), and run the real code without a model.
+Groups die and return one after the other. All ranks share the cores of this machine, which those of
+a job do not."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ CHANGES = 3
 LARGEST_STORE = 100_000
 """Pairs of ranks that read each other's address: by one store, each pair is a request."""
 LARGEST_GLOO = 100
-"""Ranks of a job that are connected by Gloo: of more, the connections would be more than a process may have files."""
+"""Ranks of a job that are connected by Gloo: of more, the connections would be more than a process
+may have files.
+"""
 
 _RANKS_OF_A_PROCESS = 100
 _MOST_PROCESSES = 8
@@ -81,7 +84,9 @@ class Job:
             self._names.update(zip(share, names, strict=True))
 
     def meet(self, without: int | None = None) -> float:
-        """Let all groups but one meet; returns the seconds from the quorum's reply until the last rank is ready."""
+        """Let all groups but one meet; returns the seconds from the quorum's reply until the last
+        rank is ready.
+        """
         self._last_id += 1
         members = [name for slot, name in sorted(self._names.items()) if slot != without]
         at = time.monotonic() + _AHEAD_SECONDS
@@ -109,7 +114,9 @@ class Job:
 def measure_meetings(
     sizes: Sequence[tuple[int, int]] = SIZES,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield name and figures of each size of a job, by each way, and the formula that they follow."""
+    """Yield name and figures of each size of a job, by each way, and the formula that they
+    follow.
+    """
     found = []
     for num_groups, num_ranks in sizes:
         for kind in (COLUMNS, STORE, GLOO):
@@ -130,8 +137,9 @@ def measure(
     """Let groups meet, die and return.
 
     Returns:
-        Seconds of the `first` meeting, and of those after a death (`death`) and a return (`return`), the medians;
-        milliseconds of CPU that a meeting takes for each rank (`rank_cpu`).
+        Seconds of the `first` meeting, and of those after a death (`death`) and a return
+        (`return`), the medians; milliseconds of CPU that a meeting takes for each rank
+        (`rank_cpu`).
 
     Raises:
         BenchError: a process has ended.
@@ -163,11 +171,12 @@ def measure(
 
 
 def fit(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Fit `seconds = a + b x groups x ranks` to the meetings of the product, which share these cores.
+    """Fit `seconds = a + b x groups x ranks` to the meetings of the product, which share these
+    cores.
 
     Returns:
-        `a` and `b`, least squares of the relative errors, and the seconds of `EXTRAPOLATED` sizes by them, of which
-        `shared` is on these cores.
+        `a` and `b`, least squares of the relative errors, and the seconds of `EXTRAPOLATED` sizes
+        by them, of which `shared` is on these cores.
     """
     slower = [max(figures["death"], figures["return"]) for figures in measured]
     sizes = [figures["groups"] * figures["ranks"] for figures in measured]

@@ -4,11 +4,11 @@
 
     python -m benchmarks.meeting_ranks KIND RANKS
 
-It reads an order a line, a JSON object, and answers each with a line. {"start": [SLOT, ...]} starts groups of RANKS
-ranks, or starts them again, and is answered with their names. {"members": [NAME, ...], "id": N, "at": SECONDS} gives
-its groups a quorum at that monotonic time. The answer is the time at which the last of their ranks had met the others,
-and the CPU seconds that the process took for it.
-"""
+It reads an order a line, a JSON object, and answers each with a line. {"start": [SLOT, ...]} starts
+groups of RANKS ranks, or starts them again, and is answered with their names. {"members": [NAME,
+...], "id": N, "at": SECONDS} gives its groups a quorum at that monotonic time. The answer is the
+time at which the last of their ranks had met the others, and the CPU seconds that the process took
+for it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ from titan_ft.protocol.member import Member, admit
 from titan_ft.system.threads import call_for_each
 
 COLUMNS, STORE, GLOO = "columns", "store", "gloo"
-"""Ways to meet: as the product does; as up to c6a0967; as the product does, with Gloo's connections."""
+"""Ways to meet: as the product does; as up to c6a0967; as the product does, with Gloo's
+connections.
+"""
 _HOST = "127.0.0.1"
 _LIMIT = timedelta(seconds=120)
 """Of each wait. All ranks of the job share a machine, and none of them dies unexpectedly."""
@@ -57,7 +59,9 @@ class NoProcessGroup:
 
 
 class GlooProcessGroup(BreakableGloo):
-    """A Gloo whose `abort` closes no socket: `BreakableGloo` would look for its own among those of all ranks here."""
+    """A Gloo whose `abort` closes no socket: `BreakableGloo` would look for its own among those of
+    all ranks here.
+    """
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
         return self._connect(store, rank, world_size)

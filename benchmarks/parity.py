@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What replica groups and stock torchtitan did alike, from what `benchmarks.witness` leaves of both; without torch."""
+"""What replica groups and stock torchtitan did alike, from what `benchmarks.witness` leaves of
+both; without torch.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,15 @@ from titan_ft.history.against import MOST_ROUNDING, ROUNDING
 
 FLOAT32_ULP = 2.0**-23
 MOST_EXACT_RANKS = 2
-"""Of a group: the sum of two numbers does not depend on the order, that of more does, and NCCL chooses it."""
+"""Of a group: the sum of two numbers does not depend on the order, that of more does, and NCCL
+chooses it.
+"""
 _WAIT = re.compile(
     r"(cuda|hip|cu)(Stream|Device|Event|Ctx)Synchronize(_\w+)?|cudaMemcpy(_v\d+)?|hipMemcpy(WithStream)?"
 )
-"""Calls in which the host waits for the GPU; a `cudaMemcpyAsync` that waits is followed by one of them in torch."""
+"""Calls in which the host waits for the GPU; a `cudaMemcpyAsync` that waits is followed by one of
+them in torch.
+"""
 
 
 @dataclass(frozen=True)
@@ -79,9 +85,10 @@ def read_witnesses(run_dir: Path, num_groups: int, num_ranks: int) -> list[Witne
 def compare_with_stock(stock: list[Witness], ours: list[Witness], num_ranks: int) -> Parity:
     """Compare two groups with stock torchtitan.
 
-    With up to two ranks in a group the final states (weights, optimizer) must be equal bit for bit, and so must the
-    losses but for their last bit: stock adds the ranks' losses in float32, replica groups in float64. With more, what
-    the order of additions may change is allowed for loss and gradient norm.
+    With up to two ranks in a group the final states (weights, optimizer) must be equal bit for bit,
+    and so must the losses but for their last bit: stock adds the ranks' losses in float32, replica
+    groups in float64. With more, what the order of additions may change is allowed for loss and
+    gradient norm.
 
     Args:
         stock: of HSDP with the same ranks, or of one rank that read the data of both groups.
@@ -144,9 +151,11 @@ def read_host_waits(run_dir: Path) -> tuple[float, float]:
 
 
 def host_waits(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
-    """Return how often the host waits for the GPU in a step: on all threads, and on the one that trains.
+    """Return how often the host waits for the GPU in a step: on all threads, and on the one that
+    trains.
 
-    Counted from the begin of each marked step to its end: behind the last one the profiler itself waits.
+    Counted from the begin of each marked step to its end: behind the last one the profiler itself
+        waits.
 
     Args:
         events: of a Chrome trace, as torch's profiler writes it.

@@ -1,15 +1,16 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run torchtitan's own fault-tolerant trainer, `torchtitan.experiments.ft.train`, as the benchmark's peer.
+"""Run torchtitan's own fault-tolerant trainer, `torchtitan.experiments.ft.train`, as the
+benchmark's peer.
 
-The trainer is torchtitan's, unmodified. It gets from this project only what it cannot do without: the CPU seam (where
-there is no accelerator), the packaged text, and the models that ours train. Takes torchtitan's TOML and flags; run it
-under torchrun, as a module.
+The trainer is torchtitan's, unmodified. It gets from this project only what it cannot do without:
+the CPU seam (where there is no accelerator), the packaged text, and the models that ours train.
+Takes torchtitan's TOML and flags; run it under torchrun, as a module.
 
-`--observe-every=N`, before all other flags, leaves an event after each step that was tried, with a digest of the
-weights at each N-th; it changes nothing in the training. With DiLoCo that is each round, and there are events of the
-steps in it; a validation is then made on the same text in each group.
-"""
+`--observe-every=N`, before all other flags, leaves an event after each step that was tried, with a
+digest of the weights at each N-th; it changes nothing in the training. With DiLoCo that is each
+round, and there are events of the steps in it; a validation is then made on the same text in each
+group."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def main() -> None:
     register_datasets()
     job_config = ConfigManager().parse_args(sys.argv[1:])
     register_flavors(job_config.model.name)
-    # `enable=False` wraps nothing but the CPU seam: torchtitan's own FT config has what the peer itself needs.
+    # `enable=False` wraps nothing but the CPU seam: torchtitan's own FT config has what the peer
+    # itself needs.
     spec.register(job_config.model.name, SimpleNamespace(enable=False))  # type: ignore[arg-type]
     events = _announce(Path(job_config.job.dump_folder), job_config.fault_tolerance.replica_id)
     observe = observed_rounds if job_config.fault_tolerance.semi_sync_method else observed
@@ -78,7 +80,8 @@ def observed(trainer: Any, events: EventLog, digest_every: int) -> Any:
             super().__init__(job_config)
             self._committed = False
             self._losses: list[Any] = []
-            # torchft calls the optimizers themselves only when all have voted yes; the container in any case.
+            # torchft calls the optimizers themselves only when all have voted yes; the container in
+            # any case.
             self.optimizers.optimizers[0].register_step_post_hook(self._note_commit)
 
         def _note_commit(self, *_: Any) -> None:
@@ -109,7 +112,9 @@ def observed(trainer: Any, events: EventLog, digest_every: int) -> Any:
 
 
 def observed_rounds(trainer: Any, events: EventLog, digest_every: int) -> Any:
-    """Derive a trainer that trains the same with torchft's DiLoCo, and tells of each round that it tried."""
+    """Derive a trainer that trains the same with torchft's DiLoCo, and tells of each round that it
+    tried.
+    """
 
     class Observed(trainer):
         def __init__(self, job_config: Any) -> None:

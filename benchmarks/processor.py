@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The processor time of a job's processes and of their threads, by /proc, on Linux.
 
-Wall time of a step depends on all that runs on the machine. The processor time that the job takes depends far less.
-"""
+Wall time of a step depends on all that runs on the machine. The processor time that the job takes
+depends far less."""
 
 from __future__ import annotations
 
@@ -90,8 +90,10 @@ class ProcessorClock:
         """Return the processor seconds of a step, from `begin` to `end` (Unix seconds).
 
         Returns:
-            `user` and `system` time of all ranks together, `others`: the time of all other processes of the job, and
-            `threads`: the time of the ranks' threads by name. The ranks are the processes that took the most.
+            `user` and `system` time of all ranks together, `others`: the time of all other
+                processes of the job, and
+            `threads`: the time of the ranks' threads by name. The ranks are the processes that took
+                the most.
 
         Raises:
             BenchError: there is no /proc.
@@ -119,7 +121,9 @@ class ProcessorClock:
         }
 
     def _at(self, when: float) -> Sample:
-        """Return what the processes had taken at a moment, between the samples before and after it."""
+        """Return what the processes had taken at a moment, between the samples before and after
+        it.
+        """
         after = min(max(bisect_left(self._times, when), 1), len(self._times) - 1)
         before = after - 1
         share = (when - self._times[before]) / (self._times[after] - self._times[before])
@@ -155,7 +159,9 @@ def _read_threads(pid: int) -> dict[str, float]:
 
 
 def _read_stat(folder: Path) -> _Stat | None:
-    """Return what proc(5) calls fields 2, 4, 14 and 15; None of a process or thread that is gone."""
+    """Return what proc(5) calls fields 2, 4, 14 and 15; None of a process or thread that is
+    gone.
+    """
     try:
         head, _, tail = (folder / "stat").read_text().rpartition(")")
     except (FileNotFoundError, ProcessLookupError):

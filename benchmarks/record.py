@@ -69,9 +69,8 @@ def longest_delay(gaps: Iterable[Gap], usual: float) -> float:
 def steps_lost(record: RunRecord, replica: int, begin: float, end: float) -> int:
     """Return how many steps a group computed and threw away in a time, instead of committing them.
 
-    That is so when it must heal or roll back; when it computed more forward passes than the step has batches; and, with
-    the peer, when a try was not committed.
-    """
+    That is so when it must heal or roll back; when it computed more forward passes than the step
+    has batches; and, with the peer, when a try was not committed."""
     lost = 0
     for event in record.events:
         if (event.replica, event.rank) == (replica, 0) and begin <= event.time < end:
@@ -87,7 +86,8 @@ def compare_digests(record: RunRecord) -> str:
     """Compare the groups' digests, state by state and rank by rank.
 
     Returns:
-        "equal", "differ" or "unknown", for the last state of which all groups have a digest; and what differs in all.
+        "equal", "differ" or "unknown", for the last state of which all groups have a digest; and
+        what differs in all.
     """
     hashed = [
         e

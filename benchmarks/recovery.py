@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Measure what recovery costs: a group that returns, one that leaves, and a lighthouse that dies.
 
-All on `titan-ft launch` with two groups, each on cores of its own, so that a group which is gone leaves none to the
-survivors.
-"""
+All on `titan-ft launch` with two groups, each on cores of its own, so that a group which is gone
+leaves none to the survivors."""
 
 from __future__ import annotations
 
@@ -46,7 +45,9 @@ MIN_STEPS = 5
 TRANSFER_STEPS = 20
 """Usual steps that the throttled transfer takes."""
 TINY_QUEUE_GB = 1e-6
-"""`catch_up_max_gb` with which the others wait for a joiner, as torchft's do: less than one update."""
+"""`catch_up_max_gb` with which the others wait for a joiner, as torchft's do: less than one
+update.
+"""
 
 PLAIN = "--no-zygote"
 
@@ -57,7 +58,8 @@ E = TypeVar("E", bound=Event)
 def measure_recovery(
     number: int, base: Mapping[str, Any], work_dir: Path
 ) -> Iterator[tuple[str, Any]]:
-    """Measure each kind of recovery `number` times; yields name and figures of each, as they are known.
+    """Measure each kind of recovery `number` times; yields name and figures of each, as they are
+    known.
 
     Args:
         base: the config that all runs derive theirs from.
@@ -111,7 +113,8 @@ def _launched(
 
 
 def throttle(record: RunRecord) -> float:
-    """Return the Mbit/s at which the state that this record tells of takes `TRANSFER_STEPS` of their steps.
+    """Return the Mbit/s at which the state that this record tells of takes `TRANSFER_STEPS` of
+    their steps.
 
     Raises:
         BenchError: no group fetched a state.
@@ -146,7 +149,8 @@ def measure_outages(run: Run, number: int) -> list[Figures]:
 
 
 def _wait_over(run: Run, fault: FaultInjected, end: type[Event]) -> RunRecord:
-    """Wait until an event says that a fault is over, and the survivor has made some steps since; return the record.
+    """Wait until an event says that a fault is over, and the survivor has made some steps since;
+    return the record.
 
     The step under way may still pass: so what the fault costs may show in a later one.
     """
@@ -176,11 +180,12 @@ def _describe(
 def rejoin_after(record: RunRecord, kill: Incident) -> Figures:
     """Return what the victim's return after a kill cost the survivor.
 
-    `transfer_seconds` (`transfer_steps` in usual steps) are from the begin of the heal until the joiner has the state,
-    with the replay; `steps_made` are the survivor's meanwhile, `step_ratio` their median to a usual step (None with too
-    few whole ones); `stall` is from the begin of the heal until the joiner contributes, `return_stall` what is left of
-    it around the moment at which the joiner has the state; `replayed` counts updates, `replay_rate` how many of them in
-    a usual step from the end of the fetch on (None with too few).
+    `transfer_seconds` (`transfer_steps` in usual steps) are from the begin of the heal until the
+    joiner has the state, with the replay; `steps_made` are the survivor's meanwhile, `step_ratio`
+    their median to a usual step (None with too few whole ones); `stall` is from the begin of the
+    heal until the joiner contributes, `return_stall` what is left of it around the moment at which
+    the joiner has the state; `replayed` counts updates, `replay_rate` how many of them in a usual
+    step from the end of the fetch on (None with too few).
 
     Raises:
         BenchError: it did not return.
@@ -208,12 +213,15 @@ def rejoin_after(record: RunRecord, kill: Incident) -> Figures:
 
 
 def _waited_through(gap: Gap, begin: float, end: float) -> bool:
-    """Tell whether a gap is a wait for the transfer, though its commit may come a moment after the transfer's end."""
+    """Tell whether a gap is a wait for the transfer, though its commit may come a moment after the
+    transfer's end.
+    """
     return min(gap[1], end) - max(gap[0], begin) > (end - begin) / 2
 
 
 def drain_after(record: RunRecord, request: Incident) -> Figures:
-    """Return the survivor's stall when the victim is asked to leave, and the seconds until that had left.
+    """Return the survivor's stall when the victim is asked to leave, and the seconds until that had
+    left.
 
     Raises:
         BenchError: it did not say that it left.
@@ -226,7 +234,8 @@ def drain_after(record: RunRecord, request: Incident) -> Figures:
 
 
 def outage_after(record: RunRecord, kill: Incident) -> Figures:
-    """Return the stall of the group hit hardest, the seconds without a lighthouse, and the groups restarted meanwhile.
+    """Return the stall of the group hit hardest, the seconds without a lighthouse, and the groups
+    restarted meanwhile.
 
     Raises:
         BenchError: the lighthouse did not come back.

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measure what it costs to open a shuffled stream at a saved state: time, examples read again, bytes of the state."""
+"""Measure what it costs to open a shuffled stream at a saved state: time, examples read again,
+bytes of the state.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def measure_reopenings(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield name and figures for each size of the buffer at each place of the stream.
 
-    Figures: seconds until the first example, examples that were read for it, bytes of the state as JSON, and
+    Figures: seconds until the first example, examples that were read for it, bytes of the state as
+        JSON, and
     examples per second that the stream gives without a break.
     """
     with tempfile.TemporaryDirectory() as folder:

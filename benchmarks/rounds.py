@@ -1,11 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Semi-synchronous training beside the synchronous mode, with equal tokens: what it does to the loss, and its bytes.
+"""Semi-synchronous training beside the synchronous mode, with equal tokens: what it does to the
+loss, and its bytes.
 
-All runs train the same model for the same number of steps with the same tokens in each, from the same seed. What is
-compared is the loss at the end on validation text that is the same for all: that of the model that all groups agree on,
-so it is less noisy than losses of training, which with rounds are those of models that drift apart.
-"""
+All runs train the same model for the same number of steps with the same tokens in each, from the
+same seed. What is compared is the loss at the end on validation text that is the same for all: that
+of the model that all groups agree on, so it is less noisy than losses of training, which with
+rounds are those of models that drift apart."""
 
 from __future__ import annotations
 
@@ -112,8 +113,8 @@ def measure_losses(
 def describe(run_dir: Path, case: Case, steps: int = STEPS) -> dict[str, Any]:
     """Return the figures of a run that has ended.
 
-    `loss` is that on the validation text at the end; `bytes_per_step` what a group sends to others, per step of
-    training; `tokens` those of all groups.
+    `loss` is that on the validation text at the end; `bytes_per_step` what a group sends to others,
+    per step of training; `tokens` those of all groups.
 
     Raises:
         BenchError: it did not train as it was to.
@@ -163,9 +164,8 @@ def num_parameters(run_dir: Path) -> int:
 def bytes_per_step(record: RunRecord, parameters: int, case: Case) -> float:
     """Return the bytes that a group of one rank sends for each step of training.
 
-    By `wire_bytes` of the events where they have it; else those of an all-reduce of fp32: each of n members sends
-    2 (n - 1) / n of it.
-    """
+    By `wire_bytes` of the events where they have it; else those of an all-reduce of fp32: each of n
+    members sends 2 (n - 1) / n of it."""
     commits = [
         event for event in record.of(StepCommitted) if (event.replica, event.rank) == (SURVIVOR, 0)
     ]

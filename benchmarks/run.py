@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Start the processes of one job, watch it through its events, disturb it, and end exactly what was started."""
+"""Start the processes of one job, watch it through its events, disturb it, and end exactly what was
+started.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,8 @@ class Run:
     def __enter__(self) -> Run:
         root = str(Path(__file__).parents[1])
         path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
-        # Quiet servers and one thread per rank for all systems alike: torchft's log of each heartbeat costs time.
+        # Quiet servers and one thread per rank for all systems alike: torchft's log of each
+        # heartbeat costs time.
         env = {**os.environ, "PYTHONPATH": path, "RUST_LOG": "warn", "OMP_NUM_THREADS": "1"}
         for command in commands(self.job):
             with self._log(command).open("wb") as output:
@@ -181,7 +184,9 @@ class Run:
         raise TooLateError(self._say(f"no {what} within {timeout_seconds:g} s"))
 
     def wait_trained(self, num_steps: int, since: float = 0.0) -> RunRecord:
-        """Wait until all of two groups together have made some steps since a moment; return the record."""
+        """Wait until all of two groups together have made some steps since a moment; return the
+        record.
+        """
 
         def look(record: RunRecord) -> RunRecord | None:
             made = [
@@ -194,7 +199,9 @@ class Run:
         return self.wait_for(look, f"{num_steps} steps of all groups")
 
     def workers(self, replica: int) -> list[int]:
-        """Return the pids of a group's workers that still run; a pid that is another program's by now is not."""
+        """Return the pids of a group's workers that still run; a pid that is another program's by
+        now is not.
+        """
         mark = PEER_MODULE if self.job.system == PEER else "titan_ft"
         return [
             pid

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Steps without failures: their time by the log, their CPU time by /proc, and the ratios to stock torchtitan."""
+"""Steps without failures: their time by the log, their CPU time by /proc, and the ratios to stock
+torchtitan.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from benchmarks.run import BenchError, Run, progress
 from benchmarks.systems import STOCK, Job, derive_config, first_log
 
 LOG_FREQ = 10
-"""Steps between two lines of the log, torchtitan's default: stock pays for the means that it logs, ours do not."""
+"""Steps between two lines of the log, torchtitan's default: stock pays for the means that it logs,
+ours do not.
+"""
 WARMUP_STEPS = 10
 _STEP = re.compile(
     r"^\[titan\] (?P<stamp>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) - "
@@ -28,7 +32,9 @@ _STEP = re.compile(
 
 
 def logged_steps(log: str) -> list[tuple[int, float]]:
-    """Return step and Unix seconds of each line with a loss; torchtitan writes it when the step is over."""
+    """Return step and Unix seconds of each line with a loss; torchtitan writes it when the step is
+    over.
+    """
     times = [
         (match["step"], datetime.strptime(match["stamp"], "%Y-%m-%d %H:%M:%S,%f"))
         for match in _STEP.finditer(log)
@@ -37,7 +43,9 @@ def logged_steps(log: str) -> list[tuple[int, float]]:
 
 
 def step_seconds(steps: Sequence[tuple[int, float]], warmup: int) -> list[float]:
-    """Return the seconds per step of each interval between two logged steps, from step `warmup` on."""
+    """Return the seconds per step of each interval between two logged steps, from step `warmup`
+    on.
+    """
     late = [(step, time) for step, time in steps if step >= warmup]
     return [(end - begin) / (last - first) for (first, begin), (last, end) in pairwise(late)]
 
@@ -72,8 +80,9 @@ def compare(samples: Mapping[str, list[list[float]]], reference: str) -> dict[st
         samples: for each system and round, the seconds per step of each interval.
 
     Returns:
-        For each system the spread of `seconds`, the rounds' medians; of `ratio`, each to the reference's in the same
-        round; of `mean_ratio`, the same of the means, in which rare costs count that a median hides; and the `rounds`.
+        For each system the spread of `seconds`, the rounds' medians; of `ratio`, each to the
+        reference's in the same round; of `mean_ratio`, the same of the means, in which rare costs
+        count that a median hides; and the `rounds`.
     """
     found = {}
     for system, rounds in samples.items():
@@ -93,9 +102,9 @@ def compare_processor(
     """Compare the processor time of a step, round by round, with that of the reference.
 
     Returns:
-        For each system the spread of `user` and `system`, the seconds of all ranks, and of `others`, those of the job's
-        other processes; of `processor_ratio`, the ranks' seconds beside the reference's in the same round; and
-        `processor`, the rounds.
+        For each system the spread of `user` and `system`, the seconds of all ranks, and of
+        `others`, those of the job's other processes; of `processor_ratio`, the ranks' seconds
+        beside the reference's in the same round; and `processor`, the rounds.
     """
     found = {}
     for system, runs in samples.items():

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Agreement of a group's ranks through one TCPStore, as up to c6a0967: what the control tree is measured against."""
+"""Agreement of a group's ranks through one TCPStore, as up to c6a0967: what the control tree is
+measured against.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ _AS_LONG_AS_IT_TAKES = timedelta(days=365)
 
 
 class StoreAgreement:
-    """Lets rank 0 decide for the group: the requests and the threads are those of the former product.
+    """Lets rank 0 decide for the group: the requests and the threads are those of the former
+    product.
 
     Args:
         connect: opens a connection to the group's store.

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The systems that are compared: what each reads as config, and what it starts.
 
-All train the same model on the same data, as two groups of two ranks unless something else is asked for.
-"""
+All train the same model on the same data, as two groups of two ranks unless something else is asked
+for."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ PEER_FIELDS = (
 """What torchtitan's own [fault_tolerance] table knows of ours."""
 DIGEST_EVERY = 10
 """Five times as often as by default, so that each measured interval pays for one."""
-# Without it torchrun's restarts fail more often than not: the new ranks read the addresses of the dead ones in the
-# agent's store (https://github.com/pytorch/pytorch/issues/135712).
+# Without it torchrun's restarts fail more often than not: the new ranks read the addresses of the
+# dead ones in the agent's store (https://github.com/pytorch/pytorch/issues/135712).
 TORCHRUN_ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 Config = dict[str, Any]
@@ -72,7 +72,9 @@ class Command:
 
 
 def derive_config(base: Mapping[str, Any], job: Job, steps: int, log_freq: int) -> Config:
-    """Return what a system reads: the base config with nothing changed but the form of its parallelism."""
+    """Return what a system reads: the base config with nothing changed but the form of its
+    parallelism.
+    """
     tables = ("job", "model", "training", "metrics", "fault_tolerance", "parallelism")
     config = {**{table: {} for table in tables}, **copy.deepcopy(dict(base))}
     config["job"] |= {"dump_folder": str(job.run_dir), "custom_config_module": "titan_ft.config"}

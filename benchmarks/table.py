@@ -23,7 +23,9 @@ _LEAST_THREAD_MS = 1.0  # of a step; torch has dozens of idle threads
 
 
 def format_report(report: Mapping[str, Any], parts: Sequence[str]) -> str:
-    """Return machine, command and the tables of what was measured, as far as `parts` asks for it."""
+    """Return machine, command and the tables of what was measured, as far as `parts` asks for
+    it.
+    """
     machine = report["machine"]
     lines = [
         "{cpu}, {cores} cores, {memory_gib} GiB, load {load}; {platform}".format(**machine),
@@ -287,7 +289,9 @@ def _table(corner: str, columns: Mapping[str, str], rows: Mapping[str, Costs]) -
 
 
 def _cell(costs: Costs, form: str) -> str:
-    """Return the spread of a figure, given its path such as `stall.seconds`; `sum NAME`; or the `number` of cases."""
+    """Return the spread of a figure, given its path such as `stall.seconds`; `sum NAME`; or the
+    `number` of cases.
+    """
     if form == "number":
         return str(len(costs))
     values = [reduce(getitem, form.removeprefix("sum ").split("."), cost) for cost in costs]
@@ -377,7 +381,9 @@ _RECOVERY_TABLES: Mapping[str, Callable[[Any], list[str]]] = {
 
 
 def _loss_table(done: Mapping[str, Any]) -> list[str]:
-    """Return loss and bytes of each way to meet; those of the runs that are missing are left out."""
+    """Return loss and bytes of each way to meet; those of the runs that are missing are left
+    out.
+    """
     heads = [
         part
         for num in NUMS_GROUPS
@@ -412,7 +418,9 @@ def _megabytes(figures: Mapping[str, Any]) -> str:
 
 
 def _links_table(done: Mapping[str, Any]) -> list[str]:
-    """Return tokens per second of each mode at each rate, and as a multiple of the synchronous mode's."""
+    """Return tokens per second of each mode at each rate, and as a multiple of the synchronous
+    mode's.
+    """
     modes = [case for case in MODES if case.name in done]
     rows = [
         [
@@ -455,7 +463,8 @@ def _diloco_table(done: Mapping[str, Any]) -> list[str]:
     length = f"{DILOCO_STEPS // DILOCO.sync_steps} rounds of {DILOCO.sync_steps} steps"
     rows = [[f"DiLoCo, 2 groups x 2 ranks, {length}", *heads]]
     texts: Mapping[str, Callable[[Any], str]] = {
-        # The JSON has the victim's too: ours has validated less often by then, and so on other text.
+        # The JSON has the victim's too: ours has validated less often by then, and so on other
+        # text.
         "the survivor's loss at the end": lambda f: (
             "-" if f["loss"] is None else f"{f['loss']:.4f}"
         ),

@@ -2,15 +2,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Measure how fast a joiner gets a state from several donors, whose links are slower than its own.
 
-Each donor is a process of its own, with the state server of a worker; `transfer_max_mbps` is its link, and all of
-theirs together are the joiner's. It also makes steps as a rank does that drives a GPU: the host runs Python for a tenth
-of each, and waits for the rest. What serving does to those, and the processor's time that it takes, is what a donor
-loses.
+Each donor is a process of its own, with the state server of a worker; `transfer_max_mbps` is its
+link, and all of theirs together are the joiner's. It also makes steps as a rank does that drives a
+GPU: the host runs Python for a tenth of each, and waits for the rest. What serving does to those,
+and the processor's time that it takes, is what a donor loses.
 
-    python -m benchmarks.transfers FILE MBPS [tls]  is a donor of the bytes of FILE, for the token on its standard
-                                                    input; it tells its port, and for each further line, in JSON,
-                                                    the processor's seconds that serving has taken, and those of each
-                                                    step since the last
+    python -m benchmarks.transfers FILE MBPS [tls]  is a donor of the bytes of FILE, for the token
+    on its standard
+                                                    input; it tells its port, and for each further
+                                                    line, in JSON, the processor's seconds that
+                                                    serving has taken, and those of each step since
+                                                    the last
 """
 
 from __future__ import annotations
@@ -40,11 +42,15 @@ from titan_ft.transfer.tls import Certificate
 
 NUMS_DONORS = (1, 2, 4, 8)
 LINK_MBPS = 100.0
-"""Of each donor: little enough that eight of them and a joiner on two cores measure the links and not the processor."""
+"""Of each donor: little enough that eight of them and a joiner on two cores measure the links and
+not the processor.
+"""
 STATE_BYTES = 256 << 20
 STEP_SECONDS = 0.1
 HOST_SHARE = 0.1
-"""Of a donor's step, in which it runs Python; no more, so that those of eight donors fit on two cores."""
+"""Of a donor's step, in which it runs Python; no more, so that those of eight donors fit on two
+cores.
+"""
 USUAL_SECONDS = 3.0
 """For which donors make steps before the transfer."""
 LATER_COPIES = 5
@@ -59,7 +65,8 @@ _TIMEOUT_SECONDS = 600.0
 def measure_transfers(
     work_dir: Path, size: int = STATE_BYTES, mbps: float = LINK_MBPS
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield name and figures of transfers from each number of donors, with one of them killed too, and of copies.
+    """Yield name and figures of transfers from each number of donors, with one of them killed too,
+    and of copies.
 
     And of one without a limit, where the processor is what limits it: without and with TLS.
     """
@@ -86,9 +93,9 @@ def measure(
         tls: encrypted.
 
     Returns:
-        Seconds, Mbit/s, their share of the donors' links together (None without a limit), the donors that were lost;
-        without a kill, else None, of the donor in the middle: the processor's seconds for each GB that it gave, and the
-        mean of its steps meanwhile / before.
+        Seconds, Mbit/s, their share of the donors' links together (None without a limit), the
+        donors that were lost; without a kill, else None, of the donor in the middle: the
+        processor's seconds for each GB that it gave, and the mean of its steps meanwhile / before.
 
     Raises:
         BenchError: other bytes came than were sent.
@@ -146,10 +153,12 @@ def measure(
 
 
 def measure_copies(size: int) -> dict[str, Any]:
-    """Copy a state of about so many bytes as a donor does: parameters and Adam's moments, in 64 tensors each.
+    """Copy a state of about so many bytes as a donor does: parameters and Adam's moments, in 64
+    tensors each.
 
     Returns:
-        Bytes; the seconds of the first copy, and the median of later ones, which take the same memory again.
+        Bytes; the seconds of the first copy, and the median of later ones, which take the same
+        memory again.
     """
     model = torch.nn.ParameterList([torch.zeros(size // (3 * 4 * 64)) for _ in range(64)])
     optimizer = torch.optim.AdamW(model.parameters())
@@ -181,7 +190,9 @@ class _NoCounters:
 
 @dataclass(frozen=True)
 class _Usage:
-    """What a donor has used: the processor's seconds, but for those of its steps, and the mean of its last steps."""
+    """What a donor has used: the processor's seconds, but for those of its steps, and the mean of
+    its last steps.
+    """
 
     cpu_seconds: float
     step_seconds: float
@@ -223,7 +234,9 @@ class _Donor:
         self.port = int(self._read())
 
     def usage(self) -> _Usage:
-        """Return the processor's time that serving has taken, and how long its steps took since this was asked last."""
+        """Return the processor's time that serving has taken, and how long its steps took since
+        this was asked last.
+        """
         self._ask("")
         cpu_seconds, steps = json.loads(self._read())
         return _Usage(cpu_seconds, statistics.fmean(steps or [math.nan]))
@@ -256,7 +269,9 @@ def _map(state: Path) -> torch.Tensor:
 
 
 def serve(state: Path, mbps: float, certificate: Certificate | None) -> None:
-    """Be a donor until standard input ends; its first line is the run's token, each other one asks for figures."""
+    """Be a donor until standard input ends; its first line is the run's token, each other one asks
+    for figures.
+    """
     token = sys.stdin.readline().strip()
     server = StateServer("127.0.0.1", token, _TIMEOUT_SECONDS, lambda *_: None, mbps, certificate)
     payload = _map(state)
@@ -276,7 +291,9 @@ def serve(state: Path, mbps: float, certificate: Certificate | None) -> None:
 
 
 def _make_steps(told: Callable[[float, float], None]) -> None:
-    """Make steps for ever, and tell the seconds of each, and those of the processor that all have taken."""
+    """Make steps for ever, and tell the seconds of each, and those of the processor that all have
+    taken.
+    """
     host_seconds, number = HOST_SHARE * STEP_SECONDS, 10_000
     began = time.thread_time()
     sum(range(number))

@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the peer tells of each step that it tried, and the same in this project's own events.
 
-Translated, a run of the peer is read by the same code as one of ours: one definition of a stall, of an exchange that
-was attempted, of effective training time.
-"""
+Translated, a run of the peer is read by the same code as one of ours: one definition of a stall, of
+an exchange that was attempted, of effective training time."""
 
 from __future__ import annotations
 
@@ -25,14 +24,16 @@ from titan_ft.run.events import (
 
 
 class StepTried(RankEvent, kw_only=True):
-    """The peer has tried a step: one forward and backward pass, and a vote. With DiLoCo it is a round of such passes.
+    """The peer has tried a step: one forward and backward pass, and a vote. With DiLoCo it is a
+    round of such passes.
 
     Attributes:
         step: its number, from 1.
         committed: whether it was committed.
         contributed: whether it was, and what this group had trained counted: it was not healing.
         inner_steps: passes of a round.
-        own_loss: this rank's share of the mean loss of its group; torchtitan logs the sum over all groups.
+        own_loss: this rank's share of the mean loss of its group; torchtitan logs the sum over all
+            groups.
         digest: hash of this rank's part of the weights, hex; only every so many steps.
     """
 
@@ -53,11 +54,11 @@ State = tuple[int, int]
 
 
 def translate(events: Sequence[Event]) -> list[Event]:
-    """Return events, in order of time, with what a peer's tries and restarts are in this project's events.
+    """Return events, in order of time, with what a peer's tries and restarts are in this project's
+    events.
 
-    A try that was not committed becomes an exchange that failed. The peer's launcher tells nothing: a group's attempt
-    is taken to have ended when the next one says that it started.
-    """
+    A try that was not committed becomes an exchange that failed. The peer's launcher tells nothing:
+    a group's attempt is taken to have ended when the next one says that it started."""
     tries = [event for event in events if isinstance(event, StepTried)]
     if not tries:
         return list(events)
@@ -89,9 +90,8 @@ def translate(events: Sequence[Event]) -> list[Event]:
 def _states(tries: Sequence[StepTried]) -> list[State]:
     """Return the state that each try made, or would have made.
 
-    A group that returns heals to the others' step before it commits. So a commit far below what was committed means
-    that nobody was left to heal from, and the job began anew.
-    """
+    A group that returns heals to the others' step before it commits. So a commit far below what was
+    committed means that nobody was left to heal from, and the job began anew."""
     lost, top, states = 0, 0, []
     for event in tries:
         if event.committed:

@@ -2,12 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What runs that are compared with stock torchtitan do not tell by themselves.
 
-Workers load it as their `experimental.custom_import`, stock ones too. At its end each rank leaves in the run's folder
-what it logged in full precision and the digest of its state.
+Workers load it as their `experimental.custom_import`, stock ones too. At its end each rank leaves
+in the run's folder what it logged in full precision and the digest of its state.
 
-A stock job of one rank that accumulates gradients reads in each step what as many groups of one rank would: a
-microbatch of each one's share of the data.
-"""
+A stock job of one rank that accumulates gradients reads in each step what as many groups of one
+rank would: a microbatch of each one's share of the data."""
 
 from __future__ import annotations
 
@@ -87,7 +86,8 @@ def _replica(trainer: Any) -> int:
     return int(config.replica_id) if config.enable else 0
 
 
-# With deterministic kernels torch would write into all memory that it makes, on whatever stream is current there.
+# With deterministic kernels torch would write into all memory that it makes, on whatever stream is
+# current there.
 torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property
 _before(MetricsProcessor, "log", _log)
 _before(Trainer, "train", _begin)

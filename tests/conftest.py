@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-# No question to a name server, here or in a process that a test starts: all addresses are this host's. torch's TCPStore
-# looks up the name of every connection's address, on both sides; some resolvers drop what exceeds a number per second,
-# and each dropped query would cost a rendezvous, which has two seconds, one of them.
+# No question to a name server, here or in a process that a test starts: all addresses are this
+# host's. torch's TCPStore looks up the name of every connection's address, on both sides; some
+# resolvers drop what exceeds a number per second, and each dropped query would cost a rendezvous,
+# which has two seconds, one of them.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 
@@ -43,7 +44,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def _machine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """Let a test that is marked `alone` have the machine for itself, where several run at a time."""
+    """Let a test that is marked `alone` have the machine for itself, where several run at a
+    time.
+    """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return

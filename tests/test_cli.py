@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the command line shows when nothing is wrong: help, versions, a dry run, a resolved config."""
+"""What the command line shows when nothing is wrong: help, versions, a dry run, a resolved
+config.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_help_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_of_a_command(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It names values by what they are, not by their type, and has an example that would be accepted."""
+    """It names values by what they are, not by their type, and has an example that would be
+    accepted.
+    """
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as ended:
         main([*name.split(), "--help"])
@@ -129,7 +133,9 @@ def test_bash_completes(tmp_path: Path) -> None:
     ],
 )
 def test_one_option_has_the_same_names_everywhere(words: str) -> None:
-    """Ours, and those of torchrun and of a cluster's scripts, with = or a space, CONFIG as an option, too."""
+    """Ours, and those of torchrun and of a cluster's scripts, with = or a space, CONFIG as an
+    option, too.
+    """
     for config in (["llama3_debug"], ["--config", "llama3_debug"], ["--config=llama3_debug"]):
         launch = parse(["launch", "--run-dir", "run", *words.split(), *config])
         assert (launch.config, launch.replicas, launch.ranks_per_replica) == (
@@ -293,7 +299,9 @@ def test_dry_run_of_a_bounded_queue(
 def test_dry_run_of_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a semi-synchronous method: bytes per round and per step, the anchors, and what a heal moves besides."""
+    """With a semi-synchronous method: bytes per round and per step, the anchors, and what a heal
+    moves besides.
+    """
     monkeypatch.chdir(tmp_path)
     command = (
         "launch llama3_debug_diloco --replicas 4 --ranks-per-replica 1 --run-dir run --dry-run"
@@ -319,7 +327,9 @@ def test_dry_run_of_rounds(
 def test_dry_run_of_fragments_in_8_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each of 4 groups sends 1 byte and 1/64 of each value of a half to 3 others, and holds what rounding leaves."""
+    """Each of 4 groups sends 1 byte and 1/64 of each value of a half to 3 others, and holds what
+    rounding leaves.
+    """
     monkeypatch.chdir(tmp_path)
     command = (
         "launch llama3_debug_diloco --replicas 4 --ranks-per-replica 1 --run-dir run --dry-run"
@@ -339,7 +349,9 @@ def test_dry_run_of_fragments_in_8_bits(
 def test_dry_run_of_a_job_for_other_hosts_needs_no_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What a recipe's first lines say: its sizes, on a host that has neither the GPUs nor the tokenizer."""
+    """What a recipe's first lines say: its sizes, on a host that has neither the GPUs nor the
+    tokenizer.
+    """
     monkeypatch.chdir(tmp_path)
     command = "launch llama3_1b --replicas 30 --ranks-per-replica 10 --run-dir run --dry-run"
     assert main(command.split()) == 0
@@ -349,7 +361,8 @@ def test_dry_run_of_a_job_for_other_hosts_needs_no_tokenizer(
         "tokenizer    ./assets/hf/Llama-3.2-1B, which this host does not have and the job's must\n",
         "ranks        300 in all; a group is FSDP 10\n",
         "batch        10 sequences of a group (1 x 10 ranks that read data x 1 microbatches), 300 in all\n",
-        # 1,498,482,688 parameters x 4 bytes / 10 ranks are 571.6 MiB; the first ranks' shards are a row longer.
+        # 1,498,482,688 parameters x 4 bytes / 10 ranks are 571.6 MiB; the first ranks' shards are a
+        # row longer.
         "GPU memory   2.24 GiB for each rank: parameters 572.18 MiB, gradients 572.18 MiB, optimizer 1.12 GiB\n",
     ):
         assert part in printed.out
@@ -360,7 +373,9 @@ def test_dry_run_of_a_job_for_other_hosts_needs_no_tokenizer(
 def test_config_shows_every_field_resolved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is printed is TOML, with flags and --replicas in it, and says which fields are not their default."""
+    """What is printed is TOML, with flags and --replicas in it, and says which fields are not their
+    default.
+    """
     monkeypatch.chdir(tmp_path)  # a name needs no source tree around it
     assert main(["config", "llama3_debug", "--replicas", "4", "--", "--training.steps=3"]) == 0
     shown = capsys.readouterr().out
@@ -385,7 +400,9 @@ def test_config_without_fault_tolerance_says_so(
 
 
 def test_check_json_holds_the_audit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What became of the batches is part of the check; a damaged history tells nothing of them, nor of the run."""
+    """What became of the batches is part of the check; a damaged history tells nothing of them, nor
+    of the run.
+    """
     (tmp_path / "events").mkdir()
     (tmp_path / "events" / "a.jsonl").write_text("{damaged\n", encoding="utf-8")
     assert main(["check", str(tmp_path), "--json"]) == 1
@@ -425,7 +442,9 @@ def test_a_path_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_wheel_has_what_the_commands_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configs, batch scripts, manifests, the dashboard: as setuptools reads pyproject.toml and the tree."""
+    """Configs, batch scripts, manifests, the dashboard: as setuptools reads pyproject.toml and the
+    tree.
+    """
     from setuptools import Distribution
     from setuptools.config.pyprojecttoml import apply_configuration
 
@@ -450,8 +469,11 @@ def test_a_wheel_has_what_the_commands_read(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", ["tyro", "titan_ft.live.top"])
 def test_ctrl_c_during_imports_is_no_traceback(name: str, tmp_path: Path) -> None:
-    """Who changes his mind at once gets the prompt, with the status of Ctrl-C; also in the midst of imports."""
-    # A finder of modules that is interrupted in the midst of one of the imports, as a person may do at 0.4 s.
+    """Who changes his mind at once gets the prompt, with the status of Ctrl-C; also in the midst of
+    imports.
+    """
+    # A finder of modules that is interrupted in the midst of one of the imports, as a person may do
+    # at 0.4 s.
     code = (
         "import runpy, sys\n"
         "class Interrupts:\n"
@@ -470,7 +492,9 @@ def test_ctrl_c_during_imports_is_no_traceback(name: str, tmp_path: Path) -> Non
 def test_the_collector_rests_while_a_record_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    """Of a long run it took a quarter of the time; afterwards it is on again, also after a folder without events."""
+    """Of a long run it took a quarter of the time; afterwards it is on again, also after a folder
+    without events.
+    """
     seen = []
 
     def read(folder: Path, *, whole: bool) -> SimpleNamespace:

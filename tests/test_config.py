@@ -31,7 +31,9 @@ from titan_ft.training.job_config import parse_config
 
 
 def make_config(changes: dict[str, Any] | None = None) -> Any:
-    """Return an enabled config of two groups, shaped as torchtitan's, with `section.key` values changed."""
+    """Return an enabled config of two groups, shaped as torchtitan's, with `section.key` values
+    changed.
+    """
     config = SimpleNamespace(
         fault_tolerance=FaultTolerance(enable=True, group_size=2),
         training=SimpleNamespace(local_batch_size=8, global_batch_size=-1, dtype="float32"),
@@ -222,7 +224,9 @@ def test_broken_rule_is_named(changes: dict[str, Any], parts: list[str]) -> None
     ],
 )
 def test_values_at_the_limits_are_valid(changes: dict[str, Any]) -> None:
-    """A limit that belongs to the range is accepted, and so are fields of semi-sync methods that nothing reads."""
+    """A limit that belongs to the range is accepted, and so are fields of semi-sync methods that
+    nothing reads.
+    """
     validate(make_config(changes))
 
 
@@ -380,7 +384,9 @@ def test_wrong_types_are_named(changes: dict[str, Any], parts: list[str]) -> Non
 
 
 def test_a_round_and_what_makes_its_update() -> None:
-    """DiLoCo takes the outer optimizer of the table, LocalSGD the mean as it is; without either each step is one."""
+    """DiLoCo takes the outer optimizer of the table, LocalSGD the mean as it is; without either
+    each step is one.
+    """
     assert steps_per_round(FaultTolerance(sync_steps=20)) == 1
     local_sgd = FaultTolerance(semi_sync_method="local_sgd", sync_steps=20)
     assert (steps_per_round(local_sgd), outer_optimizer(local_sgd)) == (20, (1.0, 0.0, False))
@@ -391,7 +397,9 @@ def test_a_round_and_what_makes_its_update() -> None:
 
 
 def test_only_rounds_are_quantized() -> None:
-    """torchtitan's field means nothing without a method, there as here: gradients of single steps travel whole."""
+    """torchtitan's field means nothing without a method, there as here: gradients of single steps
+    travel whole.
+    """
     assert not quantizes(FaultTolerance(should_quantize=True))
     assert not quantizes(FaultTolerance(semi_sync_method="diloco"))
     assert quantizes(FaultTolerance(semi_sync_method="diloco", should_quantize=True))
@@ -411,7 +419,9 @@ def test_nesterov_without_momentum_is_plain_sgd() -> None:
 
 
 def test_unknown_key_names_the_closest_one() -> None:
-    """A misspelt key is refused with the one that was meant, and where the others are: a line of 48 keys hides it."""
+    """A misspelt key is refused with the one that was meant, and where the others are: a line of 48
+    keys hides it.
+    """
     with pytest.raises(ConfigError) as caught:
         check_toml({"fault_tolerance": {"enable": True, "min_replicas_size": 1}})
     assert str(caught.value) == (
@@ -425,7 +435,9 @@ def test_unknown_key_names_the_closest_one() -> None:
 
 
 def test_misspelt_or_malformed_table_is_named() -> None:
-    """A table that is none, or whose name is misspelt, is refused; other tables are torchtitan's matter."""
+    """A table that is none, or whose name is misspelt, is refused; other tables are torchtitan's
+    matter.
+    """
     with pytest.raises(
         ConfigError, match=r"fault_tolerance must be a table, got True; write \[fault_tolerance\]"
     ):
@@ -449,7 +461,9 @@ def test_wrong_type_in_toml_is_named() -> None:
 
 
 def test_schema_of_a_custom_module_is_accepted() -> None:
-    """Fields that a user's own config module adds to the table are valid keys when its schema is given."""
+    """Fields that a user's own config module adds to the table are valid keys when its schema is
+    given.
+    """
 
     @dataclasses.dataclass
     class Extended(FaultTolerance):
@@ -461,7 +475,9 @@ def test_schema_of_a_custom_module_is_accepted() -> None:
 
 
 def test_load_toml_names_file_and_place(tmp_path: Path) -> None:
-    """A file that is missing, no file, no TOML or no UTF-8 is one line with its path, and the line of the mistake."""
+    """A file that is missing, no file, no TOML or no UTF-8 is one line with its path, and the line
+    of the mistake.
+    """
     good = tmp_path / "good.toml"
     good.write_text("[fault_tolerance]\nenable = true\n")
     assert load_toml(good) == {"fault_tolerance": {"enable": True}}
@@ -554,7 +570,9 @@ def test_every_field_has_a_docstring() -> None:
 
 
 def test_field_types_are_objects() -> None:
-    """torchtitan's merge reads the types as objects, so the module must not postpone annotations."""
+    """torchtitan's merge reads the types as objects, so the module must not postpone
+    annotations.
+    """
     assert not hasattr(config_module, "annotations")
     assert all(
         not isinstance(f.type, str)
@@ -599,7 +617,9 @@ def test_merged_defaults_are_ours() -> None:
 
 
 def test_merged_config_takes_toml_and_flags(tmp_path: Path) -> None:
-    """Our fields come from TOML and flags, flags first; torchtitan's other tables are untouched; all validates."""
+    """Our fields come from TOML and flags, flags first; torchtitan's other tables are untouched;
+    all validates.
+    """
     flag = write_toml(
         tmp_path,
         "[training]\nsteps = 7\n[fault_tolerance]\nenable = true\ngroup_size = 3\nbucket_size_mb = 4\n",
@@ -632,9 +652,8 @@ def test_wrong_type_in_merged_config_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", [CUSTOM, "titan_ft.config"])
 @pytest.mark.parametrize("method", [None, "diloco", "DiLoCo"])
 def test_torchtitan_ft_toml_runs_as_it_is(tmp_path: Path, module: str, method: str | None) -> None:
-    """A TOML that names torchtitan's own FT schema, or ours, as custom config module parses and validates; a method may
-    be written in upper case too.
-    """
+    """A TOML that names torchtitan's own FT schema, or ours, as custom config module parses and
+    validates; a method may be written in upper case too."""
     text = (
         f'[job]\ncustom_config_module = "{module}"\n'
         '[fault_tolerance]\nenable = true\nprocess_group = "gloo"\nprocess_group_timeout_ms = 20000\n'

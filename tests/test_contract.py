@@ -1,6 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every private or fragile thing of torch, torchtitan, torchft and tyro that the code leans on, at the pinned versions.
+"""Every private or fragile thing of torch, torchtitan, torchft and tyro that the code leans on, at
+the pinned versions.
 
 When an upgrade breaks something, it should break here first, by name.
 """
@@ -75,7 +76,9 @@ class Options:
     ],
 )
 def test_tyro_says_why_it_refuses(arguments: str, event: str, said: Any) -> None:
-    """Its private hook gets each refusal as an object, with all that `titan_ft.usage` makes a line of."""
+    """Its private hook gets each refusal as an object, with all that `titan_ft.usage` makes a line
+    of.
+    """
     from tyro import _errors
 
     class RefusedError(Exception):
@@ -136,7 +139,9 @@ def test_torchtitan_merges_into_a_class_of_another_module() -> None:
 
 
 def test_torchtitan_names_can_be_looked_up_early() -> None:
-    """What a worker's config is checked against before a trainer is built; the merged class gives the flags."""
+    """What a worker's config is checked against before a trainer is built; the merged class gives
+    the flags.
+    """
     from torchtitan.config import ConfigManager, JobConfig
     from torchtitan.experiments import _supported_experiments
     from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
@@ -159,7 +164,9 @@ def test_torchtitan_main_builds_its_config_manager_from_a_module_global() -> Non
 
 
 def test_torchtitan_trains_under_record() -> None:
-    """titan_ft.train takes `record` off: it returns where a loader of the user's raises SystemExit(0)."""
+    """titan_ft.train takes `record` off: it returns where a loader of the user's raises
+    SystemExit(0).
+    """
     from torchtitan.train import Trainer
 
     bare = inspect.unwrap(Trainer.train)
@@ -189,7 +196,9 @@ def test_torchtitan_trainer_has_the_seams() -> None:
 
 
 def test_torchtitan_s_trainer_is_recorded() -> None:
-    """By torch elastic, which writes a file for each exception; what is below that can be called."""
+    """By torch elastic, which writes a file for each exception; what is below that can be
+    called.
+    """
     from torchtitan.train import Trainer
 
     for function, names in ((Trainer.__init__, ["self", "job_config"]), (Trainer.train, ["self"])):
@@ -233,7 +242,9 @@ def test_torchtitan_s_pipelines_go_backward_from_the_sum() -> None:
 
 
 def test_torchtitan_train_specs() -> None:
-    """A TrainSpec is a dataclass, and the private table of registered ones wins over the built-in models."""
+    """A TrainSpec is a dataclass, and the private table of registered ones wins over the built-in
+    models.
+    """
     import torchtitan.protocols.train_spec as train_spec
 
     spec = train_spec.get_train_spec("llama3")
@@ -260,7 +271,9 @@ def test_torchtitan_dist_utils() -> None:
 
 
 def test_a_store_answers_pings() -> None:
-    """Its native thread does, in the bytes that `control_pings` sends: no other message needs no key and no waiting."""
+    """Its native thread does, in the bytes that `control_pings` sends: no other message needs no
+    key and no waiting.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         store = dist.TCPStore(
@@ -347,7 +360,9 @@ def test_coordination_alone_is_used_of_torchft() -> None:
 
 
 def test_fsdp_calls_post_accumulate_hooks_on_sharded_parameters() -> None:
-    """The exchange hears of finished gradients through them; FSDP2 calls them itself, after its reduce-scatter."""
+    """The exchange hears of finished gradients through them; FSDP2 calls them itself, after its
+    reduce-scatter.
+    """
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
     source = inspect.getsource(_fsdp_collectives.foreach_reduce)
@@ -358,7 +373,9 @@ def test_fsdp_calls_post_accumulate_hooks_on_sharded_parameters() -> None:
 
 
 def test_torchtitan_checkpoints() -> None:
-    """The manager is a module global of torchtitan.train, built with keywords; these methods of it are overridden."""
+    """The manager is a module global of torchtitan.train, built with keywords; these methods of it
+    are overridden.
+    """
     import torchtitan.train
     from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE, CheckpointManager
 
@@ -421,7 +438,9 @@ def test_torch_privates() -> None:
 
 
 def test_torch_merges_files_of_hugging_faces_format_between_collectives() -> None:
-    """What is made to fail on all ranks or none is called by these names, before the others are waited for."""
+    """What is made to fail on all ranks or none is called by these names, before the others are
+    waited for.
+    """
     from torch.distributed.checkpoint import _consolidate_hf_safetensors as merging
 
     source = inspect.getsource(merging.consolidate_safetensors_files_on_every_rank)

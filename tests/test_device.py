@@ -81,7 +81,9 @@ def test_nccl_without_a_gpu_is_refused_in_one_line() -> None:
 
 
 def test_torch_leaves_a_lost_peer_to_us() -> None:
-    """Everything by which torch ends a process, or keeps it waiting, is off; what does no harm stays the user's."""
+    """Everything by which torch ends a process, or keeps it waiting, is off; what does no harm
+    stays the user's.
+    """
     made = device.nccl_environment({"HOME": "/"}, 10500)
     # Torch looks once a second whether to dump.
     assert int(made.pop("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")) > 1000
@@ -110,7 +112,9 @@ def test_torch_leaves_a_lost_peer_to_us() -> None:
 @pytest.mark.parametrize("name", ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"])
 @pytest.mark.parametrize("value", ["1", "2", "3"])
 def test_error_handling_that_is_overwritten_is_not_refused(name: str, value: str) -> None:
-    """torchrun and many scripts set it; torchtitan overwrites it for its communicators, `AbortableNccl` for its own."""
+    """torchrun and many scripts set it; torchtitan overwrites it for its communicators,
+    `AbortableNccl` for its own.
+    """
     assert (
         device.nccl_environment({name: value}, 10000)
         .keys()
@@ -148,7 +152,9 @@ def test_a_setting_that_ends_survivors_is_refused_in_one_line(
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank without a GPU of its own would end with an error of CUDA's, and again after each restart."""
+    """A rank without a GPU of its own would end with an error of CUDA's, and again after each
+    restart.
+    """
     monkeypatch.setattr(device, "on_cpu", lambda: False)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     device.require("gloo", local_rank=1)
@@ -168,7 +174,9 @@ def test_gloo_buckets_live_in_host_memory() -> None:
 
 
 def test_nothing_is_written_into_a_bucket_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deterministic algorithms fill what is made, on the stream that is current there; the exchange has another."""
+    """Deterministic algorithms fill what is made, on the stream that is current there; the exchange
+    has another.
+    """
     seen: list[bool] = []
 
     def empty(*_: object, **__: object) -> None:
@@ -217,7 +225,9 @@ def test_side_stream_is_not_the_default_stream() -> None:
 
 @cpu_only
 def test_a_processor_has_a_name_and_a_process_its_memory() -> None:
-    """What a run's history tells of its machine: a name for people, and the bytes that this process holds."""
+    """What a run's history tells of its machine: a name for people, and the bytes that this process
+    holds.
+    """
     assert device.name().strip() not in ("", "cpu")
     before = device.memory_bytes()
     held = bytearray(b"x" * 2**26)

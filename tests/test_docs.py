@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the docs name is there: files, classes, functions, fields, links; what is printed is current."""
+"""What the docs name is there: files, classes, functions, fields, links; what is printed is
+current.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def _files() -> frozenset[str]:
 
 @cache
 def _known() -> frozenset[str]:
-    """Return every name that the sources define, assign, import or use, and the strings that are names."""
+    """Return every name that the sources define, assign, import or use, and the strings that are
+    names.
+    """
     names: set[str] = set()
     for folder in _SOURCES:
         for path in (ROOT / folder).rglob("*.py"):
@@ -142,7 +146,9 @@ def _commands(page: str) -> Iterator[list[str]]:
 
 
 def _complaint(words: list[str]) -> str:
-    """Return what is wrong with a command of this project, by the parser that it meets; nothing of other commands."""
+    """Return what is wrong with a command of this project, by the parser that it meets; nothing of
+    other commands.
+    """
     end = words.index("--") if "--" in words else len(words)
     flags = [word.partition("=")[0] for word in words[end + 1 :] if word.startswith("--")]
     if unknown := [flag for flag in flags if not re.fullmatch(r"--\w+\.\w+", flag)]:
@@ -171,7 +177,9 @@ def _complaint(words: list[str]) -> str:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_are_accepted(page: str) -> None:
-    """Each command that a page shows has the options, and for `titan-ft` the values, that there are."""
+    """Each command that a page shows has the options, and for `titan-ft` the values, that there
+    are.
+    """
     assert not [complaint for words in _commands(page) if (complaint := _complaint(words))]
 
 
@@ -235,7 +243,9 @@ def test_what_is_printed_is_current(script: str, page: str) -> None:
 
 
 def test_every_environment_variable_is_listed() -> None:
-    """The table has each variable of this project that the package or a script reads, and no other one."""
+    """The table has each variable of this project that the package or a script reads, and no other
+    one.
+    """
     page = (
         (ROOT / "docs/operations.md")
         .read_text()
@@ -273,7 +283,9 @@ def _functions_of(file: str) -> set[str]:
 def test_each_promise_and_fault_has_a_test(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The table has a row for all that is judged and all that can be injected, and each row names a test."""
+    """The table has a row for all that is judged and all that can be injected, and each row names a
+    test.
+    """
     header = {"time": 1.0, "mono": 1.0, "pid": 1}
     started = {
         "event": "launch_started",
@@ -297,7 +309,9 @@ def test_each_promise_and_fault_has_a_test(
 
 
 def test_the_faults_are_listed() -> None:
-    """docs/chaos.md has the row of each fault as its class says it, in the order of `titan-ft chaos --list`."""
+    """docs/chaos.md has the row of each fault as its class says it, in the order of `titan-ft chaos
+    --list`.
+    """
     rows = []
     for name, fault in FAULTS.items():
         params = ", ".join(
@@ -319,9 +333,11 @@ def _plain(text: str) -> str:
 
 
 def test_the_page_of_a_package_index_stands_alone() -> None:
-    """The text that a wheel carries works without the sources, and says nothing that the README does not.
+    """The text that a wheel carries works without the sources, and says nothing that the README
+    does not.
 
-    An index shows no file of the repository: a relative link or picture, also one by reference or in HTML, is broken.
+    An index shows no file of the repository: a relative link or picture, also one by reference or
+        in HTML, is broken.
     """
     (name,) = re.findall(r'^readme = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     page, readme = (ROOT / name).read_text(), (ROOT / "README.md").read_text()

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `titan-ft kubernetes` prints, against the schemas of Kubernetes and of JobSet, and what it starts."""
+"""What `titan-ft kubernetes` prints, against the schemas of Kubernetes and of JobSet, and what it
+starts.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ from titan_ft.options import Lighthouse
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "kubernetes"
-# The first release in which all that is used here is stable or on by default, and the newest that is known here.
+# The first release in which all that is used here is stable or on by default, and the newest that
+# is known here.
 VERSIONS = ("1.31", "1.37")
 
 GIVEN = (
@@ -73,8 +76,8 @@ def arguments(command: list[str]) -> dict[str, str]:
 
 
 def differences(given: Any, read: Any, path: str = "") -> Iterator[str]:
-    """Yield where what a model has read is not what it was given: a field that it does not know is left out. Defaults
-    may be added."""
+    """Yield where what a model has read is not what it was given: a field that it does not know is
+    left out. Defaults may be added."""
     if isinstance(given, dict) and isinstance(read, dict):
         for name in given:
             yield from differences(given.get(name), read.get(name), f"{path}.{name}")
@@ -86,8 +89,8 @@ def differences(given: Any, read: Any, path: str = "") -> Iterator[str]:
 
 
 def test_the_job_set_is_what_its_schema_says(job_set: dict[str, Any]) -> None:
-    """JobSet's own schema, by the models that Kubeflow generates from it, down to the pod: every field is known there,
-    has its type, and none that must be there is missing."""
+    """JobSet's own schema, by the models that Kubeflow generates from it, down to the pod: every
+    field is known there, has its type, and none that must be there is missing."""
     model = JobsetV1alpha2JobSet.from_dict(job_set)
     assert model is not None
     assert list(differences(job_set, model.to_dict())) == []
@@ -141,8 +144,8 @@ def test_all_else_is_what_kubernetes_schemas_say(version: str, job_set: dict[str
 
 
 def test_a_group_is_brought_back_by_its_own_job(job_set: dict[str, Any]) -> None:
-    """JobSet's restart is one of all groups: nothing may ask for it. What starting again cannot help ends the job, and
-    evictions do not count."""
+    """JobSet's restart is one of all groups: nothing may ask for it. What starting again cannot
+    help ends the job, and evictions do not count."""
     (groups,) = job_set["spec"]["replicatedJobs"]
     policy = job_set["spec"]["failurePolicy"]
     assert policy == {"maxRestarts": 0}
@@ -152,7 +155,8 @@ def test_a_group_is_brought_back_by_its_own_job(job_set: dict[str, Any]) -> None
     assert groups["replicas"] > 1
     assert job["completionMode"] == "Indexed"
     assert job["backoffLimit"] >= 100
-    # Kubernetes takes no other value beside a podFailurePolicy, and that only where pods are never restarted.
+    # Kubernetes takes no other value beside a podFailurePolicy, and that only where pods are never
+    # restarted.
     assert job["podReplacementPolicy"] == "Failed"
     assert pod(job_set)["restartPolicy"] == "Never"
     final, evicted = job["podFailurePolicy"]["rules"]
@@ -190,7 +194,9 @@ def test_the_numbers_are_those_that_were_given() -> None:
 
 
 def test_the_config_is_the_file(tmp_path: Path) -> None:
-    """Each byte of it, in a pod that has nothing else of this host; its lighthouse settings reach the lighthouse."""
+    """Each byte of it, in a pod that has nothing else of this host; its lighthouse settings reach
+    the lighthouse.
+    """
     config = tmp_path / "mine.toml"
     config.write_text(
         "  # one\n\n[fault_tolerance]\n\theartbeat_timeout_ms = 900 # \"two\": 'three'\n"
@@ -217,7 +223,9 @@ def test_mistakes_are_refused(option: str, message: str) -> None:
 
 
 def test_the_command_takes_what_a_pod_gives_it(tmp_path: Path) -> None:
-    """The very command of a pod of group 3 of 8 with two hosts, with what Kubernetes puts in the place of $(NAME)."""
+    """The very command of a pod of group 3 of 8 with two hosts, with what Kubernetes puts in the
+    place of $(NAME).
+    """
     found = documents("--nodes=2")
     container = pod(found["JobSet"])["containers"][0]
     known = {"GROUP": "3"}
@@ -252,7 +260,9 @@ def test_the_command_takes_what_a_pod_gives_it(tmp_path: Path) -> None:
 
 
 def test_pods_find_each_other_and_the_lighthouse(job_set: dict[str, Any]) -> None:
-    """Names, ports, labels, the Secret and the volume that one document names are those of another one."""
+    """Names, ports, labels, the Secret and the volume that one document names are those of another
+    one.
+    """
     found = documents()
     container, service, deployment = (
         pod(job_set)["containers"][0],
@@ -280,7 +290,8 @@ def test_pods_find_each_other_and_the_lighthouse(job_set: dict[str, Any]) -> Non
     allowed = found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"].items()
     for template in (lighthouse, child_job(job_set)["template"]):
         assert allowed <= template["metadata"]["labels"].items()
-    # Where a JobSet puts the first pod of a child Job: JOBSET-REPLICATEDJOB-JOB-POD.SUBDOMAIN, the JobSet's name.
+    # Where a JobSet puts the first pod of a child Job: JOBSET-REPLICATEDJOB-JOB-POD.SUBDOMAIN, the
+    # JobSet's name.
     (groups,), job = job_set["spec"]["replicatedJobs"], job_set["metadata"]["name"]
     assert options["--rendezvous"].startswith(f"{job}-{groups['name']}-$(GROUP)-0.{job}:")
     assert job_set["spec"]["network"]["enableDNSHostnames"]
@@ -352,7 +363,9 @@ def test_other_pods_reach_nothing_but_figures_and_those_prometheus_alone() -> No
 
 
 def test_the_image_comes_from_one_index_a_package() -> None:
-    """With an extra index each of the two could serve any name, and the higher version would win."""
+    """With an extra index each of the two could serve any name, and the higher version would
+    win.
+    """
     text = (FOLDER / "Dockerfile").read_text()
     assert "--extra-index-url" not in text
     assert "--no-deps" in text.partition('--index-url "$TORCH_INDEX"')[0].rpartition("RUN")[2]
@@ -368,7 +381,9 @@ def test_two_jobs_fit_in_one_namespace() -> None:
 
 
 def test_the_image_has_what_the_pods_start() -> None:
-    """Its base and torch's index are arguments; what it copies and what the manifests run from it is there."""
+    """Its base and torch's index are arguments; what it copies and what the manifests run from it
+    is there.
+    """
     text = (FOLDER / "Dockerfile").read_text()
     instructions = [
         line.split(maxsplit=1)

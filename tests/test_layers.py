@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[1]
 def test_the_layers_hold() -> None:
     """The contracts of pyproject.toml: imports go down only, and what must load without torch does.
 
-    In a process of its own: import-linter sets up the logging of its process, and switches off loggers.
+    In a process of its own: import-linter sets up the logging of its process, and switches off
+        loggers.
     """
     run(
         "from importlinter import cli; raise SystemExit(cli.lint_imports(no_cache=True, is_debug_mode=True))"
@@ -50,11 +51,11 @@ print('gone', *(name for name in titan_ft.train.IMPORTED_LATER if find_spec(name
 
 
 def test_what_is_loaded(tmp_path: Path) -> None:
-    """Neither a launch nor a trainer loads code that injects faults, unless `chaos = true` asks for it.
+    """Neither a launch nor a trainer loads code that injects faults, unless `chaos = true` asks for
+    it.
 
-    And each module exists that is loaded before the workers are forked. Else each worker would start as a process of
-    its own, which takes seconds, and nothing would fail.
-    """
+    And each module exists that is loaded before the workers are forked. Else each worker would
+    start as a process of its own, which takes seconds, and nothing would fail."""
     assert run(_LAUNCH + _TRAINER + _FORKS, cwd=tmp_path).splitlines() == [
         "launch",
         "trainer",

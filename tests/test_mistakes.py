@@ -2,10 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A table of mistakes: what a user types, or has in the TOML, and the one line that answers it.
 
-Each line says what is wrong, the rule, the value and what to do. "..." stands for what is left out here. The exit
-status is 2 for bad usage or a bad config, 1 for a history that cannot be read; no mistake starts a process or leaves a
-file.
-"""
+Each line says what is wrong, the rule, the value and what to do. "..." stands for what is left out
+here. The exit status is 2 for bad usage or a bad config, 1 for a history that cannot be read; no
+mistake starts a process or leaves a file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The configs of models that users train: each resolves, builds its model, and trains one with narrower layers."""
+"""The configs of models that users train: each resolves, builds its model, and trains one with
+narrower layers.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def test_every_config_but_the_debug_model_is_a_recipe() -> None:
 
 
 def test_the_debug_model_with_diloco_trains_the_same() -> None:
-    """It differs from the synchronous one only in how the groups exchange, so that the two can be compared."""
+    """It differs from the synchronous one only in how the groups exchange, so that the two can be
+    compared.
+    """
     plain, diloco = (tomli.loads((CONFIGS / f"{name}.toml").read_text()) for name in sorted(DEBUG))
     ft = read_config(f"--job.config_file={CONFIGS / 'llama3_debug_diloco.toml'}").fault_tolerance
     assert (ft.semi_sync_method, steps_per_round(ft)) == ("diloco", 10)
@@ -76,7 +80,9 @@ def test_the_debug_model_with_diloco_trains_the_same() -> None:
 
 @parametrize
 def test_a_recipe_resolves_and_builds_the_published_model(recipe: Recipe) -> None:
-    """Every key is one of torchtitan's or ours, its group can be cut as it says, and the model is the one it names."""
+    """Every key is one of torchtitan's or ours, its group can be cut as it says, and the model is
+    the one it names.
+    """
     config = resolve(recipe)
     check_ranks(config, recipe.ranks)
     assert config.fault_tolerance.enable
@@ -91,7 +97,9 @@ def test_a_recipe_resolves_and_builds_the_published_model(recipe: Recipe) -> Non
 
 @parametrize
 def test_a_recipe_says_where_each_hyperparameter_comes_from(recipe: Recipe) -> None:
-    """A comment in brackets on its line names one of the sources that the head of the file lists."""
+    """A comment in brackets on its line names one of the sources that the head of the file
+    lists.
+    """
     text = (CONFIGS / f"{recipe.name}.toml").read_text()
     head = text.partition("\n[")[0]
     sources = {
@@ -108,7 +116,9 @@ def test_a_recipe_says_where_each_hyperparameter_comes_from(recipe: Recipe) -> N
 
 @parametrize
 def test_a_recipe_saves_what_can_be_gone_on_from(recipe: Recipe) -> None:
-    """A run that costs weeks outlives the loss of all its groups, and a stop; the published one has no checkpoints."""
+    """A run that costs weeks outlives the loss of all its groups, and a stop; the published one has
+    no checkpoints.
+    """
     checkpoint = resolve(recipe).checkpoint
     if recipe.name == "llama3_1b":
         assert not checkpoint.enable
@@ -126,7 +136,9 @@ def test_the_debug_models_save_nothing() -> None:
 
 
 def test_a_narrow_llama_learns() -> None:
-    """One step in this process with the recipe's optimizer: a finite loss, which the same batch then has less of."""
+    """One step in this process with the recipe's optimizer: a finite loss, which the same batch
+    then has less of.
+    """
     config = resolve(RECIPES[1])
     config.optimizer.implementation = "foreach"
     import torch
@@ -181,7 +193,9 @@ ON_CPU = (
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 @pytest.mark.slow
 def test_a_narrow_model_of_a_recipe_trains(recipe: Recipe, tmp_path: Path) -> None:
-    """One step of two groups, with the recipe's optimizer, schedule, batch and activation checkpointing."""
+    """One step of two groups, with the recipe's optimizer, schedule, batch and activation
+    checkpointing.
+    """
     (tmp_path / "narrow.py").write_text(NARROW)
     config = tmp_path / "recipe.toml"
     config.write_text(

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the trainer does around an update, without a model; whole runs of it are in tests/integration."""
+"""What the trainer does around an update, without a model; whole runs of it are in
+tests/integration.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def trainer(**parts: Any) -> Any:
 def test_the_links_are_closed_although_the_watchdog_cannot_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However training ends, also while the replica dimension is still being built: the others stop waiting."""
+    """However training ends, also while the replica dimension is still being built: the others stop
+    waiting.
+    """
     closed: list[str] = []
 
     def end() -> None:
@@ -179,7 +183,9 @@ def test_a_commit_is_applied_and_recorded() -> None:
     "settings", [{"heal_donors": 1}, {"group_size": 1}], ids=["shared host", "nobody to serve"]
 )
 def test_no_memory_is_reserved_where_it_may_be_too_much(settings: dict[str, int]) -> None:
-    """A host may have no room for a copy of each of its groups; and a group alone never serves one."""
+    """A host may have no room for a copy of each of its groups; and a group alone never serves
+    one.
+    """
     step = Step(COMMITTED, **settings)
     step.make()
     assert step.done == ["apply", "note commit", "emit", "log", "offer", "meet"]
@@ -206,7 +212,9 @@ def test_a_group_heals_until_it_has_the_state_of_the_others() -> None:
 def test_the_timeouts_are_shortened_after_the_first_update(
     first: int, heals: list[bool], shortened: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchtitan does so after its step 1, which a group that heals, or makes rounds, does not end on."""
+    """torchtitan does so after its step 1, which a group that heals, or makes rounds, does not end
+    on.
+    """
     seconds: list[float] = []
     monkeypatch.setattr(
         "titan_ft.trainer.set_pg_timeouts",
@@ -217,7 +225,9 @@ def test_the_timeouts_are_shortened_after_the_first_update(
 
 
 def test_a_group_that_leaves_applies_its_last_step() -> None:
-    """It has committed the step with the others: its event and its last digest are those of that state."""
+    """It has committed the step with the others: its event and its last digest are those of that
+    state.
+    """
     step = Step(COMMITTED, leaving=True)
     with pytest.raises(Leaving):
         step.make()
@@ -288,7 +298,9 @@ LAST = LastToLeave((0, 1), agreed=True)
 def test_the_last_groups_to_leave_save_before_they_go(
     last: LastToLeave | None, lacks: bool, turn: bool, done: list[str]
 ) -> None:
-    """Heartbeats end first where others may train on, and last where this group must be seen to live."""
+    """Heartbeats end first where others may train on, and last where this group must be seen to
+    live.
+    """
     assert Leave(last, lacks, turn).done == done
 
 

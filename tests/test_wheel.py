@@ -41,7 +41,8 @@ def _commands() -> Iterator[list[str]]:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment without what names this checkout, and without conftest's rule for names.
+    """Return this process's environment without what names this checkout, and without conftest's
+    rule for names.
 
     With that rule (RES_OPTIONS) pip would resolve no name.
     """
@@ -50,7 +51,9 @@ def _environment() -> dict[str, str]:
 
 
 def _run(*words: str, folder: Path, timeout: float = 150) -> str:
-    """Run a command in an empty folder, without this checkout on its path; return what it prints."""
+    """Run a command in an empty folder, without this checkout on its path; return what it
+    prints.
+    """
     result = subprocess.run(
         words,
         cwd=folder,
@@ -90,7 +93,9 @@ def _index_answers(folder: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of this checkout, built from a copy: a build leaves its folders beside the sources."""
+    """A wheel of this checkout, built from a copy: a build leaves its folders beside the
+    sources.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     sources = folder / "sources"
     for name in ("titan_ft", "configs"):
@@ -109,7 +114,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _install(wheel: Path, folder: Path, *, with_dependencies: bool) -> Path:
     """Install a wheel into an environment of its own, and return where its commands are.
 
-    Without its dependencies it sees the packages of this environment, but not this checkout: a line of a .pth file
+    Without its dependencies it sees the packages of this environment, but not this checkout: a line
+        of a .pth file
     puts their folder on the path, and does not read the .pth file of an editable install there.
     """
     environment = folder / "environment"
@@ -158,7 +164,9 @@ def _install(wheel: Path, folder: Path, *, with_dependencies: bool) -> Path:
 def test_the_readme_works_from_a_wheel(
     wheel: Path, tmp_path: Path, with_dependencies: bool
 ) -> None:
-    """Every `titan-ft` command of the README succeeds as it stands, and so does its TOML with a stock config."""
+    """Every `titan-ft` command of the README succeeds as it stands, and so does its TOML with a
+    stock config.
+    """
     if with_dependencies and not _index_answers(tmp_path):
         pytest.skip("no package index is reached")
     bin_folder = _install(wheel, tmp_path, with_dependencies=with_dependencies)
@@ -197,7 +205,9 @@ def test_the_readme_works_from_a_wheel(
 
 
 def _stock_config() -> str:
-    """Return a config of torchtitan's own: that of the debug model, without anything of this project's but the text."""
+    """Return a config of torchtitan's own: that of the debug model, without anything of this
+    project's but the text.
+    """
     text = (ROOT / "configs" / "llama3_debug.toml").read_text()
     text = re.sub(r"^\[fault_tolerance\]\n(.+\n)*", "", text, flags=re.MULTILINE)
     return re.sub(r"^custom_config_module = .*\n", "", text, flags=re.MULTILINE)

@@ -16,7 +16,8 @@ from tests.event_builder import event
 from titan_ft.run.log import encode
 from titan_ft.run.paths import RunPaths
 
-# Ends as its first argument but one says, and notes its arguments; `launch` and `check` are commands of titan-ft.
+# Ends as its first argument but one says, and notes its arguments; `launch` and `check` are
+# commands of titan-ft.
 STAND_IN = """#!/bin/bash
 echo "$*" >>{calls}
 case "$*" in

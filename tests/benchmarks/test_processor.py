@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.processor import ENDED_THREADS, MAIN_THREAD, ProcessorClock, Seconds
 
-# A parent that sleeps, with a child that works until it has taken two seconds: one in its main thread, one in a thread
-# that ends.
+# A parent that sleeps, with a child that works until it has taken two seconds: one in its main
+# thread, one in a thread that ends.
 PARENT = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', sys.argv[1]]).returncode)"
 CHILD = """
 import sys, threading, time

@@ -126,7 +126,9 @@ def test_an_outage_is_the_pause_of_the_group_hit_hardest() -> None:
 
 
 def test_the_throttle_makes_the_transfer_last_its_steps() -> None:
-    """2.5 MB in 20 steps of half a second are 2 Mbit/s; steps without the other group do not count."""
+    """2.5 MB in 20 steps of half a second are 2 Mbit/s; steps without the other group do not
+    count.
+    """
     events = [*commits([0.0, 0.5, 1.0, 1.5]), *commits([5.0, 9.0], first_step=5, participants=[0])]
     events.append(healed(9.5, 1.0, bytes=2_500_000))
     assert throttle(RunRecord(events)) == pytest.approx(2.0)

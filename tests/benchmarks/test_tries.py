@@ -38,9 +38,9 @@ def test_what_a_kill_destroys() -> None:
     """Steps of 1 s with two groups; a kill in step 3 discards the survivor's pass and stalls it for
     4 s.
 
-    Lost are that pass, the pass that the death cut short, and the pass of the healing group. The time from step 1 to 5 is
-    8 s; of it steps 2 and 5 count as a second each, and steps 3 and 4 of one group as half a second.
-    """
+    Lost are that pass, the pass that the death cut short, and the pass of the healing group. The
+    time from step 1 to 5 is 8 s; of it steps 2 and 5 count as a second each, and steps 3 and 4 of
+    one group as half a second."""
     events = [started(0.0, 0), started(0.0, 1)]
     events += [tried(float(step), step, replica) for step in (1, 2) for replica in (0, 1)]
     events += [build(FaultInjected, time=2.5, fault="sigkill_group", target=Target(1), shot=0)]

@@ -17,7 +17,9 @@ from titan_ft.chaos.orders import Order
 
 
 def test_an_order_is_one_line_with_all_an_agent_needs(tmp_path: Path) -> None:
-    """The first order makes file and folder; a replica, rank or attempt that is left open is null."""
+    """The first order makes file and folder; a replica, rank or attempt that is left open is
+    null.
+    """
     path = tmp_path / "chaos" / "orders.jsonl"
     before = time.time()
     first = Order(

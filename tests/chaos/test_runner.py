@@ -215,7 +215,9 @@ def test_the_schedule_starts_when_all_groups_train_together(tmp_path: Path) -> N
 
 
 def test_what_is_told_of_a_fault(tmp_path: Path) -> None:
-    """The event names fault, target, seed, shot and parameters, and is written before the signal."""
+    """The event names fault, target, seed, shot and parameters, and is written before the
+    signal.
+    """
     harness = Harness(single("stop_rank", 2, 1, {"seconds": 5.0}, seed=3), tmp_path)
     harness.launch()
     at_signal: list[int] = []

@@ -70,7 +70,9 @@ def test_every_starts_at_once_and_does_not_drift() -> None:
 
 
 def test_poisson_gaps_are_exponential() -> None:
-    """Mean and standard deviation of the gaps are the MTBF, and a share of 1/e is longer than it."""
+    """Mean and standard deviation of the gaps are the MTBF, and a share of 1/e is longer than
+    it.
+    """
     times = [
         0.0,
         *(

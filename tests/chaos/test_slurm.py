@@ -30,7 +30,8 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
             f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/calls\n[ ! -e {folder}/{name}.do ] || . {folder}/{name}.do\n'
         )
         path.chmod(0o755)
-    # No folder of the system's: on a Slurm host the real scancel would then signal somebody's job 123.
+    # No folder of the system's: on a Slurm host the real scancel would then signal somebody's job
+    # 123.
     monkeypatch.setenv("PATH", str(folder))
     log = tmp_path / "calls"
     return lambda: log.read_text().splitlines() if log.exists() else []

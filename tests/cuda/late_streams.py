@@ -31,7 +31,9 @@ from typing import Any
 PUNCTUAL: tuple[str, ...] = ()
 LATE = tuple(f"FAKE_CUDA_LATE={seed}:20:10:50" for seed in (1, 2))
 LAZY = ("FAKE_CUDA_LAZY=300", "FAKE_CUDA_LAZY=300:1:30", "FAKE_CUDA_LAZY=300:2:60")
-"""Streams of which all works, or two thirds, or a third, begin only when somebody waits for them."""
+"""Streams of which all works, or two thirds, or a third, begin only when somebody waits for
+them.
+"""
 CASE_SECONDS = 40.0  # only ever reached by a bug, or by a wait that is missed so
 
 
@@ -119,7 +121,9 @@ NOTICED_BY: dict[str, tuple[str, str]] = {
 }
 """The scenario and backend that notice the removal of a wait."""
 COVERED_BY: dict[str, tuple[str, str, str]] = {}
-"""Of a wait whose removal nothing notices: the wait that covers it, and the case that notices both removals."""
+"""Of a wait whose removal nothing notices: the wait that covers it, and the case that notices both
+removals.
+"""
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,8 @@ def collectives() -> dict[str, Any]:
         "sum": _reduced(ctypes.c_float, [first + 0.5], _FLOAT32, _SUM),
         "max": _reduced(ctypes.c_int32, [first], _INT32, _MAX),
         "average": _reduced(ctypes.c_float, [first], _FLOAT32, _AVERAGE),
-        # 1 + 2 ** -8 + 2 ** -8: rounded after each addition it would stay 1. Bits of 1.0 and 2 ** -8.
+        # 1 + 2 ** -8 + 2 ** -8: rounded after each addition it would stay 1. Bits of 1.0 and 2 **
+        # -8.
         "bfloat16": _reduced(
             ctypes.c_uint16, [0x3F80 if _state.rank == 0 else 0x3B80], _BFLOAT16, _SUM
         ),

@@ -447,7 +447,9 @@ def copy_over_a_copy(world: World) -> Any:
 
 
 def copy_on_another_thread(world: World) -> Any:
-    """Copy as the state server does for a newcomer, while the training thread queues the next step."""
+    """Copy as the state server does for a newcomer, while the training thread queues the next
+    step.
+    """
 
     def run(number: int) -> Any:
         rank, found = Rank(world, number, buffers=False), list[Any]()

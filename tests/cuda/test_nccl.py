@@ -101,7 +101,9 @@ class Process:
         return self.take(name)
 
     def await_trace(self, text: str, before: int = 0) -> None:
-        """Wait until the stand-in has traced a line with this text, after the first `before` lines."""
+        """Wait until the stand-in has traced a line with this text, after the first `before`
+        lines.
+        """
         with self._wrote:
             found = self._wrote.wait_for(
                 lambda: any(text in line for line in self.errors[before:]), DEADLINE
@@ -182,7 +184,9 @@ def test_an_exchange_has_the_sums_of_the_cpu(travels_in: str, num_ranks: int) ->
 def test_the_set_up_makes_each_collective_as_large_as_an_exchange_does(
     travels_in: str, collectives: list[str]
 ) -> None:
-    """NCCL connects an algorithm when it is first used: nothing is left to connect in an exchange."""
+    """NCCL connects an algorithm when it is first used: nothing is left to connect in an
+    exchange.
+    """
     with members(2) as ranks:
         do_all(ranks, "travels_in", travels_in)
         meet(ranks, "a")

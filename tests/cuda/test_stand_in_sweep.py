@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-# The operators of titan_ft and of torchtitan's Llama, and one whose backward stood still: masked_select.
+# The operators of titan_ft and of torchtitan's Llama, and one whose backward stood still:
+# masked_select.
 _OPERATORS = (
     *(
         "_foreach_add",

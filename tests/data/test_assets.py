@@ -65,7 +65,9 @@ def test_importing_the_package_does_no_work() -> None:
 
 @pytest.mark.slow
 def test_the_wheel_holds_the_data_files(tmp_path: Path) -> None:
-    """An installed package has the corpus, its licence and the tokenizer, not only the source tree."""
+    """An installed package has the corpus, its licence and the tokenizer, not only the source
+    tree.
+    """
     build = [
         sys.executable,
         "-m",

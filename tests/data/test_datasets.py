@@ -101,7 +101,9 @@ def test_training_and_validation_share_no_document(registry: dict[str, Any]) -> 
 
 
 def test_loading_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The documents live in memory: two ranks that start at once cannot meet at a cache or a lock."""
+    """The documents live in memory: two ranks that start at once cannot meet at a cache or a
+    lock.
+    """
     monkeypatch.chdir(tmp_path)
     dataset = load_documents(str(assets.VALIDATION_TEXT))
     assert dataset.cache_files == []

@@ -14,7 +14,9 @@ MEMORYLESS = {"name": "any", "mtbf": 1080.0, "spacing": "memoryless"}
 
 
 def tables(**changes: Any) -> dict[str, Any]:
-    """Return a scenario of 12 groups of 8,192 GPUs and a failure each 18 minutes; a change of None leaves out."""
+    """Return a scenario of 12 groups of 8,192 GPUs and a failure each 18 minutes; a change of None
+    leaves out.
+    """
     usual = {
         "clock": "wall",
         "days": 10.0,

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Real campaigns of eight groups, predicted: the second half from the first, and one before it runs. Minutes each."""
+"""Real campaigns of eight groups, predicted: the second half from the first, and one before it
+runs. Minutes each.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +61,11 @@ def campaign(run_dir: Path, plan: str, minutes: float, seed: int) -> RunRecord:
 
 
 def second_half(record: RunRecord, folder: Path) -> tuple[int, float, float]:
-    """Return the steps of the second half, and the 5th and the 95th percentile as predicted from the first.
+    """Return the steps of the second half, and the 5th and the 95th percentile as predicted from
+    the first.
 
-    The second half's faults are known to the prediction, as those of a chaos plan are; what they cost is not.
-    """
+    The second half's faults are known to the prediction, as those of a chaos plan are; what they
+    cost is not."""
     times = sorted(event.time for event in record.first_commits.values())
     middle, seconds = (times[0] + times[-1]) / 2, (times[-1] - times[0]) / 2
     measured = measure([record], until=middle)
@@ -101,7 +104,9 @@ def test_second_halves_follow_from_first_halves(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.alone
 def test_a_campaign_is_predicted_before_it_runs(tmp_path: Path) -> None:
-    """By `--chaos blog_15s`, from the record of another campaign: steps, and every fault that hits."""
+    """By `--chaos blog_15s`, from the record of another campaign: steps, and every fault that
+    hits.
+    """
     (tmp_path / "kills.toml").write_text(PLAN)
     campaign(tmp_path / "before", str(tmp_path / "kills.toml"), 1.5, 7)
     words = [

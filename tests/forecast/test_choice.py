@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Candidates are ranked by what is paid for; the advice names the runner-up and what would turn it."""
+"""Candidates are ranked by what is paid for; the advice names the runner-up and what would turn
+it.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def test_groups_beat_restarts_and_the_sentence_says_so() -> None:
 
 
 def test_what_is_paid_for_ranks() -> None:
-    """Twice the GPUs as spares for nothing: they cost half of what is paid, and the effective time is the same."""
+    """Twice the GPUs as spares for nothing: they cost half of what is paid, and the effective time
+    is the same.
+    """
     (case,) = cases(
         cluster={
             "gpus": 98304,
@@ -151,7 +155,9 @@ def test_half_and_twice_of_each_input() -> None:
 
 
 def test_an_input_that_changes_nothing_turns_nothing() -> None:
-    """By simulation one is better by 1 %, by closed forms they are equal: only what changes that much turns it."""
+    """By simulation one is better by 1 %, by closed forms they are equal: only what changes that
+    much turns it.
+    """
     groups = candidate(groups={"stall": 60.0, "away": 600.0})
     turn = find_turn(groups, groups, 0.01)
     assert turn is None, "both change by the same"
@@ -194,7 +200,9 @@ def test_standbys_are_the_99th_percentile(expected: float, number: int) -> None:
 @pytest.mark.slow
 @pytest.mark.alone
 def test_a_plan_of_a_hundred_thousand_gpus_takes_seconds() -> None:
-    """Six candidates, 20 runs each, 12,288 nodes with lives of their own, for 30 days: 14 s of a busy CPU core."""
+    """Six candidates, 20 runs each, 12,288 nodes with lives of their own, for 30 days: 14 s of a
+    busy CPU core.
+    """
     changes = {
         "days": 30.0,
         "cluster": {"gpus": 98304, "gpus_per_node": 8, "spare_nodes": [24, 40]},

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The closed forms against the simulation, for each input that a scenario has; what they do not hold for, they say."""
+"""The closed forms against the simulation, for each input that a scenario has; what they do not
+hold for, they say.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ def test_each_input_counts(changes: dict[str, Any]) -> None:
 
 
 def test_all_is_lost_without_checkpoints() -> None:
-    """A single group that fails each day: what is left of ten days is the time since the last failure."""
+    """A single group that fails each day: what is left of ten days is the time since the last
+    failure.
+    """
     candidate = made(job={"step": 20.0, "groups": 1}, failure=[{**MEMORYLESS, "mtbf": 86400.0}])
     assert estimate(candidate) == pytest.approx(0.1, abs=0.01)
     assert simulated(candidate, 60) == pytest.approx(0.1, abs=0.03)

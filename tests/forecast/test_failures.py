@@ -72,7 +72,9 @@ def test_every_shape_meets_the_same_failures() -> None:
 
 
 def test_a_trace_that_is_written_is_read_again(tmp_path: Path) -> None:
-    """The same run follows from the trace as from what was drawn; a chaos plan carries the same faults out."""
+    """The same run follows from the trace as from what was drawn; a chaos plan carries the same
+    faults out.
+    """
     read = scenario()
     number = write_drawn(tmp_path / "drawn.csv", read, seed=4)
     again = scenario(tmp_path, failure=[{"name": "any", "trace": "drawn.csv"}])
@@ -118,7 +120,9 @@ def write_lanl(path: Path, lines: list[str]) -> Path:
 
 
 def test_a_log_of_lanl_is_converted(tmp_path: Path) -> None:
-    """Nodes, times since the first failure, and how long each was mended; other systems are left out."""
+    """Nodes, times since the first failure, and how long each was mended; other systems are left
+    out.
+    """
     lines = [
         "20,cluster,256,7,6/21/2005 11:54,6/21/2005 14:54,180,",
         "20,cluster,256,200,6/21/2005 10:54,,,",
@@ -179,7 +183,9 @@ def test_the_days_of_a_scenario_bound_what_is_drawn() -> None:
 
 
 def test_a_trace_of_every_effect_is_read_again(tmp_path: Path) -> None:
-    """A straggler stays one, and leaves when it was found; a fault that costs nothing costs nothing."""
+    """A straggler stays one, and leaves when it was found; a fault that costs nothing costs
+    nothing.
+    """
     failures = [
         {"name": "kill", "mtbf": "5 h", "spacing": "memoryless"},
         {
@@ -221,7 +227,9 @@ def test_a_trace_names_groups_of_the_job(tmp_path: Path) -> None:
 
 
 def test_a_trace_counts_in_the_days_of_the_run(tmp_path: Path) -> None:
-    """Closed forms know that it is over after an hour, and that a later failure is beyond the horizon."""
+    """Closed forms know that it is over after an hour, and that a later failure is beyond the
+    horizon.
+    """
     lines = [f"{60 * minute},kill_group,{minute % 12}" for minute in range(60)]
     (tmp_path / "trace.csv").write_text(
         "\n".join(["time,fault,target", *lines, f"{99 * DAY},kill_group,0"])

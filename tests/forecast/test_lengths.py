@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Lengths have the mean that they say, observations that were cut off count, and a fit finds the shape."""
+"""Lengths have the mean that they say, observations that were cut off count, and a fit finds the
+shape.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The inputs from a run's record: each cost by its own steps, with its number, and what was cut off."""
+"""The inputs from a run's record: each cost by its own steps, with its number, and what was cut
+off.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def measured_of(events: list[Event], until: float | None = None) -> Measured:
 
 
 def test_a_run_with_one_kill() -> None:
-    """Steps of 1 s; the one with the death is 2 s late; group 1 is away from 12.5 s until it joins step 8 at 18 s."""
+    """Steps of 1 s; the one with the death is 2 s late; group 1 is away from 12.5 s until it joins
+    step 8 at 18 s.
+    """
     found = measured_of(killed_run())
     assert found.step == pytest.approx(1.0)
     assert found.num_steps == 4, "steps 2, 3, 9 and 10"
@@ -139,7 +143,9 @@ def events_of(seed: int, seconds: float) -> list[Event]:
 
 
 def test_what_a_simulated_run_is_made_of_is_measured_again() -> None:
-    """The costs that were put in come out of its events, and the second half follows from the first."""
+    """The costs that were put in come out of its events, and the second half follows from the
+    first.
+    """
     events = events_of(3, 8000.0)
     found = measured_of(events)
     assert found.step == pytest.approx(1.0, rel=0.01)

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""`titan-ft plan`: its table, its page, its JSON, its mistakes; and the sizes that `launch --dry-run --json` prints."""
+"""`titan-ft plan`: its table, its page, its JSON, its mistakes; and the sizes that `launch
+--dry-run --json` prints.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,9 @@ SHARES = {
 
 
 def test_the_charts_are_plotlys(scenario: Path) -> None:
-    """Plotly's own classes accept them: the size of a group, the rate of failures, the spares and their knee."""
+    """Plotly's own classes accept them: the size of a group, the rate of failures, the spares and
+    their knee.
+    """
     from plotly.graph_objects import Figure
 
     scenario.write_text(SCENARIO.replace("[0, 24]", "24"))
@@ -183,7 +187,9 @@ def test_the_same_as_json(scenario: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_run_without_a_scenario(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Five cases, from four times the failures to a quarter of them, each with half of the groups as well."""
+    """Five cases, from four times the failures to a quarter of them, each with half of the groups
+    as well.
+    """
     assert main(["plan", "--like", str(run_dir), "--seeds", "2"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("failure[0].mtbf = ") == 5
@@ -312,7 +318,9 @@ def test_a_mistake_is_one_line(
 def test_sizes_of_a_dry_run_are_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The figures of the text, as numbers: 6,163,712 parameters x 4 bytes; a ring of 4 sends each byte 1.5 times."""
+    """The figures of the text, as numbers: 6,163,712 parameters x 4 bytes; a ring of 4 sends each
+    byte 1.5 times.
+    """
     monkeypatch.chdir(tmp_path)
     words = [
         "launch",
@@ -342,7 +350,9 @@ def test_sizes_of_a_dry_run_are_json(
 def test_sizes_are_kept_if_another_try_would_say_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that was cut is measured again; a dry run that crashed is not remembered, one that refused is."""
+    """A file that was cut is measured again; a dry run that crashed is not remembered, one that
+    refused is.
+    """
     text = SCENARIO.replace('step = "20 s"', 'step = "20 s"\nconfig = "llama3_debug"').partition(
         "[rounds]"
     )[0]
@@ -360,7 +370,9 @@ def test_sizes_are_kept_if_another_try_would_say_the_same(
 
 @pytest.mark.slow
 def test_a_config_bounds_the_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The exchange that nothing hides is part of a step; a shape that cannot be cut is left out; sizes are kept."""
+    """The exchange that nothing hides is part of a step; a shape that cannot be cut is left out;
+    sizes are kept.
+    """
     path = tmp_path / "small.toml"
     text = (
         SCENARIO.replace("98304", "4")

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The validation set: what is pinned comes out, and what is open is still off, so that nobody claims it."""
+"""The validation set: what is pinned comes out, and what is open is still off, so that nobody
+claims it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Random scenarios of all inputs together: the time adds up, and steps at once are steps one by one."""
+"""Random scenarios of all inputs together: the time adds up, and steps at once are steps one by
+one.
+"""
 
 from __future__ import annotations
 

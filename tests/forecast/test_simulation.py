@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The simulation: exact where there is a formula, adds up, is monotone and deterministic, counts as the report does."""
+"""The simulation: exact where there is a formula, adds up, is monotone and deterministic, counts as
+the report does.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def test_the_best_interval_is_the_best() -> None:
         shares = [
             daly(mtbf, best * factor, save, recover) for factor in (0.8, 0.95, 1.0, 1.05, 1.25)
         ]
-        # Equation 37 is a series of two terms: its interval is within a few per cent of the best one.
+        # Equation 37 is a series of two terms: its interval is within a few per cent of the best
+        # one.
         assert shares[2] > shares[0]
         assert shares[2] > shares[4]
         assert shares[2] == pytest.approx(max(shares), rel=5e-4)
@@ -155,7 +158,9 @@ def test_every_second_of_every_group_is_accounted_for(
     strategy: str,
     seed: int,
 ) -> None:
-    """Whatever fails: nodes, racks, the job, stragglers, wrong numbers, maintenance. The simulation asserts it."""
+    """Whatever fails: nodes, racks, the job, stragglers, wrong numbers, maintenance. The simulation
+    asserts it.
+    """
     job = candidate(
         clock=clock,
         cluster={
@@ -218,7 +223,9 @@ def effective(**changes: Any) -> float:
 
 
 def test_more_of_what_helps_never_harms() -> None:
-    """Rarer failures, more spares, shorter stalls: with common random numbers each is as good or better."""
+    """Rarer failures, more spares, shorter stalls: with common random numbers each is as good or
+    better.
+    """
     rarer = [
         effective(failure=[{**MEMORYLESS, "mtbf": mtbf}])
         for mtbf in (540.0, 1080.0, 2160.0, 4320.0)
@@ -267,7 +274,9 @@ def test_the_same_seed_is_the_same_run_in_every_process() -> None:
 
 
 def test_the_clock_of_failures_is_a_field() -> None:
-    """The same numbers: 44 % with even spacing, 57 % without memory, 64 % if failures wait while the job recovers."""
+    """The same numbers: 44 % with even spacing, 57 % without memory, 64 % if failures wait while
+    the job recovers.
+    """
     cases = {
         ("even", "wall"): 1 - 10 / 18,
         ("memoryless", "wall"): math.exp(-10 / 18),
@@ -306,7 +315,9 @@ def test_a_run_as_events_has_the_same_effective_training_time() -> None:
 
 
 def test_a_failure_costs_its_stall_and_its_group() -> None:
-    """Two failures, at 123 and 246 s, by hand: steps of 10 s, a stall of 4 s each, a group away for 25 s each."""
+    """Two failures, at 123 and 246 s, by hand: steps of 10 s, a stall of 4 s each, a group away for
+    25 s each.
+    """
     job = candidate(
         cluster={"gpus": 4, "gpus_per_node": 1},
         job={"step": 10.0, "groups": 4},
@@ -314,7 +325,8 @@ def test_a_failure_costs_its_stall_and_its_group() -> None:
         groups={"stall": 4.0, "away": 25.0},
     )
     account = simulate(job, 0, 300.0)
-    # 12 steps, 3 of which the first has the stall, 8 steps to the second failure, 3 steps again, one at the end.
+    # 12 steps, 3 of which the first has the stall, 8 steps to the second failure, 3 steps again,
+    # one at the end.
     assert (account.steps, account.contributions) == (29, 29 * 4 - 6)
     assert account.votes == 29 + 2 + 1, "one more for each failure, and the step that the end cuts"
     assert account.parts["stall"] == pytest.approx(2 * 3 * 4)
@@ -324,7 +336,9 @@ def test_a_failure_costs_its_stall_and_its_group() -> None:
 
 
 def test_nobody_left_goes_back_to_the_checkpoint() -> None:
-    """All fail at 10,000 s, a moment before the save there: back to 9,000 s, and 100 s later 24 steps to the end."""
+    """All fail at 10,000 s, a moment before the save there: back to 9,000 s, and 100 s later 24
+    steps to the end.
+    """
     job = candidate(
         failure=[{"name": "software", "scope": "job", "mtbf": 10_000.0, "spacing": "even"}],
         checkpoint={"save": 0.0, "interval": 1000.0},
@@ -337,7 +351,9 @@ def test_nobody_left_goes_back_to_the_checkpoint() -> None:
 
 
 def test_a_chaos_plan_keeps_its_limits() -> None:
-    """One group may be down at once, and a fault that has waited for too long is skipped, as by the chaos runner."""
+    """One group may be down at once, and a fault that has waited for too long is skipped, as by the
+    chaos runner.
+    """
     job = candidate(
         cluster={"gpus": 4, "gpus_per_node": 1},
         job={"step": 1.0, "groups": 4},
@@ -345,7 +361,8 @@ def test_a_chaos_plan_keeps_its_limits() -> None:
         groups={"stall": 0.5, "away": 100.0},
     )
     account = simulate(job, 0, 600.0)
-    # Due at 60 s and each 60 s; the one at 120 s waits until a group is back at 161 s, the one at 180 s is skipped.
+    # Due at 60 s and each 60 s; the one at 120 s waits until a group is back at 161 s, the one at
+    # 180 s is skipped.
     assert account.failures + account.skipped == 9
     assert account.skipped > 2
     often = simulate(
@@ -359,7 +376,9 @@ def test_a_chaos_plan_keeps_its_limits() -> None:
 
 
 def test_saves_are_as_often_as_all_groups_are_lost() -> None:
-    """Each 10 days: by Daly's interval, two hours; not at all as often as single groups are lost."""
+    """Each 10 days: by Daly's interval, two hours; not at all as often as single groups are
+    lost.
+    """
     software = {"name": "software", "scope": "job", "mtbf": "10 d", "spacing": "memoryless"}
     job = candidate(failure=[MEMORYLESS, software], checkpoint={"save": 30.0})
     assert job.save_every * job.step == pytest.approx(best_interval(10 * DAY, 30.0), abs=10.0)

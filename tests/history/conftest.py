@@ -100,7 +100,9 @@ class SyntheticRun:
         )
 
     def own_loss(self, group: int) -> float:
-        """Return the mean loss of a group's next batch: falling with the tokens, with some scatter."""
+        """Return the mean loss of a group's next batch: falling with the tokens, with some
+        scatter.
+        """
         scatter = 0.02 * math.sin(12.9 * self.ends[group] + 78.2 * group)
         return self.loss_scale * (2.0 + 6.0 * math.exp(-self.tokens / 40_000) + scatter)
 

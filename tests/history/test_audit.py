@@ -362,7 +362,9 @@ def test_checkpoint_loaded_by_a_group_that_then_heals() -> None:
 
 
 def test_training_that_starts_anew() -> None:
-    """After a total loss without a checkpoint the first steps are made again, and only those count."""
+    """After a total loss without a checkpoint the first steps are made again, and only those
+    count.
+    """
     job = clean_job(5)
     job.go_back(ROOT)
     job.say("started_anew", replica=0, step=0)

@@ -56,7 +56,8 @@ def test_killed_run() -> None:
     assert (figures.exchanges_committed, figures.exchanges_attempted) == (10, 11)
     assert (figures.steps_committed, figures.steps_begun) == (16, 17)
     assert (figures.forward_passes, figures.wasted) == (34, {"unfinished: kill_group (SIGKILL)": 2})
-    # Three steps of both groups, four of one, three of both; 21 s in all, 12 of them from the first step on.
+    # Three steps of both groups, four of one, three of both; 21 s in all, 12 of them from the first
+    # step on.
     assert figures.effective_training_time == pytest.approx((3 + 4 * 0.5 + 3) / 21)
     assert figures.effective_training_time_in_training == pytest.approx((3 + 4 * 0.5 + 3) / 12)
     assert figures.mean_stall_seconds == pytest.approx(2.0)

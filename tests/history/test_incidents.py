@@ -221,7 +221,9 @@ def test_category_of_an_end_that_nobody_injected(end: Event, category: str) -> N
 
 
 def test_an_exchange_that_broke_is_a_failure_of_no_group() -> None:
-    """A fault in a connection has failed where an exchange had to be repeated with the same groups."""
+    """A fault in a connection has failed where an exchange had to be repeated with the same
+    groups.
+    """
     events = [*begun_run(), *(commit(14.0, 4, replica, exchanges=2) for replica in (0, 1))]
     events += [
         say(13.2, "exchange_failed", replica, error="closed", seconds=0.1, step=3)

@@ -52,7 +52,9 @@ def facts(fold: RunFold) -> dict[str, Any]:
 
 
 def test_groups_keep_what_their_events_said_before_the_line_came() -> None:
-    """The launcher's groups were shown as not started, and forgot attempts, restarts and the step."""
+    """The launcher's groups were shown as not started, and forgot attempts, restarts and the
+    step.
+    """
     late = [*LAUNCH[1:], LAUNCH[0]]
     assert facts(fold_events(late)) == facts(fold_events(LAUNCH))
     assert fold_events(late).groups[1].num_restarts == 1

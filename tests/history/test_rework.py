@@ -20,7 +20,9 @@ from titan_ft.history.timing.rework import Rework, find_rework
 from titan_ft.run.events import Event
 
 SAVED, REACHED = 2, 5
-"""Of the runs below: the step of the checkpoint, and the step that is reached before all groups end."""
+"""Of the runs below: the step of the checkpoint, and the step that is reached before all groups
+end.
+"""
 
 
 class Loop:

@@ -405,7 +405,9 @@ def test_final_digests(finished: list[Event], verdict: str) -> None:
 
 
 def test_differing_step_digests_are_named() -> None:
-    """Digests on the way are compared at equal step and rank, and the steps that differ are listed."""
+    """Digests on the way are compared at equal step and rank, and the steps that differ are
+    listed.
+    """
     events = [
         commit(float(step), step, replica, rank, digest="x" if step != 20 else f"x{replica}")
         for step in (10, 20, 30)

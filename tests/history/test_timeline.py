@@ -167,7 +167,8 @@ def killed_run() -> Run:
     run.say(14.4, "fault_injected", fault="kill_group", target={"replica": 1}, seed=1, shot=0)
     run.exit(14.6, 1, signal="SIGKILL")
     run.say(14.7, "replica_restarted", replica=1, attempt=1, reason="SIGKILL", standby=True)
-    # The survivor: waits from 14.7 s on, notices at 14.9 s, has a quorum at 15.4 s and a process group at 15.5 s.
+    # The survivor: waits from 14.7 s on, notices at 14.9 s, has a quorum at 15.4 s and a process
+    # group at 15.5 s.
     run.rank(14.9, "exchange_failed", 0, error="Connection closed by peer", seconds=0.2, step=3)
     run.join(15.5, 0, quorum=0.5, rebuild=0.1)
     alone = {"participants": [0]}

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A checkout of torchtitan in the working folder, which `python -m` takes before the installed package."""
+"""A checkout of torchtitan in the working folder, which `python -m` takes before the installed
+package.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def config(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Resolve the debug config in a folder, in a process of its own: this one has torchtitan imported."""
+    """Resolve the debug config in a folder, in a process of its own: this one has torchtitan
+    imported.
+    """
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-m", "titan_ft", "config", "llama3_debug", "--replicas=2"],
@@ -36,7 +40,9 @@ def config(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_checkout_that_lacks_what_is_needed_is_named(tmp_path: Path) -> None:
-    """One line has the release, the folder, the reason and the remedy; it was an ImportError of each worker."""
+    """One line has the release, the folder, the reason and the remedy; it was an ImportError of
+    each worker.
+    """
     package = tmp_path / "torchtitan" / "config"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")
@@ -52,7 +58,9 @@ def test_a_checkout_that_lacks_what_is_needed_is_named(tmp_path: Path) -> None:
 
 
 def test_a_torch_that_is_too_old_for_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.3.0 trains a step with torch 2.13, and each worker ended after that with an AttributeError."""
+    """0.3.0 trains a step with torch 2.13, and each worker ended after that with an
+    AttributeError.
+    """
     monkeypatch.setattr(release, "series", lambda: "0.3")
     monkeypatch.delattr(torch.distributed, "set_timeout", raising=False)
     with pytest.raises(

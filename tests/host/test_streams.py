@@ -53,7 +53,9 @@ def upstream() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two files of 11 and 5 texts as JSON lines, and the same as Parquet with several row groups each."""
+    """Two files of 11 and 5 texts as JSON lines, and the same as Parquet with several row groups
+    each.
+    """
     datasets.disable_progress_bars()
     folder = tmp_path_factory.mktemp("texts")
     for number, length in enumerate((11, 5)):
@@ -188,7 +190,9 @@ class Pipelines:
 def read_on(
     stream: IterableDataset, first_epoch: int, most: int = 10**6
 ) -> tuple[list[Place], list[dict[str, Any]]]:
-    """Read a stream to the end of the last epoch, as torchtitan does; return what it gave, each with its state."""
+    """Read a stream to the end of the last epoch, as torchtitan does; return what it gave, each
+    with its state.
+    """
     found: list[Place] = []
     states: list[dict[str, Any]] = []
     for epoch in range(first_epoch, NUM_EPOCHS):
@@ -203,7 +207,9 @@ def read_on(
 
 
 def check_resumed(build: Callable[[], IterableDataset], most_places: int = 10**6) -> None:
-    """A stream goes on exactly from each of its states, and once more from a state that it had then."""
+    """A stream goes on exactly from each of its states, and once more from a state that it had
+    then.
+    """
     expected, states = read_on(build(), 0)
     places = range(len(states))
     for place in (
@@ -281,7 +287,9 @@ LONG = ("async, in batches", "async, shuffled", "buffer of all", "tables in batc
     [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in PIPELINES],
 )
 def test_it_goes_on_after_every_example_of_every_epoch(folder: Path, name: str) -> None:
-    """Also when it is opened twice; with the buffer full, being filled, and being emptied at the end."""
+    """Also when it is opened twice; with the buffer full, being filled, and being emptied at the
+    end.
+    """
     check_resumed(lambda: PIPELINES[name](Pipelines(folder)))
 
 
@@ -294,7 +302,9 @@ def test_drawn_pipelines_go_on(folder: Path, first: int) -> None:
 
 
 def test_the_order_is_upstreams(upstream: ModuleType) -> None:
-    """Shuffled with the patch or without, an uninterrupted stream gives the same; a thousand indices are one draw."""
+    """Shuffled with the patch or without, an uninterrupted stream gives the same; a thousand
+    indices are one draw.
+    """
 
     def shuffle(module: ModuleType, size: int) -> list[int]:
         source = module.ExamplesIterable(lambda: ((each, {"x": each}) for each in range(2500)), {})
@@ -307,7 +317,9 @@ def test_the_order_is_upstreams(upstream: ModuleType) -> None:
 
 
 def test_what_is_read_again_does_not_grow() -> None:
-    """A shuffled stream is opened near its place: the further it has come, the more it leaves out."""
+    """A shuffled stream is opened near its place: the further it has come, the more it leaves
+    out.
+    """
     size, length = 20, 4000
     reads = 0
 
@@ -358,7 +370,9 @@ def tables(module: ModuleType) -> Any:
 
 
 def resumed_after_three(build: Callable[[], Any], epoch: int = 0) -> tuple[list[str], list[str]]:
-    """Return what follows on three examples in an epoch, and what a stream gives that is opened there."""
+    """Return what follows on three examples in an epoch, and what a stream gives that is opened
+    there.
+    """
     stream = build()
     stream.set_epoch(epoch)
     iterator = iter(stream)
@@ -425,7 +439,9 @@ def test_upstream_loses_the_place_at_the_second_opening(
 
 
 def test_upstream_shifts_the_seeds_of_what_was_opened_before(upstream: ModuleType) -> None:
-    """Without the patch the third epoch of a stream that was cut depends on how often it was opened."""
+    """Without the patch the third epoch of a stream that was cut depends on how often it was
+    opened.
+    """
 
     def third_epoch(module: ModuleType, opened: int) -> list[str]:
         stream = tables(module).shuffle(seed=1, buffer_size=4).take(15)
@@ -439,7 +455,9 @@ def test_upstream_shifts_the_seeds_of_what_was_opened_before(upstream: ModuleTyp
 
 
 class Looped(torch.utils.data.IterableDataset[tuple[int, int]]):
-    """Reads pass after pass, as torchtitan's text dataset does; gives the worker's number and the pass's epoch."""
+    """Reads pass after pass, as torchtitan's text dataset does; gives the worker's number and the
+    pass's epoch.
+    """
 
     def __init__(self, data: IterableDataset) -> None:
         self._data = data
@@ -464,9 +482,8 @@ def test_a_workers_epoch_is_its_own(
 ) -> None:
     """Without the patch each worker leaves out the epochs that the other one has counted.
 
-    The two workers share the epoch's memory, as forks do, and read in turns, one example each. In the
-    processes of a real loader the epochs that are left out depend on the workers' pace.
-    """
+    The two workers share the epoch's memory, as forks do, and read in turns, one example each. In
+    the processes of a real loader the epochs that are left out depend on the workers' pace."""
     if needed:
         monkeypatch.setattr(IterableDataset, "set_epoch", streams._upstream_set_epoch)
     streams_read = [Pipelines(folder).source("json") for _ in range(2)]

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The modules of torchtitan's releases offer the same names, of which only one module can be imported here."""
+"""The modules of torchtitan's releases offer the same names, of which only one module can be
+imported here.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_the_installed_release_is_chosen() -> None:
 def test_a_release_is_known_by_its_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: list[str], series: str
 ) -> None:
-    """Not by its version, which a checkout shares with many others; and without an import of two seconds."""
+    """Not by its version, which a checkout shares with many others; and without an import of two
+    seconds.
+    """
     package = tmp_path / "torchtitan"
     package.mkdir()
     for file in ("__init__.py", *files):

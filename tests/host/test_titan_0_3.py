@@ -1,6 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchtitan 0.3.0: the parts of it that the code leans on, the way of a TOML into it, its attention on a CPU.
+"""torchtitan 0.3.0: the parts of it that the code leans on, the way of a TOML into it, its
+attention on a CPU.
 
 `scripts/test_host.sh` runs these tests, in an environment with that release.
 """
@@ -62,7 +63,9 @@ def parameters(function: Any) -> list[str]:
 
 
 def test_the_trainer_has_the_seams() -> None:
-    """train() increments the step before train_step, and the trainer's parts are built by their configs."""
+    """train() increments the step before train_step, and the trainer's parts are built by their
+    configs.
+    """
     train, init = inspect.getsource(Trainer.train), inspect.getsource(Trainer.__init__)
     loop, step, call = (
         "while self.should_continue_training()",
@@ -119,7 +122,9 @@ def test_a_pipeline_takes_lists_of_microbatches() -> None:
 
 
 def test_layers_of_experts_count_tokens_under_the_new_name() -> None:
-    """Under another name the exchange would carry no counts, and the groups' biases would drift apart."""
+    """Under another name the exchange would carry no counts, and the groups' biases would drift
+    apart.
+    """
     model, _ = titan.build_model(read("--model.name=deepseek_v3", "--model.flavor=debugmodel"))
     layers = [module for module in model.modules() if hasattr(module, "expert_bias_E")]
     assert layers
@@ -268,7 +273,9 @@ def test_every_process_reads_the_same_digest() -> None:
 
 
 def test_a_loader_s_state_is_that_after_its_last_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchtitan asks torchdata for a state at each checkpoint only, and a group would read on from there."""
+    """torchtitan asks torchdata for a state at each checkpoint only, and a group would read on from
+    there.
+    """
     built: dict[str, Any] = {}
     job_config = read()
     monkeypatch.setattr(
@@ -330,7 +337,9 @@ def test_a_cpu_attends_as_flex_attention_does(kv_heads: int) -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="attends by varlen_attn itself")
 def test_packed_documents_attend_as_blocks_do() -> None:
-    """The other kind of attention says the same by the lengths of the documents; it may also have a window."""
+    """The other kind of attention says the same by the lengths of the documents; it may also have a
+    window.
+    """
     query, key, value = (torch.randn(2, 8, 4, 16) for _ in range(3))
     by_blocks = FlexAttention(FlexAttention.Config())(
         query, key, value, attention_masks=document_mask(positions())
@@ -368,7 +377,9 @@ OWN = ("--fault_tolerance.enable", "--fault_tolerance.group_size=2")
 
 
 def test_a_module_describes_the_job_that_it_returns() -> None:
-    """With 0.3's flags, and with [fault_tolerance] beside them; the rest is what 0.3 itself reads."""
+    """With 0.3's flags, and with [fault_tolerance] beside them; the rest is what 0.3 itself
+    reads.
+    """
     flags = (
         "--training.steps=7",
         "--optimizer.implementation=for-loop",

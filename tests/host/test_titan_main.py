@@ -1,12 +1,13 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the modules of the host import of torchtitan: that it is there, and how much of it a checkout of main still has.
+"""What the modules of the host import of torchtitan: that it is there, and how much of it a
+checkout of main still has.
 
     TORCHTITAN_MAIN=FOLDER bash scripts/test.sh tests/host/test_titan_main.py -rx
 
-reads the checkout in FOLDER, of which nothing is imported. That test may fail, as expected failures do: it names what
-a module for the next release has to change. docs/parallelism.md has the list that was made by hand.
-"""
+reads the checkout in FOLDER, of which nothing is imported. That test may fail, as expected failures
+do: it names what a module for the next release has to change. docs/parallelism.md has the list that
+was made by hand."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def defined(source: str) -> set[str]:
 
 
 def missing(series: str, folder: Path) -> list[str]:
-    """Return the names that the modules of a release import and that the torchtitan in a folder lacks."""
+    """Return the names that the modules of a release import and that the torchtitan in a folder
+    lacks.
+    """
     found = []
     for module, name in sorted(set(imported(series))):
         path = folder.joinpath(*module.split("."))

@@ -21,7 +21,9 @@ NOT_OVER_NCCL = {
     "numbers has kernels for CUDA, and none for a CPU, which the stand-in computes with",
     "test_parallelism.py::test_parity[cp]": "torchtitan's attention has no kernel for float32 that a ring can use",
 }
-"""Tests of the default run that fail with TITAN_FT_TEST_PROCESS_GROUP=nccl, and why. One that passes is an error."""
+"""Tests of the default run that fail with TITAN_FT_TEST_PROCESS_GROUP=nccl, and why. One that
+passes is an error.
+"""
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m leave tests out

@@ -10,8 +10,8 @@ from harness.runs import FLOAT32_ULP, Runs, check_equal, column
 from harness.trajectory import check_one_trajectory, named
 
 ROUNDING = 1e-5
-# torch adds up the squares of a large tensor in float32, with an error near 1e-4 for this model's embeddings; sharded
-# tensors are smaller, and so is their error.
+# torch adds up the squares of a large tensor in float32, with an error near 1e-4 for this model's
+# embeddings; sharded tensors are smaller, and so is their error.
 NORM_ROUNDING = 3e-4
 EMPTY_BATCH = 3  # of group 1, see harness.mask
 
@@ -145,7 +145,8 @@ def test_token_weighted_mean(runs: Runs, microbatches: int, mask: bool) -> None:
         assert event["forward_passes"] == microbatches
         empty = mask and microbatches == 1 and event["step"] - 1 == EMPTY_BATCH
         assert event["participants"] == ([0] if empty else [0, 1])
-    # One exchange a step: each bucket and the row of facts travel once, whatever the number of microbatches.
+    # One exchange a step: each bucket and the row of facts travel once, whatever the number of
+    # microbatches.
     (reductions,) = {
         event["reductions"] for event in named(events, "computed") if event["step"] > 1
     }

@@ -80,7 +80,9 @@ def test_others_train_on_at_full_speed(make_job: Callable[..., Job]) -> None:
 
 @pytest.mark.slow
 def test_replay_in_bfloat16_with_clipping(make_job: Callable[..., Job]) -> None:
-    """A replayed update of sharded bfloat16 parameters is rounded and clipped as the live one was."""
+    """A replayed update of sharded bfloat16 parameters is rounded and clipped as the live one
+    was.
+    """
     ranks, max_norm, least = 2, 0.05, 4
     hooks = {
         "faults": [kill(1, "backward", step=STEP)],

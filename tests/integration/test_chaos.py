@@ -291,8 +291,9 @@ def test_a_full_disk_costs_one_checkpoint(make_job: Callable[..., Job]) -> None:
 @pytest.mark.slow
 def test_a_slow_rank_is_a_straggler(make_job: Callable[..., Job]) -> None:
     """A slow rank is reported as a straggler, and so is its recovery."""
-    # Of 2 slow steps one may be missing: a machine that stands still for 0.2 s in a forward, which the fault makes 20
-    # times as long, has its 4 s over in the first. And 2 steps of another group may be slow for such a reason.
+    # Of 2 slow steps one may be missing: a machine that stands still for 0.2 s in a forward, which
+    # the fault makes 20 times as long, has its 4 s over in the first. And 2 steps of another group
+    # may be slow for such a reason.
     job = make(make_job, groups=3, steps=80, constants={"titan_ft.protocol.straggler.STEPS": 4})
     begin(job)
     order(job, "slow_rank", factor=20.0, seconds=15.0)

@@ -27,7 +27,8 @@ RANK = {
     "MASTER_PORT": "0",
     "TORCHFT_LIGHTHOUSE": LIGHTHOUSE,
 }
-# What is put into the table [fault_tolerance] of a TOML, and what the line must say; all rules: tests/test_config.py.
+# What is put into the table [fault_tolerance] of a TOML, and what the line must say; all rules:
+# tests/test_config.py.
 MISTAKES = {
     "unknown key": ("min_replicas = 1", ["fault_tolerance.min_replicas", "min_replica_size"]),
     "misspelt key": ("grup_size = 2", ["fault_tolerance.grup_size", "did you mean group_size"]),

@@ -204,8 +204,8 @@ def test_loader_workers_hold_no_connection_open(make_job: Callable[..., Job]) ->
     check_killed(job, events, [(1, 0, "sigkill:exchange_first")])
     failed = named(events, "exchange_failed")
     assert failed
-    # Workers outlive their rank for five seconds; Gloo waits for ten. Group 3 is no neighbour of group 1: it learns of
-    # the death because the others close their connections.
+    # Workers outlive their rank for five seconds; Gloo waits for ten. Group 3 is no neighbour of
+    # group 1: it learns of the death because the others close their connections.
     assert max(event["seconds"] for event in failed) < 3.0
 
 
@@ -218,7 +218,8 @@ def test_resuming_reads_nothing_again(
     """
     undisturbed = loaders.undisturbed(kind)
     steps = len({event["step"] for event in named(undisturbed, "step_committed")})
-    # Behind the last backward of step n the next batch is read, number n; there is none behind the last step.
+    # Behind the last backward of step n the next batch is read, number n; there is none behind the
+    # last step.
     wanted = {
         event["step"]: event["samples"]
         for event in named(undisturbed, "computed")
@@ -238,7 +239,8 @@ def test_resuming_reads_nothing_again(
     assert wanted[begin - 1] > 1
     for event in resumed(events):
         last = event["data"]["first_batch"] + (event["step"] < job.steps)
-        # torchtitan's dataset takes the next text before it looks at the tokens that are left of the one before.
+        # torchtitan's dataset takes the next text before it looks at the tokens that are left of
+        # the one before.
         assert drawn[event["step"]] == max(1, wanted[last] - wanted[begin - 1]), event["step"]
 
 

@@ -33,7 +33,8 @@ def test_flipped_bit_heals_from_the_majority(make_job: Callable[..., Job], ranks
         assert event["digests"]["0"] == event["digests"]["2"] != event["digests"]["1"]
     assert {(e["replica"], e["step"]) for e in named(events, "heal_finished")}
     assert {e["replica"] for e in named(events, "heal_finished")} == {1}
-    # The corrupted state was never averaged into a step: the others' next one is without that group.
+    # The corrupted state was never averaged into a step: the others' next one is without that
+    # group.
     committed = named(events, "step_committed")
     assert {tuple(e["participants"]) for e in committed if e["step"] == STEP + 1} == {(0, 2)}
     check_one_trajectory(

@@ -15,8 +15,9 @@ from harness.job import Job
 from harness.trajectory import by_process, check, named
 
 STEP = 4  # the step in which the first signal comes
-# What a survivor may stand still for: one step and the lighthouse's heartbeat timeout (0.5 s) on a busy machine. Well
-# below process_group_timeout_ms (10 s), which it would sit out if a group went without a word.
+# What a survivor may stand still for: one step and the lighthouse's heartbeat timeout (0.5 s) on a
+# busy machine. Well below process_group_timeout_ms (10 s), which it would sit out if a group went
+# without a word.
 LONGEST_STALL_SECONDS = 3.0
 
 

@@ -75,7 +75,8 @@ def test_tokens_are_added_up_once(
     corrects.
 
     Args:
-        passes: forward passes of each layer; the config's selective mode recomputes every second layer.
+        passes: forward passes of each layer; the config's selective mode recomputes every second
+            layer.
     """
     settings = [
         "--training.global_batch_size=8",

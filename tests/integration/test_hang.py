@@ -26,7 +26,8 @@ STEP = 4  # the step in which a group comes to a stop
 LATER = 8  # the step in which another group waits for it to be continued
 NEVER_SECONDS = 300  # of a timeout that nobody lives to see
 JOIN_SECONDS = LighthouseSettings().join_timeout_ms / 1000
-# Hang timeouts: of a group that waits for others, of one that is to hang. On a busy machine a step may take a second.
+# Hang timeouts: of a group that waits for others, of one that is to hang. On a busy machine a step
+# may take a second.
 SHORT_SECONDS, LONG_SECONDS = 3, 4
 
 

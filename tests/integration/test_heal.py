@@ -64,7 +64,8 @@ def test_kill_donor_during_the_heal(make_job: Callable[..., Job], donors: int) -
 
     Both dead groups return to the trajectory of the third.
     """
-    # The first group that sends a piece of its state dies; of one donor, the groups decide which one that is.
+    # The first group that sends a piece of its state dies; of one donor, the groups decide which
+    # one that is.
     unless = ["down-0-0", "down-2-0"]
     serving = (
         [kill(0, "serve")]
@@ -215,7 +216,8 @@ def test_holders_whose_hosts_are_short_of_memory_copy_a_part(
         job = make_job(groups=3, steps=24, hooks={"faults": faults, "hold": 2}, flags=flags)
         free = free_bytes()
         assert free is not None
-        # So many ranks that they would take seven tenths of what is free: more than half, and less than all.
+        # So many ranks that they would take seven tenths of what is free: more than half, and less
+        # than all.
         job.env["TITAN_FT_RANKS_ON_HOST"] = str(int(0.7 * free / predict(job, 1)))
         return job
 

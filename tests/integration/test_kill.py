@@ -76,7 +76,8 @@ def test_kill_at_point(make_job: Callable[..., Job], groups: int, point: str) ->
     exchanges = [
         e["exchanges"] for e in named(events, "step_committed") if e["replica"] in survivors
     ]
-    # Where it dies before its question for the quorum is there, the others have one without it, and nothing breaks.
+    # Where it dies before its question for the quorum is there, the others have one without it, and
+    # nothing breaks.
     asked = point not in ("forward", "backward") or bool(named(events, "exchange_failed"))
     assert max(exchanges) == 2 or shared or not asked
     # One for the death; one may meet the return.

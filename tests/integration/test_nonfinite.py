@@ -46,7 +46,8 @@ def test_nan_of_one_group_is_left_out(
         assert event["exchanges"] >= (2 if event["step"] == STEP else 1)
         # Nobody else trains what may be the reason, whatever the policy.
         assert set(event["batches"]) == ({"0", "2"} if event["step"] == STEP else {"0", "1", "2"})
-    # One exchange was repeated for it; a machine that stands still costs one more, and says another reason.
+    # One exchange was repeated for it; a machine that stands still costs one more, and says another
+    # reason.
     spoiled = [e for e in named(events, "exchange_failed") if "not finite" in e["error"]]
     assert sorted((e["replica"], e["rank"], e["step"]) for e in spoiled) == [
         (g, r, STEP - 1) for g in range(3) for r in range(ranks)

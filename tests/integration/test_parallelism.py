@@ -48,11 +48,13 @@ class Case:
         flags: torchtitan flags, for the groups and for stock.
         ranks: of a group.
         stages: of a pipeline.
-        replicate, shard: degrees of the stock run on all ranks of both groups that the groups are compared with.
-        rounding: largest relative difference of the losses to stock's, and a tenth of that of gradient norms; 0 compares
-            all bytes.
+        replicate, shard: degrees of the stock run on all ranks of both groups that the groups are
+            compared with.
+        rounding: largest relative difference of the losses to stock's, and a tenth of that of
+            gradient norms; 0 compares all bytes.
         counted: how often stock counts each token.
-        compared: whether stock trains this case, and correctly. Otherwise another test compares it with an oracle.
+        compared: whether stock trains this case, and correctly. Otherwise another test compares it
+            with an oracle.
         validated: whether stock can validate it. torch's ZBV has no forward without a backward.
         quick: tests of this case that are part of the default run.
     """
@@ -86,7 +88,8 @@ TENSOR = parallel(tensor_parallel_degree=2)
 LONG = () if series() == "0.2" else ("--training.seq_len=256", "--validation.seq_len=256")
 CONTEXT = (*parallel(context_parallel_degree=2), *LONG)
 SHARD = parallel(data_parallel_shard_degree=2)
-# Stock 0.2's pipelines go backward from the sum of the losses: their arithmetic is compared in test_arithmetic.
+# Stock 0.2's pipelines go backward from the sum of the losses: their arithmetic is compared in
+# test_arithmetic.
 COUNTED = 2 if series() == "0.2" else 1  # 0.3 counts what is dealt out to each rank
 DIVIDES = series() != "0.2"
 CASES = {
@@ -135,8 +138,9 @@ CASES = {
     ),  # all of it but the minutes of g++
 }
 if series() != "0.2":
-    # Its chunked loss goes backward through that weight by itself: autograd's hook for it runs twice. In a bucket of
-    # its own the first half of the gradient would leave. Stock sums both halves over all ranks, and then adds them.
+    # Its chunked loss goes backward through that weight by itself: autograd's hook for it runs
+    # twice. In a bucket of its own the first half of the gradient would leave. Stock sums both
+    # halves over all ranks, and then adds them.
     CASES["tied"] = Case(
         ("--model.flavor=tiny_tied", "--fault_tolerance.bucket_size_mb=0.1"), rounding=1e-5
     )

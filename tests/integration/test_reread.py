@@ -191,9 +191,8 @@ EXACT: dict[str, tuple[Flags, dict[str, str]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", EXACT)
 def test_the_batches_are_those_of_an_uninterrupted_reader(tmp_path: Path, kind: str) -> None:
-    """After two deaths every batch is the right one. The run proved its openings itself, except those of a
-    user's loader.
-    """
+    """After two deaths every batch is the right one. The run proved its openings itself, except
+    those of a user's loader."""
     flags, variables = EXACT[kind]
     run = launch(tmp_path, *flags(tmp_path), **variables)
     assert run.status == 0, run.output

@@ -33,7 +33,8 @@ ROUNDING = 1e-5
 NORM_ROUNDING = 3e-4  # see test_arithmetic
 DILOCO = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # the defaults
 LOCAL_SGD = {"lr": 1.0, "momentum": 0.0, "nesterov": False}
-# Adam without memory and with an eps that nothing compares with is SGD of this LR, to the last bit but one.
+# Adam without memory and with an eps that nothing compares with is SGD of this LR, to the last bit
+# but one.
 EPS, SGD_LR = 1e8, 0.5
 SGD = [
     "--optimizer.beta1=0.0",
@@ -393,7 +394,8 @@ def test_a_group_that_is_offered_nothing_gets_the_state_behind_the_round(
     The group returns before the second round ends, gets the state at the start of the third, trains
     while there is time and counts by its tokens.
     """
-    # Marks, and the survivor's steps that wait for them. The joiner's second step goes on when it is waited for.
+    # Marks, and the survivor's steps that wait for them. The joiner's second step goes on when it
+    # is waited for.
     survivor = [("down-1-0", 6), ("ready-1-1", 7), ("reached-awaited-1-1-0", 10)]
     hooks = {
         "faults": [kill(1, "forward", step=6, rank=ranks - 1)],
@@ -474,7 +476,8 @@ def test_kill_in_the_exchange(
     there.
     """
     dying = 2
-    # Streaming groups make two rounds more while the joiner fetches: the job is not to end with its heal.
+    # Streaming groups make two rounds more while the joiner fetches: the job is not to end with its
+    # heal.
     rounds = ROUNDS + 3 if streams else ROUNDS
     # Where steps are made during the exchange, "forward" is that of such a one.
     step = LENGTH * dying + (1 if point == "forward" else 0)
@@ -487,7 +490,8 @@ def test_kill_in_the_exchange(
     check_data(events)
     ours = rounds_of(events, 0)
     if not streams:
-        # Alone it sends nothing: what it has sent in the round of the kill, it sent to the group that died.
+        # Alone it sends nothing: what it has sent in the round of the kill, it sent to the group
+        # that died.
         assert ours[dying]["wire_bytes"] <= ours[1]["wire_bytes"] == ours[rounds]["wire_bytes"] > 0
         if point != "backward":  # then it had yet to come to the exchange
             assert ours[dying]["wire_bytes"] > 0
@@ -748,7 +752,8 @@ def test_a_change_that_is_not_finite(
     Steps that the group made during the exchange depend on the lost change, so they are void as
     well.
     """
-    # A step of the healed group in the third round, and the step at which the other group waits for it.
+    # A step of the healed group in the third round, and the step at which the other group waits for
+    # it.
     trains, waits = (2 * LENGTH + 3, 3 * LENGTH - 1) if ahead else (2 * LENGTH + 1, 2 * LENGTH + 2)
     hooks = {
         # The first step of the second round.

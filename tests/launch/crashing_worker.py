@@ -2,10 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A worker of `titan_ft.train`'s entry in which training is replaced by what $CRASH says.
 
-That is Python code, run with the names `replica`, `rank`, `attempt`, `paths`, `commit` (a function of a step), `inject`
-(of an event) and `mark_training`: what it raises ends the worker as any exception in training would. Without one it
-waits.
-"""
+That is Python code, run with the names `replica`, `rank`, `attempt`, `paths`, `commit` (a function
+of a step), `inject` (of an event) and `mark_training`: what it raises ends the worker as any
+exception in training would. Without one it waits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Stand in for a worker that leaves in order at SIGTERM: the fake worker, with a word of farewell."""
+"""Stand in for a worker that leaves in order at SIGTERM: the fake worker, with a word of
+farewell.
+"""
 
 from __future__ import annotations
 

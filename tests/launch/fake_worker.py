@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Stand in for `titan_ft.train`: say who it is, then do as it is told through files.
 
-In $FAKE_WORKERS it writes `<replica>-<rank>-<attempt>.json` (pid, environment, command line) and then waits for the
-file `<replica>-<rank>-<attempt>.do`, or `<replica>-any-any.do`, that holds "exit CODE", "ignore" (from now on SIGTERM
-does nothing but leave a file `<replica>-<rank>-<attempt>.told`), "step N", "drain" (finish when SIGTERM comes) or
-"raise". What is done is acknowledged by removing the file, except for "any".
-"""
+In $FAKE_WORKERS it writes `<replica>-<rank>-<attempt>.json` (pid, environment, command line) and
+then waits for the file `<replica>-<rank>-<attempt>.do`, or `<replica>-any-any.do`, that holds "exit
+CODE", "ignore" (from now on SIGTERM does nothing but leave a file
+`<replica>-<rank>-<attempt>.told`), "step N", "drain" (finish when SIGTERM comes) or "raise". What
+is done is acknowledged by removing the file, except for "any"."""
 
 from __future__ import annotations
 

@@ -23,5 +23,7 @@ def zygote_of(pid: int) -> int | None:
 
 
 def is_main(pid: int) -> bool:
-    """Tell a process that was started from those that were forked from it, which have a name of their own."""
+    """Tell a process that was started from those that were forked from it, which have a name of
+    their own.
+    """
     return not Path(f"/proc/{pid}/comm").read_text().startswith("titan-ft")

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""An agent of fake workers on a thread of the test, which spares each test another import of torch."""
+"""An agent of fake workers on a thread of the test, which spares each test another import of
+torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from titan_ft.system.stop import StopRequests
 
 
 class Supervised:
-    """Replica 0, with real workers that are the test's own children; use as a context, which ends them."""
+    """Replica 0, with real workers that are the test's own children; use as a context, which ends
+    them.
+    """
 
     def __init__(
         self,

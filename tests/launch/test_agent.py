@@ -46,7 +46,9 @@ def start(run: Any, ranks: int, *further: str, max_restarts: int = 100) -> subpr
 
 
 def test_group_is_restarted_as_a_whole(run: Any) -> None:
-    """When one rank is killed, the others are ended, even if they ignore SIGTERM, and all are started again."""
+    """When one rank is killed, the others are ended, even if they ignore SIGTERM, and all are
+    started again.
+    """
     agent = start(run, ranks=2)
     first = [run.worker(0, rank, 0) for rank in (0, 1)]
     env = first[1]["env"]
@@ -112,7 +114,9 @@ def test_group_is_restarted_as_a_whole(run: Any) -> None:
     ("bind", "reached"), [("127.0.0.1", False), ("0.0.0.0", True), ("::", True)]
 )
 def test_a_store_that_other_hosts_reach(run: Any, bind: str, reached: bool) -> None:
-    """It listens on loopback alone, or where --bind says; the group's own workers have an address that they reach."""
+    """It listens on loopback alone, or where --bind says; the group's own workers have an address
+    that they reach.
+    """
     agent = start(run, 1, f"--bind={bind}")
     env = run.worker(0, 0, 0)["env"]
     assert env["MASTER_ADDR"] == "127.0.0.1"
@@ -129,7 +133,9 @@ def test_a_store_that_other_hosts_reach(run: Any, bind: str, reached: bool) -> N
 
 
 def test_bad_config_is_not_restarted(run: Any) -> None:
-    """A worker that ends with status 2 ends its agent with status 2, at once, with the worker's last line."""
+    """A worker that ends with status 2 ends its agent with status 2, at once, with the worker's
+    last line.
+    """
     run.order(0, "any", "any", "exit 2")
     agent = start(run, ranks=1)
     _, errors = agent.communicate(timeout=30)
@@ -156,7 +162,9 @@ def test_restarts_are_limited(run: Any) -> None:
 
 
 def test_sigterm_ends_the_workers(run: Any) -> None:
-    """SIGTERM to the agent ends the workers and then itself, without a restart; status 1 if they did not drain."""
+    """SIGTERM to the agent ends the workers and then itself, without a restart; status 1 if they
+    did not drain.
+    """
     agent = start(run, ranks=2)
     for rank in (0, 1):
         run.worker(0, rank, 0)
@@ -224,7 +232,9 @@ def test_no_time_to_drain_kills_at_once(run: Any) -> None:
 
 
 def test_rank_that_dies_in_a_drain_ends_it(run: Any) -> None:
-    """The others cannot finish the step without it: they get the short grace time, not the rest of the drain's."""
+    """The others cannot finish the step without it: they get the short grace time, not the rest of
+    the drain's.
+    """
     with Supervised(run, 2, drain_seconds=600.0, grace_seconds=0.5) as supervised:
         workers = tell_all(run, "ignore")
         supervised.stop()
@@ -235,7 +245,9 @@ def test_rank_that_dies_in_a_drain_ends_it(run: Any) -> None:
 
 
 def test_a_stopped_rank_does_not_sit_out_the_grace_time(run: Any) -> None:
-    """A stopped process takes no SIGTERM: it is continued, so that the group starts again at once."""
+    """A stopped process takes no SIGTERM: it is continued, so that the group starts again at
+    once.
+    """
     with Supervised(run, 2, grace_seconds=600.0) as supervised:
         workers = [run.worker(0, rank, 0) for rank in (0, 1)]
         os.kill(workers[0]["pid"], signal.SIGSTOP)
@@ -257,7 +269,9 @@ def finish_elsewhere(run: Any) -> Path:
 
 
 def test_group_that_was_sent_away_comes_back(run: Any) -> None:
-    """Workers that were told to leave, by somebody who did not tell their agent, are started again."""
+    """Workers that were told to leave, by somebody who did not tell their agent, are started
+    again.
+    """
     with Supervised(run, 1, module="draining_worker") as supervised:
         os.kill(run.worker(0, 0, 0)["pid"], signal.SIGTERM)
         run.worker(0, 0, 1)
@@ -271,7 +285,9 @@ def test_group_that_was_sent_away_comes_back(run: Any) -> None:
 
 
 def test_group_that_comes_back_too_late_is_ended(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has not committed when the others have finished would train everything anew: status 0, no failure."""
+    """One that has not committed when the others have finished would train everything anew: status
+    0, no failure.
+    """
     monkeypatch.setattr(agent_module, "LATE_RETURN_SECONDS", 0.2)
     with Supervised(run, 1, module="draining_worker", drain_seconds=600.0) as supervised:
         os.kill(run.worker(0, 0, 0)["pid"], signal.SIGTERM)
@@ -290,7 +306,9 @@ def test_group_that_comes_back_too_late_is_ended(run: Any, monkeypatch: pytest.M
 def test_finish_of_an_earlier_run_keeps_nobody_away(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a folder says of a run before this one does not end a group that comes back, however often it does."""
+    """What a folder says of a run before this one does not end a group that comes back, however
+    often it does.
+    """
     monkeypatch.setattr(agent_module, "LATE_RETURN_SECONDS", 0.0)
     an_hour_ago = time.time() - 3600.0
     os.utime(finish_elsewhere(run), (an_hour_ago, an_hour_ago))
@@ -314,7 +332,9 @@ def test_group_that_finished_is_not_restarted(run: Any) -> None:
 
 
 def test_drain_through_the_command_line(run: Any) -> None:
-    """--drain-timeout and --attempt reach the group; SIGTERM begins the drain, a further signal ends it."""
+    """--drain-timeout and --attempt reach the group; SIGTERM begins the drain, a further signal
+    ends it.
+    """
     agent = start(run, 1, "--drain-timeout=600", "--attempt=4")
     os.kill(run.worker(0, 0, 4)["pid"], signal.SIGKILL)
     worker = run.worker(0, 0, 5)
@@ -330,7 +350,9 @@ def test_drain_through_the_command_line(run: Any) -> None:
 
 
 def test_root_failure() -> None:
-    """Of workers found dead at once, the cause is a bad config, else a signal, else the lowest rank that failed."""
+    """Of workers found dead at once, the cause is a bad config, else a signal, else the lowest rank
+    that failed.
+    """
     finished, failed, killed, refused = (
         WorkerExit(rank, 1, code) for rank, code in enumerate((0, 1, -9, 2))
     )
@@ -379,7 +401,9 @@ def test_a_rank_that_reports_another_one_as_lost_is_not_the_cause() -> None:
 
 
 def test_the_earliest_exception_is_the_cause() -> None:
-    """Of ranks that ended with exceptions the first counts, whatever its number; one that told of none comes last."""
+    """Of ranks that ended with exceptions the first counts, whatever its number; one that told of
+    none comes last.
+    """
     told = [
         WorkerExit(rank, 1, 1, WorkerError("E: x", transient=False, time=30.0 - rank))
         for rank in (1, 2)
@@ -419,8 +443,11 @@ raise KeyError("nope")
 
 @pytest.mark.usefixtures("no_backoff")
 def test_a_crash_loop_ends(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exception is in each event of an end, with the log; at its third end in a row the group is given up."""
-    # Rank 0's exception follows from rank 1's, is earlier in the order of ranks, and ends its process earlier.
+    """The exception is in each event of an end, with the log; at its third end in a row the group
+    is given up.
+    """
+    # Rank 0's exception follows from rank 1's, is earlier in the order of ranks, and ends its
+    # process earlier.
     crash = """
 import os, time, traceback
 from titan_ft.run.error_file import find_file
@@ -467,7 +494,9 @@ raise KeyError(f"nope {os.getpid()}")
 def test_a_crash_loop_without_an_exception(
     run: Any, monkeypatch: pytest.MonkeyPatch, crash: str, end: str, how: str
 ) -> None:
-    """However the rank ends of itself: three times. Its peer loses it, and a network error is not the cause."""
+    """However the rank ends of itself: three times. Its peer loses it, and a network error is not
+    the cause.
+    """
     crashes = """
 import os, select, time
 mark = paths.root / f"pid-{attempt}"
@@ -555,7 +584,9 @@ def test_a_dead_network(run: Any, monkeypatch: pytest.MonkeyPatch, trains: bool)
 def test_no_crash_loop(
     run: Any, monkeypatch: pytest.MonkeyPatch, crash: str, transient: bool | None
 ) -> None:
-    """Injected exceptions are none, nor those with a commit between: such a group has as many restarts as any."""
+    """Injected exceptions are none, nor those with a commit between: such a group has as many
+    restarts as any.
+    """
     monkeypatch.setenv("CRASH", f"{crash}\nraise RuntimeError('again')")
     with Supervised(run, 1, module="crashing_worker", max_restarts=3) as supervised:
         assert supervised.wait(60.0) == 1
@@ -565,7 +596,9 @@ def test_no_crash_loop(
 
 
 def test_gpus_are_dealt_out_in_turn() -> None:
-    """Groups get GPUs of their own while there are enough, then share; too few for one group changes nothing."""
+    """Groups get GPUs of their own while there are enough, then share; too few for one group
+    changes nothing.
+    """
     four = ["0", "1", "2", "3"]
     assert [visible_devices(replica, 2, four) for replica in range(3)] == [
         ["0", "1"],
@@ -587,7 +620,9 @@ def test_the_command_line_says_how_it_is_used(flag: str, status: int) -> None:
 
 
 def test_link_to_the_latest_logs(tmp_path: Path) -> None:
-    """It leads to the newest attempt, whatever was there; where links cannot be made there is none, and no error."""
+    """It leads to the newest attempt, whatever was there; where links cannot be made there is none,
+    and no error.
+    """
     paths = RunPaths(tmp_path)
     for attempt in (0, 1):
         folder = paths.logs(0, attempt, 0).parent

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The connection between two agents takes messages of an agent of the same group and run, and nothing else."""
+"""The connection between two agents takes messages of an agent of the same group and run, and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def test_the_last_messages_of_a_closed_line_arrive(sockets: Sockets) -> None:
 
 
 def test_the_last_messages_arrive_although_the_other_end_takes_none(sockets: Sockets) -> None:
-    """A leader that asks a follower, and ends its workers, just after that one has reported their ends and is gone."""
+    """A leader that asks a follower, and ends its workers, just after that one has reported their
+    ends and is gone.
+    """
     leader, follower = (
         AgentConnection(end, "secret", 3, leads=leads)
         for end, leads in zip(sockets, (True, False), strict=True)

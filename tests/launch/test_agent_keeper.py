@@ -119,7 +119,9 @@ def test_agent_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
 
 
 def test_commits_of_its_group_are_progress(tmp_path: Path) -> None:
-    """A group that contributes in between is restarted without a pause, as after deaths of workers."""
+    """A group that contributes in between is restarted without a pause, as after deaths of
+    workers.
+    """
     kept = Kept(tmp_path)
     for attempt in range(4):
         step = event("step_committed", replica=1, attempt=attempt, step=attempt + 1, own_tokens=1)
@@ -130,7 +132,9 @@ def test_commits_of_its_group_are_progress(tmp_path: Path) -> None:
 
 
 def test_end_that_an_event_explains_is_no_death(tmp_path: Path) -> None:
-    """A group that finished, failed or was given up is over; where no event came, that is said once."""
+    """A group that finished, failed or was given up is over; where no event came, that is said
+    once.
+    """
     for code in (0, 1, 2, 3):
         kept = Kept(tmp_path)
         kept.end(code)
@@ -158,7 +162,9 @@ def test_only_an_exception_of_this_agent_is_its_reason(tmp_path: Path) -> None:
 
 
 def test_agent_that_cannot_be_started(tmp_path: Path) -> None:
-    """A host without room for another process is one more death, for which the policy has pauses."""
+    """A host without room for another process is one more death, for which the policy has
+    pauses.
+    """
     kept = Kept(tmp_path)
     kept.obstacle = OSError(11, "Resource temporarily unavailable")
     kept.end(-signal.SIGKILL)
@@ -174,7 +180,9 @@ def test_agent_that_cannot_be_started(tmp_path: Path) -> None:
 
 
 def test_failed_start_is_no_death_of_the_agent_before(tmp_path: Path) -> None:
-    """Its event has neither pid nor status of the agent before, and it is no part of a crash loop."""
+    """Its event has neither pid nor status of the agent before, and it is no part of a crash
+    loop.
+    """
     kept = Kept(tmp_path)
     kept.obstacle = OSError(11, "Resource temporarily unavailable")
     kept.end(AGENT_CRASHED_CODE)
@@ -209,7 +217,9 @@ def test_spare_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
 
 
 def test_report_of_the_end_cancels_the_restart(tmp_path: Path) -> None:
-    """An agent that is started after the end was reported would run on in a run that is being stopped."""
+    """An agent that is started after the end was reported would run on in a run that is being
+    stopped.
+    """
     kept = Kept(tmp_path)
     kept.end(-signal.SIGKILL)
     kept.end(-signal.SIGKILL)
@@ -225,7 +235,9 @@ def test_report_of_the_end_cancels_the_restart(tmp_path: Path) -> None:
 
 
 def test_agent_that_takes_over_has_a_life_of_its_own(tmp_path: Path) -> None:
-    """The death of the agent before, which was reported before it was judged, is not the next one's."""
+    """The death of the agent before, which was reported before it was judged, is not the next
+    one's.
+    """
     kept = Kept(tmp_path)
     kept.agents[-1].code = -signal.SIGKILL
     kept.keeper.poll()
@@ -239,7 +251,9 @@ def test_agent_that_takes_over_has_a_life_of_its_own(tmp_path: Path) -> None:
 def test_agent_that_is_stopped_while_its_workers_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not notice their end, so that its group would be lost for good. One with living workers is left alone."""
+    """It does not notice their end, so that its group would be lost for good. One with living
+    workers is left alone.
+    """
     living = True
     monkeypatch.setattr(agent_keeper, "_is_stopped", lambda pid: True)
     monkeypatch.setattr(agent_keeper, "is_running_worker", lambda pid, since: living)

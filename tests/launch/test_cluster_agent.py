@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The agent of a group that no launcher has started; the workers' entry is real, training is not."""
+"""The agent of a group that no launcher has started; the workers' entry is real, training is
+not.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,9 @@ def test_a_group_that_is_started_again_counts_on(
 
 
 def test_workers_are_forks(run: Any) -> None:
-    """Children of the agent that import nothing, and print where it prints. A restart is a fork too."""
+    """Children of the agent that import nothing, and print where it prints. A restart is a fork
+    too.
+    """
     crash = """
 import os, signal
 command = open("/proc/self/cmdline").read().split(chr(0))
@@ -222,7 +226,9 @@ def test_a_group_leaves_a_host_on_which_workers_die(run: Any) -> None:
 
 @pytest.mark.slow
 def test_a_group_serves_its_figures_and_is_not_finished_when_it_is_sent_away(run: Any) -> None:
-    """The agent says where. At SIGTERM its status is not 0: Kubernetes would take the group for finished."""
+    """The agent says where. At SIGTERM its status is not 0: Kubernetes would take the group for
+    finished.
+    """
     run.env["TITAN_FT_METRICS_PORT"] = "0"
     crash = "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))"
     ready = "(paths.root / 'ready').touch()\ntime.sleep(60)"
@@ -299,7 +305,9 @@ def test_a_variable_that_is_wrong_is_refused(run: Any, variable: str, message: s
 
 @pytest.mark.slow
 def test_a_suspected_host_comes_before_a_crash_loop(run: Any) -> None:
-    """With --host-deaths 4 the fourth crash sends the group elsewhere; the third one has not given it up."""
+    """With --host-deaths 4 the fourth crash sends the group elsewhere; the third one has not given
+    it up.
+    """
     run.env["TITAN_FT_HOST_DEATHS"] = "4"
     process = start(run, "import os; os.abort()", ranks=1)
     process.communicate(timeout=120)

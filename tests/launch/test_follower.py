@@ -61,7 +61,9 @@ def lead_once(listener: socket.socket, started: threading.Event) -> None:
 def test_a_follower_waits_for_another_leader_no_longer_than_for_the_first(
     listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under Slurm nobody starts the leader's agent again: the job would keep its hosts until its time limit."""
+    """Under Slurm nobody starts the leader's agent again: the job would keep its hosts until its
+    time limit.
+    """
     started = threading.Event()
 
     def make_follower(*args: Any, **settings: Any) -> Follower:
@@ -94,7 +96,9 @@ def test_another_server_at_the_rendezvous_is_not_waited_for_without_end(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It has the port of the group's first host, takes connections and says nothing: the agent says so, and ends."""
+    """It has the port of the group's first host, takes connections and says nothing: the agent says
+    so, and ends.
+    """
     for module in (agent, follower):
         monkeypatch.setattr(module, "MEETING_SECONDS", 0.5)
     spec = GroupSpec(tmp_path, 1, hosts=2, rendezvous=address_of(listener))
@@ -109,7 +113,9 @@ def test_another_server_at_the_rendezvous_is_not_waited_for_without_end(
 
 
 def test_workers_are_asked_to_leave_once(run: Any) -> None:
-    """By the leader or by the scheduler of their own host, whoever is first: a second SIGTERM ends them at once."""
+    """By the leader or by the scheduler of their own host, whoever is first: a second SIGTERM ends
+    them at once.
+    """
     code = """
 import pathlib, signal, sys, time
 asked = []
@@ -148,7 +154,9 @@ raise SystemExit(10 + len(asked))
 def test_a_port_at_which_this_user_may_not_listen_is_a_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The agent ends with a line, and the status of a wrong config: it would be no other the next time."""
+    """The agent ends with a line, and the status of a wrong config: it would be no other the next
+    time.
+    """
 
     def refuse(*args: Any, **settings: Any) -> socket.socket:
         raise PermissionError(errno.EACCES, "Permission denied")

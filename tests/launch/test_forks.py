@@ -84,7 +84,9 @@ def run_forks(folder: Path, *what: str) -> dict[str, Any]:
 
 
 def test_a_fork_is_as_a_new_process(tmp_path: Path) -> None:
-    """Session, stdin, environment, arguments, signals, main module: its own; what is drawn by chance differs."""
+    """Session, stdin, environment, arguments, signals, main module: its own; what is drawn by
+    chance differs.
+    """
     forker = run_forks(tmp_path, "tell", "tell")
     one, other = told = [
         json.loads((tmp_path / f"log-{n}").read_text().splitlines()[0]) for n in (0, 1)
@@ -115,7 +117,9 @@ def test_a_fork_is_as_a_new_process(tmp_path: Path) -> None:
     ],
 )
 def test_a_fork_ends_as_python_does(tmp_path: Path, what: str, output: str) -> None:
-    """Status, output, functions registered for the end, and other threads: compared with `python -m`."""
+    """Status, output, functions registered for the end, and other threads: compared with `python
+    -m`.
+    """
     (code,) = run_forks(tmp_path, what)["codes"]
     command = [sys.executable, "-m", "subject", what, "--flag"]
     plain = subprocess.run(
@@ -164,7 +168,9 @@ def test_what_keeps_a_process_from_forking(tmp_path: Path, source: str, obstacle
 
 
 def test_a_worker_is_preloaded_without_cuda_and_threads(tmp_path: Path) -> None:
-    """Nothing that a training worker imports beforehand initializes CUDA, asks its driver, or starts a thread."""
+    """Nothing that a training worker imports beforehand initializes CUDA, asks its driver, or
+    starts a thread.
+    """
     refuse = f"""
 import os
 import torch

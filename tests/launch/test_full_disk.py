@@ -49,8 +49,8 @@ def worker_files(run: Any, replica: int, attempt: int | str = "*") -> str:
 
 
 def test_run_goes_on_and_tells_all_when_there_is_room(run_on_disk: Any, small_disk: Any) -> None:
-    """Nobody dies of a full disk, whatever writes: workers, agents, launcher; a group that dies meanwhile comes
-    back; all events of those who live are there in the end, and the status is 0."""
+    """Nobody dies of a full disk, whatever writes: workers, agents, launcher; a group that dies
+    meanwhile comes back; all events of those who live are there in the end, and the status is 0."""
     run = run_on_disk
     launcher = run.launch(replicas=2)
     first = [run.worker(replica, 0, 0) for replica in (0, 1)]
@@ -79,7 +79,9 @@ def test_run_goes_on_and_tells_all_when_there_is_room(run_on_disk: Any, small_di
 
 
 def test_agent_that_is_killed_on_a_full_disk(run_on_disk: Any, small_disk: Any) -> None:
-    """No event can be written of it: the launcher knows by the exit status of its child, says so and starts another."""
+    """No event can be written of it: the launcher knows by the exit status of its child, says so
+    and starts another.
+    """
     run = run_on_disk
     launcher = run.launch(replicas=2)
     first = [run.worker(replica, 0, 0) for replica in (0, 1)]
@@ -97,8 +99,8 @@ def test_agent_that_is_killed_on_a_full_disk(run_on_disk: Any, small_disk: Any) 
 
 
 def test_run_whose_disk_stays_full(run_on_disk: Any, small_disk: Any) -> None:
-    """The end of the run is that of its processes, and no event is needed for it: the status is 0, and a line on the
-    terminal says that events are missing."""
+    """The end of the run is that of its processes, and no event is needed for it: the status is 0,
+    and a line on the terminal says that events are missing."""
     run = run_on_disk
     launcher = run.launch(replicas=2)
     for replica in (0, 1):
@@ -160,7 +162,9 @@ def test_lighthouse_that_dies_on_a_full_disk_comes_back(run_on_disk: Any, small_
 
 
 def refuses(host: str, port: str) -> bool:
-    """True if a lighthouse closes a connection without the secret; the port itself is the launcher's, and listens."""
+    """True if a lighthouse closes a connection without the secret; the port itself is the
+    launcher's, and listens.
+    """
     with (
         contextlib.suppress(OSError),
         socket.create_connection((host, int(port)), timeout=1.0) as stranger,
@@ -211,8 +215,8 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (own.stat().st_size, limit[1]))
 
 @pytest.mark.usefixtures("no_backoff")
 def test_crash_loop_of_which_no_commit_is_seen(run: Any) -> None:
-    """Attempts that came to something, of which nothing can be read, are no crash loop: one that nobody can see into
-    is given the benefit of the doubt."""
+    """Attempts that came to something, of which nothing can be read, are no crash loop: one that
+    nobody can see into is given the benefit of the doubt."""
     crash = f"{FULL}commit(1)\nif attempt == 3: time.sleep(600)\nraise RuntimeError('as always')"
     with Supervised(run, 1, module="crashing_worker", more_env={"CRASH": crash}) as supervised:
         run.wait_until(run.paths.logs(0, 3, 0).exists, 60.0, "the fourth attempt")
@@ -228,8 +232,8 @@ def test_crash_loop_of_which_no_commit_is_seen(run: Any) -> None:
 def test_group_that_was_sent_away_comes_back(
     run_on_disk: Any, small_disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its event cannot be written, and ends with it; a mark that takes no room says the same. A job that is over keeps
-    it away by a mark, too."""
+    """Its event cannot be written, and ends with it; a mark that takes no room says the same. A job
+    that is over keeps it away by a mark, too."""
     run = run_on_disk
     monkeypatch.setattr("titan_ft.run.log.FINISH_SECONDS", 0.1)
     with Supervised(run, 1, module="draining_worker") as supervised:
@@ -251,8 +255,8 @@ def test_group_of_which_nothing_is_known_stays_away(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Without its last event, and without a mark, a group that ended well may have finished: it must not train the
-    job again, alone."""
+    """Without its last event, and without a mark, a group that ended well may have finished: it
+    must not train the job again, alone."""
     run = run_on_disk
     monkeypatch.setattr("titan_ft.run.log.FINISH_SECONDS", 0.1)
     with Supervised(run, 1) as supervised:
@@ -272,7 +276,9 @@ def test_group_of_which_nothing_is_known_stays_away(
 
 @pytest.mark.slow
 def test_crash_loop_beside_commits_that_are_not_seen(run: Any) -> None:
-    """A group that is given up ends no run in which another group trains, though no event tells of that."""
+    """A group that is given up ends no run in which another group trains, though no event tells of
+    that.
+    """
     run.env["CRASH"] = f"""
 if replica == 1: raise RuntimeError("as always")
 {FULL}

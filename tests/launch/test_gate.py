@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The gate before a real lighthouse: members pass, strangers neither pass nor keep members waiting."""
+"""The gate before a real lighthouse: members pass, strangers neither pass nor keep members
+waiting.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +125,9 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def test_members_pass_and_strangers_do_not(start: Callable[..., Lighthouse]) -> None:
-    """With torchft's own client: heartbeats and quorums; the page needs the secret too, and nobody kills by HTTP."""
+    """With torchft's own client: heartbeats and quorums; the page needs the secret too, and nobody
+    kills by HTTP.
+    """
     lighthouse = start()
     member = lighthouse.client()
     member.heartbeat("member", LONG)
@@ -162,7 +166,9 @@ def test_the_secret_is_shown_to_nobody(start: Callable[..., Lighthouse]) -> None
 
 @pytest.mark.skipif(bool(allow_namespaces()), reason="this system allows no network namespaces")
 def test_no_other_way_leads_to_the_lighthouse(start: Callable[..., Lighthouse]) -> None:
-    """torchft's server listens in a namespace of its own: of its process, the host sees the gate's port alone."""
+    """torchft's server listens in a namespace of its own: of its process, the host sees the gate's
+    port alone.
+    """
     lighthouse = start()
     assert lighthouse.access == "only processes with this run's TITAN_FT_TOKEN reach it"
     own = {
@@ -201,7 +207,9 @@ def test_a_lighthouse_that_listens_no_more_ends_the_gate() -> None:
 
 
 def test_half_open_connections_keep_nobody_waiting(start: Callable[..., Lighthouse]) -> None:
-    """1,030 were the end of torchft's listener for good. They are closed after two seconds, the oldest earlier."""
+    """1,030 were the end of torchft's listener for good. They are closed after two seconds, the
+    oldest earlier.
+    """
     lighthouse = start()
     before = lighthouse.count_descriptors()
     idle = [lighthouse.connect() for _ in range(1100)]
@@ -243,7 +251,9 @@ def test_garbage_is_refused_while_a_member_beats(
 def test_a_held_connection_shows_the_lighthouses_end(
     start: Callable[..., Lighthouse], tmp_path: Path
 ) -> None:
-    """A group follows a lighthouse by a connection that says nothing. The gate keeps it longer than a stranger's."""
+    """A group follows a lighthouse by a connection that says nothing. The gate keeps it longer than
+    a stranger's.
+    """
     lighthouse = start()
     Announcement(str(lighthouse.address)).write(tmp_path / "announced")
     address = LighthouseAddress(f"file:{tmp_path / 'announced'}", TOKEN)
@@ -260,7 +270,9 @@ def test_a_held_connection_shows_the_lighthouses_end(
 
 
 def test_without_a_token(tmp_path: Path) -> None:
-    """On loopback there is no gate, which the second line says; where others could come it is a mistake."""
+    """On loopback there is no gate, which the second line says; where others could come it is a
+    mistake.
+    """
     environ = {name: value for name, value in os.environ.items() if name != "TITAN_FT_TOKEN"}
     command = [sys.executable, "-m", "titan_ft", "lighthouse", "--bind"]
     refused = subprocess.run(
@@ -315,7 +327,9 @@ def passage() -> Iterator[Passage]:
 
 @pytest.mark.parametrize("inwards", [True, False])
 def test_a_reader_that_is_slow_gets_everything(passage: Passage, inwards: bool) -> None:
-    """More than all buffers take; other members go on meanwhile, and the end comes after the last byte."""
+    """More than all buffers take; other members go on meanwhile, and the end comes after the last
+    byte.
+    """
     slow, quick = passage.join(), passage.join()
     (writes, reads), data = (slow if inwards else slow[::-1]), random.Random(1).randbytes(24 << 20)
 

@@ -56,7 +56,9 @@ def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_torch_was_built_for() -> None:
-    """It is read without importing torch, and a torch for CPU uses no GPU, whatever the host has."""
+    """It is read without importing torch, and a torch for CPU uses no GPU, whatever the host
+    has.
+    """
     assert gpus._torch_uses_cuda() == (torch.version.cuda is not None)
     if torch.version.cuda is None:
         assert gpus.num_gpus() is None

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""First bytes of connections to the lighthouse: whose they are, and that no bytes at all do any harm."""
+"""First bytes of connections to the lighthouse: whose they are, and that no bytes at all do any
+harm.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from titan_ft.system.seal import lighthouse_secret
 
 SECRET = lighthouse_secret("0123456789abcdef")
 GREETING = Greeting(SECRET)
-# Recorded: torchft's client asks for a heartbeat at http://SECRET@127.0.0.1:port. Its settings, then the headers.
+# Recorded: torchft's client asks for a heartbeat at http://SECRET@127.0.0.1:port. Its settings,
+# then the headers.
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = bytes.fromhex("000012040000000000000200000000000400200000000600004000")
 WINDOW = bytes.fromhex("00000408000000000000200001")
@@ -66,7 +69,9 @@ def hello(block: bytes, flags: int = 0x4) -> bytes:
 @pytest.mark.parametrize("first", [0x41, 0x01, 0x11])
 @pytest.mark.parametrize("huffman", [True, False])
 def test_a_member_passes(first: int, huffman: bool) -> None:
-    """The secret may be Huffman-coded or not, be put into the dynamic table or not, and stand anywhere in the block."""
+    """The secret may be Huffman-coded or not, be put into the dynamic table or not, and stand
+    anywhere in the block.
+    """
     shown = authority(SECRET, first, huffman)
     for block in (METHOD + SCHEME + shown + PATH, shown, b"\x3f\xe1\x1f" + METHOD + PATH + shown):
         assert GREETING.judge(hello(block)) is Reception.PASS
@@ -127,7 +132,9 @@ def test_a_stranger_is_refused(shown: bytes) -> None:
     ],
 )
 def test_no_greeting(received: bytes) -> None:
-    """Frames that no client begins with, integers without an end, TLS, another protocol: refused at once."""
+    """Frames that no client begins with, integers without an end, TLS, another protocol: refused at
+    once.
+    """
     assert GREETING.judge(received) is Reception.REFUSE
 
 
@@ -142,7 +149,9 @@ def request(
 
 
 def test_readers_of_the_page() -> None:
-    """With the secret a page is given, or the connection is held; nothing else, and never a second request."""
+    """With the secret a page is given, or the connection is held; nothing else, and never a second
+    request.
+    """
     assert GREETING.judge(request()) is Reception.PASS
     assert GREETING.judge(request("GET / HTTP/1.1")) is Reception.PASS
     assert GREETING.judge(request(f"GET {HOLD} HTTP/1.1")) is Reception.HOLD
@@ -166,7 +175,9 @@ def test_readers_of_the_page() -> None:
 
 
 def test_no_bytes_raise_or_pass() -> None:
-    """10,000 first frames that are nearly right: no secret, no way through, no exception; nothing waits for ever."""
+    """10,000 first frames that are nearly right: no secret, no way through, no exception; nothing
+    waits for ever.
+    """
     chance = random.Random(38)
     block = METHOD + SCHEME + authority("0" * 32) + PATH
     for _ in range(10_000):

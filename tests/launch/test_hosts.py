@@ -1,6 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The agents of a group on several hosts; here all of them are on one, and the workers' entry is real, training is not.
+"""The agents of a group on several hosts; here all of them are on one, and the workers' entry is
+real, training is not.
 
 `tests/integration/test_two_hosts.py` has hosts that can vanish.
 """
@@ -69,7 +70,9 @@ def lead_and_follow(
 def start_ranks_that_leave(
     run: Any, port: int
 ) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
-    """Start both agents of a group whose ranks end in order at SIGTERM, and wait until they would."""
+    """Start both agents of a group whose ranks end in order at SIGTERM, and wait until they
+    would.
+    """
     leave = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
     agents = lead_and_follow(run, port, f"{leave}(paths.root / f'ready-{{rank}}').touch()\n{WAIT}")
     run.wait_until(
@@ -99,7 +102,9 @@ FINISH = f"{WAIT}import os\nos._exit(0)"
 
 
 def test_a_group_on_two_hosts_finishes(run: Any, port: int) -> None:
-    """Each rank has its place in the group and on its host, and all meet at one store; both agents end with 0."""
+    """Each rank has its place in the group and on its host, and all meet at one store; both agents
+    end with 0.
+    """
     crash = f"""
 import json, os
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -135,7 +140,9 @@ text = json.dumps([int(os.environ[name]) for name in names] + [os.environ["MASTE
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
 def test_a_group_meets_at_any_address_of_the_loopback(run: Any, port: int) -> None:
-    """Where localhost is ::1, the store is there, too: its address is the one at which the agents meet."""
+    """Where localhost is ::1, the store is there, too: its address is the one at which the agents
+    meet.
+    """
     crash = """
 import os, socket
 socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=10)
@@ -148,7 +155,9 @@ os._exit(0)
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_restarts_the_group_on_both_hosts(run: Any, port: int, rank: int) -> None:
-    """Wherever it was: one agent decides, and the other follows; the event of the cause is that of its end."""
+    """Wherever it was: one agent decides, and the other follows; the event of the cause is that of
+    its end.
+    """
     crash = f"import os, signal\nif attempt == 0 and rank == {rank}: os.kill(os.getpid(), signal.SIGKILL)\n{FINISH}"
     agents = [start(run, port, crash), start(run, port, crash)]
     wait_for_workers(run, 1, 2)
@@ -167,7 +176,9 @@ def test_a_rank_that_dies_restarts_the_group_on_both_hosts(run: Any, port: int, 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_group_that_must_not_come_back_ends_on_both_hosts(run: Any, port: int, rank: int) -> None:
-    """With the same status, for a scheduler looks at any of them; the exception is named, not what follows from it."""
+    """With the same status, for a scheduler looks at any of them; the exception is named, not what
+    follows from it.
+    """
     crash = f"""
 from titan_ft.protocol.errors import DivergedError
 if rank == {rank}: raise DivergedError("two states")
@@ -217,7 +228,9 @@ def test_an_agent_that_dies_takes_its_workers_along_and_another_one_comes(
 def test_where_the_leading_agent_dies_the_group_goes_on_with_another_one(
     run: Any, port: int
 ) -> None:
-    """What remains ends its workers, and leads if the rendezvous is on its own host; attempts count on."""
+    """What remains ends its workers, and leads if the rendezvous is on its own host; attempts count
+    on.
+    """
     leader, follower = lead_and_follow(run, port, FINISH)
     first = wait_for_workers(run, 0, 2)
     leader.kill()
@@ -236,7 +249,9 @@ def test_where_the_leading_agent_dies_the_group_goes_on_with_another_one(
 
 
 def test_an_agent_that_is_stopped_lets_its_workers_leave(run: Any, port: int) -> None:
-    """The whole group leaves if its leader is asked to; both agents say so, and end as they do on one host."""
+    """The whole group leaves if its leader is asked to; both agents say so, and end as they do on
+    one host.
+    """
     leader, follower = start_ranks_that_leave(run, port)
     leader.terminate()
     errors = [agent.communicate(timeout=60)[1] for agent in (leader, follower)]
@@ -301,7 +316,9 @@ def test_strangers_do_not_keep_files_open(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_host_that_does_not_end_its_workers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its agent may be stopped (SIGSTOP). The group goes on without the host, and the leader reports its name."""
+    """Its agent may be stopped (SIGSTOP). The group goes on without the host, and the leader
+    reports its name.
+    """
     monkeypatch.setattr(hosts, "_COLLECT_SECONDS", 0.1)
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -345,7 +362,9 @@ def test_who_leads(port: int) -> None:
 def test_a_name_may_have_addresses_at_which_nobody_can_listen(
     monkeypatch: pytest.MonkeyPatch, port: int, other: tuple[str, int]
 ) -> None:
-    """systemd gives a host's own name its addresses of a link first; a name server knows addresses of IPv6."""
+    """systemd gives a host's own name its addresses of a link first; a name server knows addresses
+    of IPv6.
+    """
     real = socket.socket
 
     def without_ipv6(family: int = -1, *args: Any, **settings: Any) -> socket.socket:

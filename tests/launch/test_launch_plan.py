@@ -64,7 +64,9 @@ def tell(paths: RunPaths, *names: str) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 def test_a_folder_of_another_user_is_refused(config: Path) -> None:
-    """He decides what is in it: the checkpoint that is loaded, the file that a log's name is a link to."""
+    """He decides what is in it: the checkpoint that is loaded, the file that a log's name is a link
+    to.
+    """
     root = config.parent / "run"
     root.mkdir()
     os.chown(root, 65534, 65534)
@@ -79,7 +81,9 @@ def test_a_folder_of_another_user_is_refused(config: Path) -> None:
 
 @pytest.mark.parametrize("name", ["config.toml", "logs/lighthouse.log"])
 def test_nothing_is_written_through_a_link(config: Path, name: str) -> None:
-    """Who may write in the folder, such as the group, would have this user's own files overwritten."""
+    """Who may write in the folder, such as the group, would have this user's own files
+    overwritten.
+    """
     victim, link = config.parent / "bashrc", config.parent / "run" / name
     victim.write_text("mine\n")
     link.parent.mkdir(parents=True)
@@ -97,7 +101,9 @@ def test_nothing_is_written_through_a_link(config: Path, name: str) -> None:
 
 
 def test_command_lines(config: Path) -> None:
-    """The lighthouse gets the TOML's settings; workers get their group, the run directory, last the user's flags."""
+    """The lighthouse gets the TOML's settings; workers get their group, the run directory, last the
+    user's flags.
+    """
     made = plan(config, worker_args=["--training.steps", "5"])
     root = config.parent / "run"
     lighthouse = " ".join(made.lighthouse_command(4711)[2:])
@@ -154,7 +160,9 @@ def test_drain_timeout_comes_from_option_flag_or_config(config: Path) -> None:
 
 
 def test_each_run_has_a_job_id_of_its_own(config: Path) -> None:
-    """It names the folder in plain characters, differs from launch to launch, and is the user's if given."""
+    """It names the folder in plain characters, differs from launch to launch, and is the user's if
+    given.
+    """
     made = LaunchPlan(Launch(config, 3, 1, config.parent / "my run, é/"))
     assert re.fullmatch(r"my-run-[0-9a-f]{6}", made.job_id)
     assert agent_args(made, 0)[-2] == agent_args(made, 1)[-2]
@@ -165,7 +173,9 @@ def test_each_run_has_a_job_id_of_its_own(config: Path) -> None:
 
 
 def test_worker_flags_reach_the_lighthouse(config: Path) -> None:
-    """A setting that lighthouse and workers share can be given as a worker's flag, in each of tyro's spellings."""
+    """A setting that lighthouse and workers share can be given as a worker's flag, in each of
+    tyro's spellings.
+    """
     flags = ["--fault_tolerance.min_replica_size=1", "--fault-tolerance.join-timeout-ms", "300"]
     settings = plan(config, num_replicas=1, worker_args=flags).lighthouse
     assert (settings.min_replicas, settings.join_timeout_ms, settings.heartbeat_timeout_ms) == (
@@ -194,14 +204,18 @@ def test_the_lighthouse_waits_for_groups_in_the_midst_of_a_round(config: Path) -
 def test_the_jobs_curves_stand_beside_its_groups(
     config: Path, table: str, flags: list[str], folder: str | None
 ) -> None:
-    """In TensorBoard's folder as the workers have it after all flags; nowhere where TensorBoard is off."""
+    """In TensorBoard's folder as the workers have it after all flags; nowhere where TensorBoard is
+    off.
+    """
     config.write_text(f"{config.read_text()}\n[metrics]\n{table}\n")
     expected = None if folder is None else config.parent / "run" / folder
     assert plan(config, worker_args=flags).job_curve == expected
 
 
 def test_a_resumed_run_keeps_the_name_of_its_first_launch(config: Path) -> None:
-    """For W&B, whose runs go on under it; the launches' own names differ, so that the groups of each keep apart."""
+    """For W&B, whose runs go on under it; the launches' own names differ, so that the groups of
+    each keep apart.
+    """
     config.write_text(config.read_text() + "\n[checkpoint]\nenable = true\n")
     first = plan(config)
     first.write()
@@ -221,7 +235,9 @@ def test_a_resumed_run_keeps_the_name_of_its_first_launch(config: Path) -> None:
 
 
 def test_a_resumed_run_is_not_over(config: Path) -> None:
-    """The mark of a finished job goes: its last save may have failed, and all groups would end at once with success."""
+    """The mark of a finished job goes: its last save may have failed, and all groups would end at
+    once with success.
+    """
     config.write_text(config.read_text() + "\n[checkpoint]\nenable = true\n")
     first = plan(config)
     first.write()
@@ -237,7 +253,9 @@ def test_a_resumed_run_is_not_over(config: Path) -> None:
 def test_a_launch_that_is_refused_for_want_of_room_changes_nothing(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next one, with room, goes on where it would have: the config and the mark of a finished job are as before."""
+    """The next one, with room, goes on where it would have: the config and the mark of a finished
+    job are as before.
+    """
     config.write_text(config.read_text() + "\n[checkpoint]\nenable = true\n")
     first = plan(config)
     first.write()
@@ -333,7 +351,9 @@ def test_the_command_that_goes_on(config: Path) -> None:
     ],
 )
 def test_the_command_that_goes_on_does_not_go_back(config: Path, flags: list[str]) -> None:
-    """It leads to the latest checkpoint, which it names, and not to the step that this launch began at."""
+    """It leads to the latest checkpoint, which it names, and not to the step that this launch began
+    at.
+    """
     made = plan(config, worker_args=["--training.steps=40", *flags, "--optimizer.lr=1e-3"])
     assert made.resume_command.endswith(
         "--resume -- --training.steps=40 --optimizer.lr=1e-3 --checkpoint.load_step=-1"
@@ -405,7 +425,9 @@ def test_refusals(config: Path, tmp_path: Path) -> None:
 
 
 def test_resume_needs_an_earlier_run_and_a_checkpoint(config: Path) -> None:
-    """A used folder is taken only if training would go on from a checkpoint; `test_resume.py` has what may differ."""
+    """A used folder is taken only if training would go on from a checkpoint; `test_resume.py` has
+    what may differ.
+    """
     config.write_text(config.read_text() + "[checkpoint]\nenable = true\n[training]\nsteps = 60\n")
     with pytest.raises(
         ConfigError,
@@ -467,7 +489,9 @@ def test_report_needs_events(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_failed_start_keeps_nobody_out(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What ended before any step is set aside, with its logs, so that the next launch begins with attempt 0."""
+    """What ended before any step is set aside, with its logs, so that the next launch begins with
+    attempt 0.
+    """
     paths = plan(config).paths
     for number in (1, 2):
         began(paths, "worker_started", "launch_finished")
@@ -484,7 +508,9 @@ def test_a_failed_start_keeps_nobody_out(config: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_two_launches_at_once(config: Path, resume: bool) -> None:
-    """The second one is refused and changes nothing, also where its plan was made before the first one began."""
+    """The second one is refused and changes nothing, also where its plan was made before the first
+    one began.
+    """
     config.write_text(config.read_text() + "[checkpoint]\nenable = true\n")
     made = plan(config)
     made.write()
@@ -516,7 +542,9 @@ def test_two_launches_at_once(config: Path, resume: bool) -> None:
     ids=["may be going on", "has trained", "from torchrun"],
 )
 def test_other_runs_are_kept(config: Path, names: list[str]) -> None:
-    """A launch that may be going on, or has made a step, keeps its folder; so does a run that no launcher started."""
+    """A launch that may be going on, or has made a step, keeps its folder; so does a run that no
+    launcher started.
+    """
     paths = plan(config).paths
     tell(paths, *names)
     with pytest.raises(ConfigError, match="no events of an earlier run"):

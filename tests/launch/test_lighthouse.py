@@ -104,7 +104,9 @@ def read_address(process: subprocess.Popen[str]) -> str:
 
 
 def test_a_lighthouse_forgets_ended_processes(process: subprocess.Popen[str]) -> None:
-    """It did not: a run of many restarts had longer and longer quorums. Process and address stay."""
+    """It did not: a run of many restarts had longer and longer quorums. Process and address
+    stay.
+    """
     address = read_address(process)
     page = StatusPage(address)
     client = LighthouseClient(address, CONNECT)

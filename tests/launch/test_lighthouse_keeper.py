@@ -70,7 +70,9 @@ def poll_until(
 
 
 def test_port_is_held_while_nobody_listens(make_keeper: MakeKeeper) -> None:
-    """The port is nobody else's while the lighthouse is away, also with SO_REUSEADDR, and is given back."""
+    """The port is nobody else's while the lighthouse is away, also with SO_REUSEADDR, and is given
+    back.
+    """
     keeper = make_keeper("")
     assert keeper.address == f"http://{HOST}:{keeper.port}"
     with pytest.raises(OSError, match="in use"), socket.socket() as other:
@@ -106,7 +108,9 @@ def test_lighthouse_that_cannot_start_is_not_started_again(
 def test_crash_loop_is_given_up(
     make_keeper: MakeKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deaths count while each follows a short life, also if it never listened again, and a long life forgives them."""
+    """Deaths count while each follows a short life, also if it never listened again, and a long
+    life forgives them.
+    """
     monkeypatch.setattr("titan_ft.launch.lighthouse_keeper.backoff_seconds", lambda streak: 0.0)
     flag, log = tmp_path / "once", tmp_path / "lighthouse.log"
     first_only = f"import os; os.path.exists({str(flag)!r}) and exit(1); open({str(flag)!r}, 'w'); "
@@ -128,7 +132,9 @@ def test_crash_loop_is_given_up(
 def test_a_lighthouse_that_answers_no_more_is_started_again(
     make_keeper: MakeKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchft's closes its door for good when it has no descriptor left, and its process lives on."""
+    """torchft's closes its door for good when it has no descriptor left, and its process lives
+    on.
+    """
     monkeypatch.setattr("titan_ft.launch.lighthouse_keeper._ASK_SECONDS", 0.2)
     monkeypatch.setattr("titan_ft.launch.lighthouse_keeper._ASK_PAUSE_SECONDS", 0.0)
     flag, log = tmp_path / "once", tmp_path / "lighthouse.log"
@@ -164,7 +170,9 @@ def test_lighthouse_whose_log_is_full(make_keeper: MakeKeeper, tmp_path: Path) -
 
 
 def test_native_module_comes_without_torch() -> None:
-    """The lighthouse loads torchft's native module by itself: a restart does not wait for torch's imports."""
+    """The lighthouse loads torchft's native module by itself: a restart does not wait for torch's
+    imports.
+    """
     code = (
         "import sys; from titan_ft.launch.lighthouse import _native_torchft; "
         "assert _native_torchft().LighthouseServer.__name__ == 'LighthouseServer'; "

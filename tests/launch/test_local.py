@@ -42,8 +42,8 @@ def own_memory(pid: int) -> int:
 
 
 def test_killed_group_is_restarted_alone(run: Any) -> None:
-    """One group dies and comes back; the other is not touched; plain lines tell it, and where to look; the job's curve
-    has its step; status 0 when all finished."""
+    """One group dies and comes back; the other is not touched; plain lines tell it, and where to
+    look; the job's curve has its step; status 0 when all finished."""
     launcher = run.launch(
         replicas=2, worker_args=["--metrics.enable-tensorboard", "--training.steps=3"]
     )
@@ -105,7 +105,9 @@ def test_terminal_is_left_with_the_end(run: Any) -> None:
 
 
 def test_signal_stops_everything_it_started(run: Any) -> None:
-    """Ctrl-C (SIGINT to the launcher's process group) ends lighthouse, agents, workers, and nothing else."""
+    """Ctrl-C (SIGINT to the launcher's process group) ends lighthouse, agents, workers, and nothing
+    else.
+    """
     launcher = run.launch(replicas=2)
     stranger = run.start("-c", "import time; time.sleep(600)")
     for replica in (0, 1):
@@ -128,7 +130,9 @@ def test_signal_stops_everything_it_started(run: Any) -> None:
 
 
 def test_a_plan_of_faults_is_carried_out(run: Any, tmp_path: Path) -> None:
-    """A fault of the plan strikes once all groups have trained together; the group comes back, and the status is 0."""
+    """A fault of the plan strikes once all groups have trained together; the group comes back, and
+    the status is 0.
+    """
     plan = tmp_path / "plan.toml"
     plan.write_text(
         'seed = 1\n[[rule]]\nwhen = "script"\nshots = [{at = 0, fault = "kill_group", replica = 1}]\n'
@@ -149,7 +153,9 @@ def test_a_plan_of_faults_is_carried_out(run: Any, tmp_path: Path) -> None:
 
 
 def test_killed_launcher_leaves_no_orphans(run: Any) -> None:
-    """After SIGKILL of the launcher all that it started ends within seconds, also workers that ignore SIGTERM."""
+    """After SIGKILL of the launcher all that it started ends within seconds, also workers that
+    ignore SIGTERM.
+    """
     launcher = run.launch(replicas=2)
     stores = [int(run.worker(replica, 0, 0)["env"]["TITAN_FT_STORE_PID"]) for replica in (0, 1)]
     run.order(0, 0, 0, "ignore")
@@ -164,7 +170,8 @@ def test_killed_launcher_leaves_no_orphans(run: Any) -> None:
 def test_a_group_takes_little_memory_beside_its_workers(run: Any) -> None:
     """Its agent and its store are forks of what has imported everything, and share that.
 
-    A store that answers has torch: measured before, it could be one that is still about to import its own.
+    A store that answers has torch: measured before, it could be one that is still about to import
+        its own.
     """
     run.use_torch()
     launcher = run.launch(replicas=2, module="torch_worker")
@@ -178,7 +185,8 @@ def test_a_group_takes_little_memory_beside_its_workers(run: Any) -> None:
 
 
 def test_a_run_outlives_its_zygote(run: Any) -> None:
-    """When the zygote is killed, a killed group still comes back, as a fork; a spare then imports everything itself.
+    """When the zygote is killed, a killed group still comes back, as a fork; a spare then imports
+    everything itself.
 
     The launcher says so once, and its end is a success.
     """
@@ -216,7 +224,9 @@ def test_a_zygote_that_cannot_import_is_done_without(run: Any) -> None:
 
 
 def test_workers_without_a_zygote_are_new_processes(run: Any) -> None:
-    """With --no-zygote each worker has the command line of its own, and a restart says that it imports."""
+    """With --no-zygote each worker has the command line of its own, and a restart says that it
+    imports.
+    """
     launcher = run.launch(replicas=1, no_zygote=True)
     assert zygote_of(launcher.pid) is None
     for attempt in (0, 1):
@@ -232,7 +242,9 @@ def test_workers_without_a_zygote_are_new_processes(run: Any) -> None:
 
 @pytest.mark.skipif(bool(allow_namespaces()), reason="this system allows no network namespaces")
 def test_a_private_network_is_reached_by_nobody_else(run: Any) -> None:
-    """Another user of the host finds neither the lighthouse nor a group's store there; the figures stay outside."""
+    """Another user of the host finds neither the lighthouse nor a group's store there; the figures
+    stay outside.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     launcher = run.launch(replicas=1, private_network=True, metrics_port=str(port))
@@ -260,7 +272,8 @@ def lighthouse_of(pid: int) -> int | None:
 
 @pytest.mark.slow
 def test_killed_agent_fails_only_its_group(run: Any) -> None:
-    """A killed agent leaves no workers; the other group goes on, and so does the zygote: a spare is its next fork.
+    """A killed agent leaves no workers; the other group goes on, and so does the zygote: a spare is
+    its next fork.
 
     Without a restart and a spare left the launcher says what happened.
     """
@@ -300,7 +313,9 @@ def test_killed_agent_fails_only_its_group(run: Any) -> None:
 
 @pytest.mark.parametrize("zygote", [True, False])
 def test_killed_agent_is_replaced(run: Any, zygote: bool) -> None:
-    """Its group is started again under the next attempt, once its workers are gone, also one that is stopped."""
+    """Its group is started again under the next attempt, once its workers are gone, also one that
+    is stopped.
+    """
     launcher = run.launch(replicas=2, no_zygote=not zygote)
     old, other = run.worker(0, 0, 0), run.worker(1, 0, 0)
     run.order(0, 0, 0, "step 1")
@@ -333,7 +348,9 @@ def test_killed_agent_is_replaced(run: Any, zygote: bool) -> None:
 
 @pytest.mark.slow
 def test_stopped_agent_does_not_keep_its_group_away(run: Any) -> None:
-    """An agent that is stopped (SIGSTOP) when its worker ends is killed; the next one starts the group again."""
+    """An agent that is stopped (SIGSTOP) when its worker ends is killed; the next one starts the
+    group again.
+    """
     launcher = run.launch(replicas=2)
     old = run.worker(0, 0, 0)
     os.kill(old["parent"], signal.SIGSTOP)
@@ -347,7 +364,9 @@ def test_stopped_agent_does_not_keep_its_group_away(run: Any) -> None:
 
 @pytest.mark.slow
 def test_launch_does_not_wait_for_ever_for_a_lost_group(run: Any) -> None:
-    """A frozen group is killed once all others have finished; the launch says for whom it waits, and then fails."""
+    """A frozen group is killed once all others have finished; the launch says for whom it waits,
+    and then fails.
+    """
     launcher = run.launch(replicas=2)
     frozen = run.worker(1, 0, 0)
     run.order(1, 0, 0, "step 1")
@@ -394,7 +413,9 @@ def test_agent_that_dies_while_all_groups_leave(run: Any) -> None:
 
 
 def test_killed_lighthouse_comes_back_at_its_address(run: Any) -> None:
-    """A lighthouse that is killed, and again, listens at the same address moments later; no group is restarted."""
+    """A lighthouse that is killed, and again, listens at the same address moments later; no group
+    is restarted.
+    """
     launcher = run.launch(replicas=2)
     workers = [run.worker(replica, 0, 0) for replica in (0, 1)]
     address = workers[0]["env"]["TORCHFT_LIGHTHOUSE"]
@@ -423,7 +444,9 @@ def test_killed_lighthouse_comes_back_at_its_address(run: Any) -> None:
 
 @pytest.mark.slow
 def test_lighthouse_that_keeps_dying_ends_the_run(run: Any) -> None:
-    """A lighthouse that dies within moments, again and again, is given up; all that was started ends."""
+    """A lighthouse that dies within moments, again and again, is given up; all that was started
+    ends.
+    """
     launcher = run.launch(replicas=1)
     run.worker(0, 0, 0)
     for restarts in range(1, MAX_DEATHS):
@@ -443,7 +466,9 @@ def test_lighthouse_that_keeps_dying_ends_the_run(run: Any) -> None:
 
 
 def test_first_signal_drains(run: Any) -> None:
-    """At Ctrl-C all groups get to leave in order, which is told; the status is that of a command that it ended."""
+    """At Ctrl-C all groups get to leave in order, which is told; the status is that of a command
+    that it ended.
+    """
     launcher = run.launch(replicas=2, module="draining_worker", drain_timeout=60)
     about = [run.worker(replica, 0, 0) for replica in (0, 1)]
     assert "--fault_tolerance.drain_timeout_seconds=60" in about[0]["argv"]
@@ -500,7 +525,9 @@ def test_group_drained_from_outside_has_not_failed(run: Any) -> None:
 
 
 def test_spare_takes_the_place_of_a_lost_group(run: Any) -> None:
-    """A group out of restarts is taken over by a spare, under the next attempt; without a spare left it has failed."""
+    """A group out of restarts is taken over by a spare, under the next attempt; without a spare
+    left it has failed.
+    """
     launcher = run.launch(replicas=2, spares=1, max_restarts=0)
     for replica in (0, 1):
         run.worker(replica, 0, 0)
@@ -522,7 +549,9 @@ def test_spare_takes_the_place_of_a_lost_group(run: Any) -> None:
 
 
 def test_what_a_spare_may_replace() -> None:
-    """A group out of restarts, of its workers or of its agent; not one that is final, wrong, stopped or still there."""
+    """A group out of restarts, of its workers or of its agent; not one that is final, wrong,
+    stopped or still there.
+    """
     assert may_replace(1, gave_up=True)
     assert may_replace(-signal.SIGKILL, gave_up=True)
     assert not may_replace(1, gave_up=False)
@@ -533,7 +562,9 @@ def test_what_a_spare_may_replace() -> None:
 
 @pytest.mark.slow
 def test_run_with_a_spare_succeeds(run: Any) -> None:
-    """When the spare finishes in the place of the lost group, the run has succeeded; a spare not needed just ends."""
+    """When the spare finishes in the place of the lost group, the run has succeeded; a spare not
+    needed just ends.
+    """
     launcher = run.launch(replicas=1, spares=2, max_restarts=0)
     run.worker(0, 0, 0)
     run.order(0, 0, 0, "exit 1")
@@ -544,7 +575,9 @@ def test_run_with_a_spare_succeeds(run: Any) -> None:
 
 
 def test_resume_goes_on_counting_and_tells_only_what_is_new(run: Any) -> None:
-    """A second launch in the folder starts with the next attempt, keeps logs and events, and repeats no old line."""
+    """A second launch in the folder starts with the next attempt, keeps logs and events, and
+    repeats no old line.
+    """
     run.config.write_text(run.config.read_text() + "[checkpoint]\nenable = true\n")
     for attempt in (0, 1):
         launcher = run.launch(replicas=1, resume=attempt > 0)
@@ -577,7 +610,9 @@ def test_resume_goes_on_counting_and_tells_only_what_is_new(run: Any) -> None:
 
 
 def crashing(run: Any, crash: str, replicas: int = 2, **settings: Any) -> tuple[int, str, str]:
-    """Launch workers that end as `crash` says; return status, what was printed, and the lines about errors."""
+    """Launch workers that end as `crash` says; return status, what was printed, and the lines about
+    errors.
+    """
     run.env["CRASH"] = crash
     launcher = run.launch(replicas=replicas, module="crashing_worker", **settings)
     printed, errors = launcher.communicate(timeout=60)
@@ -585,7 +620,8 @@ def crashing(run: Any, crash: str, replicas: int = 2, **settings: Any) -> tuple[
 
 
 def test_a_mistake_that_only_a_worker_finds(run: Any) -> None:
-    """It is one line, as if the launcher had found it: no group "died", and none is "not started again".
+    """It is one line, as if the launcher had found it: no group "died", and none is "not started
+    again".
 
     A group that has not found it ends as well.
     """
@@ -617,7 +653,8 @@ def test_a_mistake_is_found_before_anything_is_started(run: Any) -> None:
         launcher = run.launch(replicas=2, module="mistaken", **settings)
         printed, errors = launcher.communicate(timeout=30)
         assert (launcher.returncode, printed) == (1, "")
-        # `titan-ft launch` makes one line of it, see test_cli.py; the function that is called here raises it.
+        # `titan-ft launch` makes one line of it, see test_cli.py; the function that is called here
+        # raises it.
         assert errors.endswith(
             f"ConfigError: --job.config_file={run.config} must be better; mend it\n"
         )
@@ -625,7 +662,9 @@ def test_a_mistake_is_found_before_anything_is_started(run: Any) -> None:
 
 
 def test_a_launch_stopped_during_its_check_leaves_nothing(run: Any) -> None:
-    """Ctrl-C while the config is checked, which takes the time of the imports, has nothing to end but the check."""
+    """Ctrl-C while the config is checked, which takes the time of the imports, has nothing to end
+    but the check.
+    """
     mark = run.orders / "checks"
     (run.orders.parent / "slow.py").write_text(
         f"import os, time; from pathlib import Path\n"
@@ -643,7 +682,9 @@ def test_a_launch_stopped_during_its_check_leaves_nothing(run: Any) -> None:
 
 
 def test_all_groups_crash_alike(run: Any) -> None:
-    """The first line of a death has the exception and the log; the second round stops the run, with the reason."""
+    """The first line of a death has the exception and the log; the second round stops the run, with
+    the reason.
+    """
     code, printed, errors = crashing(run, "raise KeyError('nope')")
     assert code == 1
     log = run.paths.logs(0, 0, 0)
@@ -686,7 +727,9 @@ raise KeyError("nope")
 
 
 def test_all_groups_abort(run: Any) -> None:
-    """A native crash of all groups stops the run as an exception does, and its line has the log's last words."""
+    """A native crash of all groups stops the run as an exception does, and its line has the log's
+    last words.
+    """
     words = "  what():  [enforce fail at pair.cc] 8 vs 4\nFatal Python error: Aborted\n"
     code, printed, errors = crashing(run, f"import os; print({words!r}, flush=True); os.abort()")
     assert code == 1

@@ -116,7 +116,9 @@ def test_restarts_long_ago_do_not_count() -> None:
 
 
 def test_restarts_without_a_commit_come_to_an_end() -> None:
-    """Also where each attempt waits so long for what never comes that there are few restarts a day."""
+    """Also where each attempt waits so long for what never comes that there are few restarts a
+    day.
+    """
     now = 0.0
     waits = replace(
         FAILED,
@@ -138,7 +140,9 @@ def test_bad_config_is_never_restarted() -> None:
 
 
 def test_the_same_exception_again_and_again() -> None:
-    """Three ends with it, whatever numbers are in it, and kills between: the group is not started a fourth time."""
+    """Three ends with it, whatever numbers are in it, and kills between: the group is not started a
+    fourth time.
+    """
     policy = RestartPolicy(max_restarts=100)
     assert policy.decide(raised("KeyError: 'nope' at 0x7f30 of pid 12")) == 0.0
     assert isinstance(policy.decide(KILLED), float)
@@ -160,7 +164,9 @@ def test_the_same_exception_again_and_again() -> None:
     ],
 )
 def test_the_same_end_without_an_exception(code: int, name: str) -> None:
-    """However a process ends of itself: a crash in native code, an assertion, `os._exit`. Kills change nothing."""
+    """However a process ends of itself: a crash in native code, an assertion, `os._exit`. Kills
+    change nothing.
+    """
     policy = RestartPolicy(max_restarts=100)
     end = replace(FAILED, code=code)
     for between in (end, KILLED, end):
@@ -173,7 +179,9 @@ def test_the_same_end_without_an_exception(code: int, name: str) -> None:
     "code", [0, *(-s for s in signal.valid_signals() - OWN_SIGNALS if s < signal.SIGRTMIN)]
 )
 def test_an_end_from_outside_never_counts(code: int) -> None:
-    """Kills by a person, Slurm, the OOM killer, chaos: such a group has all of its restarts, and no row is ended."""
+    """Kills by a person, Slurm, the OOM killer, chaos: such a group has all of its restarts, and no
+    row is ended.
+    """
     assert kind_of_end(code, None) == ""
     policy = RestartPolicy(max_restarts=1000)
     assert all(isinstance(policy.decide(replace(KILLED, code=code)), float) for _ in range(1000))
@@ -191,7 +199,9 @@ def test_a_status_that_tells_of_a_kill(status: int) -> None:
     "end", [replace(FAILED, code=-signal.SIGABRT), replace(FAILED, code=7), raised("E: a")]
 )
 def test_the_same_step_again_and_again(end: AttemptEnd) -> None:
-    """Steps that lead to the same end each time are no progress: nobody else sees that on a cluster."""
+    """Steps that lead to the same end each time are no progress: nobody else sees that on a
+    cluster.
+    """
     policy = RestartPolicy(max_restarts=100)
     ends = [replace(end, committed=True, step=80), end, replace(end, committed=True, step=80)]
     assert [isinstance(policy.decide(one), float) for one in ends] == [True, True, False]
@@ -204,7 +214,9 @@ def test_the_same_step_again_and_again(end: AttemptEnd) -> None:
 
 
 def test_a_suspected_host_is_left_before_a_group_is_given_up() -> None:
-    """Crashes in native code may be the host's: with --host-deaths the group goes elsewhere. Exceptions are not."""
+    """Crashes in native code may be the host's: with --host-deaths the group goes elsewhere.
+    Exceptions are not.
+    """
     crash = replace(FAILED, code=-signal.SIGSEGV)
     for deaths, most in ((0, MAX_SAME_ENDS), (1, MAX_SAME_ENDS), (5, 6)):
         policy = RestartPolicy(max_restarts=100, host_deaths=deaths)
@@ -282,7 +294,9 @@ def test_no_crash_loop(ends: list[AttemptEnd]) -> None:
     "between", [None, KILLED, AWAY], ids=["nothing", "kills", "a network error"]
 )
 def test_causes_in_turn(causes: list[AttemptEnd], between: AttemptEnd | None) -> None:
-    """Twice as many ends as of one cause, of which no two in a row need be alike; kills neither count nor help."""
+    """Twice as many ends as of one cause, of which no two in a row need be alike; kills neither
+    count nor help.
+    """
     policy = RestartPolicy(max_restarts=100, run_trains=lambda: True)
     for number, end in zip(range(5), cycle(causes), strict=False):
         assert isinstance(policy.decide(end), float), number
@@ -305,7 +319,9 @@ def test_causes_in_turn_after_the_same_step() -> None:
 
 
 def test_a_commit_begins_the_row_anew() -> None:
-    """Also one of an attempt that ended otherwise; the end after it is the first of the next row."""
+    """Also one of an attempt that ended otherwise; the end after it is the first of the next
+    row.
+    """
     policy = RestartPolicy(max_restarts=100)
     for end in (
         raised("E: a"),
@@ -373,7 +389,8 @@ def test_a_dead_network_before_the_first_step(ends_at: list[float], given_up_at:
     ],
 )
 def test_no_dead_network(ends: list[AttemptEnd], trains: bool) -> None:
-    """Once the run has made a step a network error ends nothing, and what is no network error never does.
+    """Once the run has made a step a network error ends nothing, and what is no network error never
+    does.
 
     Groups that are missing may be in a queue for hours.
     """
@@ -385,7 +402,9 @@ def test_no_dead_network(ends: list[AttemptEnd], trains: bool) -> None:
 
 
 def test_a_run_that_began_to_train_meanwhile() -> None:
-    """Another group's first step comes just before this one would be given up; nobody looks again afterwards."""
+    """Another group's first step comes just before this one would be given up; nobody looks again
+    afterwards.
+    """
     clock, answers = Clock(), iter([False, False, True])
     policy = RestartPolicy(max_restarts=100, clock=clock, run_trains=lambda: next(answers))
     for _ in range(9):
@@ -441,7 +460,9 @@ def exited(
 
 
 def rounds(*ends: tuple[WorkerExited, int], groups: tuple[int, ...] = (0, 1)) -> list[str]:
-    """Take the ends as the launcher does: through the fold of the run, which knows the first end of each attempt."""
+    """Take the ends as the launcher does: through the fold of the run, which knows the first end of
+    each attempt.
+    """
     common, fold, reasons = CommonEnd(), RunFold(3), []
     for event, step in ends:
         if event.attempt > fold.groups[event.replica].attempt:
@@ -453,7 +474,9 @@ def rounds(*ends: tuple[WorkerExited, int], groups: tuple[int, ...] = (0, 1)) ->
 
 
 def test_all_groups_end_alike_twice() -> None:
-    """The same exception in all groups at the same step, and again when they are back there, stops the run."""
+    """The same exception in all groups at the same step, and again when they are back there, stops
+    the run.
+    """
     again = [(exited(replica, attempt=attempt), 80) for attempt in (0, 1) for replica in (0, 1)]
     *before, reason = rounds(*again)
     assert before == ["", "", ""]
@@ -484,7 +507,9 @@ def test_all_groups_end_alike_without_an_exception(
 
 
 def test_groups_that_are_gone_do_not_count() -> None:
-    """A group that was given up earlier, with another exception, does not hide what the others have in common."""
+    """A group that was given up earlier, with another exception, does not hide what the others have
+    in common.
+    """
     gone = (exited(2, "E: its own"), 3)
     again = [(exited(replica, attempt=attempt), 80) for attempt in (0, 1) for replica in (0, 1)]
     assert rounds(gone, *again)[-1]
@@ -568,7 +593,9 @@ def test_the_first_rank_counts() -> None:
 
 @pytest.mark.parametrize("cause", [CRASH_LOOP, NETWORK])
 def test_a_group_that_is_given_up_before_any_step_stops_the_run(cause: str) -> None:
-    """Later on the other groups train on; and a group that is out of restarts does not stop them at any time."""
+    """Later on the other groups train on; and a group that is out of restarts does not stop them at
+    any time.
+    """
     loss = build(
         ReplicaGaveUp,
         replica=1,

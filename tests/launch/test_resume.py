@@ -87,7 +87,9 @@ def changes(
     former_shape: tuple[int, int] = (2, 2),
     text: str = "",
 ) -> Mapping[str, ChangedField]:
-    """Return what differs from an earlier launch of `toml`; this one has further flags, or another text."""
+    """Return what differs from an earlier launch of `toml`; this one has further flags, or another
+    text.
+    """
     now = toml
     if text:
         now = toml.with_name("now.toml")
@@ -122,7 +124,9 @@ def merged_schema() -> Any:
 
 
 def test_each_field_is_sorted() -> None:
-    """By its own name or with its table, so that a new field of torchtitan's or of ours is thought about."""
+    """By its own name or with its table, so that a new field of torchtitan's or of ours is thought
+    about.
+    """
     names = list(all_fields(merged_schema()))
     assert len(names) > 150
     assert {"optimizer.lr", "training.dataloader.num_workers", "fault_tolerance.job_id"} <= set(
@@ -320,7 +324,9 @@ def test_groups_that_train_by_themselves_are_arithmetic(toml: Path) -> None:
 
 
 def test_ranks_of_another_degree(toml: Path) -> None:
-    """Twice the ranks for tensor parallelism: the data is cut as before, and only rounding differs."""
+    """Twice the ranks for tensor parallelism: the data is cut as before, and only rounding
+    differs.
+    """
     tensor = "--parallelism.tensor_parallel_degree=2"
     found = changes(toml, tensor, shape=(2, 4))
     assert refused(found) == {}
@@ -396,7 +402,9 @@ def test_options_are_names_too(toml: Path, names: list[str], shape: tuple[int, i
 
 @pytest.mark.parametrize("named", [(), ("num_workers",), ("training.dataloader.num_workers", "lr")])
 def test_other_workers_of_the_loader_cannot_go_on(toml: Path, named: tuple[str, ...]) -> None:
-    """Their states differ in kind: the workers of the resume would refuse what is saved, at each start."""
+    """Their states differ in kind: the workers of the resume would refuse what is saved, at each
+    start.
+    """
     found = changes(toml, "--training.dataloader.num_workers=1", "--optimizer.lr=1e-3")
     assert message(found, *named) == (
         "--resume must keep training.dataloader.num_workers, got 1 (was 0): the state of a loader fits no other number "
@@ -632,7 +640,9 @@ def test_each_resume_compares_with_the_launch_before(run: LaunchPlan) -> None:
 
 
 def test_a_folder_of_checkpoints_with_another_name(run: LaunchPlan) -> None:
-    """Where the workers look, there must be one: else training would begin anew beside the old one."""
+    """Where the workers look, there must be one: else training would begin anew beside the old
+    one.
+    """
     flags = [*run.worker_args, "--checkpoint.folder=kept"]
     with pytest.raises(ConfigError, match=r"--resume needs a checkpoint in .*/run/kept, got none"):
         again(run, *flags)

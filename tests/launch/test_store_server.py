@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 
 def test_a_store_serves_until_it_is_ended() -> None:
-    """At the socket that it was given; it asks no name server, which torch would for every connection.
+    """At the socket that it was given; it asks no name server, which torch would for every
+    connection.
 
     It takes more connections than the usual limit of descriptors allows.
     """
@@ -65,7 +66,9 @@ print("reached")
 
 
 def test_a_store_at_all_addresses_is_reached_where_ipv6_is_switched_off() -> None:
-    """A socket can listen at :: there, as in many a container and cluster, and nobody can connect to ::1."""
+    """A socket can listen at :: there, as in many a container and cluster, and nobody can connect
+    to ::1.
+    """
     command = 'ip link set lo up && echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6 && exec "$@"'
     without = ["unshare", "--net", "sh", "-c", command, "sh"]
     if (

@@ -56,7 +56,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def test_a_standby_that_starts_anew_does_not_wait_for_itself(world: World) -> None:
-    """Its former announcement has the address at which it answers by itself. It would serve and never know."""
+    """Its former announcement has the address at which it answers by itself. It would serve and
+    never know.
+    """
     first = world.lighthouse("a", standby=True)
     while not first.serves:
         assert first.poll()
@@ -70,7 +72,9 @@ def test_a_standby_that_starts_anew_does_not_wait_for_itself(world: World) -> No
 
 
 def test_a_standby_takes_over_from_one_that_is_silent(world: World) -> None:
-    """Not before it was silent for a while; the former one, which was only slow, then steps down."""
+    """Not before it was silent for a while; the former one, which was only slow, then steps
+    down.
+    """
     first, second = world.lighthouse("a", standby=False), world.lighthouse("b", standby=True)
     assert first.poll()
     assert second.poll()
@@ -105,7 +109,9 @@ def test_a_standby_that_was_stopped_has_not_listened(world: World) -> None:
 
 
 def test_one_that_is_no_standby_takes_over_at_once(world: World) -> None:
-    """Slurm has started it because the former one is gone; if that one lives all the same, the newer one counts."""
+    """Slurm has started it because the former one is gone; if that one lives all the same, the
+    newer one counts.
+    """
     first, second = world.lighthouse("a", standby=False), world.lighthouse("b", standby=False)
     assert first.poll()
     assert second.poll()
@@ -215,7 +221,9 @@ def wait_for(condition: Any, what: str) -> Any:
 def test_a_frozen_lighthouse_is_replaced_and_becomes_the_standby(
     lighthouses: Any, tmp_path: Path
 ) -> None:
-    """A stopped process still accepts connections. When it goes on it reads who serves, and waits for its turn."""
+    """A stopped process still accepts connections. When it goes on it reads who serves, and waits
+    for its turn.
+    """
     path = tmp_path / "lighthouse.json"
     first = lighthouses("--standby")
     served = wait_for(lambda: Announcement.read(path), "one announces itself")
@@ -272,7 +280,8 @@ def test_a_lighthouse_on_a_full_disk_announces_itself_when_it_can(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 def test_a_lighthouse_lives_where_it_cannot_log() -> None:
-    """torchft's code panics where stderr takes nothing: the task that forms quorums would end, for good.
+    """torchft's code panics where stderr takes nothing: the task that forms quorums would end, for
+    good.
 
     It logs an error when nobody waits any more for the quorum that it has formed.
     """

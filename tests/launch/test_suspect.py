@@ -91,7 +91,9 @@ def test_deaths_are_counted_over_groups_and_restarts_within_the_window(tmp_path:
 
 
 def test_ranks_that_end_together_are_one_death(tmp_path: Path) -> None:
-    """The first of an attempt that ended by itself says why; the others may have ended because of it."""
+    """The first of an attempt that ended by itself says why; the others may have ended because of
+    it.
+    """
     log = EventLog(tmp_path / "supervisor-0-1.jsonl", replica=1)
     deaths = HostDeaths(tmp_path, "supervisor-*.jsonl", "n1", 60.0)
     for rank in range(8):

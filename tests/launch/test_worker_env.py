@@ -12,9 +12,11 @@ from titan_ft import device
 from titan_ft.launch.group.worker_group import usual_env
 
 LEFT_OUT = {
-    # torchtitan writes it when a group's process group is made, whatever it was; `device` says what of it is refused.
+    # torchtitan writes it when a group's process group is made, whatever it was; `device` says what
+    # of it is refused.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    # For torchrun's own agent: the signals that it passes on. The agent's are SIGTERM and SIGINT, always.
+    # For torchrun's own agent: the signals that it passes on. The agent's are SIGTERM and SIGINT,
+    # always.
     "TORCHELASTIC_SIGNALS_TO_HANDLE",
 }
 """What torchrun gives and the agent does not, and why."""
@@ -35,7 +37,9 @@ OF_THE_GROUP = (
 
 
 def environments(run: Any, name: str, *command: str) -> list[dict[str, str]]:
-    """Run a command that starts two workers; return what their environment has and the command's own has not."""
+    """Run a command that starts two workers; return what their environment has and the command's
+    own has not.
+    """
     folder = Path(run.orders.parent / name)
     folder.mkdir()
     run.env |= {"ENV_FOLDER": str(folder)}
@@ -49,8 +53,8 @@ def environments(run: Any, name: str, *command: str) -> list[dict[str, str]]:
 
 
 def test_a_worker_has_the_variables_of_torchrun(run: Any) -> None:
-    """All names but a few, and the same values where a rank is meant. What torchrun sets by itself keeps no worker from
-    NCCL."""
+    """All names but a few, and the same values where a rank is meant. What torchrun sets by itself
+    keeps no worker from NCCL."""
     run.use_torch()
     of_the_user = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED", "RUST_LOG")
     run.env = {
@@ -85,6 +89,8 @@ def test_a_worker_has_the_variables_of_torchrun(run: Any) -> None:
 
 
 def test_the_new_backend_of_nccl_is_off_before_torch_is_imported() -> None:
-    """In the environment of the zygote, too: its forks have torch.distributed already. A user's value stays."""
+    """In the environment of the zygote, too: its forks have torch.distributed already. A user's
+    value stays.
+    """
     assert usual_env({})["TORCH_DIST_USE_NCCL2"] == "0"
     assert usual_env({"TORCH_DIST_USE_NCCL2": "1"})["TORCH_DIST_USE_NCCL2"] == "1"

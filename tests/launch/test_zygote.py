@@ -84,7 +84,9 @@ def asker(tmp_path: Path) -> Iterator[Asker]:
 
 
 def test_a_fork_is_the_asker_s_child(asker: Asker) -> None:
-    """With output where it was asked for; it outlives the zygote, and its end is waited for as any child's."""
+    """With output where it was asked for; it outlives the zygote, and its end is waited for as any
+    child's.
+    """
     zygote = asker.begin_forks()
     forks = [asker.fork(zygote) for _ in range(2)]
     zygote.close()
@@ -99,7 +101,9 @@ def test_a_fork_is_the_asker_s_child(asker: Asker) -> None:
 
 
 def test_it_stops_after_the_check(asker: Asker) -> None:
-    """Nothing more is imported until it may proceed; from then on its output goes to the log that it is given."""
+    """Nothing more is imported until it may proceed; from then on its output goes to the log that
+    it is given.
+    """
     (asker.folder / "subject.py").write_text(
         "import sys\n"
         "def check(args): print('checked', args, flush=True)\n"

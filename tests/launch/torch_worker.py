@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A fake worker that has imported torch, as real workers have: so the zygote has imported it for all of its forks."""
+"""A fake worker that has imported torch, as real workers have: so the zygote has imported it for
+all of its forks.
+"""
 
 from __future__ import annotations
 

@@ -113,7 +113,8 @@ def wrong(name: str, kind: str, labels: tuple[str, ...], text: str) -> Iterator[
         yield "a histogram has a unit"
     if not text.endswith((".", "finite.", "one.")) or len(text) < 12:
         yield "says in a sentence what it is"
-    # A gauge whose name ends with a label is a set of states: 1 for the one that holds, as in kube_pod_status_phase.
+    # A gauge whose name ends with a label is a set of states: 1 for the one that holds, as in
+    # kube_pod_status_phase.
     named = [
         label for label in labels if label in words and not (kind == "gauge" and label == words[-1])
     ]

@@ -531,7 +531,9 @@ def test_launcher_shows_what_top_shows() -> None:
 
 
 def test_run_that_is_over() -> None:
-    """The outcome stands in the head, as `check` and `report` have it, with the time up to the end."""
+    """The outcome stands in the head, as `check` and `report` have it, with the time up to the
+    end.
+    """
     run = story()
     run.observe(
         event("launch_finished", None, None, 65.0, code=1, reason="1 of 4 groups failed: 1")
@@ -711,7 +713,8 @@ class Terminal:
         self.settings = termios.tcgetattr(self.screen)
         code = (
             "import fcntl, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
-            # As a shell starts it in the foreground, also where these tests run in the background and ignore it.
+            # As a shell starts it in the foreground, also where these tests run in the background
+            # and ignore it.
             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "from titan_ft.cli.main import main; sys.exit(main(['top', sys.argv[1]]))\n"
         )

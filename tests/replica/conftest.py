@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Give tests of the replica dimension small models, and groups that are threads of the test process."""
+"""Give tests of the replica dimension small models, and groups that are threads of the test
+process.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ DEADLINE = 20.0  # seconds that anything in these tests may take; only ever reac
 
 
 class TinyModel(nn.Module):
-    """A model with what a state can consist of: matrices, a scalar parameter, and buffers of both kinds."""
+    """A model with what a state can consist of: matrices, a scalar parameter, and buffers of both
+    kinds.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +81,9 @@ class Counters:
 
 
 class TinyTraining:
-    """One rank's training with torchtitan's containers; the batch of a step depends on its number alone."""
+    """One rank's training with torchtitan's containers; the batch of a step depends on its number
+    alone.
+    """
 
     def __init__(
         self,
@@ -202,7 +208,8 @@ for line in sys.stdin:
 
 
 class MortalLighthouse:
-    """A lighthouse in a process of its own, which can be killed and started again at the same address.
+    """A lighthouse in a process of its own, which can be killed and started again at the same
+    address.
 
     (One of this process cannot: its `shutdown` goes on serving the connections that exist.)
     """
@@ -253,7 +260,9 @@ class Trees:
         self._made: list[ControlTree] = []
 
     def connect(self, rank: int = 0, num_ranks: int = 1, port: int = 0) -> ControlTree:
-        """Connect one rank by its group's store at this port. A collective; a group of one rank needs no store."""
+        """Connect one rank by its group's store at this port. A collective; a group of one rank
+        needs no store.
+        """
         host = "127.0.0.1"
         store = (
             dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
@@ -367,15 +376,18 @@ class Seats:
         return future
 
     def together(self, *functions: Callable[[], Any]) -> list[Any]:
-        """Run functions at the same time, each on a thread of its own; returns their results in order."""
+        """Run functions at the same time, each on a thread of its own; returns their results in
+        order.
+        """
         futures = [self.submit(function) for function in functions]
         return [future.result(DEADLINE) for future in futures]
 
     def meet(self, *seats: Membership, steps: list[int] | None = None) -> list[Quorum]:
-        """Let all seats go from quorum to quorum, holding `steps` updates, until all are in one; returns it for each.
+        """Let all seats go from quorum to quorum, holding `steps` updates, until all are in one;
+        returns it for each.
 
-        The lighthouse makes nobody of the former quorum wait for a newcomer, so that it may take more than one.
-        """
+        The lighthouse makes nobody of the former quorum wait for a newcomer, so that it may take
+        more than one."""
         slots = sorted({seat.member.slot for seat in seats})
         deadline = time.monotonic() + DEADLINE
 

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The engine's threads are those of a table in docs/patches.md; and the threads for single calls."""
+"""The engine's threads are those of a table in docs/patches.md; and the threads for single
+calls.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def places_that_start_threads() -> Counter[str]:
 
 
 def test_every_thread_is_in_the_table_with_its_owner_and_its_end() -> None:
-    """A thread that nobody knows of outlives what it works for, or waits for a lock that another one holds."""
+    """A thread that nobody knows of outlives what it works for, or waits for a lock that another
+    one holds.
+    """
     lines = (
         (ROOT / "docs/patches.md")
         .read_text()

@@ -78,7 +78,9 @@ def make(tmp_path: Path, stalls: list[Stall]) -> Iterator[MakeAppender]:
 def test_records_wait_and_keep_their_order(
     make: MakeAppender, disk: Disk, tmp_path: Path, room: int
 ) -> None:
-    """Whatever part of the lines fits, no line is ever glued to another one, and all come in their order."""
+    """Whatever part of the lines fits, no line is ever glued to another one, and all come in their
+    order.
+    """
     path, log = tmp_path / "a.jsonl", make()
     log.append(b'{"n":1}\n')
     disk.room = room
@@ -122,7 +124,9 @@ def test_a_full_disk_is_no_error(tmp_path: Path) -> None:
 
 
 def test_limit_of_a_file(tmp_path: Path) -> None:
-    """A process that may write no larger file (RLIMIT_FSIZE) goes on; its file stays whole lines and half of one."""
+    """A process that may write no larger file (RLIMIT_FSIZE) goes on; its file stays whole lines
+    and half of one.
+    """
     code = (
         "import resource, sys; from pathlib import Path; from titan_ft.run.appender import FileAppender\n"
         "log = FileAppender(Path(sys.argv[1]), is_json_lines=True); log.append(b'first line\\n')\n"
@@ -145,7 +149,9 @@ def test_limit_of_a_file(tmp_path: Path) -> None:
 def test_what_memory_does_not_hold_is_counted(
     make: MakeAppender, disk: Disk, stalls: list[Stall]
 ) -> None:
-    """Beyond the limit records are dropped, all from the first one on, and told by kind and time."""
+    """Beyond the limit records are dropped, all from the first one on, and told by kind and
+    time.
+    """
     log, disk.room = make(limit=20), 0
     for number in range(6):
         log.append(b"12345\n", "even" if number % 2 == 0 else "odd", 100.0 + number)
@@ -165,7 +171,9 @@ def test_what_memory_does_not_hold_is_counted(
 
 
 def test_folder_that_cannot_be_made_is_waited_for(tmp_path: Path) -> None:
-    """The file cannot be opened at first: what was appended meanwhile is in it as soon as it can."""
+    """The file cannot be opened at first: what was appended meanwhile is in it as soon as it
+    can.
+    """
     (tmp_path / "run").touch()
     log = FileAppender(tmp_path / "run" / "events" / "a.jsonl", is_json_lines=True)
     log.append(b"1\n")
@@ -181,7 +189,9 @@ def test_folder_that_cannot_be_made_is_waited_for(tmp_path: Path) -> None:
 def test_folder_that_vanishes_is_not_made_again(
     make: MakeAppender, disk: Disk, tmp_path: Path
 ) -> None:
-    """Who removes a run's folder finds it removed; where it comes back, the file has all lines that waited, whole."""
+    """Who removes a run's folder finds it removed; where it comes back, the file has all lines that
+    waited, whole.
+    """
     log = make("events/a.jsonl")
     log.append(b"1\n")
     disk.room = 1
@@ -199,7 +209,9 @@ def test_folder_that_vanishes_is_not_made_again(
 def test_file_of_a_former_process_is_mended_as_soon_as_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It could not be read when it was opened first; what is written later must not be glued to half a line."""
+    """It could not be read when it was opened first; what is written later must not be glued to
+    half a line.
+    """
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": 1}\n{"b"')
     log = FileAppender(path, is_json_lines=True)
@@ -236,7 +248,9 @@ def test_file_server_that_was_started_again(
 
 
 def test_file_of_a_killed_process_is_cut(tmp_path: Path) -> None:
-    """What waited in memory at a SIGKILL is lost; the file shows it, also where no half line is in it."""
+    """What waited in memory at a SIGKILL is lost; the file shows it, also where no half line is in
+    it.
+    """
     code = (
         "import os, resource, signal, sys; from pathlib import Path; from titan_ft.run.appender import FileAppender\n"
         "log = FileAppender(Path(sys.argv[1]), is_json_lines=True); log.append(b'1\\n')\n"
@@ -262,7 +276,9 @@ def test_file_of_a_killed_process_is_cut(tmp_path: Path) -> None:
 def test_line_of_an_earlier_process_is_ended(
     tmp_path: Path, left: bytes, then: bytes | None
 ) -> None:
-    """A pid comes again: half a line of its former owner goes, a whole one gets its newline back."""
+    """A pid comes again: half a line of its former owner goes, a whole one gets its newline
+    back.
+    """
     path, cuts = tmp_path / "a.jsonl", []
     path.write_bytes(left)
     log = FileAppender(path, is_json_lines=True, on_cut=lambda: cuts.append(1))
@@ -273,7 +289,9 @@ def test_line_of_an_earlier_process_is_ended(
 
 
 def test_fork_leaves_to_its_parent_what_waits(tmp_path: Path, disk: Disk) -> None:
-    """A child that writes on, as one that a data loader forks, writes none of the parent's lines again."""
+    """A child that writes on, as one that a data loader forks, writes none of the parent's lines
+    again.
+    """
     path = tmp_path / "a.jsonl"
     log = FileAppender(path)
     log.append(b"1\n")
@@ -312,7 +330,9 @@ def test_fork_leaves_to_its_parent_what_waits(tmp_path: Path, disk: Disk) -> Non
 def test_end_of_a_process_waits_for_room(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last records get their time, and no more: they are written when there is room within it."""
+    """The last records get their time, and no more: they are written when there is room within
+    it.
+    """
     log, disk.room = FileAppender(tmp_path / "a.jsonl", is_json_lines=True), 0
     log.append(b"1\n")
     sleep, naps = appender_module.time.sleep, []
@@ -335,7 +355,9 @@ def test_end_of_a_process_waits_for_room(
 def test_disk_with_room_for_a_line_now_and_then_is_told_once(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Messages about a disk would take the room that it has; a stall that lasts is told in any case."""
+    """Messages about a disk would take the room that it has; a stall that lasts is told in any
+    case.
+    """
     now = 1000.0
     monkeypatch.setattr(appender_module.time, "monotonic", lambda: now)
     told: list[Stall] = []
@@ -377,7 +399,9 @@ def test_reader_that_goes_in_a_stall_ends_it_without_a_false_word(disk: Disk) ->
 
 
 def test_record_of_a_signal_handler_beside_the_end_of_a_write(make: MakeAppender) -> None:
-    """It comes right after the last look at what waits: nobody else would write it before the next record."""
+    """It comes right after the last look at what waits: nobody else would write it before the next
+    record.
+    """
     log = make()
 
     class Records(deque[bytes]):

@@ -76,7 +76,9 @@ def test_what_is_written_is_read(path: Path) -> None:
 def test_the_line_to_look_at(
     path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Exception], None]
 ) -> None:
-    """A traceback is named by the user's own line that is nearest to the exception, below the working folder."""
+    """A traceback is named by the user's own line that is nearest to the exception, below the
+    working folder.
+    """
     monkeypatch.chdir(path.parent)
     code = "import json\n\ndef forward(text):\n    return json.loads(text)\n"
     Path("models").mkdir()
@@ -92,7 +94,9 @@ def test_the_line_to_look_at(
 
 
 def test_the_line_to_look_at_elsewhere() -> None:
-    """Without code of the user's it is the library's line; of chained exceptions the last one counts."""
+    """Without code of the user's it is the library's line; of chained exceptions the last one
+    counts.
+    """
     package = Path(sysconfig.get_path("purelib")) / "datasets" / "load.py"
     own = Path(error_file.__file__).parents[1] / "trainer.py"
     frames = [
@@ -119,7 +123,9 @@ def test_torchs_own_file_is_read(path: Path) -> None:
 
 
 def test_a_claimed_file_is_left_alone_by_torch(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchtitan's `train` is under `record`, which would write for a group that leaves in order, too."""
+    """torchtitan's `train` is under `record`, which would write for a group that leaves in order,
+    too.
+    """
     monkeypatch.setattr(os, "environ", dict(os.environ))
     claim_file()
     get_error_handler().record_exception(KeyError("nope"))
@@ -240,7 +246,9 @@ CONNECTION = Mock(host="a", port=443, ssl=True)
     ],
 )
 def test_what_may_go_by_itself(error: Exception) -> None:
-    """Networks, file servers, full disks, lost peers, and what the engine knows to be worth another start."""
+    """Networks, file servers, full disks, lost peers, and what the engine knows to be worth another
+    start.
+    """
     assert is_transient(error)
     assert is_network_error(error)
 
@@ -297,7 +305,9 @@ def test_what_somebody_must_mend(error: Exception) -> None:
     "error", [JobLostError("gone"), RankSilentError("frozen"), GaveUpError("too few")]
 )
 def test_the_engine_says_itself_what_its_errors_are(error: Exception) -> None:
-    """A lost connection may be what it noticed them by; other groups and hosts are what it waits for."""
+    """A lost connection may be what it noticed them by; other groups and hosts are what it waits
+    for.
+    """
     assert not is_network_error(raised_from(error, ConnectionResetError()))
 
 
@@ -329,7 +339,9 @@ class UnbuildableError(Exception):
     ],
 )
 def test_an_error_in_a_loader_worker(error: Exception, transient: bool) -> None:
-    """The DataLoader hands on a text, of which it makes an error of the same class or a RuntimeError."""
+    """The DataLoader hands on a text, of which it makes an error of the same class or a
+    RuntimeError.
+    """
     try:
         raise error
     except Exception:  # noqa: BLE001  # as the worker does

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The schema of events: its document is current, nobody else knows its names, and each event has its emitter."""
+"""The schema of events: its document is current, nobody else knows its names, and each event has
+its emitter.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,8 @@ FAULTS_OF_THAT_NAME = {"link_dead"}
 
 
 def test_nobody_else_spells_a_name() -> None:
-    """No module spells an event's name, or the field that holds it: they go by class, which a typo cannot miss.
+    """No module spells an event's name, or the field that holds it: they go by class, which a typo
+    cannot miss.
 
     A name of one word may mean something else, such as a state: it is no offence.
     """
@@ -116,7 +119,9 @@ def test_nobody_else_spells_a_name() -> None:
 
 
 def test_every_event_has_an_emitter() -> None:
-    """Each class is instantiated somewhere in the product, or the schema is wider than the program."""
+    """Each class is instantiated somewhere in the product, or the schema is wider than the
+    program.
+    """
     made = {
         node.func.id if isinstance(node.func, ast.Name) else ""
         for _, tree in sources()
@@ -137,7 +142,9 @@ def test_schema_imports_nothing_of_the_project() -> None:
 
 
 def test_builder_refuses_what_the_schema_has_not() -> None:
-    """A test that spells a name or a field wrongly, or gives another type, fails instead of testing nothing."""
+    """A test that spells a name or a field wrongly, or gives another type, fails instead of testing
+    nothing.
+    """
     assert build(Hung, time=2.0) == Hung(
         time=2.0, mono=2.0, pid=1, replica=0, rank=0, attempt=0, step=0
     )

@@ -35,7 +35,9 @@ def printed_by(program: str, tmp_path: Path) -> list[str]:
 
 
 def test_last_traceback_is_returned_without_what_was_printed_around_it(tmp_path: Path) -> None:
-    """Lines before the traceback, and those that exit handlers print after it, do not explain anything."""
+    """Lines before the traceback, and those that exit handlers print after it, do not explain
+    anything.
+    """
     program = "import atexit; atexit.register(print, 'bye'); print('step 1', flush=True); {}['key']"
     assert explain_end(printed_by(program, tmp_path), 20)[-1] == "KeyError: 'key'"
     assert explain_end(printed_by(program, tmp_path), 20)[0] == "Traceback (most recent call last):"
@@ -69,7 +71,9 @@ def test_stacks_of_a_fatal_signal(tmp_path: Path) -> None:
     ("lines", "expected"), [(NOISE, NOISE[-4:]), ([], []), ([*NOISE, *BOOM], BOOM)]
 )
 def test_limit(lines: list[str], expected: list[str]) -> None:
-    """Without an exception the last lines are returned; the innermost frames and the exception are kept."""
+    """Without an exception the last lines are returned; the innermost frames and the exception are
+    kept.
+    """
     assert explain_end(lines, 4) == expected
 
 

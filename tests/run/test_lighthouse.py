@@ -29,7 +29,9 @@ def test_what_is_announced_is_read(tmp_path: Path) -> None:
 def test_a_prepared_announcement_needs_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A standby takes over on a full disk; what nobody needs any more goes, and a failed attempt leaves nothing."""
+    """A standby takes over on a full disk; what nobody needs any more goes, and a failed attempt
+    leaves nothing.
+    """
     path = tmp_path / "run" / "lighthouse.json"
     standby, late = Announcement("http://10.0.0.7:1234"), Announcement("http://10.0.0.8:1234")
     standby.prepare(path)
@@ -67,7 +69,9 @@ def test_a_file_that_is_not_whole_says_nothing(tmp_path: Path, text: str) -> Non
 
 
 def test_a_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
-    """Groups may be there before the lighthouse; in the end they say for which file they have waited."""
+    """Groups may be there before the lighthouse; in the end they say for which file they have
+    waited.
+    """
     path = tmp_path / "late" / "lighthouse.json"
     address = LighthouseAddress(f"file:{path}")
     with pytest.raises(TimeoutError, match=str(path)):

@@ -45,7 +45,9 @@ def write(folder: Path, name: str, *lines: bytes | str) -> None:
 
 
 def test_line_has_header_and_fields(tmp_path: Path) -> None:
-    """Each line is a JSON object with its name, times, process, who it is about, and the event's own fields."""
+    """Each line is a JSON object with its name, times, process, who it is about, and the event's
+    own fields.
+    """
     log = EventLog(tmp_path / "events" / "a.jsonl", replica=1, rank=0, attempt=None)
     before, mono = time.time(), round(time.monotonic(), 6)
     log.emit(
@@ -102,7 +104,9 @@ def test_event_comes_back(tmp_path: Path) -> None:
 
 
 def test_lines_are_in_the_file_at_once(tmp_path: Path) -> None:
-    """What was emitted can be read before the log is closed, and survives a SIGKILL of its writer."""
+    """What was emitted can be read before the log is closed, and survives a SIGKILL of its
+    writer.
+    """
     code = (
         "import os, signal, sys; from pathlib import Path; from titan_ft.run.log import EventLog\n"
         "from titan_ft.run.events import Hung\n"
@@ -143,7 +147,9 @@ def test_threads_and_logs_share_a_file_without_mixing_lines(tmp_path: Path) -> N
 
 
 def test_log_without_path_or_after_close_discards(tmp_path: Path) -> None:
-    """A log without a path writes nothing, and neither does one that was closed; closing twice is harmless."""
+    """A log without a path writes nothing, and neither does one that was closed; closing twice is
+    harmless.
+    """
     log = EventLog(None, replica=0)
     log.emit(Hung(step=1))
     log.close()
@@ -156,7 +162,9 @@ def test_log_without_path_or_after_close_discards(tmp_path: Path) -> None:
 
 
 def test_values_that_json_does_not_know(tmp_path: Path) -> None:
-    """Tuples become lists, scalars of other libraries numbers, paths their text, and NaN and infinity null."""
+    """Tuples become lists, scalars of other libraries numbers, paths their text, and NaN and
+    infinity null.
+    """
 
     class Scalar:
         def item(self) -> float:
@@ -203,7 +211,9 @@ def limit() -> Iterator[Limit]:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 def test_full_disk_raises_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """A process whose events cannot be written goes on; it says so once, and once more when it ends."""
+    """A process whose events cannot be written goes on; it says so once, and once more when it
+    ends.
+    """
     log = EventLog(Path("/dev/full"))
     for step in range(3):
         log.emit(Hung(step=step))
@@ -220,7 +230,9 @@ def test_full_disk_raises_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_events_come_late_and_whole(
     tmp_path: Path, limit: Limit, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What waited is in the file in its order, with the times at which it happened; an event says that it came late."""
+    """What waited is in the file in its order, with the times at which it happened; an event says
+    that it came late.
+    """
     path = tmp_path / "a.jsonl"
     log = EventLog(path, replica=1, rank=0, attempt=2)
     log.emit(Hung(step=0))
@@ -296,13 +308,17 @@ def test_disk_that_is_full_at_the_start(tmp_path: Path) -> None:
 
 
 def test_refused_launch_leaves_no_file(tmp_path: Path) -> None:
-    """A file is made for its first event: an empty one is always of a process that had something to tell."""
+    """A file is made for its first event: an empty one is always of a process that had something to
+    tell.
+    """
     EventLog(tmp_path / "events" / "a.jsonl").close()
     assert not (tmp_path / "events").exists()
 
 
 def test_events_of_a_killed_process_of_the_same_name(tmp_path: Path) -> None:
-    """A pid comes again in a container: the line that was cut is not glued to the next one, and the loss is told."""
+    """A pid comes again in a container: the line that was cut is not glued to the next one, and the
+    loss is told.
+    """
     log = EventLog(tmp_path / "a.jsonl", replica=0, rank=0, attempt=0)
     log.emit(Hung(step=1))
     log.close()
@@ -318,7 +334,9 @@ def test_events_of_a_killed_process_of_the_same_name(tmp_path: Path) -> None:
 
 
 def test_events_are_sorted_by_time_across_files(tmp_path: Path) -> None:
-    """Events of all files come back in order of time; equal times keep the order of file names, then of lines."""
+    """Events of all files come back in order of time; equal times keep the order of file names,
+    then of lines.
+    """
     told = [build(Hung, time=time, step=step) for step, time in enumerate((1.0, 3.5, 3.5, 3.5))]
     write(tmp_path, "b.jsonl", encode(told[0]), encode(told[3]))
     write(tmp_path, "a.jsonl", encode(told[1]), encode(told[2]))
@@ -361,7 +379,9 @@ def test_whole_line_that_is_no_event_is_named(tmp_path: Path, line: str) -> None
 def test_event_with_a_wrong_field_is_named(
     tmp_path: Path, change: dict[str, object], named: str
 ) -> None:
-    """A known event that lacks a field, or has one of another type, is an error with file, line and field."""
+    """A known event that lacks a field, or has one of another type, is an error with file, line and
+    field.
+    """
     line = json.loads(encode(build(Hung, time=1.0)))
     line = {name: value for name, value in {**line, **change}.items() if value is not ...}
     write(tmp_path, "a.jsonl", encode(build(Hung, time=1.0)), json.dumps(line) + "\n")
@@ -409,7 +429,9 @@ def test_missing_or_empty_folder_has_no_events(tmp_path: Path) -> None:
 def test_report_names_a_line_of_another_version(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A history that cannot be read costs one line on stderr, which says where, what and what to do, and status 1."""
+    """A history that cannot be read costs one line on stderr, which says where, what and what to
+    do, and status 1.
+    """
     (tmp_path / "events").mkdir()
     write(tmp_path / "events", "a.jsonl", '{"event": "hung", "time": 1.0}\n')
     assert main(["report", str(tmp_path)]) == 1
@@ -422,7 +444,9 @@ def test_report_names_a_line_of_another_version(
 
 
 def test_text_that_is_not_utf_8_ends_nobody(tmp_path: Path) -> None:
-    """A path of bytes that are no UTF-8 comes as lone surrogates; the line is written, and can be read."""
+    """A path of bytes that are no UTF-8 comes as lone surrogates; the line is written, and can be
+    read.
+    """
     with_path = build(CheckpointFailed, error="no /data/\udcff")
     log = EventLog(tmp_path / "a.jsonl", replica=0, rank=0, attempt=0)
     log.emit(with_path)

@@ -62,7 +62,9 @@ def test_a_worker_whose_mark_is_not_possible(
 
 
 def test_a_worker_that_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It removes the mark that it trains; one that is there after the end of a worker tells of an early end, once."""
+    """It removes the mark that it trains; one that is there after the end of a worker tells of an
+    early end, once.
+    """
     error_file = beside(tmp_path / "rank-0.log")
     monkeypatch.setenv(FILE_ENV, str(error_file))
     mark_training()

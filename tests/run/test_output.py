@@ -18,7 +18,9 @@ LIMIT = "import resource, sys\ndef limit(size): resource.setrlimit(resource.RLIM
 
 
 def run(code: str, stdout: Path, stderr: Path | None = None) -> tuple[int, str]:
-    """Run a program that prints into files; return its exit status and what went to the other stream."""
+    """Run a program that prints into files; return its exit status and what went to the other
+    stream.
+    """
     with stdout.open("ab") as out:
         errors = subprocess.PIPE if stderr is None else stderr.open("ab")
         ran = subprocess.run(
@@ -29,7 +31,9 @@ def run(code: str, stdout: Path, stderr: Path | None = None) -> tuple[int, str]:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 def test_full_disk_ends_no_process_that_prints() -> None:
-    """Neither print, nor a flush, nor logging, nor the end of the process fails; without it all of them do."""
+    """Neither print, nor a flush, nor logging, nor the end of the process fails; without it all of
+    them do.
+    """
     code = (
         "import logging, sys\nprint('a', flush=True); print('b', file=sys.stderr)\n"
         "logging.error('c'); sys.stdout.flush()"
@@ -98,7 +102,9 @@ def test_lost_lines_are_counted_at_their_place(tmp_path: Path) -> None:
 
 
 def test_streams_stay_what_they_are(tmp_path: Path) -> None:
-    """Encoding, errors, descriptor and name are those of before; a stream that somebody replaced is left alone."""
+    """Encoding, errors, descriptor and name are those of before; a stream that somebody replaced is
+    left alone.
+    """
     code = (
         "import io, sys\nbefore = [(s.encoding, s.errors, s.fileno(), s.isatty()) for s in (sys.stdout, sys.stderr)]\n"
         + PROTECT
@@ -137,7 +143,9 @@ def test_a_line_is_one_write(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 def test_native_code_prints_into_a_pipe(tmp_path: Path) -> None:
-    """Its writes succeed on a full disk; with room everything is in the file in the end, and the descriptor is back."""
+    """Its writes succeed on a full disk; with room everything is in the file in the end, and the
+    descriptor is back.
+    """
     code = (
         "import os\nfrom titan_ft.run.output import protected_native_output\n"
         "with protected_native_output():\n    for n in range(1000): os.write(2, b'native %d\\n' % n)\n"

@@ -26,7 +26,9 @@ def steps(tail: EventTail) -> list[int]:
 
 
 def test_events_of_an_earlier_run_are_not_read(tmp_path: Path) -> None:
-    """What the folder holds when the tail is made was told by the earlier run; the rest of such a file is new."""
+    """What the folder holds when the tail is made was told by the earlier run; the rest of such a
+    file is new.
+    """
     log = EventLog(tmp_path / "a.jsonl")
     log.emit(hung(1))
     tail = EventTail(tmp_path)
@@ -36,7 +38,9 @@ def test_events_of_an_earlier_run_are_not_read(tmp_path: Path) -> None:
 
 
 def test_unfinished_lines_are_read_later(tmp_path: Path) -> None:
-    """The tail returns each whole line once, in the order of time over all files, and skips damage."""
+    """The tail returns each whole line once, in the order of time over all files, and skips
+    damage.
+    """
     tail = EventTail(tmp_path / "events")
     assert tail.poll() == []
     first, second = (EventLog(tmp_path / "events" / f"{name}.jsonl", replica=0) for name in "ba")
@@ -136,7 +140,9 @@ def test_lines_of_any_file(tmp_path: Path) -> None:
     ],
 )
 def test_why_a_worker_failed(tmp_path: Path, text: str | None, line: str) -> None:
-    """The last line that names an exception, else the last that says anything, else a note; before a crash's stacks."""
+    """The last line that names an exception, else the last that says anything, else a note; before
+    a crash's stacks.
+    """
     path = tmp_path / "rank-0.log"
     if text is not None:
         path.write_text(text)
@@ -155,7 +161,9 @@ def test_a_file_that_was_cut_begins_anew(tmp_path: Path) -> None:
 
 
 def test_shared_storage_that_lags_tells_no_event_twice(tmp_path: Path) -> None:
-    """Its caches may show a file as short as it was seconds ago, though this process has read more of it already."""
+    """Its caches may show a file as short as it was seconds ago, though this process has read more
+    of it already.
+    """
     path = tmp_path / "a.jsonl"
     log = EventLog(path)
     log.emit(hung(1))
@@ -199,7 +207,9 @@ def test_another_file_of_the_same_name_is_read_from_its_beginning(tmp_path: Path
 
 
 def test_only_what_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the files with such names, each line is looked at once, and only events of the wanted classes are returned."""
+    """Of the files with such names, each line is looked at once, and only events of the wanted
+    classes are returned.
+    """
     looked_at: list[bytes] = []
 
     def decode(line: bytes, *wanted: type[Event]) -> Event | None:
@@ -222,7 +232,9 @@ def test_only_what_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_a_writer_could_not_write_is_seen(tmp_path: Path) -> None:
-    """An empty file, half a line, a newline that was taken away: how many files have a writer with more to tell."""
+    """An empty file, half a line, a newline that was taken away: how many files have a writer with
+    more to tell.
+    """
     tail = EventTail(tmp_path)
     paths = [tmp_path / f"{name}.jsonl" for name in "abc"]
     for path in paths:

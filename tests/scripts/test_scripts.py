@@ -66,7 +66,9 @@ def group(
 
 
 def dry_run(*arguments: str, **environment: str) -> list[str]:
-    """The words of the command that replica_group.sh would run, on a host without Slurm's commands."""
+    """The words of the command that replica_group.sh would run, on a host without Slurm's
+    commands.
+    """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "dirname").symlink_to("/usr/bin/dirname")
         environment = {"TITAN_FT_TOKEN": "a secret of this run", **environment}

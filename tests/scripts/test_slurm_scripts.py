@@ -423,7 +423,8 @@ def end_group(folder: Path, status: int, *, leaving: bool) -> list[str]:
     stand_in(folder, "scontrol", f"[[ $1 != show ]] || echo '{text}'")
     stand_in(folder, "scancel", "")
     stand_in(folder, "sleep", "")
-    # The signal is there before the step ends: the script waits for the step, and is told meanwhile.
+    # The signal is there before the step ends: the script waits for the step, and is told
+    # meanwhile.
     tell = f"kill -USR1 $PPID; until grep -q scancel {folder}/calls; do :; done" if leaving else ""
     stand_in(folder, "srun", f"{tell}\nexit {status}")
     (folder / "slurm").mkdir()

@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# In place of the interpreter: it makes no environment, has no package, and notes what pytest is asked for.
+# In place of the interpreter: it makes no environment, has no package, and notes what pytest is
+# asked for.
 STAND_IN = """#!/bin/bash
 case "$*" in
 *" -m venv "* | "-m venv "*)

@@ -28,7 +28,8 @@ class _Operation:
     """One collective: the members' inputs, and the time at which each member has its result.
 
     Args:
-        kind: "sum" and "gather" go around a ring; in an "exchange" each member sends a row to every other one.
+        kind: "sum" and "gather" go around a ring; in an "exchange" each member sends a row to every
+            other one.
     """
 
     def __init__(self, kind: str) -> None:
@@ -159,9 +160,10 @@ class ProcessGroup:
     Args:
         rings: the world's process groups, by the address at which their members meet.
         silent: whether it fails as NCCL does, without an exception.
-        jitter: largest difference in seconds between the members' completions of an operation; usually far less.
-        report: called with promise and text if members make different operations, which breaks real ones, or send
-            gradients although no member announced any.
+        jitter: largest difference in seconds between the members' completions of an operation;
+            usually far less.
+        report: called with promise and text if members make different operations, which breaks real
+            ones, or send gradients although no member announced any.
         on_moment: called when the group is built and when an operation is about to complete.
     """
 

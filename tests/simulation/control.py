@@ -73,7 +73,9 @@ class Wire:
         return self._other(end).rank
 
     def has_ended_at_peer(self, end: SimulatedSockets) -> bool:
-        """True if the process at the other end has ended: the ranks of a simulated group share a host."""
+        """True if the process at the other end has ended: the ranks of a simulated group share a
+        host.
+        """
         return self._other(end).has_ended
 
     def answers_pings(self, end: SimulatedSockets) -> bool:

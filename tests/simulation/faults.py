@@ -504,7 +504,8 @@ class Flip(Fault):
 
     def _flip(self, world: World, node: Node) -> None:
         group = world.groups.get(node[0])
-        # Before the first step any state is as good as another; behind the last digest nobody looks any more.
+        # Before the first step any state is as good as another; behind the last digest nobody looks
+        # any more.
         if group is None or not group.ready or not 0 < world.furthest < world.options.steps:
             return
         if group.ranks[self.rank].held[0] == 0:

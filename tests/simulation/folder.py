@@ -58,7 +58,9 @@ class Folder:
 
     @property
     def replaced(self) -> float:
-        """Return when the last host came to see that another state had the place of a checkpoint."""
+        """Return when the last host came to see that another state had the place of a
+        checkpoint.
+        """
         return self._replaced + self._sight
 
     @property
@@ -91,7 +93,9 @@ class Folder:
         return max(self._published, default=0)
 
     def lasting(self, since: float) -> int:
-        """Return the latest step whose checkpoint all hosts have seen ever since; 0 = there is none."""
+        """Return the latest step whose checkpoint all hosts have seen ever since; 0 = there is
+        none.
+        """
         before = [view for at, view in self._views if at <= since - self._sight][-1:]
         later = [view for at, view in self._views if at > since - self._sight]
         return max(set.intersection(*(set(view) for view in before + later)), default=0)

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 import greenlet  # type: ignore[import-untyped]  # it has no types of its own
 
 STEP_SECONDS = 1e-6
-"""Virtual time that a task takes from one switch to the next: a loop that never blocks cannot stop the clock."""
+"""Virtual time that a task takes from one switch to the next: a loop that never blocks cannot stop
+the clock.
+"""
 
 
 class Killed(
@@ -290,7 +292,9 @@ class Kernel:
             task.green.switch()
 
     def _next(self) -> Task | None:
-        """Let time go by until a task can run, which is `self.task` then; None if `run` is to end."""
+        """Let time go by until a task can run, which is `self.task` then; None if `run` is to
+        end.
+        """
         self.task = None
         ready, timers = self.ready, self._timers
         while not self.stopped and self._went_on is None:

@@ -346,7 +346,9 @@ class ManagerServer:
     # Quorum
 
     def quorum(self, call: _Call, step: int, failures: int, timeout: float) -> None:
-        """Take one rank's request; when all have asked, ask the lighthouse, as the last rank did."""
+        """Take one rank's request; when all have asked, ask the lighthouse, as the last rank
+        did.
+        """
         self._quorums.append(call)
         self._participants[call.rank] = None
         if len(self._participants) == self._world_size:

@@ -117,7 +117,9 @@ def mutation(
 
 
 FAILURES: list[Exception] = []
-"""Errors of the mutations themselves: a name that is gone, or another signature. They would pass for the defect."""
+"""Errors of the mutations themselves: a name that is gone, or another signature. They would pass
+for the defect.
+"""
 
 
 def around(patch: Patch, owner: ModuleType | type, name: str, act: Callable[..., Any]) -> None:

@@ -222,7 +222,8 @@ class Store:
     """Client end of torch.distributed.TCPStore.
 
     Raises:
-        RuntimeError: as the real one's errors: the server is gone, or a wait took longer than the timeout.
+        RuntimeError: as the real one's errors: the server is gone, or a wait took longer than the
+            timeout.
     """
 
     def __init__(

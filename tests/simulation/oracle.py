@@ -18,7 +18,9 @@ from titan_ft.protocol.ledger import Entry
 from titan_ft.protocol.member import GroupProcess
 
 ROUNDED = 2.0**-7 * (1 + 2.0**-8)
-"""What a sum in bfloat16 may be off by, as a share of what is added up by size (titan_ft/gradients/half.py)."""
+"""What a sum in bfloat16 may be off by, as a share of what is added up by size
+(titan_ft/gradients/half.py).
+"""
 _TOLERANCE = 1e-3
 
 
@@ -51,7 +53,8 @@ class Rules:
         group_size, nominal_tokens, batch_policy, lr_policy: of the config.
         coupling: see `training.gradient`.
         not_finite: whether a batch may have a NaN gradient.
-        rounding: largest error of a sum, as a share of the sum of the members' gradients' magnitudes.
+        rounding: largest error of a sum, as a share of the sum of the members' gradients'
+            magnitudes.
     """
 
     group_size: int

@@ -68,7 +68,9 @@ _BUCKET_BYTES = 4  # each parameter gets a bucket of its own
 
 
 class Events:
-    """Stands in for titan_ft.run.log.EventLog: events go into the trace and to the world's checks."""
+    """Stands in for titan_ft.run.log.EventLog: events go into the trace and to the world's
+    checks.
+    """
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -218,7 +220,9 @@ class Rank:
         return pending is not None and pending._done
 
     def gather(self, value: int) -> list[int]:
-        """Gather an integer of every rank of the group; before it has met there is nothing to agree on."""
+        """Gather an integer of every rank of the group; before it has met there is nothing to agree
+        on.
+        """
         return self._group.gather(value) if "_group" in vars(self) else [value]
 
     def gather_losses(self, values: Sequence[float]) -> torch.Tensor:

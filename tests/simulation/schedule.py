@@ -56,7 +56,8 @@ class Schedule:
     def run(self, traces: bool = False) -> World:
         """Run it; the stand-ins must be installed."""
         world = World(self.seed, self.options, list(self.faults), traces)
-        # Autograd's mode is the thread's, and tasks that share it are switched in the midst of a no_grad block.
+        # Autograd's mode is the thread's, and tasks that share it are switched in the midst of a
+        # no_grad block.
         with torch.set_grad_enabled(torch.is_grad_enabled()):
             world.run()
         return world
@@ -131,7 +132,8 @@ class _Draw:
         flips = any(isinstance(fault, Flip) for fault in self.faults)
         lost = any(isinstance(fault, KillGroups) and fault.for_good for fault in self.faults)
         if lost or self.changes.get("absent") or self.changes.get("odd"):
-            # The others end by this timeout: to wait longer for a group that cannot come shows nothing.
+            # The others end by this timeout: to wait longer for a group that cannot come shows
+            # nothing.
             self.changes["finish_seconds"] = 0.6
         drawn: dict[str, Any] = {
             "groups": self.groups,
@@ -548,7 +550,8 @@ class _DrawRounds(_Draw):
         self.steps = rng.choice([2, 3, 3, 4, 5])
         self.length = rng.choice([1, 2, 3, 3, 5, 8])
         self.seconds = rng.choice([0.2, 0.5, 1.0, 2.0])  # of a round
-        # Of the lighthouse: more than a round, or groups that came to be at different places in it are left out.
+        # Of the lighthouse: more than a round, or groups that came to be at different places in it
+        # are left out.
         self.patience = rng.choice([5.0, 60.0])
         slow = rng.choice([1.0, 1.0, 1.3, 2.0])
         # As many as there may be.

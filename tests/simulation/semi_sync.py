@@ -312,7 +312,8 @@ class RoundRank(Rank):
     def _heal_once(self, computed: bool) -> None:
         trained, ahead = {batch for slot, batch in self._read if slot == self.slot}, self.ahead
         self.own.left, before, strategy = None, self.held[1], self.strategy
-        # Those of the next round, made while the exchange was under way, are on top of weights that it has no more.
+        # Those of the next round, made while the exchange was under way, are on top of weights that
+        # it has no more.
         void = strategy._ahead.inner_steps if strategy._ahead is not None else 0
         super()._heal_once(computed)
         work = strategy._under_way
@@ -368,8 +369,8 @@ class RoundOracle(Oracle):
         self._fragments: list[int] = []
         self._quantizes = quantizes(config)
         self._coarsest: dict[int, float] = {}
-        """By rank: what rounding to 8 bits may leave of a value that a group gives, or has left of the one before, in
-        tokens."""
+        """By rank: what rounding to 8 bits may leave of a value that a group gives, or has left of
+        the one before, in tokens."""
 
     def gives(self, rank: RoundRank, weights: np.ndarray, sent: dict[int, int], late: bool) -> None:
         """Record a rank's weights, and the tokens that count, by fragment."""
@@ -386,14 +387,17 @@ class RoundOracle(Oracle):
             )
 
     def _spoiled_in(self, lineage: int, updates: int = 0) -> set[int]:
-        # A fragment's change is of all since its last exchange, and of the participants: nobody trains another's slot.
+        # A fragment's change is of all since its last exchange, and of the participants: nobody
+        # trains another's slot.
         spoiled = super()._spoiled_in(lineage, updates or self._rounds_of_a_change)
         return spoiled.intersection(self.chain[lineage].participants or spoiled)
 
     def _expect(
         self, update: Committed, base: np.ndarray, rank: int
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the states that the update may make of `base`: a group may have given more than once."""
+        """Yield the states that the update may make of `base`: a group may have given more than
+        once.
+        """
         first = self._steps_of(update.step - 1)
         given = self._parts.get((update.parent, rank), {})
         trained = {slot: count for slot, _, count in update.batches}

@@ -776,7 +776,8 @@ def _replacements() -> dict[int, Any]:
     for real, standin in modules:
         # Of which much is no part of the world: tensors, stores' types, options.
         if real is not dist:
-            # Names that were imported from the module: `from time import monotonic`, `from threading import Lock`.
+            # Names that were imported from the module: `from time import monotonic`, `from
+            # threading import Lock`.
             own = {real.__name__, f"_{real.__name__}", "builtins"}
             for name in getattr(real, "__all__", None) or vars(real):
                 member = getattr(real, name, None)

@@ -68,9 +68,10 @@ ROOT = Path(__file__).parents[2]
 
 def test_every_promise_holds() -> None:
     """None of the default schedules breaks a promise."""
-    # A process of its own: the order of sets of strings is part of what a seed decides.
-    # A nice one: it would starve the heartbeats of the jobs that other tests run meanwhile. Linux shares time between
-    # sessions first, where it groups tasks by them, and a process is nice to its own session alone.
+    # A process of its own: the order of sets of strings is part of what a seed decides. A nice one:
+    # it would starve the heartbeats of the jobs that other tests run meanwhile. Linux shares time
+    # between sessions first, where it groups tasks by them, and a process is nice to its own
+    # session alone.
     begin = '(echo 19 > /proc/self/autogroup) 2>/dev/null; exec nice -n 19 "$@"'
     explore = ["-m", "tests.simulation.explore", "--seed", "0", "--schedules", str(SCHEDULES)]
     command = ["sh", "-c", begin, "sh", sys.executable, *explore]

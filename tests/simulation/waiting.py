@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from titan_ft.protocol.round import Round
 
 _SLACK = 0.05
-"""Seconds that members may hear of one quorum apart, and that may pass between two pauses of a rank."""
+"""Seconds that members may hear of one quorum apart, and that may pass between two pauses of a
+rank.
+"""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ class WaitJudge:
         ]
         for slot, why, seconds in charged:
             self.judged[why] += 1
-            # Whoever is charged asked, or came, by so much later than this rank; and a joiner than all that train.
+            # Whoever is charged asked, or came, by so much later than this rank; and a joiner than
+            # all that train.
             there = arrivals[slot]
             rest = [
                 each

@@ -79,9 +79,11 @@ class Options:
         fault_tolerance: fields of the config, the same for all groups.
         absent: slots of groups that never start.
         late: seconds by which groups start later, by slot.
-        lag: largest delay of a rank at a pause point; the ranks of a group start up to this far apart.
+        lag: largest delay of a rank at a pause point; the ranks of a group start up to this far
+            apart.
         latency: seconds of a message between groups.
-        jitter: largest difference in seconds between the members' completions of an all-reduce; usually far less.
+        jitter: largest difference in seconds between the members' completions of an all-reduce;
+            usually far less.
         transfer_seconds: shortest and longest transfer of a state.
         compute_seconds, apply_seconds: time of a batch and of the optimizer.
         restart_seconds: shortest and longest time from a group's death to its next start.
@@ -98,11 +100,13 @@ class Options:
         silent: whether the process group between the groups fails as NCCL does.
         store_survives: whether a group's store outlives its workers.
         min_replicas: of the lighthouse.
-        coupling: dependence of gradients on weights; 0 where bits are flipped, so that only the flipped values differ.
+        coupling: dependence of gradients on weights; 0 where bits are flipped, so that only the
+            flipped values differ.
         switch: probability that a pause point lets another task run.
         speeds: factor of each slot on `compute_seconds`; empty: 1 for all.
         last_steps: of the last round of a semi-synchronous method; 0: as many as in the others.
-        buffers: whether a forward may write a part of the state, so that no group offers it between rounds.
+        buffers: whether a forward may write a part of the state, so that no group offers it between
+            rounds.
         scarce: probability that a donor's host is short of memory, so that it copies a part.
         forgets: whether data loaders do not continue where their state was saved.
         probe_seconds: time that a group waits for a quorum before it probes the lighthouse.
@@ -221,15 +225,18 @@ class GroupRun:
         told: ranks that were asked to leave.
         comes_back: whether it restarts after it has left.
         entered: when it reached the lighthouse; None if it has not.
-        met_from: when it last reached the lighthouse without any group in sight that it knows it cannot reach.
+        met_from: when it last reached the lighthouse without any group in sight that it knows it
+            cannot reach.
         ended_at: when the end of the first process that did not end in order was noticed.
         heals_since: when it began to heal; None if it does not heal.
         others_wait: the others wait for its transfer, because its queue is full.
         was_outside: it was outside the largest clique once.
         rolled_back: it continued from its own state once, because that of others was lost.
-        missed: rounds without a part in them since its arrival; None after its first part in a round.
+        missed: rounds without a part in them since its arrival; None after its first part in a
+            round.
         failed_heals: failed fetches.
-        heal_broke, former_heal_broke: an exchange broke for it during this heal, and during the previous one.
+        heal_broke, former_heal_broke: an exchange broke for it during this heal, and during the
+            previous one.
     """
 
     def __init__(self, world: World, slot: int, attempt: int) -> None:
@@ -369,7 +376,8 @@ class World(standins.World):
         self.rings: dict[str, Ring] = {}
         self.managers: dict[str, ManagerServer] = {}
         self.gone: dict[int, str] = {}  # slots that come no more, and why
-        # For a joiner: who showed sound bytes when its donor was named, if they were enough; and who that is.
+        # For a joiner: who showed sound bytes when its donor was named, if they were enough; and
+        # who that is.
         self.sound: dict[Rank, tuple[list[int], int]] = {}
         self.clocks: dict[
             Node, tuple[float, float]
@@ -452,7 +460,9 @@ class World(standins.World):
 
     @property
     def bound(self) -> float:
-        """Return the seconds within which a step must be committed while nothing happens to the world."""
+        """Return the seconds within which a step must be committed while nothing happens to the
+        world.
+        """
         config = self.config
         waits = (
             config["join_timeout_ms"]
@@ -864,7 +874,8 @@ class World(standins.World):
             > self.config["process_group_timeout_ms"] / 1000 + step + 2.0
         )
         at_work = all(group.runs for group in self.groups.values() if not group.over)
-        # What is left of a broken connection, or of a NaN, is seen in the next exchange, which may be long after it.
+        # What is left of a broken connection, or of a NaN, is seen in the next exchange, which may
+        # be long after it.
         ends_only = all(
             type(fault).__name__ in ("Kill", "KillGroups", "DrainGroup") for fault in self.faults
         )
@@ -877,7 +888,8 @@ class World(standins.World):
     def tell_to_leave(self, group: GroupRun, ranks: Collection[int], comes_back: bool) -> None:
         """Send SIGTERM to these ranks of a group, some milliseconds apart."""
         self.disturb()
-        # Those that are told soon after each other leave together; told later, a group is judged by itself.
+        # Those that are told soon after each other leave together; told later, a group is judged by
+        # itself.
         if self.kernel.now - self.told_last > self.config["drain_timeout_seconds"]:
             self.told_first, self.left = self.kernel.now, 0
         self.told_last = self.kernel.now
@@ -986,9 +998,9 @@ class World(standins.World):
         """
         options = self.options
         fetch = options.transfer_seconds[1] + 0.5 + 8 * options.lag
-        # The others ask for their quorum at the beginning of their last step: from then on they wait for a joiner. It
-        # comes when they have made the first steps of their round, while an exchange was under way. A deadline may end
-        # the round before, behind its first step too.
+        # The others ask for their quorum at the beginning of their last step: from then on they
+        # wait for a joiner. It comes when they have made the first steps of their round, while an
+        # exchange was under way. A deadline may end the round before, behind its first step too.
         limit = self.config["sync_deadline_seconds"] or math.inf
         in_time = math.ceil(min(limit / options.compute_seconds, options.round_steps))
         steps = in_time - 1 - self.config["fragment_sync_delay"]
@@ -1054,7 +1066,8 @@ class World(standins.World):
         self._judged_saves = self.kernel.now
         if step % every == 0:
             self.due[step] = self.kernel.now
-        # Its writer may have been busy with an earlier one, and sees at its next commit that this has ended.
+        # Its writer may have been busy with an earlier one, and sees at its next commit that this
+        # has ended.
         patience = 2 * self.options.save_seconds + 0.2 + 8 * self.options.lag
         for due, since in self.due.items():
             late = self.kernel.now - max(since, self.calm_since, self._saves_since) > patience
@@ -1089,13 +1102,16 @@ class World(standins.World):
         the cause (it was stopped, slow or cut off, or its bytes or gradients were bad), and in
         these cases of the design:
 
-        - A group whose exchange was complete while it broke for more others returns to their state, without its change.
-        - A joiner received the state before an exchange that broke for it and others. It is behind if a group continues for
-          which the exchange was complete.
+        - A group whose exchange was complete while it broke for more others returns to their state,
+          without its change.
+        - A joiner received the state before an exchange that broke for it and others. It is behind
+          if a group continues for which the exchange was complete.
         - A group returns to its own state because the others' state is lost with them.
-        - A group was outside the largest clique, for instance because it could not reach a frozen group.
-        - A group's change is in an update that only others made, on the state of lineage `before`, which the group had as
-          well: it gave up its own update for theirs, and theirs is lost with them.
+        - A group was outside the largest clique, for instance because it could not reach a frozen
+          group.
+        - A group's change is in an update that only others made, on the state of lineage `before`,
+          which the group had as well: it gave up its own update for theirs, and theirs is lost with
+          them.
         """
         now = {id(update) for update in self.oracle.path(rank.held[1])}
         forsaken = any(
@@ -1136,7 +1152,8 @@ class World(standins.World):
             return
         if group.others_wait or not self._trains_on():
             self.undisturbed_steps = 0
-        # The first step after a disturbance may have been complete before it; with the second one they are over it.
+        # The first step after a disturbance may have been complete before it; with the second one
+        # they are over it.
         since = max(heal, self.stepped) if self.undisturbed_steps > 1 else now
         if now - since >= self._patience - 1e-6:
             text = f"g{group.slot} heals, and the others commit nothing for {now - since:.1f} s"
@@ -1145,7 +1162,9 @@ class World(standins.World):
         self.kernel.after(again, functools.partial(self._judge_stall, group, heal))
 
     def _trains_on(self) -> bool:
-        """Say whether enough groups hold the job's state, and nothing slows any group or link down."""
+        """Say whether enough groups hold the job's state, and nothing slows any group or link
+        down.
+        """
         groups = [group for group in self.groups.values() if not group.over and not group.ended]
         ready = sum(group.ready and group.heals_since is None for group in groups)
         at_work = all(
@@ -1162,8 +1181,8 @@ class World(standins.World):
         """One group ahead must not cost the work of several that are ready one step behind it,
         except at the very end.
         """
-        # Those of the round, also one that has died since. Who cannot reach all of the others is in the lighthouse's
-        # quorum, and outside.
+        # Those of the round, also one that has died since. Who cannot reach all of the others is in
+        # the lighthouse's quorum, and outside.
         members = [group for slot, group in self.groups.items() if slot in rank.met]
         # Also who has loaded a checkpoint and has yet to begin: its row claims that state.
         holders = [
@@ -1208,7 +1227,8 @@ class World(standins.World):
         verdict = made.verdict
         is_shown = own.donor < 0 or own.from_step == verdict.step  # what it asks for, or fetches
         if not own.has_state and verdict.verified and is_shown:
-            # With fewer holders that show sound bytes than others, or without any, nobody can tell which are right.
+            # With fewer holders that show sound bytes than others, or without any, nobody can tell
+            # which are right.
             held = [row.slot for row in made.rows if row.has_state and row.step == verdict.step]
             groups = [self.groups[slot] for slot in held]
             sound = [
@@ -1242,8 +1262,9 @@ class World(standins.World):
                     f"g{group.slot} still beats {longest:.0f} s after one of its hosts fell silent",
                 )
 
-        # It is seen when it is silent for the whole patience, at the next look, after looks that came
-        # late. A rank that has not answered its first ping yet has longer (`HeartbeatWatch.look`).
+        # It is seen when it is silent for the whole patience, at the next look, after looks that
+        # came late. A rank that has not answered its first ping yet has longer
+        # (`HeartbeatWatch.look`).
         longest = 3 * patience + 0.5
         if since - group.began < patience:
             longest += START_SECONDS
@@ -1319,8 +1340,9 @@ class World(standins.World):
         if group.ended == "drained":
             self._judge_left(group)
         if self.final is None and group.ended == "finished":
-            # Who is not with the group that finishes first, or cannot reach it, has been given up and is too late. So
-            # has who has come since: after a freeze that group's last round may be one of long ago.
+            # Who is not with the group that finishes first, or cannot reach it, has been given up
+            # and is too late. So has who has come since: after a freeze that group's last round may
+            # be one of long ago.
             self.final = {
                 other for other in group.members if other.stays and self._linked(group, other)
             }
@@ -1373,7 +1395,8 @@ class World(standins.World):
                 "ranks never part",
                 f"g{group.slot}: ranks {left} have left in order, {stuck} had to end",
             )
-        # One that has its final state may still be killed, or find at its end that a sibling is silent.
+        # One that has its final state may still be killed, or find at its end that a sibling is
+        # silent.
         if not all(rank.returned for rank in dead):
             group.ended_at = self.kernel.now
             self.say("launch", f"sees an end in group {group.slot}")
@@ -1434,8 +1457,8 @@ class World(standins.World):
         if any(fault.excuses(name, rank, self) for fault in self.faults):
             return True
         if name == "LoadError" and self.folder is not None:
-            # What it had chosen is gone: removed, withdrawn by a group whose update nobody else has made, or replaced.
-            # It chooses anew when it is started again.
+            # What it had chosen is gone: removed, withdrawn by a group whose update nobody else has
+            # made, or replaced. It chooses anew when it is started again.
             return max(self.folder.missed, self.folder.replaced) >= rank.group.began
         if name == "GaveUpError" and "start_timeout" in str(crash.error):
             # Nothing is lost: what it holds is the initial state, or that of a checkpoint.
@@ -1465,8 +1488,9 @@ class World(standins.World):
         """True if nothing keeps a group from meeting others, and has not for a while."""
         came = max(group.met_from, self.thawed.get(group.slot, 0.0), self.disturbed)
         there = group.runs and not group.ended and self._reaches(group)
-        # A group that was there when something happened (a lighthouse started again, its link to it cut for a while)
-        # may first have a request to fail and to repeat, or a member to find silent.
+        # A group that was there when something happened (a lighthouse started again, its link to it
+        # cut for a while) may first have a request to fail and to repeat, or a member to find
+        # silent.
         again = _AGAIN_SECONDS if self.disturbed > group.met_from else 0.0
         return there and self.kernel.now - came > _MEETING_SECONDS + again
 
@@ -1580,8 +1604,8 @@ class World(standins.World):
             shown = {
                 slot for slot in tainted if lineages.get(slot) == lineage and int(digests[slot], 16)
             }
-            # Who has yet to begin has it from a checkpoint, which beside those that train is a witness only for bytes
-            # that none of them shows.
+            # Who has yet to begin has it from a checkpoint, which beside those that train is a
+            # witness only for bytes that none of them shows.
             ready = {slot for slot in shown if all(rank.ready for rank in self.groups[slot].ranks)}
             told = {digests[slot] for slot in ready}
             loaded = {digests[slot]: slot for slot in shown - ready if digests[slot] not in told}

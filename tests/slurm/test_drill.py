@@ -278,7 +278,8 @@ def test_drill(drill: Drill) -> None:
     assert {e.replica for e in drill.of(ev.TrainingFinished)} == set(range(GROUPS))
     assert len({e.digest for e in drill.of(ev.TrainingFinished)}) == 1
     checked = drill.command("check", "--json")
-    # Of the rest, one needs a run to compare with, and one compares with the speed after the gate was opened.
+    # Of the rest, one needs a run to compare with, and one compares with the speed after the gate
+    # was opened.
     verdicts = {
         found["promise"]: found["verdict"]
         for found in checked["judgements"]

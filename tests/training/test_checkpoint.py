@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checkpoints of a fault-tolerant run, in one process: who saves when, what is in them, what is loaded."""
+"""Checkpoints of a fault-tolerant run, in one process: who saves when, what is in them, what is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ from titan_ft.training.checkpoint.manager import SaveError, latest_due  # noqa: 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_checkpoint_brings_everything_back(make_run: Callable[..., Run], mode: str) -> None:
-    """Model, optimizer, scheduler, counters, ledger and lineage of the saved step, whatever was trained meanwhile."""
+    """Model, optimizer, scheduler, counters, ledger and lineage of the saved step, whatever was
+    trained meanwhile.
+    """
     run = make_run(async_mode=mode).train(4)
     run.step()
     expected = run.values()
@@ -97,7 +101,9 @@ def test_a_checkpoint_brings_everything_back(make_run: Callable[..., Run], mode:
 
 
 def test_the_folder_tells_what_the_checkpoint_was_made_of(make_run: Callable[..., Run]) -> None:
-    """A manifest lies beside the data; the data has the ledger, and what stock torchtitan reads in its place."""
+    """A manifest lies beside the data; the data has the ledger, and what stock torchtitan reads in
+    its place.
+    """
     run = make_run().train(5)
     manifest = json.loads((run.folder / "step-5" / MANIFEST).read_text())
     assert len(manifest.pop("save_id")) == 32
@@ -160,7 +166,9 @@ def test_without_checkpoints_nothing_happens(make_run: Callable[..., Run]) -> No
 def test_rounds_are_saved_behind_the_steps_that_fall_due_in_them(
     make_run: Callable[..., Run],
 ) -> None:
-    """Once each: a checkpoint is called after torchtitan's step, what the groups tell each other counts rounds."""
+    """Once each: a checkpoint is called after torchtitan's step, what the groups tell each other
+    counts rounds.
+    """
     run = make_run(interval=15, keep_latest_k=0)
     run.per_round = 10
     run.train(60)
@@ -171,7 +179,9 @@ def test_rounds_are_saved_behind_the_steps_that_fall_due_in_them(
 def test_the_last_round_is_saved_where_a_shorter_one_was_resumed_from(
     make_run: Callable[..., Run],
 ) -> None:
-    """A run of 25 steps goes on to 30: its third round ended at step 25, and the fourth at 30, where a third would."""
+    """A run of 25 steps goes on to 30: its third round ended at step 25, and the fourth at 30,
+    where a third would.
+    """
     run = make_run()
     run.per_round = 10
     run.position.start_at(3)
@@ -249,7 +259,9 @@ def test_what_another_group_saved_is_not_saved_again(make_run: Callable[..., Run
 
 
 def test_the_next_writer_takes_over_at_once(make_run: Callable[..., Run]) -> None:
-    """When the writer was lost in its save, the next commit's writer saves the state of that step."""
+    """When the writer was lost in its save, the next commit's writer saves the state of that
+    step.
+    """
     run = make_run(slot=1)
     run.is_writer = False
     run.train(6)
@@ -273,7 +285,9 @@ def test_pauses_are_foreseen(make_run: Callable[..., Run]) -> None:
 
 
 def test_one_save_at_a_time(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a save is under way none begins; it counts when it is complete; what became due meanwhile follows."""
+    """While a save is under way none begins; it counts when it is complete; what became due
+    meanwhile follows.
+    """
     gate = Gate(monkeypatch)
     run = make_run(async_mode="async").train(11)
     assert run.position.saved_step == 0
@@ -289,7 +303,9 @@ def test_one_save_at_a_time(make_run: Callable[..., Run], monkeypatch: pytest.Mo
 
 
 def test_a_save_is_over_when_it_is_on_all_ranks(make_run: Callable[..., Run]) -> None:
-    """A rank that has written its part waits for the others: until then the checkpoint may be incomplete."""
+    """A rank that has written its part waits for the others: until then the checkpoint may be
+    incomplete.
+    """
     run = make_run(async_mode="async")
     run.gather = lambda value: [value, 0]  # type: ignore[method-assign]  # the other rank's is under way
     run.train(5)
@@ -357,7 +373,9 @@ def leave(run: Run, seconds: float = 20.0) -> bool:
 def test_the_last_group_to_leave_saves_the_whole_state(
     make_run: Callable[..., Run], mode: str, last: dict[str, Any]
 ) -> None:
-    """Whatever is asked of the last save, for training goes on from this one; it is complete at once."""
+    """Whatever is asked of the last save, for training goes on from this one; it is complete at
+    once.
+    """
     adapter = Exporter() if "last_save_in_hf" in last else None
     run = make_run(
         async_mode=mode, adapter=adapter, **{"last_save_model_only": True, **last}
@@ -416,7 +434,9 @@ def test_a_state_that_could_not_be_saved_before_is_tried_again_by_who_leaves(
 def test_a_save_of_a_group_that_leaves_may_fail(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is told, as ever, with the step that is left to go back to; a model alone would be no use."""
+    """It is told, as ever, with the step that is left to go back to; a model alone would be no
+    use.
+    """
     run = make_run().train(6)
     monkeypatch.setattr(FileSystemWriter, "write_data", fail)
     assert leave(run)
@@ -446,7 +466,9 @@ def test_a_save_that_may_be_too_long_for_who_leaves_is_told_and_tried(
 def test_the_last_save_is_made_up_for_by_who_goes_on_from_the_last_step(
     make_run: Callable[..., Run],
 ) -> None:
-    """The groups left with it: the state is whole, and the format that was asked for is yet to come."""
+    """The groups left with it: the state is whole, and the format that was asked for is yet to
+    come.
+    """
     left = make_run(adapter=Exporter(), last_save_in_hf=True, last_save_model_only=True).train(6)
     assert leave(left)
     run = make_run(slot=1, adapter=Exporter(), last_save_in_hf=True, last_save_model_only=True)
@@ -462,7 +484,9 @@ def test_the_last_save_is_made_up_for_by_who_goes_on_from_the_last_step(
 def test_a_last_save_of_the_model_only_is_no_state_to_go_on_from(
     make_run: Callable[..., Run], last: dict[str, Any]
 ) -> None:
-    """Groups that have finished and are told to leave save the whole state: the next launch trained steps again."""
+    """Groups that have finished and are told to leave save the whole state: the next launch trained
+    steps again.
+    """
     settings: dict[str, Any] = {"adapter": Exporter(), "last_save_model_only": True, **last}
     run, other = make_run(**settings), make_run(slot=1, **settings)
     for each in (run, other):
@@ -498,7 +522,9 @@ def test_the_same_state_by_whoever_is_found(make_run: Callable[..., Run]) -> Non
 def test_who_leaves_sees_whether_another_group_has_begun_to_save(
     make_run: Callable[..., Run],
 ) -> None:
-    """Its own folder does not count, nor what a writer that hangs had written before, nor other steps."""
+    """Its own folder does not count, nor what a writer that hangs had written before, nor other
+    steps.
+    """
     run = make_run()
     run.folder.mkdir(parents=True, exist_ok=True)
 
@@ -601,7 +627,9 @@ def test_each_save_that_fails_says_what_is_left(
 def test_a_last_save_that_fails_ends_the_group_once_the_others_need_it_no_more(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error comes behind the rounds of the end, is not tried again there, and lets nobody start the group again."""
+    """The error comes behind the rounds of the end, is not tried again there, and lets nobody start
+    the group again.
+    """
     run = make_run().train(5)
     run.step()
     monkeypatch.setattr(FileSystemWriter, "write_data", fail)
@@ -636,7 +664,9 @@ IMPORT: dict[str, Any] = {"initial_load_in_hf": True, "initial_load_model_only":
 
 
 def test_a_model_of_hugging_faces_format_is_begun_with(make_run: Callable[..., Run]) -> None:
-    """The model of one run's last save is the first of another, whose optimizer and counters begin anew."""
+    """The model of one run's last save is the first of another, whose optimizer and counters begin
+    anew.
+    """
     run = make_run(adapter=Exporter(), **EXPORT).train(6)
     run.checkpoints.save(6, last_step=True)
     other = make_run(
@@ -651,7 +681,9 @@ def test_a_model_of_hugging_faces_format_is_begun_with(make_run: Callable[..., R
 
 
 def test_an_import_that_cannot_be_is_refused(make_run: Callable[..., Run], tmp_path: Path) -> None:
-    """Where torchtitan asserts, or fails with a traceback in mid-load: one line, with the setting and what to do."""
+    """Where torchtitan asserts, or fails with a traceback in mid-load: one line, with the setting
+    and what to do.
+    """
     with pytest.raises(ConfigError, match=r"initial_load_in_hf must be false for this model"):
         make_run(**IMPORT)
     with pytest.raises(
@@ -703,7 +735,9 @@ def test_a_last_save_that_fails_in_one_format_is_made_in_the_other(
     breaks: Callable[[Run, pytest.MonkeyPatch], None],
     reason: str,
 ) -> None:
-    """The whole training state is there, to go on from or to convert; told once, by an end that is no success."""
+    """The whole training state is there, to go on from or to convert; told once, by an end that is
+    no success.
+    """
     run = make_run(adapter=Exporter(), **EXPORT).train(6)
     with monkeypatch.context() as patch:
         breaks(run, patch)
@@ -741,7 +775,9 @@ def test_a_disk_that_stays_full_ends_both_formats(
 def test_a_rank_that_cannot_merge_its_files_still_meets_the_others(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, fails: str | None
 ) -> None:
-    """A model in several files is merged by all ranks, which torch lets wait for one that has failed."""
+    """A model in several files is merged by all ranks, which torch lets wait for one that has
+    failed.
+    """
     exporter = Exporter()
     exporter.fqn_to_index_mapping = {"model.weight": 1, "model.bias": 2}
     run = make_run(adapter=exporter, **EXPORT).train(6)
@@ -791,7 +827,9 @@ def test_a_disk_with_room_for_the_model_gets_that(
 
 
 def test_what_cannot_be_exported_is_told_at_the_start(make_run: Callable[..., Run]) -> None:
-    """Not by an assertion of torchtitan, which would have the group started again and again, or at the last step."""
+    """Not by an assertion of torchtitan, which would have the group started again and again, or at
+    the last step.
+    """
     with pytest.raises(
         ConfigError, match=r"checkpoint\.last_save_in_hf must be false for this model"
     ):
@@ -822,7 +860,9 @@ def test_an_export_that_fails_on_another_rank_fails_on_this_one(
 def test_a_save_that_keeps_the_others_waiting_too_long_is_warned_of(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A synchronous save longer than join_timeout_ms costs the writer its place in the quorum: say what to change."""
+    """A synchronous save longer than join_timeout_ms costs the writer its place in the quorum: say
+    what to change.
+    """
     said: list[str] = []
     monkeypatch.setattr(
         "titan_ft.training.checkpoint.manager.logger.warning", lambda text, *_: said.append(text)
@@ -840,7 +880,9 @@ def test_a_save_that_keeps_the_others_waiting_too_long_is_warned_of(
 
 
 def test_an_incomplete_checkpoint_is_never_loaded(make_run: Callable[..., Run]) -> None:
-    """Neither what a writer left when it died, nor a step folder of stock torchtitan without its metadata."""
+    """Neither what a writer left when it died, nor a step folder of stock torchtitan without its
+    metadata.
+    """
     make_run().train(5)
     folder = make_run().folder
     (folder / "partial-10-group-0").mkdir()
@@ -864,7 +906,9 @@ def test_an_incomplete_checkpoint_is_never_loaded(make_run: Callable[..., Run]) 
 
 
 def test_partial_folders_are_overwritten_and_cleaned(make_run: Callable[..., Run]) -> None:
-    """A save takes the remains of its own group with it, and those that nobody has written for long."""
+    """A save takes the remains of its own group with it, and those that nobody has written for
+    long.
+    """
     run = make_run()
     for name in (
         "partial-3-group-0",
@@ -877,7 +921,8 @@ def test_partial_folders_are_overwritten_and_cleaned(make_run: Callable[..., Run
         (run.folder / name / "__7_0.distcp").touch()
     run.train(5)
     run.wait_for_purge()
-    # Another group may be writing just now, also of an earlier step: its save takes as long as it takes.
+    # Another group may be writing just now, also of an earlier step: its save takes as long as it
+    # takes.
     assert run.names() == ["partial-3-group-1", "partial-5-group-1", "step-5"]
     assert not (run.folder / "step-5" / "__7_0.distcp").exists()
     long_ago = time.time() - 3700
@@ -896,7 +941,9 @@ def test_partial_folders_are_overwritten_and_cleaned(make_run: Callable[..., Run
 def test_a_planted_link_overwrites_no_other_checkpoint(
     make_run: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """Another user who may write the folder links the place of the next save to a folder of ours."""
+    """Another user who may write the folder links the place of the next save to a folder of
+    ours.
+    """
     run, precious = make_run(), tmp_path / "precious"
     precious.mkdir()
     (precious / ".metadata").write_text("mine")
@@ -910,7 +957,9 @@ def test_a_planted_link_overwrites_no_other_checkpoint(
 
 
 def test_a_step_can_be_saved_again(make_run: Callable[..., Run]) -> None:
-    """After a run went back to an earlier checkpoint, its own state of a step takes the place of the old one."""
+    """After a run went back to an earlier checkpoint, its own state of a step takes the place of
+    the old one.
+    """
     make_run().train(10)
     run = make_run()
     assert run.checkpoints.load(5)
@@ -928,7 +977,9 @@ def test_a_step_can_be_saved_again(make_run: Callable[..., Run]) -> None:
 def test_what_was_saved_of_a_corrupt_state_is_withdrawn(
     make_run: Callable[..., Run], mode: str
 ) -> None:
-    """Only what was saved behind the last digest that all had alike goes, a save that is not settled yet included."""
+    """Only what was saved behind the last digest that all had alike goes, a save that is not
+    settled yet included.
+    """
     run = make_run(async_mode=mode).train(5)
     run.checkpoints._settle(wait=True)
     run.position.agreed_step = 5
@@ -962,7 +1013,9 @@ def test_a_withdrawal_spares_what_another_group_has_saved(make_run: Callable[...
 def test_a_slow_save_of_a_corrupt_state_replaces_nothing(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another group has saved the step when the save ends; this one may save it again when it has healed."""
+    """Another group has saved the step when the save ends; this one may save it again when it has
+    healed.
+    """
     run, other = make_run(async_mode="async"), make_run(slot=1)
     with monkeypatch.context() as patch:
         gate = Gate(patch)
@@ -1022,7 +1075,9 @@ def test_purge_counts_complete_checkpoints(make_run: Callable[..., Run]) -> None
 def test_a_checkpoint_that_comes_between_two_looks(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save of another group is published when one rank has looked into the folder, and the other has not."""
+    """A save of another group is published when one rank has looked into the folder, and the other
+    has not.
+    """
     make_run().train(10)
     ranks = Ranks(monkeypatch, make_run)
     first: list[int] = []
@@ -1054,7 +1109,9 @@ def test_a_rank_waits_for_a_checkpoint_that_it_does_not_see_yet(
 def test_a_checkpoint_that_one_rank_never_sees_is_refused_by_all(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is said which ranks do not, and what to do; nobody loads another one instead, or waits for the others."""
+    """It is said which ranks do not, and what to do; nobody loads another one instead, or waits for
+    the others.
+    """
     make_run().train(10)
     ranks = Ranks(monkeypatch, make_run)
     ranks.see(monkeypatch, lambda folder: False)
@@ -1119,7 +1176,9 @@ def test_what_rank_0_refuses_is_refused_by_all(
 def test_a_folder_that_rank_0_cannot_read_ends_all(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """An error, also of what is read half, is no reason for the others to wait: all end, may start again, say why."""
+    """An error, also of what is read half, is no reason for the others to wait: all end, may start
+    again, say why.
+    """
     make_run().train(5)
     ranks = Ranks(monkeypatch, make_run)
 
@@ -1140,10 +1199,11 @@ def test_a_folder_that_rank_0_cannot_read_ends_all(
 def test_a_checkpoint_that_vanishes_is_never_loaded(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """Another group purges the checkpoint right after the choice: the next one is taken, at once; or all start again.
+    """Another group purges the checkpoint right after the choice: the next one is taken, at once;
+    or all start again.
 
-    While the group joined the job it has told the others of the checkpoint, so that it cannot take another one.
-    """
+    While the group joined the job it has told the others of the checkpoint, so that it cannot take
+    another one."""
     make_run().train(10)
     ranks = Ranks(monkeypatch, make_run)
     vanish = functools.partial(shutil.rmtree, ranks.runs[0].folder / "step-10", ignore_errors=True)
@@ -1189,7 +1249,9 @@ def test_checkpoints_that_keep_vanishing_end_the_group(
 def test_a_checkpoint_that_is_replaced_while_it_is_loaded(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that have loaded different states of the same step do not train: all of them end and start again."""
+    """Ranks that have loaded different states of the same step do not train: all of them end and
+    start again.
+    """
     make_run().train(10)
     ranks = Ranks(monkeypatch, make_run)
 
@@ -1214,7 +1276,9 @@ def test_a_stale_handle_is_no_checkpoint_that_vanished(
     caplog: pytest.LogCaptureFixture,
     rank: int,
 ) -> None:
-    """On NFS a handle goes stale when another group renames or purges beside it; later looks find what is there."""
+    """On NFS a handle goes stale when another group renames or purges beside it; later looks find
+    what is there.
+    """
     make_run().train(10)
     ranks = Ranks(monkeypatch, make_run)
     looks, fingerprint = itertools.count(), checkpoint_choice._fingerprint
@@ -1296,7 +1360,9 @@ def test_a_rank_that_cannot_read_what_was_chosen_ends_all(
 def test_a_model_to_begin_with_that_one_rank_lacks(
     make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """checkpoint.initial_load_path, too, must be there for all; on one line that names the ranks."""
+    """checkpoint.initial_load_path, too, must be there for all; on one line that names the
+    ranks.
+    """
     make_run().train(5)
     ranks = Ranks(monkeypatch, lambda: make_run(folder="new"))
     ranks.runs[0].checkpoints.initial_load_path = str(tmp_path / "checkpoint" / "step-5")
@@ -1332,7 +1398,9 @@ def test_another_model_is_refused(make_run: Callable[..., Run]) -> None:
 def test_what_is_saved_between_rounds_is_the_anchors(
     make_run: Callable[..., Run], mode: str
 ) -> None:
-    """Also at the end of a round in whose midst the save fell due, and whether or not the others wait for that."""
+    """Also at the end of a round in whose midst the save fell due, and whether or not the others
+    wait for that.
+    """
     run = make_run(async_mode=mode, method={"semi_sync_method": "diloco", "sync_steps": 4})
     run.per_round = 4
     strategy = RoundStrategy.__new__(RoundStrategy)
@@ -1380,7 +1448,9 @@ def test_rounds_of_another_length_are_refused(
     now: dict[str, Any],
     lengths: tuple[int, int] | None,
 ) -> None:
-    """What was round 3 would be another one, and a round begin in the midst of one: one line says what to do."""
+    """What was round 3 would be another one, and a round begin in the midst of one: one line says
+    what to do.
+    """
     make_run(method=earlier).train(5)
     run = make_run(method=now)
     if lengths is None:
@@ -1476,7 +1546,9 @@ def test_a_stock_checkpoint_is_taken_without_its_data(
 
 
 def test_a_model_alone_is_no_training_state(make_run: Callable[..., Run]) -> None:
-    """A checkpoint of last_save_model_only is refused as a training state, with the ways out; and loads as a model."""
+    """A checkpoint of last_save_model_only is refused as a training state, with the ways out; and
+    loads as a model.
+    """
     run = make_run(last_save_model_only=True).train(6)
     run.checkpoints.save(6, last_step=True)
     with pytest.raises(
@@ -1491,7 +1563,9 @@ def test_a_model_alone_is_no_training_state(make_run: Callable[..., Run]) -> Non
 
 
 def test_a_run_that_was_lost_behind_its_last_save_comes_back(make_run: Callable[..., Run]) -> None:
-    """Though that is of the model only by torchtitan's default: the one before is loaded; alone it is refused."""
+    """Though that is of the model only by torchtitan's default: the one before is loaded; alone it
+    is refused.
+    """
     run = make_run(last_save_model_only=True, keep_latest_k=2).train(6)
     run.checkpoints.save(6, last_step=True)
     other = make_run()
@@ -1506,7 +1580,9 @@ def test_a_run_that_was_lost_behind_its_last_save_comes_back(make_run: Callable[
 def test_initial_load_path_counts_until_there_is_a_complete_checkpoint(
     make_run: Callable[..., Run],
 ) -> None:
-    """A run whose first writer died in its first save begins with the given model again, not with a random one."""
+    """A run whose first writer died in its first save begins with the given model again, not with a
+    random one.
+    """
     run = make_run().train(5)
     other = make_run(
         folder="elsewhere",

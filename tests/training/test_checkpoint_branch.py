@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""checkpoint.load_step: where a job begins, where it goes on, and what becomes of the steps that it turns away from."""
+"""checkpoint.load_step: where a job begins, where it goes on, and what becomes of the steps that it
+turns away from.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_a_job_begins_at_load_step_once(make_run: MakeRun) -> None:
 def test_a_job_without_a_name_says_that_it_goes_on(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Started by hand, nobody knows whether it is the same one; the line says what to do if it is not."""
+    """Started by hand, nobody knows whether it is the same one; the line says what to do if it is
+    not.
+    """
     said: list[str] = []
     monkeypatch.setattr(
         "titan_ft.training.checkpoint.manager.logger.warning",
@@ -95,7 +99,9 @@ def test_a_requeued_array_of_slurm_is_the_same_job(
 
 
 def test_steps_that_a_job_has_turned_away_from_are_set_aside(make_run: MakeRun) -> None:
-    """With its first save of its own: nothing is deleted, and the latest is the new branch's from then on."""
+    """With its first save of its own: nothing is deleted, and the latest is the new branch's from
+    then on.
+    """
     first = make_run(job_id="first").train(20)
     weights = first.model.weight.detach().clone()
     run = begin(make_run, job_id="second", load_step=10)
@@ -116,7 +122,9 @@ def test_steps_that_a_job_has_turned_away_from_are_set_aside(make_run: MakeRun) 
 
 
 def test_steps_before_the_first_save_of_the_new_branch_are_set_aside(make_run: MakeRun) -> None:
-    """If that save is damaged, the next launch went on from step 12 of the branch that was turned away from."""
+    """If that save is damaged, the next launch went on from step 12 of the branch that was turned
+    away from.
+    """
     first = make_run(job_id="first").train(12)
     first.checkpoints.save(12, last_step=True)
     run = begin(make_run, job_id="second", load_step=10)
@@ -144,7 +152,9 @@ def test_a_name_that_is_taken_is_passed_over(make_run: MakeRun) -> None:
 
 
 def test_the_new_branch_is_not_purged_before_the_old_one(make_run: MakeRun) -> None:
-    """keep_latest_k counts the steps of this branch: the later ones of the other are none of the latest."""
+    """keep_latest_k counts the steps of this branch: the later ones of the other are none of the
+    latest.
+    """
     make_run(job_id="first").train(30)
     run = begin(make_run, job_id="second", load_step=10, keep_latest_k=2)
     run.train(15)
@@ -166,7 +176,9 @@ def test_damaged_later_steps_do_not_count_for_keep_latest_k(make_run: MakeRun) -
 
 
 def test_a_damaged_step_pushes_out_no_sound_one(make_run: MakeRun) -> None:
-    """Of 5, 10, 12 (damaged) and 15 it kept 12 and 15, and deleted the step that the job had gone on from."""
+    """Of 5, 10, 12 (damaged) and 15 it kept 12 and 15, and deleted the step that the job had gone
+    on from.
+    """
     run = make_run().train(12)
     run.checkpoints.save(12, last_step=True)
     (run.folder / "step-12" / "__0_0.distcp").write_bytes(b"")
@@ -198,7 +210,9 @@ def test_a_step_that_cannot_be_read_just_now_pushes_out_no_sound_one(
 
 
 def test_a_group_that_comes_back_when_load_step_is_purged_heals(make_run: MakeRun) -> None:
-    """It was refused, and with it the run: the job's own later steps are there, and the others train."""
+    """It was refused, and with it the run: the job's own later steps are there, and the others
+    train.
+    """
     make_run(job_id="first").train(10)
     branch = {"job_id": "second", "load_step": 10, "keep_latest_k": 2}
     run = begin(make_run, **branch)
@@ -293,7 +307,9 @@ def test_a_slow_save_sets_nothing_of_its_own_job_aside(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["", "{"])
 def test_later_steps_of_nobody_are_set_aside(tmp_path: Path, damage: str) -> None:
-    """Of stock torchtitan, or with a damaged manifest: a job that has begun before them does not go on from them."""
+    """Of stock torchtitan, or with a damaged manifest: a job that has begun before them does not go
+    on from them.
+    """
     later = write_checkpoint(tmp_path / "step-15", None)
     if damage:
         (later / MANIFEST).write_text(damage)
@@ -344,7 +360,9 @@ def test_a_publication_that_fails_leaves_the_former_checkpoint(
 
 
 def test_the_remains_of_a_deletion_are_in_nobodys_way(make_run: MakeRun) -> None:
-    """A purge that was killed left half of step 5, and the job saves step 5 again, and purges it."""
+    """A purge that was killed left half of step 5, and the job saves step 5 again, and purges
+    it.
+    """
     run = make_run(keep_latest_k=2).train(5)
     shutil.copytree(run.folder / "step-5", run.folder / "partial-5-purged")
     run.train(15)

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Damaged checkpoints: the job goes on from the latest sound one, and says which it has passed over."""
+"""Damaged checkpoints: the job goes on from the latest sound one, and says which it has passed
+over.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,9 @@ SHOWN_BY_TABLES: dict[str, tuple[Damage, str]] = {
 def test_damage_that_tables_show_costs_no_start(
     make_run: MakeRun, name: str, by_earlier: bool
 ) -> None:
-    """The older checkpoint is chosen before any is announced to the other groups; an event names both."""
+    """The older checkpoint is chosen before any is announced to the other groups; an event names
+    both.
+    """
     damage, reason = SHOWN_BY_TABLES[name]
     if reason.startswith(".metadata cannot") and not by_earlier:
         reason = ".metadata is not what was written"
@@ -160,7 +164,9 @@ def flips(data: bytes, every: int = 1) -> Iterator[bytes]:
 
 @pytest.mark.parametrize("name", [".metadata", MANIFEST])
 def test_a_flipped_bit_in_a_table_is_damage(make_run: MakeRun, name: str) -> None:
-    """It ended the job as another model's, was loaded with new data, or stopped each start without a note."""
+    """It ended the job as another model's, was loaded with new data, or stopped each start without
+    a note.
+    """
     run = make_run().train(5)
     folder = run.folder / "step-5"
     before = (folder / name).read_bytes()
@@ -298,7 +304,9 @@ FOUND_BY_THE_LOAD: dict[str, tuple[Callable[[Run], Callable[[bytes], bytes]], st
 def test_damage_that_a_load_finds_is_passed_over_by_the_next_start(
     make_run: MakeRun, name: str
 ) -> None:
-    """Of every group: the step was announced by then, so this start takes no other one, and leaves a note."""
+    """Of every group: the step was announced by then, so this start takes no other one, and leaves
+    a note.
+    """
     make, reason = FOUND_BY_THE_LOAD[name]
     run = make_run().train(5)
     expected = run.values()
@@ -339,7 +347,9 @@ def test_damage_that_a_load_finds_is_passed_over_by_the_next_start(
 
 
 def test_a_note_does_not_hold_for_the_checkpoint_that_comes_in_its_place(make_run: MakeRun) -> None:
-    """The job saves the step again: it is sound now. And a note that comes late is of the former one."""
+    """The job saves the step again: it is sound now. And a note that comes late is of the former
+    one.
+    """
     run = make_run().train(10)
     rewrite(data_of(run.folder / "step-10"), _flip(run))
     with pytest.raises(LoadError):
@@ -401,7 +411,9 @@ def test_the_checkpoint_that_was_asked_for_is_not_replaced_by_another(
 
 @pytest.mark.parametrize("step", [-1, 10, 99])
 def test_a_group_that_comes_back_needs_no_checkpoint(make_run: MakeRun, step: int) -> None:
-    """The disk was damaged while the job trained: that must not end the group that is started again, nor the run."""
+    """The disk was damaged while the job trained: that must not end the group that is started
+    again, nor the run.
+    """
     run = make_run().train(10)
     for path in run.folder.iterdir():
         rewrite(data_of(path), lambda data: data[:-1])
@@ -414,7 +426,9 @@ def test_a_group_that_comes_back_needs_no_checkpoint(make_run: MakeRun, step: in
 
 
 def test_a_group_whose_load_fails_alone_heals_from_the_others(make_run: MakeRun) -> None:
-    """Its memory may be bad: without another checkpoint it must not end for good while they go on."""
+    """Its memory may be bad: without another checkpoint it must not end for good while they go
+    on.
+    """
     run = make_run().train(5)
     rewrite(data_of(run.folder / "step-5"), _flip(run))
     with pytest.raises(LoadError) as raised:
@@ -466,7 +480,9 @@ def test_a_model_without_a_manifest_is_passed_over(make_run: MakeRun, last: dict
 
 
 def test_a_seed_checkpoint_is_what_a_job_begins_with(make_run: MakeRun) -> None:
-    """torchtitan's `step-0` is of the model only. A damaged later step is no reason not to begin there."""
+    """torchtitan's `step-0` is of the model only. A damaged later step is no reason not to begin
+    there.
+    """
     run = make_run().train(5)
     dcp.save(run.model.state_dict(), checkpoint_id=str(run.folder / "step-0"))
     (run.folder / "step-5" / MANIFEST).write_text("{")
@@ -486,7 +502,9 @@ def test_more_bytes_than_the_table_names_are_no_damage(make_run: MakeRun) -> Non
 
 
 def test_other_settings_are_no_damage(make_run: MakeRun) -> None:
-    """A checkpoint that lacks a key of this run's optimizer is refused, and left as it is for others."""
+    """A checkpoint that lacks a key of this run's optimizer is refused, and left as it is for
+    others.
+    """
     run = make_run().train(5)
     del run.checkpoints.states["optimizer"]
     run.train(10)
@@ -574,7 +592,9 @@ def test_a_checkpoint_that_stays_unreadable_is_passed_over(
 def test_one_glance_does_not_make_damage(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another group replaces the checkpoint while this one looks at it: the first look sees half of the files."""
+    """Another group replaces the checkpoint while this one looks at it: the first look sees half of
+    the files.
+    """
     make_run().train(10)
     looks = itertools.count()
 
@@ -590,7 +610,9 @@ def test_one_glance_does_not_make_damage(
 def test_loads_that_fail_for_the_file_system_are_tried_again_but_not_for_ever(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server may be away for a moment. Three starts that could not read the data have an older one loaded."""
+    """A server may be away for a moment. Three starts that could not read the data have an older
+    one loaded.
+    """
     make_run().train(10)
 
     def fail(*_: Any) -> None:

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Exports in Hugging Face's format: every file can be read, or the weights are saved in another way."""
+"""Exports in Hugging Face's format: every file can be read, or the weights are saved in another
+way.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,8 @@ ONLY = "model-00001-of-00001.safetensors"
         (None, {ONLY: [BIAS, WEIGHT]}),
         ({}, {ONLY: [BIAS, WEIGHT]}),
         ({WEIGHT: 1, BIAS: 2}, {ONE: [WEIGHT], TWO: [BIAS]}),
-        # A name that the model lacks: in a file with others, and as a file of its own, first, between and last.
+        # A name that the model lacks: in a file with others, and as a file of its own, first,
+        # between and last.
         ({WEIGHT: 1, BIAS: 1, "model.rotary_emb.inv_freq": 1}, {ONLY: [BIAS, WEIGHT]}),
         ({WEIGHT: 1, BIAS: 2, "model.rotary_emb.inv_freq": 2}, {ONE: [WEIGHT], TWO: [BIAS]}),
         ({"model.rotary_emb.inv_freq": 1, WEIGHT: 2, BIAS: 3}, {ONE: [WEIGHT], TWO: [BIAS]}),
@@ -87,7 +90,9 @@ ONLY = "model-00001-of-00001.safetensors"
 def test_every_file_of_an_export_can_be_read(
     make_run: MakeRun, index: dict[str, int] | None, files: dict[str, list[str]]
 ) -> None:
-    """It holds the tensors of the model, whatever the table names; the index of the export names nothing else."""
+    """It holds the tensors of the model, whatever the table names; the index of the export names
+    nothing else.
+    """
     run = export(make_run, index)
     run.checkpoints.raise_last_failure()
     found = read(run.folder / "step-6")
@@ -203,7 +208,9 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_an_export_that_is_not_the_model_is_a_failed_save(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """It is told, the run does not end as if all were well, and the whole training state is saved instead."""
+    """It is told, the run does not end as if all were well, and the whole training state is saved
+    instead.
+    """
     change, reason = WRONG[name]
     _patch(monkeypatch, change)
     run = export(make_run, {WEIGHT: 1, BIAS: 2})
@@ -224,7 +231,9 @@ def test_an_export_that_is_not_the_model_is_a_failed_save(
 def test_a_tensor_that_torch_would_write_as_zero_is_not_exported(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch leaves out tensors without dimensions when it merges files, and their place is filled with zeros."""
+    """torch leaves out tensors without dimensions when it merges files, and their place is filled
+    with zeros.
+    """
 
     def to_hf(exporter: Exporter, state: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -266,7 +275,9 @@ def test_a_folder_without_an_index_is_no_export(tmp_path: Path) -> None:
 
 
 def test_transformers_loads_an_export(make_run: MakeRun, tmp_path: Path) -> None:
-    """The model of configs/llama3_debug.toml: it computes the same there. By an index with names of old exports."""
+    """The model of configs/llama3_debug.toml: it computes the same there. By an index with names of
+    old exports.
+    """
     transformers = pytest.importorskip("transformers")
     args = llama3_args["debugmodel"]
     model = Transformer(args)

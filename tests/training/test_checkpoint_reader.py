@@ -148,7 +148,9 @@ def test_a_save_takes_what_a_load_takes(tmp_path: Path, value: Any) -> None:
     ],
 )
 def test_a_table_changes_no_class_and_no_function(tmp_path: Path, target: str) -> None:
-    """BUILD sets attributes of whatever is below it: `PosixPath._str` would replace every path of the process."""
+    """BUILD sets attributes of whatever is below it: `PosixPath._str` would replace every path of
+    the process.
+    """
     module, name = target.split()
     folder = tmp_path / "step-10"
     save(folder)
@@ -185,7 +187,9 @@ def test_plain_values_of_numpy_and_the_standard_library_are_read(
 
 
 def test_a_class_that_is_refused_is_no_damage(tmp_path: Path) -> None:
-    """A checkpoint that counts as damaged is passed over, and each older one holds such a value as well."""
+    """A checkpoint that counts as damaged is passed over, and each older one holds such a value as
+    well.
+    """
     save(tmp_path / "step-1", extra=[collections.deque([1])])
     with pytest.raises(CheckpointException) as caught:
         load(tmp_path / "step-1", {"extra": [None]})
@@ -208,7 +212,9 @@ def test_a_class_that_is_refused_is_no_damage(tmp_path: Path) -> None:
 def test_a_name_that_is_no_part_of_a_table_is_refused(
     tmp_path: Path, name: tuple[str, str]
 ) -> None:
-    """Not even looked up: neither a function, nor what is reached through a name that is allowed."""
+    """Not even looked up: neither a function, nor what is reached through a name that is
+    allowed.
+    """
     module, attribute = name
     pickled = pickle.PROTO + b"\x04"
     for text in (module, attribute):

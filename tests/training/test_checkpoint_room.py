@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Saves that find no room: they say so, and leave nothing behind that takes the room of the next one."""
+"""Saves that find no room: they say so, and leave nothing behind that takes the room of the next
+one.
+"""
 
 from __future__ import annotations
 
@@ -181,7 +183,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_real_disk_that_is_full(make_run: MakeRun, small_disk: Path, mode: str) -> None:
-    """One checkpoint fits and two do not: each save says it, the first one stays, and room made is room used."""
+    """One checkpoint fits and two do not: each save says it, the first one stays, and room made is
+    room used.
+    """
     run = make_run(folder=str(small_disk / "checkpoints"), async_mode=mode)
     run.model.extra = torch.nn.Parameter(torch.zeros(600_000))  # 2.4 MB
     run.checkpoints.states["model"].cache_state_dict = dict(run.model.state_dict())

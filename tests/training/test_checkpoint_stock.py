@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Stock torchtitan goes on from a checkpoint of ours, in the very next batches, and we from one of its."""
+"""Stock torchtitan goes on from a checkpoint of ours, in the very next batches, and we from one of
+its.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ MakeRun = Callable[..., Run]
 
 
 class Numbers(IterableDataset):  # type: ignore[type-arg]
-    """Every `step`-th number from `first` on, with a place to go on from, as torchtitan's datasets."""
+    """Every `step`-th number from `first` on, with a place to go on from, as torchtitan's
+    datasets.
+    """
 
     def __init__(self, first: int, step: int) -> None:
         self._next, self._step = first, step
@@ -136,7 +140,9 @@ def test_stock_refuses_another_number_of_data_ranks(make_run: MakeRun, tmp_path:
 
 
 def test_ours_reads_no_pickle(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever writes a checkpoint of stock's could run code here with it; our own keys have the same states."""
+    """Whoever writes a checkpoint of stock's could run code here with it; our own keys have the
+    same states.
+    """
     run, feed = save_in_mid_data(make_run, {0: 3, 1: 4})
 
     class Mine:
@@ -195,7 +201,9 @@ def test_ours_goes_on_from_stock_with_new_data(make_run: MakeRun, tmp_path: Path
 
 
 def test_tokens_are_counted_as_each_of_them_counts(make_run: MakeRun, tmp_path: Path) -> None:
-    """Stock counts those of a data rank, we those of the job: each would have the other's count, times its ranks."""
+    """Stock counts those of a data rank, we those of the job: each would have the other's count,
+    times its ranks.
+    """
     run, _ = save_in_mid_data(make_run, {0: 3, 1: 3})
     run.progress.ntokens_seen = 1001
     run.position.start_at(10)

@@ -97,7 +97,9 @@ def attempt(folder: Path, *points: tuple[int, float]) -> None:
 def test_folder_of_a_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_ranks: bool, below: str
 ) -> None:
-    """Whenever torchtitan builds its logger, the folder is that of the group; with every rank's, of the rank."""
+    """Whenever torchtitan builds its logger, the folder is that of the group; with every rank's, of
+    the rank.
+    """
     for step in (1, 2):
         logger = build_logger(monkeypatch, config(tmp_path, all_ranks=all_ranks))
         logger.log({"loss": 1.0 / step}, step)
@@ -118,7 +120,9 @@ def test_attempt_that_is_killed_leaves_all_its_points(tmp_path: Path) -> None:
 
 
 def test_step_that_is_made_again_by_one_process(tmp_path: Path) -> None:
-    """A group that healed back to a step shows what it made last; validation at a step does not drop its training."""
+    """A group that healed back to a step shows what it made last; validation at a step does not
+    drop its training.
+    """
     curves = GroupCurves(tmp_path)
     for step, loss in ((1, 3.0), (2, 2.0), (3, 9.0), (3, 1.0), (4, 0.5)):
         curves.log({"loss": loss}, step)
@@ -135,7 +139,9 @@ def test_nothing_is_made_before_the_first_point(tmp_path: Path) -> None:
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The group trains on; its points wait, and are all there once the folder can be written. Two lines say so."""
+    """The group trains on; its points wait, and are all there once the folder can be written. Two
+    lines say so.
+    """
     said: list[str] = []
     monkeypatch.setattr(
         "titan_ft.training.curves.logger", SimpleNamespace(info=str, warning=said.append)
@@ -178,7 +184,9 @@ def test_training_has_no_thread_for_its_curves(tmp_path: Path) -> None:
 
 
 def test_wandb_run_is_the_same_for_every_attempt(tmp_path: Path) -> None:
-    """By the name that there is: the user's, the launcher's, the job's, else the folder's; groups differ, jobs too."""
+    """By the name that there is: the user's, the launcher's, the job's, else the folder's; groups
+    differ, jobs too.
+    """
     first = wandb_environment({}, config(tmp_path / "a"), 0)
     assert first == wandb_environment({}, config(tmp_path / "a"), 0)
     assert first["WANDB_RESUME"] == "allow"
@@ -266,7 +274,9 @@ def test_each_group_has_its_own_traces(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_trace_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, begins: bool
 ) -> None:
-    """The group trains on, with a line in its log; an error of the training itself is none of the profiler's."""
+    """The group trains on, with a line in its log; an error of the training itself is none of the
+    profiler's.
+    """
     said: list[str] = []
     monkeypatch.setattr("titan_ft.training.curves.logger", SimpleNamespace(warning=said.append))
 

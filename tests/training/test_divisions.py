@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What does not divide is refused, with field, rule, value and remedy; what torchtitan can cut is not."""
+"""What does not divide is refused, with field, rule, value and remedy; what torchtitan can cut is
+not.
+"""
 
 from __future__ import annotations
 

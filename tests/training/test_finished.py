@@ -38,7 +38,9 @@ def test_a_mark_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
 
 
 def test_a_mark_takes_no_room(small_disk: Any) -> None:
-    """On a full disk, too, a group that comes back learns that the job is over; a later mark replaces it."""
+    """On a full disk, too, a group that comes back learns that the job is over; a later mark
+    replaces it.
+    """
     mark = small_disk.folder / "finished.json"
     small_disk.fill()
     for _ in range(2):

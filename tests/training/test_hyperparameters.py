@@ -71,7 +71,9 @@ class Training:
 
 
 def resume(tmp_path: Path, **settings: Any) -> tuple[Training, Training]:
-    """Return a training after a few steps, and one with other settings that has loaded its state."""
+    """Return a training after a few steps, and one with other settings that has loaded its
+    state.
+    """
     earlier, now = Training(), Training(**settings)
     for _ in range(STEPS):
         earlier.step()
@@ -81,7 +83,9 @@ def resume(tmp_path: Path, **settings: Any) -> tuple[Training, Training]:
 
 
 def test_settings_of_this_launch_count(tmp_path: Path) -> None:
-    """torchtitan goes on with those of the checkpoint. The moments, and the place in the schedule, are its."""
+    """torchtitan goes on with those of the checkpoint. The moments, and the place in the schedule,
+    are its.
+    """
     settings = {"lr": 5e-3, "betas": (0.5, 0.6), "eps": 1e-6, "weight_decay": 0.0, "foreach": False}
     earlier, now = resume(tmp_path, **settings)
     assert [group["lr"] for group in now.groups] == [group["lr"] for group in earlier.groups]
@@ -104,7 +108,9 @@ def test_settings_of_this_launch_count(tmp_path: Path) -> None:
 
 
 def test_a_longer_run_has_its_own_schedule_at_once(tmp_path: Path) -> None:
-    """Not from the second step on: the LR of the first one was computed by the schedule of the earlier launch."""
+    """Not from the second step on: the LR of the first one was computed by the schedule of the
+    earlier launch.
+    """
     _, now = resume(tmp_path, steps=40)
     now.hyperparameters.restore()
     whole = Training(steps=40)

@@ -19,7 +19,9 @@ CONFIG = Path(__file__).parents[2] / "configs" / "llama3_debug.toml"
 
 
 def test_a_config_is_read_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
-    """A fork finds it read; a worker that is started after the file was changed gets what it says then."""
+    """A fork finds it read; a worker that is started after the file was changed gets what it says
+    then.
+    """
     file = tmp_path / "run.toml"
     text = CONFIG.read_text()
     file.write_text(text.replace("seed = 42", "seed = 1"))
@@ -35,7 +37,9 @@ def test_a_config_is_read_once_and_again_when_it_has_changed(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["llama3_debug", "llama3_debug_diloco"])
 def test_debug_runs_have_a_flight_recorder(name: str) -> None:
-    """They had none, so no test ran with torchtitan's default, and all groups wrote their records to one path."""
+    """They had none, so no test ran with torchtitan's default, and all groups wrote their records
+    to one path.
+    """
     assert read_config(f"--job.config_file={CONFIG.with_stem(name)}").comm.trace_buf_size > 0
 
 
@@ -58,7 +62,9 @@ def test_debug_runs_have_a_flight_recorder(name: str) -> None:
 def test_a_table_of_files_that_torchtitan_cannot_read_is_refused(
     tmp_path: Path, text: str, found: str
 ) -> None:
-    """It ended the first start and the second one with a traceback, although nothing is exported."""
+    """It ended the first start and the second one with a traceback, although nothing is
+    exported.
+    """
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(ConfigError) as raised:
         read_config(f"--job.config_file={CONFIG}", f"--model.hf_assets_path={tmp_path}")

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a rank opens to the other groups: the shape that its group has, its address, its end when ranks are silent."""
+"""What a rank opens to the other groups: the shape that its group has, its address, its end when
+ranks are silent.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,9 @@ def test_the_mesh_is_told() -> None:
     ],
 )
 def test_another_model_has_another_shape(other: nn.Module) -> None:
-    """Order, sizes, dtypes and which parameters are trained: whatever decides the exchange's buffers."""
+    """Order, sizes, dtypes and which parameters are trained: whatever decides the exchange's
+    buffers.
+    """
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     assert shape(model) != shape(other)
 
@@ -145,7 +149,9 @@ def test_the_exchange_overlaps_with_the_backward(
     calls: int,
     quantize: bool,
 ) -> None:
-    """A pipeline calls autograd's hooks for each microbatch; what a semi-synchronous method exchanges has none."""
+    """A pipeline calls autograd's hooks for each microbatch; what a semi-synchronous method
+    exchanges has none.
+    """
     built: dict[str, Any] = {}
     monkeypatch.setattr(links, "GradientExchange", lambda *_, **settings: built.update(settings))
     config = FaultTolerance(enable=True, semi_sync_method=method, should_quantize=quantize)
@@ -219,7 +225,9 @@ def test_ranks_of_a_later_attempt_find_each_other(monkeypatch: pytest.MonkeyPatc
 
 
 def test_all_links_are_closed_although_one_cannot_be() -> None:
-    """Else the heartbeats would go on, or the port stay open, in a process that takes long to end."""
+    """Else the heartbeats would go on, or the port stay open, in a process that takes long to
+    end.
+    """
     closed: list[str] = []
 
     def part(name: str) -> Any:

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The rehearsal of a data loader's openings: exact, or why not, and nothing of the run is changed by it."""
+"""The rehearsal of a data loader's openings: exact, or why not, and nothing of the run is changed
+by it.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,8 @@ class Short(Counting):
 
 
 class Reshuffling(Counting):
-    """Shuffles each epoch of 12 batches; its state has the order and the place in it, but no generator.
+    """Shuffles each epoch of 12 batches; its state has the order and the place in it, but no
+    generator.
 
     Where it is opened in its first epoch, its generator happens to be right.
     """
@@ -137,7 +140,9 @@ class Reshuffling(Counting):
 
 
 class LosesLaterEpochs(Counting):
-    """Begins again with its first batch where its state is of a later epoch than the first one, of 12 batches."""
+    """Begins again with its first batch where its state is of a later epoch than the first one, of
+    12 batches.
+    """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.next = state["next"] if state["next"] < 12 else 0
@@ -196,7 +201,9 @@ class Stateful(Stateless):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loaders_of_torchdata(workers: int) -> None:
-    """torchdata 0.11 skips too much of a data set without a state when it is opened for the second time."""
+    """torchdata 0.11 skips too much of a data set without a state when it is opened for the second
+    time.
+    """
 
     def check(data: type[Stateless]) -> LoaderChecked:
         return check_loader(lambda: StatefulDataLoader(data(), batch_size=2, num_workers=workers))

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a rank computes in a step of its own group, without a model; whole runs are in integration/."""
+"""What a rank computes in a step of its own group, without a model; whole runs are in
+integration/.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ class Mesh:
 
 
 def test_a_pipeline_s_loss_is_known_to_all_its_ranks() -> None:
-    """Only the last stage has one, all of whose tensor-parallel ranks hold the same; its tokens count once."""
+    """Only the last stage has one, all of whose tensor-parallel ranks hold the same; its tokens
+    count once.
+    """
     # Of (stage, tensor-parallel rank).
     losses = {(0, 0): -2.0, (0, 1): -2.0, (1, 0): 0.25, (1, 1): 0.25}
     told: list[list[float]] = []
@@ -129,7 +133,8 @@ def test_a_pipeline_s_loss_is_known_to_all_its_ranks() -> None:
 def test_the_exchange_is_armed_before_the_last_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not before an earlier one, whose gradients are not final.
 
-    The next batch is read while the device is at the last backward: before the host waits for the loss.
+    The next batch is read while the device is at the last backward: before the host waits for the
+        loss.
     """
     order: list[str] = []
     item = torch.Tensor.item
@@ -192,7 +197,9 @@ def test_tokens_count_when_they_are_trained() -> None:
 
 
 def test_without_data_no_step_is_made() -> None:
-    """A round of a semi-synchronous method would count one that it has not, and wait for a gradient of it for ever."""
+    """A round of a semi-synchronous method would count one that it has not, and wait for a gradient
+    of it for ever.
+    """
 
     def read(slot: int, count: int, behind: int) -> Any:
         raise DataloaderExhaustedError
@@ -208,7 +215,9 @@ def test_without_data_no_step_is_made() -> None:
 
 @pytest.mark.parametrize(("pp", "scale"), [(False, 1.0), (True, 1 / 100)])
 def test_a_pipeline_s_gradients_are_divided_by_the_tokens(pp: bool, scale: float) -> None:
-    """torchtitan does that before backward, but for pipelines, which go backward from the sum of the losses."""
+    """torchtitan does that before backward, but for pipelines, which go backward from the sum of
+    the losses.
+    """
     assert local(parallel_dims=SimpleNamespace(pp_enabled=pp)).gradient_scale == scale
 
 
@@ -217,7 +226,9 @@ def test_a_pipeline_s_gradients_are_divided_by_the_tokens(pp: bool, scale: float
     [(1, False, True), (3, False, False), (4, False, True), (5, True, True), (10, False, True)],
 )
 def test_no_quorum_is_asked_for_before_a_pause(step: int, saves: bool, pauses: bool) -> None:
-    """torchtitan validates (after the first step, too), saves or ends: the others would wait in the exchange."""
+    """torchtitan validates (after the first step, too), saves or ends: the others would wait in the
+    exchange.
+    """
     config: Any = SimpleNamespace(
         validation=SimpleNamespace(enable=True, freq=4), training=SimpleNamespace(steps=10)
     )
@@ -243,7 +254,9 @@ def test_no_quorum_is_asked_for_before_a_pause(step: int, saves: bool, pauses: b
 def test_a_warm_up_is_short_where_no_shape_counts(
     facts: dict[str, Any], shape: tuple[int, int]
 ) -> None:
-    """The others make steps meanwhile; but what is compiled for another shape would be compiled again in the first."""
+    """The others make steps meanwhile; but what is compiled for another shape would be compiled
+    again in the first.
+    """
     degrees = {name: facts.get(name, False) for name in ("tp_enabled", "cp_enabled", "pp_enabled")}
     this = local(
         device=torch.device(facts.get("device", "cpu")),
@@ -259,7 +272,9 @@ def test_a_warm_up_is_short_where_no_shape_counts(
 
 @pytest.mark.parametrize("text", [True, False])
 def test_a_warm_up_is_taken_back(text: bool) -> None:
-    """Weights, moments and counters are those of before, and no gradient or random number is left of it."""
+    """Weights, moments and counters are those of before, and no gradient or random number is left
+    of it.
+    """
     done: list[str] = []
     drawn = torch.random.get_rng_state()
     this = local(

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Jobs that are given by `--module M --config F`: the flags apart, the TOML, and what is refused."""
+"""Jobs that are given by `--module M --config F`: the flags apart, the TOML, and what is
+refused.
+"""
 
 from __future__ import annotations
 

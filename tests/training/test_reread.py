@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Data of a run that are read again: with the config of the given folder, and by the shard's own number."""
+"""Data of a run that are read again: with the config of the given folder, and by the shard's own
+number.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def test_a_config_that_has_changed_is_not_blamed_on_the_data(run_dir: Path) -> N
 
 
 def test_a_shard_is_read_by_its_own_number(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the number of groups in the config is: a resume may have cut the same shards into other slots."""
+    """Whatever the number of groups in the config is: a resume may have cut the same shards into
+    other slots.
+    """
     found = Reread()
     build = _prepare(started(run_dir), run_dir, found)
     assert build is not None

@@ -31,7 +31,9 @@ from titan_ft.transfer.snapshot import TrainState  # noqa: E402
 
 
 class Wire:
-    """Stands in for a Membership of two groups; notes what is handed to the process group to sum."""
+    """Stands in for a Membership of two groups; notes what is handed to the process group to
+    sum.
+    """
 
     timeout = timedelta(seconds=1)
 
@@ -60,7 +62,9 @@ class Wire:
 
 
 def test_a_rank_holds_and_moves_what_was_predicted() -> None:
-    """Parameters, gradients, optimizer, the copy of the state, and the exchange's buckets, byte for byte."""
+    """Parameters, gradients, optimizer, the copy of the state, and the exchange's buckets, byte for
+    byte.
+    """
     predicted = measure(config, num_ranks=1).largest
     torch.manual_seed(0)
     model = Transformer(llama3_args["debugmodel"])
@@ -100,7 +104,9 @@ def test_a_rank_holds_and_moves_what_was_predicted() -> None:
 def test_a_rank_of_a_semi_synchronous_job_holds_and_moves_what_was_predicted(
     method: str, momentum: int
 ) -> None:
-    """Beside what a synchronous one holds: anchors in fp32 and the outer momentum, in the state of a heal as well."""
+    """Beside what a synchronous one holds: anchors in fp32 and the outer momentum, in the state of
+    a heal as well.
+    """
     plain = measure(config, num_ranks=1).largest
     needs = (
         f"--fault_tolerance.semi_sync_method={method}",
@@ -129,7 +135,9 @@ def test_a_rank_of_a_semi_synchronous_job_holds_and_moves_what_was_predicted(
 
 
 def test_anchors_are_fp32_whatever_the_weights_are() -> None:
-    """With weights in bfloat16 the anchors, their momentum and what travels are as large as ever."""
+    """With weights in bfloat16 the anchors, their momentum and what travels are as large as
+    ever.
+    """
     needs = (
         "--fault_tolerance.semi_sync_method=diloco",
         "--fault_tolerance.hang_timeout_seconds=60",
@@ -150,7 +158,9 @@ def test_anchors_are_fp32_whatever_the_weights_are() -> None:
 
 
 def test_shards_add_up_to_the_model() -> None:
-    """Of two ranks each holds half; of two stages with two ranks each, all four together the model once."""
+    """Of two ranks each holds half; of two stages with two ranks each, all four together the model
+    once.
+    """
     whole = measure(config, num_ranks=1).largest
     half = measure(config, num_ranks=2).largest
     assert (2 * half.parameters, 2 * half.gradients) == (whole.parameters, whole.gradients)
@@ -161,7 +171,9 @@ def test_shards_add_up_to_the_model() -> None:
 
 
 def test_a_batch_of_all_groups_is_accumulated() -> None:
-    """Of 24 sequences in all each of 2 groups makes 12, on 2 ranks of 2 at a time: 3 microbatches."""
+    """Of 24 sequences in all each of 2 groups makes 12, on 2 ranks of 2 at a time: 3
+    microbatches.
+    """
     given = read_config(
         f"--job.config_file={CONFIG}", "--fault_tolerance.enable", "--training.global_batch_size=24"
     )

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The loaders of the slots: which shard each reads, and what a loader's worker keeps of its rank."""
+"""The loaders of the slots: which shard each reads, and what a loader's worker keeps of its
+rank.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def loaders(
 
 @pytest.mark.parametrize(("group_size", "num_shards"), [(1, 1), (2, 1), (3, 2), (2, 4)])
 def test_all_slots_together_read_each_shard_once(group_size: int, num_shards: int) -> None:
-    """Slot r and data rank i read what torchtitan's HSDP has rank r x degree + i read, whoever reads the slot."""
+    """Slot r and data rank i read what torchtitan's HSDP has rank r x degree + i read, whoever
+    reads the slot.
+    """
     for reader in range(group_size):
         opened = [
             loaders(reader, group_size, shard, num_shards).open(slot)
@@ -53,7 +57,9 @@ def test_all_slots_together_read_each_shard_once(group_size: int, num_shards: in
 
 
 def test_the_loader_that_torchtitan_has_built_is_used_first() -> None:
-    """Once: a loader that was read from cannot go back to its beginning. Another slot never gets it."""
+    """Once: a loader that was read from cannot go back to its beginning. Another slot never gets
+    it.
+    """
     made = loaders(1, 3)
     first = made._first
     assert made.open(1) is first
@@ -77,7 +83,9 @@ class _Unhurried:
 
 
 class _Tokens(IterableDataset[int]):
-    """Goes on changing, as torchtitan's text dataset does, the list that it has given as its state."""
+    """Goes on changing, as torchtitan's text dataset does, the list that it has given as its
+    state.
+    """
 
     def __init__(self) -> None:
         self._read: list[int] = []
@@ -141,7 +149,9 @@ def _is_of_the_internet(number: int) -> bool:
 
 
 def test_a_worker_keeps_no_connection_of_its_rank_open() -> None:
-    """A peer sees at once that the rank has closed its connection, and SIGTERM leaves the worker alone."""
+    """A peer sees at once that the rank has closed its connection, and SIGTERM leaves the worker
+    alone.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         own = socket.create_connection(server.getsockname())
         peer, _ = server.accept()

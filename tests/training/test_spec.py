@@ -72,7 +72,9 @@ def test_register_wins_over_the_built_in_model_and_may_come_twice() -> None:
 def test_a_model_of_the_users_own_is_known_by_then(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """torchtitan's Trainer imports `experimental.custom_import`, which registers models; the wrapping comes before."""
+    """torchtitan's Trainer imports `experimental.custom_import`, which registers models; the
+    wrapping comes before.
+    """
     (tmp_path / "my_models.py").write_text(
         "from torchtitan.protocols import train_spec\n"
         "train_spec.register_train_spec('mine', train_spec.get_train_spec('llama3'))\n"
@@ -114,7 +116,9 @@ def test_token_counts_are_those_that_load_balancing_needs() -> None:
 
 
 def test_load_balancing_moves_the_biases_by_the_counts_once() -> None:
-    """torchtitan's own step of the optimizer reads the buffers that the exchange has written, and empties them."""
+    """torchtitan's own step of the optimizer reads the buffers that the exchange has written, and
+    empties them.
+    """
     model = experts(1e-3, 1e-3)
     dims: Any = SimpleNamespace(
         get_optional_mesh=lambda name: None, ep_enabled=False, pp_enabled=False
@@ -158,7 +162,9 @@ def test_the_replica_dimension_is_on_the_console(
 
 
 def test_more_loader_workers_than_files_are_refused(tmp_path: Path) -> None:
-    """A worker without a file would spin for ever in torchtitan's loop over the stream, and the others wait for it."""
+    """A worker without a file would spin for ever in torchtitan's loop over the stream, and the
+    others wait for it.
+    """
     for number in range(2):
         (tmp_path / f"{number}.jsonl").write_text('{"text": "It is a truth."}\n')
     data = datasets.load_dataset(

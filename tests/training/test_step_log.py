@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The event of a step: written behind its commit, by a thread where a GPU still makes the update."""
+"""The event of a step: written behind its commit, by a thread where a GPU still makes the
+update.
+"""
 
 from __future__ import annotations
 

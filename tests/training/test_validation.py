@@ -76,7 +76,9 @@ def batches(count: int, last: int = 2) -> list[tuple[dict[str, torch.Tensor], to
 def validate(
     loaders: Sequence[Any], steps: int = TO_THE_END, passes: int = 1, **settings: Any
 ) -> list[Any]:
-    """Let each rank go through its loader so often; return the number of batches of each pass, by rank."""
+    """Let each rank go through its loader so often; return the number of batches of each pass, by
+    rank.
+    """
     ranks = Ranks(len(loaders))
 
     def act(rank: int) -> list[int]:
@@ -145,7 +147,9 @@ def test_a_rank_without_a_batch_is_a_mistake_of_the_config(counts: tuple[int, ..
 
 @pytest.mark.parametrize(("whole", "expected"), [(None, 3), (2, 2)])
 def test_a_pipeline_takes_whole_batches_only(whole: int | None, expected: int) -> None:
-    """The last batch of a share may be a smaller one, which does not fit the buffers of its stages."""
+    """The last batch of a share may be a smaller one, which does not fit the buffers of its
+    stages.
+    """
     assert validate([batches(3, last=1), batches(5)], whole=whole) == [[expected]] * 2
 
 
@@ -212,7 +216,9 @@ def test_a_share_without_a_document(dataset: Callable[..., ParallelAwareDataload
 
 
 def test_a_validator_of_the_user_s_finds_its_loader() -> None:
-    """What it reads of it beside its batches, and none of its worker processes keeps a rank's sockets."""
+    """What it reads of it beside its batches, and none of its worker processes keeps a rank's
+    sockets.
+    """
     loader = SimpleNamespace(
         num_workers=2, worker_init_fn=None, dataset=SimpleNamespace(name="mine")
     )
@@ -296,10 +302,11 @@ def world() -> Iterator[None]:
 
 
 def test_the_state_after_a_validation_is_the_one_before_it(world: None) -> None:
-    """A validation that falls due in the midst of a round is made after it, with the weights of the update.
+    """A validation that falls due in the midst of a round is made after it, with the weights of the
+    update.
 
-    A forward without a backward leaves FSDP's root whole: a digest then, and a copy, would be of other tensors.
-    """
+    A forward without a backward leaves FSDP's root whole: a digest then, and a copy, would be of
+    other tensors."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 3))
     mesh = init_device_mesh("cpu", (1,))
     fully_shard(model[0], mesh=mesh)

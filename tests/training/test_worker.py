@@ -18,7 +18,9 @@ from titan_ft.training.worker import describe  # noqa: E402
 
 
 def test_setup_tells_model_data_machine_and_versions() -> None:
-    """A reader of the history learns what was trained, on what and with which software, without the config."""
+    """A reader of the history learns what was trained, on what and with which software, without the
+    config.
+    """
     config: Any = SimpleNamespace(
         model=SimpleNamespace(name="llama3", flavor="8B"),
         training=SimpleNamespace(

@@ -477,7 +477,8 @@ def test_a_dead_link(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyP
         with socket.create_connection(("127.0.0.1", port), DEADLINE) as old:
             worker.order("link_dead", rank=None, params={"seconds": 600.0, "peer": 1})
             assert worker.wait("fault_injected")["params"] == {"seconds": 600.0, "peer": 1}
-            # The fault is announced before it strikes: a connection that is made now might come before the filters.
+            # The fault is announced before it strikes: a connection that is made now might come
+            # before the filters.
             deadline = time.monotonic() + DEADLINE
             while "configure" not in vars(worker.process_group):
                 assert time.monotonic() < deadline

@@ -55,7 +55,8 @@ class ZygoteClient:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("w"),
-            # Stock torchtitan on all ranks of two groups has eight devices, where the stand-in for CUDA is in use.
+            # Stock torchtitan on all ranks of two groups has eight devices, where the stand-in for
+            # CUDA is in use.
             env={"FAKE_CUDA_DEVICES": "8", **os.environ, "PYTHONPATH": python_path()},
             start_new_session=True,  # Ctrl-C is for pytest, which then closes it
         )

@@ -29,10 +29,12 @@ TINY = (
     "--fault_tolerance.digest_every=1",
 )
 CONSTANTS = {
-    # Each worker reads five times as many batches before its first step: a fifth of the CPU that a short job takes.
+    # Each worker reads five times as many batches before its first step: a fifth of the CPU that a
+    # short job takes.
     "titan_ft.training.loader_check._MOST": 8,
 }
-# Between the groups of all jobs where torch's CUDA build runs (scripts/test_cuda.sh): "nccl" or "gloo".
+# Between the groups of all jobs where torch's CUDA build runs (scripts/test_cuda.sh): "nccl" or
+# "gloo".
 PROCESS_GROUP = os.environ.get("TITAN_FT_TEST_PROCESS_GROUP", "")
 TOKEN = "a secret of this run"
 _NEVER_RESTARTED = (2, 3)  # exit statuses that say so, see titan_ft.train
@@ -72,16 +74,19 @@ class Job:
         groups, ranks: number of replica groups, and of ranks in each.
         replica_ranks: number of ranks of single groups, if it differs.
         flags: torchtitan flags that override `CONFIG`, after `TINY` if `tiny`.
-        replica_flags: further flags of single groups; `{rank}` in a flag stands for the rank's number.
+        replica_flags: further flags of single groups; `{rank}` in a flag stands for the rank's
+            number.
         hooks: settings of `harness.hooks` for every worker.
         max_restarts: restarts of each group after failures.
-        late: whether a restart waits until the other groups made `hold` steps without the group (see `harness.hooks`) or
-            finished. If False, the group may return before the lighthouse notices its absence.
+        late: whether a restart waits until the other groups made `hold` steps without the group
+            (see `harness.hooks`) or finished. If False, the group may return before the lighthouse
+            notices its absence.
         lighthouse: settings of the lighthouse that differ from its defaults.
         env: further environment variables of the workers.
         grace_seconds: time between SIGTERM and SIGKILL for a worker.
-        heartbeat_timeout_ms: for the workers and the lighthouse; 0 takes their default. A test which requires that no step
-            is repeated needs a long one: with the default, a machine that pauses for half a second is a failure.
+        heartbeat_timeout_ms: for the workers and the lighthouse; 0 takes their default. A test
+            which requires that no step is repeated needs a long one: with the default, a machine
+            that pauses for half a second is a failure.
     """
 
     def __init__(

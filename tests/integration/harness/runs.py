@@ -109,7 +109,8 @@ class Runs:
 
         Args:
             shards: data shards of each group.
-            same_begin: begin with the groups' parameters, not with those of `debug.seed`; always true on a GPU.
+            same_begin: begin with the groups' parameters, not with those of `debug.seed`; always
+                true on a GPU.
         """
         task = {"microbatches": microbatches, "parameters": str(self.parameters("end"))}
         result: dict[str, Any] = self._compute(

@@ -123,7 +123,9 @@ class World:
 
 
 def fetching(slot: int, donor: int, from_step: int = 5) -> Row:
-    """Return the row of a group that names `donor`, and fetches the state after the update `from_step`."""
+    """Return the row of a group that names `donor`, and fetches the state after the update
+    `from_step`.
+    """
     return Row(slot, Standing.CATCHING_UP, 0, donor=donor, from_step=from_step)
 
 

@@ -53,7 +53,9 @@ Start = Callable[[str], "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start Python code with `drain(...)` at hand, and wait until it said "ready"; ends what is left of it."""
+    """Start Python code with `drain(...)` at hand, and wait until it said "ready"; ends what is
+    left of it.
+    """
     processes = []
 
     def start(code: str) -> subprocess.Popen[str]:
@@ -75,7 +77,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture(autouse=True)
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Provide the statuses with which ranks of the test process would have ended, after their last words."""
+    """Provide the statuses with which ranks of the test process would have ended, after their last
+    words.
+    """
     statuses: list[int] = []
 
     def end(status: int, *last_words: Callable[[], object]) -> None:
@@ -271,7 +275,9 @@ def test_a_group_of_one_rank_decides_by_itself(
 
 
 def test_a_rank_that_looks_late_does_not_leave_early(trees: Trees) -> None:
-    """A note for the next vote must not count for the last one on a rank that has not looked yet."""
+    """A note for the next vote must not count for the last one on a rank that has not looked
+    yet.
+    """
     group = trees.connect_group(2)
     fast, slow = build_group(group)
     for rank in (fast, slow):

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The feed: goes on behind what is committed, uses again what is not, whatever the loader is made of."""
+"""The feed: goes on behind what is committed, uses again what is not, whatever the loader is made
+of.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ PLAINER_KINDS = ("streamed", "workers", "streamed, workers")
 def build(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Build]:
-    """torchtitan's own loader over a map-style or a streaming Hugging Face dataset, with and without workers.
+    """torchtitan's own loader over a map-style or a streaming Hugging Face dataset, with and
+    without workers.
 
     With "epochs" a step's batches are about all that a slot has: each one is of another epoch.
     """
@@ -246,7 +249,9 @@ def test_a_dropped_slot_is_opened_again_where_it_ends(build: Build) -> None:
 
 
 def read_round(feed: Feed, slot: int, num_steps: int) -> list[Reading]:
-    """Read what a group trains in a round of several steps, of which none is committed before its end."""
+    """Read what a group trains in a round of several steps, of which none is committed before its
+    end.
+    """
     readings: list[Reading] = []
     for _ in range(num_steps):
         behind = sum(reading.entry.num_batches for reading in readings)

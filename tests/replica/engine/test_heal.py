@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A heal, round by round: what is fetched, queued and replayed must make the holders' state, or another try."""
+"""A heal, round by round: what is fetched, queued and replayed must make the holders' state, or
+another try.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ GROUPS = 3  # 0 and 1 hold the state, 2 heals
 
 
 def value_after(step: int, base: int = 1) -> int:
-    """Return the holders' state after `step` updates: of any two updates the order shows, and that each came once."""
+    """Return the holders' state after `step` updates: of any two updates the order shows, and that
+    each came once.
+    """
     for number in range(1, step + 1):
         base = apply(base, gradient_of(number))
     return base
@@ -96,7 +100,8 @@ class Search:
 
 
 class World:
-    """All that surrounds the heal of group 2: the holders make an update in each round, and a fetch ends when told to.
+    """All that surrounds the heal of group 2: the holders make an update in each round, and a fetch
+    ends when told to.
 
     Attributes:
         step: that the holders have.
@@ -482,7 +487,9 @@ def test_an_update_that_was_missed_is_not_replayed_over(make: Callable[..., Worl
 
 
 def hear_sibling(world: World, monkeypatch: pytest.MonkeyPatch, say: Callable[[], Fetched]) -> None:
-    """Let another rank of the group say how far its part of the state is, whenever this one asks."""
+    """Let another rank of the group say how far its part of the state is, whenever this one
+    asks.
+    """
     fetched = CatchUp.fetched
 
     def look(attempt: CatchUp) -> Fetched:
@@ -533,7 +540,9 @@ def test_a_fetch_that_fails_on_one_rank_is_given_up_by_all(
 
 
 def test_bytes_that_nobody_agreed_on_are_not_kept(make: Callable[..., World]) -> None:
-    """After wrong bytes, the next attempt has one donor only, so that a bad donor can be avoided."""
+    """After wrong bytes, the next attempt has one donor only, so that a bad donor can be
+    avoided.
+    """
     world = make()
     world.release.set()
     world.corrupt = {0}
@@ -610,7 +619,9 @@ def test_without_knowledge_of_memory_nothing_is_bounded(make: Callable[..., Worl
 
 
 def hurry(world: World, number: int, late: float) -> None:
-    """Let transfers bring nothing while the first two updates are queued, and `late` in the third and fourth."""
+    """Let transfers bring nothing while the first two updates are queued, and `late` in the third
+    and fourth.
+    """
     queued = len(world.heal._healing.queued)
     world.note_share(0.0 if queued < 3 else late)
 
@@ -809,7 +820,9 @@ def test_a_leave_request_ends_the_heal(make: Callable[..., World]) -> None:
 
 
 def rounds(make: Callable[..., World]) -> World:
-    """Return a world in which the others have just opened a round: they make no update until they are at its end."""
+    """Return a world in which the others have just opened a round: they make no update until they
+    are at its end.
+    """
     world = make(semi_sync_method="diloco", sync_steps=4)
     world.idle = world.quorum_ready = True
     world.on_round = lambda number: setattr(world, "quorum_ready", False)

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""States of data loaders: what travels arrives as it was, and what cannot travel is refused when it is saved."""
+"""States of data loaders: what travels arrives as it was, and what cannot travel is refused when it
+is saved.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_travel_is_refused_at_once(name: str) -> None:
-    """In one line: the loader's class, the place, the type, the remedy. A heal would meet it hours later."""
+    """In one line: the loader's class, the place, the type, the remedy. A heal would meet it hours
+    later.
+    """
     value, kind = REFUSED[name]
     with pytest.raises(TypeError) as told:
         save_loader(Loader({"step": 1, "deep": [{"value": value}]}))
@@ -218,7 +222,9 @@ class Numbers(torch.utils.data.IterableDataset[int]):
 
 @pytest.mark.parametrize(("before", "now"), [(0, 1), (1, 0), (1, 2), (0, 0), (1, 1)])
 def test_a_state_is_of_a_number_of_workers(before: int, now: int) -> None:
-    """With another number torchdata raised AssertionError at the first batch, at each start again."""
+    """With another number torchdata raised AssertionError at the first batch, at each start
+    again.
+    """
     saved = StatefulDataLoader(Numbers(), batch_size=2, num_workers=before)
     next(iter(saved))
     packed = save_loader(saved)

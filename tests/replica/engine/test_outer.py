@@ -219,7 +219,9 @@ class Seat:
 
 
 class Group:
-    """A group of one rank in the exchange of a round: a model, its anchors, and the tokens that it has trained."""
+    """A group of one rank in the exchange of a round: a model, its anchors, and the tokens that it
+    has trained.
+    """
 
     def __init__(
         self, store: str, rank: int, members: int, settings: OuterOptimizer, tokens: int
@@ -235,7 +237,9 @@ class Group:
         )
 
     def make_round(self, change: float) -> None:
-        """Move by `change`, and make the update of what all groups have: as `RoundStrategy` and `Round` do."""
+        """Move by `change`, and make the update of what all groups have: as `RoundStrategy` and
+        `Round` do.
+        """
         if self.tokens:
             move(self.model, change, 2 * change)
             weights = {0: self.tokens / NOMINAL}
@@ -509,7 +513,9 @@ def _moments(group: Training) -> list[list[Any]]:
 @pytest.mark.parametrize("begin", [1, 3, 7])
 @pytest.mark.parametrize("end", [0, 1, 5])
 def test_the_schedule_is_set_to_a_step(tiny: Any, begin: int, end: int) -> None:
-    """Forward or back, after any number of own steps: as after `end` steps of an undisturbed run."""
+    """Forward or back, after any number of own steps: as after `end` steps of an undisturbed
+    run.
+    """
     training, straight = tiny(1), tiny(1)
     training.train(begin)
     straight.train(end)

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One round of one group: the row that it gives, how it votes, and what it makes of the others' rows."""
+"""One round of one group: the row that it gives, how it votes, and what it makes of the others'
+rows.
+"""
 
 from __future__ import annotations
 
@@ -175,7 +177,9 @@ class World:
 
 @pytest.fixture
 def world() -> World:
-    """Provide a world that has made its first round, in which the members are strangers to each other."""
+    """Provide a world that has made its first round, in which the members are strangers to each
+    other.
+    """
     world = World()
     world.rounds.make()
     world.position.digest, world.digests = 3, 0

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Steps of several groups, which are threads: real rounds and ledgers over an exchange in memory, scripted quorums."""
+"""Steps of several groups, which are threads: real rounds and ledgers over an exchange in memory,
+scripted quorums.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def readers(*slots: int) -> tuple[GroupProcess, ...]:
 
 
 class Hub:
-    """Where the groups meet: quorum number n has the slots `quorums[n]`; after the last one they stay the same."""
+    """Where the groups meet: quorum number n has the slots `quorums[n]`; after the last one they
+    stay the same.
+    """
 
     def __init__(
         self,
@@ -265,7 +269,8 @@ class Alone:
 
 
 class Groups:
-    """All groups of a job. The gradient of a batch is its slot's number + 1; what is applied is the mean over them.
+    """All groups of a job. The gradient of a batch is its slot's number + 1; what is applied is the
+    mean over them.
 
     Args:
         gradient: makes another one of it: of the group, and the slots it has read.
@@ -281,7 +286,9 @@ class Groups:
         self.all = [OneGroup(hub, slot, size, gradient, config) for slot in range(size)]
 
     def run(self, *lives: Callable[[OneGroup], Any]) -> list[Any]:
-        """Let each group live its life, the last one of `lives` counting for the rest; returns what they return."""
+        """Let each group live its life, the last one of `lives` counting for the rest; returns what
+        they return.
+        """
         futures: list[Future[Any]] = [Future() for _ in self.all]
 
         def live(group: OneGroup, future: Future[Any]) -> None:
@@ -752,14 +759,18 @@ def in_rounds(size: int, hub: Hub, **config: Any) -> Groups:
 
 
 def open_and_train(group: OneGroup, made: int = 4) -> Committed | None:
-    """Open a round, as a group does behind an update, and make so many steps of it; the rest when it trains on."""
+    """Open a round, as a group does behind an update, and make so many steps of it; the rest when
+    it trains on.
+    """
     group.read = []
     opening = group.dimension.open_round()
     return commit(group, made if opening is step.Opening.TRAIN else 0)
 
 
 def commit(group: OneGroup, made: int) -> Committed | None:
-    """Meet the others with so many steps of four, and make the rest when nobody is at the end of them."""
+    """Meet the others with so many steps of four, and make the rest when nobody is at the end of
+    them.
+    """
     group.read = [group.slot] * made
 
     def contribute() -> Contribution:

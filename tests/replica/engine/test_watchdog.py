@@ -111,7 +111,9 @@ watchdog.end_process(3, lambda: 1 / 0, lambda: say("second"))
 
 @pytest.mark.slow
 def test_nothing_holds_up_the_end(start: Start) -> None:
-    """The process ends although the callback blocks, and nobody reads the full pipe of its stderr."""
+    """The process ends although the callback blocks, and nobody reads the full pipe of its
+    stderr.
+    """
     receive, send = os.pipe()
     process = start(
         """
@@ -197,7 +199,9 @@ def test_off_or_closed_it_never_ends_anything(start: Start) -> None:
 
 @pytest.mark.slow
 def test_time_in_which_the_process_was_stopped_does_not_count(start: Start) -> None:
-    """A process that was stopped for longer than the timeout and continued does not count as hung."""
+    """A process that was stopped for longer than the timeout and continued does not count as
+    hung.
+    """
     process = start("""
 watchdog = Watchdog(3.0, told)
 threading.Thread(target=lambda: [(time.sleep(0.2), say("tick")) for _ in range(1000)], daemon=True).start()

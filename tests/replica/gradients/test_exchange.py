@@ -132,7 +132,9 @@ class Rank:
         return [None if p.grad is None else p.grad.clone() for p in self.parameters]
 
     def finish(self, gives: bool = True, *, may_update: bool = True) -> Reduced:
-        """Complete the exchange; the row tells rank and a number, the message is one byte longer for each rank."""
+        """Complete the exchange; the row tells rank and a number, the message is one byte longer
+        for each rank.
+        """
         reduced = exchange_with(
             self.exchange,
             lambda quorum: ([float(quorum.rank), 2.0**-40], MESSAGE[: quorum.rank]),
@@ -224,7 +226,9 @@ def sums(*gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("bucket_bytes", [4, 60, 1 << 20], ids=["a bucket each", "some", "one"])
 def test_two_ranks_get_the_sum(ring: Ring, overlap: bool, bucket_bytes: int) -> None:
-    """Both ranks write the exact sum of their gradients, for any buckets, with and without overlap."""
+    """Both ranks write the exact sum of their gradients, for any buckets, with and without
+    overlap.
+    """
     ranks = [ring.rank(bucket_bytes=bucket_bytes, overlap=overlap) for _ in range(2)]
     ring.meet(*ranks)
 
@@ -885,7 +889,9 @@ def values_of(rank: Rank) -> torch.Tensor:
 
 
 def exchange_all(ring: Ring, ranks: list[Rank]) -> torch.Tensor:
-    """Let ranks exchange and make the update; their gradients then are what they were before. Returns the sums."""
+    """Let ranks exchange and make the update; their gradients then are what they were before.
+    Returns the sums.
+    """
     before = [rank.gradients() for rank in ranks]
     ring.meet(*ranks)
     ring.together(*[rank.finish for rank in ranks])

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Changes in 8 bits: how far they are off, and that what is lost in one exchange comes with the next."""
+"""Changes in 8 bits: how far they are off, and that what is lost in one exchange comes with the
+next.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A control tree over real sockets: strangers, dead processes, and a machine without descriptors."""
+"""A control tree over real sockets: strangers, dead processes, and a machine without
+descriptors.
+"""
 
 from __future__ import annotations
 

@@ -154,7 +154,9 @@ def test_notes_are_forgotten_in_the_end() -> None:
 
 
 def test_a_note_is_known_before_the_next_decision() -> None:
-    """All listeners have seen it by then: a group that is to leave after a vote must leave after that vote."""
+    """All listeners have seen it by then: a group that is to leave after a vote must leave after
+    that vote.
+    """
     with ControlGroup(9, fan_out=2) as group:
         for number in range(20):
             group.trees[number % 9].say(f"topic {number}", f"text {number}")
@@ -165,7 +167,9 @@ def test_a_note_is_known_before_the_next_decision() -> None:
 
 
 def test_a_rank_hears_itself_although_nothing_comes() -> None:
-    """The tree's thread calls the listener, and must not wait for a message from another rank first."""
+    """The tree's thread calls the listener, and must not wait for a message from another rank
+    first.
+    """
     with ControlGroup(2) as group:
         group.trees[0].say("topic")
         wait_until(lambda: group.notes[0] == ["topic"], "rank 0 has heard of it")
@@ -424,7 +428,9 @@ def test_ranks_that_leave_are_not_lost() -> None:
 
 @pytest.mark.parametrize("first", [0, 1], ids=["parent", "child"])
 def test_a_late_leaver_waits_for_nobody_that_has_ended(first: int) -> None:
-    """The other rank did not wait for it. The grace for a lost connection is not waited for either."""
+    """The other rank did not wait for it. The grace for a lost connection is not waited for
+    either.
+    """
     with ControlGroup(2) as group:
         group.trees[first].leave(0.05)
         began = time.monotonic()

@@ -36,7 +36,9 @@ DEADLINE = 20.0  # seconds; only ever reached by a bug
 
 
 def add_up(seats: Any, *members: Membership) -> list[float]:
-    """Let the members add 1, 2, 4, ... over the process group. Return the sum that each member has."""
+    """Let the members add 1, 2, 4, ... over the process group. Return the sum that each member
+    has.
+    """
     tensors = [torch.tensor([float(2**number)]) for number in range(len(members))]
     options = AllreduceOptions()
     options.reduceOp = ReduceOp.SUM
@@ -198,7 +200,9 @@ def test_waiting_for_a_quorum_needs_a_question(seats: Any) -> None:
 def test_a_quorum_is_asked_for_once_in_a_round(
     seats: Any, start_lighthouse: Callable[..., str], answered: bool
 ) -> None:
-    """A second request before the vote is a bug: it would drop the answer to the first on one rank only."""
+    """A second request before the vote is a bug: it would drop the answer to the first on one rank
+    only.
+    """
     seats.lighthouse = start_lighthouse(min_replicas=2)
     one, two = seats.take(0), seats.take(1)
     one.request_quorum(0)
@@ -334,7 +338,9 @@ def test_a_vote_ends_although_a_rank_does_not_vote(
 
 
 def test_ranks_meet_their_counterparts(seats: Any) -> None:
-    """Rank r of one group exchanges with rank r of the other, and learns that rank's state server."""
+    """Rank r of one group exchanges with rank r of the other, and learns that rank's state
+    server.
+    """
     first = seats.take_group(0)
     second = seats.take_group(1)
     seats.meet(*first, *second)
@@ -413,7 +419,9 @@ class Stranger:
 
 @pytest.fixture
 def stranger(seats: Any) -> Iterator[Stranger]:
-    """Provide a member of another kind of job, with an impossible step, that sorts before all groups."""
+    """Provide a member of another kind of job, with an impossible step, that sorts before all
+    groups.
+    """
     stranger = Stranger(seats.lighthouse, "somebody_elses_llama_0", step=1_000_000)
     yield stranger
     stranger.leave()
@@ -527,7 +535,9 @@ def stay(seat: Any, slots: list[int], stranger: bool = False) -> None:
 
 
 def test_the_older_of_two_processes_of_a_slot_ends(seats: Any) -> None:
-    """After a restart, the older process of a slot ends with an error, and the newer one goes on."""
+    """After a restart, the older process of a slot ends with an error, and the newer one goes
+    on.
+    """
     old = seats.take(0)
     seats.meet(old)
     new = seats.take(0)
@@ -540,13 +550,16 @@ def test_the_older_of_two_processes_of_a_slot_ends(seats: Any) -> None:
 
 
 def test_a_bystander_takes_the_newer_process(seats: Any) -> None:
-    """A third group exchanges with the newer process even in a quorum that still has the older one."""
+    """A third group exchanges with the newer process even in a quorum that still has the older
+    one.
+    """
     bystander, old = seats.take(1), seats.take(0)
     seats.meet(bystander, old)
     for seat in (bystander, old):
         seat.vote(0, True)
     new = seats.take(0)
-    # All three ask, and the older one of them stays, as a process does that hangs after its question.
+    # All three ask, and the older one of them stays, as a process does that hangs after its
+    # question.
     new.request_quorum(0)
 
     def ask_until_the_newer_one_is_there() -> None:
@@ -598,7 +611,8 @@ def test_a_bystander_takes_the_newer_process(seats: Any) -> None:
 def test_a_newcomer_of_another_kind_ends(
     seats: Any, kind: dict[str, str], error: type[Exception], told: list[str], named: str
 ) -> None:
-    """A newcomer with another config, shape, job or token ends, and the error names the group that it differs from.
+    """A newcomer with another config, shape, job or token ends, and the error names the group that
+    it differs from.
 
     The first group logs the newcomer and goes on.
     """
@@ -624,7 +638,9 @@ def test_a_newcomer_of_another_kind_ends(
 
 
 def test_a_lighthouse_that_is_not_there(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taking a seat fails within `CONNECT_SECONDS`. The error names both settings of the address."""
+    """Taking a seat fails within `CONNECT_SECONDS`. The error names both settings of the
+    address.
+    """
     monkeypatch.setattr("titan_ft.membership.seat.CONNECT_SECONDS", 0.5)
     started = time.monotonic()
     with pytest.raises(LighthouseError) as caught:
@@ -732,7 +748,8 @@ def test_a_forgetful_lighthouse_separates_nobody(
     That group waits for its former members.
     """
     seats.lighthouse = mortal_lighthouse.address
-    # The second group's heartbeat is slow, so that the new lighthouse does not know it before it asks.
+    # The second group's heartbeat is slow, so that the new lighthouse does not know it before it
+    # asks.
     one = seats.take(0)
     monkeypatch.setattr("titan_ft.membership.seat.beat_interval", lambda config: timedelta(hours=1))
     members = [one, seats.take(1)]
@@ -821,7 +838,9 @@ def test_an_abort_is_of_one_quorum_only(seats: Any) -> None:
 def test_an_abort_before_another_rank_has_begun(
     seats: Any, wait_until: Callable[..., None]
 ) -> None:
-    """A rank that builds its process group later sees the abort, and does not wait in that exchange."""
+    """A rank that builds its process group later sees the abort, and does not wait in that
+    exchange.
+    """
     groups = [FakeProcessGroup() for _ in range(2)]
     ranks = seats.take_group(0, of_rank=lambda rank: {"process_group": groups[rank]})
     first, second = (rank._rendezvous for rank in ranks)
@@ -897,7 +916,9 @@ def test_an_exchange_that_another_group_has_broken_off(
 def test_a_store_that_went_with_its_group_is_not_tried_again(
     seats: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A newcomer would otherwise wait seconds for the host of a dead group, and the others for the newcomer."""
+    """A newcomer would otherwise wait seconds for the host of a dead group, and the others for the
+    newcomer.
+    """
     member = seats.take(0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         gone = Member(1, 1.0, "gone", "c0ffee", store=f"127.0.0.1:{listener.getsockname()[1]}")
@@ -911,7 +932,9 @@ def test_a_store_that_went_with_its_group_is_not_tried_again(
 
 
 def test_with_nccl_a_silent_member_is_waited_for_half_as_long(seats: Any) -> None:
-    """NCCL shows no closed connection. The patience is one heartbeat timeout, as at the lighthouse."""
+    """NCCL shows no closed connection. The patience is one heartbeat timeout, as at the
+    lighthouse.
+    """
     gloo, nccl = (
         seats.take(
             slot, config=seats.config(slot, process_group=backend), process_group=FakeProcessGroup()
@@ -1014,7 +1037,9 @@ def test_whose_state_a_newcomer_can_use(seats: Any) -> None:
 def test_a_process_group_that_cannot_be_aborted(
     seats: Any, wait_until: Callable[..., None], stuck: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The other ranks still get the note, the log has the reason, and the next quorum is watched."""
+    """The other ranks still get the note, the log has the reason, and the next quorum is
+    watched.
+    """
 
     class Stuck(FakeProcessGroup):
         def abort(self, errored: bool = True) -> None:
@@ -1116,7 +1141,9 @@ def test_who_has_tried_already_is_not_kept_waiting(
 def test_nobody_waits_for_a_group_that_it_cannot_reach(
     seats: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a restart of the lighthouse, a group that is present but unreachable is not waited for."""
+    """After a restart of the lighthouse, a group that is present but unreachable is not waited
+    for.
+    """
     members = [seats.take(slot) for slot in range(2)]
     seats.meet(*members)
     first, second = (member.member for member in members)

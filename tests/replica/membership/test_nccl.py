@@ -152,7 +152,9 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, gpu_path: None) -> None:
 
 
 def build_exchange(seat: Seat) -> GradientExchange:
-    """Build the exchange of one parameter, with a bucket on a device whose tensors have no bytes."""
+    """Build the exchange of one parameter, with a bucket on a device whose tensors have no
+    bytes.
+    """
     where = torch.device("meta")
     parameter = torch.nn.Parameter(torch.ones(3, device=where))
     return GradientExchange([parameter], seat, bucket_bytes=100, where=where, overlap=False)  # type: ignore[arg-type]
@@ -224,7 +226,9 @@ def test_a_set_up_that_hangs_before_the_first_sum_is_left_to_itself(store: TCPSt
 
 
 def test_a_set_up_that_hung_does_not_make_a_broken_sum_sound(store: TCPStore) -> None:
-    """A thread that comes too late does not take back why the communicator in force was broken off."""
+    """A thread that comes too late does not take back why the communicator in force was broken
+    off.
+    """
     nccl, goes_on = Nccl(), threading.Event()
     nccl.prepare = lambda _: goes_on.wait(DEADLINE)  # type: ignore[assignment, return-value]
     with pytest.raises(TimeoutError):
@@ -471,7 +475,9 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 @two_gpus
 @pytest.mark.parametrize("when", ["in a sum", "in the set-up"])
 def test_a_peer_is_killed(when: str) -> None:
-    """After SIGKILL of a peer, the survivor breaks off, and sums on with a communicator of its own."""
+    """After SIGKILL of a peer, the survivor breaks off, and sums on with a communicator of its
+    own.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     program = [sys.executable, __file__, str(store.port), when]
     environment = {**os.environ, **device.nccl_environment({}, int(TIMEOUT.total_seconds() * 1000))}

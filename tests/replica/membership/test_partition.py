@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Groups that cannot reach each other: which go on, and which wait outside; with a real lighthouse."""
+"""Groups that cannot reach each other: which go on, and which wait outside; with a real
+lighthouse.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Network:
         )
 
     def exchange(self, seat: Membership, quorum: Quorum, rank: int) -> bool:
-        """Make an exchange with the quorum's members. Returns whether it worked, the same for all."""
+        """Make an exchange with the quorum's members. Returns whether it worked, the same for
+        all.
+        """
         with self._lock:
             self._made[seat, quorum.key] += 1
             exchange = quorum.key, rank, self._made[seat, quorum.key]
@@ -204,7 +208,8 @@ class Group:
 def network(
     seats: Any, start_lighthouse: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> Network:
-    # The lighthouse waits for a group that is still looking at its links, as it does with the default.
+    # The lighthouse waits for a group that is still looking at its links, as it does with the
+    # default.
     seats.lighthouse = start_lighthouse(join_timeout_ms=10_000)
     monkeypatch.setattr(partition, "_PROBE_PAUSE_SECONDS", 0.05)
     return Network(seats)
@@ -302,7 +307,9 @@ def test_a_rank_that_looks_late_does_not_hear_of_the_next_vote(seats: Any) -> No
 def test_a_link_that_flickers(
     network: Network, start: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A link passes each probe and fails each exchange. Its group comes back more and more seldom."""
+    """A link passes each probe and fails each exchange. Its group comes back more and more
+    seldom.
+    """
     groups = [start(slot) for slot in range(3)]
     for group in groups:
         group.wait_for([0, 1, 2])
@@ -407,7 +414,9 @@ def test_a_group_that_ends_outside(network: Network, start: Callable[..., Group]
 def test_a_group_that_is_told_to_leave_outside(
     network: Network, start: Callable[..., Group]
 ) -> None:
-    """The others need nothing of this group. Both ranks leave at once, although one had the signal."""
+    """The others need nothing of this group. Both ranks leave at once, although one had the
+    signal.
+    """
     stays, leaves = start(0, world_size=2), start(1, world_size=2)
     stays.wait_for([0, 1])
     network.cut(0, 1)
@@ -425,7 +434,9 @@ def test_a_group_that_is_told_to_leave_outside(
 def test_leaving_outside_waits_for_no_look(
     network: Network, start: Callable[..., Group], told: int
 ) -> None:
-    """A probe of dead links may take longer than drain_timeout_seconds. No rank waits for its end."""
+    """A probe of dead links may take longer than drain_timeout_seconds. No rank waits for its
+    end.
+    """
     stays, leaves = start(0, world_size=2), start(1, world_size=2)
     stays.wait_for([0, 1])
     network.cut(0, 1)

@@ -269,7 +269,8 @@ class Ranks:
             errored: argument of `abort`.
             reduces: the ranks sum again.
             elements: number of elements in that sum.
-            sender: rank that sends little ahead, and reports when it has received two segments of 1 MiB.
+            sender: rank that sends little ahead, and reports when it has received two segments of 1
+                MiB.
             collective: the collective, a key of COLLECTIVES.
         """
         assert self._nursery.stdin is not None
@@ -318,7 +319,9 @@ class Ranks:
         self._wait_queued(pid, lambda unsent, _: unsent > 0)
 
     def _wait_queued(self, pid: int, condition: Callable[[int, int], bool]) -> None:
-        """Wait until one of a process's connections has the wanted numbers of bytes in its queues."""
+        """Wait until one of a process's connections has the wanted numbers of bytes in its
+        queues.
+        """
         sockets = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
         deadline = time.monotonic() + DEADLINE
         while True:
@@ -369,7 +372,9 @@ def ranks(nursery: subprocess.Popen[str], request: pytest.FixtureRequest) -> Ite
 
 
 def test_connections_are_between_the_addresses_that_the_groups_name(ranks: Ranks) -> None:
-    """The host's own name often resolves to a loopback address, which another host does not reach."""
+    """The host's own name often resolves to a loopback address, which another host does not
+    reach.
+    """
     ranks.start(3)
     for rank in range(3):
         ranks.tell(rank, "again")
@@ -382,7 +387,9 @@ def test_connections_are_between_the_addresses_that_the_groups_name(ranks: Ranks
 def test_an_operation_that_waits_for_a_stopped_rank_ends_at_once(
     ranks: Ranks, num_ranks: int, collective: str
 ) -> None:
-    """An abort ends it long before its timeout. The process can then be in another process group."""
+    """An abort ends it long before its timeout. The process can then be in another process
+    group.
+    """
     ranks.start(num_ranks, collective=collective)
     *live, stopped = range(num_ranks)
     ranks.stop(stopped)
@@ -435,7 +442,9 @@ def test_an_operation_in_the_middle_of_a_send_to_a_rank_that_dies_ends(
 def test_an_operation_that_waits_for_a_rank_that_dies_breaks_by_itself(
     ranks: Ranks, num_ranks: int, collective: str
 ) -> None:
-    """No abort is needed: the end of the connections reaches ranks that send to it or receive from it."""
+    """No abort is needed: the end of the connections reaches ranks that send to it or receive from
+    it.
+    """
     ranks.start(num_ranks, elements=SEGMENTS_OF_1_MIB, collective=collective)
     *live, dying = range(num_ranks)
     ranks.stop(dying)

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""An exchange is broken off if a member is silent, or if the others have gone on without this group."""
+"""An exchange is broken off if a member is silent, or if the others have gone on without this
+group.
+"""
 
 from __future__ import annotations
 
@@ -183,7 +185,9 @@ OTHER = Member(1, 2.5, "other", "digest", job="job")
     ],
 )
 def test_who_has_gone_on_without_this_group(quorum: list[Member], slots: list[int]) -> None:
-    """Groups of the exchange that form a quorum without this group; not strangers, not joiners alone."""
+    """Groups of the exchange that form a quorum without this group; not strangers, not joiners
+    alone.
+    """
     names, others = [member.replica_id for member in quorum], [OTHER, replace(OTHER, slot=0)]
     assert find_successors(OWN, others, names) == slots
     assert find_successors(OWN, others, [*names, "a stranger"]) == slots
@@ -212,7 +216,9 @@ def test_who_lives_outside_of_a_quorum() -> None:
 
 
 def test_who_is_outside_because_of_a_dead_link() -> None:
-    """Silent groups whose last name reports a dead link and a later state; not a successor without one."""
+    """Silent groups whose last name reports a dead link and a later state; not a successor without
+    one.
+    """
     reporting, second = OTHER.reporting(5, [OWN]), replace(OTHER, slot=2).reporting(7, [OWN])
     successor = replace(second, started=second.started + 9, edition=0, report=None)
     names = (
@@ -369,7 +375,9 @@ def test_the_first_look_may_come_long_before_the_next(lighthouse: Lighthouse) ->
 def test_it_looks_again_when_a_member_would_be_silent(
     lighthouse: Lighthouse, wait_until: Any
 ) -> None:
-    """With NCCL nothing else ends the exchange. The pulse looks at most ten times in an interval."""
+    """With NCCL nothing else ends the exchange. The pulse looks at most ten times in an
+    interval.
+    """
     lighthouse.page = "    1:c: seen 0.9s ago\n    2:d: seen 0.2s ago\n"
     pauses: list[float] = []
 
@@ -408,7 +416,9 @@ def test_it_looks_again_when_a_member_would_be_silent(
 def test_members_that_live_or_are_new_are_waited_for(
     lighthouse: Lighthouse, watch: Callable[..., tuple], members: list[str]
 ) -> None:
-    """A living member, and one that the lighthouse does not know yet, break nothing off; nor does a stranger."""
+    """A living member, and one that the lighthouse does not know yet, break nothing off; nor does a
+    stranger.
+    """
     pulse, silences = watch(members)
     with pulse.watching():
         for _ in range(3 if members else 0):
@@ -419,7 +429,9 @@ def test_members_that_live_or_are_new_are_waited_for(
 def test_it_is_not_asked_between_exchanges(
     lighthouse: Lighthouse, watch: Callable[..., tuple]
 ) -> None:
-    """Exchanges that end before the first look cause no request, and none follows after an exchange."""
+    """Exchanges that end before the first look cause no request, and none follows after an
+    exchange.
+    """
     pulse, silences = watch(["1:c"])
     for _ in range(50):
         with pulse.watching():
@@ -464,7 +476,9 @@ def test_a_lighthouse_that_dies_in_mid_answer_ends_no_watching(
 def test_a_lighthouse_that_hears_late_breaks_nothing_off(
     lighthouse: Lighthouse, watch: Callable[..., tuple], own: float, silent: bool
 ) -> None:
-    """If this group's own heartbeat is older than half of the patience, no member counts as gone."""
+    """If this group's own heartbeat is older than half of the patience, no member counts as
+    gone.
+    """
     lighthouse.page = f"  1:c: seen 3.5s ago\n  {OWN.replica_id}: seen {own}s ago\n"
     pulse, silences = watch(["1:c"])
     with pulse.watching():

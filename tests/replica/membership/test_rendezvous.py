@@ -76,7 +76,9 @@ def test_another_process_serves_its_store_at_the_same_port(trees: Trees) -> None
 
 
 def test_what_a_stranger_writes_is_no_address(trees: Trees) -> None:
-    """A forged step would turn holders into joiners, and a forged address would be asked for the state."""
+    """A forged step would turn holders into joiners, and a forged address would be asked for the
+    state.
+    """
     store = serve()
     pair = tuple(
         Member(slot, 1.0 + slot, f"unique-{slot}", "c", "j", f"127.0.0.1:{store.port}", token="t")
@@ -145,7 +147,9 @@ def leaders(quorum: Sequence[Member], num_ranks: int) -> list[Member]:
 def test_columns_meet_at_the_stores_of_many_groups(
     num_ranks: int, num_groups: int, most: int
 ) -> None:
-    """A store serves about twice the ranks of a group, or one column. Before, one store served all."""
+    """A store serves about twice the ranks of a group, or one column. Before, one store served
+    all.
+    """
     columns = Counter(leaders(members(range(num_groups)), num_ranks))
     assert max(columns.values()) <= most
 
@@ -183,7 +187,9 @@ def test_a_group_that_comes_moves_no_column(num_groups: int) -> None:
 
 
 def test_the_limit_of_a_meeting_grows() -> None:
-    """A constant of two seconds ended the meetings of many groups, or of large ones, again and again."""
+    """A constant of two seconds ended the meetings of many groups, or of large ones, again and
+    again.
+    """
     assert find_limit(2, 1) == pytest.approx(2.0, abs=0.1)
     assert find_limit(300, 8) == pytest.approx(5.0, abs=0.1)
     assert find_limit(12, 8192) == pytest.approx(10.3, abs=0.1)

@@ -49,7 +49,9 @@ PACKAGE = Path(titan_ft.__file__).parent
 
 
 def ready(slot: int, **facts: Any) -> Row:
-    """Return the row of a group that trains, with the gradients of one batch, and that has shown its bytes."""
+    """Return the row of a group that trains, with the gradients of one batch, and that has shown
+    its bytes.
+    """
     usual = {
         "standing": Standing.READY,
         "step": STEP,
@@ -72,7 +74,8 @@ def made_of(
     """Return the round of these rows, as the member `rank` sees it.
 
     Args:
-        read: slots whose data each member's gradients are made of; None = each its own, if it has any.
+        read: slots whose data each member's gradients are made of; None = each its own, if it has
+            any.
     """
     members = tuple(Member(row.slot, 0.0, f"u{row.slot}", "c") for row in rows)
     if read is None:
@@ -652,7 +655,9 @@ def test_the_policy_reads_no_clock_of_its_own(name: str) -> None:
 
 
 def test_a_clock_that_decides_is_gathered() -> None:
-    """In a heal, a rank compares its clock only inside `gather`, so that its siblings learn of it."""
+    """In a heal, a rank compares its clock only inside `gather`, so that its siblings learn of
+    it.
+    """
     tree = ast.parse((PACKAGE / "engine" / "heal.py").read_text())
     gathered = [
         node

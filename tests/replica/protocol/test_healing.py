@@ -265,7 +265,9 @@ def test_pauses_between_attempts_double_in_seconds() -> None:
 
 @pytest.mark.parametrize(("most", "donors"), [(1, (3,)), (2, (3, 0)), (8, (3, 0, 1))])
 def test_as_many_donors_serve_a_part_as_allowed(most: int, donors: tuple[int, ...]) -> None:
-    """Each joiner begins with the first slot above its own, so joiners are spread over the donors."""
+    """Each joiner begins with the first slot above its own, so joiners are spread over the
+    donors.
+    """
     assert asking().take(OFFER, most).donors == donors
     assert asking(last_donor=0).take(OFFER, 1).donors == (1,)
 

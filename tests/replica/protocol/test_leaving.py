@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which groups leave after a round, and which of them saves the state: without a process, a thread or a clock."""
+"""Which groups leave after a round, and which of them saves the state: without a process, a thread
+or a clock.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ledger: entries on the wire, what a commit changes, shards that do not depend on the groups, shares."""
+"""The ledger: entries on the wire, what a commit changes, shards that do not depend on the groups,
+shares.
+"""
 
 from __future__ import annotations
 

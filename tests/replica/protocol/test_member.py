@@ -269,7 +269,8 @@ SHAPES = [
         "2 ranks (dp_shard 2)",
         "as many ranks and the same [parallelism] degrees",
     ),
-    # As many ranks, cut in another way; what the parameters look like follows from it and is not told.
+    # As many ranks, cut in another way; what the parameters look like follows from it and is not
+    # told.
     (
         shape(4, 0xCD, dp_shard=2, tp=2),
         shape(4, 0xAB, dp_shard=4),

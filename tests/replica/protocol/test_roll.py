@@ -54,7 +54,9 @@ def test_silent_group_is_lost_once_and_then_back() -> None:
 
 
 def test_a_page_that_is_read_late_makes_no_dead_group_live() -> None:
-    """On a busy host the ages on the page are seconds old when they are counted: the last heartbeat seems to move."""
+    """On a busy host the ages on the page are seconds old when they are counted: the last heartbeat
+    seems to move.
+    """
     roll = trained()
     assert roll.find_changes({0: 0.0, 1: 0.0, 2: 10.5}, [], 16.0) == [Lost(2, 10.5, 5)]
     assert roll.find_changes({0: 0.0, 1: 0.0, 2: 11.5}, [], 19.0) == []
@@ -93,14 +95,18 @@ def test_who_leaves_in_order_or_never_came_is_not_lost() -> None:
 
 
 def test_group_that_takes_part_was_heard() -> None:
-    """A lighthouse that was started again does not list a group yet that has just taken part in a step."""
+    """A lighthouse that was started again does not list a group yet that has just taken part in a
+    step.
+    """
     roll = trained()
     roll.commit(6, [0, 1, 2], 30.0)
     assert roll.find_changes({0: 0.0}, [], 31.0) == []
 
 
 def test_only_the_lowest_group_that_trains_reports() -> None:
-    """Also where the lowest of all is the lost one; a group that has just come, and knows nothing, does not count."""
+    """Also where the lowest of all is the lost one; a group that has just come, and knows nothing,
+    does not count.
+    """
     silent = {0: 40.0, 1: 0.1, 2: 0.1}
     assert trained(own=1).find_changes(silent, [], 45.0) == [Lost(0, 40.0, 5)]
     assert trained(own=2).find_changes(silent, [], 45.0) == []
@@ -112,7 +118,9 @@ def test_only_the_lowest_group_that_trains_reports() -> None:
 
 
 def test_a_group_that_was_restarted_since_is_not_left_the_report() -> None:
-    """It has never seen the lost group, whose last heartbeat is too old for it, and says nothing."""
+    """It has never seen the lost group, whose last heartbeat is too old for it, and says
+    nothing.
+    """
     before, after = {0: 1.0, 1: 1.0, 2: 1.0}, {0: 99.0, 1: 1.0, 2: 1.0}
     roll = trained(own=2)
     assert roll.find_changes({0: 0.0, 1: 0.5, 2: 0.1}, [], 5.5, before) == []
@@ -127,7 +135,9 @@ def test_a_group_that_was_restarted_since_is_not_left_the_report() -> None:
 
 
 def test_a_start_that_becomes_known_late_is_no_restart() -> None:
-    """The status page names a group's heartbeat before its start: group 0 has heard group 1, and reports it."""
+    """The status page names a group's heartbeat before its start: group 0 has heard group 1, and
+    reports it.
+    """
     roll = trained(own=2)
     assert roll.find_changes({0: 0.0, 1: 0.5, 2: 0.1}, [], 5.5) == []
     started = {0: 99.0, 1: 99.0, 2: 99.0}

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What follows from the members' rows: who holds the state, whose gradient counts, who serves whom."""
+"""What follows from the members' rows: who holds the state, whose gradient counts, who serves
+whom.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ LARGEST = 2**48 - 1
 
 
 def ready(slot: int, step: int = 7, **facts: float) -> Row:
-    """Return the row of a training member; it weighs 10 valid tokens and shows its bytes unless told otherwise."""
+    """Return the row of a training member; it weighs 10 valid tokens and shows its bytes unless
+    told otherwise.
+    """
     usual = {
         "standing": Standing.READY,
         "valid_tokens": 10,
@@ -33,7 +37,9 @@ def behind(slot: int, step: int = 0, **facts: float) -> Row:
 
 
 def test_row_survives_the_exchange() -> None:
-    """Every field comes back from float64 with its value and type, even the largest 48-bit hashes."""
+    """Every field comes back from float64 with its value and type, even the largest 48-bit
+    hashes.
+    """
     row = Row(
         slot=3,
         standing=Standing.CATCHING_UP,
@@ -136,7 +142,9 @@ def test_a_joiner_weighs_nothing() -> None:
 
 
 def catching_up(slot: int, donor: int, **facts: float) -> Row:
-    """Return the row of a member that fetches from slot `donor` (-1: rests between two attempts)."""
+    """Return the row of a member that fetches from slot `donor` (-1: rests between two
+    attempts).
+    """
     return Row(
         **{"slot": slot, "standing": Standing.CATCHING_UP, "step": 0, "donor": donor, **facts}
     )
@@ -354,7 +362,9 @@ def test_every_member_comes_to_the_same_verdict() -> None:
 
 
 def test_lineages_differ_by_parent_quorum_step_and_what_they_are_made_of() -> None:
-    """States that came about differently have different lineages; equal histories have equal ones."""
+    """States that came about differently have different lineages; equal histories have equal
+    ones.
+    """
     base = descend(0, "1/abc", 1, "[0]")
     assert base == descend(0, "1/abc", 1, "[0]")
     others = {

@@ -48,7 +48,9 @@ def test_a_straggler_recovers_after_as_many_good_steps() -> None:
 
 
 def test_an_absent_group_starts_anew() -> None:
-    """A group that misses a step has no slow steps in a row, and is no straggler when it is back."""
+    """A group that misses a step has no slow steps in a row, and is no straggler when it is
+    back.
+    """
     stragglers = Stragglers(factor=1.5, steps=2)
     slow, absent = {0: 1.0, 1: 1.0, 2: 2.0}, {0: 1.0, 1: 1.0}
     told = [

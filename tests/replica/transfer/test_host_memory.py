@@ -86,7 +86,9 @@ def test_memory_is_pinned_once_and_not_by_the_training_thread(host: Host) -> Non
 
 
 def test_whoever_reserves_does_not_wait(host: Host) -> None:
-    """`take` waits for the thread that pins: pinning the memory a second time would take as long."""
+    """`take` waits for the thread that pins: pinning the memory a second time would take as
+    long.
+    """
     host.gives.clear()
     memory = HostMemory()
     memory.reserve(NUM_BYTES)
@@ -96,7 +98,9 @@ def test_whoever_reserves_does_not_wait(host: Host) -> None:
 
 
 def test_a_copy_that_nothing_was_reserved_for_has_pinned_memory_too(host: Host) -> None:
-    """Examples are the first copy on a host with scarce memory, and a copy while another one is read."""
+    """Examples are the first copy on a host with scarce memory, and a copy while another one is
+    read.
+    """
     memory = HostMemory()
     lent = [memory.take(NUM_BYTES), memory.take(NUM_BYTES)]
     assert all(map(host.is_pinned, lent))
@@ -127,7 +131,9 @@ def test_a_host_without_memory_to_pin_is_named(
 
 
 def test_a_joiner_has_other_memory_too(host: Host, caplog: pytest.LogCaptureFixture) -> None:
-    """A joiner fetches into unpinned memory, and queues there: a slow return is better than none."""
+    """A joiner fetches into unpinned memory, and queues there: a slow return is better than
+    none.
+    """
     pinned = device.empty_host(1000, torch.float32)
     assert host.is_pinned(pinned)
     host.is_short = True

@@ -268,7 +268,9 @@ class Searching:
 def test_of_all_groups_that_live_one_with_an_offer_is_found(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a group that is unreachable, has another token or offers nothing, the next one is asked."""
+    """After a group that is unreachable, has another token or offers nothing, the next one is
+    asked.
+    """
     with socket.create_server(("127.0.0.1", 0)) as closed:
         gone = f"127.0.0.1:{closed.getsockname()[1]}"
     stranger, busy, one, other = (
@@ -320,7 +322,9 @@ def test_an_address_that_is_known_is_not_looked_up(
 def test_a_search_in_vain_is_followed_by_another_one_after_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The pause doubles up to a second, so that a waiting group does not load the lighthouse and the others."""
+    """The pause doubles up to a second, so that a waiting group does not load the lighthouse and
+    the others.
+    """
     this, pauses = Searching(monkeypatch, {}), list[float]()
     assert this.find() == NO_OFFER
     for _ in range(6):

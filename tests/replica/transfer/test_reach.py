@@ -46,7 +46,9 @@ def serve(servers: dict[str, StateServer]) -> Callable[..., str]:
 
 
 class Path:
-    """A way to an address that passes so many bytes in each direction, and then loses everything."""
+    """A way to an address that passes so many bytes in each direction, and then loses
+    everything.
+    """
 
     def __init__(self, target: str, passes: int = 1 << 30) -> None:
         self._target, self._passes = target, passes
@@ -191,7 +193,9 @@ def test_a_peer_that_is_busy_can_be_reached(
 def test_a_path_of_one_direction(
     serve: Callable[..., str], lay: Callable[..., Path], passes: int
 ) -> None:
-    """The peer is reached, but cannot reach this rank. Such a link is dead, and the reason says so."""
+    """The peer is reached, but cannot reach this rank. Such a link is dead, and the reason says
+    so.
+    """
     back = closed_port() if passes < 0 else lay(serve(), passes=passes).address
     reasons = ask(back, serve())
     assert "not from there" in reasons["u0"]
@@ -207,7 +211,9 @@ def test_a_peer_with_another_token_can_be_reached(serve: Callable[..., str]) -> 
 def test_an_address_comes_from_the_groups_store(
     serve: Callable[..., str], lay: Callable[..., Path]
 ) -> None:
-    """A rank that has never exchanged with a peer looks its address up; a store without it, or none, is a dead link."""
+    """A rank that has never exchanged with a peer looks its address up; a store without it, or
+    none, is a dead link.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where, own = f"127.0.0.1:{store.port}", serve()
     there, forged = address_key("there", 1), address_key("forged", 1)

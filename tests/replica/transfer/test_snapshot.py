@@ -36,7 +36,9 @@ KINDS = [
 
 
 def bytes_of(training: Any) -> list[bytes]:
-    """Return the bytes of parameters, persistent buffers and optimizer state, without the code under test."""
+    """Return the bytes of parameters, persistent buffers and optimizer state, without the code
+    under test.
+    """
     tensors: list[torch.Tensor] = [*training.model.parameters()]
     tensors += [b for n, b in training.model.named_buffers() if n != "scratch"]
     for optimizer in training.optimizers:
@@ -60,9 +62,11 @@ def with_header(snapshot: Snapshot, header: dict[str, Any]) -> Snapshot:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fresh_group_becomes_the_donor(tiny: Tiny, world: None, kind: dict[str, Any]) -> None:
-    """A fresh model with an optimizer that has no state yet takes over everything: equal bytes, digest, LR, counters.
+    """A fresh model with an optimizer that has no state yet takes over everything: equal bytes,
+    digest, LR, counters.
 
-    Three further steps on each side then give equal losses and bytes: nothing that steers an update is missing.
+    Three further steps on each side then give equal losses and bytes: nothing that steers an update
+        is missing.
     """
     donor, joiner = tiny(seed=1, **kind), tiny(seed=2, **kind)
     donor.train(4)
@@ -101,7 +105,9 @@ def test_a_group_that_has_trained_becomes_the_donor(tiny: Tiny) -> None:
 
 
 def test_what_depends_on_the_weights_is_made_again_from_those_that_were_loaded(tiny: Tiny) -> None:
-    """`on_load` is called once for each load, after it. float8's scales would be stale otherwise."""
+    """`on_load` is called once for each load, after it. float8's scales would be stale
+    otherwise.
+    """
     donor, joiner = tiny(seed=1), tiny(seed=2)
     donor.train(2)
     seen: list[str] = []
@@ -180,7 +186,9 @@ def test_the_copy_says_what_it_is(tiny: Tiny) -> None:
 
 
 def test_buffers_that_are_not_saved_do_not_heal(tiny: Tiny) -> None:
-    """A non-persistent buffer, at any depth, is neither copied, nor overwritten, nor part of the digest."""
+    """A non-persistent buffer, at any depth, is neither copied, nor overwritten, nor part of the
+    digest.
+    """
     donor, joiner = tiny(seed=1), tiny(seed=2)
     donor.train(1)
     snapshot = donor.state.copy(1, 0)
@@ -505,7 +513,9 @@ def test_chunks_cannot_be_swapped() -> None:
 
 
 def test_the_lane_sum_is_what_its_docstring_says() -> None:
-    """Equal to the sum of lanes times odd position-dependent weights modulo 2**64, computed in Python."""
+    """Equal to the sum of lanes times odd position-dependent weights modulo 2**64, computed in
+    Python.
+    """
     lanes = [3, 2**63 - 1, -5, 2**40 + 1]
     weights = [(n * 0x5851F42D4C957F2D + 0x14057B7EF767814F) | 1 for n in range(4)]
     expected = sum(lane * weight for lane, weight in zip(lanes, weights, strict=True)) % 2**64
@@ -539,7 +549,9 @@ def test_memory_layout_does_not_matter() -> None:
 def test_sharded_optimizer_state_gets_the_sharding_of_its_parameter(
     tiny: Tiny, world: None
 ) -> None:
-    """On a fresh FSDP model, moments arrive as DTensors like their parameter, Adam's step as a plain scalar."""
+    """On a fresh FSDP model, moments arrive as DTensors like their parameter, Adam's step as a
+    plain scalar.
+    """
     donor, joiner = tiny(seed=1, shard=True), tiny(seed=2, shard=True)
     donor.train(1)
     joiner.state.load(donor.state.copy(1, 0))

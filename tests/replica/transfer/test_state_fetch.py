@@ -191,7 +191,9 @@ def test_a_cancelled_transfer_ends(donor: Donor) -> None:
 def test_the_state_is_complete_without_the_last_word(
     donor: Donor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A donor that dies right after the last byte has given the state. It only misses the farewell."""
+    """A donor that dies right after the last byte has given the state. It only misses the
+    farewell.
+    """
     sent = donor.publish(make_snapshot(5, 3 * CHUNK))
     request = state_fetch._DonorConnection.request
 
@@ -219,7 +221,9 @@ def test_what_arrives_corrupted_is_fetched_again(
     place: object,
     times: int,
 ) -> None:
-    """A flipped bit in the header or in a chunk is noticed and logged, and that part is fetched again."""
+    """A flipped bit in the header or in a chunk is noticed and logged, and that part is fetched
+    again.
+    """
     asked = watch(
         lambda where, count, send: send_corrupted if where == place and count <= times else send
     )
@@ -254,7 +258,8 @@ class Proxy:
     """Stands between joiners and a donor, and breaks connections.
 
     Args:
-        cuts: bytes from the donor after which a connection breaks, by its number in order of arrival.
+        cuts: bytes from the donor after which a connection breaks, by its number in order of
+            arrival.
         how: the kind of break: "reset", "close", "silence", or "gone" (a close, and no further
             connection is accepted).
     """
@@ -329,7 +334,9 @@ def test_a_broken_connection_is_made_again(
     monkeypatch: pytest.MonkeyPatch,
     how: str,
 ) -> None:
-    """A connection that breaks or falls silent within a chunk costs that chunk only, and no timeout."""
+    """A connection that breaks or falls silent within a chunk costs that chunk only, and no
+    timeout.
+    """
     monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 1.5)
     # 0 is the header's; within: 4 chunks and their lines.
     asked, proxy = (watch(), start_proxy(donor, {1: 5300}, how))
@@ -561,7 +568,9 @@ def fetch_from(donors: list[Donor], **more: Any) -> Snapshot:
 
 @pytest.mark.parametrize("number", [2, 4, 8])
 def test_several_donors_give_a_part(start_donor: Callable[..., Donor], number: int) -> None:
-    """Each byte comes once, from any donor that is quick enough. Donors learn how much they gave."""
+    """Each byte comes once, from any donor that is quick enough. Donors learn how much they
+    gave.
+    """
     donors = start_donors(start_donor, number, max_mbps=1.0)
     snapshot = make_snapshot(5, 60 * CHUNK + 1)
     for donor in donors:

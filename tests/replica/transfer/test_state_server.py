@@ -78,7 +78,9 @@ class _Stream:
 def test_nothing_is_served_before_its_copy_is_complete(
     start_donor: Callable[..., Donor], background: ThreadPoolExecutor
 ) -> None:
-    """The server's threads wait for the GPU, `publish` does not. The event has the copy's duration."""
+    """The server's threads wait for the GPU, `publish` does not. The event has the copy's
+    duration.
+    """
     sent, event = make_snapshot(5, CHUNK), _Stream()
     complete, told = sent.payload.clone(), []
     sent.payload.zero_()
@@ -295,7 +297,9 @@ def test_a_stranger_who_says_nothing_is_dropped(
 def test_a_stranger_who_says_little_is_dropped(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A byte now and then passes the timeout of each read, and would hold a thread and a descriptor for good."""
+    """A byte now and then passes the timeout of each read, and would hold a thread and a descriptor
+    for good.
+    """
     monkeypatch.setattr(state_server, "_HANDSHAKE_SECONDS", 0.5)
     monkeypatch.setattr(state_server, "_POLL_SECONDS", 0.1)
     donor = start_donor()
@@ -341,7 +345,9 @@ def test_a_throttled_donor_is_not_taken_for_dead(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A chunk may take longer than the silence that breaks a connection. Slow bytes are no silence."""
+    """A chunk may take longer than the silence that breaks a connection. Slow bytes are no
+    silence.
+    """
     monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 3.0)
     donor = start_donor(max_mbps=0.008)  # 1000 bytes per second
     monkeypatch.setattr(state_fetch, "_CHUNK", 4000)

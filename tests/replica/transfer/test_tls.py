@@ -75,7 +75,9 @@ def accept_one(listener: socket.socket, talk: Callable[[socket.socket], None]) -
 
 
 def test_another_certificate_does_not_pass(secure: Donor, background: ThreadPoolExecutor) -> None:
-    """A relay that ends TLS on both sides shows its own certificate, and the proofs cover the fingerprint."""
+    """A relay that ends TLS on both sides shows its own certificate, and the proofs cover the
+    fingerprint.
+    """
     publish_secret(secure)
     own = Certificate.make()
     heard = bytearray()
@@ -98,7 +100,9 @@ def test_another_certificate_does_not_pass(secure: Donor, background: ThreadPool
 
 
 def test_tls_cannot_be_talked_away(secure: Donor) -> None:
-    """A relay removes "tls" from the greeting. The joiner goes on without TLS; the donor does not."""
+    """A relay removes "tls" from the greeting. The joiner goes on without TLS; the donor does
+    not.
+    """
     publish_secret(secure)
     heard = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -207,7 +211,9 @@ def test_a_server_has_it_from_the_start(certificate: Certificate) -> None:
 def test_a_peer_that_becomes_busy_can_be_reached(
     secure: Donor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long call takes the GIL after the greeting, before TLS begins: the peer's kernel takes what it is sent."""
+    """A long call takes the GIL after the greeting, before TLS begins: the peer's kernel takes what
+    it is sent.
+    """
     monkeypatch.setattr(reach, "CONNECT_SECONDS", 0.3)
     over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -228,7 +234,9 @@ def test_a_peer_that_becomes_busy_can_be_reached(
 def test_a_connection_that_is_cut_is_made_again(
     secure: Donor, certificate: Certificate, background: ThreadPoolExecutor, after_tls: bool
 ) -> None:
-    """A peer takes a probe for a broken exchange's connection and closes it: the second one finds the peer alive."""
+    """A peer takes a probe for a broken exchange's connection and closes it: the second one finds
+    the peer alive.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         listener.settimeout(DEADLINE)  # the code before did not come again

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a relay between joiner and donor, without the token, can read and change; with real sockets."""
+"""What a relay between joiner and donor, without the token, can read and change; with real
+sockets.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,9 @@ def test_a_relay_at_another_address_reads_nothing(
 
 
 def forge(data: bytes) -> bytes:
-    """Change the weights, and their digest in the line before, as far as that is possible without the token."""
+    """Change the weights, and their digest in the line before, as far as that is possible without
+    the token.
+    """
     forged = data.replace(SECRET, FORGED)
     line, newline, payload = forged.partition(b"\n")
     if payload:

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Children that answer are left alone, silent ones are found, and a parent that did not run knows nothing."""
+"""Children that answer are left alone, silent ones are found, and a parent that did not run knows
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def test_a_parent_that_looks_late_begins_anew() -> None:
 
 
 def test_a_short_freeze_of_the_whole_group() -> None:
-    """It ends before a look is late, and leaves a child almost half of the patience to thaw after its parent."""
+    """It ends before a look is late, and leaves a child almost half of the patience to thaw after
+    its parent.
+    """
     watched = Watched()
     watched.look(1, 2)
     assert watched.look(late=0.33 * PATIENCE) == {}

@@ -319,7 +319,9 @@ def test_a_process_that_has_ended_is_lost_at_once() -> None:
 
 
 def test_words_that_are_too_long_together_are_nobodys_fault() -> None:
-    """The words of each rank fit into a frame, and their union does not: rank 0 learns that, and no rank is lost."""
+    """The words of each rank fit into a frame, and their union does not: rank 0 learns that, and no
+    rank is lost.
+    """
     group = Group(7)
     for rank, node in enumerate(group.nodes):
         group.act(rank, node.join(1, [str(rank) * (MAX_BYTES // 2)], 0.0))
