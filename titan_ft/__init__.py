@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Fault-tolerant data parallelism for torchtitan: replica groups that may die, hang, leave or join at any step."""
+"""Fault-tolerant data parallelism for torchtitan: any replica group may die, hang, leave or join at
+any step.
+"""
 
 import functools
 
@@ -8,7 +10,9 @@ __version__ = "0.1.0"
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of this package and of what it builds on, as far as it is installed; none of it is loaded."""
+    """Return the installed versions of this package and of its main dependencies, without loading
+    any of them.
+    """
     return dict(_versions())  # whoever takes one out of it has his own
 
 

@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Define the `[fault_tolerance]` table of a run's TOML, and hold every rule about its values.
 
-The class `JobConfig` makes this module a torchtitan `custom_config_module`. It imports the standard
-library, tomli and `round_settings` only, so that the launcher can check a config before anything slow is loaded.
+The class `JobConfig` makes this module a torchtitan `custom_config_module`. The module imports the
+standard library, tomli and `round_settings` only. So the launcher can check a config before any
+slow import.
 
-There is no `from __future__ import annotations` here, on purpose: torchtitan's `ConfigManager._merge_configs` reads the
-types of the fields as objects, and would take strings for plain values.
+There is no `from __future__ import annotations` here, on purpose. torchtitan's
+`ConfigManager._merge_configs` reads the types of the fields as objects. It would take types written
+as strings for plain values.
 """
 
 import difflib
@@ -82,10 +84,10 @@ def removed(field: str, value: object) -> str:
 
 
 def check_folder(name: str, folder: Path, what: str = "a run") -> None:
-    """Check that a command was given a folder that is there.
+    """Check that the argument of a command is an existing folder.
 
     Raises:
-        ConfigError: it was not.
+        ConfigError: the folder does not exist.
     """
     if not folder.is_dir():
         remedy = "it is a file" if folder.exists() else "there is no such folder"
@@ -93,7 +95,7 @@ def check_folder(name: str, folder: Path, what: str = "a run") -> None:
 
 
 def unwritable(name: str, folder: Path, error: OSError) -> ConfigError:
-    """Return what a command says of a folder that it was given, and cannot write."""
+    """Return the error of a command whose output folder cannot be written."""
     got = f"got {folder} ({error.strerror})"
     return ConfigError(
         f"{name} must be a folder that can be written, {got}; make room, or give another"
@@ -219,9 +221,10 @@ class FaultTolerance:
     down."""
 
     transfer_tls: bool = False
-    """Encrypt the state on its way to a joiner with TLS 1.3. A donor makes a certificate at its start,
-    with the command openssl; the run's token vouches for it. Gradients are not encrypted: Gloo and
-    NCCL cannot. Set it where the transfer leaves the closed network that the gradients have."""
+    """Encrypt the state on its way to a joiner with TLS 1.3. A donor makes a certificate at its
+    start, with the command openssl; the run's token vouches for it. Gradients are not encrypted:
+    Gloo and NCCL cannot. Set it where the transfer leaves the closed network that the gradients
+    have."""
 
     # Leaving and hanging.
 
@@ -243,7 +246,7 @@ class FaultTolerance:
     everybody who may write the run's folder can crash, slow down or corrupt the workers, so leave
     it false in production."""
 
-    # The lighthouse. `titan-ft launch` and `titan-ft lighthouse` use these; a worker only checks them.
+    # The lighthouse. `titan-ft launch` and `titan-ft lighthouse` use these; workers check them.
 
     heartbeat_timeout_ms: int = 500
     """Milliseconds without a heartbeat after which the lighthouse counts a group as gone; shorter
@@ -259,7 +262,7 @@ class FaultTolerance:
     heartbeat_timeout_ms. With `semi_sync_method` the lighthouse of `launch` waits for a day at
     least; give --join-timeout-ms 86400000 to a lighthouse that you start yourself."""
 
-    # Semi-synchronous training: LocalSGD, DiLoCo (arXiv 2311.08105), Streaming DiLoCo (arXiv 2501.18512).
+    # Semi-synchronous training: LocalSGD, DiLoCo (arXiv 2311.08105), Streaming DiLoCo (2501.18512).
 
     semi_sync_method: str | None = None
     """Exchange only once in `sync_steps` steps, which make a round; each group trains by itself
@@ -302,8 +305,8 @@ class FaultTolerance:
 
     module_fqns_per_model_fragment: list[list[str]] = field(default_factory=list)
     """Fully qualified names of the modules of each fragment, as [["tok_embeddings", "layers.0"],
-    ["layers.1", ...]]; each trained parameter belongs to one. Empty lets `num_fragments` decide; set
-    it if the cuts have to be elsewhere. Only used with `semi_sync_method = "diloco"`."""
+    ["layers.1", ...]]; each trained parameter belongs to one. Empty lets `num_fragments` decide;
+    set it if the cuts have to be elsewhere. Only used with `semi_sync_method = "diloco"`."""
 
     fragment_sync_delay: int = 0
     """Steps that a group makes between the start of a fragment's exchange and the use of its result
@@ -318,19 +321,25 @@ class FaultTolerance:
 
 
 MODULE_TOML_PREFIX = "titan_ft_module_"
-"""Begins the name of a folder with a TOML that a command made for `--module M --config F`. The folder
-is removed when the command ends."""
+"""Begins the name of a folder with a TOML that a command made for `--module M --config F`. The
+folder is removed when the command ends."""
 
 
 @dataclass
 class JobConfig:
-    """Add the table to torchtitan's config, through `[job] custom_config_module = "titan_ft.config"`."""
+    """Add the table to torchtitan's config, through `[job] custom_config_module =
+    "titan_ft.config"`.
+    """
 
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
 
 
 def read_flags(args: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield name and value of torchtitan's flags, `--section.key=value` or `--section.key value`, with _ for each -."""
+    """Yield the name and value of each torchtitan flag: `--section.key=value` or `--section.key
+    value`.
+
+    Names have _ for each -.
+    """
     for position, arg in enumerate(args):
         if arg.startswith("--"):
             name, equals, value = arg.removeprefix("--").partition("=")
@@ -351,7 +360,8 @@ def load_toml(path: str | Path) -> dict[str, Any]:
     """Read a TOML file.
 
     Raises:
-        ConfigError: the file cannot be read or is no TOML; the line names the file, and the place of a syntax error.
+        ConfigError: the file cannot be read or is not TOML. The error names the file and the place
+            of a syntax error.
     """
     try:
         with open(path, "rb") as file:
@@ -379,14 +389,16 @@ def load_toml(path: str | Path) -> dict[str, Any]:
 
 
 def check_toml(values: Mapping[str, Any], schema: type = FaultTolerance) -> None:
-    """Check a loaded TOML, as far as it is known without torchtitan: tables, and what is in `[fault_tolerance]`.
+    """Check as much of a loaded TOML as is known without torchtitan: its tables, and
+    `[fault_tolerance]`.
 
     Args:
         values: the whole TOML, as `load_toml` returns it.
         schema: the dataclass of `[fault_tolerance]`.
 
     Raises:
-        ConfigError: names the key, the closest valid one, and where all valid ones are.
+        ConfigError: names the wrong key, the closest valid key, and where all valid keys are
+            listed.
     """
     for name, table in values.items():
         _require_table(name, table)
@@ -399,14 +411,14 @@ def check_toml(values: Mapping[str, Any], schema: type = FaultTolerance) -> None
 
 
 def check_table(name: str, table: Any, schema: Any) -> None:
-    """Check a table of a TOML, and the tables in it, for unknown keys and wrong types.
+    """Check a table of a TOML, and its inner tables, for unknown keys and wrong types.
 
     Args:
-        name: of the table, with those around it; empty for the whole TOML.
-        schema: its dataclass.
+        name: the table's full name; empty for the whole TOML.
+        schema: the table's dataclass.
 
     Raises:
-        ConfigError: names the first key that is wrong.
+        ConfigError: names the first wrong key.
     """
     _require_table(name, table)
     annotations = {f.name: f.type for f in fields(schema)}
@@ -436,10 +448,13 @@ def _require_table(name: str, table: Any) -> None:
 
 
 def resolve_lighthouse(ft: FaultTolerance, fallback: str | None) -> str:
-    """Return the lighthouse's address from the config, or else the fallback (what TORCHFT_LIGHTHOUSE holds).
+    """Return the lighthouse's address from the config, or else the fallback.
+
+    Args:
+        fallback: the value of the environment variable TORCHFT_LIGHTHOUSE; None if unset.
 
     Raises:
-        ConfigError: neither gives an address, or the one that counts is malformed.
+        ConfigError: neither gives an address, or the address is malformed.
     """
     if ft.lighthouse:
         name, address = f"{TABLE}.lighthouse", ft.lighthouse
@@ -455,9 +470,11 @@ def resolve_lighthouse(ft: FaultTolerance, fallback: str | None) -> str:
 
 
 def validate(config: Any) -> None:
-    """Check a whole job config, as torchtitan's ConfigManager returns it. Nothing is checked unless it is enabled.
+    """Check a whole job config, as torchtitan's ConfigManager returns it. Nothing is checked unless
+    enabled.
 
-    torchtitan takes `semi_sync_method` in upper case too: it is changed to lower case here, which all others expect.
+    torchtitan accepts `semi_sync_method` in upper case, too. The value is changed to lower case
+    here, because all other code expects lower case.
 
     Raises:
         ConfigError: the first rule that does not hold.
@@ -495,10 +512,12 @@ def validate(config: Any) -> None:
 
 
 def check_replicate(replicate: int, shard: int, context: int) -> None:
-    """Refuse DDP inside a group: torchtitan 0.2.2's averages gradients that its loss has averaged already.
+    """Refuse DDP inside a group: torchtitan 0.2.2's DDP averages gradients that its loss has
+    averaged already.
 
     Args:
-        replicate, shard, context: degrees of a group; a shard degree of -1 is checked by the worker, which knows it.
+        replicate, shard, context: degrees of a group. The worker, which knows the real degree,
+            checks a shard degree of -1.
 
     Raises:
         ConfigError: the group holds copies of the model, and shards none of them.
@@ -511,8 +530,8 @@ def check_replicate(replicate: int, shard: int, context: int) -> None:
         )
 
 
-# One rule: whether it holds, then field, rule, value and remedy of the error's line. Rules come from generators, so
-# that a rule may rely on the ones before it.
+# One rule: whether it holds, then field, rule, value and remedy of the error's line. Rules come
+# from generators, so that a rule may rely on the ones before it.
 Rule = tuple[bool, str, str, Any, str]
 
 
@@ -536,7 +555,7 @@ def _refusals(config: Any) -> Iterator[Rule]:
 
 
 def _group_rules(ft: FaultTolerance) -> Iterator[Rule]:
-    """Check who takes part."""
+    """Check the settings that choose the participating groups."""
     for name, choices in CHOICES.items():
         value = getattr(ft, name)
         rule = f"must be one of {', '.join(choices)}"
@@ -621,7 +640,7 @@ def _number_rules(ft: FaultTolerance) -> Iterator[Rule]:
 
 
 def _order_rules(ft: FaultTolerance) -> Iterator[Rule]:
-    """Check that a dead group is noticed by the lighthouse before anything that waits for it runs out."""
+    """Check that the lighthouse notices a dead group before any wait for that group times out."""
     beat, name = ft.heartbeat_timeout_ms, f"{TABLE}.heartbeat_timeout_ms"
     yield beat >= 50, name, "must be >= 50", beat, "the lighthouse looks every 20 ms"
     yield (
@@ -634,7 +653,9 @@ def _order_rules(ft: FaultTolerance) -> Iterator[Rule]:
 
 
 def _dtype_rules(config: Any) -> Iterator[Rule]:
-    """Check that weights can hold what the groups agree on; the trainer looks at those of the model once built."""
+    """Check that weights can hold the values the groups agree on. The trainer checks the built
+    model's weights.
+    """
     dtype = config.training.dtype
     rule = f'must be "float32" with {TABLE}.semi_sync_method (a checkpoint has the weights that the groups agree on)'
     holds = config.fault_tolerance.semi_sync_method is None or dtype == "float32"
@@ -643,7 +664,9 @@ def _dtype_rules(config: Any) -> Iterator[Rule]:
 
 
 def _batch_rules(config: Any) -> Iterator[Rule]:
-    """Check that the global batch, which counts all groups, splits into whole microbatches of each group."""
+    """Check that the global batch, summed over all groups, splits into whole microbatches of each
+    group.
+    """
     training, parallel = config.training, config.parallelism
     for section, key in (
         ("training", "global_batch_size"),
@@ -725,7 +748,9 @@ def _check_advertised(address: str) -> None:
 
 
 def _check_type(name: str, value: Any, annotation: Any) -> None:
-    """Raise ConfigError unless the value is of the field's type; a whole number is a float too, a bool is no number."""
+    """Raise ConfigError unless the value is of the field's type. An integer is a valid float; a
+    bool is no number.
+    """
     if get_origin(annotation) is Literal:
         if value not in get_args(annotation):
             choices = ", ".join(map(str, get_args(annotation)))

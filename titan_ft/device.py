@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The device that this process computes on, and the calls that differ between CPU and GPU."""
+"""The device of this process, and the calls that differ between CPU and GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def on_cpu() -> bool:
 
 
 def name() -> str:
-    """Return the name of this machine's accelerator, else of its processor."""
+    """Return the name of this machine's accelerator; without an accelerator, of its processor."""
     if not on_cpu():
         return str(torch.get_device_module().get_device_name(0))
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
@@ -48,8 +48,11 @@ def name() -> str:
 
 
 def memory_bytes() -> int | None:
-    """Return the memory of this process: what the accelerator's allocator held at most, as torchtitan reports it, since
-    its last line of metrics; on a CPU, what the process holds. None where the machine does not tell."""
+    """Return the memory of this process, in bytes; None if the machine does not report it.
+
+    On an accelerator: the peak of the allocator since torchtitan's last line of metrics, as
+    torchtitan reports it. On a CPU: the resident memory now.
+    """
     if not on_cpu():
         return int(torch.accelerator.max_memory_reserved())
     try:
@@ -69,7 +72,7 @@ def exchange_device(process_group: str) -> torch.device:
 
 
 def current() -> torch.device:
-    """Return the accelerator's device that this thread uses, else the CPU."""
+    """Return the accelerator's device that this thread uses; without an accelerator, the CPU."""
     if on_cpu():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
@@ -78,13 +81,15 @@ def current() -> torch.device:
 
 
 def require(process_group: str, local_rank: int) -> None:
-    """Refuse what this machine cannot do.
+    """Refuse a config that this machine cannot run.
 
     Args:
-        local_rank: place of this process among those of its group on this machine, which is also that of its GPU.
+        local_rank: number of this process among its group's processes on this machine, and of its
+            GPU.
 
     Raises:
-        ConfigError: `process_group` is nccl and there is no NVIDIA GPU, or there are more ranks than GPUs.
+        ConfigError: `process_group` is nccl and there is no NVIDIA GPU, or there are more ranks
+            than GPUs.
     """
     num_gpus = 0 if on_cpu() else torch.accelerator.device_count()
     if num_gpus and local_rank >= num_gpus:
@@ -100,10 +105,11 @@ def require(process_group: str, local_rank: int) -> None:
 
 
 ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""torchtitan writes it, for the communicators of the group; `AbortableNccl` does for its own, which come later.
+"""torchtitan writes it, for the communicators of the group; `AbortableNccl` does for its own, which
+come later.
 
-So a value of the user's has no effect. Nor has NCCL_ASYNC_ERROR_HANDLING, the older name: torch prefers this one.
-"""
+So a value of the user's has no effect. Nor has NCCL_ASYNC_ERROR_HANDLING, the older name: torch
+prefers this one. """
 
 _NCCL_OFF = {
     "TORCH_NCCL_ENABLE_MONITORING": "torch's heartbeat monitor would end this process when a peer is lost",
@@ -115,32 +121,34 @@ _NCCL_OFF = {
     "NCCL_LAUNCH_ORDER_IMPLICIT": "the order of a group's and the exchange's kernels differs between ranks",
 }
 _DUMPS, _DUMP_TIME = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
-# Before torch's watchdog ends a process in which a collective of the group hangs, it waits four times as long for the
-# flight record. With 0, torch's monitor began two dumps into one file, and the process ended before the first one.
+# Before torch's watchdog ends a process in which a collective of the group hangs, it waits four
+# times as long for the flight record. With 0, torch's monitor began two dumps into one file, and
+# the process ended before the first one.
 _DUMP_MS = 5000
 NO_DUMPS = {_DUMPS: "0", _DUMP_TIME: "0"}
 """In the environment when torch makes the exchange's process group.
 
-A lost group is no hang, and torch writes one flight record in the life of a process. The watchdog's wait would also
-delay the end of a broken communicator.
-"""
+A lost group is no hang, and torch writes one flight record in the life of a process. The watchdog's
+wait would also delay the end of a broken communicator. """
 
 # Queues of a GPU: CUDA's own default, and the most there are.
 _MIN_CONNECTIONS, _MAX_CONNECTIONS = (8, 32)
 
 
 def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, str]:
-    """Return what must be in the environment before a process with NCCL between the groups makes a communicator.
+    """Return the environment variables that NCCL between the groups needs before its first
+    communicator.
 
-    What torch does by itself with a lost peer is to end the process, or to have it wait. It reads this for all
-    communicators alike, those inside the group too (docs/gpu.md, "NCCL between the groups").
+    By default, torch ends the process when a peer is lost, or lets the process wait. torch reads
+    the variables for all communicators, also for those inside the group (docs/gpu.md, "NCCL between
+    the groups").
 
     Args:
-        environ: as the user has it; what it has of this, and does not contradict it, stays.
+        environ: the user's environment. A variable that does not contradict a needed value stays.
         timeout_ms: `process_group_timeout_ms`.
 
     Raises:
-        ConfigError: the user has set something else.
+        ConfigError: the user has set a contradicting value.
     """
 
     def refuse(name: str, rule: str, why: str) -> ConfigError:
@@ -181,14 +189,14 @@ def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, s
 
 
 def empty_host(numel: int, dtype: torch.dtype, *, keep: bool = False) -> torch.Tensor:
-    """Allocate a flat host tensor, pinned where there is a GPU so that copies can be asynchronous.
+    """Allocate a flat host tensor, pinned if there is a GPU, so that copies can be asynchronous.
 
-    If the host has no such memory left, a line in the log says so, once, and the tensor is not pinned: the host then
-    waits for copies from and to it.
+    If the host cannot pin more memory, the log says so once, and the tensor is not pinned. The host
+    then waits for each copy from and to the tensor.
 
     Args:
-        keep: after the tensor's end, keep its memory for the next tensor of this size, until `release_host_memory`.
-            Without it the memory goes back to the host.
+        keep: after the tensor is freed, keep its memory for the next tensor of this size, until
+            `release_host_memory`. Without it the memory is returned to the host.
     """
     if not on_cpu():
         try:
@@ -239,7 +247,9 @@ def free_bytes(where: torch.device) -> int:
 
 
 def in_background(make: Callable[[], _T], name: str) -> Future[_T]:
-    """Make something that takes a while where there is an accelerator, on a thread of its own; on a CPU at once."""
+    """Run `make` on a thread of its own if there is an accelerator, where it takes a while; on a
+    CPU at once.
+    """
     if on_cpu():
         made: Future[_T] = Future()
         made.set_result(make())
@@ -253,7 +263,8 @@ def in_background(make: Callable[[], _T], name: str) -> Future[_T]:
 def empty_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate a bucket for the exchange on `device` (see `exchange_device`).
 
-    Nothing is written into it: a stream that uses it first need not wait for the one that it is made on.
+    Nothing is written to the bucket. So its first stream need not wait for the stream that
+    allocates it.
     """
     if device.type == "cpu":
         return empty_host(numel, dtype, keep=True)
@@ -270,17 +281,19 @@ def empty_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
 
 @contextlib.contextmanager
 def side_stream(where: torch.device, use: str = "exchange") -> Iterator[None]:
-    """Run what follows on a stream of its own, so that it never queues behind compute; nothing to do on CPU.
+    """Run the block on a stream of its own, so that it never queues behind compute; no effect on a
+    CPU.
 
     Args:
-        use: what for; each has a stream, so that none waits for another one's.
+        use: name of the stream. Each use has its own stream, so that no use waits for another.
     """
     if where.type == "cpu":
         yield
         return
     torch.accelerator.set_device_index(where.index or 0)
-    # Not `with stream:`, which keeps the stream to go back to in the stream itself. The exchange's thread may be left
-    # in this one: the training thread would go on on that thread's stream, and the other way round.
+    # Not `with stream:`, which keeps the stream to go back to in the stream itself. The exchange's
+    # thread may be left in this one: the training thread would go on on that thread's stream, and
+    # the other way round.
     before = torch.accelerator.current_stream(where)
     torch.accelerator.set_stream(_stream_of_its_own(where, use))
     try:
@@ -291,14 +304,17 @@ def side_stream(where: torch.device, use: str = "exchange") -> Iterator[None]:
 
 @functools.cache
 def _stream_of_its_own(where: torch.device, use: str) -> torch.Stream:
-    """Return the one stream of a use: memory that was freed on a stream is taken again only there."""
+    """Return the one stream of a use: memory that was freed on a stream is taken again only
+    there.
+    """
     return torch.Stream(where)
 
 
 def for_thread() -> Callable[[], None]:
-    """Return what a new thread must call first to use the device of the thread that called this.
+    """Return a function that a new thread calls first, to use the device of the calling thread.
 
-    A CUDA thread begins on device 0, and would open a context there for every rank of the host.
+    A CUDA thread begins on device 0. Without the call, device 0 would hold a context for every rank
+    of the host.
     """
     if on_cpu():
         return lambda: None
@@ -307,10 +323,11 @@ def for_thread() -> Callable[[], None]:
 
 
 def record_event(timed: bool = False) -> torch.Event | None:
-    """Mark the work queued so far on the current stream; None on CPU, where it is already done.
+    """Mark the work queued so far on the current stream; None on a CPU, where that work is already
+    done.
 
     Args:
-        timed: whether it is one for `seconds_between`.
+        timed: record the time as well, for `seconds_between`.
     """
     if on_cpu():
         return None
@@ -320,12 +337,14 @@ def record_event(timed: bool = False) -> torch.Event | None:
 
 
 def record_time() -> torch.Event | None:
-    """Note when the current stream comes here, for `seconds_between`; nobody waits for it."""
+    """Record when the current stream gets here, for `seconds_between`. Does not wait."""
     return record_event(timed=True)
 
 
 def seconds_between(begun: torch.Event | None, done: torch.Event | None) -> float:
-    """Return how long a stream has taken from one timed event to another, which it has passed; 0 without them."""
+    """Return a stream's seconds between two timed events that it has passed; 0 without the
+    events.
+    """
     return 0.0 if begun is None or done is None else begun.elapsed_time(done) / 1000
 
 
@@ -340,7 +359,11 @@ def synchronize(events: Iterable[torch.Event | None] = ()) -> None:
 
 
 def read_later(scalar: torch.Tensor) -> Callable[[], float]:
-    """Bring a number to the host without waiting for it; returns what waits for it and tells it, on any thread."""
+    """Start the copy of a number to the host; the returned function waits for it and returns the
+    number.
+
+    The returned function may be called on any thread.
+    """
     if scalar.device.type == "cpu":
         value = scalar.item()
         return lambda: value
@@ -356,9 +379,9 @@ def read_later(scalar: torch.Tensor) -> Callable[[], float]:
 
 
 def wait_for(event: torch.Event | None, where: torch.device) -> None:
-    """Let what is done next with memory on `where` come behind `event`, if there is one.
+    """Make the next operations on memory of `where` wait for `event`, if there is one.
 
-    The current stream of a device waits for it, so that the host need not; for its own memory the host waits.
+    For a device, its current stream waits, and the host does not. For host memory, the host waits.
     """
     if event is None:
         return
@@ -369,7 +392,9 @@ def wait_for(event: torch.Event | None, where: torch.device) -> None:
 
 
 def join_stream(other: torch.Stream | None) -> torch.Stream | None:
-    """Let the current stream come behind what is queued on `other`; returns the current one, None on CPU."""
+    """Make the current stream wait for the work queued on `other`; returns the current stream, None
+    on a CPU.
+    """
     if on_cpu():
         return None
     current = torch.accelerator.current_stream()

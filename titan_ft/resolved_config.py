@@ -1,8 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Put the configs of two launches together, from TOML, flags and defaults.
+"""Resolve the configs of two launches, from TOML, flags and defaults.
 
-A program (`python -m titan_ft.resolved_config`) for `launch --resume`, which must not import torchtitan itself.
+A program (`python -m titan_ft.resolved_config`) for `launch --resume`, which must not import
+torchtitan.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from titan_ft.config import ConfigError, flat_values
 
 
 def resolve(flags: Sequence[str]) -> dict[str, Any]:
-    """Return the values that these flags of torchtitan's lead to, by their full names; every rule is checked.
+    """Return the values of a job with these torchtitan flags, by full names; every rule is checked.
 
     Raises:
         ConfigError: there is a mistake in the config.
@@ -28,9 +29,9 @@ def resolve(flags: Sequence[str]) -> dict[str, Any]:
 
 
 def resolve_earlier(flags: Sequence[str]) -> dict[str, Any]:
-    """Return the values of a launch that has trained with them.
+    """Return the values of an earlier launch, which has trained with them.
 
-    They are not checked again: the tokenizer that it names, for example, may lie elsewhere by now.
+    The rules are not checked again: the tokenizer, for example, may have moved since.
 
     Raises:
         ConfigError: a name or a type is wrong.
@@ -50,7 +51,9 @@ def resolve_earlier(flags: Sequence[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the flags of two launches from stdin, as JSON, and print the values of both, or the mistake in them."""
+    """Read the flags of two launches from stdin, as JSON, and print the values of both, or their
+    mistake.
+    """
     answers = os.dup(1)
     os.dup2(2, 1)  # what imports and the user's config module print is no answer
     earlier, now = json.load(sys.stdin)

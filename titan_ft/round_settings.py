@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Values derived from the settings of semi-synchronous training, and the rules about the settings.
 
-The fields are in `titan_ft.config.FaultTolerance`, because torchtitan has one table for them all.
+The fields are in `titan_ft.config.FaultTolerance`, because torchtitan has one table for all of
+them.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ if TYPE_CHECKING:
 
 SEMI_SYNC_METHODS = ("local_sgd", "diloco")
 ROUND_JOIN_TIMEOUT_MS = 24 * 3600 * 1000
-"""Smallest `join_timeout_ms` of a semi-synchronous job, so that no quorum leaves out a group in mid-round."""
+"""Smallest `join_timeout_ms` of a semi-synchronous job, so that no quorum leaves out a group in
+mid-round.
+"""
 
 
 class OuterOptimizer(NamedTuple):
-    """SGD without dampening and weight decay. It turns the groups' mean change into a round's update."""
+    """SGD without dampening and weight decay. It turns the groups' mean change into a round's
+    update.
+    """
 
     lr: float
     momentum: float
@@ -55,7 +60,9 @@ def steps_per_round(ft: FaultTolerance) -> int:
 
 
 def unit_of(ft: FaultTolerance) -> str:
-    """Return the unit of commits in log lines: "step", or "round" with a semi-synchronous method."""
+    """Return the unit of commits in log lines: "step", or "round" with a semi-synchronous
+    method.
+    """
     return "step" if ft.semi_sync_method is None else "round"
 
 

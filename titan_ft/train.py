@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The worker: `torchrun ... -m titan_ft.train --job.config_file F [torchtitan flags]`.
 
-Takes torchtitan's TOML and flags. With `[fault_tolerance] enable = false` it is torchtitan's own trainer. An agent
-may run it in a fork of a process in which everything is imported.
+Takes torchtitan's TOML and flags. With `[fault_tolerance] enable = false` the worker is
+torchtitan's own trainer. An agent may run the worker in a fork of a process that has everything
+imported.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ IMPORTED_LATER = (
 def main() -> None:
     """Run one worker; ends the process."""
     os.environ["RUST_LOG"] = choose_native_log(os.environ)
-    # torch's TCPStore looks up the name of every peer's address, also of numeric ones. A lost query would cost the
-    # resolver's five seconds, in the middle of a recovery.
+    # torch's TCPStore looks up the name of every peer's address, also of numeric ones. A lost query
+    # would cost the resolver's five seconds, in the middle of a recovery.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
     protect_output()
     claim_file()
@@ -77,7 +78,8 @@ def main() -> None:
     finish_waiting()  # the last event says whether the group finished or left
     if ends_in_order and os.getpid() == pid:  # an error of a user's fork comes here too
         mark_end_in_order()
-    # Threads that wait for a lost peer in an RPC or a socket must not hold up the exit: heartbeats would go on.
+    # Threads that wait for a lost peer in an RPC or a socket must not hold up the exit: heartbeats
+    # would go on.
     os._exit(status)
 
 
@@ -116,13 +118,13 @@ def _find_mistake(args: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _gpus_left_alone() -> Iterator[None]:
-    """Let a fork count the GPUs, and let torch take the answer of the fork in this process.
+    """Count the GPUs in a fork, and let torch use that count in this process.
 
-    Torch's own count would keep this process from forking: NVML starts a thread (seen with driver
-    580), and CUDA's driver, which torch asks where NVML cannot tell, is of no use after a fork.
+    Torch's own count would keep this process from forking. NVML starts a thread (seen with driver
+    580). If NVML cannot count, torch asks CUDA's driver, which is unusable after a fork.
 
     Raises:
-        RuntimeError: the fork cannot count them.
+        RuntimeError: the fork cannot count the GPUs.
     """
     import torch
 
@@ -143,7 +145,9 @@ def _gpus_left_alone() -> Iterator[None]:
 
 
 def preload(args: Sequence[str]) -> None:
-    """Import what training needs, and do once what is slow only the first time; leave GPUs alone, start no thread."""
+    """Import what training needs, and do slow first-time work now. Uses no GPU and starts no
+    thread.
+    """
     with _gpus_left_alone():
         with contextlib.suppress(ConfigError):  # found again, and reported, by the workers
             job_config = prepare_config(*args)
@@ -242,7 +246,9 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _slurm_step(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """Return what `scancel` and `srun --jobid` call the job step that this process belongs to, and Slurm the node."""
+    """Return the names of this process's job, step and node, as `scancel` and `srun --jobid` take
+    them.
+    """
     job, step, node = (
         environ.get(f"SLURM{name}", "") for name in ("_JOB_ID", "_STEP_ID", "D_NODENAME")
     )
@@ -251,7 +257,9 @@ def _slurm_step(environ: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def _explain(error: Exception) -> int:
-    """Print one line for a known way to end, a traceback for a bug or a lost peer of the group itself."""
+    """Print one line for a known way to end, a traceback for a bug or a lost peer of the group
+    itself.
+    """
     from titan_ft.protocol.errors import ReplicaError
 
     if not isinstance(error, ReplicaError):

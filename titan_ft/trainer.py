@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchtitan's Trainer with a replica dimension: `train_step` returns with a committed step, and only then."""
+"""torchtitan's Trainer with a replica dimension: `train_step` returns only with a committed
+step.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ class ReplicaTrainer(HostTrainer):
     """One rank of a replica group.
 
     Raises:
-        ReplicaError: a known end of this group's part in the run; the message says what to do.
+        ReplicaError: a known end of this group; the message says what to do.
     """
 
     launch: WorkerSetup  # set by titan_ft.train on the subclass that it runs
@@ -81,7 +83,8 @@ class ReplicaTrainer(HostTrainer):
             job_config.model.name, config, job_config.experimental.custom_import
         )
         if job_config.debug.seed is None:
-            # All groups must begin with the same weights, whenever they come; torchtitan would draw a seed in each.
+            # All groups must begin with the same weights, whenever they come; torchtitan would draw
+            # a seed in each.
             job_config.debug.seed = int(self.launch.config_digest[:8], 16)
             logger.info(
                 f"debug.seed is not set: using {job_config.debug.seed}, the same in all groups of this config"
@@ -102,7 +105,8 @@ class ReplicaTrainer(HostTrainer):
             self._ledger, loaders.open, partial(read_batches, self), self._events.emit
         )
         self._step_log = StepLog(self._events, self.metrics_processor, config.replica_id)
-        # Made after the model is built: how long that may take is unknown, and it must not count as a hang.
+        # Made after the model is built: how long that may take is unknown, and it must not count as
+        # a hang.
         self._watchdog = Watchdog(config.hang_timeout_seconds, self._tell_hang)
         self._local = LocalTraining(
             self, feed=self._feed, group=self._group, watchdog=self._watchdog
@@ -133,7 +137,9 @@ class ReplicaTrainer(HostTrainer):
         self.checkpointer.attach(self._checkpoint_host)
 
     def init_distributed(self) -> ParallelDims:
-        """Set up the group as torchtitan does; from then on SIGTERM lets the group leave in order."""
+        """Set up the group as torchtitan does; from then on SIGTERM lets the group leave in
+        order.
+        """
         dims = super().init_distributed()
         check_replicate(dims.dp_replicate, dims.dp_shard, dims.cp)
         self._end_if_finished()
@@ -150,10 +156,11 @@ class ReplicaTrainer(HostTrainer):
         return dims
 
     def _end_if_finished(self) -> None:
-        """End here if the job is over: nobody would come any more, and this group would train all of it again.
+        """End here if the job is finished. No other group would come, and this group would train
+        all steps again.
 
         Raises:
-            JobFinished: it is; on all ranks of the group.
+            JobFinished: the job is finished; on all ranks of the group.
         """
         group, config = GroupCollectives(self.device, None), self.job_config
         mark = RunPaths(config.job.dump_folder).finished
@@ -224,7 +231,9 @@ class ReplicaTrainer(HostTrainer):
                 rest.callback(self._end_step_log)  # first: what it waits for may hang
 
     def _tell_hang(self) -> None:
-        """Say that this rank ends because of a hang, to the run and to whoever may start it again."""
+        """Report that this rank ends because of a hang, to the run and to the group's
+        supervisor.
+        """
         seconds = self.job_config.fault_tolerance.hang_timeout_seconds
         write_error(
             HungError(
@@ -234,15 +243,15 @@ class ReplicaTrainer(HostTrainer):
         self._events.emit(Hung(step=self._position.step))
 
     def _leave(self) -> None:
-        """Leave the other groups. If the job's state leaves with this group, it is saved first."""
+        """Leave the other groups. If no other group holds the job's state, save the state first."""
         assert self._replica is not None, "a group that has met no other one has nothing to leave"
         last = self._replica.find_last_to_leave()
         if last is not None and not self.checkpointer.lacks_state():
             last = None
         if last is None or not last.agreed:
-            # Before all that takes a while: groups that train on must not wait for it. Where none does,
-            # this group heartbeats meanwhile: a group that has yet to heal must not begin from an older
-            # checkpoint, and the others that leave must see that this one lives.
+            # Before all that takes a while: groups that train on must not wait for it. Where none
+            # does, this group heartbeats meanwhile: a group that has yet to heal must not begin
+            # from an older checkpoint, and the others that leave must see that this one lives.
             self._links.membership.close()
         self.checkpointer.withdraw()  # found corrupt in the very round that it left in
         if last is not None:
@@ -287,7 +296,9 @@ class ReplicaTrainer(HostTrainer):
         announce_left(self._events, event)
 
     def _abandon(self, reason: str) -> None:
-        """Report that this rank ends without having left in order: on another thread; the training thread may hang."""
+        """Report that this rank ends out of order. Runs on another thread: the training thread may
+        hang.
+        """
         void = self._strategy.find_uncommitted() if "_strategy" in vars(self) else []
         if self._saving is not None:
             reason = f"{reason}, before the checkpoint of step {self._saving} was complete"
@@ -300,7 +311,9 @@ class ReplicaTrainer(HostTrainer):
             print_line(f"SIGTERM: {_name_void(void)}")
 
     def should_continue_training(self) -> bool:
-        """Return whether a step is left; after the last one stay until every group holds the final state."""
+        """Return whether a step is left; after the last one stay until every group holds the final
+        state.
+        """
         if super().should_continue_training():
             return True
         if self._replica is not None:
@@ -328,7 +341,9 @@ class ReplicaTrainer(HostTrainer):
     def train_step(
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
     ) -> None:
-        """Make one committed update, whatever happens to the other groups; or heal, which ends on one too."""
+        """Make one committed update, whatever happens to the other groups. A heal also ends with an
+        update.
+        """
         first = self.step == 1
         self._make_update()
         # Torchtitan shortens the timeouts after step 1: in the midst of a round or heal.
@@ -384,12 +399,16 @@ class ReplicaTrainer(HostTrainer):
         self._stepped = time.monotonic()
 
     def _heals_instead(self, step: int) -> bool:
-        """Join the job as a group that can load the state after `step`; says whether others are further."""
+        """Join the job as a group that can load the state after `step`; says whether others are
+        further.
+        """
         self._join_job(self._strategy.updates_of(step))
         return self._behind
 
     def _join_job(self, updates: int = 0) -> ReplicaDimension:
-        """Meet the other groups, now that this one is ready to train, or to load the state after so many updates."""
+        """Meet the other groups. This group can now train, or load the state after `updates`
+        updates.
+        """
         if self._replica is None:
             if self.launch.attempt > 0:
                 self._local.warm_up(self._strategy.state)
@@ -401,7 +420,9 @@ class ReplicaTrainer(HostTrainer):
         return self._replica
 
     def _begin(self, replica: ReplicaDimension) -> bool:
-        """Begin with the job's first step, or go on behind a checkpoint; False if this group must heal."""
+        """Begin with the job's first step, or resume from a checkpoint; False if this group must
+        heal.
+        """
         self._begun = True
         if self._behind:
             return False
@@ -409,7 +430,8 @@ class ReplicaTrainer(HostTrainer):
         if not replica.start(self._strategy.updates_of(self.step - 1)):
             return False
         if self.launch.attempt > 0 and self.step == 1:
-            # Without checkpoints there is nothing to come back to when every group is lost; but not silently.
+            # Without checkpoints there is nothing to come back to when every group is lost; but not
+            # silently.
             logger.warning(
                 "no group holds the state of the earlier attempt: training starts anew from step 0"
             )
@@ -417,7 +439,9 @@ class ReplicaTrainer(HostTrainer):
         return True
 
     def _check_loader(self) -> None:
-        """Return whether this rank's data go on exactly where a group that comes back opens them."""
+        """Check that this rank's loader, opened at a saved state, goes on exactly where that state
+        was saved.
+        """
         # Nobody beats while batches are read, and a slow loader would be killed.
         with self._watchdog.paused():
             found = self._loaders.check()
@@ -531,7 +555,7 @@ class _Counters:
         self._ledger.advance(update.entries, update.readers)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what another group, or this one before, has counted."""
+        """Go on from the counts of another group, or of an earlier attempt of this group."""
         self._trainer.ntokens_seen = state_dict["ntokens_seen"]
         self._ledger.load_state_dict(state_dict["ledger"])
 

@@ -3,8 +3,8 @@
 """Report in one line why tyro refuses the arguments of a command.
 
 tyro prints a box of ten lines, its help among them. Its hook for refusals gets the reason as an
-object before that. The hook is private to tyro, so tyro is pinned exactly; `tests/test_contract.py`
-names every part of it that is used.
+object before that. The hook is private to tyro, so tyro is pinned exactly. `tests/test_contract.py`
+names every part of the hook that is used.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def refusing(
 
     Args:
         unknown: returns the line for an option that does not exist.
-        places: names of the arguments that are given by their place.
-        example: a whole command, for the line about an argument that is missing.
+        places: names of the positional arguments.
+        example: a whole command, for the line about a missing argument.
 
     Raises:
-        ConfigError: tyro refuses the arguments; names the argument, the rule, the value and the
-            remedy.
+        ConfigError: tyro refuses the arguments. The error names the argument, the rule, the value
+            and the remedy.
     """
 
     def refuse(event: ParseErrorEvent) -> None:
@@ -60,7 +60,7 @@ def refusing(
 
 
 def find_values(args: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield how an option is written, and its value, each time that it is given by one of its names."""
+    """Yield each written form of an option and its value, for any of the option's names."""
     for position, word in enumerate(args):
         written, equals, value = word.partition("=")
         if written.replace("_", "-") not in names:
@@ -122,7 +122,7 @@ def _unrecognized(
 
 
 def _last_value(argument: ArgumentDefinition, args: Sequence[str]) -> tuple[str, str]:
-    """Return how an argument is written, and its value, which tyro's events lack; the last one counts."""
+    """Return the written form of an argument and its last value, which tyro's events lack."""
     *_, found = [(_name(argument), ""), *find_values(args, argument.lowered.name_or_flags)]
     return found
 

@@ -1,8 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A group's curves in TensorBoard and W&B: one folder and one run of them, however often the group is started.
+"""A group's curves in TensorBoard and W&B: one folder and one run for all starts of the group.
 
-And its traces of torchtitan's profiler.
+Also its traces of torchtitan's profiler.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from titan_ft.run.curve_file import CurveFile
 class GroupCurves(BaseLogger):
     """Write the curves of one rank of a group to its own folder of TensorBoard's.
 
-    torchtitan's own logger takes another folder, named by the minute, at each start, so that a group's curves are as
-    many fragments as it had attempts. The file is opened with the first point: where the curves go on is known only
-    then. Points at that step or behind it, of a state that is lost, are dropped by TensorBoard.
+    At each start torchtitan's own logger takes another folder, named by the minute. So a group's
+    curves would be in as many fragments as it had attempts. The file is opened with the first
+    point, because only that point shows where the curves continue. TensorBoard then drops later
+    points of a lost state.
 
     Args:
-        folder: for this rank's files, those of earlier attempts included.
+        folder: for this rank's files, also those of earlier attempts.
     """
 
     def __init__(self, folder: Path, log_dir: str = "", tag: str | None = None) -> None:
@@ -46,7 +47,9 @@ class GroupCurves(BaseLogger):
         logger.info(f"TensorBoard logging enabled. Logs will be saved at {folder}")
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Write a point of each curve, at once: a process that is killed leaves all that it has logged."""
+        """Write a point of each curve at once, so that a killed process leaves all points that it
+        has logged.
+        """
         values = {
             name if self._tag is None else f"{self._tag}/{name}": float(metrics[name])
             for name in metrics
@@ -64,7 +67,7 @@ class GroupCurves(BaseLogger):
 def keep_curves(job_config: JobConfig, rank: int) -> None:
     """Let torchtitan's metrics processors, also a user's own, log to the folders of this group.
 
-    They are TB_FOLDER/replica_N, with rank_M below it where all ranks save theirs.
+    The folders are TB_FOLDER/replica_N, with rank_M below if all ranks save their curves.
     """
     metrics, replica = job_config.metrics, job_config.fault_tolerance.replica_id
     folder = Path(job_config.job.dump_folder, metrics.save_tb_folder, f"replica_{replica}")
@@ -77,10 +80,12 @@ def keep_curves(job_config: JobConfig, rank: int) -> None:
 
 
 def keep_traces(job_config: JobConfig, attempt: int) -> None:
-    """Let torchtitan write each group's traces, memory snapshots and flight records to a folder of its own.
+    """Let torchtitan write each group's traces, memory snapshots and flight records to a folder of
+    its own.
 
-    All groups have a rank 0. Traces are in FOLDER/iteration_N/replica_R, as in torchtitan's own fault-tolerant runs.
-    Flight records are in FOLDER/replica_R/attempt_A: a group that starts again must not overwrite the last record.
+    All groups have a rank 0. Traces are in FOLDER/iteration_N/replica_R, as in torchtitan's own
+    fault-tolerant runs. Flight records are in FOLDER/replica_R/attempt_A, so that a restarted group
+    does not overwrite the last record.
     """
     comm = job_config.comm
     folder = f"replica_{job_config.fault_tolerance.replica_id}"
@@ -89,7 +94,7 @@ def keep_traces(job_config: JobConfig, attempt: int) -> None:
 
 
 def keep_going_without_config_file(job_config: JobConfig) -> None:
-    """Let a config that cannot be saved (`job.save_config_file`) be a line in the log, and no end of the group."""
+    """Log a config that cannot be saved (`job.save_config_file`), instead of ending the group."""
     log = job_config.maybe_log
 
     def log_or_warn() -> None:
@@ -103,9 +108,9 @@ def keep_going_without_config_file(job_config: JobConfig) -> None:
 
 @contextlib.contextmanager
 def _trace(enable: Callable[..., Any], config: Any, **settings: Any) -> Iterator[_Profiler | None]:
-    """Profile as torchtitan does; a trace that cannot be written is a line in the log, and no end of the group.
+    """Profile as torchtitan does; log a trace that cannot be written, instead of ending the group.
 
-    torchtitan writes it in a call of the training thread.
+    torchtitan writes the trace in a call of the training thread.
     """
     with contextlib.ExitStack() as stack:
         profiler = None
@@ -139,10 +144,11 @@ def _warned() -> Iterator[None]:
 def wandb_environment(
     environ: Mapping[str, str], job_config: JobConfig, rank: int
 ) -> dict[str, str]:
-    """Return what makes all attempts of this group one run of W&B, in a group of runs that is the job's.
+    """Return the environment variables that make all attempts of this group one run of W&B.
 
-    The job is called as WANDB_RUN_ID says, or WANDB_RUN_GROUP (`titan-ft launch` sets it to the name of its first
-    launch in the folder), or `job_id`; else by its folder.
+    The runs of all groups form one W&B group, named after the job. The job's name is WANDB_RUN_ID,
+    or WANDB_RUN_GROUP (`titan-ft launch` sets it to the name of its first launch in the folder), or
+    `job_id`, or the name of its folder.
     """
     config = job_config.fault_tolerance
     root = Path(job_config.job.dump_folder).absolute()

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Import what the user has written: the module of `experimental.custom_import`, from where workers find it."""
+"""Import the user's module, `experimental.custom_import`, from the place where workers find it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def working_folder_first() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_a_rank() -> Iterator[None]:
-    """Let a module that asks for its rank when it is imported find one, where no worker imports it."""
+    """Set the variables of a rank during the import, for a module that reads them, outside of a
+    worker.
+    """
     missing = (
         []
         if "RANK" in os.environ

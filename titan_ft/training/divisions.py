@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What must divide what: ranks by degrees, sequences and batches by ranks, layers, heads and experts of a model.
+"""Rules of divisibility: ranks by degrees, sequences and batches by ranks, layers, heads and
+experts of a model.
 
-torchtitan asserts most of it, in each rank and in mid-start, and some of it not at all. The rules about ranks need
-nothing but numbers, so that a launcher checks them before anything is loaded.
+torchtitan asserts most of these rules in each rank, during the start, and omits some. The rules
+about ranks need only numbers, so a launcher checks them before any import.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ DEGREES = (
 
 
 def check_ranks(config: Any, num_ranks: int) -> None:
-    """Check that a group of `num_ranks` ranks can be cut as the config says.
+    """Check that a group of `num_ranks` ranks can be divided as the config says.
 
     Args:
-        config: tables `parallelism` and `training`, and `fault_tolerance.group_size`. What is None is not checked.
+        config: tables `parallelism` and `training`, and `fault_tolerance.group_size`. None is not
+            checked.
 
     Raises:
         ConfigError: the first rule that does not hold.
@@ -109,7 +111,9 @@ def _number_rules(parallel: Any) -> Iterator[Rule]:
 
 
 def _sequence_rules(name: str, seq_len: int | None, cp: int, tp: int) -> Iterator[Rule]:
-    """Check what torchtitan's models assert (`ParallelDims.seq_len_divisor`), with or without context parallelism."""
+    """Check the rules that torchtitan's models assert (`ParallelDims.seq_len_divisor`), also
+    without CP.
+    """
     if seq_len is not None:
         rule = f"must be a multiple of tensor_parallel_degree ({tp}) x 2 x context_parallel_degree ({cp})"
         yield seq_len % (tp * 2 * cp) == 0, name, rule, seq_len, "change it or a degree"
@@ -242,7 +246,9 @@ def _stage_rules(parallel: Any, arguments: Any, spec: Any, what: str) -> Iterato
 
 
 def _microbatch_rules(config: Any) -> Iterator[Rule]:
-    """Check that the schedule can deal out a batch, which torch refuses in each rank and in mid-start."""
+    """Check that the schedule can deal out a batch, which torch refuses in each rank and in
+    mid-start.
+    """
     from torch.distributed.pipelining.schedules import (
         Schedule1F1B,
         ScheduleDualPipeV,
@@ -276,7 +282,7 @@ def _microbatch_rules(config: Any) -> Iterator[Rule]:
 
 
 def _validation_rules(config: Any) -> Iterator[Rule]:
-    """Check the batches of a validation, which else ends a run in its midst."""
+    """Check the batches of a validation. A wrong one would end a run in the middle."""
     parallel, training, validation = config.parallelism, config.training, config.validation
     cp, tp = parallel.context_parallel_degree, parallel.tensor_parallel_degree
     if cp > 1:

@@ -1,8 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The mark that a finished job leaves in its run's folder, for a group that comes back afterwards.
+"""The mark of a finished job in its run's folder, for a group that comes back afterwards.
 
-Nobody is left then who could tell it, and without the mark it would wait for company and train the whole job again.
+No other group is left then. Without the mark the group would wait for company and train the whole
+job again.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from titan_ft.system.whole_file import write_whole
 
 
 def mark_finished(path: Path, config_digest: str, step: int) -> None:
-    """Leave the mark, whole or not at all; any group of the job may, and all leave the same.
+    """Write the mark, whole or not at all. Any group of the job may write it; all write the same.
 
     Args:
-        config_digest: hash of what is equal in all groups of the job, hex: a run with other settings in the same folder
-            is another one. The number of steps is one of these settings.
-        step: number of the last one.
+        config_digest: hash of the settings that are equal in all groups of the job, hex. A run with
+            other settings in the same folder is another job. The number of steps is one of these
+            settings.
+        step: number of the last step.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the mark cannot be written.
     """
     text = json.dumps({"config_digest": config_digest, "step": step}) + "\n"
     try:
@@ -33,7 +35,9 @@ def mark_finished(path: Path, config_digest: str, step: int) -> None:
 
 
 def finished_step(path: Path, config_digest: str) -> int | None:
-    """Return the last step of the job if it is made already; None if not, or if the mark is that of another job."""
+    """Return the last step of the job if the job is finished; None if not, or if the mark is of
+    another job.
+    """
     try:
         mark = json.loads(path.read_text())
         return int(mark["step"]) if mark["config_digest"] == config_digest else None

@@ -18,10 +18,10 @@ optimizer of the user's may keep a state of its own in the other entries."""
 
 
 class Hyperparameters:
-    """Remembers what the config of this launch has made of optimizers and schedulers.
+    """Keeps the settings of this launch for optimizers and schedulers.
 
-    The state of an optimizer, and that of an LR scheduler, contain their settings. torchtitan loads
-    them from the checkpoint: a resumed run went on with the LR, betas and weight decay of the
+    The state of an optimizer, and that of an LR scheduler, contains its settings. torchtitan loads
+    the settings from the checkpoint: a resumed run kept the LR, betas and weight decay of the
     earlier launch, whatever its config said.
 
     Args:
@@ -44,7 +44,7 @@ class Hyperparameters:
         self._base_lrs = [list(scheduler.base_lrs) for scheduler in self._schedulers]
 
     def restore(self) -> None:
-        """Put the settings of this launch in the place of those that a checkpoint brought along."""
+        """Replace the settings that came from a checkpoint by the settings of this launch."""
         changed = {}
         for optimizer, groups in zip(self._optimizers, self._settings, strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
@@ -68,9 +68,9 @@ def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set_base_lrs(scheduler: LambdaLR, base_lrs: list[Any]) -> None:
-    """Let a scheduler go on where it is, with the LRs and the schedule of this launch.
+    """Continue a scheduler at its step, with the LRs and the schedule of this launch.
 
-    Without a change the LR of the next step is the very one that was loaded.
+    Without a change, the LR of the next step is exactly the loaded LR.
     """
     scheduler.base_lrs = list(base_lrs)
     factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]

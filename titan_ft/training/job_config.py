@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read a job's config as its workers do: TOML and flags, every rule checked before anything is built from it."""
+"""Read a job's config as its workers do: TOML and flags. Every rule is checked before anything is
+built.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,11 @@ def read_config(*args: str) -> Any:
 
 
 def prepare_config(*args: str) -> Any:
-    """Read the config as `read_config` does, but do not import what the user registers.
+    """Read the config as `read_config` does, but do not import the user's modules.
 
-    For a process that workers are forked from: a module of the user's may start threads or use a GPU, which a fork
-    cannot bear, and its model may be known only to the workers. Without such a module every rule is checked.
+    For a process that forks workers. A user's module may start threads or use a GPU, which a fork
+    does not support, and only the workers may know its model. Without such a module every rule is
+    checked.
 
     Raises:
         ConfigError: there is a mistake in the config.
@@ -72,7 +75,11 @@ def _find_toml(args: Sequence[str]) -> tuple[str | None, int]:
 
 @functools.cache  # a worker is a fork of a process that has read it
 def _read_config(args: tuple[str, ...], toml: str | None, modified: int) -> Any:
-    """Read the config whose TOML was last changed at this time (ns); its model and data are not looked at."""
+    """Read the config, without a check of its model and data.
+
+    Args:
+        modified: when the TOML was last changed, in ns. Part of the cache's key.
+    """
     job_config = parse_config(args, toml)
     ft_config.validate(job_config)
     from titan_ft.host.titan import register_flavors
@@ -146,7 +153,9 @@ def parse_config(args: Sequence[str], toml: str | None) -> Any:
 
 
 def _flags(schema: type, prefix: str = "--") -> Iterator[str]:
-    """Yield the flags of nested dataclasses: --training.steps, --checkpoint.enable, --checkpoint.no-enable."""
+    """Yield the flags of nested dataclasses: --training.steps, --checkpoint.enable,
+    --checkpoint.no-enable.
+    """
     for f in fields(schema):
         if is_dataclass(f.type):
             yield from _flags(f.type, f"{prefix}{f.name}.")  # type: ignore[arg-type]  # a class
@@ -161,10 +170,11 @@ def _as_in_toml(flag: str) -> str:
 
 
 def check_paths(job_config: Any) -> None:
-    """Check the files that the workers would look for. Only on a host of the job: other hosts may lack them.
+    """Check the files that the workers need. Only on a host of the job: other hosts may lack the
+    files.
 
     Raises:
-        ConfigError: one is not there.
+        ConfigError: a file is missing.
     """
     from titan_ft.data.datasets import KNOWN
 
@@ -185,10 +195,12 @@ def check_paths(job_config: Any) -> None:
 
 
 def _check_model(job_config: Any) -> None:
-    """Check the names that torchtitan would look up only later, in each rank and again at each restart.
+    """Check the names that torchtitan would look up only later, in each rank and again at each
+    restart.
 
     Raises:
-        ConfigError: there is no such model, flavor, validator, dataset or tokenizer, or a bad table of files.
+        ConfigError: there is no such model, flavor, validator, dataset or tokenizer, or a bad table
+            of files.
     """
     from titan_ft.host import titan
 
@@ -228,10 +240,12 @@ def _check_model(job_config: Any) -> None:
 
 
 def _check_index(path: Path) -> None:
-    """Check the table of Hugging Face's files, which torchtitan reads at each start, whether it exports or not.
+    """Check the table of Hugging Face's files, which torchtitan reads at each start, even without
+    an export.
 
     Raises:
-        ConfigError: torchtitan cannot read the number of each file there; it would end with a traceback.
+        ConfigError: torchtitan cannot read a file number in the table, and would end with a
+            traceback.
     """
     try:
         table = json.loads(path.read_text())
@@ -258,10 +272,12 @@ def _index_error(path: Path, found: str) -> ConfigError:
 
 
 def _check_experts(job_config: Any, arguments: Any) -> None:
-    """Refuse a model whose experts' biases would be moved in each step of a round, and by each group alone.
+    """Refuse semi-synchronous training of a model that balances its experts' load.
+
+    In each step of a round, each group alone would move the experts' biases.
 
     Args:
-        arguments: of the model's flavor.
+        arguments: arguments of the model's flavor.
     """
     method, model = job_config.fault_tolerance.semi_sync_method, job_config.model
     if method and num_experts(arguments) and arguments.moe_args.load_balance_coeff:
@@ -281,7 +297,9 @@ def _check_name(field: str, value: str, known: Collection[str]) -> None:
 
 
 def _assets_flag(values: dict[str, Any], args: Sequence[str]) -> list[str]:
-    """Return a flag that replaces a `titan_ft://` tokenizer by the folder in this package, if there is one."""
+    """Return a flag that replaces a `titan_ft://` tokenizer by its folder in this package, if there
+    is one.
+    """
     from titan_ft.data.assets import resolve
 
     table = values.get("model")
@@ -293,7 +311,10 @@ def _assets_flag(values: dict[str, Any], args: Sequence[str]) -> list[str]:
 
 
 def digest_config(job_config: Any) -> str:
-    """Hash what must be equal in all groups of a job; not where a group logs, and not its own id and addresses."""
+    """Hash the settings that must be equal in all groups of a job.
+
+    Left out: where a group logs, its id and its addresses.
+    """
     values = job_config.to_dict()
     for table in ("job", "metrics", "profiling", "comm"):
         values.pop(table, None)

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The links of one rank to its peers in the other groups: quorums, the exchange of gradients, states for joiners."""
+"""The links of one rank to its peers in the other groups: quorums, the gradient exchange, states
+for joiners.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,13 @@ from titan_ft.transfer.tls import Certificate
 
 
 class Links:
-    """What this rank has open to the other groups. From then on they wait for it: build it when training can begin.
+    """The open links of this rank to the other groups.
+
+    From now on the other groups wait for this rank. So build it when training can begin.
 
     Args:
-        exchanged: parameters whose gradients are summed over the groups, in the same order in every group.
+        exchanged: parameters whose gradients are summed over the groups, in the same order in every
+            group.
         fragments, gradient_scale: see `GradientExchange`.
         num_microbatches: of a pipeline's schedule; 0 = there is none.
 
@@ -93,7 +98,8 @@ class Links:
             _make_certificate() if config.transfer_tls else None,
         )
         if launch.rank == 0:
-            # First: from its seat at the lighthouse on, the others wait for the group, also with a frozen rank.
+            # First: from its seat at the lighthouse on, the others wait for the group, also with a
+            # frozen rank.
             control.listen_for_losses(self._hear_loss)
         self.membership = self._join(self.host, shape)
         self.exchange = self._build_exchange(
@@ -113,7 +119,7 @@ class Links:
             )
 
     def note_commit(self, step: int, slots: Collection[int], num_steps: int) -> None:
-        """Note the groups that took part in an update, which is one of `num_steps` steps."""
+        """Note the groups that took part in an update of `num_steps` steps."""
         if self._roll_call is not None:
             self._roll_call.commit(step, slots, num_steps)
 
@@ -123,7 +129,7 @@ class Links:
             self._roll_call.close()
 
     def close(self) -> None:
-        """Leave the other groups; a part that cannot be closed keeps none of the others open."""
+        """Leave the other groups. A link that cannot be closed does not keep the others open."""
         self.end_roll_call()
         with contextlib.ExitStack() as rest:
             rest.callback(self.server.close)
@@ -152,12 +158,16 @@ class Links:
         )
 
     def _hear_loss(self, loss: Lose) -> None:
-        """End rank 0 if another rank is silent. Nothing else may end the group: no connection has closed."""
+        """End rank 0 if another rank is silent. Nothing else may end the group: no connection has
+        closed.
+        """
         if loss.silent_seconds:
             self._end_without([found for found in self._control.losses if found.silent_seconds])
 
     def _end_without(self, silent: Sequence[Lose]) -> None:
-        """End this process because other ranks of the group are silent; the whole group is then started again."""
+        """End this process because other ranks of the group are silent. The whole group is then
+        restarted.
+        """
         hosts = {loss.rank: loss.host for loss in sorted(silent, key=lambda loss: loss.rank)}
         seconds = max(loss.silent_seconds for loss in silent)
         text = _describe_silence(self._config, hosts, seconds)
@@ -223,7 +233,7 @@ def connect_control(config: FaultTolerance, launch: WorkerSetup) -> ControlTree:
     """Connect this rank to the control tree of its group. A collective of the group.
 
     Raises:
-        ConfigError: other hosts reach this rank, and there is no token, or a short one.
+        ConfigError: other hosts reach this rank, and the token is missing or short.
         LighthouseError: the rank's parent in the tree cannot be reached.
     """
     num_ranks = torch.distributed.get_world_size()
@@ -243,7 +253,7 @@ def connect_control(config: FaultTolerance, launch: WorkerSetup) -> ControlTree:
 
 
 def _describe_silence(config: FaultTolerance, hosts: dict[int, str], seconds: float) -> str:
-    """Say in one line which ranks are silent and what to do."""
+    """Return one line with the silent ranks and the remedy."""
     who = ", ".join(f"rank {rank} on {host}" for rank, host in hosts.items())
     return (
         f"no heartbeat from {who} for {seconds:.1f} s: stopped, frozen or cut off. This group ends, so that it starts "
@@ -257,7 +267,7 @@ def _make_certificate() -> Certificate:
     """Make the certificate of this rank's state server.
 
     Raises:
-        ConfigError: it cannot be made on this host.
+        ConfigError: this host cannot make a certificate.
     """
     try:
         return Certificate.make()
@@ -272,7 +282,8 @@ def _calls_of_hooks(model_parts: Sequence[nn.Module], num_microbatches: int) -> 
     """Return `microbatches` of a `GradientExchange`."""
     if LOSSES_GO_BACKWARD:
         return None
-    # FSDP keeps what a pipeline's microbatches add up to itself, and calls the hooks when it has reduced that.
+    # FSDP keeps what a pipeline's microbatches add up to itself, and calls the hooks when it has
+    # reduced that.
     return 1 if num_microbatches and isinstance(model_parts[0], FSDPModule) else num_microbatches
 
 
@@ -281,7 +292,8 @@ def _group_shape(
 ) -> str:
     """Return the shape of this group, the same on all of its ranks. A collective of the group."""
     installed = versions()
-    # Every rank's part: stages of a pipeline have other parameters, and the last ranks of a shard fewer.
+    # Every rank's part: stages of a pipeline have other parameters, and the last ranks of a shard
+    # fewer.
     layouts = group.gather(fold48(_layout(model_parts)))
     return describe_shape(
         torch.distributed.get_world_size(),
@@ -292,7 +304,9 @@ def _group_shape(
 
 
 def _layout(model_parts: Sequence[nn.Module]) -> str:
-    """Return what decides the exchange's buffers on this rank, beside the config: its parameters, in their order."""
+    """Return a text that determines the exchange's buffers on this rank: its parameters, in
+    order.
+    """
     parameters = [
         f"{name} {tuple(local_shard(parameter).shape)} {parameter.dtype} {parameter.requires_grad}"
         for part in model_parts

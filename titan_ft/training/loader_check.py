@@ -1,15 +1,15 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Find out at the job's start whether a data loader goes on exactly where its state was saved.
+"""Check at the job's start that a data loader goes on exactly where its state was saved.
 
 Every group that comes back opens its data at a saved state. A loader that then gives other batches
-loses or repeats data without an error: for example one with a shuffle buffer outside its state, one
-whose order depends on the process, or one without a state. `check_loader` rehearses openings in a row,
-because some loaders lose their place only at the second one.
+loses or repeats data without an error. Examples are a loader with a shuffle buffer outside its
+state, with an order that depends on the process, or without a state. `check_loader` rehearses
+several openings in a row, because some loaders lose their place only at the second one.
 
-A loader may also lose its place late, for example when it shuffles its next epoch. No rehearsal at the
-start excludes that. So `check_loader` says in addition whether the loader is *transparent*: only code
-decides where it goes on that this project knows and tests.
+A loader may also lose its place late, for example when it shuffles its next epoch. No rehearsal at
+the start excludes that. So `check_loader` also reports whether the loader is *transparent*: only
+code that this project knows and tests decides where it goes on.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ _SECONDS = 0.4
 
 
 def check_loader(build: Callable[[], Any]) -> LoaderChecked:
-    """Compare a loader that reads on with others that are opened, one after the other, at saved states.
+    """Compare a loader that reads on with loaders that are opened, one after the other, at saved
+    states.
 
-    Reads at most five times `_MOST` batches, for about a second, from loaders of its own; ten batches where
-    they are slow. Random number generators of this process are as before afterwards.
+    Reads at most five times `_MOST` batches, for about a second, from loaders of its own; from slow
+    loaders ten batches. The random number generators of this process are restored afterwards.
 
     Args:
         build: builds a loader, from the beginning of its data.
 
     Raises:
-        ConfigError: the loader cannot save its state, or cannot load what it has saved.
+        ConfigError: the loader cannot save its state, or cannot load its own saved state.
     """
     with _keep_random_state():
         loader = build()
@@ -92,9 +93,10 @@ def check_loader(build: Callable[[], Any]) -> LoaderChecked:
 
 
 def is_transparent(loader: Any) -> bool:
-    """Tell whether only known code decides where a loader goes on: torchtitan's text data over `datasets`.
+    """Return True if only known code decides where a loader goes on: torchtitan's text data over
+    `datasets`.
 
-    Functions of the user's that a pipeline applies to its examples are taken to depend on nothing else.
+    A pipeline's functions of the user are assumed to depend on their example only.
     """
     if type(loader) not in (*LOADERS, StatefulDataLoader):
         return False
@@ -105,12 +107,15 @@ def is_transparent(loader: Any) -> bool:
 
 
 def _openings(num_expected: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (batches before it, batches to compare, batches to the next opening) of each opening."""
+    """Yield (batches before it, batches to compare, batches to the next opening) of each
+    opening.
+    """
     depth = max(_BEFORE, num_expected // 2 - _BEFORE)
     yield 0, depth, _BEFORE
     yield _BEFORE, depth, depth
     if depth > _BEFORE:
-        # Far from the start: a state of a later epoch may be wrong where those of the first one are right.
+        # Far from the start: a state of a later epoch may be wrong where those of the first one are
+        # right.
         yield _BEFORE + depth, depth, depth
 
 
@@ -135,7 +140,8 @@ def _read(batches: Iterator[Any], number: int) -> list[str]:
 
 @contextlib.contextmanager
 def _refuse(name: str, what: str) -> Iterator[None]:
-    """Turn an error of the loader into one line: a group that comes back would end with it.
+    """Turn an error of the loader into one line. Without it, a returning group would end with that
+    error.
 
     Raises:
         ConfigError: there was an error.

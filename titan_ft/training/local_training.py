@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The training of this rank's own group, by torchtitan's Trainer: batches in; gradients and facts out."""
+"""The training of this rank's own group, by torchtitan's Trainer: batches in; gradients and facts
+out.
+"""
 
 from __future__ import annotations
 
@@ -97,10 +99,11 @@ class LocalTraining:
 
     @property
     def gradient_scale(self) -> float:
-        """Return the factor from local gradients to gradients of the reported loss; 1 without a pipeline.
+        """Return the factor from local gradients to gradients of the reported loss; 1 without a
+        pipeline.
 
-        Pipelines of torchtitan 0.2 go backward from the sum of the losses, and divide only the loss that they report:
-        every step would be a clipped one.
+        Pipelines of torchtitan 0.2 run the backward from the sum of the losses, and divide only the
+        reported loss. Without the factor every step would be clipped.
         """
         sums = PIPELINES_SUM_LOSSES and self._trainer.parallel_dims.pp_enabled
         return 1 / self.nominal_tokens if sums else 1.0
@@ -148,7 +151,7 @@ class LocalTraining:
         self._watchdog.beat()
 
     def clear_gradients(self) -> None:
-        """Begin a gradient anew, and with it what the model counts of its batches."""
+        """Clear the gradients, and the model's counts of its batches."""
         self._trainer.optimizers.zero_grad()
         for count in spec.token_counts(self._trainer.model_parts):
             count.zero_()  # validation and the warm-up have counted too, and no update may be made of theirs
@@ -165,9 +168,10 @@ class LocalTraining:
         )
 
     def refresh_converters(self) -> None:
-        """Let converters compute anew what they keep of the weights; else a forward would use that of other weights.
+        """Let converters recompute their caches of the weights. A forward would otherwise use old
+        weights.
 
-        All ranks of a group.
+        Call on all ranks of a group.
         """
         self._trainer.refresh_converters()
 
@@ -180,22 +184,25 @@ class LocalTraining:
         self._trainer.gc_handler.run(step)
 
     def pauses_after(self, step: int) -> bool:
-        """Say whether torchtitan ends, saves or validates after `step`."""
+        """Return True if torchtitan ends, saves or validates after `step`."""
         trainer = self._trainer
         saves = trainer.checkpointer.pauses_after(step)
         validates = trainer.job_config.validation.enable and trainer.validator.should_validate(step)
         return step >= self.num_steps or saves or validates
 
     def lacks_state(self) -> bool:
-        """Say whether the state after the last update is in no checkpoint, and is to be saved."""
+        """Return True if the state after the last update is in no checkpoint, and is to be
+        saved.
+        """
         lacks: bool = self._trainer.checkpointer.lacks_state()
         return lacks
 
     def warm_up(self, state: TrainState) -> None:
-        """Make a step and take it back, before the others wait for this group.
+        """Make a step and undo it, before the other groups wait for this group.
 
-        A process's first step takes several times as long as its second: compilation, sharding propagation, memory.
-        Only for models of text, whose batches can be made up; real ones would be read for nothing.
+        A process's first step takes several times as long as its second: compilation, sharding
+        propagation, memory. Only for models of text, whose batches can be generated. Real batches
+        would be read in vain.
         """
         trainer = self._trainer
         if not isinstance(getattr(trainer.dataloader, "dataset", None), HuggingFaceTextDataset):
@@ -210,11 +217,13 @@ class LocalTraining:
         state.load(before)  # the counters too
 
     def _warm_up_shape(self) -> tuple[int, int]:
-        """Return sequences and tokens of each in the batch of the warm-up: few, where nothing is made ready by shape.
+        """Return the sequences of the warm-up's batch, and the tokens of each. Small, unless caches
+        depend on shapes.
 
-        Compiled code is, so flex attention always, and the shardings of what layers hand on to each other, which torch
-        keeps by shape; a pipeline cuts its microbatches from a whole batch. On an accelerator kernels are chosen and
-        loaded by shape (cuDNN's attention makes a plan for each), and the allocator keeps what a whole batch takes.
+        Compiled code depends on shapes, so flex attention always does. So do the shardings between
+        layers, which torch caches by shape. A pipeline cuts its microbatches from a whole batch. On
+        an accelerator kernels are chosen and loaded by shape (cuDNN's attention makes a plan for
+        each), and the allocator keeps the memory of a whole batch.
         """
         trainer = self._trainer
         training, dims = trainer.job_config.training, trainer.parallel_dims
@@ -228,7 +237,8 @@ class LocalTraining:
         where = self._trainer.device
 
         def move(value: Any) -> Any:
-            # Not blocking: the host would wait for all that is queued, such as the microbatch before this one.
+            # Not blocking: the host would wait for all that is queued, such as the microbatch
+            # before this one.
             return value.to(where, non_blocking=True) if isinstance(value, torch.Tensor) else value
 
         moved = [
@@ -248,7 +258,9 @@ class LocalTraining:
         loading: float,
         readings: Sequence[Reading],
     ) -> Contribution:
-        """Add up this group's facts, as torchtitan does for its logs, in one collective."""
+        """Sum this group's counts and losses, as torchtitan does for its logs, in one
+        collective.
+        """
         local_mean = loss * self.nominal_tokens / max(valid_tokens, 1)
         own = (
             [valid_tokens, tokens, loss, local_mean]
@@ -259,7 +271,8 @@ class LocalTraining:
         work.loading_seconds += float(facts[:, 5].max())
         cp = self._trainer.parallel_dims.cp
         return Contribution(
-            # Ranks of one context-parallel group hold the same tokens but different parts of the loss.
+            # Ranks of one context-parallel group hold the same tokens but different parts of the
+            # loss.
             valid_tokens=int(facts[:, 0].sum()) // cp,
             tokens=int(facts[:, 1].sum()) // cp,
             loss=float(facts[:, 2].sum()),
@@ -278,10 +291,10 @@ def count_nominal_tokens(trainer: HostTrainer) -> int:
 
 
 def loss_group(dims: ParallelDims) -> torch.distributed.ProcessGroup | None:
-    """Return the ranks that add up their losses; None if each rank knows the whole.
+    """Return the ranks that sum their losses; None if each rank knows the whole loss.
 
-    Only a pipeline's last stage computes a loss. All ranks of the group add up what it knows: rank 0, which speaks
-    for the group in most views, is of the first stage.
+    Only a pipeline's last stage computes a loss. All ranks of the group sum the losses, because
+    rank 0, which most views show, is of the first stage.
     """
     if dims.pp_enabled:
         return torch.distributed.group.WORLD
@@ -290,7 +303,7 @@ def loss_group(dims: ParallelDims) -> torch.distributed.ProcessGroup | None:
 
 
 def knows_loss(trainer: HostTrainer) -> bool:
-    """Say whether this rank's tokens and loss count in the sum over `loss_group`."""
+    """Return True if this rank's tokens and loss count in the sum over `loss_group`."""
     dims = trainer.parallel_dims
     if not dims.pp_enabled:
         return True

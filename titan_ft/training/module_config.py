@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Jobs that are given as users of torchtitan 0.3 give them: `--module M --config F`, and 0.3's flags.
+"""Jobs in the form of torchtitan 0.3: `--module M --config F`, and 0.3's flags.
 
 `python -m titan_ft.training.module_config M F [flags]` prints the TOML of such a job.
 """
@@ -26,10 +26,10 @@ _OWN_TABLES = (TABLE, "experimental", "job")
 
 @dataclass(frozen=True)
 class ModuleFlags:
-    """The flags of a worker, by who reads them.
+    """The flags of a worker, split by their reader.
 
     Attributes:
-        module: M; empty if the job is given by a TOML.
+        module: M; empty if a TOML defines the job.
         function: F.
         own: flags of this package's tables.
         others: flags of 0.3.
@@ -42,7 +42,7 @@ class ModuleFlags:
 
 
 def split_flags(args: Sequence[str]) -> ModuleFlags:
-    """Split the flags of a worker by who reads them. A value that follows its flag stays with it.
+    """Split the flags of a worker by their reader. A value that follows its flag stays with it.
 
     Raises:
         ConfigError: only one of --module and --config is given, or a TOML too.
@@ -75,7 +75,8 @@ def split_flags(args: Sequence[str]) -> ModuleFlags:
 
 
 def read_tables(flags: ModuleFlags) -> dict[str, Any]:
-    """Return the tables of the TOML that describes a job; nothing before this may import torchtitan.
+    """Return the tables of the TOML that describes a job; nothing before this may import
+    torchtitan.
 
     Raises:
         ConfigError: there is a mistake in the flags, or no TOML can describe the job.

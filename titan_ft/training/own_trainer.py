@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Find out what a model of torchtitan's needs beside the stock trainer, before it is imported.
+"""Find out, before an import, whether a torchtitan model needs more than the stock trainer.
 
 The trainer of flux, for example, encodes text and images in its own `forward_backward_step`. Such a
 model passed every check, and ended in the first step with a KeyError.
@@ -39,7 +39,7 @@ def check_trainer(name: str) -> None:
 
 
 def check_tables(job_config: Any) -> None:
-    """Check that a model which reads tables of its own from the config has them.
+    """Check that the config has the tables that the model's own package reads.
 
     Raises:
         ConfigError: a table is missing.
@@ -65,7 +65,9 @@ def check_tables(job_config: Any) -> None:
 
 
 def _find_trainer(path: Path) -> str:
-    """Return the name of a trainer's class which does not only close itself in its own way; empty without one."""
+    """Return the name of a trainer class that changes more than its own `close`; empty
+    without one.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in tree.body:
         if not isinstance(node, ast.ClassDef):

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a job needs and moves, before it is started: its model is built and cut as in a run, without memory or peers."""
+"""Measure a job before its start: the model is built and cut as in a run, without memory or
+peers.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,14 @@ class RankSizes:
     state: int
     """A copy of its state in host memory: what a donor keeps and a joiner fetches."""
     exchange: int
-    """Its buckets: what each round sums over the groups, and what each queued update of a joiner takes."""
+    """Its buckets: what each round sums over the groups, and what each queued update of a joiner
+    takes.
+    """
     sent: int
     """What it sends to the other groups for that, if all of them are there."""
     anchors: int
-    """With a semi-synchronous method, in host memory: the weights that the groups agree on, in fp32. How far this group
-    has moved from them takes as much again. Else 0."""
+    """With a semi-synchronous method, in host memory: the weights that the groups agree on, in
+    fp32. How far this group has moved from them takes as much again. Else 0."""
     momentum: int
     """Of the outer optimizer, in host memory."""
 
@@ -51,7 +55,9 @@ class JobSizes:
     accumulation: int
     """Microbatches of each data-parallel rank in a step."""
     stages: tuple[RankSizes, ...]
-    """The first rank of each pipeline stage, which has the largest shards; one without a pipeline."""
+    """The first rank of each pipeline stage, which has the largest shards; one without a
+    pipeline.
+    """
 
     @property
     def largest(self) -> RankSizes:
@@ -60,19 +66,21 @@ class JobSizes:
 
     @property
     def group_state(self) -> int:
-        """Return the bytes that a group which heals fetches, at most: its shards may differ by a row."""
+        """Return the maximum bytes that a healing group fetches: its shards may differ by a row."""
         ranks = self.dims.world_size // len(self.stages)
         return sum(stage.state for stage in self.stages) * ranks
 
 
 def measure(config: Any, num_ranks: int) -> JobSizes:
-    """Build the model of `config` for a group of `num_ranks` ranks on the meta device, and measure it.
+    """Build the model of `config` for a group of `num_ranks` ranks on the meta device, and measure
+    it.
 
-    The whole comes from what a worker runs: torchtitan's parallelization, the buckets of the exchange, the layout of a
-    state. Compilation, checkpointing of activations and converters are left out, which change no parameter's size.
+    The measured objects are a worker's own: torchtitan's parallelization, the buckets of the
+    exchange, the layout of a state. Compilation, activation checkpointing and converters are left
+    out, because they change no parameter's size.
 
     Args:
-        config: what `read_config` returned and `check_divisions` has passed.
+        config: returned by `read_config` and checked by `check_divisions`.
     """
     stages = config.parallelism.pipeline_parallel_degree
     measured = [
@@ -87,7 +95,9 @@ def measure(config: Any, num_ranks: int) -> JobSizes:
 
 
 def _measure_rank(config: Any, num_ranks: int, rank: int) -> tuple[ParallelDims, int, RankSizes]:
-    """Return the group's dimensions, the number of the model's parameters, and what this rank holds of it."""
+    """Return the group's dimensions, the number of the model's parameters, and this rank's
+    sizes.
+    """
     with _fake_world(num_ranks, rank):
         dims, num_parameters, parts, optimizers = build_parts(config, num_ranks)
         return dims, num_parameters, _sizes(config, parts, optimizers)
@@ -132,7 +142,9 @@ def _sizes(config: Any, parts: list[torch.nn.Module], optimizers: Any) -> RankSi
 def _outer_optimizer(
     ft: FaultTolerance, trained: list[torch.nn.Parameter]
 ) -> torch.optim.Optimizer | None:
-    """Return the outer optimizer after an update, over anchors of what is trained; None without one."""
+    """Return the outer optimizer after an update, over anchors of what is trained; None without
+    one.
+    """
     if ft.semi_sync_method is None:
         return None
     shapes = [local_shard(parameter).shape for parameter in trained]
@@ -167,7 +179,9 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def _fake_world(num_ranks: int, rank: int) -> Iterator[None]:
-    """Be one rank of a group whose other ranks do not exist: collectives return at once, with anything."""
+    """Be one rank of a group without other ranks: collectives return at once, with arbitrary
+    values.
+    """
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     try:
         yield

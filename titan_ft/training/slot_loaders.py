@@ -20,11 +20,11 @@ from titan_ft.training.loader_check import check_loader
 
 
 class SlotLoaders:
-    """Builds this rank's data loader of any slot, as torchtitan had its own built.
+    """Builds this rank's data loader of any slot, in the way torchtitan built its own.
 
     Attributes:
         shard: this rank's part of a slot (its data rank in the group).
-        num_shards: parts that a slot is cut into (the group's data-parallel degree).
+        num_shards: parts of a slot (the group's data-parallel degree).
     """
 
     def __init__(self, config: FaultTolerance) -> None:
@@ -34,14 +34,16 @@ class SlotLoaders:
         self._first: Any = None
 
     def begin(self, build: Callable[..., Any], shard: int, num_shards: int) -> Any:
-        """Build the loader of this group's own slot, for torchtitan; `build` takes dp_rank and dp_world_size."""
+        """Build the loader of this group's own slot, for torchtitan; `build` takes dp_rank and
+        dp_world_size.
+        """
         self._build, self.shard, self.num_shards = build, shard, num_shards
         self._first = self._build_slot(self._config.replica_id)
         _check_workers(self._first)
         return self._first
 
     def open(self, slot: int) -> Any:
-        """Return a loader of `slot` that nobody has read from."""
+        """Return an unread loader of `slot`."""
         first, self._first = self._first, None
         return (
             first
@@ -50,15 +52,16 @@ class SlotLoaders:
         )
 
     def check(self) -> LoaderChecked:
-        """Find out whether this group's own data go on exactly where a state of their loader was saved.
+        """Check that this group's loader goes on exactly where its state was saved.
 
         Raises:
-            ConfigError: the loader cannot save its state, or cannot load what it has saved.
+            ConfigError: the loader cannot save its state, or cannot load its own saved state.
         """
         return check_loader(functools.partial(self._build_slot, self._config.replica_id))
 
     def _build_slot(self, slot: int) -> Any:
-        # Slot r with in-group data rank i reads shard r * degree + i of group_size * degree, as torchtitan's HSDP does.
+        # Slot r with in-group data rank i reads shard r * degree + i of group_size * degree, as
+        # torchtitan's HSDP does.
         assert self._build is not None, "torchtitan builds its loader first"
         num_shards = self.num_shards * self._config.group_size
         with enough_documents("training.dataset", num_shards):
@@ -71,13 +74,13 @@ class SlotLoaders:
 
 @contextlib.contextmanager
 def enough_documents(field: str, num_shards: int) -> Iterator[None]:
-    """Explain that a dataset in memory cannot be cut, inside.
+    """Explain an error inside the block: a dataset in memory has too few documents for its shards.
 
     `datasets` raised "Index 1 out of range for dataset of size 1", at each start again.
 
     Args:
-        field: of the config, which names the dataset.
-        num_shards: shards that the dataset is cut into.
+        field: field of the config that names the dataset.
+        num_shards: shards of the dataset.
 
     Raises:
         ConfigError: there are more shards than documents.

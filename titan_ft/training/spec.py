@@ -32,11 +32,11 @@ def register(
 ) -> SlotLoaders:
     """Register the wrapped spec of `model_name`, which torchtitan's `get_train_spec` then prefers.
 
-    A model that the user registered himself is wrapped as well.
+    A model that the user registered is wrapped as well.
 
     Args:
-        custom_import: module that registers it (`experimental.custom_import`). torchtitan's Trainer imports it too, but
-            looks the model up right behind that.
+        custom_import: module that registers the model (`experimental.custom_import`). torchtitan's
+            Trainer imports the module, too, but looks the model up right after that.
     """
     import_custom(custom_import)
     loaders = SlotLoaders(fault_tolerance)
@@ -47,7 +47,9 @@ def register(
 def wrap(
     spec: TrainSpec, fault_tolerance: FaultTolerance, loaders: SlotLoaders | None = None
 ) -> TrainSpec:
-    """Return `spec` with what a replica group (and a CPU) needs; nothing of the groups if they are not enabled."""
+    """Return `spec` with the additions for a replica group and for a CPU; only for a CPU if not
+    enabled.
+    """
     loaders = loaders or SlotLoaders(fault_tolerance)
 
     def parallelize(
@@ -111,10 +113,11 @@ class ReplicaMetrics(MetricsProcessor):
 
 
 def token_counts(model_parts: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """Return the buffers in which the layers of a mixture of experts count each expert's tokens, where it matters.
+    """Return the buffers that count each expert's tokens, if the model balances its experts' load.
 
-    torchtitan's load balancing (`build_optimizers_with_moe_load_balancing`) sums them over the ranks of a group before
-    each step of the optimizer, moves the experts' biases by them, and sets them to zero.
+    Before each step of the optimizer, torchtitan's load balancing
+    (`build_optimizers_with_moe_load_balancing`) sums the buffers over the ranks of a group, moves
+    the experts' biases by them, and sets them to zero.
     """
     return [
         module.get_buffer(TOKEN_COUNTS)

@@ -17,7 +17,7 @@ from titan_ft.run.log import EventLog, stamp
 
 
 class StepLog:
-    """Logs one rank's committed steps; `slot` is that of its group."""
+    """Logs one rank's committed steps; `slot` is its group's slot."""
 
     def __init__(self, events: EventLog, metrics: MetricsProcessor, slot: int) -> None:
         self._events, self._metrics, self._slot = events, metrics, slot
@@ -34,11 +34,12 @@ class StepLog:
             written.result()
 
     def emit(self, committed: Committed, work: Work, step: int, digest: str | None) -> None:
-        """Emit the event. A GPU may still make the update: a thread waits for that, and the training goes on.
+        """Emit the event. A GPU may still make the update: a thread waits for it, and the training
+        goes on.
 
         Args:
-            step: torchtitan's, behind the update.
-            digest: that of the state behind the update, if it was taken.
+            step: torchtitan's step after the update.
+            digest: digest of the state after the update, if it was taken.
         """
         update = committed.update
         read = {reading.entry.slot: reading.describe() for reading in work.readings}
@@ -84,10 +85,11 @@ class StepLog:
     def log(
         self, committed: Committed, work: Work, step: int, ntokens_seen: int, heal_seconds: float
     ) -> None:
-        """Log the metrics as those of torchtitan's `step`, if any of the steps that were made is to be logged.
+        """Log the metrics as those of torchtitan's `step`, if a step of this update is to be
+        logged.
 
         Args:
-            heal_seconds: those of the last heal.
+            heal_seconds: duration of the last heal.
         """
         metrics = self._metrics
         if not any(map(metrics.should_log, range(work.first_step, step + 1))):

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How long the bytes of an exchange and of a heal take over given links: numbers only, without torch."""
+"""The time of an exchange and of a heal over given links: numbers only, without torch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ HOST_LINK_GBPS = 200.0
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the rank that holds most moves, by the sizes of its parts in bytes, and how long that takes.
+    """The traffic of the largest rank, by the sizes of its parts in bytes, and its time.
 
     Attributes:
-        moved: of an exchange, before it is sent.
-        sent: to other groups for that, and as much received.
-        staged: between GPU and host memory for that.
-        state: of a heal.
+        moved: bytes of an exchange, before they are sent.
+        sent: bytes sent to other groups in an exchange; as many are received.
+        staged: bytes copied between GPU and host memory in an exchange.
+        state: bytes of a heal.
         link_gbps: gigabits per second from rank to rank between groups.
-        host_link_gbps: between a GPU and its host's memory.
-        served_gbps: at which the donors serve a joiner's rank.
+        host_link_gbps: gigabits per second between a GPU and its host's memory.
+        served_gbps: gigabits per second that the donors serve to a joiner's rank.
     """
 
     moved: int
@@ -53,5 +53,7 @@ def transfer_seconds(num_bytes: int, gbps: float) -> float:
 
 
 def served_gbps(link_gbps: float, donors: int, limit_mbps: float) -> float:
-    """Return the gigabits per second that donors send to a rank, whose link bounds them. A limit of 0 is none."""
+    """Return the gigabits per second that donors send to a rank, at most its link's. A limit of 0
+    is none.
+    """
     return min(link_gbps, donors * limit_mbps / 1000) if limit_mbps else link_gbps

@@ -31,14 +31,14 @@ TO_THE_END = -1
 
 
 def check_steps(values: Mapping[str, Any], args: Sequence[str]) -> None:
-    """Check `validation.steps` before torchtitan does, whose AssertionError is no line for a user.
+    """Check `validation.steps` before torchtitan does, with its AssertionError.
 
     Args:
-        values: of the TOML.
+        values: values of the TOML.
         args: torchtitan's flags.
 
     Raises:
-        ConfigError: it is neither a number of batches nor `TO_THE_END`.
+        ConfigError: the value is neither a number of batches nor `TO_THE_END`.
     """
     table = values.get("validation")
     given = [table["steps"]] if isinstance(table, Mapping) and "steps" in table else []
@@ -59,12 +59,12 @@ class ValidationBatches:
     """Stands in for the loader of torchtitan's validator, which iterates it in each validation.
 
     With `validation.steps = -1` torchtitan lets each data rank read its own share to the end. The
-    shares are not equally long: the rank whose share ends first went on to the next collective
+    shares have different lengths. The rank with the shortest share went on to the next collective
     while the others were in a forward, and Gloo aborted it (SIGABRT), at each restart again. Here
     the ranks agree before each batch, and all of them stop where the first share ends.
 
     Args:
-        loader: torchtitan's, of this rank.
+        loader: torchtitan's loader of this rank.
         steps: `validation.steps`.
         gather: gathers an integer of every rank of the group; called before each batch of a
             validation to the end of the data.
@@ -72,7 +72,6 @@ class ValidationBatches:
             `hang_timeout_seconds`, and the watchdog would end each group at each validation.
         whole: sequences of a batch, if a smaller one cannot be validated: a pipeline's stages have
             buffers of a fixed shape. None takes the smaller batch at the end of the data as well.
-
     """
 
     def __init__(
@@ -126,9 +125,9 @@ class ValidationBatches:
             yield batch
 
     def _rewind(self) -> None:
-        """Let the loader begin with its first batch.
+        """Reset the loader to its first batch.
 
-        torchtitan's dataset remembers that it is at its end. The second validation had no batch,
+        torchtitan's dataset stays at its end. Without the reset the second validation had no batch,
         and ended every group with "stack expects a non-empty TensorList".
         """
         if not hasattr(self._loader, "load_state_dict"):
@@ -181,10 +180,11 @@ def validate_together(trainer: HostTrainer, group: GroupCollectives, watchdog: W
 
 
 def validate_updates(trainer: HostTrainer, strategy: StepStrategy) -> None:
-    """Validate the weights that all groups have alike, after each update in which a validation falls due.
+    """Validate the weights that all groups share, after each update with a due validation.
 
-    FSDP then shards the weights again: without a backward its root keeps whole copies. Until the next step a digest and
-    a donor's copy would be of those, and a heal would change the shards alone.
+    FSDP then shards the weights again: without a backward its root keeps whole copies. Until the
+    next step a digest and a donor's copy would be of those copies, and a heal would change the
+    shards alone.
     """
     validate, should_validate = trainer.validator.validate, trainer.validator.should_validate
 
@@ -204,7 +204,9 @@ def validate_updates(trainer: HostTrainer, strategy: StepStrategy) -> None:
 
 
 def share_loss(trainer: HostTrainer, group: GroupCollectives) -> None:
-    """Log a validation's loss on all ranks; torchtitan logs -1 / tokens where a pipeline's last stage is not."""
+    """Log a validation's loss on all ranks. torchtitan logs -1 / tokens outside of a pipeline's
+    last stage.
+    """
     if type(trainer.validator).validate is not Validator.validate:
         return  # a user's own, of which nobody knows which ranks log
     log = trainer.metrics_processor.log_validation

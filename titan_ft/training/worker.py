@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One worker: what its environment says of it, and the log of events that it opens."""
+"""One worker: its settings from the environment, and its log of events."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ DEGREES = (
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What the environment says of this worker.
+    """The settings of this worker, from its environment.
 
     Attributes:
-        rank: in the replica group.
+        rank: rank in the replica group.
         store: host and port of the group's TCPStore.
         lighthouse: its address, http://host:port, or file:PATH.
         token: the run's shared secret.
-        attempt: how often this group was started before.
-        config_digest: hex hash of what must be equal in all groups.
-        slurm: Slurm's ids of the job and the step that this worker belongs to; None = not under Slurm.
+        attempt: earlier starts of this group.
+        config_digest: hex hash of the settings that must be equal in all groups.
+        slurm: Slurm's ids of this worker's job and step; None = not under Slurm.
         store_pid: process that serves the group's store; 0 = not known.
         ranks_on_host: ranks, of this group and of others, that share this host's memory.
         arguments: this worker's command line, without the program.
@@ -58,7 +58,7 @@ class WorkerSetup:
 
 
 def begin_events(job_config: JobConfig, launch: WorkerSetup) -> EventLog:
-    """Open this worker's log of events, with its first one: who runs with which settings."""
+    """Open this worker's log of events, and write the first event: the worker and its settings."""
     config = job_config.fault_tolerance
     paths = RunPaths(job_config.job.dump_folder)
     path = paths.worker_events(config.replica_id, launch.rank, launch.attempt, os.getpid())
@@ -92,7 +92,7 @@ def begin_events(job_config: JobConfig, launch: WorkerSetup) -> EventLog:
 
 
 def describe(job_config: JobConfig) -> Setup:
-    """Return what this worker trains, on what and with which software."""
+    """Return the model, the data and the software of this worker."""
     training, model, degrees = job_config.training, job_config.model, asdict(job_config.parallelism)
     return Setup(
         model=f"{model.name} {model.flavor}",

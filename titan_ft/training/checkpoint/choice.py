@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which checkpoint a group loads: one choice for all of its ranks.
+"""Choose the checkpoint that a group loads: one choice for all of its ranks.
 
-Rank 0 looks into the folder for all. Each rank for itself could find another checkpoint: an asynchronous save of
-another group may be published between two looks, and a host may see a network folder as it was a while ago.
+Rank 0 reads the folder for all ranks. If each rank read it, two ranks could choose differently. An
+asynchronous save of another group may be published between two reads, and a host may see an old
+listing of a network folder.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class LoadError(ReplicaError):
 class NoCheckpointError(ConfigError):
     """The job asks for a checkpoint, or has saved some, and none can be loaded.
 
-    A group that can heal from another one ignores this error (`ReplicaCheckpoints.load`): damage on disk
-    must not end it while others train.
+    A group that can heal from another group ignores this error (`ReplicaCheckpoints.load`). Damage
+    on disk must not end a group while others train.
     """
 
 
@@ -72,10 +73,10 @@ class LoadRequest:
         inspect: returns the defect of the checkpoint in a folder, empty if it has none; may raise
             OSError.
         step: `checkpoint.load_step`: where the job begins.
-        job_id: the job's id. If this job has saved checkpoints after `step`, it resumes from the latest
-            sound one of them instead.
+        job_id: the job's id. If this job has saved checkpoints after `step`, it resumes from the
+            latest sound checkpoint of its own instead.
         initial: folder of a model to begin with if there is no checkpoint; may be empty.
-        damaged: steps that a load has just found damaged, with the reason.
+        damaged: steps that an earlier load of this start found damaged, with the reason.
     """
 
     folder: str
@@ -103,10 +104,11 @@ def agree_on_step(request: LoadRequest, rank: int, gather: Gather) -> Choice:
     """Return the checkpoint to load: the same step on all ranks. A collective.
 
     Raises:
-        NoCheckpointError: the checkpoint that is asked for is not complete or is damaged, or no sound one is left. On
-            all ranks.
-        ConfigError: not all ranks see the checkpoint, or the model to begin with is damaged. On all ranks.
-        LoadError: the folder cannot be read, or what was chosen there vanished. On all ranks.
+        NoCheckpointError: the requested checkpoint is incomplete or damaged, or no sound one is
+            left. On all ranks.
+        ConfigError: not all ranks see the checkpoint, or the initial model is damaged. On all
+            ranks.
+        LoadError: the folder cannot be read, or the chosen checkpoint vanished. On all ranks.
     """
     folder = request.folder
 
@@ -133,12 +135,12 @@ def agree_on_step(request: LoadRequest, rank: int, gather: Gather) -> Choice:
 
 
 def check_still_there(folder: str, step: int, gather: Gather) -> None:
-    """Check on all ranks that nothing has removed the checkpoint since it was chosen. A collective.
+    """Check on all ranks that the chosen checkpoint still exists. A collective.
 
-    It is too late to take another one: this one has been announced to the other groups.
+    The choice can no longer change: this checkpoint has been announced to the other groups.
 
     Raises:
-        LoadError: it has vanished. On all ranks.
+        LoadError: the checkpoint has vanished. On all ranks.
     """
 
     def look() -> None:
@@ -154,14 +156,14 @@ def check_still_there(folder: str, step: int, gather: Gather) -> None:
 def check_same_state(folder: str, step: int, lineage: int, gather: Gather) -> None:
     """Check that all ranks have loaded the same state. A collective.
 
-    If another checkpoint of the same step replaces the one that is loaded, some ranks read the old one
-    and some the new one.
+    If another checkpoint of the same step replaces the checkpoint during the load, some ranks read
+    the old one and some the new one.
 
     Args:
-        lineage: hash by which the state that this rank has loaded differs from other states of its step.
+        lineage: hash of the state that this rank has loaded; differs between states of one step.
 
     Raises:
-        LoadError: they have not. On all ranks.
+        LoadError: the ranks have loaded different states. On all ranks.
     """
     if len(set(gather(lineage))) > 1:
         raise LoadError(
@@ -171,14 +173,14 @@ def check_same_state(folder: str, step: int, lineage: int, gather: Gather) -> No
 
 
 def fail_together(act: Callable[[], T], folder: str, gather: Gather) -> T:
-    """Return what `act` finds in `folder`; if it fails on one rank, raise on all. A collective.
+    """Return the result of `act` in `folder`; if it fails on one rank, raise on all. A collective.
 
-    Otherwise the others would wait in a later collective that the failed rank never joins. `act` is
-    called again after a stale handle.
+    Otherwise the other ranks would wait in a later collective that the failed rank never joins.
+    After a stale handle, `act` is called again.
 
     Raises:
-        ConfigError: `act` raised it on some rank. A rank that failed raises its own error, the others
-            the class of the first rank's that failed.
+        ConfigError: `act` raised it on some rank. A failed rank raises its own error. The others
+            raise the class of the first failed rank.
         LoadError: `act` raised any other error on some rank.
     """
     error: Exception | None = None
@@ -217,10 +219,11 @@ def _class_of_failure(error: Exception | None) -> type[Exception] | None:
 
 
 def _retry_stale_handles(act: Callable[[], T]) -> T:
-    """Return what `act` finds, trying again when a handle is stale.
+    """Return the result of `act`; call it again after a stale handle.
 
-    ESTALE on NFS is temporary: another host has just renamed or removed what this host had looked up.
-    To fall back to an older checkpoint would lose work. To end the group would cost it a restart.
+    ESTALE on NFS is temporary: another host has just renamed or removed a path that this host had
+    looked up. To fall back to an older checkpoint would lose work. To end the group would cost a
+    restart.
     """
     for _ in range(_num_looks()):
         try:
@@ -233,9 +236,10 @@ def _retry_stale_handles(act: Callable[[], T]) -> T:
 
 
 def _num_looks() -> int:
-    """Return how many looks it takes until a host's view of a folder is surely up to date.
+    """Return the number of looks after which a host's view of a folder is surely up to date.
 
-    All ranks count looks. With clocks, one rank could stop earlier and leave the others in a collective.
+    All ranks count looks. With clocks, one rank could stop earlier and leave the others in a
+    collective.
     """
     return round(_MAX_STALE_SECONDS / _POLL_SECONDS)
 
@@ -252,7 +256,8 @@ class _Search:
         """Return the checkpoint to load.
 
         Raises:
-            NoCheckpointError: the one that is asked for is not there or is damaged, or no sound one is.
+            NoCheckpointError: the requested checkpoint is missing or damaged, or no checkpoint is
+                sound.
         """
         request = self._request
         steps = self._list_steps()
@@ -270,7 +275,7 @@ class _Search:
         """Return the steps of all checkpoints in the folder, the latest first.
 
         Raises:
-            ConfigError: it is no folder that can be read, and waiting does not make it one.
+            ConfigError: the folder cannot be read, and waiting does not help.
         """
         folder = self._request.folder
         if Path(folder).is_file():
@@ -300,14 +305,17 @@ class _Search:
         return Choice(steps[0])
 
     def _find_sound(self, steps: Iterable[int]) -> Choice:
-        """Return the first of `steps` that is a sound training state, with the damaged steps before it."""
+        """Return the first of `steps` that is a sound training state, with the damaged steps before
+        it.
+        """
         damaged: dict[int, str] = {}
         latest_model_only = NO_STEP
         for step in steps:
             if defect := self._find_defect(step):
                 damaged[step] = defect
                 continue
-            # torchtitan's seed checkpoint, `step-0`, is of the model only, and is what a job begins with.
+            # torchtitan's seed checkpoint, `step-0`, is of the model only, and is what a job begins
+            # with.
             if step and is_model_only(self._folder_of(step)):
                 latest_model_only = max(latest_model_only, step)
                 continue
@@ -323,10 +331,10 @@ class _Search:
         return Choice(NO_STEP, damaged)
 
     def _check_requested(self, steps: list[int]) -> None:
-        """Check the checkpoint that `load_step` names; no other one is loaded in its stead.
+        """Check the checkpoint that `load_step` names. No other checkpoint replaces it.
 
         Raises:
-            NoCheckpointError: it is not there, or damaged.
+            NoCheckpointError: the checkpoint is missing or damaged.
         """
         request = self._request
         if request.step not in steps:
@@ -347,9 +355,9 @@ class _Search:
         )
 
     def _is_own(self, step: int) -> bool:
-        """Say whether this job has saved `step` since it began at the step that it asks for.
+        """Return True if this job saved `step` after it began at the requested step.
 
-        Later steps that other jobs saved belong to a branch that the user left by setting `load_step`.
+        Later steps of other jobs belong to a branch that the user left by setting `load_step`.
         """
         try:
             manifest = Manifest.read(self._folder_of(step))
@@ -361,9 +369,9 @@ class _Search:
         )
 
     def _find_nameless(self, steps: Iterable[int]) -> dict[int, str]:
-        """Return the damaged ones of `steps` that do not say any more who has saved them, with the reason.
+        """Return the damaged checkpoints of `steps` without a readable writer, with the reason.
 
-        This job may have: without a word it would train those steps again.
+        This job may have saved them. Without a report it would silently train those steps again.
         """
         found = {}
         for step in steps:
@@ -416,7 +424,8 @@ class _Search:
         Raises:
             ConfigError: it is damaged.
         """
-        # A folder without a complete checkpoint, for instance of Hugging Face's files, has no digests.
+        # A folder without a complete checkpoint, for instance of Hugging Face's files, has no
+        # digests.
         defect = self._inspect(folder) if is_complete(folder) else ""
         if defect:
             raise ConfigError(
@@ -440,12 +449,12 @@ def _list_damage(damaged: Mapping[int, str]) -> str:
 
 
 def _all_see(folder: Path, gather: Gather) -> bool:
-    """Wait until all ranks see the same checkpoint in `folder`; returns False if rank 0 sees none any more.
+    """Wait until all ranks see the same checkpoint in `folder`; False if rank 0 no longer sees one.
 
-    Another host's view of a network folder is given the time to catch up with rank 0's.
+    The wait gives another host's view of a network folder time to catch up with rank 0's.
 
     Raises:
-        ConfigError: not all ranks come to see it. On all ranks.
+        ConfigError: some rank never sees the checkpoint. On all ranks.
         LoadError: a rank cannot read it. On all ranks.
     """
     for _ in range(_num_looks()):
@@ -465,7 +474,7 @@ def _all_see(folder: Path, gather: Gather) -> bool:
 def _check_initial_on_all_ranks(
     request: LoadRequest, folder: Path, rank: int, gather: Gather
 ) -> None:
-    """Check that all ranks see the model to begin with, and that it is not damaged."""
+    """Check that all ranks see the initial model, and that it is not damaged."""
 
     def look() -> int:
         if not folder.is_dir():
@@ -479,13 +488,14 @@ def _check_initial_on_all_ranks(
 
 
 def _check_same(seen: list[int], folder: Path, setting: str) -> None:
-    """Check that all ranks see the same in `folder`; otherwise they would wait for each other in the load.
+    """Check that all ranks see the same files in `folder`. Otherwise the ranks would deadlock in
+    the load.
 
     Args:
         setting: the option that names the folder.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: the ranks see different files.
     """
     differing = [rank for rank, fingerprint in enumerate(seen) if fingerprint != seen[0]]
     if not differing:
@@ -498,7 +508,9 @@ def _check_same(seen: list[int], folder: Path, setting: str) -> None:
 
 
 def _try_to_fingerprint(folder: Path) -> int:
-    """Return the fingerprint of the checkpoint in `folder`, or why there is none: gone, or unreadable just now."""
+    """Return the fingerprint of the checkpoint in `folder`, or a code: gone, or unreadable at the
+    moment.
+    """
     try:
         return _fingerprint_or_gone(folder)
     except OSError:  # a stale handle, for instance, which the next look may not meet

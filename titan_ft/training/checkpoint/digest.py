@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Digests of a saved state: they show whether a load restored the bytes that were saved.
 
-DCP does not detect a changed byte or a zeroed block in a tensor. The manifest holds a digest of each
-part of the state, taken from memory before the save. The load takes the digest again. Each rank
-hashes its own shards, so two digests are comparable only if the same shards are on as many ranks.
-"""
+DCP does not detect a changed byte or a zeroed block in a tensor. The manifest holds a digest of
+each part of the state, taken from memory before the save. The load takes the digest again. Each
+rank hashes its own shards, so two digests are comparable only if the same shards are on as many
+ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def take_digests(
 def find_change(then: Mapping[str, str], now: Mapping[str, str]) -> str:
     """Return the name of the first part whose values have changed; empty if none has.
 
-    Skips parts of another layout: on other ranks, or of another dtype.
+    Parts of another layout (on other ranks, or of another dtype) are skipped.
     """
     for name, digest in now.items():
         earlier = then.get(name, "")
@@ -88,7 +88,9 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> str:
-    """Return bytes in hex; of any other object its type, for its text may contain an address."""
+    """Return bytes in hex; for any other object its type, because its text may contain an
+    address.
+    """
     return value.hex() if isinstance(value, bytes) else type(value).__name__
 
 

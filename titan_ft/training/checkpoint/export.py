@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Checkpoints in Hugging Face's format: their settings, exports, and the check of exported files.
 
-torch writes each file by a table of names (`model.safetensors.index.json` of `model.hf_assets_path`). A name without a
-tensor makes that whole file unreadable, and torch does not look: old Llama indexes name `rotary_emb.inv_freq`.
+torch writes each file by a table of names (`model.safetensors.index.json` of
+`model.hf_assets_path`). A name without a tensor makes its whole file unreadable, and torch does not
+check. Old Llama tables, for example, name `rotary_emb.inv_freq`.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ class Tensor:
 
 
 class Converted:
-    """Stands in for the adapter to Hugging Face's format, with the state that it has converted.
+    """Stands in for the adapter to Hugging Face's format, with an already converted state.
 
     Args:
         state: this rank's tensors by name.
         index: number of the file of each name, as the adapter has read it; None = all in one file.
-        tensors: those of all ranks, see `gather_tensors`.
+        tensors: tensors of all ranks, see `gather_tensors`.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class Converted:
         return self._state
 
     def check(self, folder: Path) -> None:
-        """Check that the files in `folder` hold exactly the tensors of the model, and the index the files.
+        """Check that the files in `folder` hold exactly the tensors of the model, and the index the
+        files.
 
         Opens every file, but reads no data.
 
@@ -88,7 +90,9 @@ def describe_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def gather_tensors(own: dict[str, Tensor], gather: Gather) -> dict[str, Tensor]:
-    """Return the tensors of all ranks: those of a pipeline have parts of the model. A collective."""
+    """Return the tensors of all ranks: those of a pipeline have parts of the model. A
+    collective.
+    """
     if len(set(gather(fold48(repr(sorted(own.items(), key=str)))))) == 1:
         return own
     every: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
@@ -164,7 +168,8 @@ def _list(names: list[str]) -> str:
 
 
 def check_export(config: Any, adapter: object | None) -> None:
-    """Check what torchtitan asserts of `checkpoint.last_save_in_hf`, some of it only at the last step.
+    """Check the conditions of `checkpoint.last_save_in_hf`, which torchtitan partly asserts at the
+    last step only.
 
     Raises:
         ConfigError: the model cannot be exported, or more than the model is to be saved.
@@ -183,10 +188,11 @@ def check_export(config: Any, adapter: object | None) -> None:
 
 
 def check_import(config: Any, adapter: object | None) -> None:
-    """Check what torchtitan asserts of `checkpoint.initial_load_in_hf`, in mid-start and without a name.
+    """Check the conditions of `checkpoint.initial_load_in_hf`, which torchtitan asserts late and
+    without a name.
 
     Raises:
-        ConfigError: the model cannot be imported, or more than a model is asked for.
+        ConfigError: the model cannot be imported, or the load is not of the model only.
     """
     if not config.enable:
         return
@@ -209,10 +215,10 @@ def check_import(config: Any, adapter: object | None) -> None:
 
 
 def check_importable(folder: Path) -> None:
-    """Check that there is a model in Hugging Face's format in `folder`, whole.
+    """Check that `folder` holds a whole model in Hugging Face's format.
 
     Raises:
-        ConfigError: there is none, or a file of it is damaged.
+        ConfigError: there is no such model, or a file of it is damaged.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:

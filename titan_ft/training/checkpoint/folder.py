@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The folder of a run's checkpoints: which are complete, and what each was made of.
+"""The folder of a run's checkpoints: which of them are complete, and where each comes from.
 
 A writer fills a folder of its own (`partial-10-group-0`), the manifest included, and one rename
 makes it `step-10`. So a `step-` folder is complete, and two writers never share files.
@@ -41,7 +41,9 @@ _CONTENTS = (MANIFEST, ".distcp", ".safetensors")
 _STEP = re.compile(r"step-(\d+)")
 _PARTIAL = re.compile(r"partial-(\d+)-(.+)")
 _ABANDONED_SECONDS = 3600.0
-"""After so long without a change no writer is left. A file of 100 GB may take 20 minutes to sync."""
+"""After so long without a change no writer is left. A file of 100 GB may take 20 minutes to
+sync.
+"""
 _OWN_DIGEST = "sha256"  # of the manifest's other fields
 _TYPES: dict[str, type] = {"int": int, "str": str, "bool": bool, "dict[str, str]": dict}
 
@@ -52,19 +54,19 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The origin of a checkpoint; lies beside its data.
+    """The origin of a checkpoint; a file beside the data.
 
     Attributes:
-        lineage: of the state, 12 hex digits.
+        lineage: hash of the state, 12 hex digits.
         model: name and flavor.
-        num_shards: that the data was cut into: group_size x the data-parallel degree of a group.
+        num_shards: shards of the data: group_size x the data-parallel degree of a group.
         writer: the group, as in "group-0".
-        round_steps: of a group in a round, 1 without a semi-synchronous method; 0 = unknown.
+        round_steps: steps of a group in a round, 1 without a semi-synchronous method; 0 = unknown.
         job_id: `fault_tolerance.job_id` of the writer.
         load_step: `checkpoint.load_step` of the writer.
         save_id: differs between any two saves, also of one step; hex digits.
         table: digest of the table of files as it was written, see `digest_table`; empty = unknown.
-        digests: of the parts of the state by name, see `digest`.
+        digests: digests of the parts of the state by name, see `digest`.
     """
 
     step: int
@@ -85,7 +87,7 @@ class Manifest:
 
     @property
     def branch(self) -> tuple[str, int]:
-        """The job and the step that it began with: saves of one branch follow on each other."""
+        """The job and its first step. Saves of one branch follow on each other."""
         return self.job_id, self.load_step
 
     @staticmethod
@@ -135,12 +137,13 @@ def digest_table(folder: Path) -> str:
 
 
 def _check_own_digest(values: Any) -> None:
-    """Compare a manifest's fields with the digest among them; earlier versions have written none.
+    """Compare a manifest's fields with the digest among them. Earlier versions wrote no digest.
 
-    Without it, one flipped bit may name another dataset: its data would begin anew without need.
+    Without the check, one flipped bit may name another dataset. The data would then begin again
+    without need.
 
     Raises:
-        ValueError: they are not what was written.
+        ValueError: the fields are not as written.
     """
     digest = values.get(_OWN_DIGEST)
     if digest is not None and digest != _digest_values(values):
@@ -166,10 +169,10 @@ def _parse(values: Any) -> Manifest:
 
 
 def check_model(earlier: Manifest | None, now: Manifest, folder: str) -> None:
-    """Check that the checkpoint in `folder` is one of this run's model, if it says of which.
+    """Check that the checkpoint in `folder` holds this run's model, if its manifest names a model.
 
     Raises:
-        ConfigError: it is another's.
+        ConfigError: the checkpoint holds another model.
     """
     if earlier is not None and earlier.model != now.model:
         raise ConfigError(
@@ -179,12 +182,14 @@ def check_model(earlier: Manifest | None, now: Manifest, folder: str) -> None:
 
 
 def check_rounds(earlier: Manifest | None, now: Manifest, folder: str) -> None:
-    """Check that the rounds of the checkpoint in `folder` are as long as this run's, if it says how long.
+    """Check that the checkpoint in `folder` has rounds of this run's length, if its manifest gives
+    a length.
 
-    Rounds are counted by their length: one that goes on in the midst of another would have another's number.
+    Updates are numbered by rounds. After a change of the length, a step would belong to two
+    numbers.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: the lengths differ.
     """
     length = now.round_steps if earlier is None else earlier.round_steps or now.round_steps
     if length != now.round_steps:
@@ -196,7 +201,9 @@ def check_rounds(earlier: Manifest | None, now: Manifest, folder: str) -> None:
 
 
 def data_change(earlier: Manifest | None, now: Manifest) -> str:
-    """Say why the data of an earlier run cannot be continued; empty if it can, however groups and ranks share it."""
+    """Return why the data of an earlier run cannot be continued; empty if it can. Groups and ranks
+    may differ.
+    """
     if earlier is None:
         return "the checkpoint is not of a fault-tolerant run"
     if earlier.dataset != now.dataset:
@@ -233,7 +240,7 @@ def _steps(folder: str | Path, counts: Callable[[Path], bool], after: int = -1) 
 
 
 def is_complete(folder: Path) -> bool:
-    """Say whether a checkpoint's folder has all of its data."""
+    """Return True if a checkpoint's folder has all of its data."""
     return any((folder / sign).is_file() for sign in _SIGNS)
 
 
@@ -243,7 +250,7 @@ def partial_folder(target: Path, step: int, name: str) -> Path:
 
 
 def partial_sizes(folder: Path, step: int, name: str) -> dict[str, int]:
-    """Return the bytes of each file of `step` that writers other than the one called `name` write just now."""
+    """Return the bytes of each file of `step` that writers other than `name` are writing now."""
     own = partial_folder(folder / f"step-{step}", step, name).name
     sizes: dict[str, int] = {}
     for path in folder.glob(f"partial-{step}-*/*"):
@@ -254,20 +261,19 @@ def partial_sizes(folder: Path, step: int, name: str) -> dict[str, int]:
 
 
 def publish(partial: Path, target: Path, manifest: Manifest) -> list[Path]:
-    """Turn a folder that holds all of a checkpoint, its manifest too, into the checkpoint `target`.
+    """Turn a folder with a whole checkpoint, manifest included, into the checkpoint `target`.
 
-    A former checkpoint of this step and branch is replaced. One of another branch is set aside,
-    and so are later steps of other branches: a job that went back has turned away from them. Left
-    where they are, they would be the latest checkpoint of the next launch, and torchtitan would
-    purge the new branch, whose steps are earlier, first. A job that went back to `load_step` has
-    turned away from all steps after that: if its own first save is damaged later, the next start
-    must not go on from them.
+    A former checkpoint of this step and branch is replaced. One of another branch is set aside, and
+    so are later steps of other branches, because a job that went back has abandoned them. Left in
+    place, they would be the latest checkpoint of the next launch, and torchtitan would purge the
+    new branch first, whose steps are earlier. A job that went back to `load_step` has abandoned all
+    later steps: if its own first save is damaged, the next start must not resume from them.
 
     Returns:
         The folders of checkpoints that were set aside.
 
     Raises:
-        OSError: it could not be written or renamed.
+        OSError: the folder could not be written or renamed.
     """
     replaced = partial.with_name(f"{partial.name}-replaced")
     shutil.rmtree(replaced, ignore_errors=True)
@@ -306,7 +312,7 @@ def _branch_of(folder: Path) -> tuple[str, int] | None:
 
 
 def _set_aside(folder: Path, step: int) -> Path | None:
-    """Rename a checkpoint so that neither this project nor torchtitan takes it for one.
+    """Rename a checkpoint so that neither this project nor torchtitan takes it for a checkpoint.
 
     torchtitan takes every name that contains "step-20" for a checkpoint.
 
@@ -331,8 +337,8 @@ def _set_aside(folder: Path, step: int) -> Path | None:
 def take_abandoned(folder: Path, name: str) -> list[Path]:
     """Rename partial folders without a living writer, so that they can be deleted.
 
-    The group `name` asks, and writes nothing just now: its own folders are abandoned. A folder of
-    another group is abandoned if nothing in it has changed for an hour.
+    The caller is the group `name`, and is not writing now, so its own folders are abandoned. A
+    folder of another group is abandoned if nothing in it has changed for an hour.
 
     Returns:
         The folders to delete.
@@ -350,7 +356,7 @@ def take_abandoned(folder: Path, name: str) -> list[Path]:
 
 
 def _all_in(folder: Path) -> Iterator[Path]:
-    """Yield a folder and all that is below it; passes over what vanishes meanwhile."""
+    """Yield a folder and all files and folders below it; skips entries that vanish meanwhile."""
     for place, _, files in os.walk(folder):
         yield Path(place)
         yield from (Path(place, name) for name in files)
@@ -375,7 +381,9 @@ def writer_of(target: Path) -> str:
 
 
 def manifest_of(target: Path) -> Manifest | None:
-    """Return the manifest of the checkpoint `target`; None if it is not complete, or cannot be read."""
+    """Return the manifest of the checkpoint `target`; None if it is not complete, or cannot be
+    read.
+    """
     try:
         return Manifest.read(target) if is_complete(target) else None
     except (DamagedError, OSError):
@@ -383,7 +391,7 @@ def manifest_of(target: Path) -> Manifest | None:
 
 
 def discard(target: Path, step: int) -> Path | None:
-    """Rename a folder before it is deleted, so that half of it never looks complete.
+    """Rename a folder before its deletion, so that a half-deleted folder never looks complete.
 
     Returns:
         The folder to delete; None if it is gone already.

@@ -16,17 +16,18 @@ from titan_ft.run.log import EventLog
 
 @dataclass
 class CheckpointHost:
-    """What `ReplicaCheckpoints` knows of the trainer.
+    """The view of the trainer that `ReplicaCheckpoints` gets.
 
     Attributes:
         config: torchtitan's JobConfig with our table.
-        position: this group's place in the job; checkpoints write only what it says of them.
+        position: this group's place in the job. Checkpoints write only its fields about the group's
+            saves.
         gather: gathers an integer of every rank of this group.
-        heals_instead: joins the job as a group that can load so many steps, if that was not done yet; says whether
-            other groups are further.
+        heals_instead: joins the job as a group that can load the given number of updates, unless
+            done already; returns True if other groups are further.
         on_load: to be called after each load of a checkpoint, on all ranks of a group.
-        strategy: knows which update a step is part of. Checkpoints are named after torchtitan's steps, and the groups
-            count updates. It also has the state of the outer optimizer, and lends the model the weights to save.
+        strategy: maps torchtitan's steps, which name the checkpoints, to updates, which the groups
+            count. Holds the state of the outer optimizer, and lends the model the weights to save.
         participants: slots that contributed to the last step; the trainer sets them.
     """
 
@@ -42,7 +43,7 @@ class CheckpointHost:
 
     @property
     def is_writer(self) -> bool:
-        """Say whether this group is the first of those that made the last step."""
+        """Return True if this group has the lowest slot of the groups that made the last step."""
         return (
             bool(self.participants)
             and min(self.participants) == self.config.fault_tolerance.replica_id

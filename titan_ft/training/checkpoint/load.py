@@ -62,7 +62,7 @@ class Load:
         gather: gathers an integer of every rank of the group.
 
     Attributes:
-        reset: why the data begins anew; empty if it goes on.
+        reset: why the data begins again; empty if the data continues.
     """
 
     def __init__(self, folder: Path, now: Manifest, gather: Gather) -> None:
@@ -71,14 +71,15 @@ class Load:
         self.reset, self.asks_for_reset = "", False
 
     def prepare(self, state: dict[str, Any], from_hf: bool) -> None:
-        """Check that the checkpoint fits this run, and drop the parts of `state` that it lacks.
+        """Check that the checkpoint fits this run, and drop the parts of `state` that the
+        checkpoint lacks.
 
         Args:
-            state: the parts by name, and the tensors of the model; all of it is loaded.
+            state: the parts by name, and the tensors of the model; all of `state` is loaded.
 
         Raises:
-            ConfigError: it is another model's, or no training state.
-            LoadError: it cannot be read.
+            ConfigError: the checkpoint is of another model, or no training state.
+            LoadError: the checkpoint cannot be read.
         """
 
         def look() -> None:
@@ -148,7 +149,8 @@ class Load:
                 "experimental.custom_import"
             ) from error
         if failure is LoadFailure.UNREADABLE:
-            # A missing file is an error of the file system to DCP, and so is a table that it cannot read.
+            # A missing file is an error of the file system to DCP, and so is a table that it cannot
+            # read.
             defect = fail_together(self._find_defect, str(self._folder), self._gather)
             if not any(self._gather(int(bool(defect)))):
                 raise LoadError(f"checkpoint: {self._folder} cannot be read: {reason}") from error
@@ -162,11 +164,11 @@ class Load:
         """Compare the loaded state with the saved one. A collective.
 
         Args:
-            state: as DCP has loaded it.
+            state: the state that DCP has loaded.
             parts: the names of all parts.
 
         Raises:
-            DamagedError: they differ. On all ranks.
+            DamagedError: the states differ. On all ranks.
         """
         if self._manifest is None:
             _count_tokens_of_stock(state)
@@ -184,7 +186,9 @@ class Load:
             )
 
     def _find_other_counters(self, state: Mapping[str, Any]) -> str:
-        """Return the contradiction between counters and manifest, for any number of ranks; empty = none."""
+        """Return the contradiction between counters and manifest, for any number of ranks; empty =
+        none.
+        """
         assert self._manifest is not None
         expected = {
             (TRAIN_STATE, "step"): self._manifest.step,
@@ -198,15 +202,15 @@ class Load:
     def give_up(self, error: DamagedError | LoadError, request: LoadRequest, step: int) -> NoReturn:
         """End a failed load, so that the next start of every group chooses an older checkpoint.
 
-        This start cannot take another one: the step was announced to the other groups. A collective.
+        This start cannot choose again: the step was announced to the other groups. A collective.
 
         Args:
-            request: by which the checkpoint was chosen.
-            step: of it; `NO_STEP` for the model to begin with.
+            request: the request that chose the checkpoint.
+            step: the checkpoint's step; `NO_STEP` for the initial model.
 
         Raises:
-            ConfigError: no other start would do better.
-            LoadError: another start may do better.
+            ConfigError: another start would fail in the same way.
+            LoadError: another start may succeed.
         """
         reason = str(error)
         if step == NO_STEP:
@@ -245,12 +249,12 @@ class Load:
         ) from error
 
     def _check_not_replaced(self) -> None:
-        """Check that the folder still holds the checkpoint of which the load began.
+        """Check that the folder still holds the checkpoint that the load began with.
 
         If another group has saved the step again meanwhile, the bytes may be of two checkpoints.
 
         Raises:
-            LoadError: it holds another one, or is gone. On all ranks.
+            LoadError: the folder holds another checkpoint, or is gone. On all ranks.
         """
 
         def look() -> None:
@@ -263,7 +267,9 @@ class Load:
         fail_together(look, str(self._folder), self._gather)
 
     def _note(self, error: DamagedError | LoadError) -> bool:
-        """Write a note of the failure beside the data; return False if the folder is not writable."""
+        """Write a note of the failure beside the data; return False if the folder is not
+        writable.
+        """
         is_noted = False
         if dist.get_rank() == 0:
             note = FailedLoad(

@@ -1,6 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checkpoints of a fault-tolerant run: torchtitan's own, written by one group on commit, with the ledger inside.
+"""Checkpoints of a fault-tolerant run: torchtitan's own, written by one group on commit, with the
+ledger inside.
 
 See docs/checkpoints.md.
 """
@@ -97,7 +98,8 @@ from titan_ft.training.checkpoint.states import (
 
 
 class ReplicaCheckpoints(HostCheckpoints):
-    """torchtitan's checkpoints, for groups that share one folder; `attach` comes before the first load.
+    """torchtitan's checkpoints, for groups that share one folder. Call `attach` before the first
+    load.
 
     Raises:
         ConfigError: a setting that torchtitan refuses.
@@ -150,7 +152,8 @@ class ReplicaCheckpoints(HostCheckpoints):
             outer = host.strategy.outer
             if outer is not None and outer.has_state:
                 self.states[OUTER_STATE] = outer
-            # Shards are numbered from 0 through the whole job; the last data rank of a group has the largest number.
+            # Shards are numbered from 0 through the whole job; the last data rank of a group has
+            # the largest number.
             self._num_shards = max(host.gather(max(map(int, host.ledger.shards())))) + 1
             counters = self.states[TRAIN_STATE]
             if not isinstance(counters, TrainCounters):  # attached for the first time
@@ -168,14 +171,16 @@ class ReplicaCheckpoints(HostCheckpoints):
         return f"group-{self.host.config.fault_tolerance.replica_id}"
 
     def load(self, step: int = LATEST) -> bool:
-        """Load the latest sound checkpoint (or that of `step`), unless the job goes on in other groups.
+        """Load the latest sound checkpoint, or that of `step`, unless other groups train the job
+        already.
 
-        A job that begins at `step` goes on from what it has saved since: a start after a failure is
-        no reason to go back there again.
+        A job that began at `step` resumes from its own later saves: a restart after a failure must
+        not go back to `step`.
 
         Raises:
-            ConfigError: the checkpoint is not one of this run, or not complete, or no sound one is left.
-            LoadError: it cannot be read, is damaged, or has vanished; the next start may find another one.
+            ConfigError: the checkpoint is of another run, or incomplete, or no sound one is left.
+            LoadError: the checkpoint cannot be read, is damaged, or has vanished. The next start
+                may find another one.
         """
         if not self.enable:
             if step != LATEST:
@@ -193,7 +198,8 @@ class ReplicaCheckpoints(HostCheckpoints):
         found = choice.step
         if dist.get_rank() == 0 and not self.load_only:
             self._purge_abandoned()
-        # Said before it is loaded: else a group that is first with its own load would seem to be ahead.
+        # Said before it is loaded: else a group that is first with its own load would seem to be
+        # ahead.
         if self.host.heals_instead(max(found, 0)):
             return False
         self._report_choice(request, choice)
@@ -216,16 +222,18 @@ class ReplicaCheckpoints(HostCheckpoints):
         return loaded
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Save the state after `curr_step` if it is this group's turn. Every group calls it after every step.
+        """Save the state after `curr_step` if this group is the writer. Every group calls it after
+        every step.
 
-        A save that fails is told and ends nothing here: the next due step tries again, and what follows from a failure
-        of the last one is for when all groups have finished (see `raise_last_failure`).
+        A failed save is reported and ends nothing here: the next due step tries again. A failure of
+        the last save takes effect when all groups have finished (see `raise_last_failure`).
         """
         if not self.enable or self.load_only:
             return
         self._settle(wait=last_step)
         due = latest_due(curr_step, self.interval, self.enable_first_step_checkpoint, last_step)
-        # Due since an earlier step, if a writer was lost with its save or was slower than the interval.
+        # Due since an earlier step, if a writer was lost with its save or was slower than the
+        # interval.
         updates = (
             self.host.position.step if due == curr_step else self.host.strategy.updates_of(due)
         )
@@ -233,13 +241,17 @@ class ReplicaCheckpoints(HostCheckpoints):
             self._write(curr_step, last_step)
 
     def _lacks(self, updates: int) -> bool:
-        """Say whether a state of so many updates, or a later one, is neither saved nor tried in vain."""
+        """Return True if no checkpoint has the state after `updates`, or a later one, and no save
+        of it failed.
+        """
         return updates > max(
             self.host.position.saved_step, 0 if self._failed is None else self._failed.updates
         )
 
     def pauses_after(self, step: int) -> bool:
-        """Say whether a group may stop for a while after `step` to save, if only to take over from a lost writer."""
+        """Return True if a group may stop for a while after `step` to save, also in the place of a
+        lost writer.
+        """
         if not self.enable or self.load_only:
             return False
         due = latest_due(step, self.interval, self.enable_first_step_checkpoint, last=False)
@@ -248,21 +260,24 @@ class ReplicaCheckpoints(HostCheckpoints):
         return due == step or (self.async_mode == AsyncMode.DISABLED and behind)
 
     def finish(self, step: int) -> None:
-        """Save the final state if its writer was lost; when all groups have finished, or were given up."""
+        """Save the final state if its writer was lost; when all groups have finished, or were given
+        up.
+        """
         if not self.enable or self.load_only:
             return
         self._settle(wait=True)
-        # In all groups that are left: then at least one of them saves. Not again in one that could not.
+        # In all groups that are left: then at least one of them saves. Not again in one that could
+        # not.
         if self._lacks(self.host.position.step):
             logger.warning("no group has saved step %d: saving it here", step)
             self._write(step, last_step=True)
         elif self._loaded == step and (self.last_save_in_hf or self.last_save_model_only):
-            # The groups were told to leave with the last step, and saved it whole (`save_on_leave`). The save
-            # that was asked for is yet to be made.
+            # The groups were told to leave with the last step, and saved it whole
+            # (`save_on_leave`). The save that was asked for is yet to be made.
             self._write(step, last_step=True)
 
     def lacks_state(self) -> bool:
-        """Say whether no checkpoint has the state that this group holds, once the save under way has ended.
+        """Return True if no checkpoint has this group's state, once the running save has ended.
 
         A collective of the group.
         """
@@ -275,17 +290,19 @@ class ReplicaCheckpoints(HostCheckpoints):
         )
 
     def _holds_model_only(self, step: int) -> bool:
-        """Say whether the checkpoint of `step` is of the model only: the last save is, unless the user asks for more.
+        """Return True if the checkpoint of `step` holds the model only, as torchtitan's last save
+        does by default.
 
-        A collective of the group: rank 0 looks for all.
+        A collective of the group: rank 0 reads the folder for all.
         """
         manifest = self._read_manifest(step)
         return self._as_rank_0_sees(manifest is not None and manifest.model_only)
 
     def holds_state(self, step: int) -> bool:
-        """Say whether the checkpoint of `step` has the state that this group holds, whoever has saved it.
+        """Return True if the checkpoint of `step` holds this group's state, whichever group saved
+        it.
 
-        A collective of the group: rank 0 looks for all.
+        A collective of the group: rank 0 reads the folder for all.
         """
         manifest = self._read_manifest(step)
         if manifest is None or manifest.model_only:
@@ -295,14 +312,17 @@ class ReplicaCheckpoints(HostCheckpoints):
         return self._as_rank_0_sees(found)
 
     def _read_manifest(self, step: int) -> Manifest | None:
-        """Return the manifest of the complete checkpoint of `step`; None without one, and on all ranks but 0."""
+        """Return the manifest of the complete checkpoint of `step`; None without one, and on all
+        ranks but 0.
+        """
         return manifest_of(Path(self._create_checkpoint_id(step))) if dist.get_rank() == 0 else None
 
     def _as_rank_0_sees(self, found: bool) -> bool:
         return bool(self.host.gather(int(found))[0])
 
     def watch_others(self, step: int) -> Callable[[], bool]:
-        """Return what says whether another group has written of a checkpoint of `step` since this call.
+        """Return what says whether another group has written of a checkpoint of `step` since this
+        call.
 
         A collective of the group, at each call: rank 0 looks for all.
         """
@@ -311,21 +331,22 @@ class ReplicaCheckpoints(HostCheckpoints):
 
         def is_begun() -> bool:
             sizes = partial_sizes(Path(self.folder), step, self._name) if looks else {}
-            # A file that is gone is no sign of a writer: what a dead one had left is deleted at times.
+            # A file that is gone is no sign of a writer: what a dead one had left is deleted at
+            # times.
             found = any(size > earlier.get(name, -1) for name, size in sizes.items())
             return bool(self.host.gather(int(found))[0])
 
         return is_begun
 
     def save_on_leave(self, step: int, seconds: float) -> None:
-        """Save the state after `step`, which leaves with this group. A collective of the group.
+        """Save the state after `step`, which no other group holds. A collective of the group.
 
-        It is a whole training state in torchtitan's own format, whatever is asked of the last save: the
-        job is to go on from it. A save that may take too long is tried all the same. The checkpoint is
-        whole or not there, so one that is broken off does no harm.
+        The save is a whole training state in torchtitan's own format, whatever the last save is set
+        to, because the job is to resume from it. A save that may take too long is tried all the
+        same: a checkpoint is published whole or not at all, so an interrupted save does no harm.
 
         Args:
-            seconds: what is left for it, by this rank's clock.
+            seconds: time left for the save, by this rank's clock.
         """
         longest = max(self.host.gather(round(1000 * self._longest))) / 1000 or None
         event = SavingBeforeLeaving(step=step, seconds_left=seconds, longest_seconds=longest)
@@ -339,18 +360,20 @@ class ReplicaCheckpoints(HostCheckpoints):
             self._write_once(step, last_step=True)
 
     def raise_last_failure(self) -> None:
-        """End this group if it could not save the last step as asked; when there is nothing left to do for others.
+        """End this group if it could not save the last step as configured. Call when other groups
+        need it no more.
 
         Raises:
-            SaveError: says why, and what is saved instead.
+            SaveError: gives the reason, and what is saved instead.
         """
         if self._last_failure is not None:
             raise self._last_failure
 
     def withdraw(self) -> None:
-        """Take back what this group has saved since its bytes were last the others', if they are not any more.
+        """Remove this group's saves since its state diverged from the other groups' state, if it
+        did.
 
-        Another group saves then at its next commit. All ranks of a group, before it heals.
+        Another group then saves at its next commit. Call on all ranks of a group, before it heals.
         """
         host = self.host
         if not (self.enable and host.position.saved_corrupt):
@@ -398,7 +421,9 @@ class ReplicaCheckpoints(HostCheckpoints):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Future | AsyncSaveResponse | None:
-        """Save in a folder of this group, and publish that as `checkpoint_id` once it is complete."""
+        """Save to a folder of this group, and publish the folder as `checkpoint_id` once it is
+        complete.
+        """
         assert self._under_way is not None
         save, target = self._under_way, Path(checkpoint_id)
         states = _read_states(state_dict)
@@ -415,8 +440,9 @@ class ReplicaCheckpoints(HostCheckpoints):
         # In DCP: its part ends when all ranks have written theirs.
         coordinates = dist.get_rank() == 0
         if coordinates:
-            # What an earlier attempt left. The other ranks write nothing before this one has planned.
-            # A link here is another user's: through it this save would overwrite another checkpoint.
+            # What an earlier attempt left. The other ranks write nothing before this one has
+            # planned. A link here is another user's: through it this save would overwrite another
+            # checkpoint.
             if partial.is_symlink():
                 partial.unlink()
             shutil.rmtree(partial, ignore_errors=True)
@@ -450,10 +476,12 @@ class ReplicaCheckpoints(HostCheckpoints):
         return result
 
     def _publish(self, save: Save, target: Path, manifest: Manifest) -> list[Path]:
-        """Publish what all ranks have written; returns what was set aside. On rank 0, on any thread.
+        """Publish the parts that all ranks have written; returns the folders set aside. On rank 0,
+        on any thread.
 
         Raises:
-            OSError: it is not to be published, cannot be read back, or could not be renamed.
+            OSError: the checkpoint must not be published, cannot be read back, or could not be
+                renamed.
         """
         assert save.partial is not None
         # Another group may have saved this step in the meantime, and that is not to be replaced.
@@ -470,11 +498,12 @@ class ReplicaCheckpoints(HostCheckpoints):
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Load what the checkpoint has of `state_dict`, and check that this is what was saved.
+        """Load the parts of `state_dict` that the checkpoint has, and compare them with the saved
+        digests.
 
         Raises:
-            ConfigError: it is another model's, or no training state.
-            LoadError: it cannot be read.
+            ConfigError: the checkpoint is of another model, or no training state.
+            LoadError: the checkpoint cannot be read.
             DamagedError: its bytes are wrong.
         """
         load = self._loading = Load(Path(checkpoint_id), self._describe(), self.host.gather)
@@ -526,7 +555,9 @@ class ReplicaCheckpoints(HostCheckpoints):
             self.purge_queue.put(str(doomed))
 
     def _purge_abandoned(self) -> None:
-        """Delete what writers have left that died; while this group writes nothing. On rank 0, on any thread."""
+        """Delete the remains of dead writers, while this group writes nothing. On rank 0, on any
+        thread.
+        """
         for doomed in take_abandoned(Path(self.folder), self._name):
             self._purge(doomed)
 
@@ -551,7 +582,9 @@ class ReplicaCheckpoints(HostCheckpoints):
 
     @contextlib.contextmanager
     def _as_without_folder(self) -> Iterator[None]:
-        """Hide a folder without any complete checkpoint, for which torchtitan would pass over initial_load_path."""
+        """Hide a folder without a complete checkpoint. Otherwise torchtitan would ignore
+        initial_load_path.
+        """
         folder, self.folder = self.folder, os.path.join(self.folder, "none")
         try:
             yield
@@ -560,9 +593,11 @@ class ReplicaCheckpoints(HostCheckpoints):
 
     @contextlib.contextmanager
     def _converted(self, state_dict: dict[str, Any]) -> Iterator[Converted]:
-        """Make what a save in Hugging Face's format needs of each rank; if it fails on one, it fails on all.
+        """Convert each rank's state for a save in Hugging Face's format; if it fails on one rank,
+        it fails on all.
 
-        Else the others would go on into collectives of the save, in which that one never comes.
+        Otherwise the other ranks would wait in a collective of the save that the failed rank never
+        joins.
         """
         adapter = self.sd_adapter
 
@@ -582,7 +617,9 @@ class ReplicaCheckpoints(HostCheckpoints):
             self.sd_adapter = adapter
 
     def _write(self, step: int, last_step: bool) -> None:
-        """Save the state after `step`; the last one in another way if it cannot be saved as asked."""
+        """Save the state after `step`; the last one in another way if it cannot be saved as
+        asked.
+        """
         self._write_once(step, last_step)
         if not last_step or self._failed_at() < step:
             return
@@ -591,7 +628,8 @@ class ReplicaCheckpoints(HostCheckpoints):
             f"checkpoint.folder ({self.folder}) must take the checkpoint of the last step, got: {reason}; "
             f"{describe_latest(self._latest_step())}; make room there, or give another one, and start the run again"
         )
-        # What keeps it from being saved as asked may be mended, and that save made up for: not the training.
+        # What keeps it from being saved as asked may be mended, and that save made up for: not the
+        # training.
         for model_only, what in self._other_ways():
             logger.warning("saving %s of step %d in torchtitan's own format instead", what, step)
             with self._in_own_format(model_only):
@@ -606,7 +644,9 @@ class ReplicaCheckpoints(HostCheckpoints):
         self._last_failure = SaveError(text)
 
     def _other_ways(self) -> Iterator[tuple[bool, str]]:
-        """Yield how else the last step can be saved: whether the model only, and what that is. The best one first."""
+        """Yield the other ways to save the last step, best first: whether the model only, and a
+        description.
+        """
         if self.last_save_in_hf:
             yield False, "the whole training state"
         if self.last_save_in_hf or not self.last_save_model_only:
@@ -618,7 +658,8 @@ class ReplicaCheckpoints(HostCheckpoints):
             with self.host.strategy.lend_agreed_weights():
                 super().save(step, last_step)
         except (CheckpointException, PartError) as error:
-            # On all ranks, or on none. What one rank alone meets ends it: the others are in a collective of the save.
+            # On all ranks, or on none. What one rank alone meets ends it: the others are in a
+            # collective of the save.
             save.done.set_exception(error)
         self._settle(wait=last_step)
 
@@ -649,7 +690,8 @@ class ReplicaCheckpoints(HostCheckpoints):
                 self._latest_step(),
             )
             if dist.get_rank() == 0 and save.partial is not None:
-                # At once: it takes the room that the next save needs, or the last one in another format.
+                # At once: it takes the room that the next save needs, or the last one in another
+                # format.
                 shutil.rmtree(save.partial, ignore_errors=True)
             logger.error(
                 "the checkpoint of step %d could not be written: %s; %s",
@@ -709,7 +751,9 @@ class ReplicaCheckpoints(HostCheckpoints):
 
     @property
     def _job_id(self) -> str:
-        """Return the name of this job; that of Slurm's array stays the same when elements are requeued."""
+        """Return the name of this job; that of Slurm's array stays the same when elements are
+        requeued.
+        """
         return self.host.config.fault_tolerance.job_id or os.environ.get("SLURM_ARRAY_JOB_ID", "")
 
     def _describe(self) -> Manifest:

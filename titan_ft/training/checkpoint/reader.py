@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Reads a checkpoint of DCP without running code from it.
 
-DCP's table of files, `.metadata`, is a pickle, and so is each value that is no tensor. Whoever can write
-the folder could put a call of any function into them: torch's own reader makes it. The classes here
-load the same checkpoints, and refuse every name that is no part of one.
+DCP's table of files, `.metadata`, is a pickle, and so is each value that is not a tensor. Anyone
+who can write to the folder could insert a call of any function. torch's own reader would make that
+call. The classes here load the same checkpoints, and refuse every name that a checkpoint does not
+need.
 """
 
 from __future__ import annotations
@@ -46,14 +47,16 @@ _CLASSES = {
     "builtins": ("set", "frozenset"),
     "_codecs": ("encode",),  # of bytes, in older protocols
 }
-"""Names that a table may contain, by module. A call of any of them makes an object, and does nothing else."""
+"""Names that a table may contain, by module. A call of any of them makes an object, and does
+nothing else.
+"""
 
 
 def load_checkpoint(states: dict[str, Any], folder: Path | str) -> None:
-    """Load all that `states` names from a checkpoint. A collective of the group.
+    """Load all parts that `states` names from a checkpoint. A collective of the group.
 
     Raises:
-        CheckpointException: a rank could not read it, or it lacks a part.
+        CheckpointException: a rank could not read the checkpoint, or a part is missing.
     """
     load(states, storage_reader=CheckpointReader(folder), planner=CheckpointPlanner())
 
@@ -65,8 +68,8 @@ class CheckpointReader(filesystem.FileSystemReader):
         """Read the table of files.
 
         Raises:
-            UnpicklingError: it contains a name that is no part of a table.
-            OSError: it cannot be read. Other exceptions: its bytes are wrong.
+            UnpicklingError: the table contains a name that no table needs.
+            OSError: the file cannot be read. Other exceptions: its bytes are wrong.
         """
         path = self._get_metadata_path(kwargs.get("rank"))
         with self.fs.create_stream(path, "rb") as file:
@@ -81,10 +84,11 @@ class CheckpointPlanner(DefaultLoadPlanner):
     """torch's plan of a load; what is no tensor is read without running code from it."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take in a value that is no tensor.
+        """Load a value that is not a tensor.
 
         Raises:
-            UnsafeValueError: it contains a class that `torch.serialization.add_safe_globals` was not given.
+            UnsafeValueError: the value has a class that is not registered by
+                `torch.serialization.add_safe_globals`.
             UnpicklingError: its bytes are damaged.
         """
         name = read_item.dest_index.fqn
@@ -104,14 +108,14 @@ class CheckpointPlanner(DefaultLoadPlanner):
 def check_values(states: Mapping[str, Any]) -> None:
     """Refuse to save a state that `load_checkpoint` would refuse.
 
-    DCP takes any value. Without this check a run would save for days, and no start after a failure
-    would load any of its checkpoints.
+    DCP saves any value. Without this check a run would save for days, and no start after a failure
+    could load any of its checkpoints.
 
     Args:
-        states: of this rank, as DCP saves them.
+        states: this rank's states, as DCP saves them.
 
     Raises:
-        UnsafeValueError: it contains a class that could run code.
+        UnsafeValueError: a state contains a class that could run code.
     """
     values, _ = flatten_state_dict(dict(states))  # the pieces that DCP writes
     for name, value in values.items():
@@ -126,14 +130,15 @@ def check_values(states: Mapping[str, Any]) -> None:
 
 
 class UnsafeValueError(ValueError):
-    """A value that is no tensor has a class that could run code. Its bytes are sound."""
+    """A value other than a tensor has a class that could run code. Its bytes are sound."""
 
 
 class _TableUnpickler(pickle._Unpickler):
     """pickle's own unpickler in Python, which takes 2.6 times as long as the one in C.
 
-    The one in C has no place for a check of BUILD, which also sets attributes of a class or of a function.
-    A table could give `PosixPath._str` a value, and so turn every path of this process into its author's.
+    The one in C cannot check BUILD, which also sets attributes of classes and functions. A table
+    could set `PosixPath._str`, and so turn every path of this process into a path of the table's
+    author.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -156,7 +161,8 @@ class _TableUnpickler(pickle._Unpickler):
             UnpicklingError: it is no object of DCP's classes, but perhaps a class itself.
         """
         target = self.stack[-2]  # type: ignore[attr-defined]  # typeshed lacks it
-        # All objects of DCP that have a state are of data classes. A class and a member of an enumeration are shared.
+        # All objects of DCP that have a state are of data classes. A class and a member of an
+        # enumeration are shared.
         if not is_dataclass(target) or isinstance(target, type):
             raise pickle.UnpicklingError(
                 f"{target!r} has no state in a checkpoint's table; it would be changed for good"

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Read the data of a run again as an uninterrupted run would: `titan-ft check --reread`.
 
-`titan-ft check` sees numbers of batches, and those come from the ledger. Only the data tell whether the
-batch after a reopening was the one that follows. So each shard is read here from its beginning, by the
-loader of the run's own config, and its checksums are compared with those in the events.
+`titan-ft check` compares numbers of batches, which come from the ledger. Only the data show whether
+the first batch after a reopening was the next one. So each shard is read here from its beginning,
+by the loader of the run's own config, and its checksums are compared with the checksums in the
+events.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def reread(record: RunRecord, run_dir: Path) -> Reread:
     """Read all data that a run has trained again, and compare them with its events.
 
     Raises:
-        ConfigError: the config of the run cannot be read any more.
+        ConfigError: the config of the run can no longer be read.
     """
     history = collect(record)
     result = Reread(unknown=list(history.unknown))
@@ -50,7 +51,9 @@ def reread(record: RunRecord, run_dir: Path) -> Reread:
 
 
 def _arguments_here(arguments: list[str], run_dir: Path) -> list[str]:
-    """Return a worker's command line with the config of the given run folder, which may have been moved since."""
+    """Return a worker's command line with the config in the given run folder, which may have been
+    moved.
+    """
     config = RunPaths(run_dir).config
     if not config.exists():
         return arguments
@@ -68,9 +71,10 @@ def _arguments_here(arguments: list[str], run_dir: Path) -> list[str]:
 def _prepare(
     started: WorkerStarted, run_dir: Path, result: Reread
 ) -> Callable[[Shard], Any] | None:
-    """Read a worker's config; return what builds a loader of a shard as the worker had it built.
+    """Read a worker's config; returns a function that builds a shard's loader as the worker built
+    it.
 
-    Adds the reason to `result`, and returns None, where the config is another one by now.
+    If the config has changed since, adds the reason to `result` and returns None.
     """
     from titan_ft.training.job_config import digest_config, read_config
 

@@ -34,10 +34,10 @@ _PROBE_BYTES = 1 << 20  # more than what a file that could not be written whole 
 
 
 class SaveError(FinalError):
-    """The last step could not be saved as it was asked for.
+    """The last step could not be saved as configured.
 
-    Training is over. A group that was started again would make the steps since its last checkpoint once more, only to
-    fail at the same save.
+    Training is over. A restarted group would repeat the steps since its last checkpoint, and fail
+    at the same save.
     """
 
 
@@ -46,7 +46,7 @@ class PartError(Exception):
 
 
 class ElsewhereError(PartError):
-    """It failed on another rank of this group, which knows why."""
+    """The save failed on another rank of this group, which knows the reason."""
 
     def __init__(self) -> None:
         super().__init__(_ELSEWHERE_IN_GROUP)
@@ -65,12 +65,12 @@ class Save:
     """A save of this group.
 
     Attributes:
-        step: torchtitan's, after which the state is.
-        updates: committed ones in the state.
+        step: torchtitan's step after which the state is saved.
+        updates: committed updates in the state.
         started: by this process's clock, in seconds.
-        seconds: that the save took.
+        seconds: duration of the save.
         partial: the folder that it writes; None before it writes.
-        model_only: whether it holds no training state.
+        model_only: True if the save holds no training state.
         done: resolved once the checkpoint is published, as far as this rank knows; on rank 0 with
             the folders that were set aside.
     """
@@ -104,7 +104,7 @@ def explain(error: BaseException) -> str:
 
 
 def is_full(error: BaseException) -> TypeGuard[OSError]:
-    """True if the disk, or the user's quota of it, has no room left."""
+    """True if the disk, or the user's quota on it, has no room left."""
     return isinstance(error, OSError) and error.errno in _FULL
 
 
@@ -115,8 +115,8 @@ def agree_on_reason(error: BaseException | None, folder: Path) -> str:
     So rank 0 asks the file system, while the remains of the save still fill it.
 
     Args:
-        error: of this rank; None if its own part did not fail.
-        folder: of the checkpoints.
+        error: this rank's error; None if its own part did not fail.
+        folder: the folder of the checkpoints.
     """
     own = "" if error is None or isinstance(error, ElsewhereError) else explain(error)
     if dist.get_rank() == 0 and isinstance(error, CheckpointException):
@@ -139,10 +139,11 @@ def describe_latest(step: int) -> str:
 
 
 def on_all_ranks(act: Callable[[], T], gather: Callable[[int], list[int]]) -> T:
-    """Return what `act` returns; if it fails on one rank of this group, it fails on all. A collective.
+    """Return the result of `act`; if it fails on one rank of this group, it fails on all. A
+    collective.
 
     Raises:
-        PartError: it has failed, here or elsewhere.
+        PartError: `act` has failed on this rank or on another one.
     """
     reason = ""
     try:
@@ -151,7 +152,8 @@ def on_all_ranks(act: Callable[[], T], gather: Callable[[int], list[int]]) -> T:
         reason = explain(error)
     except Exception as error:  # noqa: BLE001  # whatever it is, the others must know
         reason = f"{type(error).__name__}: {error}"
-        # Perhaps a bug, and where it is would be lost. Marked, for it is not what this worker ends of.
+        # Perhaps a bug, and where it is would be lost. Marked, for it is not what this worker ends
+        # of.
         logger.error("while saving:\n%s", textwrap.indent(traceback.format_exc(), "| "))
     if any(gather(int(bool(reason)))):
         raise PartError(reason) if reason else ElsewhereError()

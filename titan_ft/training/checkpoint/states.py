@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The parts of a checkpoint that torchtitan's own checkpoints lack, and the loaders that those have."""
+"""The parts of a checkpoint that torchtitan's own checkpoints lack, and the loaders' states as
+torchtitan has them.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +50,16 @@ class QuorumState(Stateful):
 
 
 class TrainCounters(Stateful):
-    """torchtitan's counters in a checkpoint: the tokens as stock torchtitan counts them, and those of the whole job.
+    """torchtitan's counters in a checkpoint: the tokens as stock torchtitan counts them, and those
+    of the job.
 
-    Its trainer counts the tokens of its own data rank, and all ranks go on from the count of rank 0. The trainer of a
-    replica group counts those of the job: stock would multiply them by its ranks.
+    Stock torchtitan counts the tokens of its own data rank, and all ranks resume from rank 0's
+    count. The trainer of a replica group counts the job's tokens. Stock would multiply that count
+    by its ranks.
 
     Args:
         trainer: has the counters.
-        num_shards: of the whole job; as many data ranks stock would have.
+        num_shards: shards of the whole job, which is stock's number of data ranks.
     """
 
     def __init__(self, trainer: Stateful, num_shards: int) -> None:
@@ -75,12 +79,12 @@ class TrainCounters(Stateful):
 def stock_loaders(shards: dict[str, Any], num_shards: int) -> dict[str, Any]:
     """Return the states of the loaders under the names that stock torchtitan reads.
 
-    torchtitan pickles them (`ParallelAwareDataloader`), and wants the number of its data ranks.
-    This project reads neither: its own keys hold the same states, packed without a pickle.
+    torchtitan pickles the states (`ParallelAwareDataloader`), and needs the number of its data
+    ranks. This project reads neither: its own keys hold the same states, packed without a pickle.
 
     Args:
         shards: this rank's part of the ledger, see `Ledger.shards`.
-        num_shards: of the whole job.
+        num_shards: shards of the whole job.
     """
     found: dict[str, Any] = {"world_size": num_shards}
     for number, shard in shards.items():
@@ -96,7 +100,9 @@ def stock_loaders(shards: dict[str, Any], num_shards: int) -> dict[str, Any]:
 
 
 def _unpack(packed: bytes) -> Any:
-    """Return the state of a loader; of one that has not begun the state that lets it begin."""
+    """Return the state of a loader; for a loader that has not begun, the state that lets it
+    begin.
+    """
     if not packed:
         return {}
     kept = _Kept()
