@@ -120,7 +120,7 @@ def measure(
             "1",
             CONNECTIONS,
             _TIMEOUT_SECONDS,
-            lose=lambda place, _: lost.append(place),
+            report_lost=lambda place, _: lost.append(place),
         )
         seconds = time.monotonic() - started
         killer.cancel()

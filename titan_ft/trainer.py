@@ -191,13 +191,13 @@ class ReplicaTrainer(HostTrainer):
 
     def _build_strategy(self) -> StepStrategy:
         config, model = self.job_config.fault_tolerance, self.job_config.model
-        is_long = strategy_of(config).is_long
-        if is_long and spec.token_counts(self.model_parts):
+        has_long_rounds = strategy_of(config).has_long_rounds
+        if has_long_rounds and spec.token_counts(self.model_parts):
             raise ConfigError(
                 f"{TABLE}.semi_sync_method must be left out for a model that balances the load of its experts, got "
                 f"{config.semi_sync_method!r}; it is {model.name!r}"
             )
-        return (RoundStrategy if is_long else StepStrategy)(
+        return (RoundStrategy if has_long_rounds else StepStrategy)(
             config,
             self._local,
             position=self._position,

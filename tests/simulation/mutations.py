@@ -249,7 +249,7 @@ def donor_shows_no_digest(patch: Patch) -> None:
 
     def load(former: Callable[..., bool], self: Any) -> bool:
         with lent(
-            self._rounds, take_digest=lambda: self._position.note_digest(self._healing.digest)
+            self._rounds, compute_digest=lambda: self._position.note_digest(self._healing.digest)
         ):
             return former(self)
 
@@ -307,7 +307,7 @@ def load_keeps_digest(patch: Patch) -> None:
     def load(former: Callable[..., bool], self: Any) -> bool:
         digest = self._position.digest
         with lent(
-            self._rounds, take_digest=lambda: self._position.note_digest(self._healing.digest)
+            self._rounds, compute_digest=lambda: self._position.note_digest(self._healing.digest)
         ):
             is_loaded = former(self)
         self._position.digest = digest
@@ -423,7 +423,7 @@ def joiner_begins_rank_by_rank(patch: Patch) -> None:
     def gather(
         former: Callable[..., list[int]], self: group_collectives.GroupCollectives, value: int
     ) -> list[int]:
-        return [value] if isinstance(value, catch_up.Fetched) else former(self, value)
+        return [value] if isinstance(value, catch_up.FetchStatus) else former(self, value)
 
     around(patch, group_collectives.GroupCollectives, "gather", gather)
 
@@ -598,13 +598,13 @@ def transfer_is_awaited(patch: Patch) -> None:
     ) -> healing.Healing:
         return former(self, *args).let_others_wait()
 
-    around(patch, healing.Healing, "take", take)
+    around(patch, healing.Healing, "start_fetch", take)
 
 
 @mutation(kinds=("last",), promises=("no stall for a joiner",))
 def queue_is_replayed_at_once(patch: Patch) -> None:
     """A joiner replays its whole queue at once."""
-    substitute(patch, heal._Pace, "note_lateness", lambda self, until: 0)
+    substitute(patch, heal._Pace, "judge_deadline", lambda self, deadline: heal._Lateness.IN_TIME)
 
 
 @mutation(kinds=("fork",), promises=("liveness",))
@@ -632,7 +632,7 @@ def base_of_queue_not_compared(patch: Patch) -> None:
         is_first = step == self.from_step + 1
         return former(self, step, self.lineage if is_first else base, lineage)
 
-    around(patch, healing.Healing, "queue", queue)
+    around(patch, healing.Healing, "queue_update", queue)
 
 
 @mutation(kinds=("save",), promises=("no work lost",))
@@ -661,7 +661,7 @@ def fetched_bytes_not_compared(patch: Patch) -> None:
 
     def load(former: Callable[..., bool], self: Any) -> bool:
         with lent(
-            self._rounds, take_digest=lambda: self._position.note_digest(self._healing.digest)
+            self._rounds, compute_digest=lambda: self._position.note_digest(self._healing.digest)
         ):
             return former(self)
 

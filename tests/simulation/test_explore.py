@@ -47,7 +47,7 @@ from tests.simulation.semi_sync import RoundOracle
 from tests.simulation.world import Options, World
 from titan_ft.engine import round as rounds
 from titan_ft.engine import waits
-from titan_ft.engine.lookout import Lookout
+from titan_ft.engine.holder_watch import HolderWatch
 from titan_ft.engine.round import Rounds
 from titan_ft.engine.step import ReplicaDimension
 from titan_ft.membership import membership, pulse
@@ -155,7 +155,7 @@ def test_a_holder_that_was_silent_in_a_long_step_is_waited_for(
     not see it live.
     """
     if not waits:
-        monkeypatch.setattr(Lookout, "_find_outsiders", lambda lookout, made: 0)
+        monkeypatch.setattr(HolderWatch, "_find_outsiders", lambda lookout, made: 0)
     fault_tolerance = {
         **QUICK,
         "group_size": 2,

@@ -130,8 +130,8 @@ class Transfers:
         connections: int,
         timeout: float,
         cancelled: Any = None,
-        lose: Callable[[int, str], None] = lambda place, error: None,
-        note_share: Callable[[float], None] = lambda share: None,
+        report_lost: Callable[[int, str], None] = lambda place, error: None,
+        report_share: Callable[[float], None] = lambda share: None,
     ) -> Snapshot:
         """Fetch the state of `step` from the servers at `addresses`, each part from a server that
         holds it.
@@ -170,7 +170,7 @@ class Transfers:
                     server, node, found, missing, end, cancelled, patience
                 )
                 parts[start] = part
-                note_share(sum(map(len, parts.values())) / size)
+                report_share(sum(map(len, parts.values())) / size)
                 tainted = tainted or _TAINTED in header
             except _NothingLeftError as error:
                 del donors[place]
@@ -185,7 +185,7 @@ class Transfers:
                         f"state of step {step} from {addresses[place]}: {error}"
                     ) from error
                 if cancelled is None or not cancelled._set:
-                    lose(place, str(error))
+                    report_lost(place, str(error))
         self.on_moment("fetched", node)
         assert found is not None, "the header comes first"
         header = found.header.replace(_SOUND, _TAINTED) if tainted else found.header

@@ -1,20 +1,29 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The heal: a group that lacks the job's state gets it from holders, while the others train on.
+"""The heal: a group that lacks the job's state fetches it from other groups, which train on.
 
-There is one way in. The group asks the holders that it finds for an offer, and fetches the offered
-state. Meanwhile it takes part in the exchanges without gradients, and queues their sums. Then it
-loads the state, replays the queue, and is ready.
+The *job's state* is the model, the optimizer and the data ledger after the latest update. A
+*joiner* is a group that lacks this state. A *holder* is a group that has it, and a *donor* is a
+holder that serves it to a joiner. In a *round* the groups exchange their gradients and one *row* of
+facts each. A round is an *update* if all holders apply the mean of its gradients.
 
-    asks (`OfferSearch`) -> fetches (`CatchUp`) -> loads and replays -> applies the last update
-    together with the holders
+`Heal.run` repeats these steps until the group is READY. The words in capitals are the phases of
+`protocol/healing.py`.
 
-The phases and their transitions are in `protocol/healing.py`. docs/heal.md follows one heal through
-the files.
+1. ASKING: ask holders for an offer of their state (`OfferSearch`).
+2. FETCHING: fetch the offered state on a thread (`CatchUp`). Meanwhile take part in the rounds
+   without gradients, and queue their updates.
+3. REPLAYING: load the state, and replay the queued updates, some of them in each round.
+4. Apply the last queued update while the holders apply it. Then the group is READY.
+
+One pass through steps 1 to 4 is an attempt. If an attempt fails, the next one begins with step 1.
+
+docs/heal.md follows one heal through the files.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import math
 import threading
@@ -23,8 +32,8 @@ from collections.abc import Callable
 from functools import partial
 
 from titan_ft.config import FaultTolerance
-from titan_ft.engine.catch_up import CatchUp, Fetched
-from titan_ft.engine.lookout import Lookout
+from titan_ft.engine.catch_up import CatchUp, FetchStatus
+from titan_ft.engine.holder_watch import HolderWatch
 from titan_ft.engine.offer import OfferSearch
 from titan_ft.engine.round import PAUSE_SECONDS, Rounds
 from titan_ft.gradients.exchange import GradientExchange
@@ -32,7 +41,15 @@ from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.protocol import decision as decisions
 from titan_ft.protocol.decision import decide, is_update, releases_held_back
 from titan_ft.protocol.errors import Leaving, first_line
-from titan_ft.protocol.healing import NO_OFFER, Healing, Offer, OutdatedError, Phase, VoidError
+from titan_ft.protocol.healing import (
+    NO_DIGEST,
+    NO_OFFER,
+    Healing,
+    Offer,
+    OutdatedError,
+    Phase,
+    VoidError,
+)
 from titan_ft.protocol.ledger import Ledger
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.round import Broken, Round, Update
@@ -55,33 +72,44 @@ from titan_ft.transfer.wire import TransferError
 logger = logging.getLogger(__name__)
 
 _MIN_ASKED = 8
-"""Ask at least this many groups at once, even if `heal_donors` is smaller."""
-_MAX_SLOW_ROUNDS = 3
-"""After this many slow rounds in a row, ask the others to wait if more updates are queued."""
+"""A joiner asks at least this many groups at once. The state in most of the offers counts, so a few
+offers would not be enough, even if `heal_donors` is smaller."""
 _MIN_REPLAYED = 2
-"""Replay at least this many updates in each round. The others make one in the same time."""
+"""Updates that a joiner replays in each round, even if the others then wait for it. The others make
+one update in a round, so the queue becomes shorter."""
+_MAX_SLOW_ROUNDS = 3
+"""After this many rounds in a row in which a replay took longer than an update, the joiner asks the
+others to wait, if more than this many updates are queued."""
 _LOAD_TIMES_IN_RESERVE = 4
-"""A load starts in the first half of the others' step, or later if this many load times remain in
-the step."""
+"""A load takes one load time, and the digest after it about another one. The others must not wait
+if both take twice as long as last time."""
 _POLL_SECONDS = 0.05  # between two looks at the other ranks of the group and at the other groups
+_ALREADY_OVER = -math.inf  # a deadline that has passed
 
 
 class Heal:
-    """Brings this rank's group to the job's state; see `run`.
+    """Brings this rank's group to the job's state.
 
-    `ReplicaDimension` calls `await_offer` when a group joins, and `run` for each heal. Training
-    thread only, except for `_fetch`. All ranks of a group call the same methods in the same order.
-    They agree on facts that only one of them can know (`GroupCollectives.gather`). If `run` raises,
-    the group lacks the state, and its process ends.
+    `ReplicaDimension` calls `await_offer` when its group joins, and `run` for each heal. docs/heal.md
+    explains the phases.
+
+    Threads: all methods but `_fetch` run on the training thread. All ranks of a group call the same
+    methods in the same order. A decision may depend on a fact that differs between ranks, such as
+    the time. Then the ranks gather the fact first (`GroupCollectives.gather`), and all of them
+    decide alike.
+
+    If `run` raises, the group does not hold the job's state, and its process ends.
 
     Args:
-        nominal_tokens: tokens of a step with all groups present.
+        nominal_tokens: tokens of a step with all groups present. `Round.update` scales the sums of
+            gradients by it.
         token: the run's shared secret.
         ranks_on_host: number of ranks that share this host's memory.
-        apply: applies an update as a live step would.
+        apply: applies a replayed update, by the same code as the update of a step.
 
     Attributes:
-        ended_on_update: the last round of the heal was an update.
+        ended_on_update: the last round of the heal was an update. The group's next round is then
+            the first one after an update, as it is for the holders.
     """
 
     def __init__(
@@ -113,45 +141,44 @@ class Heal:
         self._token = token
         self._ranks_on_host = ranks_on_host
         self._apply = apply
-        # Groups may offer different states, and the state in most offers counts. So ask more groups
-        # than serve the state; 0 = all.
-        num_asked = max(_MIN_ASKED, config.heal_donors) if config.heal_donors else 0
-        self._search = OfferSearch(rounds.find_holders, token, num_asked)
-        self._lookout = Lookout(position, rounds, group)
+        max_asked = max(_MIN_ASKED, config.heal_donors) if config.heal_donors else None
+        self._search = OfferSearch(rounds.find_holders, token, max_asked)
+        self._holder_watch = HolderWatch(position, rounds, group)
         self._pace = _Pace()
-        # A joiner asks the slots after its own at first. Then joiners that arrive together ask
-        # different holders.
-        self._healing = Healing(Phase.READY, last_donor=config.replica_id)
+        self._healing = Healing(Phase.READY)
         self._attempt: CatchUp | None = None
-        # Donors that serve this rank no more. The thread of the fetch writes it.
-        self._lost: set[int] = set()
+        # Slots of donors that serve this rank no more. The fetch's thread adds to it.
+        self._lost_donors: set[int] = set()
         self._offer: Offer | None = None  # found by `await_offer`, for the heal that follows
-        self._least_step = 1  # states with fewer updates are outdated
+        # An offer with fewer committed updates is outdated. No state with 0 updates is offered.
+        self._least_step = 1
         self.ended_on_update = False
 
-    def await_offer(self, beyond: int) -> bool:
-        """Wait for the requested quorum, or for the offer of a state with more than `beyond`
-        updates.
+    def await_offer(self, own_step: int) -> bool:
+        """Wait for the requested quorum, or for the offer of a later state than this group's own.
 
-        The holders of such a state come to a quorum only at the end of their step or round.
+        The quorum alone is not enough: groups that train come to it only at the end of their step
+        or round. Until then, their offers are the only sign of a later state.
+
+        Args:
+            own_step: committed updates in this group's state.
 
         Returns:
-            True if a state is offered. The caller must then `run` the heal.
+            True if a later state is offered. The caller must then `run` the heal.
         """
         self._rounds.request_quorum()
         while not any(self._group.gather(self._rounds.quorum_ready)):
-            offer = self._poll_search(beyond + 1)
+            offer = self._poll_search(least_step=own_step + 1)
             if offer is not None:
                 self._offer = offer
                 return True
-            self._pause()
+            self._wait_briefly()
         return False
 
     def run(self) -> float:
-        """Heal.
+        """Heal. Afterwards this group is READY, and the quorum of its next round is requested.
 
-        Afterwards this group is READY, and the quorum of its next round is requested. It has the
-        state of the holders or, after a roll-back, its own.
+        The group then has the state of the holders or, after a roll-back, its own.
 
         Returns:
             The duration of the heal in seconds.
@@ -162,40 +189,52 @@ class Heal:
             Leaving: the group got a leave request.
         """
         started = time.monotonic()
-        # A newcomer fetches before its first quorum. The others may be in an exchange with this
-        # group's former process. That exchange breaks, and they repeat it with the new process.
-        is_new = self._rounds.last_round is None and not self._strategy.is_long
-        self._start()
+        has_long_rounds = self._strategy.has_long_rounds
+        # The others may be in an exchange with the former process of a newcomer's group. That
+        # exchange breaks, and they repeat it with the newcomer.
+        is_newcomer = self._rounds.last_round is None and not has_long_rounds
+        self._start_asking()
         while not self._is_in(Phase.READY):
-            if is_new or self._strategy.is_long:
+            # Before the others come to a quorum: it may take them the rest of their step or round.
+            if is_newcomer or has_long_rounds:
                 self._prepare_until_quorum()
+                # An offer with a compared digest needs no round to confirm it.
                 if self._is_in(Phase.READY):
                     break
-            self._rounds.launch_empty()
-            others_repeat = is_new and self._meet_first_quorum()
-            is_new = False
+            # While the others compute. The exchange goes on by itself.
+            self._rounds.launch_without_gradients()
+            others_repeat = False
+            if is_newcomer:
+                others_repeat = self._meet_first_quorum()
+            is_newcomer = False
             self._prepare_during_step(others_repeat)
-            self._take_in(self._rounds.make())
+            self._handle_outcome(self._rounds.make())
         self._exchange.copy_memory.drop()
         self._rounds.mark_busy()
         self._rounds.request_quorum()
         return time.monotonic() - started
 
-    def _start(self) -> None:
+    def _start_asking(self) -> None:
+        """Begin a heal in phase ASKING."""
         self._position.fall_behind()
-        self._lookout.reset()
+        self._holder_watch.reset()
         self._pace = _Pace()
-        self._search.pause(0.0)
+        self._search.restart()
+        # This group's own state is not the job's.
         self._rounds.retract_offer()
-        self._go(Healing(max_queued=self._agree_on_queue(), last_donor=self._config.replica_id))
+        # Ask the slots after this group's own first. Otherwise joiners that come together would all
+        # ask the same holder.
+        healing = Healing(max_queued=self._agree_on_queue(), last_donor=self._config.replica_id)
+        self._set_healing(healing)
         self._least_step = 1
         if self._rounds.last_round is not None:
-            self._note_step(self._rounds.last_round)
-        # If the heal ends before its first round: the round that this group missed may have been an
-        # update, so assume that it was.
+            self._update_least_step(self._rounds.last_round)
+        # This value counts if the heal ends before its first round. The round that this group
+        # missed may have been an update, so assume that it was.
         self.ended_on_update = True
         if self._offer is not None:
-            offer, self._offer = self._offer, None
+            offer = self._offer
+            self._offer = None
             self._start_attempt(offer)
 
     def _agree_on_queue(self) -> int:
@@ -210,8 +249,8 @@ class Heal:
         )
         return min(self._group.gather(own))
 
-    def _go(self, healing: Healing) -> None:
-        """Make a transition, and show it in the next row."""
+    def _set_healing(self, healing: Healing) -> None:
+        """Make a transition. This group's next row shows it to the others."""
         self._healing = healing
         self._position.show(healing)
 
@@ -223,37 +262,37 @@ class Heal:
     def _prepare_until_quorum(self) -> None:
         """Ask, fetch, load and replay until the others come to their exchange.
 
-        The quorum is requested first, so that the others do not wait for this group.
-
         Raises:
-            Leaving: the group got a leave request. It has nothing to finish.
+            Leaving: the group got a leave request.
         """
+        # First: the others must not wait for this group when they come.
         self._rounds.request_quorum()
         while not self._is_in(Phase.READY):
             self._leave_if_requested()
             if self._is_in(Phase.ASKING):
-                # Before the check below: holders that wait for this group request the next quorum
-                # at once, so it can be ready at every check.
+                # Ask before looking at the quorum. Holders that wait for this group request a
+                # quorum at once. It would be ready in each pass, and this group would never ask.
                 self._ask()
             if any(self._group.gather(self._rounds.quorum_ready)):
                 return
             if self._is_in(Phase.REPLAYING) and self._has_work:
-                # The smallest piece of work: a leave request must not wait for all of the queue.
-                self._replay_until(-math.inf)
+                # Replay a few updates only: a leave request must not wait for the whole queue.
+                self._replay_until(_ALREADY_OVER)
             else:
-                self._pause()
-            self._conclude()
+                self._wait_briefly()
+            self._advance_phase()
 
     def _prepare_during_step(self, others_repeat: bool) -> None:
         """Ask, fetch, load and replay while the others compute a step, without delaying them.
 
-        A state that arrives early in a step is loaded in it, and the group trains the next step.
+        If the state arrives early in a step, the group loads it in this step, and trains the next
+        one.
 
         Args:
             others_repeat: the others do not compute. They repeat an exchange that broke with this
                 group's former process.
         """
-        self._pace.note_step()
+        self._pace.start_step()
         if others_repeat and not self._is_worth_a_wait():
             return
         while self._is_in(Phase.ASKING) and self._may_ask():
@@ -262,45 +301,54 @@ class Heal:
                 self._rounds.mark_busy()
                 self._await_state()
             elif all(self._group.gather(self._exchange.waits_for_members)):
-                self._pause()
+                self._wait_briefly()
             else:
+                # All sums of the others are there: they wait for this group's part of the round.
                 return
         if self._is_in(Phase.FETCHING):
             self._await_state()
         if self._is_in(Phase.REPLAYING):
-            self._make_room()
-            self._replay_until(self._pace.find_latest(self._state.load_seconds))
+            self._prepare_memory()
+            self._replay_until(self._pace.find_load_deadline(self._state.load_seconds))
 
     def _await_state(self) -> None:
         """Wait for the state while the others compute a step, as long as it can still be loaded."""
-        self._make_room()
-        # Not in a round of several steps, which takes too long: a leave request would go unnoticed.
-        while self._is_in(Phase.FETCHING) and not self._strategy.is_long:
-            latest = self._pace.find_latest(self._state.load_seconds)
-            is_summing = self._exchange.waits_for_members
-            if any(self._group.gather(time.monotonic() >= latest or not is_summing)):
+        self._prepare_memory()
+        # A round of several steps takes too long: a leave request would go unnoticed.
+        if self._strategy.has_long_rounds:
+            return
+        while self._is_in(Phase.FETCHING):
+            deadline = self._pace.find_load_deadline(self._state.load_seconds)
+            others_compute = self._exchange.waits_for_members
+            if any(self._group.gather(time.monotonic() >= deadline or not others_compute)):
                 return
             if self._attempt is not None:
                 with self._rounds.waiting():
-                    self._attempt.wait(min(_POLL_SECONDS, latest - time.monotonic()))
-            self._conclude()
+                    self._attempt.wait_for_fetch(min(_POLL_SECONDS, deadline - time.monotonic()))
+            self._advance_phase()
 
-    def _make_room(self) -> None:
-        """Allocate memory for the next update now. Later, the allocation would delay the others."""
+    def _prepare_memory(self) -> None:
+        """Allocate memory for the next queued update now. Later, that would delay the others.
+
+        Groups that wait for this one make no update, and none is queued.
+        """
         if not self._healing.others_wait:
             self._exchange.copy_memory.prepare()
 
     def _is_worth_a_wait(self) -> bool:
-        """Return True if the wait costs all others together less than one step of this group.
+        """Return True if the others lose less time by waiting than this group gains.
 
-        The wait costs each of the others twice `load_seconds`: load and digest. Without the wait
-        this group is back one step later. Returns False while a duration is unknown (0).
+        The others have nothing to compute. While this group loads the state and takes its digest,
+        each of them waits for about twice `load_seconds`. If they need not wait, this group is back
+        one step later.
         """
         if not self._is_in(Phase.REPLAYING):
             return False
         num_others = len(self._rounds.get_quorum().members) - 1
-        cost = 2 * self._state.load_seconds * num_others
-        is_worth_it = cost > 0 and cost < self._pace.update_seconds
+        cost_seconds = 2 * self._state.load_seconds * num_others
+        gain_seconds = self._pace.update_seconds
+        # Nothing has been loaded, or no update has been measured, if one of them is 0.
+        is_worth_it = 0 < cost_seconds < gain_seconds
         return all(self._group.gather(is_worth_it))
 
     def _leave_if_requested(self) -> None:
@@ -313,46 +361,47 @@ class Heal:
             self._position.leave()
             raise Leaving
 
-    def _pause(self) -> None:
+    def _wait_briefly(self) -> None:
         """Wait a moment for the next event of this heal.
 
         The leading rank waits for its search, if one is under way. Otherwise a rank waits for the
         quorum, or sleeps if the quorum is ready.
         """
         with self._rounds.waiting():
-            if self._group.leads and self._search.wait(_POLL_SECONDS):
+            if self._group.leads and self._search.wait_for_answers(_POLL_SECONDS):
                 return
             if self._rounds.quorum_ready:
                 time.sleep(_POLL_SECONDS)
             else:
-                self._rounds.pause(_POLL_SECONDS)
+                self._rounds.wait_for_quorum(_POLL_SECONDS)
 
     # ASKING
 
     def _meet_first_quorum(self) -> bool:
-        """Wait for the first quorum; return True if the fetched state is still the latest one.
+        """Wait for a newcomer's first quorum, and compare its state with the fetched one.
 
-        Then the others have made no update since the fetch began: they repeat the exchange that
-        this group's former process broke. A later state in the quorum makes the fetched state
-        outdated. An earlier state does not: the donor may be outside of this quorum.
+        Returns:
+            True if the others have made no update since the fetch began. They then repeat the
+            exchange that this group's former process broke.
         """
         quorum = self._rounds.get_quorum()
         self._least_step = max(self._group.gather(quorum.max_step))
         if self._is_in(Phase.ASKING):
             return False
+        # An earlier state in the quorum is no reason to give up: the donor may be outside of it.
         if self._least_step > self._healing.from_step:
-            self._give_up(OutdatedError("the others have made an update since"))
+            self._abandon_attempt(OutdatedError("the others have made an update since"))
             return False
         self._rounds.mark_busy()
         return True
 
     def _may_ask(self) -> bool:
-        """Return True if the next round confirms the bytes that are fetched until then.
+        """Return True if the next round will confirm a state that is fetched before it.
 
-        The holders show their digests in it if this group is new to them, or if its last row asked
-        for the state.
+        It does if the holders show their digests in it. They do so for a group that is new to them,
+        and for a group whose last row asked for the state.
         """
-        if self._strategy.is_long:
+        if self._strategy.has_long_rounds:
             # In a round of several steps, a group asks before the quorum (`_prepare_until_quorum`).
             return False
         last = self._rounds.last_round
@@ -363,10 +412,13 @@ class Heal:
         own = last.rows[last.quorum.rank]
         return own.asks_for_state and bool(last.verdict.holders)
 
-    def _note_step(self, made: Round) -> None:
-        """Note the step of the holders' state after a round."""
-        if made.verdict.holders:
-            self._least_step = made.verdict.step + int(is_update(made, self._config))
+    def _update_least_step(self, made: Round) -> None:
+        """Note how many updates the holders' state has after a round."""
+        if not made.verdict.holders:
+            return
+        self._least_step = made.verdict.step
+        if is_update(made, self._config):
+            self._least_step += 1
 
     def _ask(self) -> None:
         """Look for an offer, and start to fetch the offered state."""
@@ -375,22 +427,30 @@ class Heal:
             self._start_attempt(offer)
 
     def _poll_search(self, least_step: int) -> Offer | None:
-        """Return an offer that the group's leading rank has found; None = it has found none yet."""
+        """Return an offer that the group's leading rank has found; None = it has found none yet.
+
+        Args:
+            least_step: an offer with fewer committed updates does not count.
+        """
         found = NO_OFFER
         if self._group.leads:
             found = self._search.poll(least_step, self._healing.last_donor)
-        gather = self._group.gather
-        # Only the leading rank, rank 0, knows the offer: each number is rank 0's.
-        num_slots = gather(len(found.slots))[0]
+
+        def read_leader(value: int) -> int:
+            """Return the value of the group's leading rank, which is rank 0."""
+            return self._group.gather(value)[0]
+
+        num_slots = read_leader(len(found.slots))
         if num_slots == 0:
             return None
-        step = gather(found.step)[0]
-        lineage = gather(found.lineage)[0]
-        digest = gather(found.digest)[0]
-        milliseconds = gather(found.milliseconds)[0]
-        elapsed_milliseconds = gather(found.elapsed_milliseconds)[0]
+        step = read_leader(found.step)
+        lineage = read_leader(found.lineage)
+        digest = read_leader(found.digest)
+        milliseconds = read_leader(found.milliseconds)
+        elapsed_milliseconds = read_leader(found.elapsed_milliseconds)
+        # Each rank must gather as many slots as the leading rank has.
         own_slots = found.slots or (0,) * num_slots
-        slots = tuple(gather(slot)[0] for slot in own_slots)
+        slots = tuple(read_leader(slot) for slot in own_slots)
         # Remember the offered step. If its holders die before a round shows it, the job must not
         # silently start over.
         self._position.note_seen(step)
@@ -399,11 +459,13 @@ class Heal:
     def _start_attempt(self, offer: Offer) -> None:
         """Start to fetch an offered state."""
         max_donors = self._strategy.limit_donors(len(offer.slots))
-        self._go(self._healing.take(offer, max_donors))
-        self._pace.note_offer(offer)
-        self._rounds.note_donors(offer.slots)
+        self._set_healing(self._healing.start_fetch(offer, max_donors))
+        self._pace.adopt_times(offer)
+        # A newcomer's first quorum must include one of the groups that offered the state.
+        self._rounds.remember_donors(offer.slots)
+        # No round has followed this state yet.
         self.ended_on_update = False
-        self._lost = set()
+        self._lost_donors = set()
         healing = self._healing
         self._events.emit(
             HealStarted(
@@ -413,18 +475,26 @@ class Heal:
                 step=healing.from_step,
             ),
         )
-        if not self._strategy.is_long:
-            self._make_room()
-        self._attempt = CatchUp(partial(self._fetch, healing, self._lost), healing.max_queued)
+        # In a round of several steps the others make no update for long, and none is queued.
+        if not self._strategy.has_long_rounds:
+            self._prepare_memory()
+        fetch_state = partial(self._fetch, healing, self._lost_donors)
+        self._attempt = CatchUp(fetch_state, healing.max_queued)
 
     def _fetch(
         self,
         healing: Healing,
-        lost: set[int],
+        lost_donors: set[int],
         cancelled: threading.Event,
-        note_share: Callable[[float], None],
+        report_share: Callable[[float], None],
     ) -> Snapshot:
-        """Fetch this rank's part of the state; on the attempt's thread."""
+        """Fetch this rank's part of the state; on the attempt's thread.
+
+        Args:
+            lost_donors: gets the slots of donors that serve this rank no more.
+            cancelled: ends the fetch when it is set.
+            report_share: called now and then with the share of the part that has arrived.
+        """
         try:
             addresses = self._rounds.find_addresses(healing.donors)
         except OSError as error:
@@ -433,74 +503,78 @@ class Heal:
                 f"groups {[*healing.donors]} offered their state: {reason}",
             ) from error
 
-        def lose(place: int, error: str) -> None:
-            donor = healing.donors[place]
-            lost.add(donor)
+        def report_lost(index: int, error: str) -> None:
+            donor = healing.donors[index]
+            lost_donors.add(donor)
             self._events.emit(DonorLost(donor=donor, from_step=healing.from_step, error=error))
 
         return fetch(
             addresses,
             self._token,
             healing.from_step,
-            str(self._config.replica_id),
-            CONNECTIONS,
-            SLICE_SECONDS,
-            cancelled,
-            lose,
-            note_share,
+            joiner=str(self._config.replica_id),
+            connections=CONNECTIONS,
+            timeout=SLICE_SECONDS,
+            cancelled=cancelled,
+            report_lost=report_lost,
+            report_share=report_share,
         )
 
     # FETCHING
 
-    def _conclude(self) -> None:
-        """Make the transition that the attempt's progress allows.
+    def _advance_phase(self) -> None:
+        """Go on to the next phase if the attempt has come so far.
 
-        - All ranks have their part of the state: go on to REPLAYING.
-        - One rank's fetch failed: give the attempt up.
-        - The state is loaded, confirmed and replayed: go on to READY.
+        - FETCHING, and all ranks have their part of the state: go on to REPLAYING.
+        - FETCHING, and the fetch of one rank failed: abandon the attempt.
+        - REPLAYING, and the state is loaded, confirmed and replayed: go on to READY.
         """
         if self._attempt is None:
             return
         if self._is_in(Phase.REPLAYING):
-            self._finish()
+            self._finish_if_possible()
             return
-        fetched = Fetched(min(self._group.gather(self._attempt.fetched())))
-        if fetched is Fetched.FAILED:
-            error = self._attempt.error or "the fetch failed on another rank of this group"
-            self._give_up(VoidError(error))
-        elif fetched is Fetched.DONE:
-            self._note_fetched(self._attempt.snapshot())
-        else:
-            if len(self._healing.donors) > 1:
-                self._follow_donors()
-            if self._healing.is_full and not self._healing.others_wait:
-                self._end_queue(self._attempt)
+        # The rank that is least far decides for the group.
+        status = FetchStatus(min(self._group.gather(self._attempt.fetch_status)))
+        match status:
+            case FetchStatus.FAILED:
+                error = self._attempt.error or "the fetch failed on another rank of this group"
+                self._abandon_attempt(VoidError(error))
+            case FetchStatus.DONE:
+                self._accept_fetched(self._attempt.get_snapshot())
+            case FetchStatus.PENDING:
+                if len(self._healing.donors) > 1:
+                    self._name_serving_donor()
+                if self._healing.is_queue_full and not self._healing.others_wait:
+                    self._handle_full_queue(self._attempt)
 
-    def _note_fetched(self, snapshot: Snapshot) -> None:
+    def _accept_fetched(self, snapshot: Snapshot) -> None:
+        """Go on to REPLAYING, unless a rank got another state than the offered one."""
         offered = (self._healing.from_step, self._healing.lineage)
         is_offered_state = (snapshot.step, snapshot.lineage) == offered
         if all(self._group.gather(is_offered_state)):
-            self._go(self._healing.note_fetched())
+            self._set_healing(self._healing.finish_fetch())
         else:
             reason = "the donor's state is not the one that the others went on from"
-            self._give_up(VoidError(reason))
+            self._abandon_attempt(VoidError(reason))
 
-    def _follow_donors(self) -> None:
-        """Name a donor that still serves all ranks, if the named one does not.
+    def _name_serving_donor(self) -> None:
+        """Name another donor in the next row if the named one serves a rank no more.
 
-        Later joiners avoid the named donor. Each rank loses donors on its own. No rank may name a
-        donor that another rank has lost.
+        Later joiners choose another donor than the named one. Each rank loses donors for itself, so
+        the ranks agree on a donor that still serves all of them.
         """
-        lost = self._group.union(set(self._lost))
+        lost = self._group.union(set(self._lost_donors))
         donors = self._healing.donors
         serving = [slot for slot in donors if slot not in lost]
         if serving and serving[0] != donors[0]:
-            self._go(self._healing.rename_donor(serving[0]))
+            self._set_healing(self._healing.name_donor(serving[0]))
 
-    def _end_queue(self, attempt: CatchUp) -> None:
-        """Act on a full queue: fetch a newer state, or let the others wait.
+    def _handle_full_queue(self, attempt: CatchUp) -> None:
+        """Fetch a newer state, or let the others wait.
 
-        The group fetches a newer state once in a heal, and only if all ranks would have it in time.
+        The group fetches a newer state once in a heal, and only if all ranks would have it before
+        the queue is full again.
         """
         healing = self._healing
         num_queued = len(healing.queued)
@@ -510,41 +584,44 @@ class Heal:
             f"{self._name_queue_bound()} allows, and the state is not there yet"
         )
         if healing.is_renewed or not all(self._group.gather(attempt.newer_would_be_in_time)):
-            self._let_wait(reason)
+            self._let_others_wait(reason)
             return
         logger.warning("fetching a newer state: %s", reason)
         self._events.emit(
             CatchUpRenewed(donor=healing.donor, from_step=healing.from_step, reason=reason),
         )
-        self._drop_attempt()
-        self._go(healing.renew())
+        self._cancel_attempt()
+        self._set_healing(healing.drop_for_newer())
 
     def _name_queue_bound(self) -> str:
         if self._config.catch_up_max_gb:
             return f"fault_tolerance.catch_up_max_gb ({self._config.catch_up_max_gb:g})"
         return "half of the host's free memory"
 
-    def _let_wait(self, reason: str) -> None:
+    def _let_others_wait(self, reason: str) -> None:
         """Let the others wait until this group has the state, or has replayed its queue."""
-        self._go(self._healing.let_others_wait())
+        self._set_healing(self._healing.let_others_wait())
         logger.warning("the others wait for this group: %s", reason)
         healing = self._healing
         self._events.emit(
             CatchUpWaiting(donor=healing.donor, step=healing.target_step, reason=reason),
         )
 
-    def _give_up(self, void: VoidError) -> None:
-        """End the attempt. Ask again at once, or after a pause that doubles at each failure."""
+    def _abandon_attempt(self, void: VoidError) -> None:
+        """End the attempt, and ask again: at once, or after the pause that its failures demand."""
         healing = self._healing
-        self._drop_attempt()
-        self._go(healing.lapse() if isinstance(void, OutdatedError) else healing.fail())
-        self._search.pause(self._healing.pause_seconds)
+        self._cancel_attempt()
+        if isinstance(void, OutdatedError):
+            self._set_healing(healing.drop_outdated())
+        else:
+            self._set_healing(healing.drop_failed())
+        self._search.restart(self._healing.pause_seconds)
         logger.warning("healing from group %d failed, asking again: %s", healing.donor, void)
         self._events.emit(
             HealFailed(donor=healing.donor, from_step=healing.from_step, error=str(void)),
         )
 
-    def _drop_attempt(self) -> None:
+    def _cancel_attempt(self) -> None:
         if self._attempt is not None:
             self._attempt.cancel()
         self._attempt = None
@@ -557,64 +634,70 @@ class Heal:
         return not self._healing.is_loaded or self._healing.num_remaining > 0
 
     def _replay_until(self, deadline: float) -> None:
-        """Load the state, then replay updates until `deadline`, so that the others do not wait.
+        """Load the state, and replay updates until `deadline`, so that the others do not wait.
 
         Replays at least `_MIN_REPLAYED` updates.
         """
         if not self._healing.is_loaded and not self._load():
             return
-        for number in range(self._healing.num_remaining):
-            if number >= _MIN_REPLAYED:
-                lateness = max(self._group.gather(self._pace.note_lateness(deadline)))
-                if lateness:
-                    self._let_wait_if_too_slow(num_slow_rounds=lateness - 1)
+        for num_replayed in range(self._healing.num_remaining):
+            if num_replayed >= _MIN_REPLAYED:
+                # The slowest rank decides for the group.
+                lateness = _Lateness(max(self._group.gather(self._pace.judge_deadline(deadline))))
+                if lateness is _Lateness.LATE_AND_TOO_SLOW:
+                    self._let_others_wait_for_replay()
+                if lateness is not _Lateness.IN_TIME:
                     break
-            self._replay()
+            self._replay_next()
         if self._healing.others_wait and self._healing.num_remaining <= 1:
-            # At most one update is left. Ask for the update that the others hold back: the next
-            # round makes it.
-            self._go(self._healing.let_others_go_on())
+            # The queue is nearly empty. The next row asks the others for the update that they hold
+            # back.
+            self._set_healing(self._healing.let_others_go_on())
 
-    def _let_wait_if_too_slow(self, num_slow_rounds: int) -> None:
-        """Let the others wait if replays take longer than updates, and many updates are queued.
+    def _let_others_wait_for_replay(self) -> None:
+        """Let the others wait if many updates are queued.
 
-        `_MIN_REPLAYED` replays in each of their steps would cost the others more than one wait.
+        Replays take longer than updates, so the queue would hardly become shorter. In each of their
+        steps the others would wait for `_MIN_REPLAYED` replays, which costs more than one wait for
+        all of them.
         """
-        healing = self._healing
-        is_too_slow = num_slow_rounds >= _MAX_SLOW_ROUNDS
-        has_many = healing.num_remaining > _MAX_SLOW_ROUNDS
-        if is_too_slow and has_many and not healing.others_wait:
-            number = healing.num_remaining
-            self._let_wait(f"to replay {number} queued updates takes longer than to make as many")
+        num_remaining = self._healing.num_remaining
+        if num_remaining > _MAX_SLOW_ROUNDS and not self._healing.others_wait:
+            self._let_others_wait(
+                f"to replay {num_remaining} queued updates takes longer than to make as many",
+            )
 
     def _load(self) -> bool:
         """Load the fetched state; return False if its bytes are not those of the offered digest."""
         assert self._attempt is not None, "a state is fetched before it is loaded"
-        self._state.load(self._attempt.snapshot())
+        self._state.load(self._attempt.get_snapshot())
         self._exchange.drop_residuals()
         self._position.load(self._healing.from_step, self._healing.lineage)
-        self._go(self._healing.load())
-        self._rounds.take_digest()
-        has_digest = self._healing.digest != 0  # without one, the next round confirms the bytes
-        if not has_digest or self._healing.digest == self._position.digest:
+        self._set_healing(self._healing.mark_loaded())
+        self._rounds.compute_digest()
+        if not self._healing.is_confirmed:
+            # The next round compares the bytes with the holders' digest.
+            return True
+        if self._healing.digest == self._position.digest:
             return True
         # A group with wrong bytes must not claim the job's state. The next round would reject the
         # bytes, and the group would heal without end.
         self._position.mark_corrupt()
         reason = "the state that came is not the one whose digest the holders agreed on"
-        self._give_up(VoidError(reason))
+        self._abandon_attempt(VoidError(reason))
         return False
 
-    def _replay(self) -> None:
+    def _replay_next(self) -> None:
+        """Apply the first queued update that is not replayed yet."""
         assert self._attempt is not None, "updates are queued in an attempt"
         started = time.monotonic()
-        update = self._attempt.take(self._healing.num_replayed)
+        update = self._attempt.get_for_replay(self._healing.num_replayed)
         self._apply(update)
         self._position.advance(update)
-        self._go(self._healing.replay())
+        self._set_healing(self._healing.mark_replayed())
         self._pace.replay_seconds = time.monotonic() - started
 
-    def _finish(self) -> None:
+    def _finish_if_possible(self) -> None:
         """End the heal if the state is loaded and confirmed, and at most one update is left.
 
         The others apply this last update at the same time.
@@ -624,23 +707,23 @@ class Heal:
             return
         assert self._attempt is not None, "a state is fetched before it is the job's"
         if healing.num_remaining:
-            self._replay()
+            self._replay_next()
         finished = HealFinished(
             donor=healing.donor,
             from_step=healing.from_step,
             step=healing.target_step,
-            bytes=self._attempt.snapshot().payload.numel(),
-            seconds=self._attempt.seconds,
+            bytes=self._attempt.get_snapshot().payload.numel(),
+            seconds=self._attempt.elapsed_seconds,
             fetch_seconds=self._attempt.fetch_seconds,
             replayed=len(healing.queued),
         )
         self._attempt = None
-        self._go(self._healing.finish())
+        self._set_healing(self._healing.finish())
         self._events.emit(finished)
 
     # After a round
 
-    def _take_in(self, outcome: Round | Broken) -> None:
+    def _handle_outcome(self, outcome: Round | Broken) -> None:
         """Act on the outcome of a round.
 
         Raises:
@@ -648,9 +731,9 @@ class Heal:
         """
         self.ended_on_update = isinstance(outcome, Round) and is_update(outcome, self._config)
         if isinstance(outcome, Round):
-            self._lookout.note(outcome)
-            self._note_step(outcome)
-            self._search.hurry()
+            self._holder_watch.look_for_holders(outcome)
+            self._update_least_step(outcome)
+            self._search.end_pause()
             self._compare_with_holders(outcome)
         match decide(self._position, outcome, self._config):
             case decisions.RollBack():
@@ -662,34 +745,39 @@ class Heal:
                 raise error
             case decisions.Leave():
                 raise Leaving
-            case _ if isinstance(outcome, Round):
-                self._note_round(outcome)
+            case _:
+                if isinstance(outcome, Round):
+                    self._queue_update(outcome)
         # The next round is the update that the others hold back. Stay in REPLAYING, so that this
         # group queues the update. A READY group would compute a step from the state before it.
         if isinstance(outcome, Round) and releases_held_back(outcome, self._config):
             return
-        self._conclude()
+        self._advance_phase()
 
     def _compare_with_holders(self, made: Round) -> None:
-        """Compare the fetched state with the one that the holders showed in a round."""
+        """Compare the fetched state with the state that the holders showed in a round."""
         verdict = made.verdict
         if not verdict.holders:
-            # No holder to compare with. If all of them are dead, the fetched state is the latest
-            # one.
+            # There is nothing to compare with. If all holders are dead, the fetched state is the
+            # latest one.
             return
-        digest = verdict.digest if verdict.verified else 0
+        digest = verdict.digest if verdict.verified else NO_DIGEST
         own_digest = self._position.digest
         try:
-            self._go(self._healing.confirm(verdict.step, made.lineage, digest, own_digest))
+            confirmed = self._healing.confirm(verdict.step, made.lineage, digest, own_digest)
         except VoidError as void:
-            if self._healing.is_loaded and not self._healing.digest:
+            # The next row must not claim a state whose bytes nobody has confirmed.
+            if self._healing.is_loaded and not self._healing.is_confirmed:
                 self._position.mark_corrupt()
-            self._give_up(void)
+            self._abandon_attempt(void)
+            return
+        self._set_healing(confirmed)
 
-    def _note_round(self, made: Round) -> None:
-        """Queue the round's update."""
+    def _queue_update(self, made: Round) -> None:
+        """Queue the update of a round, if it is one."""
         slowest_seconds = max(row.seconds for row in made.rows)
-        self._pace.note_update(self._strategy.steps * slowest_seconds)
+        # A row has the seconds of one step. With long rounds, an update takes several.
+        self._pace.set_update_seconds(self._strategy.steps * slowest_seconds)
         if not self.ended_on_update:
             # No group trains now. Without a pause here, this group and the holders would make
             # empty rounds as fast as they can.
@@ -697,14 +785,16 @@ class Heal:
             return
         if self._attempt is None:
             return
+        # The next exchange overwrites the sums, so keep a copy.
         update = made.update(self._nominal_tokens).with_copied_sums()
         try:
-            healing = self._healing.queue(update.step, made.lineage, update.lineage)
+            healing = self._healing.queue_update(update.step, made.lineage, update.lineage)
         except OutdatedError as void:
-            self._give_up(void)
+            self._abandon_attempt(void)
             return
-        self._attempt.keep(update, len(healing.queued) - 1)
-        self._go(healing)
+        last = len(healing.queued) - 1
+        self._attempt.queue_update(update, last)
+        self._set_healing(healing)
 
     def _roll_back(self) -> None:
         """Go on from this group's own state."""
@@ -717,12 +807,20 @@ class Heal:
         )
         lost = position.seen_step - position.step
         self._events.emit(RolledBack(step=position.step, lost=lost))
-        self._drop_attempt()
+        self._cancel_attempt()
         position.roll_back()
         self._healing = self._healing.roll_back()
-        # Without readers, each group reads only its own slot. The next round deals out the other
-        # slots (`TakeOver`).
+        # The readers of the lost update may be dead. Without readers, each group reads the data of
+        # its own slot only, and the next round deals out the data of the others (`TakeOver`).
         self._ledger.readers = ()
+
+
+class _Lateness(enum.IntEnum):
+    """Whether this rank is late with its replays. The largest value of the group's ranks counts."""
+
+    IN_TIME = 0
+    LATE = 1
+    LATE_AND_TOO_SLOW = 2  # and replays took longer than updates, `_MAX_SLOW_ROUNDS` in a row
 
 
 class _Pace:
@@ -736,31 +834,36 @@ class _Pace:
     def __init__(self) -> None:
         self.update_seconds = 0.0
         self.replay_seconds = 0.0
-        self._step_began = 0.0  # of the others, by this process's clock
-        self._num_slow_rounds = 0  # rounds in a row in which a replay took longer than an update
+        # When the others began their step, by this process's clock.
+        self._step_began = 0.0
+        self._num_slow_rounds = 0  # in a row; in each, a replay took longer than an update
 
-    def note_update(self, seconds: float) -> None:
+    def set_update_seconds(self, seconds: float) -> None:
         """Note how long the slowest group took for an update; 0 = unknown."""
-        self.update_seconds = seconds or self.update_seconds
+        if seconds:
+            self.update_seconds = seconds
 
-    def note_step(self) -> None:
+    def start_step(self) -> None:
         """Note that the others begin a step, as far as this rank knows."""
         self._step_began = time.monotonic()
 
-    def note_offer(self, offer: Offer) -> None:
+    def adopt_times(self, offer: Offer) -> None:
         """Note how long a donor's last step took, and when the step under way began.
 
         A lone group admits a joiner in the middle of a step. If this rank counted from the joiner's
         quorum, the step would seem to begin later, and the joiner would load too late.
         """
-        self.note_update(offer.milliseconds / 1000)
+        self.set_update_seconds(offer.milliseconds / 1000)
         self._step_began = time.monotonic() - offer.elapsed_milliseconds / 1000
 
-    def find_latest(self, load_seconds: float) -> float:
-        """Return the latest time to begin a load or a replay without delaying the others' step.
+    def find_load_deadline(self, load_seconds: float) -> float:
+        """Return until when a load or a replay may begin without delaying the others' step.
 
-        This is half of the step, or the step minus four times the last load, whichever is later.
-        Four times: load and digest, with margin.
+        The deadline is the half of the step. If the step is long enough for a load in its second
+        half, the deadline is `_LOAD_TIMES_IN_RESERVE` load times before the end of the step.
+
+        Args:
+            load_seconds: duration of the last load; 0 = unknown.
         """
         half = self.update_seconds / 2
         if not load_seconds:
@@ -768,15 +871,16 @@ class _Pace:
         reserve = _LOAD_TIMES_IN_RESERVE * load_seconds
         return self._step_began + max(half, self.update_seconds - reserve)
 
-    def note_lateness(self, deadline: float) -> int:
-        """Return 0 before the deadline; after it, 1 + the number of slow rounds in a row.
+    def judge_deadline(self, deadline: float) -> _Lateness:
+        """Return whether the deadline of a round's replays is over, and count slow rounds.
 
-        In a slow round a replay takes longer than an update. One number, so that the ranks of a
-        group agree on it at once.
+        Call this once in a round after the deadline.
         """
         if time.monotonic() < deadline:
             self._num_slow_rounds = 0
-            return 0
+            return _Lateness.IN_TIME
         is_slow = self.update_seconds > 0 and self.replay_seconds > self.update_seconds
         self._num_slow_rounds = self._num_slow_rounds + 1 if is_slow else 0
-        return 1 + self._num_slow_rounds
+        if self._num_slow_rounds >= _MAX_SLOW_ROUNDS:
+            return _Lateness.LATE_AND_TOO_SLOW
+        return _Lateness.LATE

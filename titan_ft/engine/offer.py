@@ -2,10 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A joiner's search for groups that offer their state.
 
-The state on which the groups agree stays unchanged from one update to the next. So a holder offers
-it (`donor.py`) while the next step is computed, between the steps of a round, and while the groups
-wait for each other. A joiner asks at any of these moments. `Membership.find_holders` returns the
-groups that can be asked.
+The job's state does not change between two updates. So each holder offers it during this time
+(`donor.py`), also while it computes a step or waits for other groups. A joiner may ask at any
+moment. `Membership.find_holders` finds the groups to ask.
 
 See docs/heal.md.
 """
@@ -29,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_THREADS = 32  # each asks one group at a time
 _FIRST_PAUSE_SECONDS = 0.1
-"""Pause after the first search in vain. Each further pause is twice as long, up to the maximum."""
+"""Pause after the first search without an offer. Each further pause is twice as long, up to the
+maximum."""
 _MAX_PAUSE_SECONDS = 1.0
 
 _EXPECTED_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, RefusedError)
@@ -37,7 +37,7 @@ _EXPECTED_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, Refu
 
 
 def ask_all(addresses: Mapping[int, Callable[[], str]], token: str, least_step: int) -> Offer:
-    """Ask several groups at once for their offers; return the state in most offers.
+    """Ask several groups at the same time for their offers; return the state in most offers.
 
     Args:
         addresses: for each slot, a function that finds the address of the group's state server.
@@ -59,40 +59,43 @@ def ask_all(addresses: Mapping[int, Callable[[], str]], token: str, least_step: 
 class OfferSearch:
     """Asks holders for offers, on a thread of its own.
 
-    `Heal` calls all methods, on the training thread of the group's leading rank. That rank searches
-    for the whole group. A search that fails counts as one that found no offer.
+    `Heal` calls all methods on the training thread. Only the group's leading rank searches, for the
+    whole group. An error during a search has the same result as a search without an offer.
 
     Args:
         find_peers: returns the groups to ask, by slot.
         token: the run's shared secret.
-        num_asked: number of groups that are asked together; 0 = all. If none of them offers a
-            state, the next groups are asked.
+        max_asked: number of groups that are asked at the same time; None = all. If none of them
+            offers a state, the next groups are asked.
     """
 
     def __init__(
         self,
         find_peers: Callable[[], dict[int, Peer]],
         token: str,
-        num_asked: int,
+        max_asked: int | None,
     ) -> None:
         self._find_peers = find_peers
         self._token = token
-        self._num_asked = num_asked
+        self._max_asked = max_asked
         self._search: Future[Offer] | None = None
         self._least_step = 0  # of the search under way
-        self._paused_until = 0.0  # by `pause`
-        self._next_search = 0.0  # after a search in vain
+        self._restart_at = 0.0  # `restart` allows no search before this time
+        self._retry_at = 0.0  # nor does the pause after a search without an offer
         self._pause_seconds = _FIRST_PAUSE_SECONDS
 
-    def pause(self, seconds: float) -> None:
-        """Drop the search under way, and start none for this time."""
+    def restart(self, after_seconds: float = 0.0) -> None:
+        """Drop the search under way. The next one starts after this time."""
         self._search = None
-        self._paused_until = time.monotonic() + seconds
-        self.hurry()
+        self._restart_at = time.monotonic() + after_seconds
+        self.end_pause()
 
-    def hurry(self) -> None:
-        """End the pause after a search in vain: a round may have brought a short-lived offer."""
-        self._next_search = 0.0
+    def end_pause(self) -> None:
+        """End the pause after a search without an offer.
+
+        `Heal` calls this after each round, because an offer after a round may not last long.
+        """
+        self._retry_at = 0.0
         self._pause_seconds = _FIRST_PAUSE_SECONDS
 
     def poll(self, least_step: int, after: int) -> Offer:
@@ -100,13 +103,14 @@ class OfferSearch:
 
         Args:
             least_step: states with fewer committed updates do not count.
-            after: the groups are asked in the order of their slots, beginning after this one.
+            after: a slot. The groups are asked in the order of their slots, beginning with the
+                next slot.
 
         Returns:
             `NO_OFFER` while no offer is found.
         """
         if self._search is None or self._least_step != least_step:
-            if time.monotonic() >= max(self._next_search, self._paused_until):
+            if time.monotonic() >= max(self._retry_at, self._restart_at):
                 self._start_search(least_step, after)
             return NO_OFFER
         if not self._search.done():
@@ -114,11 +118,11 @@ class OfferSearch:
         found = self._search.result()
         self._search = None
         if not found.slots:
-            self._next_search = time.monotonic() + self._pause_seconds
+            self._retry_at = time.monotonic() + self._pause_seconds
             self._pause_seconds = min(2 * self._pause_seconds, _MAX_PAUSE_SECONDS)
         return found
 
-    def wait(self, seconds: float) -> bool:
+    def wait_for_answers(self, seconds: float) -> bool:
         """Wait for the search under way, at most for this time; return False if there is none."""
         if self._search is None:
             return False
@@ -128,9 +132,10 @@ class OfferSearch:
 
     def _start_search(self, least_step: int, after: int) -> None:
         self._least_step = least_step
-        self._search = call_aside(partial(self._look, least_step, after), "titan_ft_offers")
+        self._search = call_aside(partial(self._run_search, least_step, after), "titan_ft_offers")
 
-    def _look(self, least_step: int, after: int) -> Offer:
+    def _run_search(self, least_step: int, after: int) -> Offer:
+        """Find the groups, and ask them; on the thread of the search."""
         try:
             peers = self._find_peers()
         except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -138,10 +143,10 @@ class OfferSearch:
             logger.debug("no group is found that could offer a state: %s", first_line(error))
             return NO_OFFER
         slots = rotate([*peers], after)
-        num_asked = self._num_asked or max(1, len(slots))
-        for start in range(0, len(slots), num_asked):
+        max_asked = self._max_asked or max(1, len(slots))
+        for start in range(0, len(slots), max_asked):
             addresses = {}
-            for slot in slots[start : start + num_asked]:
+            for slot in slots[start : start + max_asked]:
                 addresses[slot] = partial(_find_address, peers[slot], self._token)
             offer = ask_all(addresses, self._token, least_step)
             if offer.slots:

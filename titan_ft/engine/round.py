@@ -127,7 +127,7 @@ class Rounds:
             if not ahead:
                 self._membership.need_quorum()
         elif not self._position.leaving:
-            may_grow = ahead and self._config.group_size > 1 and not self._strategy.is_long
+            may_grow = ahead and self._config.group_size > 1 and not self._strategy.has_long_rounds
             self._membership.request_quorum(self._position.claimed_step, may_grow=may_grow)
 
     @property
@@ -168,7 +168,7 @@ class Rounds:
     def _wait_briefly(self) -> None:
         self._membership.await_quorum_for(PAUSE_SECONDS)
 
-    def pause(self, seconds: float = PAUSE_SECONDS) -> None:
+    def wait_for_quorum(self, seconds: float = PAUSE_SECONDS) -> None:
         """Wait a moment for the requested quorum. The watchdog does not count this time."""
         with self.waiting():
             self._membership.await_quorum_for(seconds)
@@ -231,9 +231,9 @@ class Rounds:
         """Return the counterparts of this rank that can serve the state, by slot; any thread."""
         return self._membership.find_holders()
 
-    def note_donors(self, slots: Sequence[int]) -> None:
-        """Note which groups offered the fetched state; see `Membership.note_donors`."""
-        self._membership.note_donors(slots)
+    def remember_donors(self, slots: Sequence[int]) -> None:
+        """Note which groups offered the fetched state; see `Membership.remember_donors`."""
+        self._membership.remember_donors(slots)
 
     def find_living(self, slots: Collection[int]) -> set[int]:
         """Return which of the groups `slots` in the last round live. A collective of the group."""
@@ -266,7 +266,7 @@ class Rounds:
 
     def offer(self) -> None:
         """Offer the state to joiners while the next step is computed."""
-        if self._config.group_size > 1 and not self._strategy.is_long:
+        if self._config.group_size > 1 and not self._strategy.has_long_rounds:
             self._donor.offer(self._position)
 
     def retract_offer(self) -> None:
@@ -279,7 +279,7 @@ class Rounds:
             return
         ends_on_update = is_update(made, self._config)
         may_offer = made.quorum.rank in made.verdict.offering
-        if self._strategy.is_long:
+        if self._strategy.has_long_rounds:
             self._offer_compared_after(made, may_offer and not ends_on_update)
         elif not may_offer:
             self._donor.retract()
@@ -323,12 +323,12 @@ class Rounds:
         """
         self.request_quorum()
         if self._compares_changes(contribution):
-            self.take_digest()
+            self.compute_digest()
         self._donor.end_offer()
         report = self._report(contribution, GradientUse.GIVE, math.inf)
         self._exchange.launch_with(self._position.newest_step, report)
 
-    def launch_empty(self) -> None:
+    def launch_without_gradients(self) -> None:
         """Launch the next round's exchange without gradients; returns at once.
 
         A group that heals then has time until the others have computed their step. `make` completes
@@ -452,7 +452,7 @@ class Rounds:
 
     # Digests and the report
 
-    def take_digest(self) -> str:
+    def compute_digest(self) -> str:
         """Take the digest of the state. The rows show it until the next update.
 
         Returns:
@@ -466,13 +466,13 @@ class Rounds:
     def _digest_before(self, contribution: Contribution, use: GradientUse) -> None:
         """Take the digest if the groups compare their bytes in this round."""
         if self._compares_changes(contribution) and not self._exchange.is_launched:
-            self.take_digest()
+            self.compute_digest()
             return
         # If all groups show the same bytes in an opening round, each may serve them until the next
         # update.
         opens = use is GradientUse.OPEN
         if opens and self._config.digest_every and not self._position.digest:
-            self.take_digest()
+            self.compute_digest()
 
     def _compares_changes(self, contribution: Contribution) -> bool:
         """Return True if the groups compare their bytes at the end of a round of several steps.
@@ -489,7 +489,7 @@ class Rounds:
         has_askers = self.last_round is not None and self.last_round.has_askers
         has_newcomers = not self._last_members.issuperset(quorum.members)
         if (has_askers or has_newcomers) and self._position.standing.has_state:
-            self.take_digest()
+            self.compute_digest()
 
     def _report(
         self,

@@ -496,7 +496,7 @@ class ReplicaDimension:
         while not any(self._group.gather(self._rounds.quorum_ready)):
             if is_over():
                 return False
-            self._rounds.pause()
+            self._rounds.wait_for_quorum()
         return True
 
     def lacks_time(self, seconds: float, share: float) -> bool:
@@ -521,7 +521,7 @@ class ReplicaDimension:
         steps_since_due = self._position.step * self._strategy.steps % every
         if steps_since_due >= self._strategy.steps:
             return None
-        return self._rounds.take_digest()
+        return self._rounds.compute_digest()
 
     def offer(self) -> None:
         """Offer the state after this update to newcomers while the next step is computed."""
@@ -561,7 +561,7 @@ class ReplicaDimension:
             the state: it must `heal`, and train on if the state that it gets is an earlier one. All
             groups that held the final state may have died.
         """
-        digest = self._rounds.take_digest()
+        digest = self._rounds.compute_digest()
         self._position.finish()
         started_at = self._group.clock()
         deadline = started_at + FINISH_SECONDS

@@ -440,11 +440,11 @@ class Membership:
         if self._counterparts:
             return self._counterparts
         status = self._read_status()
-        if self._strategy.is_long or expects_former(self.member, status):
+        if self._strategy.has_long_rounds or expects_former(self.member, status):
             return self._find_peers(status)
         return {}
 
-    def note_donors(self, slots: Sequence[int]) -> None:
+    def remember_donors(self, slots: Sequence[int]) -> None:
         """Remember the groups that offered the state which this group fetches.
 
         All ranks call it with the same slots. With rounds of several steps, a newcomer's first
@@ -576,7 +576,7 @@ class Membership:
         Not with rounds of several steps: until the next quorum, an hour later, a member may have
         been replaced.
         """
-        if self._strategy.is_long:
+        if self._strategy.has_long_rounds:
             return
         addresses = self._rendezvous.addresses
         counterparts = {}
@@ -691,7 +691,7 @@ class Membership:
             present: slots of the groups that have asked for the quorum.
             absent: slots of the last quorum's members that have not asked.
         """
-        if not absent and not self._strategy.is_long:
+        if not absent and not self._strategy.has_long_rounds:
             return _Missing(_Lack.NOTHING, [])
 
         def decide() -> str:
@@ -708,26 +708,26 @@ class Membership:
         status = self._page.read(self._heartbeat_timeout)
         expected = set(absent) or self._find_expected_donors(present)
         if status is None:
-            if not self._strategy.is_long:
+            if not self._strategy.has_long_rounds:
                 # Nobody waits for a page that does not come: each death would cost that wait.
                 expected = set()
             return _Missing(_Lack.UNKNOWN, sorted(expected))
         known = {member.slot for member in members_of_job(self.member, status.heartbeats)}
         if not known.issuperset(expected):
             return _Missing(_Lack.UNKNOWN, sorted(expected - known))
-        if not self._strategy.is_long:
+        if not self._strategy.has_long_rounds:
             return _Missing(_Lack.NOTHING, [])
         living = find_living(self.member, status, self._heartbeat_timeout)
         slots = {member.slot for member in living}
         return _Missing(_Lack.LIVING, sorted(slots.difference(present)))
 
     def _find_expected_donors(self, present: Collection[int]) -> set[int]:
-        """Return the groups that a newcomer waits for (see `note_donors`); on rank 0.
+        """Return the groups that a newcomer waits for (see `remember_donors`); on rank 0.
 
         Returns none if one of them has asked. The training thread notes donors while a request is
         under way, on each rank at another time. So only rank 0 uses them.
         """
-        if self._has_met or not self._strategy.is_long:
+        if self._has_met or not self._strategy.has_long_rounds:
             return set()
         donors = set(self._donors)
         if donors.intersection(present):

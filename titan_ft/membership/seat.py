@@ -486,7 +486,7 @@ class Seat:
 
     def _log_wait(self, step: int, seconds: float, now: float) -> float:
         """Log the wait for other groups. Return the time of the next such line."""
-        if not strategy_of(self._config).is_long:
+        if not strategy_of(self._config).has_long_rounds:
             logger.warning(
                 "no quorum after step %d for %.3g s: waiting for other groups",
                 step,

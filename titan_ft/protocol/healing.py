@@ -1,21 +1,21 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The states of a heal and its transitions: pure values, equal on all ranks of a group.
+"""The phases of a heal and the transitions between them, as pure values.
 
     phase      the group ...                                      ends with
-    ASKING     has no state, and asks holders for an offer        `take`
-    FETCHING   fetches an offered state, and queues updates       `note_fetched`
+    ASKING     has no state, and asks holders for an offer        `start_fetch`
+    FETCHING   fetches an offered state, and queues updates       `finish_fetch`
     REPLAYING  loads the state and replays the queued updates     `finish`
     READY      holds the job's state
 
-`lapse`, `renew` and `fail` lead back to ASKING. A digest on which all holders agree confirms the
-bytes. Some offers have such a digest, and `engine/heal.py` compares it at `load`. For the others,
-`confirm` takes the digest of the group's next exchange. Only `roll_back` makes a group READY
-without a digest, because the group then keeps its own state.
+Three transitions lead back to ASKING: `drop_outdated`, `drop_for_newer` and `drop_failed`.
 
-`engine/heal.py` calls the transitions. Threads, memory and clocks are there.
+The bytes of a fetched state are confirmed by a digest on which all holders agree. An offer may have
+this digest already. Otherwise `confirm` takes it from a round of this group with the holders. Only
+`roll_back` makes a group READY without a digest, because the group then keeps its own state.
 
-See docs/heal.md.
+`engine/heal.py` calls the transitions, and has the threads, the memory and the clocks. All ranks of
+a group make the same transitions. See docs/heal.md.
 """
 
 from __future__ import annotations
@@ -28,8 +28,15 @@ from dataclasses import dataclass, field, replace
 from titan_ft.protocol.row import Standing
 
 FIRST_PAUSE_SECONDS = 1.0
-"""Pause before the third attempt of a heal. The second attempt follows the first at once."""
+"""Pause before the third attempt of a heal. The second attempt follows the first at once. Each
+further pause is twice as long, up to `MAX_PAUSE_SECONDS`."""
 MAX_PAUSE_SECONDS = 64.0
+
+NO_DIGEST = 0
+"""In the place of a digest: the bytes have not been hashed, or the hashes differ. Rows travel as
+numbers, so the absence is a number as well."""
+NO_DONOR = -1
+"""In the place of a donor's slot."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class Offer:
         slots: of the groups that offer the state; empty = no group offers a state.
         step: committed updates in the state.
         lineage: hash of the exchanges that made the state (`row.descend`).
-        digest: of the state's bytes, if all holders have compared them; 0 = the next exchange must
+        digest: of the state's bytes, if all holders have compared them; `NO_DIGEST` = a round must
             confirm the bytes.
         milliseconds: duration of the last step of the group in `slots[0]`; 0 = unknown. The joiner
             takes this as its first estimate of the time between two updates.
@@ -55,7 +62,7 @@ class Offer:
     elapsed_milliseconds: int = field(default=0, compare=False)
 
 
-NO_OFFER = Offer((), 0, 0, 0)
+NO_OFFER = Offer((), 0, 0, NO_DIGEST)
 
 
 def choose_offer(offers: Sequence[Offer]) -> Offer:
@@ -89,11 +96,11 @@ class Phase(enum.Enum):
 
 
 class VoidError(Exception):
-    """The fetched state is not the holders' state. The caller calls `fail`."""
+    """The fetched state is not the holders' state. The caller calls `drop_failed`."""
 
 
 class OutdatedError(VoidError):
-    """The holders have a newer state, and no donor is at fault. The caller calls `lapse`."""
+    """The holders have a newer state, and no donor is at fault. The caller calls `drop_outdated`."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +110,18 @@ class Healing:
     Attributes:
         max_queued: number of updates that may be queued.
         failures: number of attempts of this heal that failed.
-        is_renewed: `renew` was used. The caller renews once in a heal. After that, a full queue
-            makes the others wait.
+        is_renewed: `drop_for_newer` was used. The caller uses it once in a heal. After that, a full
+            queue makes the others wait.
         last_donor: slot of the donor that the latest attempt named; before the first attempt, this
             group's own slot (set by `engine/heal.py`).
-        donors: slots that the state comes from. The group's row names the first one, so that later
-            joiners choose another.
-        from_step, lineage, digest: of the fetched state; digest 0 = the bytes are not confirmed.
+        donors: slots of the groups that serve the state. The group's row names the first one, and
+            later joiners choose another.
+        from_step: committed updates in the fetched state.
+        lineage: hash of the exchanges that made the fetched state.
+        digest: of the fetched state's bytes; `NO_DIGEST` = no holder has confirmed them.
         is_loaded: the fetched state has replaced this group's own.
-        queued: lineages of the states after each queued update.
-        num_replayed: queued updates that the loaded state has.
+        queued: for each queued update, the lineage of the state after it.
+        num_replayed: number of queued updates that have been applied to the loaded state.
         others_wait: the other groups hold back their next update.
     """
 
@@ -120,11 +129,11 @@ class Healing:
     max_queued: int = 1
     failures: int = 0
     is_renewed: bool = False
-    last_donor: int = -1
+    last_donor: int = NO_DONOR
     donors: tuple[int, ...] = ()
     from_step: int = 0
     lineage: int = 0
-    digest: int = 0
+    digest: int = NO_DIGEST
     is_loaded: bool = False
     queued: tuple[int, ...] = ()
     num_replayed: int = 0
@@ -143,8 +152,8 @@ class Healing:
 
     @property
     def donor(self) -> int:
-        """Slot of the named donor; -1 = none."""
-        return self.donors[0] if self.donors else -1
+        """Slot of the donor that the group's row names; `NO_DONOR` if it names none."""
+        return self.donors[0] if self.donors else NO_DONOR
 
     @property
     def target_step(self) -> int:
@@ -157,7 +166,12 @@ class Healing:
         return len(self.queued) - self.num_replayed
 
     @property
-    def is_full(self) -> bool:
+    def is_confirmed(self) -> bool:
+        """True if all holders have agreed on a digest of the fetched state."""
+        return self.digest != NO_DIGEST
+
+    @property
+    def is_queue_full(self) -> bool:
         """True if no more updates may be queued."""
         return len(self.queued) >= self.max_queued
 
@@ -165,10 +179,11 @@ class Healing:
     def may_finish(self) -> bool:
         """True if the state is confirmed and loaded, and at most one queued update is left.
 
-        The group applies that one together with the holders, and calls `finish`.
+        The group applies this update while the holders do, and calls `finish`.
         """
-        confirmed = self.phase is Phase.REPLAYING and self.is_loaded and self.digest != 0
-        return confirmed and self.num_remaining <= 1
+        if self.phase is not Phase.REPLAYING or not self.is_loaded:
+            return False
+        return self.is_confirmed and self.num_remaining <= 1
 
     @property
     def pause_seconds(self) -> float:
@@ -180,17 +195,18 @@ class Healing:
     def choose_donors(self, slots: Sequence[int], max_donors: int) -> tuple[int, ...]:
         """Return the groups to fetch from, out of those that offer the same state.
 
-        Several joiners begin with different donors. After a failure, one donor serves the whole
-        state. If several donors serve wrong bytes together, nobody can tell which one of them did.
+        The first donor is the next slot after the last donor. After a failure, this donor alone
+        serves the state: if several donors serve wrong bytes together, nobody can tell which of
+        them is at fault.
         """
         num_donors = 1 if self.failures else max_donors
         return rotate(slots, self.last_donor)[:num_donors]
 
     # Transitions
 
-    def take(self, offer: Offer, max_donors: int) -> Healing:
+    def start_fetch(self, offer: Offer, max_donors: int) -> Healing:
         """Begin to fetch an offered state."""
-        self._expect(Phase.ASKING)
+        self._require_phase(Phase.ASKING)
         donors = self.choose_donors(offer.slots, max_donors)
         return replace(
             self,
@@ -202,28 +218,30 @@ class Healing:
             digest=offer.digest,
         )
 
-    def rename_donor(self, donor: int) -> Healing:
-        """Name another donor, because the named one is gone. Later joiners avoid it."""
-        self._expect(Phase.FETCHING)
+    def name_donor(self, donor: int) -> Healing:
+        """Name another donor in the row, because the named one is gone."""
+        self._require_phase(Phase.FETCHING)
         others = tuple(slot for slot in self.donors if slot != donor)
         return replace(self, last_donor=donor, donors=(donor, *others))
 
-    def note_fetched(self) -> Healing:
-        """All ranks of the group have their part of the state."""
-        self._expect(Phase.FETCHING)
+    def finish_fetch(self) -> Healing:
+        """End the fetch: all ranks of the group have their part of the state."""
+        self._require_phase(Phase.FETCHING)
         return replace(self, phase=Phase.REPLAYING, others_wait=False)
 
-    def load(self) -> Healing:
-        """The fetched state has replaced this group's own."""
-        self._expect(Phase.REPLAYING)
+    def mark_loaded(self) -> Healing:
+        """Note that the fetched state has replaced this group's own."""
+        self._require_phase(Phase.REPLAYING)
         return replace(self, is_loaded=True)
 
     def confirm(self, step: int, lineage: int, digest: int, own_digest: int) -> Healing:
-        """Compare the fetched state with the one that the holders show in a round.
+        """Compare the fetched state with the state that the holders show in a round.
 
         Args:
-            step, lineage: of the holders' state.
-            digest: that all holders show; 0 = the digests differ, or a holder took none.
+            step: committed updates in the holders' state.
+            lineage: of the holders' state.
+            digest: on which all holders agree; `NO_DIGEST` = the digests differ, or a holder has
+                taken none.
             own_digest: of the loaded state; ignored before the state is loaded.
 
         Raises:
@@ -232,13 +250,13 @@ class Healing:
         """
         if self.phase is Phase.ASKING:
             return self
-        if self.digest:
-            # `load` compares the bytes with this digest. The step is compared here already: the
-            # holders' next update may follow an hour later if a round has several steps.
+        if self.is_confirmed:
+            # Only the step needs a comparison. Otherwise a group with an outdated state would find
+            # out only at the holders' next update, an hour later if a round has many steps.
             if step > self.target_step:
                 raise OutdatedError("the others have made an update since")
             return self
-        if not digest or (step, lineage) != (self.from_step, self.lineage):
+        if digest == NO_DIGEST or (step, lineage) != (self.from_step, self.lineage):
             raise OutdatedError(
                 "the state that was offered is not the one that the holders agree on",
             )
@@ -246,47 +264,48 @@ class Healing:
             raise VoidError("the state that was offered is not the one that the holders agree on")
         return replace(self, digest=digest)
 
-    def queue(self, step: int, base: int, lineage: int) -> Healing:
-        """Queue update `step`.
+    def queue_update(self, step: int, base: int, lineage: int) -> Healing:
+        """Queue an update.
 
-        An update that no group committed comes again under the same number. It then replaces the
-        queued one.
+        If no group committed an update after its round, another round makes the update again. The
+        second update then replaces the queued one.
 
         Args:
+            step: number of the update.
             base: lineage of the state before the update.
-            lineage: of the state after it.
+            lineage: lineage of the state after the update.
 
         Raises:
             OutdatedError: an update was missed, or the holders did not commit a queued one.
         """
-        self._expect(Phase.FETCHING, Phase.REPLAYING)
-        place = step - self.from_step - 1
-        if place < self.num_replayed or place > len(self.queued):
+        self._require_phase(Phase.FETCHING, Phase.REPLAYING)
+        index = step - self.from_step - 1
+        if index < self.num_replayed or index > len(self.queued):
             raise OutdatedError(f"missed an update before update {step}")
-        expected_base = self.queued[place - 1] if place else self.lineage
+        expected_base = self.queued[index - 1] if index else self.lineage
         if base != expected_base:
             raise OutdatedError(f"missed an update before update {step}")
-        return replace(self, queued=(*self.queued[:place], lineage))
+        return replace(self, queued=(*self.queued[:index], lineage))
 
-    def replay(self) -> Healing:
-        """Apply the next queued update."""
-        self._expect(Phase.REPLAYING)
+    def mark_replayed(self) -> Healing:
+        """Note that the next queued update has been applied to the loaded state."""
+        self._require_phase(Phase.REPLAYING)
         assert self.is_loaded, "the fetched state is loaded before an update is replayed"
         assert self.num_remaining > 0, "no update is left to replay"
         return replace(self, num_replayed=self.num_replayed + 1)
 
     def let_others_wait(self) -> Healing:
         """Ask the other groups to hold back their next update."""
-        self._expect(Phase.FETCHING, Phase.REPLAYING)
+        self._require_phase(Phase.FETCHING, Phase.REPLAYING)
         return replace(self, others_wait=True)
 
     def let_others_go_on(self) -> Healing:
         """Ask for the update that the other groups hold back."""
-        self._expect(Phase.REPLAYING)
+        self._require_phase(Phase.REPLAYING)
         return replace(self, others_wait=False)
 
     def finish(self) -> Healing:
-        """Hold the job's state."""
+        """End the heal: this group holds the job's state."""
         assert self.may_finish, "the state is confirmed, loaded and replayed before it is the job's"
         assert self.num_remaining == 0, "an update is left to replay"
         return Healing(Phase.READY)
@@ -298,9 +317,9 @@ class Healing:
         """
         return Healing(Phase.READY)
 
-    def lapse(self) -> Healing:
+    def drop_outdated(self) -> Healing:
         """Give up a state that the holders no longer have. This does not count as a failure."""
-        self._expect(Phase.FETCHING, Phase.REPLAYING)
+        self._require_phase(Phase.FETCHING, Phase.REPLAYING)
         return Healing(
             max_queued=self.max_queued,
             failures=self.failures,
@@ -308,13 +327,13 @@ class Healing:
             last_donor=self.last_donor,
         )
 
-    def renew(self) -> Healing:
-        """Give up a transfer to fetch a newer state instead, because the queue is full."""
-        return replace(self.lapse(), is_renewed=True)
+    def drop_for_newer(self) -> Healing:
+        """Give up a transfer because the queue is full, to fetch a newer state instead."""
+        return replace(self.drop_outdated(), is_renewed=True)
 
-    def fail(self) -> Healing:
+    def drop_failed(self) -> Healing:
         """Give up a transfer that failed or brought wrong bytes."""
-        return replace(self.lapse(), failures=self.failures + 1)
+        return replace(self.drop_outdated(), failures=self.failures + 1)
 
-    def _expect(self, *phases: Phase) -> None:
+    def _require_phase(self, *phases: Phase) -> None:
         assert self.phase in phases, f"not a transition of {self.phase.name}"

@@ -19,14 +19,14 @@ class EveryStep:
         unit: name of an update in messages.
         steps: local steps in one update.
         sums_gradients: the exchange sums gradients of autograd, so buckets leave during backward.
-        is_long: an update takes many local steps. So a group is in no quorum for a long time, and
+        has_long_rounds: an update takes many local steps. So a group is in no quorum for a long time, and
             the latest state stays the latest for as long.
         compares_before_sum: the groups compare digests before they use the sum of an update.
     """
 
     unit = "step"
     sums_gradients = True
-    is_long = False
+    has_long_rounds = False
     compares_before_sum = False
 
     def __init__(self, config: FaultTolerance) -> None:
@@ -46,7 +46,7 @@ class EveryRound(EveryStep):
 
     unit = "round"
     sums_gradients = False
-    is_long = True
+    has_long_rounds = True
     # If a bit of an anchor flips during a round, this group's change is wrong. After the sum, the
     # state of every group would be wrong.
     compares_before_sum = True

@@ -99,8 +99,8 @@ def fetch(
     connections: int,
     timeout: float,
     cancelled: threading.Event | None = None,
-    lose: Callable[[int, str], None] = lambda index, error: None,
-    note_share: Callable[[float], None] = lambda share: None,
+    report_lost: Callable[[int, str], None] = lambda index, error: None,
+    report_share: Callable[[float], None] = lambda share: None,
 ) -> Snapshot:
     """Fetch a rank's state after `step` committed updates from StateServers.
 
@@ -114,8 +114,9 @@ def fetch(
         connections: slices that are fetched at the same time, at least one from each donor.
         timeout: seconds without another slice after which the transfer is given up.
         cancelled: ends the transfer when it is set.
-        lose: called as lose(index of the address, reason) if a donor is given up and others remain.
-        note_share: called now and then with the share of the state that has arrived.
+        report_lost: called as report_lost(index of the address, reason) if a donor is given up and
+            others remain.
+        report_share: called now and then with the share of the state that has arrived.
 
     Raises:
         TransferError: all donors are gone, have no such state, or took too long; or the transfer
@@ -132,7 +133,7 @@ def fetch(
         connections,
         timeout,
         cancelled,
-        note_share,
+        report_share,
     )
     failures: list[BaseException] = []
     pool = ThreadPoolExecutor(len(addresses), "titan_ft_donor", initializer=device.for_thread())
@@ -152,7 +153,7 @@ def fetch(
         if isinstance(error, _IncompleteError):
             continue  # this donor has given all that it holds
         if len(failures) < len(addresses) and not cancelled.is_set():
-            lose(index, _describe(error))
+            report_lost(index, _describe(error))
             logger.warning("state of step %d from %s: %s", step, addresses[index], _describe(error))
     else:
         transfer.drop(failures)
@@ -219,13 +220,13 @@ class _StateFetch:
         connections: int,
         timeout: float,
         cancelled: threading.Event,
-        note_share: Callable[[float], None],
+        report_share: Callable[[float], None],
     ) -> None:
         self._addresses = addresses
         self._token = token
         self._step = step
         self._joiner = joiner
-        self._note_share = note_share
+        self._report_share = report_share
         self._connections_per_donor = -(-connections // len(addresses))  # rounded up
         # By donor: limits of the connections for slices, and of the connection for the header and
         # the farewell.
@@ -331,7 +332,7 @@ class _StateFetch:
                     # each slice resets the limits of all connections.
                     for each in (*self._slice_limits, *self._main_limits):
                         each.note_slice()
-                    self._note_share(self._slices.share)
+                    self._report_share(self._slices.share)
         except BaseException as error:  # noqa: BLE001  # the donor's thread raises it again
             self._failed.setdefault(donor, error)
             limits.end()  # the donor's other connections need not go on

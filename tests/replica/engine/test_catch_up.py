@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from titan_ft.engine.catch_up import CatchUp, Fetched
+from titan_ft.engine.catch_up import CatchUp, FetchStatus
 from titan_ft.protocol.errors import RefusedError
 from titan_ft.protocol.round import NO_SUMS, NoSums, Update
 from titan_ft.transfer.snapshot import Snapshot
@@ -30,8 +30,10 @@ class HeldFetch:
         )
         self.began, self.let_go = threading.Event(), threading.Event()
 
-    def __call__(self, cancelled: threading.Event, note_share: Callable[[float], None]) -> Snapshot:
-        self.cancelled, self.note_share = cancelled, note_share
+    def __call__(
+        self, cancelled: threading.Event, report_share: Callable[[float], None]
+    ) -> Snapshot:
+        self.cancelled, self.report_share = cancelled, report_share
         self.began.set()
         assert self.let_go.wait(DEADLINE)
         if isinstance(self.result, Exception):
@@ -81,8 +83,8 @@ def test_the_latest_pace_decides_whether_a_newer_state_is_fetched(
     """
     assert held.began.wait(DEADLINE)
     for number in range(4):
-        held.note_share(at_half if number == 1 else at_end)
-        attempt.keep(update(6 + number, 101 + number), number)
+        held.report_share(at_half if number == 1 else at_end)
+        attempt.queue_update(update(6 + number, 101 + number), number)
     assert attempt.newer_would_be_in_time is in_time
     end(held, attempt)
     assert attempt.newer_would_be_in_time, "whose part is there has time for whatever the others do"
@@ -91,15 +93,15 @@ def test_the_latest_pace_decides_whether_a_newer_state_is_fetched(
 def test_the_fetched_state_is_handed_over(held: HeldFetch, attempt: CatchUp) -> None:
     """The snapshot is unchanged."""
     end(held, attempt)
-    assert attempt.snapshot() is held.result
+    assert attempt.get_snapshot() is held.result
 
 
 def test_the_fetch_does_not_block(held: HeldFetch, attempt: CatchUp) -> None:
     """While the fetch runs, it is pending without an error. Afterwards it is done."""
-    assert attempt.fetched() is Fetched.PENDING
+    assert attempt.fetch_status is FetchStatus.PENDING
     assert attempt.error is None
     end(held, attempt)
-    assert attempt.fetched() is Fetched.DONE
+    assert attempt.fetch_status is FetchStatus.DONE
     assert attempt.error is None
 
 
@@ -107,7 +109,7 @@ def test_a_failed_fetch_has_a_reason(held: HeldFetch, attempt: CatchUp) -> None:
     """A transfer that failed makes the attempt failed."""
     held.result = TransferError("the donor is gone")
     end(held, attempt)
-    assert attempt.fetched() is Fetched.FAILED
+    assert attempt.fetch_status is FetchStatus.FAILED
     assert attempt.error == "the donor is gone"
 
 
@@ -118,10 +120,10 @@ def test_a_refusal_is_a_failed_fetch(held: HeldFetch, attempt: CatchUp) -> None:
     """
     held.result = RefusedError("127.0.0.1:1: no")
     end(held, attempt)
-    assert (attempt.fetched(), attempt.error) == (Fetched.FAILED, "127.0.0.1:1: no")
+    assert (attempt.fetch_status, attempt.error) == (FetchStatus.FAILED, "127.0.0.1:1: no")
 
 
-@pytest.mark.parametrize("look", [CatchUp.fetched, lambda attempt: attempt.error])
+@pytest.mark.parametrize("look", [CatchUp.fetch_status.fget, lambda attempt: attempt.error])
 def test_a_bug_in_the_fetch_is_not_a_failed_transfer(
     held: HeldFetch, attempt: CatchUp, look: Callable[[CatchUp], object]
 ) -> None:
@@ -136,7 +138,7 @@ def test_cancelling_ends_the_fetch(held: HeldFetch, attempt: CatchUp) -> None:
     """A fetch of an attempt that was given up must not load the donor any longer."""
     assert held.began.wait(DEADLINE)
     assert not held.cancelled.is_set()
-    attempt.keep(update(1, 1), 0)
+    attempt.queue_update(update(1, 1), 0)
     attempt.cancel()
     assert attempt._updates == [], "an error refers to it, and nobody collects garbage for a while"
     assert held.cancelled.is_set()
@@ -144,22 +146,22 @@ def test_cancelling_ends_the_fetch(held: HeldFetch, attempt: CatchUp) -> None:
 
 def test_one_failed_rank_outvotes_the_others() -> None:
     """The smallest value over the group's ranks counts: failed, then pending, then done."""
-    assert Fetched.FAILED < Fetched.PENDING < Fetched.DONE
+    assert FetchStatus.FAILED < FetchStatus.PENDING < FetchStatus.DONE
 
 
 def test_a_replaced_update_drops_the_updates_after_it(attempt: CatchUp) -> None:
     """The new sums are replayed instead."""
     for place in range(3):
-        attempt.keep(update(6 + place, 101 + place), place)
+        attempt.queue_update(update(6 + place, 101 + place), place)
     again = update(7, 202)
-    attempt.keep(again, 1)
-    assert attempt.take(1) is again
+    attempt.queue_update(again, 1)
+    assert attempt.get_for_replay(1) is again
     with pytest.raises(IndexError):
-        attempt.take(2)
+        attempt.get_for_replay(2)
 
 
 def test_a_replayed_update_needs_no_memory(attempt: CatchUp) -> None:
     """Its sums are dropped."""
-    attempt.keep(update(6, 101), 0)
-    assert attempt.take(0).sums is SUMS
-    assert attempt.take(0).sums is NO_SUMS
+    attempt.queue_update(update(6, 101), 0)
+    assert attempt.get_for_replay(0).sums is SUMS
+    assert attempt.get_for_replay(0).sums is NO_SUMS

@@ -19,7 +19,7 @@ import torch
 
 from titan_ft.config import FaultTolerance
 from titan_ft.engine import heal
-from titan_ft.engine.catch_up import CatchUp, Fetched
+from titan_ft.engine.catch_up import CatchUp, FetchStatus
 from titan_ft.engine.heal import Heal
 from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.protocol.decision import ALONE_SECONDS
@@ -84,13 +84,13 @@ class Search:
         self.least_steps: list[int] = []
         self.pauses: list[float] = []  # seconds
 
-    def pause(self, seconds: float) -> None:
-        self.pauses.append(seconds)
+    def restart(self, after_seconds: float = 0.0) -> None:
+        self.pauses.append(after_seconds)
 
-    def hurry(self) -> None:
+    def end_pause(self) -> None:
         pass  # it never pauses after a search in vain
 
-    def wait(self, seconds: float) -> bool:
+    def wait_for_answers(self, seconds: float) -> bool:
         return False  # none takes a while
 
     def poll(self, least_step: int, after: int) -> Offer:
@@ -139,7 +139,7 @@ class World:
         self.fetches: list[tuple[int, int]] = []
         self.donors: list[list[int]] = []
         self.lose: dict[int, str] = {}
-        self.note_share: Callable[[float], None] = lambda share: None  # of the latest fetch
+        self.report_share: Callable[[float], None] = lambda share: None  # of the latest fetch
         self.named_donors: list[int] = []
         self.fail: set[int] = set()  # numbers of fetches
         self.corrupt: set[int] = set()
@@ -205,7 +205,7 @@ class World:
 
     # The rounds
 
-    def launch_empty(self) -> None:
+    def launch_without_gradients(self) -> None:
         pass
 
     def get_quorum(self) -> Quorum:
@@ -233,7 +233,7 @@ class World:
         finally:
             self.is_waiting = False
 
-    def pause(self, seconds: float) -> None:
+    def wait_for_quorum(self, seconds: float) -> None:
         self.pauses += 1
         self.on_pause(self.pauses)
         if self.release.is_set() and self.heal._attempt is not None:
@@ -245,7 +245,7 @@ class World:
     def find_holders(self) -> dict[int, Peer]:
         return {}
 
-    def note_donors(self, slots: Sequence[int]) -> None:
+    def remember_donors(self, slots: Sequence[int]) -> None:
         self.expected.append(tuple(slots))
 
     def find_addresses(self, slots: Sequence[int]) -> list[str]:
@@ -254,7 +254,7 @@ class World:
     def find_outsiders(self, made: Round) -> list[int]:
         return []
 
-    def take_digest(self) -> str:
+    def compute_digest(self) -> str:
         self.position.note_digest(self._digest(self.value))
         return ""
 
@@ -366,12 +366,21 @@ class World:
         self.value = apply(self.value, update.sums.value)
         self.applied.append(update.step)
 
-    def _fetch(self, addresses: list[str], token: str, step: int, *rest: Any) -> Snapshot:
+    def _fetch(
+        self,
+        addresses: list[str],
+        token: str,
+        step: int,
+        *,
+        report_lost: Callable[[int, str], None],
+        report_share: Callable[[float], None],
+        **_rest: Any,
+    ) -> Snapshot:
         self.fetches.append((int(addresses[0]), step))
         self.donors.append([int(address) for address in addresses])
         for place, reason in self.lose.items():
-            rest[-2](place, reason)
-        self.note_share = rest[-1]
+            report_lost(place, reason)
+        self.report_share = report_share
         number = len(self.fetches)
         assert self.release.wait(20)
         if number in self.fail:
@@ -486,17 +495,20 @@ def test_an_update_that_was_missed_is_not_replayed_over(make: Callable[..., Worl
     assert world.applied == list(range(9, world.step + 1)), "none of the first attempt"
 
 
-def hear_sibling(world: World, monkeypatch: pytest.MonkeyPatch, say: Callable[[], Fetched]) -> None:
+def hear_sibling(
+    world: World, monkeypatch: pytest.MonkeyPatch, say: Callable[[], FetchStatus]
+) -> None:
     """Let another rank of the group say how far its part of the state is, whenever this one
     asks.
     """
-    fetched = CatchUp.fetched
+    fetched = CatchUp.fetch_status.fget
+    assert fetched is not None
 
-    def look(attempt: CatchUp) -> Fetched:
+    def look(attempt: CatchUp) -> FetchStatus:
         world.others_see = [say()]
-        return fetched(attempt)
+        return FetchStatus(fetched(attempt))
 
-    monkeypatch.setattr(CatchUp, "fetched", look)
+    monkeypatch.setattr(CatchUp, "fetch_status", property(look))
 
 
 def test_a_state_counts_when_all_ranks_of_the_group_have_it(
@@ -508,7 +520,9 @@ def test_a_state_counts_when_all_ranks_of_the_group_have_it(
     """
     world = make()
     world.release.set()
-    hear_sibling(world, monkeypatch, lambda: Fetched.DONE if world.made >= 6 else Fetched.PENDING)
+    hear_sibling(
+        world, monkeypatch, lambda: FetchStatus.DONE if world.made >= 6 else FetchStatus.PENDING
+    )
     loads, load = [], world.load
 
     def note(snapshot: Snapshot) -> None:
@@ -530,7 +544,9 @@ def test_a_fetch_that_fails_on_one_rank_is_given_up_by_all(
     world = make()
     world.release.set()
     hear_sibling(
-        world, monkeypatch, lambda: Fetched.DONE if world.named("heal_failed") else Fetched.FAILED
+        world,
+        monkeypatch,
+        lambda: FetchStatus.DONE if world.named("heal_failed") else FetchStatus.FAILED,
     )
     run(world)
     (failed,) = world.named("heal_failed")
@@ -623,7 +639,7 @@ def hurry(world: World, number: int, late: float) -> None:
     and fourth.
     """
     queued = len(world.heal._healing.queued)
-    world.note_share(0.0 if queued < 3 else late)
+    world.report_share(0.0 if queued < 3 else late)
 
 
 def test_a_newer_state_is_fetched_once_if_it_would_be_in_time(make: Callable[..., World]) -> None:
@@ -844,14 +860,14 @@ def test_the_name_stays_if_each_donor_is_lost_to_some_rank(
 ) -> None:
     """Otherwise the name would change again and again, and with it the choice of later joiners."""
     world = make()
-    world.heal._go(Healing().take(Offer((0, 1), 5, 1, 0), 2))
+    world.heal._set_healing(Healing().start_fetch(Offer((0, 1), 5, 1, 0), 2))
     first = [world.heal._healing.donor]
     for _ in range(3):
         # This rank has lost the first one of them, and its sibling the others.
-        world.heal._lost = set(lost[:1])
+        world.heal._lost_donors = set(lost[:1])
         seen = [max(lost[1:], default=-1), sum(1 << slot for slot in lost[1:])]
         world.gather = lambda value, seen=seen: [value, seen.pop(0)]  # type: ignore[method-assign,misc]
-        world.heal._follow_donors()
+        world.heal._name_serving_donor()
         first.append(world.heal._healing.donor)
     assert first == [0, named, named, named]
 
@@ -1040,10 +1056,10 @@ def test_the_step_of_the_others_began_before_the_quorum(
     """
     pace = make().heal._pace
     monkeypatch.setattr("titan_ft.engine.heal.time", SimpleNamespace(monotonic=lambda: 100.0))
-    pace.note_step()
-    pace.note_offer(Offer((0,), 5, 1, 0, milliseconds=40_000, elapsed_milliseconds=30_000))
-    assert pace.find_latest(load_seconds=0.0) == 90.0
-    assert pace.find_latest(load_seconds=1.0) == 106.0
+    pace.start_step()
+    pace.adopt_times(Offer((0,), 5, 1, 0, milliseconds=40_000, elapsed_milliseconds=30_000))
+    assert pace.find_load_deadline(load_seconds=0.0) == 90.0
+    assert pace.find_load_deadline(load_seconds=1.0) == 106.0
 
 
 @pytest.mark.parametrize(("load_seconds", "at_once"), [(0.0, False), (0.2, True), (0.3, False)])

@@ -138,7 +138,7 @@ class Seat:
         """Know nobody."""
         return {}
 
-    def note_donors(self, slots: Sequence[int]) -> None:
+    def remember_donors(self, slots: Sequence[int]) -> None:
         """Each quorum has all groups that are there."""
 
     def find_outsiders(self, quorum: Quorum, step: int) -> list[int]:
@@ -658,7 +658,7 @@ def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyP
         group.ledger.readers = readers(0, 1)
     joiner = groups.all[2]
     donated = Snapshot(0, 0, b"{}", torch.zeros(1))
-    monkeypatch.setattr(heal, "fetch", lambda *_: donated)
+    monkeypatch.setattr(heal, "fetch", lambda *_, **__: donated)
     take = Heal._start_attempt
 
     def take_and_fetch(self: Heal, offer: Offer) -> None:
@@ -724,7 +724,7 @@ def test_digests_are_shown_when_a_newcomer_comes() -> None:
 
     def come(group: OneGroup) -> None:
         group.position.fall_behind()
-        group.position.show(Healing().take(Offer((0,), 0, 0, 0), 1))  # asks for nothing
+        group.position.show(Healing().start_fetch(Offer((0,), 0, 0, 0), 1))  # asks for nothing
         for _ in range(2):
             group.rounds.make()
 

@@ -637,9 +637,9 @@ def test_the_policy_reads_no_clock_of_its_own(name: str) -> None:
     started = {"started = time.monotonic()", "time.monotonic() - started"}
     began = {"_step_began = time.monotonic()"}
     until = {
-        "time.monotonic() >= latest",
+        "time.monotonic() >= deadline",
         "time.monotonic() < deadline",
-        "latest - time.monotonic()",
+        "deadline - time.monotonic()",
     }
     allowed = {"engine/round.py": started, "engine/heal.py": started | began | until}.get(
         name, set()
@@ -668,7 +668,7 @@ def test_a_clock_that_decides_is_gathered() -> None:
     functions = [
         node
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and node.name == "note_lateness"
+        if isinstance(node, ast.FunctionDef) and node.name == "judge_deadline"
     ]
     inside |= {child for function in functions for child in ast.walk(function)}
     compared = [
@@ -679,7 +679,7 @@ def test_a_clock_that_decides_is_gathered() -> None:
     asked = [
         node
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and "note_lateness" in ast.unparse(node.func)
+        if isinstance(node, ast.Call) and "judge_deadline" in ast.unparse(node.func)
     ]
     assert len(compared) == 2
     assert len(asked) == 1

@@ -34,14 +34,16 @@ def asking(**changes: int) -> Healing:
 
 def fetching(**changes: int) -> Healing:
     """Return one whose offered state is on its way."""
-    return replace(asking().take(OFFER, 8), **changes)
+    return replace(asking().start_fetch(OFFER, 8), **changes)
 
 
 def replaying(updates: int = 0) -> Healing:
     """Return one whose state is confirmed and loaded, with `updates` in the queue."""
-    healing = replace(fetching(), digest=DIGEST).note_fetched().load()
+    healing = replace(fetching(), digest=DIGEST).finish_fetch().mark_loaded()
     for number in range(updates):
-        healing = healing.queue(FROM_STEP + 1 + number, LINEAGE + number, LINEAGE + number + 1)
+        healing = healing.queue_update(
+            FROM_STEP + 1 + number, LINEAGE + number, LINEAGE + number + 1
+        )
     return healing
 
 
@@ -52,43 +54,43 @@ def test_the_way_in() -> None:
     """Ask, fetch, compare, load, replay the queue, and hold the job's state."""
     healing = asking()
     assert (healing.phase, healing.standing, healing.donor) == (Phase.ASKING, Standing.BEHIND, -1)
-    healing = healing.take(OFFER, 8)
+    healing = healing.start_fetch(OFFER, 8)
     assert (healing.phase, healing.standing, healing.donors) == (
         Phase.FETCHING,
         Standing.CATCHING_UP,
         (3, 0, 1),
     )
     healing = healing.confirm(FROM_STEP, LINEAGE, DIGEST, own_digest=0)
-    healing = healing.queue(6, LINEAGE, 101).queue(7, 101, 102)
+    healing = healing.queue_update(6, LINEAGE, 101).queue_update(7, 101, 102)
     assert healing.target_step == 7
-    healing = healing.note_fetched()
+    healing = healing.finish_fetch()
     assert (healing.phase, healing.standing) == (Phase.REPLAYING, Standing.CATCHING_UP)
     assert not healing.may_finish
-    healing = healing.load()
+    healing = healing.mark_loaded()
     assert not healing.may_finish, "two updates are left, and the holders apply one now"
-    healing = healing.replay()
+    healing = healing.mark_replayed()
     assert healing.may_finish
-    healing = healing.replay().finish()
+    healing = healing.mark_replayed().finish()
     assert (healing.phase, healing.standing, healing.donor) == (Phase.READY, Standing.READY, -1)
 
 
 @pytest.mark.parametrize(
     "transition",
     [
-        lambda: fetching().take(OFFER, 8),
-        lambda: asking().note_fetched(),
-        lambda: asking().queue(6, LINEAGE, 101),
+        lambda: fetching().start_fetch(OFFER, 8),
+        lambda: asking().finish_fetch(),
+        lambda: asking().queue_update(6, LINEAGE, 101),
         lambda: asking().let_others_wait(),
-        lambda: asking().fail(),
-        lambda: fetching().load(),
-        lambda: fetching().replay(),
-        lambda: replaying().replay(),
-        lambda: replaying().note_fetched(),
+        lambda: asking().drop_failed(),
+        lambda: fetching().mark_loaded(),
+        lambda: fetching().mark_replayed(),
+        lambda: replaying().mark_replayed(),
+        lambda: replaying().finish_fetch(),
         lambda: replaying(1).finish(),
         lambda: fetching().finish(),
         lambda: replace(replaying(), digest=0).finish(),
-        lambda: replace(replaying(1), is_loaded=False).replay(),
-        lambda: Healing(Phase.READY).fail(),
+        lambda: replace(replaying(1), is_loaded=False).mark_replayed(),
+        lambda: Healing(Phase.READY).drop_failed(),
     ],
 )
 def test_transitions_that_are_refused(transition: Callable[[], Healing]) -> None:
@@ -121,7 +123,7 @@ def test_a_ready_group_has_a_confirmed_state(
 def test_a_round_with_all_digests_confirms_the_state() -> None:
     """Before or after it is loaded."""
     assert fetching().confirm(FROM_STEP, LINEAGE, DIGEST, 0).digest == DIGEST
-    loaded = fetching().note_fetched().load()
+    loaded = fetching().finish_fetch().mark_loaded()
     assert loaded.confirm(FROM_STEP, LINEAGE, DIGEST, DIGEST).digest == DIGEST
 
 
@@ -141,7 +143,7 @@ def test_a_state_that_no_round_confirms_is_void(step: int, lineage: int, digest:
 def test_bytes_that_the_holders_do_not_show_are_void() -> None:
     """A donor served them: this is a failure."""
     with pytest.raises(VoidError) as caught:
-        fetching().note_fetched().load().confirm(FROM_STEP, LINEAGE, DIGEST, DIGEST + 1)
+        fetching().finish_fetch().mark_loaded().confirm(FROM_STEP, LINEAGE, DIGEST, DIGEST + 1)
     assert not isinstance(caught.value, OutdatedError)
 
 
@@ -163,9 +165,9 @@ def test_a_group_that_asks_has_nothing_to_compare() -> None:
 
 def test_updates_queue_in_order() -> None:
     """Each update continues the one before, and the first one the fetched state."""
-    healing = fetching().queue(6, LINEAGE, 101).queue(7, 101, 102)
-    assert (healing.queued, healing.target_step, healing.is_full) == ((101, 102), 7, False)
-    assert healing.queue(8, 102, 103).queue(9, 103, 104).is_full
+    healing = fetching().queue_update(6, LINEAGE, 101).queue_update(7, 101, 102)
+    assert (healing.queued, healing.target_step, healing.is_queue_full) == ((101, 102), 7, False)
+    assert healing.queue_update(8, 102, 103).queue_update(9, 103, 104).is_queue_full
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,9 @@ def test_updates_queue_in_order() -> None:
 def test_an_update_that_does_not_follow_is_void(step: int, base: int) -> None:
     """A replay would make bytes that no other group has."""
     with pytest.raises(OutdatedError, match=f"missed an update before update {step}"):
-        fetching().queue(6, LINEAGE, 101).queue(7, 101, 102).queue(step, base, 1)
+        fetching().queue_update(6, LINEAGE, 101).queue_update(7, 101, 102).queue_update(
+            step, base, 1
+        )
 
 
 @pytest.mark.parametrize(("step", "base"), [(7, 101), (6, 99)])
@@ -187,30 +191,32 @@ def test_the_first_update_follows_the_fetched_state(step: int, base: int) -> Non
     """Also after the fetch."""
     for healing in (fetching(), replaying()):
         with pytest.raises(OutdatedError):
-            healing.queue(step, base, 1)
+            healing.queue_update(step, base, 1)
 
 
 def test_an_update_that_no_other_group_committed_is_replaced() -> None:
     """The others made it again. Updates queued after it are void."""
-    healing = fetching().queue(6, LINEAGE, 101).queue(7, 101, 102).queue(8, 102, 103)
-    again = healing.queue(7, 101, 202)
+    healing = (
+        fetching().queue_update(6, LINEAGE, 101).queue_update(7, 101, 102).queue_update(8, 102, 103)
+    )
+    again = healing.queue_update(7, 101, 202)
     assert (again.queued, again.target_step) == ((101, 202), 7)
-    assert again.queue(8, 202, 203).queued == (101, 202, 203)
+    assert again.queue_update(8, 202, 203).queued == (101, 202, 203)
 
 
 def test_a_replayed_update_cannot_be_replaced() -> None:
     """It is in the state."""
-    healing = replaying(3).replay().replay()
+    healing = replaying(3).mark_replayed().mark_replayed()
     assert healing.num_remaining == 1
-    assert healing.queue(8, 102, 203).queued == (101, 102, 203)
+    assert healing.queue_update(8, 102, 203).queued == (101, 102, 203)
     with pytest.raises(OutdatedError):
-        healing.queue(7, 101, 202)
+        healing.queue_update(7, 101, 202)
 
 
 def test_waiting_groups_go_on() -> None:
     """When the state is there, or when one update is left to replay."""
     assert fetching().let_others_wait().others_wait
-    assert not fetching().let_others_wait().note_fetched().others_wait
+    assert not fetching().let_others_wait().finish_fetch().others_wait
     assert not replaying(2).let_others_wait().let_others_go_on().others_wait
 
 
@@ -219,25 +225,25 @@ def test_waiting_groups_go_on() -> None:
 
 def test_an_outdated_state_counts_as_no_failure() -> None:
     """All donors may serve the next one at once."""
-    healing = fetching().queue(6, LINEAGE, 101).lapse()
+    healing = fetching().queue_update(6, LINEAGE, 101).drop_outdated()
     assert (healing.phase, healing.failures, healing.pause_seconds) == (Phase.ASKING, 0, 0.0)
     assert (healing.queued, healing.from_step, healing.digest, healing.donor) == ((), 0, 0, -1)
     assert healing.max_queued == 4
-    assert len(healing.take(OFFER, 8).donors) == 3
+    assert len(healing.start_fetch(OFFER, 8).donors) == 3
 
 
 def test_a_state_is_renewed_once() -> None:
     """The heal remembers this over later failures."""
-    assert fetching().renew().is_renewed
-    assert fetching().renew().take(OFFER, 8).fail().is_renewed
-    assert not fetching().fail().is_renewed
+    assert fetching().drop_for_newer().is_renewed
+    assert fetching().drop_for_newer().start_fetch(OFFER, 8).drop_failed().is_renewed
+    assert not fetching().drop_failed().is_renewed
 
 
 def test_after_a_failure_one_donor_serves_and_then_the_next() -> None:
     """If several donors served wrong bytes together, nothing would show which one did."""
     healing, named = fetching(), []
     for _ in range(4):
-        healing = healing.fail().take(OFFER, 8)
+        healing = healing.drop_failed().start_fetch(OFFER, 8)
         named.append(healing.donors)
     assert named == [(0,), (1,), (3,), (0,)]
 
@@ -246,9 +252,9 @@ def test_pauses_between_attempts_double_in_seconds() -> None:
     """Each attempt costs its donors a copy. The second one follows at once."""
     healing, pauses = fetching(), []
     for _ in range(10):
-        healing = healing.fail()
+        healing = healing.drop_failed()
         pauses.append(healing.pause_seconds)
-        healing = healing.take(OFFER, 8)
+        healing = healing.start_fetch(OFFER, 8)
     assert pauses == [
         0.0,
         1.0,
@@ -268,15 +274,15 @@ def test_as_many_donors_serve_a_part_as_allowed(most: int, donors: tuple[int, ..
     """Each joiner begins with the first slot above its own, so joiners are spread over the
     donors.
     """
-    assert asking().take(OFFER, most).donors == donors
-    assert asking(last_donor=0).take(OFFER, 1).donors == (1,)
+    assert asking().start_fetch(OFFER, most).donors == donors
+    assert asking(last_donor=0).start_fetch(OFFER, 1).donors == (1,)
 
 
 def test_another_donor_is_named_when_the_named_one_is_gone() -> None:
     """The next attempt begins after that donor."""
-    healing = fetching().rename_donor(1)
+    healing = fetching().name_donor(1)
     assert (healing.donor, healing.donors) == (1, (1, 3, 0))
-    assert healing.fail().take(OFFER, 8).donors == (3,)
+    assert healing.drop_failed().start_fetch(OFFER, 8).donors == (3,)
 
 
 # Offers
@@ -324,17 +330,17 @@ def test_no_order_of_events_makes_another_state_the_jobs(seed: int) -> None:
             if healing.phase is Phase.ASKING and draw.random() < 0.7:
                 step = len(history) - 1
                 lineage = history[-1] if draw.random() < 0.9 else 7
-                healing = healing.take(Offer((0, 1, 3), step, lineage, 0), 2)
+                healing = healing.start_fetch(Offer((0, 1, 3), step, lineage, 0), 2)
                 bytes_right = draw.random() < 0.8
             elif healing.phase is Phase.FETCHING and draw.random() < 0.4:
-                healing = healing.fail() if draw.random() < 0.3 else healing.note_fetched()
+                healing = healing.drop_failed() if draw.random() < 0.3 else healing.finish_fetch()
             if healing.phase is Phase.REPLAYING and not healing.is_loaded and draw.random() < 0.5:
-                healing, state = healing.load(), [healing.lineage]
+                healing, state = healing.mark_loaded(), [healing.lineage]
                 if healing.digest and not bytes_right:
                     raise VoidError
             if healing.phase is Phase.REPLAYING and healing.is_loaded and healing.num_remaining > 1:
                 state.append(healing.queued[healing.num_replayed])
-                healing = healing.replay()
+                healing = healing.mark_replayed()
             # A round
             is_broken, shows = draw.random() < 0.1, draw.random() < 0.8
             if not is_broken:
@@ -345,13 +351,13 @@ def test_no_order_of_events_makes_another_state_the_jobs(seed: int) -> None:
                 base, lineage = history[-1], draw.randint(1001, 10**6)
                 history.append(lineage)
                 if healing.phase in (Phase.FETCHING, Phase.REPLAYING) and not is_broken:
-                    healing = healing.queue(len(history) - 1, base, lineage)
-                    if healing.is_full and healing.phase is Phase.FETCHING:
+                    healing = healing.queue_update(len(history) - 1, base, lineage)
+                    if healing.is_queue_full and healing.phase is Phase.FETCHING:
                         healing = healing.let_others_wait()
             if healing.may_finish:
                 if healing.num_remaining:
                     state.append(healing.queued[healing.num_replayed])
-                    healing = healing.replay()
+                    healing = healing.mark_replayed()
                 assert healing.target_step <= len(history) - 1
                 assert healing.digest == 10_000 + healing.lineage
                 assert bytes_right, "nobody is ready with bytes that no round has shown"
@@ -359,8 +365,8 @@ def test_no_order_of_events_makes_another_state_the_jobs(seed: int) -> None:
                 assert state == history[first : healing.target_step + 1]
                 healing = healing.finish()
         except OutdatedError:
-            healing = healing.lapse()
+            healing = healing.drop_outdated()
         except VoidError:
-            healing = healing.fail()
+            healing = healing.drop_failed()
         if healing.phase is Phase.FETCHING:
             assert len(healing.queued) <= healing.max_queued

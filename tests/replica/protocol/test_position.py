@@ -49,15 +49,15 @@ def test_the_claimed_step_is_that_of_the_state_after_the_replay() -> None:
     position.mark_corrupt()
     assert position.claimed_step == 0
     position.fall_behind()
-    healing = Healing(max_queued=4).take(Offer((1,), 8, 1, 5), 1).queue(9, 1, 2)
+    healing = Healing(max_queued=4).start_fetch(Offer((1,), 8, 1, 5), 1).queue_update(9, 1, 2)
     position.show(healing)
     assert position.claimed_step == 0
-    healing = healing.note_fetched()
+    healing = healing.finish_fetch()
     position.show(healing)
     assert position.claimed_step == 9
     position.load(8, 1)
     position.advance(update(9))
-    position.show(healing.load().replay().finish())
+    position.show(healing.mark_loaded().mark_replayed().finish())
     assert (position.claimed_step, position.standing, position.donor) == (9, Standing.READY, -1)
 
 
@@ -140,16 +140,16 @@ def test_the_others_see_where_a_heal_is() -> None:
     position = Position(step=7)
     position.fall_behind()
     assert (position.standing, position.donor, position.claimed_step) == (Standing.BEHIND, -1, 7)
-    healing = Healing(max_queued=4).take(Offer((1,), 9, 99, 5), 1).let_others_wait()
+    healing = Healing(max_queued=4).start_fetch(Offer((1,), 9, 99, 5), 1).let_others_wait()
     position.show(healing)
     assert (position.standing, position.donor, position.from_step) == (Standing.CATCHING_UP, 1, 9)
     assert (position.others_wait, position.claimed_step) == (True, 7)
-    healing = healing.queue(10, 99, 100).note_fetched()
+    healing = healing.queue_update(10, 99, 100).finish_fetch()
     position.show(healing)
     assert (position.others_wait, position.claimed_step) == (False, 10)
-    position.show(healing.fail())
+    position.show(healing.drop_failed())
     assert (position.standing, position.donor, position.target) == (Standing.BEHIND, -1, 0)
-    position.show(healing.load().replay().finish())
+    position.show(healing.mark_loaded().mark_replayed().finish())
     assert (position.standing, position.donor, position.target) == (Standing.READY, -1, 0)
 
 

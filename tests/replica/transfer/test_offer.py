@@ -234,7 +234,7 @@ class Searching:
         monkeypatch: pytest.MonkeyPatch,
         addresses: dict[int, str],
         known: bool = False,
-        num_asked: int = 8,
+        max_asked: int = 8,
     ) -> None:
         self.now = 100.0
         self.addresses = addresses
@@ -248,7 +248,7 @@ class Searching:
                 for slot in self.addresses
             }
 
-        self.search = OfferSearch(peers, TOKEN, num_asked)
+        self.search = OfferSearch(peers, TOKEN, max_asked)
 
     def _look_up(self, peer: Peer, rank: int, token: str) -> str:
         self.looked_up.append(int(peer.unique))
@@ -256,12 +256,12 @@ class Searching:
 
     def find(self, least_step: int = 1, after: int = -1) -> Offer:
         """Return the result of one search."""
-        self.search.pause(0.0)
-        assert not self.search.wait(DEADLINE), (
+        self.search.restart()
+        assert not self.search.wait_for_answers(DEADLINE), (
             "it waits for a search under way, and for nothing else"
         )
         assert self.search.poll(least_step, after) == NO_OFFER  # it has just begun
-        assert self.search.wait(DEADLINE)
+        assert self.search.wait_for_answers(DEADLINE)
         return self.search.poll(least_step, after)
 
 
@@ -280,7 +280,7 @@ def test_of_all_groups_that_live_one_with_an_offer_is_found(
     for number, donor in enumerate((stranger, one, other)):
         donor.server.offer(Message(step=5 + number, lineage=1, digest=2))
     addresses = {0: gone, 1: stranger.address, 2: busy.address, 3: one.address, 7: other.address}
-    this = Searching(monkeypatch, addresses, num_asked=1)
+    this = Searching(monkeypatch, addresses, max_asked=1)
     assert this.find() == Offer((3,), 6, 1, 2)
     assert this.find(least_step=7) == Offer((7,), 7, 1, 2)
     assert this.find(after=4) == Offer((7,), 7, 1, 2), "joiners ask different groups first"
@@ -299,10 +299,10 @@ def test_groups_that_offer_the_same_state_are_found_together(
     for donor in servers[2:]:
         donor.server.offer(Message(step=5, lineage=7, digest=0), lambda step, part: None)
     addresses = {slot: donor.address for slot, donor in enumerate(servers)}
-    for num_asked in (8, 0):  # 0 = all
-        this = Searching(monkeypatch, addresses, num_asked=num_asked)
+    for max_asked in (8, None):  # None = all
+        this = Searching(monkeypatch, addresses, max_asked=max_asked)
         assert this.find(after=0) == Offer((2, 3, 4), 5, 7, 0)
-    this = Searching(monkeypatch, addresses, num_asked=2)
+    this = Searching(monkeypatch, addresses, max_asked=2)
     assert this.find(after=3) == Offer((4,), 5, 7, 0)
     assert this.find(after=4) == Offer((2, 3), 5, 7, 0)
 
@@ -333,7 +333,7 @@ def test_a_search_in_vain_is_followed_by_another_one_after_a_pause(
             this.now += 0.05
             this.search.poll(1, -1)
         pauses.append(round(this.now - began, 2))
-        assert this.search.wait(DEADLINE)
+        assert this.search.wait_for_answers(DEADLINE)
         assert this.search.poll(1, -1) == NO_OFFER
     assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.0, 1.0], abs=0.06)
 
@@ -346,10 +346,10 @@ def test_a_search_for_an_outdated_state_is_followed_by_another_one_at_once(
     donor.server.offer(HELD)
     this = Searching(monkeypatch, {3: donor.address})
     this.search.poll(5, -1)
-    assert this.search.wait(DEADLINE)
+    assert this.search.wait_for_answers(DEADLINE)
     donor.server.offer(Message(step=6, lineage=1006, digest=0))
     assert this.search.poll(6, -1) == NO_OFFER
-    assert this.search.wait(DEADLINE)
+    assert this.search.wait_for_answers(DEADLINE)
     assert this.search.poll(6, -1) == Offer((3,), 6, 1006, 0)
 
 
@@ -360,21 +360,21 @@ def test_a_round_ends_the_pause_after_a_search_in_vain(monkeypatch: pytest.Monke
     """
     this = Searching(monkeypatch, {})
     for _ in range(3):
-        this.search.hurry()
+        this.search.end_pause()
         this.search.poll(1, -1)
-        assert this.search.wait(DEADLINE), "it begins at once"
+        assert this.search.wait_for_answers(DEADLINE), "it begins at once"
         assert this.search.poll(1, -1) == NO_OFFER
-    this.search.pause(4.0)
-    this.search.hurry()
+    this.search.restart(4.0)
+    this.search.end_pause()
     this.search.poll(1, -1)
-    assert not this.search.wait(DEADLINE)
+    assert not this.search.wait_for_answers(DEADLINE)
 
 
 def test_a_pause_ends_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """An attempt has failed. No group is asked during the pause."""
     this = Searching(monkeypatch, {})
     this.search.poll(1, -1)
-    this.search.pause(4.0)
+    this.search.restart(4.0)
     for seconds, begins in ((0.0, False), (3.9, False), (0.2, True)):
         this.now += seconds
         this.search.poll(1, -1)

@@ -420,7 +420,7 @@ def test_what_has_come_of_a_state_is_let_go_of_at_once(
         taken.append(weakref.ref(memory))  # a view of the tensor holds it too
         return torch.from_numpy(memory)
 
-    def note_share(share: float) -> None:
+    def report_share(share: float) -> None:
         some.set()
         if how == "cancelled":
             cancelled.set()
@@ -442,7 +442,7 @@ def test_what_has_come_of_a_state_is_let_go_of_at_once(
             600.0,
             cancelled,
             lambda place, error: None,
-            note_share,
+            report_share,
         )
         assert isinstance(
             fetched.exception(DEADLINE), ZeroDivisionError if how == "bug" else TransferError
@@ -609,7 +609,9 @@ def test_a_donor_that_dies_costs_its_slices(
         donor.publish(snapshot)
     proxy = start_proxy(donors[1], {1: 5300}, "gone")
     addresses = [donors[0].address, proxy.address, donors[2].address]
-    fetched = fetch(addresses, TOKEN, 5, "4", 3, DEADLINE, lose=lambda *what: lost.append(what))
+    fetched = fetch(
+        addresses, TOKEN, 5, "4", 3, DEADLINE, report_lost=lambda *what: lost.append(what)
+    )
     check_equal(fetched, snapshot)
     ((place, reason),) = lost
     assert place == 1
@@ -642,7 +644,7 @@ def test_a_donor_that_falls_silent_holds_nothing_up(
         donor.publish(snapshot)
     started = time.monotonic()
     try:
-        check_equal(fetch_from(donors, lose=lambda *what: lost.append(what)), snapshot)
+        check_equal(fetch_from(donors, report_lost=lambda *what: lost.append(what)), snapshot)
         assert held, "nobody was silent"
         assert asked.count(3 * CHUNK) == 2
         assert time.monotonic() - started < state_fetch._STALL_SECONDS / 2
@@ -689,7 +691,7 @@ def test_donors_whose_headers_differ_are_not_mixed(start_donor: Callable[..., Do
             5, snapshot.lineage, json.dumps(other).encode(), torch.zeros_like(snapshot.payload)
         )
     )
-    fetched = fetch_from(donors, lose=lambda *what: lost.append(what))
+    fetched = fetch_from(donors, report_lost=lambda *what: lost.append(what))
     first = 0 if fetched.header == snapshot.header else 1
     assert torch.equal(
         fetched.payload, snapshot.payload if first == 0 else torch.zeros_like(snapshot.payload)
@@ -718,7 +720,7 @@ def test_no_donor_is_lost_when_the_transfer_is_not_wanted(
         donor.publish(make_snapshot(5, 10 * CHUNK))
     cancelled.set()
     with pytest.raises(TransferError, match="cancelled"):
-        fetch_from(donors, cancelled=cancelled, lose=lambda *what: lost.append(what))
+        fetch_from(donors, cancelled=cancelled, report_lost=lambda *what: lost.append(what))
     assert lost == []
 
 
@@ -733,7 +735,7 @@ def test_without_any_donor_left_the_error_names_all(start_donor: Callable[..., D
     with pytest.raises(
         TransferError, match=rf"{donors[0].address}, {donors[1].address}: the donor has no state of"
     ):
-        fetch_from(donors, lose=lambda *what: lost.append(what))
+        fetch_from(donors, report_lost=lambda *what: lost.append(what))
     assert len(lost) == 1, "the second one is the end of the attempt, which has an event of its own"
     with pytest.raises(RefusedError, match="TITAN_FT_TOKEN"):
         fetch([donor.address for donor in donors], "another", 6, "4", 2, DEADLINE)
@@ -768,7 +770,8 @@ def test_parts_that_donors_hold_become_one_state(
     publish_parts(donors, sent, *held)
     shares: list[float] = []
     check_equal(
-        fetch_from(donors, lose=lambda *what: lost.append(what), note_share=shares.append), sent
+        fetch_from(donors, report_lost=lambda *what: lost.append(what), report_share=shares.append),
+        sent,
     )
     wait_until(lambda: sum(donor.given for donor in donors) == sent.payload.numel())
     assert all(donor.given <= end - first for donor, (first, end) in zip(donors, held, strict=True))
@@ -796,7 +799,7 @@ def test_a_donor_that_alone_held_its_part_costs_the_attempt(
     with pytest.raises(
         TransferError, match="the donors that are left do not hold all of it"
     ) as raised:
-        fetch(addresses, TOKEN, 5, "4", 3, DEADLINE, lose=lambda *what: lost.append(what))
+        fetch(addresses, TOKEN, 5, "4", 3, DEADLINE, report_lost=lambda *what: lost.append(what))
     assert time.monotonic() - started < DEADLINE / 2
     assert "ConnectionRefused" in str(raised.value)
     assert {place for place, _ in lost} <= {1}, "its end may be told as that of the attempt"

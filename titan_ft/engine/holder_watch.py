@@ -1,9 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How long a group that heals has seen no holder of the job's state. After a while, older states
-count.
+"""How long a group that heals has met no holder of the job's state.
 
-See docs/heal.md.
+After `decision.ALONE_SECONDS` without a holder, the job goes on from the latest state that is left.
+See docs/heal.md, "When the holders die".
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from titan_ft.protocol.round import Round
 logger = logging.getLogger(__name__)
 
 
-class Lookout:
-    """Measures the time without a holder in sight, by the group's clock.
+class HolderWatch:
+    """Measures the time since the last sign of a holder, by the group's clock.
 
     `Heal` calls it, on the training thread. All ranks of a group call the same methods in the same
-    order.
+    order. A round that breaks is no sign, and stops no clock.
     """
 
     def __init__(self, position: Position, rounds: Rounds, group: GroupCollectives) -> None:
         self._position = position
         self._rounds = rounds
         self._group = group
-        self._alone_since: float | None = None  # None = a holder is in sight
+        # Time of the last sign; None = the last round had a holder.
+        self._alone_since: float | None = None
         self._outsiders: list[int] = []  # slots of groups that lived outside of the last round
 
     def reset(self) -> None:
@@ -38,15 +39,15 @@ class Lookout:
         self._outsiders = []
         self._position.note_alone(0.0)
 
-    def note(self, made: Round) -> None:
-        """Take in a round."""
+    def look_for_holders(self, made: Round) -> None:
+        """Look whether a round had a holder, and update the position's `alone_seconds`."""
         if made.verdict.holders:
             self._alone_since = None
             self._position.note_alone(0.0)
             return
         now = self._group.clock()
-        # A holder inside a long step is in no quorum until the step is made. So the time starts
-        # again as long as a group lives outside of the quorum.
+        # A group inside a long step is in no quorum before its end, and may be a holder. So any
+        # living group outside of the quorum is a sign.
         if self._alone_since is None or any(self._group.gather(self._find_outsiders(made))):
             self._alone_since = now
         self._position.note_alone(now - self._alone_since)
