@@ -1,10 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Jobs as users of torchtitan 0.3 write them: `--module M --config F`, a function that returns a config.
+"""Jobs in the form of torchtitan 0.3: `--module M --config F`, a function that returns a config.
 
-The rest of this package reads the tables of a TOML. So `read_module` returns those tables, and
-`tables_0_3.translate` makes of them the config that F returned. Both configs are compared, field by
-field: whatever the tables cannot hold is refused by its name, and nothing is changed silently.
+The rest of this package reads the tables of a TOML. So `read_module` returns such tables, and
+`tables_0_3.translate` turns them back into the config that F returned. Both configs are compared,
+field by field. A value that the tables cannot hold is refused by its name. Nothing changes
+silently.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _SAME_FIELDS = {
 _OURS = ("training.disable_cuda_graphs", "debug.enable_structured_logging")
 """Fields that keep this package's value, whatever F says: see their reasons in `tables_0_3`."""
 _IGNORED = (*_OURS, "validator.dataloader.infinite", "checkpoint.initial_load_model_only")
-"""Fields that are not compared. A validator of 0.3 sets its `infinite` itself. `translate` leaves the
-last one out where it has no effect, because 0.3 would warn of it."""
+"""Fields that are not compared. A validator of 0.3 sets its `infinite` itself. `translate` leaves
+the last one out where it has no effect, because 0.3 would warn of it."""
 _LONGEST = 120  # letters of a value in a message
 _AC_MODES = {
     SelectiveAC.Config: "selective",
@@ -56,11 +57,11 @@ def read_module(
     Args:
         module: M, such as "llama3".
         function: F, a function of M's config_registry.
-        flags: 0.3's own, such as "--training.steps=10".
+        flags: 0.3's own flags, such as "--training.steps=10".
         spec_of: returns the ModelSpec of a model's flavor.
 
     Raises:
-        ConfigError: there is no such function, or the tables cannot hold what its config says.
+        ConfigError: there is no such function, or the tables cannot hold a value of its config.
         ValueError: 0.3 refuses a value.
     """
     given = f"--module {module} --config {function}"
@@ -135,7 +136,9 @@ def _read_table(table: type, source: Any) -> dict[str, Any]:
 
 
 def _read_loader(table: str, config: Any) -> dict[str, Any]:
-    """Return the data of a table; for a loader of another kind what has its names, and the comparison refuses it."""
+    """Return the data fields of a table. For another kind of loader, the later comparison refuses
+    them.
+    """
     found = {name: getattr(config, name, None) for name in ("dataset", "dataset_path")}
     if isinstance(config, HuggingFaceTextDataLoader.Config):
         found["dataloader"] = _read_table(type(TABLES[table]().dataloader), config)
@@ -169,9 +172,11 @@ def _read_activation_checkpoint(config: Any) -> dict[str, Any]:
 
 
 def _find_difference(name: str, given: Any, made: Any) -> tuple[str, Any, Any] | None:
-    """Return the name of the first field that differs between two configs, and both values; None if none does.
+    """Return the name of the first field that differs between two configs, and both values; None if
+    equal.
 
-    Functions are compared by their names, code, defaults and closures: each call of F makes its own.
+    Functions are compared by their names, code, defaults and closures: each call of F makes new
+    ones.
     """
     if name in _IGNORED or given is made:
         return None
@@ -212,7 +217,9 @@ def _find_difference(name: str, given: Any, made: Any) -> tuple[str, Any, Any] |
 
 
 def _code_of(function: Any) -> tuple[bytes, str]:
-    """Return what identifies a function's code beside its name; the same for all that have no code in Python."""
+    """Return a function's code, which identifies it beside its name; equal for all functions not in
+    Python.
+    """
     code = getattr(function, "__code__", None)
     if code is None:
         return b"", ""

@@ -25,7 +25,7 @@ from titan_ft.config import ConfigError
 
 
 def prepare() -> None:
-    """Make torchtitan importable and runnable on this machine's device; does nothing where there is an accelerator."""
+    """Make torchtitan importable and runnable on a CPU; no effect if there is an accelerator."""
     if not device.on_cpu():
         return
     torch._utils._get_available_device_type = lambda: "cpu"
@@ -60,7 +60,7 @@ def adapt_model(model: torch.nn.Module) -> torch.nn.Module:
     """Let a parallelized model train on this machine's device.
 
     On a CPU, FSDP reduces by a plain sum: Gloo has no pre-multiplied sum for the divide factor that
-    torchtitan sets. Mixtures of experts go the ways that torchtitan has beside its kernels.
+    torchtitan sets. Mixtures of experts use torchtitan's code paths without its kernels.
     """
     if device.on_cpu():
         from torch.distributed.fsdp import FSDPModule
@@ -75,14 +75,15 @@ def adapt_model(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def adapt_attention(model: torch.nn.Module, load_balancer: str | None) -> None:
-    """Let context parallelism work on CPU, whose attention kernel torch's ring attention does not know.
+    """Let context parallelism work on a CPU, whose attention kernel torch's ring attention does not
+    support.
 
-    Each rank gathers the keys and values of the whole sequence. Nothing to do where there is an
+    Each rank gathers the keys and values of the whole sequence. No effect if there is an
     accelerator.
 
     Args:
-        load_balancer: `parallelism.context_parallel_load_balancer`, by which torchtitan deals out
-            the sequence.
+        load_balancer: `parallelism.context_parallel_load_balancer`, by which torchtitan splits the
+            sequence.
 
     Raises:
         ConfigError: the model does not use torchtitan's SDPA module.
@@ -113,9 +114,13 @@ def _attend_gathered(
     enable_gqa: bool = False,
     is_causal: bool = True,
 ) -> DTensor:
-    """Attend as ScaledDotProductAttentionWrapper does, with sequences sharded over the ranks; [batch, head, seq, dim].
+    """Attend as ScaledDotProductAttentionWrapper does, with sequences sharded over the ranks.
 
-    `balanced` says that rank i of n has the pieces i and 2n-1-i of 2n, else it has the i-th of n.
+    Shapes are [batch, head, seq, dim].
+
+    Args:
+        balanced: True if rank i of n holds the pieces i and 2n-1-i of 2n; False for the i-th piece
+            of n.
     """
     mesh = q.device_mesh
     # Each rank's loss depends on all keys and values: the gradients are partial sums.
@@ -147,7 +152,9 @@ def _replace_expert_kernels() -> None:
 
 
 def _histc_of_integers(histc: Any) -> Any:
-    """Count integers too: routers count the tokens of each expert so, which torch does on GPUs only."""
+    """Count integers too: routers count the tokens of each expert so, which torch does on GPUs
+    only.
+    """
 
     def wrapped(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if values.is_floating_point():

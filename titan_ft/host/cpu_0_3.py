@@ -3,8 +3,8 @@
 """torchtitan 0.3's attention on a machine without an accelerator.
 
 Its language models attend by `flex_attention`, which has no backward on a CPU, or by a kernel for
-GPUs. Here they attend by `scaled_dot_product_attention` with the very same mask of documents, so
-that a CPU and a GPU train alike.
+GPUs. Here they attend by `scaled_dot_product_attention` with the same mask of documents, so that a
+CPU and a GPU train the same model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _Transform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def attend_densely() -> None:
-    """Let torchtitan's two kinds of attention use a dense mask, and build the sparse one without a compiler.
+    """Let torchtitan's two kinds of attention use a dense mask, and build the sparse one without a
+    compiler.
 
     models/common/attention.py. Test: host/test_titan_0_3.py.
     """
@@ -59,7 +60,9 @@ def _attend_packed(
     attention_masks: attention.VarlenMetadata,
     **settings: Any,
 ) -> torch.Tensor:
-    """Attend as `VarlenAttention.forward` does: within a document, and within the window before a token."""
+    """Attend as `VarlenAttention.forward` does: within a document, and within the window before a
+    token.
+    """
     batch, length = q_BLNH.shape[:2]
     packed = torch.arange(batch * length, device=q_BLNH.device)
     document = torch.searchsorted(attention_masks.cu_seq_q, packed, right=True).view(batch, length)

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch's writer of Hugging Face's format: a rank that fails must not leave the others in a collective."""
+"""A patch of torch's writer of Hugging Face's format: a failed rank must not leave others in a
+collective.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,22 @@ from typing import Any
 from torch.distributed.checkpoint import _consolidate_hf_safetensors
 
 MERGING = ("_consolidate_safetensors_files", "_write_overall_metadata_file")
-"""What may fail on one rank between torch's collectives when files of Hugging Face's format are merged."""
+"""What may fail on one rank between torch's collectives when files of Hugging Face's format are
+merged.
+"""
 
 
 def merge_together(save: Callable[[], Any]) -> None:
-    """Save in Hugging Face's format; a rank that cannot merge its files still meets the others in torch's collectives.
+    """Save in Hugging Face's format; a rank that cannot merge its files still joins torch's
+    collectives.
 
-    torch/distributed/checkpoint/_consolidate_hf_safetensors.py: each rank merges its own files between two
-    collectives. A rank whose merge raises leaves the other ranks waiting. Tests: training/test_checkpoint.py, and
-    test_contract.py, `test_torch_merges_files_of_hugging_faces_format_between_collectives`.
+    torch/distributed/checkpoint/_consolidate_hf_safetensors.py: each rank merges its own files
+    between two collectives. A rank whose merge raises leaves the other ranks waiting. Tests:
+    training/test_checkpoint.py, and test_contract.py,
+    `test_torch_merges_files_of_hugging_faces_format_between_collectives`.
 
     Raises:
-        Exception: that of the merging.
+        Exception: the error of the merge.
     """
     failures: list[Exception] = []
 

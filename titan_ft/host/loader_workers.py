@@ -1,8 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The worker processes of torchdata's loaders: what a fork of a rank must let go of, and the states that it sends.
+"""The worker processes of torchdata's loaders: the sockets that a fork releases, and the states
+that it sends.
 
-A rank may use `training.dataloader.num_workers` processes for each slot. They are forks of the rank.
+A rank may use `training.dataloader.num_workers` processes for each slot. They are forks of the
+rank.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from titan_ft.system.process import borrowed_socket, own_sockets
 
 
 def prepare_workers(loader: Any) -> None:
-    """Prepare each worker process of `loader` at its start; a loader without workers stays as it is."""
+    """Prepare each worker process of `loader` at its start; a loader without workers stays as it
+    is.
+    """
     if getattr(loader, "num_workers", 0):
         loader.worker_init_fn = functools.partial(prepare_worker, loader.worker_init_fn)
 
@@ -30,9 +34,8 @@ def prepare_workers(loader: Any) -> None:
 def prepare_worker(init: Callable[[int], None] | None, number: int) -> None:
     """Prepare this worker process, then call the loader's own `init`.
 
-    Slurm and Kubernetes send SIGTERM to all processes of a job. A group that leaves in order still reads
-    batches, so its workers ignore the signal.
-    """
+    Slurm and Kubernetes send SIGTERM to all processes of a job. A group that leaves in order still
+    reads batches, so its workers ignore the signal."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _release_connections()
     _copy_states()
@@ -43,18 +46,21 @@ def prepare_worker(init: Callable[[int], None] | None, number: int) -> None:
 def _copy_states() -> None:
     """Send with each batch the state right after that batch.
 
-    torchdata/stateful_dataloader/worker.py: `try_to_serialize` returns the dataset's own objects, and the thread of
-    the worker's queue pickles them while the worker reads on. torchtitan's text dataset changes its list of tokens in
-    place, so a group that went on from such a state had tokens twice. Test: training/test_slot_loaders.py.
+    torchdata/stateful_dataloader/worker.py: `try_to_serialize` returns the dataset's own objects,
+    and the thread of the worker's queue pickles them while the worker reads on. torchtitan's text
+    dataset changes its list of tokens in place, so a group that resumed from such a state trained
+    tokens twice. Test: training/test_slot_loaders.py.
     """
     serialize = worker.try_to_serialize
     worker.try_to_serialize = lambda of: copy.deepcopy(serialize(of))
 
 
 def _release_connections() -> None:
-    """Replace the rank's network sockets in this fork: peers would wait for a connection that nobody uses.
+    """Replace the rank's network sockets in this fork. Otherwise peers would wait for an unused
+    connection.
 
-    A descriptor is replaced and not closed: the next file would get its number while torch still writes to it.
+    A descriptor is replaced and not closed: the next file would get its number while torch still
+    writes to it.
     """
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in _inet_sockets():
@@ -63,7 +69,9 @@ def _release_connections() -> None:
 
 
 def _inet_sockets() -> list[int]:
-    """Return the descriptors of this process's network sockets; none where the system does not list them."""
+    """Return the descriptors of this process's network sockets; none if the system does not list
+    them.
+    """
     found = []
     for descriptor, inode in own_sockets():
         with contextlib.suppress(OSError), borrowed_socket(descriptor, inode) as connection:

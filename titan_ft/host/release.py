@@ -1,10 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The torchtitan that Python finds here: which release it is, and whether this package can train with it.
+"""The release of the torchtitan that Python finds here, and whether this package can train with it.
 
-`python -m` looks in the working folder first. In a checkout of torchtitan that is the checkout. A
-checkout of another version made workers end with ImportErrors, and be started again for half a
-minute.
+`python -m` looks in the working folder first. In a checkout of torchtitan it finds the checkout. A
+checkout of another version made workers end with ImportErrors, and restart for half a minute.
 """
 
 from __future__ import annotations
@@ -35,11 +34,14 @@ _OFFERED = {
         "torchtitan.trainer": ("Trainer",),
     },
 }
-"""Modules, with the names in them, by which a checkout is judged: not by its version, which later commits share."""
+"""Modules, with the names in them, by which a checkout is judged: not by its version, which later
+commits share.
+"""
 
 
 def series() -> str:
-    """Return which kind of torchtitan is installed, "0.2" or "0.3", without an import of it; "0.2" if there is none.
+    """Return the series of the installed torchtitan, "0.2" or "0.3", without importing it; "0.2" if
+    none is.
 
     0.3 has its Trainer in a module of its own.
     """
@@ -49,10 +51,10 @@ def series() -> str:
 
 
 def check_torchtitan() -> None:
-    """Import what is needed first of torchtitan.
+    """Import the parts of torchtitan that are needed first.
 
     Raises:
-        ConfigError: there is none, or one that does not offer what is needed, or torch is too old for it.
+        ConfigError: torchtitan is missing, or lacks these parts, or torch is too old for it.
     """
     if series() == "0.3":
         import torch.distributed  # not above: an agent loads this module, and most need no torch

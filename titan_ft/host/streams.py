@@ -1,13 +1,14 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Patches of Hugging Face `datasets`: a stream whose state is loaded goes on with the very next example.
+"""Patches of Hugging Face `datasets`: a stream whose state is loaded continues with the very next
+example.
 
-`datasets` 4.7.0 changes the order of a stream or loses its position, without an error: when the state is
-of another epoch, when workers share the epoch, with `take` or `skip` beside a shuffle, with a shuffle
-buffer, with formatted tables, with tables that are cut into batches, and with an `async` function. Each
-patch names the upstream code that it replaces. `tests/host/test_streams.py` resumes randomly generated
-pipelines after each example. It also has one test per patch, which fails once upstream has mended the
-defect.
+`datasets` 4.7.0 changes the order of a stream or loses its position, without an error: when the
+state is of another epoch, when workers share the epoch, with `take` or `skip` beside a shuffle,
+with a shuffle buffer, with formatted tables, with tables that are cut into batches, and with an
+`async` function. Each patch names the upstream code that it replaces. `tests/host/test_streams.py`
+resumes randomly generated pipelines after each example. It also has one test per patch, which fails
+once upstream has fixed the defect.
 
 The patches work inside the workers of a data loader too: workers are forks of a patched process.
 """
@@ -53,7 +54,9 @@ def patch() -> None:
 
 
 def is_known(data: Any) -> bool:
-    """Tell whether `data` reads by the library's own classes alone, whose states are tested here."""
+    """Return True if `data` reads by the library's own classes alone, whose states are
+    tested here.
+    """
     if type(data) is IterableDataset:
         return _is_known_step(data._ex_iterable)
     return type(data) is Dataset
@@ -74,20 +77,21 @@ def _is_known_step(step: Any) -> bool:
 def _load_state_and_epoch(self: IterableDataset, state_dict: State) -> None:
     """Load a state together with its epoch; replaces `IterableDataset.load_state_dict`.
 
-    Upstream ignores a state whose epoch is not the stream's own, and reads the epoch from its beginning.
-    torchtitan 0.2.2 (`HuggingFaceTextDataset.load_state_dict`) does not set the epoch. A group that was
-    restarted in the second epoch read other batches than it was to read.
+    If the state's epoch is not the stream's own, upstream ignores the state and reads the epoch
+    from its beginning. torchtitan 0.2.2 (`HuggingFaceTextDataset.load_state_dict`) does not set the
+    epoch. A group that was restarted in the second epoch read wrong batches.
     """
     self.set_epoch(state_dict["epoch"])
     _upstream_load_state_dict(self, state_dict)
 
 
 def _set_own_epoch(self: IterableDataset, epoch: int) -> None:
-    """Set the epoch, in a data loader's worker of this worker alone; replaces `IterableDataset.set_epoch`.
+    """Set the epoch, in a data loader's worker of this worker alone; replaces
+    `IterableDataset.set_epoch`.
 
-    Upstream keeps the epoch in memory that all workers share. torchtitan's dataset adds one to it in
-    each worker that reaches the end of its files: with two workers every second epoch was left out, and
-    which one depended on their pace.
+    Upstream keeps the epoch in memory that all workers share. torchtitan's dataset adds one to it
+    in each worker that reaches the end of its files. With two workers every second epoch was left
+    out, and their pace decided which one.
     """
     if torch.utils.data.get_worker_info() is not None:
         self._epoch = torch.tensor(int(self._epoch))
@@ -95,10 +99,12 @@ def _set_own_epoch(self: IterableDataset, epoch: int) -> None:
 
 
 def _shift_generators(ex_iterable: Any, value: int) -> Any:
-    """Return a copy of the pipeline with its seeds shifted by `value`; replaces `shift_ex_examples_rngs`.
+    """Return a copy of the pipeline with its seeds shifted by `value`; replaces
+    `shift_ex_examples_rngs`.
 
-    Upstream shifts the seeds in place where `take` or `skip` returns itself from `shuffle_data_sources`.
-    Opening a stream then changed it, and an epoch's order depended on how often it had been opened.
+    `take` and `skip` return themselves from `shuffle_data_sources`, and upstream then shifts their
+    seeds in place. Opening a stream changed it, and an epoch's order depended on the number of
+    openings.
     """
     shifted = copy.copy(ex_iterable)
     if hasattr(shifted, "shift_rngs"):
@@ -112,21 +118,22 @@ def _shift_generators(ex_iterable: Any, value: int) -> Any:
 
 # The shuffle buffer
 #
-# Upstream's state has the position in the source but not the examples in the buffer: a stream that was
-# opened again never gave those. They follow from the source and the seed, so the state need not hold
-# them. It holds an *anchor*: a position in the source after which every slot of the buffer was refilled.
-# Reading from the anchor to the present position therefore makes the whole buffer again. With B slots the
-# anchor lies about B (ln B + 2) examples back (coupon collector), and a stream that is opened reads that
-# many examples again.
+# Upstream's state has the position in the source but not the examples in the buffer: a stream that
+# was opened again never gave those. They follow from the source and the seed, so the state need not
+# hold them. It holds an *anchor*: a position in the source after which every slot of the buffer was
+# refilled. Reading from the anchor to the present position therefore makes the whole buffer again.
+# With B slots the anchor lies about B (ln B + 2) examples back (coupon collector), and a stream
+# that is opened reads that many examples again.
 
 
 def _init_shuffle_state(self: Any) -> State:
-    """Return the state at an epoch's start; replaces `BufferShuffledExamplesIterable._init_state_dict`.
+    """Return the state at an epoch's start; replaces
+    `BufferShuffledExamplesIterable._init_state_dict`.
 
     Keys:
         anchor: state of the source at the anchor; None = its beginning, with an empty buffer.
-        at_anchor: examples that had been given in this epoch at the anchor.
-        since_anchor: examples that were given after it.
+        at_anchor: examples of this epoch given before the anchor.
+        since_anchor: examples given after the anchor.
     """
     self._source_start = copy.deepcopy(self.ex_iterable._init_state_dict())
     self._state_dict = {
@@ -156,7 +163,8 @@ def _shuffle(self: Any, open_source: Callable[[], Iterable[Any]]) -> Iterator[An
     state: State = self._state_dict
     start = self._source_start if state["anchor"] is None else state["anchor"]
     self.ex_iterable.load_state_dict(copy.deepcopy(start))
-    # After an anchor, every slot is refilled before an example that was not given yet is read from it.
+    # After an anchor, every slot is refilled before an example that was not given yet is read from
+    # it.
     buffer: list[Any] = [] if state["anchor"] is None else [None] * size
     num_given = state["at_anchor"]  # examples of this epoch, those that are replayed included
     # `num_given` at which the replay ends.
@@ -176,8 +184,8 @@ def _shuffle(self: Any, open_source: Callable[[], Iterable[Any]]) -> Iterator[An
             state["since_anchor"] = num_given - state["at_anchor"]
             yield buffer[slot]
         buffer[slot], refilled_at[slot] = example, num_given
-        # Move the anchor to the latest candidate after which every slot was refilled. Once in `size`
-        # examples: `min` and the state of the source take time.
+        # Move the anchor to the latest candidate after which every slot was refilled. Once in
+        # `size` examples: `min` and the state of the source take time.
         if num_given % size == 0:
             oldest_refill = min(refilled_at)
             while candidates and candidates[0][0] < oldest_refill:
@@ -195,7 +203,9 @@ def _shuffle(self: Any, open_source: Callable[[], Iterable[Any]]) -> Iterator[An
 
 
 def _draw_indices(generator: np.random.Generator, size: int, skip: int) -> Iterator[int]:
-    """Draw the slots that the buffer is emptied from, as upstream does, without the first `skip` ones."""
+    """Draw the slots that the buffer is emptied from, as upstream does, without the first `skip`
+    ones.
+    """
     for _ in range(skip // _DRAW_SIZE):
         generator.integers(0, size, size=_DRAW_SIZE)
     draw = upstream.BufferShuffledExamplesIterable._iter_random_indices
@@ -209,8 +219,8 @@ def _draw_indices(generator: np.random.Generator, size: int, skip: int) -> Itera
 def _format_row_by_row(self: Any, ex_iterable: Any, *args: Any, **kwargs: Any) -> None:
     """Format one row at a time; replaces `FormattedExamplesIterable.__init__`.
 
-    Upstream's state counts whole Arrow tables: a stream that was opened again within a table gave its
-    first rows twice or its last ones never.
+    Upstream's state counts whole Arrow tables. A stream that was reopened within a table repeated
+    its first rows or skipped its last ones.
     """
     if ex_iterable.iter_arrow and not isinstance(
         ex_iterable, upstream.RebatchedArrowExamplesIterable
@@ -222,9 +232,9 @@ def _format_row_by_row(self: Any, ex_iterable: Any, *args: Any, **kwargs: Any) -
 def _rebatch(self: Any) -> Iterator[Any]:
     """Give tables of equal sizes; replaces `RebatchedArrowExamplesIterable._iter_arrow`.
 
-    Upstream counts the chunks of the source since an earlier state. Where a stream is opened in the midst
-    of a chunk, upstream counts this chunk a second time for the first table. A stream that was opened
-    again after that table left a chunk out.
+    Upstream counts the chunks of the source since an earlier state. If a stream is opened in the
+    middle of a chunk, upstream counts this chunk a second time for the first table. A stream that
+    was reopened after that table skipped a chunk.
     """
     state: State | None = self._state_dict
     is_within_chunk = bool(state and state["previous_state"] and state["cropped_chunk_length"])
@@ -241,9 +251,9 @@ def _rebatch(self: Any) -> Iterator[Any]:
 def _map(self: Any) -> Iterator[Any]:
     """Give the results of a function; replaces `MappedExamplesIterable._iter`.
 
-    Upstream counts the results since an earlier state of the source. For an `async` function it goes on
-    counting from the number that it has just skipped. A stream that was opened a second time skipped these
-    results twice.
+    Upstream counts the results since an earlier state of the source. For an `async` function the
+    count goes on from the number of results that were just skipped. A stream that was reopened a
+    second time skipped these results twice.
     """
     state: State | None = self._state_dict
     num_given = 0

@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The TOML of a job on torchtitan 0.3, which reads none: the tables of 0.2, with the fields and defaults of 0.3.
+"""The TOML of a job on torchtitan 0.3, which has none: the tables of 0.2, with the fields and
+defaults of 0.3.
 
-A field of 0.2 that 0.3 has no counterpart for may stand in the TOML with its default, so that one
-file serves both releases. Any other value is refused by its name. `translate` fills 0.3's config.
+A field of 0.2 without a counterpart in 0.3 may have its default in the TOML, so that one file
+serves both releases. Any other value is refused by its name. `translate` fills 0.3's config.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ def _table(
     """Return a table with the fields of one of torchtitan's configs.
 
     Args:
-        own: further fields, or other defaults, as (name, type, default). The default of a list or a table is a
-            function that makes it.
-        without: fields of `source` that are no settings of a TOML.
+        own: further fields, or other defaults, as (name, type, default). The default of a list or a
+            table is a function that makes it.
+        without: fields of `source` that a TOML does not set.
     """
     found: dict[str, tuple[str, Any, Any]] = {}
     hints = {} if source is None else get_type_hints(source)
@@ -249,7 +250,7 @@ def build_schema(
         values: the TOML's tables.
 
     Raises:
-        ConfigError: either names a module or a table that 0.3 has no counterpart for.
+        ConfigError: flags or tables name a module or a table without a counterpart in 0.3.
     """
     module = _find(values, arguments, "job", "custom_config_module")
     if module not in _KNOWN_MODULES:
@@ -272,7 +273,9 @@ def build_schema(
 
 
 def fill_tables(values: Mapping[str, Any]) -> Any:
-    """Return a job of these tables of torchtitan's, which have been checked; none of them is this package's."""
+    """Return a job with these torchtitan tables, which are checked already and exclude this
+    package's tables.
+    """
     tables = [(name, table, field(default_factory=table)) for name, table in TABLES.items()]
     return _fill(make_dataclass("Tables", tables, bases=(_JobConfig,)), values)
 
@@ -321,7 +324,9 @@ def _refuse(job_config: Any) -> None:
 
 
 def _refuse_sequences(job_config: Any) -> None:
-    """Refuse sequences that context parallelism cannot deal out, which torch says only in the first step."""
+    """Refuse sequences that context parallelism cannot split. torch reports this only in the first
+    step.
+    """
     cp = job_config.parallelism.context_parallel_degree
     tables = ("training", "validation") if job_config.validation.enable else ("training",)
     for table in tables:
@@ -393,7 +398,7 @@ def translate(
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _TrainerConfig(Trainer.Config):
-    """0.3's config of a job; what is told of it is told in the tables of its TOML."""
+    """0.3's config of a job; errors name the fields of the TOML's tables."""
 
     job_config: Any = None
 
@@ -406,7 +411,7 @@ class _TrainerConfig(Trainer.Config):
 
 
 def _made_of(kind: Any, table: Any, **others: Any) -> Any:
-    """Return one of 0.3's configs, with the values of a table where it has them."""
+    """Return one of 0.3's configs, with the values of the fields that a table shares with it."""
     names = {each.name for each in fields(kind)} & {each.name for each in fields(table)} - set(
         others
     )

@@ -1,10 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchtitan 0.2.2, as the rest of the package sees it; `titan_ft.host.titan` chooses this module.
+"""torchtitan 0.2.2, as the rest of the package uses it; `titan_ft.host.titan` chooses this module.
 
-The first part re-exports classes and functions as they are. The second part holds what the other release does in
-another way. The third part holds the seams: each function there replaces something inside torchtitan, and its
-docstring gives the file, the reason, and the test that fails once torchtitan no longer needs it.
+The first part re-exports classes and functions unchanged. The second part holds the functions that
+differ between the releases. The third part holds the seams. Each function there replaces something
+inside torchtitan. Its docstring gives the file, the reason, and the test that fails once torchtitan
+no longer needs it.
 """
 
 from __future__ import annotations
@@ -127,7 +128,9 @@ LOADERS = (ParallelAwareDataloader,)
 LOSSES_GO_BACKWARD = False
 """A loss only goes backward when the trainer says so."""
 PIPELINES_SUM_LOSSES = True
-"""A pipeline goes backward from the sum of the losses, and divides only the loss that it reports."""
+"""A pipeline goes backward from the sum of the losses, and divides only the loss that it
+reports.
+"""
 TOKEN_COUNTS = "tokens_per_expert"
 """The buffer in which a mixture of experts counts."""
 TRAINER_FILE = "train.py"
@@ -154,15 +157,18 @@ class HostTrainer(Trainer):
         return self._converters
 
     def refresh_converters(self) -> None:
-        """Let converters compute anew what they keep of the weights.
+        """Let converters recompute their caches of the weights.
 
-        torchtitan calls this hook after each optimizer step: float8 computes the scales of all weights in it.
+        torchtitan calls this hook after each optimizer step: float8 computes the scales of all
+        weights in it.
         """
         self._converters.post_optimizer_hook(self.model_parts)
 
 
 class HostCheckpoints(CheckpointManager):
-    """torchtitan's checkpoint manager, with the keywords `checkpoint_config` and `sd_adapter` in both releases."""
+    """torchtitan's checkpoint manager, with the keywords `checkpoint_config` and `sd_adapter` in
+    both releases.
+    """
 
 
 def model_names() -> set[str]:
@@ -200,7 +206,9 @@ def packages_of_model(name: str) -> list[str]:
 
 
 def file_in_package(package: str, file: str) -> Path | None:
-    """Return a file of one of torchtitan's packages, without an import of the package; None if there is none."""
+    """Return a file of one of torchtitan's packages, without importing the package; None if there
+    is none.
+    """
     for folder in torchtitan.__path__:
         path = Path(folder, *package.split(".")[1:], file)
         if path.is_file():
@@ -216,10 +224,10 @@ def build_schema(
     Args:
         own: a dataclass whose fields are the tables that this package adds.
         arguments: torchtitan's flags.
-        values: the TOML's tables. Either may name `job.custom_config_module`.
+        values: the TOML's tables. Flags and tables may both name `job.custom_config_module`.
 
     Raises:
-        ImportError, AttributeError: of that module.
+        ImportError, AttributeError: that module cannot be imported, or lacks a JobConfig.
     """
     manager = ConfigManager(ConfigManager._merge_configs(JobConfig, own))
     schema = manager._maybe_add_custom_config(list(arguments), dict(values))
@@ -231,9 +239,10 @@ def build_schema(
 def _name_small_module(schema: type, module: str) -> None:
     """Let tyro look for the help of a merged table in a small module, which has none.
 
-    ConfigManager makes these classes with `make_dataclass`, so that they belong to the module `types`. tyro parses
-    the module of each class to find the comments of its fields: 0.05 s of each command's start. Test:
-    test_contract.py, `test_torchtitan_merges_into_a_class_of_another_module`.
+    ConfigManager makes these classes with `make_dataclass`, so they belong to the module `types`.
+    tyro parses the module of each class to find the comments of its fields, which took 0.05 s of
+    each command's start. Test: test_contract.py,
+    `test_torchtitan_merges_into_a_class_of_another_module`.
     """
     schema.__module__ = __package__
     for table in fields(schema):
@@ -247,7 +256,9 @@ def _name_small_module(schema: type, module: str) -> None:
 def read_batches(
     trainer: Trainer, loader: Iterable[Any]
 ) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """Yield a loader's batches as torchtitan does, which counts their tokens as read; here they count once trained."""
+    """Yield a loader's batches as torchtitan does, without counting their tokens: they count once
+    trained.
+    """
     for inputs, labels in trainer.batch_generator(loader):
         trainer.ntokens_seen -= labels.numel()
         trainer.metrics_processor.ntokens_since_last_log -= labels.numel()
@@ -262,10 +273,11 @@ def batches_per_call(trainer: Trainer) -> int:
 def forward_backward(
     trainer: Trainer, batches: Sequence[tuple[dict[str, Any], torch.Tensor]], tokens: int
 ) -> torch.Tensor:
-    """Return the loss of so many batches, which are on the device, over `tokens`; adds to the gradients.
+    """Return the loss of the batches, which are on the device, over `tokens`; adds to the
+    gradients.
 
     Args:
-        batches: as many as `batches_per_call` says.
+        batches: `batches_per_call` batches.
     """
     ((inputs, labels),) = batches
     return trainer.forward_backward_step(
@@ -286,7 +298,9 @@ def attends_by_flex(trainer: Trainer) -> bool:
 
 
 def use_validation_loader(validator: Any, wrap: Callable[[Any], Any]) -> None:
-    """Let a validator read from `wrap(loader)`; a validator of the user's with data of its own stays as it is."""
+    """Let a validator read from `wrap(loader)`; a user's validator with data of its own stays
+    unchanged.
+    """
     loader = getattr(validator, "validation_dataloader", None)
     if loader is not None:
         validator.validation_dataloader = wrap(loader)
@@ -313,7 +327,8 @@ def build_parts(
     """Build the parts of the model that this rank of `num_ranks` would train, on the meta device.
 
     Returns:
-        The group's dimensions, the number of the whole model's parameters, the parts, their optimizers.
+        The group's dimensions, the number of the whole model's parameters, the parts, their
+        optimizers.
     """
     job_config = copy.deepcopy(job_config)
     job_config.activation_checkpoint.mode = "none"
@@ -353,11 +368,11 @@ def build_parts(
 
 
 def register_flavors(model: str) -> None:
-    """Add the flavors that this release lacks for a model of torchtitan's; one that is there already stays."""
+    """Add the flavors of a torchtitan model that this release lacks. An existing flavor stays."""
     if model != "llama3":
         return
-    # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json. torchtitan's class has an output layer where
-    # that model uses its embedding once more.
+    # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json. torchtitan's class has
+    # an output layer where that model uses its embedding once more.
     flavor = TransformerModelArgs(
         dim=2048,
         n_layers=16,
@@ -369,7 +384,8 @@ def register_flavors(model: str) -> None:
         rope_scaling_args=RoPEScalingArgs(scaling_factor=32.0),
     )
     llama3_args.setdefault("1B", flavor)
-    # torchtitan's debug model halved: thirty groups of it train on two cores, with a step of a second.
+    # torchtitan's debug model halved: thirty groups of it train on two cores, with a step of a
+    # second.
     llama3_args.setdefault(
         "debugmodel_half", replace(llama3_args["debugmodel"], dim=128, n_layers=3, n_heads=8)
     )
@@ -379,10 +395,11 @@ def register_flavors(model: str) -> None:
 
 
 def register_spec(name: str, spec: TrainSpec) -> None:
-    """Let `get_train_spec(name)` return `spec`, also where torchtitan or the user has registered that name.
+    """Let `get_train_spec(name)` return `spec`, even if torchtitan or the user has registered that
+    name.
 
-    protocols/train_spec.py: `register_train_spec` refuses a name twice. Its table is read before the built-in
-    models. Test: test_contract.py, `test_torchtitan_train_specs`.
+    protocols/train_spec.py: `register_train_spec` refuses a name twice. Its table is read before
+    the built-in models. Test: test_contract.py, `test_torchtitan_train_specs`.
     """
     _specs._extra_train_specs[name] = spec
 
@@ -390,8 +407,8 @@ def register_spec(name: str, spec: TrainSpec) -> None:
 def _use_checkpoints(manager: type[CheckpointManager]) -> None:
     """Let torchtitan's Trainer build `manager`.
 
-    train.py: `Trainer.__init__` names the class as a module global, and has no hook for another one. Test:
-    test_contract.py, `test_torchtitan_checkpoints`.
+    train.py: `Trainer.__init__` names the class as a module global, without a hook to replace it.
+    Test: test_contract.py, `test_torchtitan_checkpoints`.
     """
     _train.CheckpointManager = manager
 
@@ -399,14 +416,16 @@ def _use_checkpoints(manager: type[CheckpointManager]) -> None:
 def _use_model_converters(build: Callable[..., ModelConvertersContainer]) -> None:
     """Let torchtitan's Trainer build its model converters by `build`.
 
-    train.py: the container is a local variable of `Trainer.__init__`, and a heal must refresh it. Test:
+    train.py: the container is a local variable of `Trainer.__init__`, and a heal must refresh it.
+        Test:
     test_trainer.py, the tests of converters.
     """
     _train.build_model_converters = build
 
 
 def _silence_pipeline_loss_warning() -> None:
-    """Drop torchtitan's warning that most ranks of a pipeline do not know the loss: here all of them do.
+    """Drop torchtitan's warning that most ranks of a pipeline do not know the loss: here all ranks
+    know it.
 
     train.py: `ensure_pp_loss_visible`.
     """
@@ -416,10 +435,10 @@ def _silence_pipeline_loss_warning() -> None:
 def use_curve_loggers(
     tensorboard: Callable[..., BaseLogger], wandb: Callable[..., BaseLogger]
 ) -> None:
-    """Let torchtitan's metrics processors, also a user's own, log by these.
+    """Let torchtitan's metrics processors, also a user's own, log by these loggers.
 
-    components/metrics.py: `_build_metric_logger` names both classes as module globals, and gives them a folder
-    that is named by the minute. Test: training/test_curves.py.
+    components/metrics.py: `_build_metric_logger` names both classes as module globals, and gives
+    them a folder named by the minute. Test: training/test_curves.py.
     """
     _metrics.TensorBoardLogger = tensorboard
     _metrics.WandBLogger = wandb
@@ -428,9 +447,11 @@ def use_curve_loggers(
 def wrap_profilers(
     wrap: Callable[[Callable[..., Any]], Callable[..., AbstractContextManager[Any]]],
 ) -> None:
-    """Let torchtitan's training loop profile by `wrap(f)` in place of `f`, for traces and for memory snapshots.
+    """Let torchtitan's training loop profile by `wrap(f)` in place of `f`, for traces and memory
+    snapshots.
 
-    train.py: imports both functions by name. An OSError inside them ended the group. Test: training/test_curves.py.
+    train.py: imports both functions by name. An OSError inside them ended the group. Test:
+    training/test_curves.py.
     """
     _train.maybe_enable_profiling = wrap(_profiling.maybe_enable_profiling)
     _train.maybe_enable_memory_snapshot = wrap(_profiling.maybe_enable_memory_snapshot)
@@ -439,8 +460,8 @@ def wrap_profilers(
 def take_off_record() -> None:
     """Call torchtitan's `Trainer.train` without torch elastic's `record`.
 
-    train.py: `record` takes a SystemExit(0) of a user's loader for a return from training. A wrapper that the user
-    has put around it stays.
+    train.py: `record` takes a SystemExit(0) of a user's loader for a return from training. A user's
+    own wrapper around `train` stays.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 

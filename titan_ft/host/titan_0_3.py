@@ -1,10 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchtitan 0.3.0, as the rest of the package sees it; `titan_ft.host.titan` chooses this module.
+"""torchtitan 0.3.0, as the rest of the package uses it; `titan_ft.host.titan` chooses this module.
 
-0.3 has no TOML and no `TrainSpec`: a job is a tree of configs, and each config builds its component. Here a job is
-what it is on 0.2. `tables_0_3` reads the TOML and translates it, `TrainSpec` describes a model in the terms of 0.2,
-and `HostTrainer` hands 0.3's Trainer configs that build this package's parts.
+0.3 has no TOML and no `TrainSpec`: a job is a tree of configs, and each config builds its
+component. Here a job has the same form as on 0.2. `tables_0_3` reads the TOML and translates it,
+`TrainSpec` describes a model in the terms of 0.2, and `HostTrainer` gives 0.3's Trainer configs
+that build this package's parts.
 """
 
 from __future__ import annotations
@@ -137,12 +138,12 @@ JobConfig = Any
 
 @dataclass(frozen=True)
 class Arguments:
-    """A flavor of a model, in the terms of 0.2's arguments of a model.
+    """A flavor of a model, in the terms of 0.2's model arguments.
 
     Attributes:
         spec: 0.3's ModelSpec.
-        moe_args: 0.3's config of the experts of a layer; None for a dense model.
-        max_seq_len: up to which positions can be built; a run builds them up to its own sequence length.
+        moe_args: 0.3's config of a layer's experts; None for a dense model.
+        max_seq_len: maximum number of positions; a run builds as many as its own sequence length.
     """
 
     spec: Any
@@ -155,7 +156,9 @@ class Arguments:
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """A model in the terms of 0.2's TrainSpec. Each function takes the arguments that 0.2's function takes."""
+    """A model in the terms of 0.2's TrainSpec. Each function takes the arguments that 0.2's
+    function takes.
+    """
 
     model_args: Mapping[str, Arguments]
     parallelize_fn: Callable[..., torch.nn.Module]
@@ -235,7 +238,9 @@ def model_names() -> set[str]:
 
 
 def read_module(module: str, function: str, flags: Sequence[str]) -> dict[str, Any]:
-    """Return the tables of a TOML that describe the job of `--module M --config F`; see `configs_0_3.read_module`."""
+    """Return the tables of a TOML that describe the job of `--module M --config F`; see
+    `configs_0_3.read_module`.
+    """
     from titan_ft.host import configs_0_3
 
     return configs_0_3.read_module(module, function, flags, _find_spec)
@@ -257,7 +262,9 @@ def packages_of_model(name: str) -> list[str]:
 
 
 def file_in_package(package: str, file: str) -> Path | None:
-    """Return a file of one of torchtitan's packages, without an import of the package; None if there is none."""
+    """Return a file of one of torchtitan's packages, without importing the package; None if there
+    is none.
+    """
     for folder in torchtitan.__path__:
         path = Path(folder, *package.split(".")[1:], file)
         if path.is_file():
@@ -304,8 +311,8 @@ def build_text_dataloader(
         tokenizer=tokenizer,
         seq_len=training.seq_len,
         local_batch_size=size,
-        # The ledger takes the state after each batch. torchtitan asks for one at each checkpoint only, and torchdata
-        # would give the state of then.
+        # The ledger takes the state after each batch. torchtitan asks for one at each checkpoint
+        # only, and torchdata would give the state of then.
         snapshot_every_n_steps=1,
     )
 
@@ -364,7 +371,8 @@ def build_parts(
     """Build the parts of the model that this rank of `num_ranks` would train, on the meta device.
 
     Returns:
-        The group's dimensions, the number of the whole model's parameters, the parts, their optimizers.
+        The group's dimensions, the number of the whole model's parameters, the parts, their
+        optimizers.
     """
     job_config = copy.deepcopy(job_config)
     job_config.activation_checkpoint.mode = "none"
@@ -421,7 +429,9 @@ class HostTrainer(Trainer):
 
 
 class HostCheckpoints(CheckpointManager):
-    """torchtitan's checkpoint manager, with the keywords `checkpoint_config` and `sd_adapter` in both releases."""
+    """torchtitan's checkpoint manager, with the keywords `checkpoint_config` and `sd_adapter` in
+    both releases.
+    """
 
     def __init__(self, *, checkpoint_config: Any, **parts: Any) -> None:
         super().__init__(checkpoint_config, **parts)
@@ -439,7 +449,7 @@ class HostCheckpoints(CheckpointManager):
 
 
 def _to_config(job_config: Any, checkpoints: Callable[..., Any] | None = None) -> Trainer.Config:
-    """Return 0.3's config of a job, whose components are built as its `TrainSpec` builds them."""
+    """Return 0.3's config of a job, which builds the job's components from its `TrainSpec`."""
     spec, model_spec = get_train_spec(job_config.model.name), _model_of(job_config)
 
     def parallelize(
@@ -489,24 +499,29 @@ def _built_by(config: Any, build: Callable[..., Any]) -> Any:
 def read_batches(
     trainer: Trainer, loader: Iterable[Any]
 ) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """Yield a loader's batches as torchtitan does, which counts their tokens as read; here they count once trained."""
+    """Yield a loader's batches as torchtitan does, without counting their tokens: they count once
+    trained.
+    """
     for inputs, labels in trainer.batch_generator(loader):
         trainer.metrics_processor.ntokens_since_last_log -= labels.numel()
         yield inputs, labels
 
 
 def batches_per_call(trainer: Trainer) -> int:
-    """Return how many of a loader's batches one `forward_backward` takes: those of a pipeline are microbatches."""
+    """Return the number of a loader's batches for one `forward_backward`; a pipeline's are
+    microbatches.
+    """
     return int(trainer.num_pipeline_parallel_microbatches)
 
 
 def forward_backward(
     trainer: Trainer, batches: Sequence[tuple[dict[str, Any], torch.Tensor]], tokens: int
 ) -> torch.Tensor:
-    """Return the loss of so many batches, which are on the device, over `tokens`; adds to the gradients.
+    """Return the loss of the batches, which are on the device, over `tokens`; adds to the
+    gradients.
 
     Args:
-        batches: as many as `batches_per_call` says.
+        batches: `batches_per_call` batches.
     """
     # 0.3 counts what goes forward; here tokens count once they are committed.
     seen = trainer.ntokens_seen
@@ -538,7 +553,7 @@ def attends_by_flex(trainer: Trainer) -> bool:
 
 
 def adapt_attention(model: torch.nn.Module, load_balancer: str | None) -> None:
-    """Nothing: context parallelism deals out the mask of attention, with an accelerator or without one."""
+    """No effect: 0.3's context parallelism splits the attention mask on every device."""
 
 
 @dataclass
@@ -553,14 +568,18 @@ class _ValidationLoader:
 
 
 def use_validation_loader(validator: Any, wrap: Callable[[Any], Any]) -> None:
-    """Let a validator read from `wrap(loader)`; a validator of the user's with data of its own stays as it is."""
+    """Let a validator read from `wrap(loader)`; a user's validator with data of its own stays
+    unchanged.
+    """
     config = getattr(validator, "dl_config", None)
     if config is not None:
         validator.dl_config = _ValidationLoader(config, wrap)
 
 
 def validation_batch_size(job_config: Any) -> int:
-    """Return the sequences in a batch of a validation's loader, which is a pipeline's microbatch."""
+    """Return the sequences in a batch of a validation's loader, which is a pipeline's
+    microbatch.
+    """
     parallel = job_config.parallelism
     is_cut = parallel.pipeline_parallel_degree > 1
     return int(
@@ -576,10 +595,10 @@ def validation_batch_size(job_config: Any) -> int:
 def use_curve_loggers(
     tensorboard: Callable[..., BaseLogger], wandb: Callable[..., BaseLogger]
 ) -> None:
-    """Let torchtitan's metrics processors, also a user's own, log by these.
+    """Let torchtitan's metrics processors, also a user's own, log by these loggers.
 
-    components/metrics.py: `_build_metric_logger` names both classes as module globals, and gives them a folder
-    that is named by the minute.
+    components/metrics.py: `_build_metric_logger` names both classes as module globals, and gives
+    them a folder named by the minute.
     """
     _metrics.TensorBoardLogger = tensorboard
     _metrics.WandBLogger = lambda log_dir, config_dict=None, tag=None: wandb(
@@ -607,8 +626,8 @@ def wrap_profilers(
 def take_off_record() -> None:
     """Call torchtitan's `Trainer.train` without torch elastic's `record`.
 
-    trainer.py: `record` takes a SystemExit(0) of a user's loader for a return from training. A wrapper that the user
-    has put around it stays.
+    trainer.py: `record` takes a SystemExit(0) of a user's loader for a return from training. A
+    user's own wrapper around `train` stays.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -620,8 +639,8 @@ def take_off_record() -> None:
 def purge(folders: Queue[Any]) -> None:
     """Remove folders of checkpoints until the queue gives None; for a thread of its own.
 
-    components/checkpointer/base.py: `purge_thread`, which torchtitan starts with `keep_latest_k` only.
-    """
+    components/checkpointer/base.py: `purge_thread`, which torchtitan starts with `keep_latest_k`
+    only."""
     purge_thread(folders, filesystem.rmtree)
 
 
@@ -636,9 +655,10 @@ class _Parsed:
 
 
 def run(trainer: type[Trainer], job_config: Any) -> None:
-    """Train by torchtitan's own main function, with a config that has been read.
+    """Train by torchtitan's own main function, with a config that is read already.
 
-    train.py: `main` builds a `ConfigManager` of its own, and the trainer from what that has parsed.
+    train.py: `main` builds a `ConfigManager` of its own, and the trainer from the config that it
+    parses.
     """
 
     class ParsedConfig:

@@ -4,7 +4,7 @@
 
 A full disk must not end a healthy run. A record that cannot be written waits in memory. It is
 written, in order, as soon as there is room again: at the next record, or when the process calls
-`retry_waiting` in a loop or a thread that it has anyway.
+`retry_waiting` in an existing loop or thread.
 
 See docs/observing.md.
 """
@@ -51,15 +51,17 @@ _MAX_RECORDS_PER_WRITE = 256  # buffers of one `writev`; Linux allows 1024 (IOV_
 _NEWLINE = b"\n"
 """A waiting record that puts back the last newline of a file.
 
-`FileAppender` truncates that newline while records wait (see its `is_json_lines`); it may have been this
-process or an earlier one. No record of JSON is an empty line, so it cannot be mistaken for one.
-"""
+`FileAppender` truncates that newline while records wait (see its `is_json_lines`); it may have been
+this process or an earlier one. No record of JSON is an empty line, so it cannot be mistaken for
+one. """
 
 
 _appenders: WeakSet[Appender] = WeakSet()
 """Every appender of this process; a forked child resets them."""
 _stalled: dict[int, Appender] = {}
-"""Appenders with waiting records, by id. One that nobody else refers to must still write its records."""
+"""Appenders with waiting records, by id. One that nobody else refers to must still write its
+records.
+"""
 _registry_lock = threading.RLock()
 """Guards the two. Reentrant for signal handlers."""
 
@@ -93,14 +95,16 @@ class Appender:
     """Appends whole records in order; safe to share between threads, and with signal handlers.
 
     Args:
-        on_stall: called at most once for a stall, with what is known of it so far.
-        on_end: called when everything that waited is written, also for a stall that was not reported.
-        limit: bytes that may wait.
+        on_stall: called at most once for a stall, with the facts known so far.
+        on_end: called when all waiting records are written, also for an unreported stall.
+        limit: maximum bytes of waiting records.
 
-    Both are called by the thread that writes, with the lock held. They may append to this appender.
+    Both functions are called by the writing thread, with the lock held. They may append to this
+    appender.
 
-    A stall is not reported in the first `QUIET_SECONDS` after the last one ended. If it lasts longer, the
-    next failed write reports it. Otherwise the reports would fill a disk that has room for a line now and then.
+    A stall is not reported in the first `QUIET_SECONDS` after the last one ended. If it lasts
+    longer, the next failed write reports it. Otherwise the reports would fill a disk that has room
+    for a line now and then.
     """
 
     QUIET_SECONDS = 10.0
@@ -117,7 +121,9 @@ class Appender:
         self._num_bytes = 0
         """Size of the records that wait."""
         self._offset = 0
-        """Bytes of the first waiting record that are in the file already: a full disk takes half a line."""
+        """Bytes of the first waiting record that are in the file already: a full disk takes half a
+        line.
+        """
         self._stall: Stall | None = None
         self._last_end = -float("inf")
         """End of the last stall, in seconds of the monotonic clock."""
@@ -182,31 +188,33 @@ class Appender:
             return lost
 
     def _must_drop(self, record: bytes) -> bool:
-        """Return whether memory is full, or a record was dropped before in this stall.
+        """Return True if memory is full, or a record of this stall was dropped before.
 
-        After the first one, all records are dropped until there is room: one gap is easier to report
-        than many.
+        After the first dropped record, all records are dropped until there is room. One gap is
+        easier to report than many.
         """
         assert self._stall is not None
         return bool(self._stall.dropped) or self._num_bytes + len(record) > self._limit
 
     def _write(self, when: float | None = None) -> None:
         """Write all waiting records; if that fails, begin a stall or go on with it."""
-        # In a signal handler that interrupted this thread's own write: the loop of that write writes
-        # the handler's record too.
+        # In a signal handler that interrupted this thread's own write: the loop of that write
+        # writes the handler's record too.
         if self._is_writing:
             return
         self._is_writing = True
         try:
             while self._records:
-                # May open a new file in place of one that was removed, and then drop the only record.
+                # May open a new file in place of one that was removed, and then drop the only
+                # record.
                 descriptor = self._ensure_open()
                 if self._records:
                     self._advance(self._write_some(descriptor))
         except OSError as error:
             if not self._tolerates(error):
-                # Nothing can be written here any more, for instance because the reader is gone: forget
-                # what waits, and end a stall without `on_end`, which says that all is written.
+                # Nothing can be written here any more, for instance because the reader is gone:
+                # forget what waits, and end a stall without `on_end`, which says that all is
+                # written.
                 self._records.clear()
                 self._num_bytes = self._offset = 0
                 self._stall = None
@@ -271,7 +279,9 @@ class Appender:
         """Let go of the file."""
 
     def forget_parent(self) -> None:
-        """In a forked child: drop the waiting records, which the parent writes, and replace the lock."""
+        """In a forked child: drop the waiting records, which the parent writes, and replace the
+        lock.
+        """
         self._reset_lock()
         self._records.clear()
         self._num_bytes = self._offset = 0
@@ -279,13 +289,13 @@ class Appender:
 
 
 class FileAppender(Appender):
-    """Appends to a file, as its only writer; makes it and its folders when the first record is written.
+    """Appends to a file, as its only writer; makes the file and its folders with the first record.
 
     Args:
         path: the file.
-        is_json_lines: whether the records are lines of JSON. While such records wait in memory, the last newline
-            is truncated from the file, which needs no room. If the process is then killed, readers see
-            from the missing newline that events are lost (`is_cut`).
+        is_json_lines: True if the records are lines of JSON. While such records wait in memory, the
+            last newline is truncated from the file, which needs no room. If the process is then
+            killed, the missing newline shows readers that events are lost (`is_cut`).
         on_cut: called when the file is first opened, if an earlier process left it cut.
     """
 
@@ -309,8 +319,8 @@ class FileAppender(Appender):
 
     def _ensure_open(self) -> int:
         if self._file is not None and os.fstat(self._file).st_nlink == 0:
-            # The file was removed, so further writes would be lost: open a new one. Its folder is not
-            # made again, because the user may be deleting the run at this moment.
+            # The file was removed, so further writes would be lost: open a new one. Its folder is
+            # not made again, because the user may be deleting the run at this moment.
             self._release()
         if self._file is None:
             self._file = self._open()
@@ -324,8 +334,8 @@ class FileAppender(Appender):
             self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
         )
         try:
-            # Opened again and empty: a new file in place of one that was removed. After ESTALE it is the
-            # old one, which is not empty.
+            # Opened again and empty: a new file in place of one that was removed. After ESTALE it
+            # is the old one, which is not empty.
             if self._was_open and os.fstat(file).st_size == 0:
                 self._begin_anew()
             elif self._is_json_lines and not self._was_open:
@@ -341,7 +351,9 @@ class FileAppender(Appender):
             os.close(file)
 
     def _begin_anew(self) -> None:
-        """Let a new file begin with a whole record: not with its second half, nor with a removed file's newline."""
+        """Let a new file begin with a whole record, and not with the second half of one or with a
+        lone newline.
+        """
         self._offset = 0
         if self._is_json_lines and self._records and self._records[0] == _NEWLINE:
             self._records.popleft()
@@ -354,7 +366,9 @@ class FileAppender(Appender):
         super()._on_failed_write(error, when)
 
     def _mark_cut(self) -> None:
-        """Let the file end without a newline; see `is_json_lines`. A read-only disk does not allow it."""
+        """Let the file end without a newline; see `is_json_lines`. A read-only disk does not allow
+        it.
+        """
         if not self._is_json_lines or self._file is None:
             return
         if self._offset:  # the file ends with half a record, and so without a newline
@@ -370,10 +384,10 @@ class FileAppender(Appender):
                 self._num_bytes += 1
 
     def _mend(self, file: int) -> None:
-        """End the last line of an earlier process, so that ours is not glued to it.
+        """End the last line of an earlier process, so that ours does not continue it.
 
-        A container that is started again reuses its pids, so a file that is named after a pid may be
-        there already.
+        A restarted container reuses its pids, so a file that is named after a pid may exist
+        already.
         """
         size = os.fstat(file).st_size  # 0 of a new file, and of a device such as /dev/null
         if not size or os.pread(file, 1, size - 1) == b"\n":

@@ -27,14 +27,15 @@ _numbers = count()
 
 
 class CurveFile:
-    """One file of points in a folder, both made with the first point.
+    """One file of points in a folder; file and folder are made with the first point.
 
-    Points that cannot be written wait in memory; see `Appender`. A point is in the file at once: a
-    process that is killed leaves all of them.
+    Points that cannot be written wait in memory; see `Appender`. A point is in the file at once, so
+    a killed process leaves all of its points.
 
     Args:
         folder: its own, or that of earlier files of the same curves.
-        report: called with a line for people when the file cannot be written, and afterwards.
+        report: called with a line for people when the file cannot be written, and when it can
+            again.
     """
 
     def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
@@ -51,8 +52,8 @@ class CurveFile:
 
         Args:
             when: Unix seconds.
-            anew: whether TensorBoard drops all points that were written of this step and of later
-                ones: they are of a state that is lost.
+            anew: True if TensorBoard is to drop all earlier points of this step and of later ones,
+                because they are of a lost state.
         """
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.event_pb2 import SessionLog
@@ -79,11 +80,11 @@ class CurveFile:
         return FileAppender(path, self._report_stall, self._report_end)
 
     def _next_stamp(self) -> int:
-        """Return the seconds with which the name of the next file begins: greater than those of all files before it.
+        """Return the seconds in the name of the next file: greater than those of all earlier files.
 
-        TensorBoard reads the files in the order of their names. Where a clock had gone back, or two
-        attempts began within one second, an earlier attempt was read last, and its start dropped the
-        later one's steps.
+        TensorBoard reads the files in the order of their names. After a clock had gone back, or
+        when two attempts began within one second, an earlier attempt was read last, and its start
+        dropped the later attempt's steps.
         """
         stamps = [
             path.name.removeprefix(FILE_PREFIX).partition(".")[0]

@@ -1,10 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Hand the exception that ends a worker to whoever started it, by torch elastic's error file.
+"""Pass the exception that ends a worker to its supervisor, by torch elastic's error file.
 
-torchrun and the agent name a file in TORCHELASTIC_ERROR_FILE; the format is that of
-`torch.distributed.elastic.multiprocessing.errors.record`, whose own writer knows neither what may go by itself nor more
-than the second. Nothing here imports torch: a mistake in the config is told before that.
+torchrun and the agent name a file in TORCHELASTIC_ERROR_FILE. The format is that of
+`torch.distributed.elastic.multiprocessing.errors.record`. Its own writer does not record which
+errors are transient, and records no fraction of a second. Nothing here imports torch, because a
+mistake in the config is reported before that import.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ _TRANSIENT_CLASSES = {
     # torch.distributed (its store, its network, NCCL)
     "DistError",
 }
-"""By name, so that none is imported. Of aiohttp also those that follow from a base: `_IN_LOADER_WORKER`."""
+"""By name, so that none is imported. Of aiohttp also those that follow from a base:
+`_IN_LOADER_WORKER`.
+"""
 _LASTING_CLASSES = {"SSLCertVerificationError"}
 """A wrong certificate stays wrong, although aiohttp counts it among the errors of a connection."""
 _TRANSIENT_ERRNOS = DISK_ERRNOS | {
@@ -76,9 +79,12 @@ _FILE_ERRORS = (
 )
 """They say what is wrong with a file, whatever was tried before; see `_is_of_a_network`."""
 _NOT_IN_CACHE = "LocalEntryNotFoundError"
-"""A FileNotFoundError of huggingface_hub, which says only that the file is not in the cache either."""
+"""A FileNotFoundError of huggingface_hub, which says only that the file is not in the cache
+either.
+"""
 _IN_LOADER_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process")
-"""A DataLoader makes the error of its worker anew from a text: without errno, cause and, at times, class.
+"""A DataLoader makes the error of its worker anew from a text: without errno, cause and, at times,
+class.
 
 See torch/_utils.py, `ExceptionWrapper.reraise`.
 """
@@ -111,11 +117,15 @@ class WorkerError:
     network: bool = False
     """Whether it may go because a network, a file server or the lighthouse answers again."""
     where: str = ""
-    """File and line that raised it, as `find_where` names them; empty if its traceback does not say."""
+    """File and line that raised it, as `find_where` names them; empty if its traceback does not
+    say.
+    """
 
     @property
     def kind(self) -> str:
-        """What is the same for the same exception in another process: without numbers, addresses, ids."""
+        """What is the same for the same exception in another process: without numbers, addresses,
+        ids.
+        """
         return kind_of(self.text)
 
     @property
@@ -135,11 +145,11 @@ def beside(log: Path) -> Path:
 
 
 def claim_file() -> None:
-    """Let nobody else in this process write the error file.
+    """Let no other code in this process write the error file.
 
-    torchtitan's `Trainer.train` is under torch elastic's `record`, which writes the file for every exception,
-    also for that of a group that leaves in order. On a full disk `record` raises an OSError in its place,
-    and such a group would end as one that failed.
+    torchtitan's `Trainer.train` is under torch elastic's `record`, which writes the file for every
+    exception, also for that of a group that leaves in order. On a full disk `record` raises an
+    OSError in its place, and such a group would end as a failed one.
     """
     path = os.environ.pop(FILE_ENV, "")
     if path:
@@ -147,13 +157,13 @@ def claim_file() -> None:
 
 
 def find_file() -> Path | None:
-    """Return the error file that this process was given, if it was given one."""
+    """Return this process's error file; None if it has none."""
     path = os.environ.get(FILE_ENV) or os.environ.get(_CLAIMED_ENV)
     return Path(path) if path else None
 
 
 def write_error(error: BaseException) -> None:
-    """Write the exception to the file that this process was given, if it was given one."""
+    """Write the exception to this process's error file, if it has one."""
     path = find_file()
     if path is None:
         return
@@ -179,7 +189,9 @@ def read_error(path: Path) -> WorkerError | None:
 
 
 def parse_error(message: object) -> WorkerError | None:
-    """Return the exception in the `message` of an error file, by whomever it was written; None for anything else."""
+    """Return the exception in the `message` of an error file, by any writer; None for other
+    content.
+    """
     match message:
         case {"message": str(text), "extraInfo": dict(more)}:
             when = float(more.get("time") or more.get("timestamp") or 0.0)
@@ -190,10 +202,11 @@ def parse_error(message: object) -> WorkerError | None:
 
 
 def find_where(traceback_text: str) -> str:
-    """Return file and line of a traceback that a person looks at first, such as "mybug.py:15"; empty without any.
+    """Return file and line of the most useful frame of a traceback, such as "mybug.py:15"; empty
+    without one.
 
-    That is the innermost frame of the user's own code; without one the innermost frame of an installed
-    package that is not this one, else the innermost frame of all. Of chained exceptions the last one counts.
+    In order: the innermost frame of the user's own code, of another installed package, of all
+    frames. Of chained exceptions the last one counts.
     """
     last = traceback_text.rpartition(_TRACEBACK)[2]
     frames = [(Path(file), line) for file, line in _FRAME.findall(last) if not file.startswith("<")]
@@ -219,10 +232,11 @@ def find_where(traceback_text: str) -> str:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether the same start may succeed later, without anybody having mended anything.
+    """Return True if the same start may succeed later without a repair.
 
-    So may one that failed for a lighthouse, a peer or a file server that is away, or for a full disk: however often
-    that happens in a row, the remedy is to try again. The engine's own errors say it themselves.
+    Examples are a lighthouse, a peer or a file server that is away, and a full disk. However often
+    they occur in a row, the remedy is to try again. The engine's own errors carry the answer as an
+    attribute.
     """
     restart = getattr(error, "restart", None)
     if restart is not None:  # of a `ReplicaError`
@@ -231,20 +245,20 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_network_error(error: BaseException) -> bool:
-    """Return whether a network, a file server or the lighthouse did not answer.
+    """Return True if a network, a file server or the lighthouse did not answer.
 
-    Other transient errors wait for other groups, who may be in a queue for hours.
+    Other transient errors wait for other groups, which may be in a queue for hours.
     """
     network = getattr(error, "network", None)
     return _is_of_a_network(error) if network is None else bool(network)
 
 
 def _is_of_a_network(error: BaseException) -> bool:
-    """Return whether the error, or a cause of it, is that of a network.
+    """Return True if the error, or a cause of it, is that of a network.
 
-    A library wraps the error of a network in one of its own: `URLError` names it as its reason,
-    huggingface_hub's error is raised from it. An error about a file that a caller raised from it
-    counts as what it says: the file may be missing for good.
+    A library wraps the error of a network in one of its own: `URLError` holds it as its reason, and
+    huggingface_hub's error is raised from it. An error about a file that was raised from a network
+    error counts as an error about a file: the file may be missing for good.
     """
     seen: set[int] = set()
     cause: BaseException | None = error
@@ -263,7 +277,7 @@ def _is_of_a_network(error: BaseException) -> bool:
 
 
 def _says_network(error: BaseException) -> bool:
-    """Return whether errno, HTTP status or text of an error, its class and causes aside, is that of a network."""
+    """Return True if the error's own errno, HTTP status or text is that of a network."""
     if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
         return True
     if _http_status(error) in _TRANSIENT_STATUSES:
@@ -285,7 +299,9 @@ def _says_network(error: BaseException) -> bool:
 
 
 def _http_status(error: BaseException) -> object:
-    """Return the status of an HTTP error, by where urllib, aiohttp, requests and httpx keep it; else None."""
+    """Return the status of an HTTP error of urllib, aiohttp, requests or httpx; None for other
+    errors.
+    """
     if "HTTPError" not in {kind.__name__ for kind in type(error).__mro__}:
         return (
             getattr(error, "status", None)

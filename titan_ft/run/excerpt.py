@@ -8,10 +8,14 @@ import re
 from pathlib import Path
 
 MAX_BYTES = 262_144
-"""Bytes at the end of a log that are read: the traceback of a rank is within them, whatever the log's size."""
+"""Bytes at the end of a log that are read: the traceback of a rank is within them, whatever the
+log's size.
+"""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _RANK = re.compile(r"^\[rank\d+\]:\s?")
-"""torch prints it before each line of an exception, as `[rank0]: Traceback (most recent call last):`."""
+"""torch prints it before each line of an exception, as `[rank0]: Traceback (most recent call
+last):`.
+"""
 _TRACEBACK = "Traceback (most recent call last)"
 _STACK = "Fatal Python error: "
 """Begins what faulthandler writes when a signal ends a process."""
@@ -22,7 +26,9 @@ _FRAME = re.compile(r"^\s|^The above exception|^During handling|^\+|^$")
 
 
 def read_end(log: Path) -> list[str]:
-    """Return the last lines of a log, without colours, ranks, underlines and progress bars; empty without a log."""
+    """Return the last lines of a log, without colours, ranks, underlines and progress bars; empty
+    without a log.
+    """
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)
@@ -43,12 +49,13 @@ def read_end(log: Path) -> list[str]:
 def explain_end(lines: list[str], limit: int) -> list[str]:
     """Return the lines of a log that explain the end of its process.
 
-    They are the last traceback, or the stacks that a fatal signal left. Where there are neither, they are the last
-    lines. A traceback that is longer than `limit` keeps its last lines: the innermost frames and the exception.
+    In order: the last traceback, the stacks that a fatal signal left, the last lines. Of a
+    traceback longer than `limit`, the last lines are returned: the innermost frames and the
+    exception.
 
     Args:
-        lines: of the log, see `read_end`.
-        limit: how many lines are returned at most.
+        lines: lines of the log, see `read_end`.
+        limit: maximum number of returned lines.
     """
     stacks = [number for number, line in enumerate(lines) if line.startswith(_STACK)]
     if stacks:

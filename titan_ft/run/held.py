@@ -3,7 +3,7 @@
 """The lock by which a launch occupies its run folder.
 
 The launcher locks the run's config file for as long as its process lives. A second launch into the
-same folder is refused, and `check`, `report` and `top` see whether the run still goes on.
+same folder is refused, and `check`, `report` and `top` see from the lock whether the run is alive.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where the lighthouse is: at a fixed address, under a name, or wherever a file says that it is.
+"""The address of the lighthouse: fixed, under a name, or announced in a file.
 
-On a cluster the lighthouse may die with its node and be started again on another one. It then announces itself in a
-file of the run's folder, and the file alone decides which of two lighthouses counts.
+On a cluster the lighthouse may die with its node and restart on another node. It then announces
+itself in a file of the run's folder. Of two lighthouses, the file alone decides which one counts.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a lighthouse says of itself in the file.
+    """The lighthouse's entry in the file.
 
     Attributes:
         address: http://host:port.
         job: Slurm's id of its job; empty outside Slurm.
         host: name of its host.
-        id: differs for each process, for one may come back at the address of its predecessor.
+        id: differs for each process, because a new one may have the address of its predecessor.
     """
 
     address: str
@@ -54,7 +54,7 @@ class Announcement:
         return cls(address, environ.get("SLURM_JOB_ID", ""), socket.gethostname())
 
     def write(self, path: Path) -> None:
-        """Announce it: whoever reads the file sees this or what was there before, and nothing in between.
+        """Write the announcement atomically: readers see either this one or the previous one.
 
         Raises:
             OSError: the file cannot be written.
@@ -96,7 +96,8 @@ class Announcement:
         try:
             text = path.read_text()
         except FileNotFoundError:
-            # NFS remembers for up to a minute that a name is not there; to list its folder makes it look again.
+            # NFS remembers for up to a minute that a name is not there; to list its folder makes it
+            # look again.
             with contextlib.suppress(OSError), os.scandir(path.parent) as names:
                 next(names, None)
             return None
@@ -113,12 +114,13 @@ class Announcement:
 
 @dataclass(frozen=True)
 class Place:
-    """One place where the lighthouse is.
+    """One place of the lighthouse.
 
     Attributes:
         url: http://host:port.
-        mark: tells two apart that have the same url: the process that announced itself, or what the name stands for.
-        job: Slurm's id of the lighthouse's job; empty where it is not known.
+        mark: distinguishes two lighthouses with the same url: the id of the process that announced
+            itself, or the addresses that the name stands for.
+        job: Slurm's id of the lighthouse's job; empty if unknown.
     """
 
     url: str
@@ -127,16 +129,16 @@ class Place:
 
 
 class LighthouseAddress:
-    """The lighthouse's address, of which the text is the one in use now.
+    """The lighthouse's address; its text is the address in use now.
 
     Args:
         source: http://host:port, or file:PATH.
         token: the run's shared secret; empty = the lighthouse has no gate.
 
     Attributes:
-        place: the one in use; none as long as the file says nothing.
-        is_file: whether a file says it.
-        may_change: whether `look` can find another place than before.
+        place: the place in use; None until the file has one.
+        is_file: True if the source is a file.
+        may_change: True if `look` can find another place than before.
     """
 
     def __init__(self, source: str, token: str = "") -> None:
@@ -151,7 +153,9 @@ class LighthouseAddress:
         return self.source if self.place is None else self.place.url
 
     def url_for_client(self, url: str) -> str:
-        """Return a url with the secret that the gate asks for, for torchft's client alone: no log may show it."""
+        """Return a url with the secret for the gate, for torchft's client alone: no log may show
+        it.
+        """
         return url.replace("//", f"//{self._secret}@", 1) if self._secret else url
 
     def conceal(self, text: str) -> str:
@@ -159,9 +163,9 @@ class LighthouseAddress:
         return text.replace(self._secret, "...") if self._secret else text
 
     def refuses(self, seconds: float) -> bool:
-        """True if the lighthouse's gate says that this run's secret is wrong, or that it needs one.
+        """True if the lighthouse's gate replies that this run's secret is wrong or missing.
 
-        Only HTTP/1 gets that answer.
+        The gate sends that reply over HTTP/1 only.
         """
         try:
             with open_page(str(self), "/status", self._secret, seconds):
@@ -177,7 +181,7 @@ class LighthouseAddress:
         return authorization(self._secret)
 
     def look(self) -> Place | None:
-        """Return where the lighthouse is now; None if that cannot be told. What is in use stays in use."""
+        """Return where the lighthouse is now; None if unknown. The place in use does not change."""
         if not self.may_change:
             return self.place
         if not self.is_file:
@@ -227,7 +231,9 @@ def build_opener(headers: Mapping[str, str]) -> Any:
 
 
 def answers(address: str, token: str, seconds: float) -> bool:
-    """Return whether a lighthouse answers. The kernel would accept a connection to a stopped process."""
+    """Return whether a lighthouse answers. The kernel would accept a connection to a stopped
+    process.
+    """
     try:
         with open_page(address, "/", lighthouse_secret(token), seconds) as answer:
             answer.read(1)
@@ -245,7 +251,7 @@ def _is_numeric(url: str) -> bool:
 
 
 def _resolve(url: str) -> Iterator[str]:
-    """Yield the numeric addresses that the name in a url stands for; none if nobody knows it now."""
+    """Yield the numeric addresses of the name in a url; none if no resolver knows it now."""
     with contextlib.suppress(OSError):
         for _, _, _, _, address in socket.getaddrinfo(*split_address(url), type=socket.SOCK_STREAM):
             yield str(address[0])

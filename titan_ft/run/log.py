@@ -30,21 +30,24 @@ _WRONG_FIELDS = "must have the fields of {} (see docs/events.md): {}; read an ol
 
 
 ROTATE_BYTES = 64 * 2**20
-"""A file of events that has grown so large is followed by another one, so that none grows without end."""
+"""A file of events that has grown so large is followed by another one, so that none grows without
+end.
+"""
 
 
 class EventLog:
-    """Append events to the files of a process, one after the other; safe to share between threads.
+    """Appends events to the files of a process, one after the other; safe to share between threads.
 
-    After `ROTATE_BYTES` NAME.jsonl is followed by NAME.2.jsonl, and so on. A file that is followed is whole.
+    After `ROTATE_BYTES` NAME.jsonl is followed by NAME.2.jsonl, and so on. A file with a successor
+    is complete.
 
-    A file that cannot be written ends nothing: the events wait in memory, as `Appender` says. The
-    log says so on stderr, once, and once more when they are written. Then it adds an event of its
-    own: `EventsDelayed`, and `EventsDropped` if there were more than the memory may hold.
+    A file that cannot be written ends nothing: the events wait in memory, see `Appender`. The log
+    reports this on stderr once, and again when the events are written. Then it adds an event of its
+    own: `EventsDelayed`, and `EventsDropped` if there were more events than the memory may hold.
 
     Args:
         path: the first file, made with its folders by the first event. None discards all events.
-        replica, rank, attempt: of all events that do not say otherwise; None where they do not apply.
+        replica, rank, attempt: defaults for the headers of events; None if not applicable.
     """
 
     def __init__(
@@ -69,10 +72,10 @@ class EventLog:
         return self._file.stall is not None
 
     def emit(self, event: Event, *, is_stamped: bool = False) -> None:
-        """Write one event, whose header is filled in. After `close` it is discarded.
+        """Write one event, with its header filled in. After `close` the event is discarded.
 
         Args:
-            is_stamped: whether it has been told (`stamp`) when it happened: not now.
+            is_stamped: True if `stamp` has set the event's time already; otherwise the time is now.
         """
         # Without a buffer of our own, what was emitted before a SIGKILL is in the file.
         with self._lock:
@@ -80,7 +83,8 @@ class EventLog:
                 return
             if not is_stamped:
                 stamp(event)
-            # Not in the midst of a write, as `_report_end` appends; and not while events wait for this file.
+            # Not in the midst of a write, as `_report_end` appends; and not while events wait for
+            # this file.
             if self._num_bytes >= ROTATE_BYTES and self._file.stall is None:
                 self._rotate()
             self._append(event)
@@ -96,7 +100,8 @@ class EventLog:
             with open(path, "ab", opener=no_follow):
                 pass
         except OSError:
-            # Where no more files can be made, this one goes on: it can say that events wait for room (`FileAppender`).
+            # Where no more files can be made, this one goes on: it can say that events wait for
+            # room (`FileAppender`).
             return
         self._file.close(0.0)
         self._number, self._num_bytes = self._number + 1, 0
@@ -171,7 +176,9 @@ def stamp(event: Event) -> None:
 
 
 def encode(event: Event) -> bytes:
-    """Return the line of an event. Numbers that are not finite become null, scalars of NumPy or torch numbers."""
+    """Return the line of an event. Non-finite numbers become null; scalars of NumPy or torch become
+    numbers.
+    """
     # With a space behind each colon and comma, as people read it and their tools may search for it.
     try:
         line = _ENCODER.encode(event)
@@ -184,13 +191,13 @@ def encode(event: Event) -> bytes:
 
 
 def decode(line: bytes, *wanted: type[Event]) -> Event | None:
-    """Return the event of a line; None for one that is not wanted, or that this version does not know.
+    """Return the event of a line; None for an event that is not wanted, or unknown to this version.
 
     Args:
-        wanted: classes of events; none wants all.
+        wanted: classes of events; empty for all.
 
     Raises:
-        ValueError: it is no event, or one whose fields are not those of its class; says which.
+        ValueError: the line is no event, or its fields are not those of its class; names the field.
     """
     try:
         head = _HEAD.decode(line)
@@ -217,14 +224,15 @@ def decode(line: bytes, *wanted: type[Event]) -> Event | None:
 
 
 def read_events(folder: Path) -> list[Event]:
-    """Read all `*.jsonl` files of a folder, sorted by time; equal times keep the order of files, then of lines.
+    """Read all `*.jsonl` files of a folder, sorted by time; equal times keep the order of files,
+    then of lines.
 
-    A file's last line is skipped when it was cut by the death of its writer, and so are events that this version does
-    not know. A missing folder has no events.
+    A file's last line is skipped if its writer's death cut it. Events unknown to this version are
+    skipped as well. A missing folder has no events.
 
     Raises:
         OSError: a file, or the folder, cannot be read.
-        ValueError: names the file and line that is no event, and the field that is wrong.
+        ValueError: names the file, the line that is no event, and the wrong field.
     """
     return read_history(folder)[0]
 
@@ -232,13 +240,14 @@ def read_events(folder: Path) -> list[Event]:
 def read_history(
     folder: Path, known: Mapping[str, Place] | None = None
 ) -> tuple[list[Event], list[str]]:
-    """Read events as `read_events` does; return them, and the names of the files that are cut (see `FileAppender`).
+    """Read events as `read_events` does; return them and the names of the cut files (see
+    `FileAppender`).
 
     Args:
-        known: by the names of files, up to where their events are known already and left out.
+        known: for each file name, the place up to which its events are known already and left out.
 
     Raises:
-        OSError, ValueError: as there.
+        OSError, ValueError: see `read_events`.
     """
     events: list[Event] = []
     cut: list[str] = []
@@ -272,7 +281,8 @@ class Place(msgspec.Struct):
 
 
 def stream(path: Path, place: Place) -> Iterator[Event]:
-    """Yield the events of a file from a place on, which moves along; a last line without its newline is left.
+    """Yield the events of a file from `place` on, and advance `place`; a last line without its
+    newline is left.
 
     Raises:
         OSError: the file cannot be read.
@@ -301,7 +311,8 @@ def stream(path: Path, place: Place) -> Iterator[Event]:
 
 
 def event_files(folder: Path) -> list[Path]:
-    """Return the files of events in a folder, by name. Its `glob` would pass over a folder that cannot be read.
+    """Return the event files of a folder, by name. `Path.glob` would return nothing for an
+    unreadable folder.
 
     Raises:
         OSError: the folder cannot be read.
@@ -319,7 +330,7 @@ class _Head(msgspec.Struct):
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON knows of a value that it does not: a number, or its text."""
+    """Return a JSON value for an object that JSON does not know: a number, or its text."""
     # A scalar of NumPy or torch, which this layer does not import.
     if callable(getattr(value, "item", None)):
         return value.item()
@@ -347,9 +358,10 @@ def _decoder(kind: type[Event]) -> msgspec.json.Decoder[Any]:
 def _header(
     kind: type[Event],
 ) -> tuple[tuple[str, ...], tuple[Any, ...], Callable[[Event], tuple[Any, ...]]]:
-    """Return the fields of the header that each line of a class has, what they are where a line has not, and a getter.
+    """Return a class's header fields, their defaults, and a function that gets their values from an
+    event.
 
-    Looked up one by one they would cost more than the decoding of the whole line.
+    Looked up one by one, the fields would cost more time than the decoding of the whole line.
     """
     header = [
         f

@@ -1,11 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Leave a word for another process where a full disk takes no file.
+"""Leave a word for another process on a disk that is full.
 
-Three words decide what is started again: that a group left because it was asked to, that the job is
-over, and that a worker trains. On a full disk the events of a process wait in memory, and are lost
-with it. A mark is a symbolic link with the word as its target. File systems keep a short target in
-the inode, so that the mark needs no block.
+Three words decide about restarts: that a group left on request, that the job is finished, and that
+a worker trains. On a full disk the events of a process wait in memory, and are lost with it. A mark
+is a symbolic link with the word as its target. File systems keep a short target in the inode, so
+the mark needs no block.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ TRAINS = "trains"
 
 
 def leave_mark(path: Path, word: str) -> None:
-    """Leave a word of some twenty characters; it replaces what is there.
+    """Leave a word of about twenty characters; it replaces an existing mark.
 
     Raises:
-        OSError: that is not possible either, on a read-only file system for example.
+        OSError: a link cannot be made either, for example on a read-only file system.
     """
     part = path.with_name(f".{path.name}-{os.getpid()}")
     part.unlink(missing_ok=True)  # of an earlier process of the same pid
@@ -35,7 +35,7 @@ def leave_mark(path: Path, word: str) -> None:
 
 
 def read_mark(path: Path) -> str | None:
-    """Return the word; None where there is none."""
+    """Return the word; None without a mark."""
     try:
         return os.readlink(path)
     except OSError:
@@ -52,14 +52,15 @@ def announce_left(events: EventLog, event: Drained) -> None:
 
 
 def has_left(error_file: Path) -> bool:
-    """Return whether the worker with this error file has left a mark that it leaves."""
+    """Return True if the worker with this error file has left a mark that it leaves."""
     return read_mark(_mark_beside(error_file, LEFT)) == LEFT
 
 
 def mark_training() -> None:
-    """Mark that this worker trains. An end with status 0 is one in order only if the mark is gone by then.
+    """Mark that this worker trains. An exit with status 0 is in order only if the mark is gone by
+    then.
 
-    A loader that calls `os._exit(0)` ended its group in mid-training as one that had finished.
+    A loader that calls `os._exit(0)` ended its group in the middle of training as a finished one.
     """
     error_file = find_file()
     if error_file is not None:
@@ -68,17 +69,18 @@ def mark_training() -> None:
 
 
 def mark_end_in_order() -> None:
-    """Remove the mark that this worker trains, which takes no room on a full disk."""
+    """Remove the mark that this worker trains. The removal needs no room on a full disk."""
     error_file = find_file()
     if error_file is not None:
         remove_training_mark(error_file)
 
 
 def remove_training_mark(error_file: Path) -> bool:
-    """Remove the mark of the worker with this error file; return whether there was one that could be removed.
+    """Remove the mark of the worker with this error file; return True if it existed and could be
+    removed.
 
-    Of a worker that has ended, True says that it did not end in order. A mark that cannot be removed
-    says nothing: on a read-only disk the worker could not remove it either.
+    For a worker that has ended, True means that it did not end in order. A mark that cannot be
+    removed means nothing: on a read-only disk the worker could not remove it either.
     """
     mark = _mark_beside(error_file, TRAINS)
     if read_mark(mark) != TRAINS:

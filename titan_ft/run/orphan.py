@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""End this process when the one that started it is gone."""
+"""End this process when its parent is gone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from types import FrameType
 from titan_ft.run.appender import retry_waiting
 
 PARENT_PID_ENV = "TITAN_FT_PARENT_PID"
-"""Set by the launcher and the agent for what they start. It closes the gap between the start of a process
-and its first look at its parent: a parent that died within it has already been replaced in `os.getppid()`."""
+"""Set by the launcher and the agent for what they start. It closes the gap between the start of a
+process and its first look at its parent: a parent that died within it has already been replaced in
+`os.getppid()`."""
 
 
 def exit_with_parent(
@@ -24,20 +25,23 @@ def exit_with_parent(
     *,
     before_exit: Callable[[], None] | None = None,
 ) -> threading.Thread:
-    """Watch the parent from a daemon thread; once it is gone, call `before_exit` and end this process with status 1.
+    """Watch the parent from a daemon thread; once it is gone, call `before_exit` and exit with
+    status 1.
 
-    The parent is the one named by `TITAN_FT_PARENT_PID`, else the present one. The process ends without clean-up:
-    whoever would collect its result is dead, and its main thread may hang. If it leads a session, as all workers do and
-    all that the launcher starts, it takes along what it started (data loader processes).
+    The parent is the process named by `TITAN_FT_PARENT_PID`, or else the present parent. The
+    process ends without clean-up, because its supervisor is dead and its main thread may hang. If
+    it leads a session, as all workers and all processes of the launcher do, it also ends its own
+    children (data loader processes).
     """
     expected = int(os.environ.get(PARENT_PID_ENV, "0")) or os.getppid()
-    # A worker that is stopped (SIGSTOP) runs no thread: it would keep its GPU for as long as it is. Others ignore it.
+    # A worker that is stopped (SIGSTOP) runs no thread: it would keep its GPU for as long as it is.
+    # Others ignore it.
     _signal_at_parents_end(signal.SIGCONT)
 
     def watch() -> None:
         while os.getppid() == expected:
-            # Here, for it is a thread that every worker has: on a disk that was full, the events of a
-            # worker in a long step would wait for its next one.
+            # Here, for it is a thread that every worker has: on a disk that was full, the events of
+            # a worker in a long step would wait for its next one.
             retry_waiting()
             time.sleep(poll_seconds)
         try:
@@ -55,9 +59,11 @@ def exit_with_parent(
 
 
 def end_with_parent(before_exit: Callable[[], None] = lambda: None) -> None:
-    """As `exit_with_parent`, but without a thread, which a fork of this process would lose; in the main thread only.
+    """Like `exit_with_parent`, but without a thread, which a fork would lose. Call it in the main
+    thread only.
 
-    Linux signals the end of the parent. Elsewhere it is a thread that looks.
+    On Linux, the kernel signals the end of the parent. On other systems a thread watches the
+    parent.
     """
     if sys.platform != "linux":
         exit_with_parent(before_exit=before_exit)
@@ -79,7 +85,9 @@ def end_with_parent(before_exit: Callable[[], None] = lambda: None) -> None:
 
 
 def _signal_at_parents_end(signum: int) -> bool:
-    """Let the system signal this process, not its forks, when its parent ends; False where it cannot."""
+    """Let the kernel signal this process, not its forks, when its parent ends; False if it
+    cannot.
+    """
     if sys.platform != "linux":
         return False
     import ctypes

@@ -27,19 +27,21 @@ _NO_SECRETS = "torchft::manager=warn"
 
 
 def choose_native_log(environ: Mapping[str, str]) -> str:
-    """Return the value of RUST_LOG with which torchft's code may be loaded: the user's, or "warn".
+    """Return the value of RUST_LOG for torchft's code: the user's, or "warn", without torchft's
+    secrets.
 
     torchft's log at its default level costs time in each step. At "info" its client logs the
-    lighthouse's address, in which the run's secret travels.
+    lighthouse's address, which contains the run's secret.
     """
     given = environ.get("RUST_LOG") or "warn"
     return given if _NO_SECRETS in given else f"{given},{_NO_SECRETS}"
 
 
 def replace_unprintable() -> None:
-    """Print a sign in the place of a character that the output's encoding does not have.
+    """Print a substitute for each character that the output's encoding lacks.
 
-    In a Latin-1 or ASCII locale `titan-ft check` ended with a UnicodeEncodeError and the status of "does not hold".
+    In a Latin-1 or ASCII locale `titan-ft check` ended with a UnicodeEncodeError and the status of
+    "does not hold".
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
@@ -47,11 +49,11 @@ def replace_unprintable() -> None:
 
 
 def protect_output() -> None:
-    """Let what this process prints wait in memory while the disk is full; see `Appender`.
+    """Keep this process's output in memory while the disk is full; see `Appender`.
 
-    For processes whose work goes on without their output. A command whose output is its work must
-    fail where it cannot be written. Streams that somebody else has replaced are left alone. After a
-    fork whose outputs are other files, call it once more.
+    For processes whose work does not depend on their output. A command whose work is its output
+    must fail if it cannot print. Streams that other code has replaced are left alone. Call it again
+    after a fork with other output files.
     """
     shared: DescriptorAppender | None = None
     for name in ("stdout", "stderr"):
@@ -93,7 +95,7 @@ def _clock(seconds: float) -> str:
 
 
 def _wrap(stream: Any, raw: io.RawIOBase) -> io.TextIOWrapper:
-    """Return a stream like another one that prints whole lines, each in one piece."""
+    """Return a stream like `stream` that prints each line in one piece."""
     return io.TextIOWrapper(
         raw,  # type: ignore[arg-type]  # as for python -u: there is no buffer below
         encoding=stream.encoding,
@@ -103,7 +105,7 @@ def _wrap(stream: Any, raw: io.RawIOBase) -> io.TextIOWrapper:
 
 
 class _ProtectedFile(io.RawIOBase):
-    """An output of this process that takes all that is written.
+    """An output of this process that accepts every write.
 
     Args:
         appender: writes to the same file as the descriptor.
@@ -133,10 +135,10 @@ class _ProtectedFile(io.RawIOBase):
 
 @contextlib.contextmanager
 def protected_native_output(descriptor: int = 2) -> Iterator[None]:
-    """Let native code print to a pipe, of which a thread writes everything to the former file.
+    """Let native code print to a pipe; a thread copies the pipe to the original file.
 
-    torchft's Rust code panics where it cannot print. A panic in the task of a lighthouse that forms
-    quorums ends them for good, while the process lives on.
+    torchft's Rust code panics if it cannot print. A panic in the quorum task of a lighthouse ends
+    its quorums for good, while the process lives on.
     """
     former = os.dup(descriptor)
     appender = DescriptorAppender(former, limit=WAITING_BYTES)

@@ -39,7 +39,9 @@ class RunPaths:
 
     @property
     def finished(self) -> Path:
-        """Says that the job has made its last step, and which job; see `titan_ft.training.finished`."""
+        """The mark that the job has made its last step, with the job's hash; see
+        `titan_ft.training.finished`.
+        """
         return self.root / "finished.json"
 
     @property
@@ -52,12 +54,12 @@ class RunPaths:
 
     @property
     def chaos_orders(self) -> Path:
-        """What the agents in the workers are told to do to them, one order a line."""
+        """The orders for the agents of chaos in the workers, one a line."""
         return self.root / "chaos" / "orders.jsonl"
 
     @property
     def launch_log(self) -> Path:
-        """Lines of `titan-ft launch` itself, each with its date; a run that is resumed goes on in it."""
+        """Lines of `titan-ft launch` itself, each with its date; a resumed run appends to it."""
         return self.root / "logs" / "launch.log"
 
     @property
@@ -71,7 +73,9 @@ class RunPaths:
 
     @property
     def record_log(self) -> Path:
-        """Output of the processes that reduce the events of a long run; there is none for a short run."""
+        """Output of the processes that reduce the events of a long run; there is none for a short
+        run.
+        """
         return self.root / "logs" / "record.log"
 
     def agent_log(self, replica: int) -> Path:
@@ -98,7 +102,7 @@ class RunPaths:
 
     @staticmethod
     def following(first: Path, number: int) -> Path:
-        """Return the event file of a process that follows others; `number` counts them from 1."""
+        """Return the event file number `number` of a process; `first` is number 1."""
         return first if number == 1 else first.with_name(f"{first.stem}.{number}.jsonl")
 
     @staticmethod
@@ -115,7 +119,9 @@ class RunPaths:
         return self.events_file(f"launcher-{pid}")
 
     def lighthouse_events(self, host: str, pid: int) -> Path:
-        """Event file of a lighthouse. Of several hosts' lighthouses two may have the same process id."""
+        """Event file of a lighthouse. Of several hosts' lighthouses two may have the same process
+        id.
+        """
         return self.events_file(f"lighthouse-{host}-{pid}")
 
     @staticmethod
@@ -124,11 +130,12 @@ class RunPaths:
         attempt: int | Literal["*"] | None = None,
         rank: int | None = None,
     ) -> str:
-        """Return a pattern for the names of the workers' event files: of all, or of one attempt of a group.
+        """Return a pattern for the names of the workers' event files: of all, or of one attempt of
+        a group.
 
         Args:
             attempt: "*" stands for all attempts.
-            rank: of the group; None stands for all of them.
+            rank: rank of the group; None stands for all ranks.
         """
         if replica is None:
             return "replica-*.jsonl"
@@ -136,15 +143,21 @@ class RunPaths:
 
     @staticmethod
     def group_patterns(replica: int) -> tuple[str, ...]:
-        """Return patterns for the names of a group's event files: of its workers, and of its agents."""
+        """Return patterns for the names of a group's event files: of its workers, and of its
+        agents.
+        """
         return f"replica-{replica}-rank-*.jsonl", f"supervisor-{replica}-*.jsonl"
 
     def has_events(self) -> bool:
-        """Return whether some process wrote an event; a launch that is refused leaves an empty file at most."""
+        """Return True if some process wrote an event. A refused launch leaves at most an empty
+        file.
+        """
         return any(path.stat().st_size > 0 for path in self.events.glob("*.jsonl"))
 
     def has_checkpoint(self) -> bool:
-        """Return whether a checkpoint was begun; whether one is whole is for the workers to find out."""
+        """Return whether a checkpoint was begun; whether one is whole is for the workers to find
+        out.
+        """
         return any(self.checkpoint.glob("step-*"))
 
     def next_attempt(self, replica: int) -> int:

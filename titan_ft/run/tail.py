@@ -23,21 +23,21 @@ _CRASH = "Fatal Python error: "
 Its last line is a list of modules, 2,000 characters of which a launch showed as the reason.
 """
 _WHAT = "what(): "
-"""Begins the line in which C++ (libstdc++-v3/libsupc++/vterminate.cc) names the exception that nobody
-caught, just before its SIGABRT."""
+"""Begins the line in which C++ (libstdc++-v3/libsupc++/vterminate.cc) names the exception that
+nobody caught, just before its SIGABRT."""
 
 
 class FileTail:
-    """Read the lines that a file has grown by since the last call.
+    """Reads the lines that were appended to a file since the last call.
 
     Args:
         path: the file, which may not exist yet.
-        offset: bytes of it to leave out.
-        only_grows: whether nobody ever cuts it. Shared storage may then show it as short as it was seconds ago, or with
-            zeros in the place of bytes that have yet to come: they are waited for.
+        offset: bytes at its beginning to skip.
+        only_grows: True if the file is never truncated. Shared storage may then still show an old
+            length, or zeros in the place of new bytes: the reader waits for them.
 
     Attributes:
-        is_cut: whether its writer had more to write than there was at the last call; see `FileAppender`.
+        is_cut: True if its writer had more to write at the last call; see `FileAppender`.
     """
 
     def __init__(self, path: Path, offset: int = 0, *, only_grows: bool = False) -> None:
@@ -73,15 +73,17 @@ class FileTail:
 
 
 class EventTail:
-    """Read the events that were added to the files of a folder since the last call: each line is looked at once.
+    """Reads the events that were added to the files of a folder since the last call: each line is
+    read once.
 
     Args:
-        folder: holds the files, also those that are made later.
-        wanted: classes of events; of others only the name is read. None wants all.
-        pattern: of the names of the files.
-        from_start: whether the first call returns what the files hold already. A launcher wants only what is new: the
-            rest is of an earlier run in the folder, and would be taken for this one's.
-        known: with `from_start`, by the names of files, the bytes at their beginning that are left out.
+        folder: holds the files, also later ones.
+        wanted: classes of events; of other events only the name is read. None wants all.
+        pattern: pattern for the names of the files.
+        from_start: True if the first call returns the existing events. A launcher wants only new
+            ones. The existing events are of an earlier run in the folder, and would be taken for
+            this run's events.
+        known: with `from_start`, for each file name, the bytes at its beginning to skip.
     """
 
     def __init__(
@@ -102,14 +104,16 @@ class EventTail:
 
     @property
     def cut(self) -> set[str]:
-        """Return the names of the files whose writers had more to write at the last call, as on a full disk."""
+        """Return the names of the files whose writers had more to write at the last call, as on a
+        full disk.
+        """
         return {path.name for path, tail in self._tails.items() if tail.is_cut}
 
     def poll(self) -> list[Event]:
         """Return the new events of all files, sorted by time.
 
-        One that is damaged is passed over, for who follows a run must go on whatever is in its files; `titan-ft report`
-        names it.
+        A damaged line is skipped, because a follower of a run must go on whatever its files
+        contain. `titan-ft report` names the line.
         """
         events: list[Event] = []
         try:
@@ -139,10 +143,10 @@ def last_exception(path: Path, offset: int = 0) -> str:
 
 
 def last_error_line(path: Path) -> str:
-    """Return the line of a worker's log that says why it failed.
+    """Return the line of a worker's log that gives the reason of its failure.
 
-    That is the last one that names an exception, else the last that is not empty, else a note that there is none.
-    Of a process that a signal ended, it is the line before faulthandler's stacks.
+    In order: the last line that names an exception, the last non-empty line, a note that there is
+    none. For a process that a signal ended, the line before faulthandler's stacks.
     """
     lines = _last_lines(path)
     if lines is None:
@@ -157,7 +161,9 @@ def last_error_line(path: Path) -> str:
 
 
 def _last_lines(path: Path, offset: int = 0) -> list[str] | None:
-    """Return the last lines of a log after `offset` that are not empty; None if it cannot be read."""
+    """Return the last lines of a log after `offset` that are not empty; None if it cannot be
+    read.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
