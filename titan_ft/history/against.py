@@ -15,7 +15,9 @@ from titan_ft.history.record.trajectory import ROOT
 from titan_ft.run.events import WorkerStarted
 
 ROUNDING = 1e-4
-"""Relative difference, times the step, that the order of additions may make with more than two groups."""
+"""Relative difference, times the step, that the order of additions may make with more than two
+groups.
+"""
 MOST_ROUNDING = 0.05
 WINDOW = 0.1
 """Share of the common tokens that the last window has."""
@@ -29,12 +31,19 @@ LEAST_DIFFERENCE = 0.02
 def check_against(record: RunRecord, reference: RunRecord, found: Judgement) -> None:
     """Check that a run follows the loss curve of a reference without failures.
 
-    Two rules. (1) While all groups took part in both runs, from step 1 on, step by step: loss, gradient norm, LR and
-    tokens are equal bit for bit with up to two groups; with more a ring adds in another order, and `ROUNDING` x step
-    (relative, `MOST_ROUNDING` at most) is allowed for loss and gradient norm. (2) Behind that, at equal tokens: let T
-    be the smaller total of both. The mean loss of the steps between 0.9 T and T may be above the reference's by no
-    more than 3 standard errors of the difference (of the reference's own scatter between steps) or 2 %, whichever is
-    more. A lower loss is no offence but a note: at equal tokens a run with smaller batches has made more steps.
+    There are two rules.
+
+    1. From step 1 on, while all groups took part in both runs, the steps are compared one by one.
+    With up to
+       two groups, loss, gradient norm, LR and tokens must be equal bit for bit. With more groups a
+       ring adds in another order: `ROUNDING` x step (relative, `MOST_ROUNDING` at most) is allowed
+       for loss and gradient norm.
+    2. After that, the runs are compared at equal tokens. Let T be the smaller total of both. The
+    mean loss of
+       the steps between 0.9 T and T may be above the reference's by at most the larger of two
+       bounds: 3 standard errors of the difference (by the reference's own scatter between steps),
+       and 2 %. A lower loss is a note and no offence: at equal tokens a run with smaller batches
+       has made more steps.
     """
     ours, theirs = record.curve, reference.curve
     if not ours or not theirs:

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Judge a run by its history: its outcome, and whether each promise holds.
 
-As in Jepsen, a history goes in, and independent checkers judge it. Each gives a verdict for one
-promise: "holds", "does not hold" or "unknown". The worst verdict counts for the run.
+As in Jepsen, independent checkers judge a recorded history. Each gives a verdict for one promise:
+"holds", "does not hold" or "unknown". The worst verdict counts for the run.
 
-Nothing holds that was not verified. A checker that crashes gives "unknown". If the history is empty,
-damaged or cut, every promise without an offence is "unknown".
+Nothing unverified holds. A checker that crashes gives "unknown". If the history is empty, damaged
+or cut, every promise without an offence is "unknown".
 
 `titan-ft check` and `report` call `check`. See docs/observing.md, "The history".
 """
@@ -258,7 +258,9 @@ _CHECKERS: tuple[tuple[int, str, Checker], ...] = (
 
 
 def check_table(verdicts: Verdicts) -> Group:
-    """Return the verdicts for the terminal: the outcome, the verdict, and a row for each promise."""
+    """Return the verdicts for the terminal: the outcome, the verdict, and a row for each
+    promise.
+    """
     from rich.console import Group
     from rich.text import Text
 

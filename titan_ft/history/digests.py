@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Compare hashes of what the groups hold: the one comparison of digests, for checks, summaries and benchmarks."""
+"""Compare hashes across groups: the one comparison of digests, for checks, summaries and
+benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ DigestVerdict = Literal["equal", "differ", "unknown"]
 
 @dataclass(frozen=True)
 class DigestComparison(Generic[K]):
-    """Digests by what they are of, such as (state, rank): equal keys must have equal digests in all groups.
+    """Digests by key, such as (state, rank): equal keys must have equal digests in all groups.
 
     Attributes:
-        groups: for each key the groups that have a digest of it.
-        compared: keys of which more than one group has a digest.
-        differing: those of them whose digests are not all the same.
-        num_equal: other keys that are known to have equal digests.
+        groups: for each key, the groups that have a digest.
+        compared: keys with digests of more than one group.
+        differing: compared keys whose digests are not all equal.
+        num_equal: other keys, known to have equal digests.
     """
 
     groups: dict[K, set[int]]
@@ -46,8 +48,8 @@ def compare_digests(
     """Compare digests across groups.
 
     Args:
-        digests: what each is of, its group, and its value; one without a value is left out.
-        num_equal: keys that were compared before, and found to have equal digests.
+        digests: key, group and value of each digest; those with a value of None are left out.
+        num_equal: keys that were compared before, with equal digests.
     """
     groups: dict[K, set[int]] = defaultdict(set)
     values: dict[K, set[str]] = defaultdict(set)

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The judgement of one promise: verdict, offences, reasons for "unknown", notes.
 
-Each checker of `titan_ft.history.checks` gets a `Judgement` from `titan_ft.history.check` and fills it.
-"""
+Each checker of `titan_ft.history.checks` gets a `Judgement` from `titan_ft.history.check` and fills
+it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def merge(verdicts: Iterable[Verdict]) -> Verdict:
 
 @dataclass(frozen=True)
 class Offence:
-    """A breach of a promise, with the place of the event that shows it, if there is one."""
+    """A breach of a promise, and the place of the event that shows it, if known."""
 
     text: str
     time: float | None = None

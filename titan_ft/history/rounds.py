@@ -1,10 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The rounds of a run with a semi-synchronous method: the local steps of each group, and their fate.
+"""The rounds of a run with a semi-synchronous method: the local steps of each group, and their
+fate.
 
-`find_rounds` counts the steps for the report. `find_partial` finds, for the audit of the batches, the
-work that is in the updates of some fragments only. See docs/semi_sync.md.
-"""
+`find_rounds` counts the steps for the report. `find_partial` finds, for the audit of the batches,
+the work that is in the updates of some fragments only. See docs/semi_sync.md."""
 
 from __future__ import annotations
 
@@ -163,8 +163,9 @@ class _WeightsSpan:
         unit: by the config of the process.
         begun: Unix seconds.
         rounds: the rounds to which the group contributed.
-        end: the last round that has the group's change, also if the change was of former rounds only.
-        is_over: whether the group has lost these weights.
+        end: the last round that has the group's change, also if the change was of former rounds
+            only.
+        is_over: True if the group has lost these weights.
     """
 
     unit: Unit

@@ -131,12 +131,18 @@ class RunSummary:
     transfers: list[Transfer] = field(default_factory=list)
     """All transfers of state that were served."""
     losses: list[tuple[int, float | None]] = field(default_factory=list)
-    """(step, loss) of the first, the last and the quartile steps; None for a loss that was not finite."""
+    """(step, loss) of the first, the last and the quartile steps; None for a loss that was not
+    finite.
+    """
     final_digests: DigestVerdict = "unknown"
-    """Whether ranks of the same index ended with the same state in all groups that finished, or left at the end."""
+    """Whether ranks of the same index ended with the same state in all groups that finished, or
+    left at the end.
+    """
     finished_replicas: list[int] = field(default_factory=list)
     step_digests: DigestVerdict = "unknown"
-    """Whether those that made the same state held the same bytes of it, wherever they took a digest."""
+    """Whether those that made the same state held the same bytes of it, wherever they took a
+    digest.
+    """
     num_step_digests: int = 0
     """Pairs of a state and a rank that were compared."""
     differing_steps: list[int] = field(default_factory=list)
@@ -219,7 +225,9 @@ def summarize(record: RunRecord) -> RunSummary:
 
 
 def find_transfers(record: RunRecord) -> list[Transfer]:
-    """Return the transfers of state from donors, the ranks of a group together, in order of time."""
+    """Return the transfers of state from donors, the ranks of a group together, in order of
+    time.
+    """
     ranks: dict[tuple[int, int, int], list[StateServed]] = defaultdict(list)
     for event in record.of(StateServed):
         ranks[event.replica, event.joiner, event.step].append(event)
@@ -239,7 +247,9 @@ def find_transfers(record: RunRecord) -> list[Transfer]:
 
 
 def _recomputed(commit: StepCommitted) -> int:
-    """Return the forward passes of a step beyond one per batch; 0 for a group without weight, whose batch waits."""
+    """Return the repeated forward passes of a step; 0 for a group without weight, whose batch
+    waits.
+    """
     if commit.data is None or not commit.contributed:
         return 0
     return max(0, commit.forward_passes - sum(data.num_batches for data in commit.readings()))
@@ -255,7 +265,9 @@ def _losses(record: RunRecord) -> list[tuple[int, float | None]]:
 
 
 def _last_to_leave(record: RunRecord) -> list[Drained]:
-    """Return the groups that left together at the end of a run that was ended before its training."""
+    """Return the groups that left together at the end of a run that was stopped before its last
+    step.
+    """
     left = [event for event in record.of(Drained) if event.digest]
     last = max(left, key=lambda event: event.step, default=None)
     return [event for event in left if last is not None and event.lineage == last.lineage]

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Show tables on a terminal, each column wrapped to the width that there is, and whole lines everywhere else."""
+"""Print tables: on a terminal with wrapped columns, elsewhere as whole lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ _UNLIMITED = 100_000
 
 
 def grid(rows: Iterable[Sequence[str | Text]]) -> Table:
-    """Return rows of text, plain or in colours, as aligned columns; only the last column may be wrapped."""
+    """Return rows of text, plain or in colours, as aligned columns; only the last column may be
+    wrapped.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -48,7 +50,7 @@ def coloured(text: str, colour: Colour) -> Text:
 
 
 def headline(outcome: Outcome, colour: Colour) -> list[Text]:
-    """Return the lines that say what became of a run: its headline, then the logs of what failed last."""
+    """Return the first lines about a run: its outcome, then the logs of its last failures."""
     from rich.text import Text
 
     head = coloured(f"{_MARKS[colour]} {outcome.headline}", colour)
@@ -68,7 +70,7 @@ def headline(outcome: Outcome, colour: Colour) -> list[Text]:
 
 
 def text_of(shown: RenderableType) -> str:
-    """Return what is shown where there is no terminal: lines as long as they are, without blanks at their ends."""
+    """Return the text without a terminal: lines of any length, without trailing blanks."""
     from rich.console import Console
 
     console = Console(

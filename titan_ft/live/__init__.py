@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Watch a run that goes on: its status, and what shows it (terminal, titan-ft top, Prometheus)."""
+"""Watch a live run: its status, and its views (terminal, titan-ft top, Prometheus)."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Serve one group's figures to Prometheus, where no launcher sees all groups: on a cluster.
+"""Serve one group's figures to Prometheus, if no launcher sees all groups: on a cluster.
 
 A process beside the group's agent: `python -m titan_ft.live.group_metrics PLACE RUN_DIR GROUP`. The
 agent has no threads, because it forks.
@@ -26,18 +26,18 @@ POLL_SECONDS = 1.0
 
 
 class GroupMetrics:
-    """Follow one group's events and serve their figures, from a thread of the server's own.
+    """Follows one group's events and serves their figures, from a thread of the server's own.
 
-    What the group's own processes announce is counted from now on; what they have announced before
-    is not. All metrics are there, by the same names as a launcher's: those of the whole job as this
-    group sees them, those of groups for this one, and the state of groups that this one has
+    New events of the group's own processes are counted; earlier ones are not. The metrics have the
+    same names as a launcher's: metrics of the whole job are as this group sees them, those of
+    groups are of this group, and states of other groups are shown for those that this group has
     reported as lost.
 
     Args:
         place: PORT or HOST:PORT.
 
     Raises:
-        ConfigError: nothing can listen there.
+        ConfigError: the place cannot be listened at.
     """
 
     def __init__(self, place: str, paths: RunPaths, replica: int) -> None:

@@ -41,7 +41,8 @@ COLORS = {
 }
 SHOWN = {JOINED: "waiting", HEALING: "recovering", DRAINING: "leaving", DRAINED: "left"}
 """States by the words of a run's page; the others have the same word."""
-# Heading, and how much it matters: the least important columns go first where the width does not do for all.
+# Heading, and how much it matters: the least important columns go first where the width does not do
+# for all.
 _COLUMNS = {
     "group": 11,
     "state": 10,
@@ -149,7 +150,7 @@ def shown_state(group: GroupStatus) -> str:
 
 
 def _waits_for(group: GroupStatus) -> str:
-    """Return which group it waited for in its last step, or waits for now."""
+    """Return the group that a group waited for in its last step, or waits for now."""
     if group.waited is None or group.state not in (JOINED, TRAINING, DRAINING):
         return "-"
     waited = group.waited
@@ -158,7 +159,9 @@ def _waits_for(group: GroupStatus) -> str:
 
 
 def _fitting(cells: Sequence[dict[str, str]], width: int) -> dict[str, int]:
-    """Return the columns that fit, in order, with the width that each needs; the flexible one is content with less."""
+    """Return the columns that fit, in order, with their widths; the flexible one may be narrower
+    than its text.
+    """
     needed = {name: max([len(name), *(len(row[name]) for row in cells)]) for name in _COLUMNS}
     needed[_FLEXIBLE] = min(needed[_FLEXIBLE], MIN_FLEXIBLE)
     # A column in which no group has anything would only take room.
@@ -174,7 +177,9 @@ def _fitting(cells: Sequence[dict[str, str]], width: int) -> dict[str, int]:
 
 
 def _ratios(groups: Groups) -> dict[int, float]:
-    """Return each training group's own seconds of its last step / median of the others', as the straggler's are."""
+    """Return each training group's own seconds of its last step / median of the others', as for
+    stragglers.
+    """
     own = {
         r: g.own_seconds
         for r, g in groups.items()

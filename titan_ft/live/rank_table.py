@@ -18,13 +18,13 @@ GAP = 2
 
 
 def rank_lines(groups: Iterable[GroupFold], unit: Unit, now: float, max_rows: int) -> list[Text]:
-    """Return the table of ranks as lines; of too many those that are behind or silent come first.
+    """Return the table of ranks as lines; if there are too many, late and silent ranks come first.
 
     Args:
-        groups: those whose ranks are shown.
+        groups: the groups whose ranks are shown.
         unit: converts updates to torchtitan's steps.
         now: Unix seconds.
-        max_rows: lines at most, with the head; fewer than two leave the table out.
+        max_rows: maximum number of lines, with the head; fewer than two leave the table out.
     """
     from rich.text import Text
 

@@ -40,7 +40,9 @@ def shape(groups: int, ranks: int = 0) -> str:
 
 
 def _line_of_launch(event: ev.Event) -> str | None:
-    """Return the line of an event that the launcher prints by itself, which `observe` must not return."""
+    """Return the line of an event that the launcher prints by itself, which `observe` must not
+    return.
+    """
     match event:
         case ev.LaunchStarted():
             launched = f"launched: {shape(event.replicas, event.ranks_per_replica)}"
@@ -157,7 +159,9 @@ class RunStatus:
 
     @property
     def end(self) -> str:
-        """Why the run is over; empty while it goes on. Without a launcher it ends with its groups."""
+        """Why the run is over; empty while it goes on. Without a launcher it ends with its
+        groups.
+        """
         if self.fold.launch_end is not None:
             return self.fold.launch_end.reason or "the launcher ended"
         is_over = self.fold.ended and not self.fold.launched
@@ -243,7 +247,9 @@ class RunStatus:
         return now - self.fold.last_event > max(SILENT_SECONDS, 2 * self.usual_seconds)
 
     def tokens_per_second(self, now: float) -> float | None:
-        """Return the rate over the last steps. It falls while no step comes. None before the second step."""
+        """Return the rate over the last steps. It falls while no step comes. None before the second
+        step.
+        """
         recent, seconds = self._recent(now)
         return sum(tokens for _, tokens in recent[1:]) / seconds if seconds else None
 
@@ -283,7 +289,9 @@ class RunStatus:
         return "  ".join(parts)
 
     def _recent(self, now: float) -> tuple[list[tuple[float, int]], float]:
-        """Return times and tokens of the last steps, and the seconds that they took; 0 without a rate."""
+        """Return times and tokens of the last steps, and the seconds that they took; 0 without a
+        rate.
+        """
         last = self._tokens[-1][0] if self._tokens else 0.0
         recent = [each for each in self._tokens if each[0] >= last - RATE_SECONDS]
         recent = max(recent, list(self._tokens)[-RATE_STEPS:], key=len)

@@ -1,17 +1,16 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Judge whether data that were opened again went on where they had ended.
+"""Judge whether reopened data went on where they had ended.
 
-The numbers of batches come from the ledger, and are right whatever a data loader gives. So a run of
-which no number is lost or repeated may still have lost data: a loader may give other batches when it is
-opened at a saved state. Two events speak of that. `loader_checked` compares a copy of the loader with
-one that was never closed, at the job's start. `data_opened` compares the first batch of each opening
-with the one that was read there before, where there was one.
+The numbers of batches come from the ledger, and are correct whatever a data loader gives. So a run
+without lost or repeated numbers may still have lost data: a loader may give other batches when it
+is opened at a saved state. Two events show that. `loader_checked` compares a copy of the loader
+with one that was never closed, at the job's start. `data_opened` compares the first batch of each
+opening with an earlier reading of the same batch, if there was one.
 
-Both compare some batches. A loader may give these and lose its place later, for example where it
-shuffles its next epoch without the generator in its state. So they prove an opening only of a loader
-that is *transparent*, see `LoaderChecked`.
-"""
+Both compare some batches. A loader may give these and lose its place later, for example if it
+shuffles its next epoch without the generator in its state. So they prove an opening only for a
+loader that is *transparent*, see `LoaderChecked`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Compare the batches that a run trained with those of a reader that was never interrupted.
+"""Compare a run's trained batches with those of an uninterrupted reader.
 
-`collect` lists what the events say of each shard. `compare` takes the batches of a shard, read from its
-beginning without a break, and finds what differs. Reading itself is in `titan_ft.training.checkpoint.reread`.
+`collect` lists what the events say of each shard. `compare` takes the batches of a shard, read from
+its beginning without a break, and finds differences. `titan_ft.training.checkpoint.reread` does the
+reading.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ Settings = tuple[str, int, int]
 
 @dataclass(frozen=True, order=True)
 class Shard:
-    """A part of the data that one data rank reads; a resume may make it a part of another slot.
+    """The part of the data that one data rank reads; a resume may make it a part of another slot.
 
     Attributes:
-        span: how often the data had begun anew or been changed before, because a resume asked for that.
-        number: of the part in the whole job.
+        span: number of earlier resets or changes of the data, which a resume asked for.
+        number: number of the part in the whole job.
         of: parts of the whole job.
     """
 
@@ -178,7 +179,8 @@ def compare(
     """Compare a shard with its batches, read in order from the first one; adds to `result`.
 
     Args:
-        extend: returns the checksum (hex) of a batch behind others with the given one.
+        extend: returns the checksum (hex) of a series of batches, by the checksum before its last
+            batch.
     """
     waiting = sorted(trained, reverse=True)
     open_: list[tuple[TrainedBatches, str]] = []
@@ -209,7 +211,8 @@ def compare(
         open_ = still_open
     result.num_shards += 1
     if any(each.first_batch == 0 for each in wrong):
-        # No slot was opened again before its first batch: the reference is wrong, and proves nothing.
+        # No slot was opened again before its first batch: the reference is wrong, and proves
+        # nothing.
         result.unknown.append(
             f"shard {shard.number} of {shard.of}: the data, read again, differ from the very first batch on: they have "
             "changed since, or are in another order each time they are opened"

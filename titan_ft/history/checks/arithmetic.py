@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Promise 1, as far as one history can prove it: groups report equal figures of equal states.
 
-`titan_ft.history.against` compares with a run without failures, which alone proves the promise.
+Only a comparison with a run without failures proves the promise (`titan_ft.history.against`).
 """
 
 from __future__ import annotations

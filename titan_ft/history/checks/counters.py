@@ -24,7 +24,9 @@ from titan_ft.run.events import (
 
 
 def check_counters(record: RunRecord, found: Judgement) -> None:
-    """Check steps, learning rates, tokens, checkpoints and `min_replica_size` against the commits."""
+    """Check steps, learning rates, tokens, checkpoints and `min_replica_size` against the
+    commits.
+    """
     unit = record.unit
     _check_steps(record, found)
     num_compared = _check_rates(record, found)
@@ -41,7 +43,7 @@ def check_counters(record: RunRecord, found: Judgement) -> None:
 
 
 def _check_steps(record: RunRecord, found: Judgement) -> None:
-    """Object to a state whose step is not the one after that of its parent."""
+    """Object to a state whose step does not follow its parent's step."""
     noun = record.unit.noun
     for state in record.states.values():
         before: int | None = None
@@ -62,8 +64,8 @@ def _check_steps(record: RunRecord, found: Judgement) -> None:
 def _check_rates(record: RunRecord, found: Judgement) -> int:
     """Check that equal steps with an equal config and share of the batch have an equal LR.
 
-    If a failed exchange advanced the schedule, the repetition of the step has another LR, and so have
-    the groups that did not see the exchange fail.
+    If a failed exchange advanced the schedule, the repetition of the step has another LR, and so
+    have the groups that did not see the exchange fail.
 
     Returns:
         The number of commits that were compared with another one.

@@ -130,8 +130,8 @@ def _check_order(process: ProcessHistory, record: RunRecord, found: Judgement) -
 def _find_short_rounds(process: ProcessHistory, record: RunRecord) -> Iterator[str]:
     """Yield the rounds for which a process made too few steps although it held the state before.
 
-    A group that healed joins in the midst of a round, and makes fewer steps in order. A group that
-    reaches a round when the others are at its end skips the round: that is worth a note.
+    A healed group joins in the middle of a round, and makes fewer steps in order. A group that
+    reaches a round when the others are at its end skips the round; that is a note.
     """
     held_state = False
     unit = record.unit

@@ -1,9 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One attempt of a group by its events: when it began, when each rank was heard last, how it ended.
+"""One attempt of a group by its events: its begin, the last sign of each rank, its end.
 
-Each fact has one source: rank 0 for what the group does, the agent for its end and its restart, and whoever
-injects a fault for its moment (an agent notes a death only afterwards).
+Each fact has one source: rank 0 for the group's actions, the agent for its end and its restart, and
+the injector for the moment of a fault (an agent notes a death only afterwards).
 """
 
 from __future__ import annotations
@@ -50,12 +50,16 @@ class Attempt:
 
     @property
     def failed(self) -> bool:
-        """Whether a worker, or the agent, ended with a signal or a nonzero code, and not because it was asked to."""
+        """True if a worker or the agent ended with a signal or a nonzero code, without a
+        request.
+        """
         return self.end is not None
 
     @property
     def reason(self) -> str:
-        """What ended it, whatever caused that: the exception, else the signal or the exit code; else empty."""
+        """The reason of its end: the exception, or else the signal or the exit code; empty if it
+        has not failed.
+        """
         if self.end is None:
             return ""
         error = self.end.error if isinstance(self.end, ev.WorkerExited) else None
@@ -75,14 +79,18 @@ class Attempt:
 
     @property
     def died_us(self) -> int | None:
-        """When it ended: at the fault that ended it, if one is known, else when that was noticed."""
+        """The time of its end: the time of the fatal fault if known, or else the time when the end
+        was noticed.
+        """
         if self.exit_us is None or self.fault is None or not self.fault.deadly:
             return self.exit_us
         return max(self.fault.time_us, self.alive_us)
 
     @property
     def silent_us(self) -> int | None:
-        """Since when it may be dead: the last event of the worker that fell silent first. None if none wrote any."""
+        """The earliest time of a death: the last event of the worker that fell silent first. None
+        without events.
+        """
         return min(self.last_by_rank.values(), default=None)
 
     def observe(self, event: ev.Event) -> None:
@@ -112,7 +120,9 @@ class Attempt:
                 self.in_order = event.in_order
 
     def _note_agent_end(self, time: int, event: ev.AgentEnded) -> None:
-        """Take the death of the group's agent, which takes the workers along; those that died before it count."""
+        """Take the death of the group's agent, which ends the workers; an earlier death of a worker
+        counts instead.
+        """
         if self.failed:
             return
         self.exit_us = time if self.exit_us is None else self.exit_us
@@ -120,7 +130,9 @@ class Attempt:
         self.stopped = False
 
     def _note_exit(self, time: int, event: ev.WorkerExited) -> None:
-        """Take the end of a worker. The first failure is the attempt's: its other workers die of it."""
+        """Take the end of a worker. The first failure is the attempt's: the other workers die as a
+        consequence.
+        """
         self.exit_us = time if self.exit_us is None else self.exit_us
         if event.stopped:
             self.stopped = self.stopped or not self.failed
@@ -136,7 +148,7 @@ def find_fatal_fault(
 ) -> RecordedFault | None:
     """Return the fault that ended an attempt.
 
-    That is the last deadly one that hit it, else the last one that it did not survive.
+    The last deadly fault that hit it, or else the last fault that it did not survive.
 
     Args:
         faults: of the run, in order of time.

@@ -11,9 +11,9 @@ class CheckpointsFold:
     """The checkpoints that one launch has made or loaded, by the events so far.
 
     Attributes:
-        saving: torchtitan's step that a group saves before it leaves, until the checkpoint is complete.
-        save_error: why the run cannot go on from a later step than that of the latest checkpoint; empty if no save
-            failed.
+        saving: torchtitan's step that a leaving group is saving; None after the save.
+        save_error: why the run cannot resume from a later step than that of the latest checkpoint;
+            empty if no save failed.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,8 @@ class CheckpointsFold:
                 self.save_error = ""
 
     def _drop_passed_over(self, event: ev.CheckpointLoaded) -> None:
-        """Drop the later checkpoints that a load has passed over: damaged, gone, or turned away from.
+        """Drop the later checkpoints that a load has passed over: damaged, gone, or turned away
+        from.
 
         A later one that came after the worker's start stays: another group may have loaded the same
         step, trained and saved while this worker was still loading.

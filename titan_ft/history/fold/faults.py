@@ -50,13 +50,13 @@ class RecordedFault:
 
 
 class InjectedFaults:
-    """Count injected faults: the one definition of how many there were, for every view of a run.
+    """Counts injected faults: the one definition of their number, for every view of a run.
 
-    A fault is what `fault_injected` announces. The events of one shot of a plan with the same name are one fault,
-    however many groups it hits and however many ranks write it; an event without a shot, as of a script, is one of its
-    own. Where a shot kills a group to disturb the heal that follows, the kill is one fault and the disturbance another.
-    A shot that was skipped is none. Failures are something else: a fault may end no group or several, and groups end of
-    themselves.
+    Each `fault_injected` event announces a fault. Events with the same shot of a plan and the same
+    name are one fault, however many groups it hits and ranks report it. An event without a shot, as
+    of a script, is a fault of its own. If a shot kills a group to disturb the following heal, the
+    kill and the disturbance are two faults. A skipped shot is none. Failures are counted elsewhere:
+    a fault may end no group or several, and groups may fail without one.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,9 @@ class InjectedFaults:
         self._shots: dict[tuple[object, ...], int] = {}
         """The number of each shot's fault."""
         self._lasting: dict[object, list[RecordedFault]] = defaultdict(list)
-        """The faults that no event has undone yet, by name, shot and target; of lighthouses in one list."""
+        """The faults that no event has undone yet, by name, shot and target; of lighthouses in one
+        list.
+        """
         self._last_time = 0.0
         """Unix seconds of the last `fault_injected`."""
 
@@ -79,7 +81,8 @@ class InjectedFaults:
 
     def observe(self, event: ev.Event) -> bool:
         """Take any event, in order of time; return whether it is a new fault."""
-        # A plan that is carried out again numbers its shots anew. A late line says nothing of the shots after it.
+        # A plan that is carried out again numbers its shots anew. A late line says nothing of the
+        # shots after it.
         if isinstance(event, ev.ChaosStarted | ev.LaunchStarted) and event.time >= self._last_time:
             self._shots.clear()
         if isinstance(event, ev.LaunchStarted):
@@ -123,7 +126,9 @@ class InjectedFaults:
 
 
 def expected_outcome(fault: str) -> str:
-    """Return what to expect of the target of a fault of that name: see `titan_ft.faults.fault.Outcome`."""
+    """Return the expected outcome for the target of a fault with this name:
+    `titan_ft.faults.fault.Outcome`.
+    """
     # Loaded late: a run without faults loads nothing that breaks runs.
     from titan_ft.faults.catalogue import read_outcome
 

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The state of one group by its events: where it is in its life, its step, its ranks, why it failed."""
+"""The state of one group by its events: phase of life, step, ranks, and the reason of a failure."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def group_alike(reasons: Iterable[Reason]) -> dict[str, list[Reason]]:
 
 @dataclass
 class FailureSpan:
-    """When a failure, as defined in `titan_ft.history.fold.run`, began and ended; `incidents` adds its cost."""
+    """Begin and end of a failure, as defined in `titan_ft.history.fold.run`; `incidents` adds its
+    cost.
+    """
 
     slot: int | None
     """The group that dropped out; None for a broken exchange."""
@@ -156,7 +158,9 @@ class GroupFold:
     participants: tuple[int, ...] = ()
     """The groups of that commit, or of the quorum joined last."""
     waited: ev.Waited | None = None
-    """The other group that was awaited longest for that commit; with 0 s, the one that the step under way needs."""
+    """The other group that was awaited longest for that commit; with 0 s, the one that the step
+    under way needs.
+    """
     donor: int | None = None
     """The group from which this attempt fetched the state last, or fetches it."""
     last_contribution: float = 0.0
@@ -175,7 +179,9 @@ class GroupFold:
     failure: FailureSpan | None = None
     """The failure from which the group has not come back yet."""
     failed_by: ev.GroupEvent | None = None
-    """The end of the worker, or of the agent, that ended the last failed attempt; None without any."""
+    """The end of the worker, or of the agent, that ended the last failed attempt; None without
+    any.
+    """
     give_up: ev.ReplicaGaveUp | None = None
     """Why the group was given up last; None if it never was."""
     num_failed_attempts: int = 0
@@ -185,7 +191,9 @@ class GroupFold:
     was_stopped: bool = False
     """Whether the agent ended the workers of this attempt, and no worker had failed before."""
     is_ending: bool = False
-    """Whether a worker of this attempt has ended, hangs or leaves: the attempt is over, or about to be."""
+    """Whether a worker of this attempt has ended, hangs or leaves: the attempt is over, or about to
+    be.
+    """
     has_announced_end: bool = False
     """Whether the group itself announced that the run made its last step."""
     leave_reason: str = ""
@@ -226,11 +234,11 @@ class GroupFold:
         self.is_ending = False
 
     def find_silence(self, event: ev.GroupLost | ev.GroupBack | ev.EndedWithout) -> Reason | None:
-        """Return why the group is lost by the report of another group; None if the report does not show that.
+        """Return why the group is lost by the report of another group; None if the report does not
+        show that.
 
-        The other group does not know whether an agent restarts the silent group, or whether it ended
-        in order. The silent group's own events say so.
-        """
+        The other group does not know whether an agent restarts the silent group, or whether it
+        ended in order. The silent group's own events say so."""
         if isinstance(event, ev.GroupBack) or self.state in OVER:
             return None
         # Even a group that starts right now is too late to finish with the others.
@@ -304,9 +312,9 @@ class GroupFold:
 
 
 def is_of_worker(event: ev.Event) -> bool:
-    """Return whether a worker wrote an event.
+    """Return True if a worker wrote an event.
 
-    These are its own events, those of the chaos agent in it, and those about its file of events.
+    These are its own events, those of its chaos agent, and those about its file of events.
     """
     if isinstance(event, ev.RankEvent):
         return True
@@ -314,7 +322,7 @@ def is_of_worker(event: ev.Event) -> bool:
 
 
 def reason_of(event: ev.WorkerExited, step: int | None) -> Reason:
-    """Return why a worker ended that nobody stopped.
+    """Return the reason for which a worker ended without a request.
 
     Args:
         step: the last update of the worker's group.

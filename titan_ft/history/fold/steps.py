@@ -25,9 +25,10 @@ class CommittedSteps:
         """By step and lineage, oldest first."""
 
     def observe(self, event: StepCommitted) -> bool:
-        """Take a commit of a rank 0; return whether the step is new.
+        """Take a commit of a rank 0; return True if the step is new.
 
-        The same step number comes again when groups went on from an earlier state; then its lineage differs.
+        The same step number comes again when groups go on from an earlier state; then its lineage
+        differs.
         """
         key = (event.step, event.lineage)
         known = self._exchanges.get(key)

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a run commits, and what `step` of its events therefore counts: torchtitan's steps, or rounds of several."""
+"""The unit of a run's commits, which `step` of its events counts: torchtitan's steps, or rounds of
+several.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,14 @@ from titan_ft.run.events import WorkerConfig
 
 @dataclass(frozen=True)
 class Unit:
-    """What one commit stands for.
+    """The meaning of one commit.
 
     Attributes:
-        method: the semi-synchronous method; empty where the groups meet at each step.
-        steps: torchtitan's steps of one.
+        method: the semi-synchronous method; empty if the groups meet at each step.
+        steps: torchtitan's steps per commit.
         last: torchtitan's last step; 0 if unknown.
-        fragments: parts of the model of which each commit exchanges one, in turn, and the last one all.
+        fragments: parts of the model. Each commit exchanges one of them in turn, and the last one
+            all.
     """
 
     method: str = ""
@@ -28,7 +31,7 @@ class Unit:
 
     @classmethod
     def of(cls, config: WorkerConfig | None) -> Unit:
-        """Return that of a worker's config; of an older history, which does not tell, it is the step."""
+        """Return the unit by a worker's config; a step for an older history without that field."""
         if config is None:
             return cls()
         between = config.sync_steps or 1
@@ -45,11 +48,15 @@ class Unit:
         return min(step, self.last) if self.last else step
 
     def commits_after(self, step: int) -> int:
-        """Return how many commits there are after a step of torchtitan's, such as the one that names a checkpoint."""
+        """Return the number of commits up to a step of torchtitan's, such as the step of a
+        checkpoint.
+        """
         return -(-step // self.steps)
 
     def name(self, number: int, form: str = "") -> str:
-        """Name a commit by its number, which is written in that format: "step 4", or "round 4 (step 40)"."""
+        """Return a commit's name with its number, formatted by `form`: "step 4", or "round 4 (step
+        40)".
+        """
         step = f"step {self.step_after(number):{form}}"
         return f"round {number:{form}} ({step})" if self.method else step
 

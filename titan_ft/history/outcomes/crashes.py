@@ -14,7 +14,7 @@ from titan_ft.history.record.run_record import RunRecord, view
 
 @dataclass(frozen=True)
 class Crash:
-    """One exception; those that differ in numbers, addresses and ids only are the same."""
+    """One exception. Exceptions that differ only in numbers, addresses and ids are the same."""
 
     error: str
     """Its type and the first line of its message, as it was the first time."""
@@ -49,7 +49,7 @@ class Crash:
 def find_crashes(record: RunRecord) -> list[Crash]:
     """Return the exceptions that ended attempts of groups, in order of their first time.
 
-    Of an attempt that of its first rank counts: others end because of that.
+    The exception of an attempt is that of its first failed rank; other ranks fail as a consequence.
     """
     exceptions = (reason for reason in record.fold.first_ends.values() if reason.exception)
     return [

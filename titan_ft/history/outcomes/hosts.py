@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ran on each host, and how often it died there: a bad host shows by that, whichever groups it had."""
+"""The groups on each host, and the deaths there: a bad host shows by its deaths, whichever groups
+it had.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ def find_hosts(record: RunRecord) -> list[HostFigures]:
 
 
 def worth_a_table(hosts: Sequence[HostFigures]) -> bool:
-    """Tell whether there are several hosts, or deaths: else the groups tell it all."""
+    """Return True if there are several hosts, or deaths; otherwise the groups say the same."""
     return len(hosts) > 1 or any(figures.deaths for figures in hosts)
 
 
 def name_range(groups: Sequence[int]) -> str:
-    """Return groups, sorted, in few words: those that follow each other as a range."""
+    """Return sorted groups in few words, with a range for consecutive ones."""
     parts: list[list[int]] = []
     for group in groups:
         if parts and group == parts[-1][-1] + 1:

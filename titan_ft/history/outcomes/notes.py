@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The happenings of a run beside its faults, in plain words; each once, however many groups report it.
+"""The events of a run beside its faults, in plain words; each once, however many groups report it.
 
 The report shows the notes, and `titan_ft.history.checks.silence` counts them.
 """
@@ -34,8 +34,8 @@ class Note:
     count: int = 1
 
 
-# The text of each event. Groups report one happening in the same words, so a text has no figures that
-# differ between groups. An event with an empty text gives no note.
+# The text of each event. Groups report one happening in the same words, so a text has no figures
+# that differ between groups. An event with an empty text gives no note.
 TEXTS: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.FaultSkipped: lambda e, u: f"fault skipped: {e.fault} ({e.reason})",
     ev.DonorLost: lambda e, u: (
@@ -133,9 +133,8 @@ class _Report:
 def find_notes(record: RunRecord) -> list[Note]:
     """Return the notes in order of time. Equal notes in a row are one, with their count.
 
-    Several groups, or ranks of a group, report one happening in the same words. Within `SAME_SECONDS`
-    their reports are one note.
-    """
+    Several groups, or ranks of a group, report one happening in the same words. Within
+    `SAME_SECONDS` their reports are one note."""
     reports: dict[tuple[str, str], _Report] = {}
     notes: list[Note] = []
     for event in record.events:

@@ -1,6 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The outcome of a run: finished or not, why it failed, who stopped it, which groups it lost; pure.
+"""The outcome of a run: finished or not, the reason of a failure, who stopped it, its lost groups;
+pure.
 
 `check`, `report`, the report's page and `top` show this outcome first, so that they cannot
 contradict each other.
@@ -143,8 +144,8 @@ def _find_kind(fold: RunFold, *, goes_on: bool) -> Kind:
         return "never began" if has_failed_to_begin else "stopped"
     if end.code != 0:
         return "failed" if has_trained else "never began"
-    # Exit status 0. On a full disk the groups' last events are missing: the exit status counts, even
-    # if no group wrote any event. But groups that wrote events and no update did not finish.
+    # Exit status 0. On a full disk the groups' last events are missing: the exit status counts,
+    # even if no group wrote any event. But groups that wrote events and no update did not finish.
     return "finished" if has_trained or not states else "unknown"
 
 
@@ -348,7 +349,8 @@ def _find_colour(fold: RunFold, kind: Kind, step: int, lost: Sequence[LostGroup]
 
 def _misses_last_events(fold: RunFold, step: int) -> bool:
     """Return whether a finished run has no events of its last steps, as on a full disk."""
-    # An agent may announce the exit of a worker whose own last events were lost: no proof of a step.
+    # An agent may announce the exit of a worker whose own last events were lost: no proof of a
+    # step.
     if any(group.has_announced_end for group in fold.groups.values()):
         return False
     return fold.target is not None and step < fold.target

@@ -2,14 +2,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Keep the reduced events of a long run beside its files of events, so that they are read once.
 
-A run of 100,000 steps and 30 groups writes gigabytes. `keep` reduces them, step by step and in little memory (see
-`usual_steps`), and keeps the result as `events/reduced.msgpack`: the launcher runs it whenever the files have grown by
-`MIN_BYTES` (`titan_ft.launch.record_keeper`); without a launcher the first command that reads so much does it. Commands
-read what is kept, and of each file only what came since. The files of events stay the source: what is kept is used only
-if it was made by this version, and if each file still begins with the very bytes that were read.
+A run of 100,000 steps and 30 groups writes gigabytes. `keep` reduces them, step by step and in
+little memory (see `usual_steps`), and keeps the result as `events/reduced.msgpack`. The launcher
+calls it whenever the files have grown by `MIN_BYTES` (`titan_ft.launch.record_keeper`). Without a
+launcher, the first command that reads so much does. Commands read the kept events, and the later
+events of each file. The files of events stay the source: the kept events are used only if this
+version made them, and if each file still begins with the same bytes.
 
-The file is a head and one frame after the other. A frame has what was reduced in one go, and all that the next go
-needs.
+The kept file is a head and a series of frames. A frame has the result of one reduction, and the
+memory for the next one.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _NUM_NUMBERS = 3
 
 
 class _Source(msgspec.Struct):
-    """A file of events, and what of it is reduced."""
+    """A file of events, and the part of it that is reduced."""
 
     place: Place
     modified_ns: int  # when the file was last written, if all of it is reduced; else 0
@@ -67,7 +68,9 @@ class _Index(msgspec.Struct):
 
 
 class _Part(msgspec.Struct):
-    """What was found in one go: many `_Chunk`, so that a reader never holds all events before they share anything."""
+    """The result of one reduction: many `_Chunk`, so that a reader can share values between events
+    early.
+    """
 
     chunks: list[msgspec.Raw]
 
@@ -77,8 +80,9 @@ class _Chunk(msgspec.Struct):
 
     events: list[Any]
     firsts: list[StepCommitted]
-    # places in `events` of commits that agree with an earlier one of the same state in this chunk about the groups and
-    # their batches: these fields are left empty, for with many groups they are most of a commit
+    # places in `events` of commits that agree with an earlier one of the same state in this chunk
+    # about the groups and their batches: these fields are left empty, for with many groups they are
+    # most of a commit
     alike: list[int]
 
 
@@ -102,19 +106,20 @@ class _VersionHeader(msgspec.Struct):
 
 
 def keep(folder: Path) -> None:
-    """Reduce what the files of events in a folder have beyond what is kept, if that is much, and keep it.
+    """Reduce and keep the events in a folder that are not kept yet, if they are many.
 
     Raises:
         OSError: a file cannot be read or written.
-        ValueError: names the file and line that is no event.
+        ValueError: names the file and the line that is no event.
     """
     _bring_up_to_date(folder, with_events=False)
 
 
 def follow(folder: Path) -> tuple[list[Event], EventTail]:
-    """Return the events of a run so far, in order of time and reduced where they are many, and a tail of the rest.
+    """Return the events of a run so far, in order of time and reduced if many, and a tail of later
+    ones.
 
-    A damaged line is passed over, as `EventTail` does; then nothing is reduced.
+    A damaged line is skipped, as in `EventTail`; then nothing is reduced.
     """
     try:
         kept = _bring_up_to_date(folder)
@@ -133,11 +138,11 @@ def follow(folder: Path) -> tuple[list[Event], EventTail]:
 
 
 def read_reduced(folder: Path) -> tuple[Reduction, list[str]]:
-    """Read the events of a run; return them, reduced where they are many, and the names of the files that are cut.
+    """Read the events of a run; return them, reduced if many, and the names of the cut files.
 
     Raises:
         OSError: a file, or the folder, cannot be read.
-        ValueError: names the file and line that is no event.
+        ValueError: names the file and the line that is no event.
     """
     kept = _bring_up_to_date(folder)
     if kept is None:
@@ -148,13 +153,14 @@ def read_reduced(folder: Path) -> tuple[Reduction, list[str]]:
 
 
 def _bring_up_to_date(folder: Path, *, with_events: bool = True) -> _KeptRun | None:
-    """Return what is kept, with what came since if that is much; None for a run with few events.
+    """Return the kept events, extended by later ones if these are many; None for a run with few
+    events.
 
     Args:
-        with_events: whether the events are wanted, and not only that they are kept.
+        with_events: False if the caller does not need the events themselves.
 
     Raises:
-        OSError, ValueError: as `read_reduced`.
+        OSError, ValueError: see `read_reduced`.
     """
     kept = _load(folder, with_events=with_events)
     sizes = {path: path.stat().st_size for path in event_files(folder)}
@@ -176,9 +182,12 @@ def _bring_up_to_date(folder: Path, *, with_events: bool = True) -> _KeptRun | N
 
 
 def _reduce(paths: list[Path], kept: _KeptRun | None) -> _KeptRun:
-    """Reduce what the files hold beyond what is kept already; all of it anew if training went back over that."""
+    """Reduce the events that are not kept yet; reduce all events again if training went back to
+    kept ones.
+    """
     known = {} if kept is None else kept.sources
-    # A file that is read early lacks what one that is read late has, such as the fault that is felt there.
+    # A file that is read early lacks what one that is read late has, such as the fault that is felt
+    # there.
     until = time.time() - SETTLED_SECONDS
     reducer = Reducer(None if kept is None else kept.memory, until)
     num_bytes, inode = (0, 0) if kept is None else (kept.num_bytes, kept.inode)
@@ -231,7 +240,7 @@ def _load(folder: Path, *, with_events: bool = True) -> _KeptRun | None:
 
 
 def _frames(data: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
-    """Yield index and part of each frame, up to one that is not whole: its writer was killed."""
+    """Yield index and part of each frame, up to an incomplete one: its writer was killed."""
     position = len(_head())
     while True:
         numbers = []
@@ -247,10 +256,10 @@ def _frames(data: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
 
 
 def _add_events(kept: _KeptRun, parts: list[memoryview]) -> None:
-    """Decode the events of some frames.
+    """Decode the events of some frames, without Python's garbage collector.
 
-    Python's collector would walk through the millions of objects again and again while they are made, and in all that
-    follows: that took half the time of `check`. There are no cycles among them.
+    The collector would walk through millions of objects again and again, which took half the time
+    of `check`. There are no cycles among them.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -269,14 +278,18 @@ def _add_events(kept: _KeptRun, parts: list[memoryview]) -> None:
 
 
 class _Pool:
-    """Let the commits of a history share equal values: each of its own would take several times the memory."""
+    """Shares equal values between the commits of a history. Separate values would take several
+    times the memory.
+    """
 
     def __init__(self) -> None:
         self._participants: list[int] = []
         self._nothing: list[Batches] = []
 
     def share(self, chunk: _Chunk) -> None:
-        """Let equal values of a chunk be the same objects, and fill in the fields that were left empty."""
+        """Let equal values of a chunk be the same objects, and fill in the fields that were left
+        empty.
+        """
         alike = set(chunk.alike)
         known: dict[str, StepCommitted] = {}
         for place, event in enumerate(chunk.events):
@@ -341,10 +354,10 @@ def _is_alike(first: StepCommitted, event: StepCommitted) -> bool:
 
 
 def _is_unchanged(path: Path, source: _Source) -> bool:
-    """Say whether a file still begins with the bytes that were reduced.
+    """Return True if a file still begins with the reduced bytes.
 
     Raises:
-        OSError: it is gone, or cannot be read.
+        OSError: the file is gone, or cannot be read.
     """
     status = path.stat()
     if status.st_size < source.place.num_bytes:
@@ -362,10 +375,10 @@ def _is_unchanged(path: Path, source: _Source) -> bool:
 
 
 def _store(folder: Path, found: _KeptRun) -> None:
-    """Append a frame with what was found, or make the file anew.
+    """Append a frame with a result, or write a new file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     index = msgspec.msgpack.encode(_Index(found.sources, found.memory))
     body = index + msgspec.msgpack.encode(_pack(found.events, found.firsts))
@@ -378,7 +391,8 @@ def _store(folder: Path, found: _KeptRun) -> None:
     with path.open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.seek(found.num_bytes)
-        # Another process may have made the file anew meanwhile, or have appended a frame of the same events.
+        # Another process may have made the file anew meanwhile, or have appended a frame of the
+        # same events.
         is_another = os.fstat(file.fileno()).st_ino != found.inode
         if is_another or any(_frames(memoryview(bytes(len(_head())) + file.read()))):
             return
@@ -389,7 +403,9 @@ def _store(folder: Path, found: _KeptRun) -> None:
 
 @cache
 def _head() -> bytes:
-    """Return the beginning of a file that this version can read: its own number, and the fields of all events."""
+    """Return the beginning of a file that this version can read: its version, and the fields of all
+    events.
+    """
     fields = repr([(str(kind.__struct_config__.tag), kind.__struct_fields__) for kind in kinds()])
     version = f"{versions()['titan_ft']} {FORMAT} {zlib.crc32(fields.encode()):08x}"
     return msgspec.msgpack.encode(_VersionHeader(version))

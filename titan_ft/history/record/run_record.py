@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The record of a run: its events, read once, and what follows; every figure is a view of it."""
+"""The record of a run: its events, read once, and derived values; every figure is a view of it."""
 
 from __future__ import annotations
 
@@ -45,12 +45,16 @@ STEADY_SECONDS = 0.1
 SILENT_SECONDS = 10.0
 """A run that is not over and announces nothing for so long, or for two steps, is silent."""
 RECENT_SECONDS = 60.0
-"""Groups that have no launcher, and did not end, go on if one of them has announced anything within this time."""
+"""Groups that have no launcher, and did not end, go on if one of them has announced anything within
+this time.
+"""
 
 
 @dataclass
 class ProcessHistory:
-    """One worker process: a rank in one attempt of its group. Its events are in the order in which it wrote them."""
+    """One worker process: a rank in one attempt of its group. Its events are in the order in which
+    it wrote them.
+    """
 
     replica: int
     rank: int
@@ -66,14 +70,14 @@ class ProcessHistory:
 
     @cached_property
     def config(self) -> ev.WorkerConfig | None:
-        """Its config, as far as it is written; None where that is missing."""
+        """The process's config; None if no event has it."""
         return next(
             (event.config for event in self.events if isinstance(event, ev.WorkerStarted)), None
         )
 
     @cached_property
     def ended_in_order(self) -> bool:
-        """Whether it wrote that it finished, or left because it was asked to."""
+        """True if the process wrote that it finished, or that it left on request."""
         return any(isinstance(event, (ev.TrainingFinished, ev.Drained)) for event in self.events)
 
     def commits(self) -> Iterator[ev.StepCommitted]:
@@ -86,10 +90,10 @@ class Point:
     """One step of the loss curve.
 
     Attributes:
-        tokens: of this step and all before.
-        loss: mean over the tokens of the step; None where it was not finite, or is not in the history.
-        whole: whether all groups took part, and made all steps of it where it is a round.
-        event: the first commit of it.
+        tokens: total up to and including this step.
+        loss: mean over the tokens of the step; None if not finite, or missing in the history.
+        whole: True if all groups took part, and made all steps of a round.
+        event: the first commit of the step.
     """
 
     step: int
@@ -100,16 +104,17 @@ class Point:
 
 
 class RunRecord:
-    """The events of a run in order of time, and what follows from them.
+    """The events of a run in order of time, and values derived from them.
 
-    Everything is worked out when it is first asked for, and once: where that fails, only what needs it fails.
+    Each value is computed on first use, once. An error in one computation affects only its users.
 
     Args:
         events: of all processes.
-        cut: names of the files whose writers had more to write than there is (see `run/appender.py`).
-        goes_on: whether the run went on when its events were read, so that more of them follow.
-        silent_seconds: of a run that goes on, the age of its last event then; 0 if that is no longer than usual.
-        firsts: of a long run whose events are reduced, the first commit of each usual step; see `usual_steps`.
+        cut: names of the files whose writers had more to write (see `run/appender.py`).
+        goes_on: True if the run was alive when its events were read, so that more of them follow.
+        silent_seconds: for a live run, the age of its last event at that time; 0 if usual.
+        firsts: for a long run with reduced events, the first commit of each usual step; see
+            `usual_steps`.
 
     Attributes:
         written: the events as their processes wrote them, in the order of their wall clocks.
@@ -132,13 +137,14 @@ class RunRecord:
 
     @classmethod
     def read(cls, folder: Path, *, whole: bool = False) -> RunRecord:
-        """Read the event files in the folder `events` of a run; many events are reduced, see `usual_steps`.
+        """Read the event files in the folder `events` of a run; many events are reduced, see
+        `usual_steps`.
 
-        Of a run that goes on, what was announced while the files were read is left out: a file that was
-        read early lacks what one that was read late has, and steps would seem to be missing.
+        For a live run, events that were written during the reading are left out. Files are read one
+        after the other, and an early file lacks events that a late file refers to.
 
         Args:
-            whole: read all events as they are, however many.
+            whole: read all events unreduced, however many.
 
         Raises:
             OSError: a file cannot be read.
@@ -151,7 +157,8 @@ class RunRecord:
             found, cut = read_reduced(folder)
             record = cls(found.events, cut, firsts=found.firsts)
             if not record.usual <= record.on_chain:
-                # Nobody said that training went back over usual steps: each of their commits counts.
+                # Nobody said that training went back over usual steps: each of their commits
+                # counts.
                 return cls.read(folder, whole=True)
         if not _goes_on(record, RunPaths(folder.parent), now):
             return record
@@ -168,10 +175,10 @@ class RunRecord:
 
     @cached_property
     def events(self) -> list[ev.Event]:
-        """The events with the times at which they were.
+        """The events with their true times.
 
-        Wall clocks may be set while a run goes on. Where all events are of one host and one launch, its monotonic clock
-        says how much time really passed.
+        Wall clocks may be set while a run goes on. If all events are of one host and one launch,
+        its monotonic clock gives the time that really passed.
         """
         offsets = [event.time - event.mono for event in self.written]
         hosts = {event.host for event in self.written if isinstance(event, ev.WorkerStarted)}
@@ -214,7 +221,8 @@ class RunRecord:
     @cached_property
     def num_usual_comparisons(self) -> int:
         """Pairs of a usual step and a rank of which all groups have the same digest."""
-        # The processes of a rank commit the same steps as usual, and take a digest of the same ones.
+        # The processes of a rank commit the same steps as usual, and take a digest of the same
+        # ones.
         each = {(event.parent, event.rank): event.num_digests for event in self.of(UsualSteps)}
         return sum(each.values())
 
@@ -289,7 +297,9 @@ class RunRecord:
 
     @property
     def unit(self) -> Unit:
-        """What one commit of the run stands for, as the latest config says: a step, or a round of several."""
+        """What one commit of the run stands for, as the latest config says: a step, or a round of
+        several.
+        """
         return self.fold.unit
 
     @cached_property
@@ -302,8 +312,10 @@ class RunRecord:
 
     @cached_property
     def span_us(self) -> tuple[int, int]:
-        """Begin and end of the job in Unix microseconds: `launch_started` and `launch_finished`, else first and last
-        event."""
+        """Begin and end of the job in Unix microseconds.
+
+        `launch_started` and `launch_finished`, or else the first and the last event.
+        """
         first, last = (self.events[place].time_us for place in (0, -1)) if self.events else (0, 0)
         starts, ends = self.of(ev.LaunchStarted), self.of(ev.LaunchFinished)
         begin = starts[0].time_us if starts else first
@@ -343,7 +355,9 @@ class RunRecord:
 
     @cached_property
     def curve(self) -> list[Point]:
-        """The loss curve, a point for each step of the trajectory, as far back as the history goes."""
+        """The loss curve, a point for each step of the trajectory, as far back as the history
+        goes.
+        """
         commits = [self.commits_of[state.lineage] for state in self.chain]
         # In older histories only the ranks of a pipeline's last stage know the loss.
         losses = [
@@ -367,7 +381,7 @@ class RunRecord:
 
     @cached_property
     def commits(self) -> list[ev.StepCommitted]:
-        """One commit per group and step: that of its rank 0. Usual steps have none."""
+        """One commit per group and step, by its rank 0. Usual steps have none."""
         return [event for event in self.of(ev.StepCommitted) if event.rank == 0]
 
     @cached_property
@@ -402,7 +416,9 @@ class RunRecord:
 
     @cached_property
     def finals(self) -> tuple[list[JobState], list[str]]:
-        """The states that the job may have ended with, the likeliest first, and what is missing to know more."""
+        """The states with which the job may have ended, the likeliest first, and the
+        missing facts.
+        """
         unknown: list[str] = []
         if not self.states:
             return [], unknown
@@ -428,7 +444,7 @@ class RunRecord:
     def void(self) -> frozenset[str]:
         """The lineages that some group committed and that did not lead to the job's last state.
 
-        Steps below a cut of the history are left out: nothing is known of them.
+        Steps below a cut of the history are left out, because nothing is known of them.
         """
         known = {
             state.lineage for state in self.states.values() if state.step >= self.chain[0].step
@@ -442,15 +458,15 @@ class RunRecord:
 
     @cached_property
     def makers(self) -> dict[int, frozenset[int]]:
-        """For each step the groups whose gradients are in it."""
+        """For each step, the groups whose gradients it contains."""
         found: dict[int, frozenset[int]] = {}
         for state in self.states.values():
             if state.lineage in self.void:
                 continue
             makers = state.participants
             if not makers:
-                # All makers died after the exchange, and a group without weight tells of the step. Its time
-                # would count as wasted.
+                # All makers died after the exchange, and a group without weight tells of the step.
+                # Its time would count as wasted.
                 makers = frozenset().union(
                     *(commit.participants for commit in self.commits_of[state.lineage])
                 )
@@ -465,10 +481,12 @@ class RunRecord:
 
     @cached_property
     def usual_step_us(self) -> int:
-        """The usual step: the median time from one step of the job to the next, among those that all groups made with
-        one exchange each; among all where there are no such; 0 without any.
+        """The usual step: the median microseconds between consecutive steps of the job; 0 without
+        any.
 
-        All costs in time count from it: stalls, effective training time, a joiner's price.
+        Only steps that all groups made with one exchange each count, or all steps if there are none
+        such. All costs in time refer to the usual step: stalls, effective training time, a joiner's
+        price.
         """
         most = max((len(event.participants) for event in self.commits), default=0)
         troubled = {
@@ -501,7 +519,9 @@ class RunRecord:
 
 
 def _goes_on(record: RunRecord, paths: RunPaths, now: float) -> bool:
-    """Tell whether a run goes on: its launch holds the run's folder, or its groups have announced something lately."""
+    """Return True if a run is alive: its launch holds the run's folder, or a recent event
+    exists.
+    """
     fold = record.fold
     if fold.launch_end is not None:
         return False
@@ -510,21 +530,24 @@ def _goes_on(record: RunRecord, paths: RunPaths, now: float) -> bool:
     held = is_held(paths) if fold.launched else None
     if held:
         return True
-    # A lock that nobody holds is no proof: some file systems keep a launcher's lock on its own host.
+    # A lock that nobody holds is no proof: some file systems keep a launcher's lock on its own
+    # host.
     least = RECENT_SECONDS if held is None else SILENT_SECONDS
     return now - record.written[-1].time < max(least, 2 * (record.usual_step_seconds or 0.0))
 
 
 def rest_seconds(before: ev.StepCommitted, after: ev.StepCommitted) -> float:
-    """Return the seconds from one commit of a process to the next in which it computed nothing for that.
+    """Return the seconds between two commits of a process in which it did not compute.
 
-    Above all it waits then: for the exchange, and for those that come to it later.
+    Mostly it waits then: for the exchange, and for late groups.
     """
     return after.time - before.time - after.compute_seconds - after.apply_seconds
 
 
 def view(work_out: Callable[[RunRecord], T]) -> Callable[[RunRecord], T]:
-    """Let a function of a record be worked out once for each; whoever asks again gets the same object, to read only."""
+    """Compute a function of a record once for each record; every caller gets the same object,
+    read-only.
+    """
 
     @wraps(work_out)
     def once(record: RunRecord) -> T:

@@ -1,18 +1,19 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Find the steps of a long run that went as usual, and say the same in far fewer events.
+"""Find the usual steps of a long run, and represent them by far fewer events.
 
-A run of 100,000 steps and 30 groups has three million commits, and nearly all of them say the same: every group took
-part, nobody waited for anybody who was away, the figures agree. `Reducer` takes the events of a run in order of time
-and splits them in two:
+A run of 100,000 steps and 30 groups has three million commits. Nearly all of them report the same:
+every group took part, no group waited for an absent one, the figures agree. `Reducer` takes the
+events of a run in order of time and splits them in two:
 
-- *Usual* steps. Of each the first commit is kept, which has all that the groups agree on. For each process one
-  `UsualSteps` event stands in the place of its commits of the steps in a row.
-- Everything else is kept as it is.
+- *Usual* steps. The first commit of each is kept, with all values that the groups agree on. For
+  each process, one `UsualSteps` event replaces its commits of consecutive usual steps.
+- All other events are kept unchanged.
 
-A step is usual only if no checker could object to it or say anything of it but count it (`_is_usual`), and if the
-`MARGIN` steps before and after it went as well and saw no other event of any process. So a failure, a fault or a save
-keeps its own events and those around it. A digest keeps its events only where groups have different ones.
+A step is usual only if no checker could do more than count it (`_is_usual`), and if the `MARGIN`
+steps before and after it are usual as well, without any other event of any process. So a failure, a
+fault or a save keeps its own events and those around it. A digest keeps its events only if groups
+differ.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ EFFECT_SECONDS = 60.0
 STEADY_SECONDS = 0.1
 """A process whose wall clock parted by more from its monotonic clock has a clock that was set."""
 LOSS_TOLERANCE = 1e-6
-"""Relative difference between a loss and the mean of the participants' own; the same as `checks.average` allows."""
+"""Relative difference between a loss and the mean of the participants' own; the same as
+`checks.average` allows.
+"""
 HARMLESS_WAITS = frozenset({"computing", "loading", "between_steps"})
 """Waits for groups that take part. Waits for a joiner or a lost group are judged one by one."""
 
@@ -54,7 +57,7 @@ class WentBackError(Exception):
 
 
 class UsualSteps(ev.RankEvent, kw_only=True):
-    """Steps in a row that a process committed as usual. Stands in a `Reduction` for its commits of these steps.
+    """Consecutive usual steps of a process. Replaces the commits of these steps in a `Reduction`.
 
     `time` and `mono` are those of the last commit.
     """
@@ -82,7 +85,9 @@ class Reduction:
     """The events of a run, reduced."""
 
     events: list[ev.Event] = field(default_factory=list)
-    """All events that are kept as they are, and those that stand for usual steps; nearly in order of time."""
+    """All events that are kept as they are, and those that stand for usual steps; nearly in order
+    of time.
+    """
     firsts: list[ev.StepCommitted] = field(default_factory=list)
     """Of each usual step the first commit of a rank 0."""
 
@@ -93,7 +98,7 @@ class Reduction:
 
 
 class Memory(msgspec.Struct):
-    """What a reducer must know of the events that an earlier one of the same run has taken."""
+    """A reducer's knowledge of the events that an earlier reducer of the same run has taken."""
 
     furthest: int = 0  # the highest step that was committed
     last_usual: int = 0  # the last step that was taken for usual
@@ -107,11 +112,11 @@ class Memory(msgspec.Struct):
 
 
 class Reducer:
-    """Take the events of a run in order of time; see this module.
+    """Takes the events of a run in order of time; see this module.
 
     Args:
-        memory: that of the earlier reducer of the same run; it is changed.
-        until: Unix seconds after which no step is usual: other files may yet lack what was announced since.
+        memory: memory of the earlier reducer of the same run; it is changed.
+        until: Unix seconds after which no step is usual: other files may still lack earlier events.
     """
 
     def __init__(self, memory: Memory | None = None, until: float = math.inf) -> None:
@@ -119,7 +124,9 @@ class Reducer:
         self.memory = memory or Memory()
         self._until = until
         self._rows: deque[list[ev.StepCommitted]] = deque()
-        """The commits of the last steps, a row for each step; the newest row may not be complete."""
+        """The commits of the last steps, a row for each step; the newest row may not be
+        complete.
+        """
         self._before: list[ev.StepCommitted] = []
         """The row before the oldest in `_rows`; empty if that was no whole row."""
         self._num_quiet = 0
@@ -130,7 +137,8 @@ class Reducer:
         """Take the next event.
 
         Raises:
-            WentBackError: a step comes again that was taken for usual; begin anew, with this in `Memory.unusual`.
+            WentBackError: a step taken for usual comes again; start over, with this step in
+                `Memory.unusual`.
         """
         if not isinstance(event, ev.StepCommitted):
             self._break()
@@ -145,12 +153,13 @@ class Reducer:
         if self._rows and not self._accept_newest():
             self._break()
         self._rows.append([event])
-        # The newest row is not complete, and `MARGIN` more after the oldest must have gone as usual.
+        # The newest row is not complete, and `MARGIN` more after the oldest must have gone as
+        # usual.
         while len(self._rows) > MARGIN + 1:
             self._settle_oldest()
 
     def finish(self) -> Reduction:
-        """Return what was found. Steps that may yet turn out to be usual keep their events."""
+        """Return the result. Steps that may still turn out to be usual keep their events."""
         self._break()
         return self.found
 
@@ -165,12 +174,15 @@ class Reducer:
             # The event of its beginning may be missing.
             before = memory.fault_steps.get(_fault(event), 0)
             if memory.last_usual > before:
-                # It lasted for longer than anything said, and the steps meanwhile were no usual ones.
+                # It lasted for longer than anything said, and the steps meanwhile were no usual
+                # ones.
                 raise WentBackError(before + 1)
         self.found.events.append(event)
 
     def _accept_newest(self) -> bool:
-        """Say whether the newest row, which is complete now, follows the row before it as usual."""
+        """Return True if the newest row, which is complete now, follows the row before it
+        as usual.
+        """
         newest = self._rows[-1]
         before = self._rows[-2] if len(self._rows) > 1 else self._before
         if before and not self._is_usual(before, newest):
@@ -248,7 +260,9 @@ class Reducer:
         self._open = {}
 
     def _is_usual(self, before: list[ev.StepCommitted], row: list[ev.StepCommitted]) -> bool:
-        """Return whether a step went as usual, by the commits of all processes and those of the step before it."""
+        """Return True if a step was usual, by the commits of all processes and those of the step
+        before it.
+        """
         first, previous = row[0], before[0]
         if (
             len(row) != len(before)
@@ -348,7 +362,8 @@ def _sums_up(row: list[ev.StepCommitted]) -> bool:
 
 
 def _split(before: ev.StepCommitted, commit: ev.StepCommitted) -> tuple[int, int]:
-    """Return the microseconds from one commit of a process to its next that were productive, and in the exchange.
+    """Return the productive and the exchange microseconds between two consecutive commits of a
+    process.
 
     The same arithmetic as `timeline`'s for a step without a broken exchange.
     """

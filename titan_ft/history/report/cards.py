@@ -23,9 +23,9 @@ class Card:
     """One figure.
 
     Attributes:
-        number: the value to compare with another run's; None if there is none.
-        text: the value as it is shown.
-        detail: what else belongs to it, in a few words.
+        number: the value for comparison with another run's; None if there is none.
+        text: the value as shown.
+        detail: a few words beside the value.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Card:
 
 @dataclass(frozen=True)
 class Hours:
-    """Hours of a run's ranks; of GPUs, where it trained on GPUs.
+    """Hours of a run's ranks; GPU hours if the run trained on GPUs.
 
     Attributes:
-        spent: while the groups were there.
-        start: of those, for the first start of each group, up to the job's first step.
-        lost: of those, waiting, recovering, dead, restarting, or computing in vain.
+        spent: hours while the groups existed.
+        start: the part of `spent` for the first start of each group, up to the job's first step.
+        lost: the part of `spent` for waiting, recovery, death, restarts and wasted computation.
     """
 
     unit: str
@@ -52,7 +52,7 @@ class Hours:
 
 @view
 def find_hours(record: RunRecord) -> Hours:
-    """Return the hours that the ranks of a run spent, and those that failures and waiting cost."""
+    """Return the hours of a run's ranks, and the cost of failures and waits."""
     first_step_us = min(
         (round(1e6 * event.time) for event in record.commits), default=record.span_us[1]
     )

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The charts of a run's report, as data of bounded size; `interactive` describes them for Plotly.
 
-However long a run was, a chart has a bounded number of points, and says so where it is thinned: a curve keeps the range
-of the values that it stands for, a row of states keeps every trouble, marks of faults that would lie on each other are
-one.
+A chart has a bounded number of points for a run of any length, and its caption says if it is
+thinned. A thinned curve keeps the range of its values, a row of states keeps every trouble, and
+overlapping marks of faults become one.
 """
 
 from __future__ import annotations
@@ -162,10 +162,12 @@ def _over_steps(
 def curve(
     values: Sequence[tuple[int, float | None]], what: str, unit: str = "", noun: str = "step"
 ) -> tuple[list[Layer], str]:
-    """Return the layers of a curve over steps, or rounds, and a sentence for the caption where it is thinned.
+    """Return the layers of a curve over steps, or rounds, and a sentence for the caption if it is
+    thinned.
 
-    Beyond `MAX_POINTS` steps each point is the mean of a few in a row, in a band from the least to the most of them;
-    one whose values are all missing is a gap. What is missing has a cross at the bottom.
+    Beyond `MAX_POINTS` steps each point is the mean of several consecutive steps, in a band from
+    their minimum to their maximum. A point without any value is a gap. A missing value has a cross
+    at the bottom.
     """
     size = -(-len(values) // MAX_POINTS) or 1
     bins = [values[start : start + size] for start in range(0, len(values), size)]
@@ -201,7 +203,9 @@ def curve(
 
 
 def groups_over_time(record: RunRecord) -> Chart | None:
-    """Draw a row per group: its states over time, and the faults that hit it; above them those that hit none."""
+    """Draw a row per group: its states over time, and its faults; above the rows, the faults
+    without a group.
+    """
     line = timeline(record)
     if not line.groups:
         return None
@@ -255,7 +259,9 @@ def groups_over_time(record: RunRecord) -> Chart | None:
 def fault_marks(
     hits: Iterable[tuple[Recovery, float, float]], *, beside: bool = False
 ) -> list[Marks]:
-    """Return the marks of faults at their places, those of a category together; too many of them are drawn as one."""
+    """Return the marks of faults at their places, one layer per category; overlapping marks become
+    one.
+    """
     hits = sorted(hits, key=lambda hit: hit[1])
     width = (
         (max((x for _, x, _ in hits), default=0.0) / MARK_COLUMNS) if len(hits) > MAX_MARKS else 0.0
@@ -393,7 +399,9 @@ def _few(
 
 
 def step_times(seconds: Iterable[float], noun: str = "step") -> Chart | None:
-    """Draw how many steps, or rounds, took how long. Both axes are logarithmic where there are many: the tail shows."""
+    """Draw a histogram of the times of steps, or rounds. With many, both axes are logarithmic: the
+    tail shows.
+    """
     values = sorted(value for value in seconds if value > 0)
     if not values:
         return None
@@ -417,7 +425,9 @@ def step_times(seconds: Iterable[float], noun: str = "step") -> Chart | None:
 
 
 def step_axes(seconds: Sequence[float], noun: str) -> tuple[list[float], Axis]:
-    """Return the edges of the columns that times of steps are counted in, and the axis below them."""
+    """Return the edges of the columns that times of steps are counted in, and the axis below
+    them.
+    """
     low, high = min(seconds) * 0.9, max(seconds) * 1.1
     bins = min(44, 6 + int(2 * len(seconds) ** 0.5))
     edges = [low * (high / low) ** (i / bins) for i in range(bins + 1)]
@@ -441,7 +451,9 @@ def step_counts(
 
 
 def log_ticks(low: float, high: float, least: str | None = None) -> dict[float, str]:
-    """Return round times on a logarithmic axis, with their units; `least` is what the first one says instead."""
+    """Return round times on a logarithmic axis, with their units; `least` replaces the text of the
+    first.
+    """
     marks = (1, 2, 5) if high / low < 40 else (1, 3) if high / low < 2000 else (1,)
     ticks = [m * 10.0**e for e in range(-5, 6) for m in marks if low <= m * 10.0**e <= high]
     labels = {tick: f"{tick:g} s" if tick >= 0.1 else f"{1000 * tick:g} ms" for tick in ticks}
@@ -468,7 +480,9 @@ def states_bar(
     rows: Mapping[str, Mapping[str, TimeInState]],
     boxes: dict[str, list[tuple[float, float, float, str]]],
 ) -> list[str]:
-    """Add to the boxes of each state those of some rows; return the label of each row, with its share of training."""
+    """Add the boxes of some rows to those of each state; return each row's label, with its share of
+    training.
+    """
     labels = []
     for place, (name, states) in enumerate(rows.items()):
         start, total = 0.0, sum(each.num_us for each in states.values()) or 1

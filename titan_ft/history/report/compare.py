@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Two runs on one page: outcomes, figures with their differences, curves over each other (compare.html)."""
+"""Two runs on one page: outcomes, figures with their differences, and overlaid curves
+(compare.html).
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ class ComparedFigure:
 
 
 def compare_figures(runs: Sequence[RunRecord]) -> list[ComparedFigure]:
-    """Return the figures of two runs beside each other; of a figure that one of them lacks a dash."""
+    """Return the figures of two runs side by side, with a dash for a missing figure."""
     cards = [{card.name: card for card in find_cards(record)} for record in runs]
     rows = []
     for name in dict.fromkeys([*cards[0], *cards[1]]):
@@ -93,7 +95,9 @@ def compare_facts(
 
 
 def name_runs(folders: Sequence[Path]) -> tuple[str, str]:
-    """Return short names of two runs, that differ: of their folders the last part, or as much as it takes."""
+    """Return short, different names of two runs: the ends of their folders' paths, as long as
+    needed.
+    """
     parts = [folder.absolute().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         first, second = ("/".join(part[-length:]) for part in parts)
@@ -150,7 +154,9 @@ def write_comparison(runs: Sequence[RunRecord], names: Sequence[str], folder: Pa
 
 
 def compare_charts(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Chart]:
-    """Return the charts that both runs share, by name; of a run that lacks the figures nothing is drawn."""
+    """Return the charts that both runs share, by name; a run without a chart's figures is left out
+    of it.
+    """
     charts = (_losses(runs, names), _step_times(runs, names), _states(runs, names))
     return {chart.name: chart for chart in charts if chart is not None}
 

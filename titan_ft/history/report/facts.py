@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The text of a run's report beside its charts: the run in words, its recoveries, its goodput."""
+"""The texts of a run's report beside its charts: the run, its recoveries, its goodput."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from titan_ft.run import events as ev
 
 @dataclass(frozen=True)
 class Recovery:
-    """A fault, or a failure that nobody injected, and what it cost."""
+    """A fault, or a failure without an injected fault, and its cost."""
 
     time: float
     """Seconds since the beginning."""
@@ -35,14 +35,16 @@ class Recovery:
 
     @property
     def target(self) -> str:
-        """Whom it hit, in words."""
+        """Its target, in words."""
         if not self.incident.replicas:
             return "lighthouse" if self.incident.lighthouse else "none"
         return name_groups(self.incident.replicas, self.incident.rank)
 
 
 def report_figures(record: RunRecord, against: RunRecord | None = None) -> dict[str, Any]:
-    """Return the figures of a run for JSON: those of its summary, and more. `against` is `check`'s."""
+    """Return the figures of a run for JSON: those of its summary, and more. `against` is
+    `check`'s.
+    """
     return summarize(record).to_dict() | {
         "chaos": plan_of(record),
         "faults_by_kind": count_faults(record),
@@ -66,7 +68,7 @@ def find_recoveries(record: RunRecord) -> list[Recovery]:
 
 
 def plan_of(record: RunRecord) -> dict[str, Any]:
-    """Return seed, plan and schedule of a run's chaos, its job's id and why it ended; of each the latest."""
+    """Return the latest seed, plan and schedule of a run's chaos, and why the chaos ended."""
     run = record.fold
     found: dict[str, Any] = {}
     if run.plan is not None:
@@ -81,7 +83,9 @@ def plan_of(record: RunRecord) -> dict[str, Any]:
 
 
 def describe_run(record: RunRecord) -> list[tuple[str, str]]:
-    """Return what was run, when, where and how, as far as the history tells: what it is, and its value."""
+    """Return what was run, when, where and how, as far as the history shows: name and value of each
+    fact.
+    """
     plan, started, s = plan_of(record), record.of(ev.WorkerStarted), summarize(record)
     setups = [event.setup for event in started if event.setup is not None]
     configs = [event.config for event in started if event.config is not None]
@@ -148,7 +152,7 @@ def _each(values: Iterable[str]) -> str:
 
 
 def goodput_terms(record: RunRecord) -> list[tuple[str, str, str]]:
-    """Return the figures of a run's time and work: the term, its value, and what it means in a sentence."""
+    """Return the figures of a run's time and work: term, value and a sentence that explains it."""
     s, spent, noun = summarize(record), goodput(record), record.unit.noun
     counted = spent.forward_passes - spent.num_wasted
     share = percent(spent.effective_training_time_in_training)
@@ -203,7 +207,7 @@ def goodput_terms(record: RunRecord) -> list[tuple[str, str, str]]:
 def states_spent(record: RunRecord) -> list[tuple[Look, str, str, str]]:
     """Return the states in which groups spent their time, in the order of the chart.
 
-    Of each: its look, its share of all groups' time, the time, and what the time consisted of.
+    For each state: its look, its share of all groups' time, the time, and the time's components.
     """
     spent = add_up(phase for row in find_phases(record).values() for phase in row)
     whole = goodput(record).group_us or 1

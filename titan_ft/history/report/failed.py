@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What failed in a run, each reason once: how often, where, the last lines of its log, and the groups that are lost."""
+"""The failures of a run, one entry per reason: count, places, the end of its log, and the lost
+groups.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +65,9 @@ class Failed:
 
 @view
 def find_failed(record: RunRecord) -> list[Failed]:
-    """Return the reasons why attempts of groups ended by themselves.
+    """Return the reasons for which attempts of groups failed.
 
-    The one that the outcome names comes first, then those that nobody injected, the latest first.
+    The reason of the outcome comes first, then those without an injected fault, the latest first.
     """
     injected = {
         (attempt.replica, attempt.number)
@@ -99,7 +101,9 @@ def find_failed(record: RunRecord) -> list[Failed]:
 
 
 def excerpt(reason: Reason, run_dir: Path) -> list[str]:
-    """Return the lines of a rank's log that explain its end; empty where they cannot, as after SIGKILL."""
+    """Return the lines of a rank's log that explain its end; empty if no line can, as after
+    SIGKILL.
+    """
     if reason.signal == "SIGKILL":
         return []
     log = find_log(reason, run_dir)

@@ -1,8 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Describe a chart for Plotly, which draws it in the reader's browser. Inks are the page's: CSS sets them by theme.
+"""Describe a chart for Plotly, which draws it in the reader's browser. CSS sets the page's inks by
+theme.
 
-Plain dictionaries, as Plotly's own JSON has them: what Plotly's classes would check, a test lets them check.
+The descriptions are plain dictionaries, like Plotly's own JSON. A test lets Plotly's classes check
+them.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ def _axis(axis: Axis) -> dict[str, Any]:
     }
     shown |= {"title": {"text": axis.label, "standoff": 10}} if axis.label else {}
     if axis.kind == "clock":
-        # Plotly's only axis that names hours and minutes at every zoom is one of dates: the run begins with a year.
+        # Plotly's only axis that names hours and minutes at every zoom is one of dates: the run
+        # begins with a year.
         short = axis.bounds is not None and axis.bounds[1] < 3600
         shown |= {"type": "date", "tickformat": "%-M:%S" if short else "%-H:%M:%S"}
         shown["tickformatstops"] = [
@@ -88,7 +91,9 @@ def _axis(axis: Axis) -> dict[str, Any]:
 
 
 def _at(axis: Axis, values: Iterable[float]) -> list[float]:
-    """Return values as an axis counts them: milliseconds of a clock, exponents of a logarithm with ticks of ours."""
+    """Return values in an axis's own unit: milliseconds of a clock, or exponents of a logarithm
+    with our ticks.
+    """
     if axis.kind == "clock":
         return [EPOCH_MS + round(1000 * value, 1) for value in values]
     if axis.kind == "log" and axis.ticks is not None:
@@ -222,7 +227,9 @@ def _hover(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _text(text: str) -> str:
-    """Return a text as Plotly shows it: it reads markup, and a name from an event must never be any."""
+    """Return a text as Plotly shows it: it reads markup, and a name from an event must never be
+    any.
+    """
     return escape(text, quote=False)
 
 

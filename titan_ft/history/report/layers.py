@@ -85,7 +85,9 @@ class Rules:
 
 
 def rule_opacity(rules: Rules) -> float:
-    """Return how opaque rules are: the more there are, the less, so that the curve behind them is seen."""
+    """Return the opacity of rules: lower for more rules, so that the curve behind them stays
+    visible.
+    """
     return max(0.08, min(0.4, 16 / (len(rules.x) or 1)))
 
 

@@ -14,10 +14,10 @@ from titan_ft.run.paths import RunPaths
 
 @dataclass(frozen=True)
 class PageLinks:
-    """Where a page is, and where its run is.
+    """The folders of a page and of its run.
 
     Attributes:
-        run_dir: folder of the run; None where it is not known, which leaves out every link.
+        run_dir: folder of the run; None if unknown, which leaves out every link.
         page_dir: folder of the page.
     """
 
@@ -31,7 +31,9 @@ class PageLinks:
         return quote(os.path.relpath(path.absolute(), self.page_dir.absolute()))
 
     def files(self) -> list[tuple[str, str]]:
-        """Return the names and the addresses of the files that a reader of the page may want next."""
+        """Return the names and the addresses of the files that a reader of the page may want
+        next.
+        """
         if self.run_dir is None:
             return []
         paths = RunPaths(self.run_dir)

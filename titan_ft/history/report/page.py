@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Write a run's report: one page of HTML that needs nothing else; its template is page.html."""
+"""Write a run's report: one page of HTML without any other file; its template is page.html."""
 
 from __future__ import annotations
 
@@ -51,11 +51,12 @@ def write_report(
     """Write index.html into a folder; return the page.
 
     Args:
-        against: `check`'s.
-        run_dir: folder of the run, whose logs and files the page quotes and links to; None leaves them out.
+        against: see `check`.
+        run_dir: folder of the run; the page quotes and links to its logs and files. None leaves
+            them out.
 
     Raises:
-        ConfigError: the folder cannot be written; a page that was there stays whole.
+        ConfigError: the folder cannot be written; an existing page stays whole.
     """
     page = render(record, PageLinks(run_dir, folder), against).encode()
     try:
@@ -100,7 +101,9 @@ def render(record: RunRecord, links: PageLinks, against: RunRecord | None = None
 
 
 def fill(template: str, charts: Mapping[str, Chart], folder: Path = FOLDER, **values: Any) -> str:
-    """Return a page from its template, which is in `folder` and may use the parts of a report's page."""
+    """Return a page from its template, which is in `folder` and may use the parts of a report's
+    page.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
@@ -139,14 +142,16 @@ def title_of(record: RunRecord) -> str:
 
 
 def describe_failed(failed: Failed, links: PageLinks) -> dict[str, Any]:
-    """Return what the page shows of a reason why groups ended: itself, the link to its log, the log's last lines."""
+    """Return the page's entry for a reason of failed groups: the reason, the link to its log, the
+    log's end.
+    """
     log = None if links.run_dir is None else find_log(failed.reason, links.run_dir)
     lines = [] if links.run_dir is None else excerpt(failed.reason, links.run_dir)
     return {"it": failed, "href": links.to(log), "lines": lines}
 
 
 def find_contents(charts: Mapping[str, Chart], parts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the sections that a page has, in their order: the id of each heading, and its text."""
+    """Return the sections of a page, in order: the id and the text of each heading."""
     sections = [
         ("run", "The run", True),
         ("loss", "Loss", "loss" in charts),
@@ -169,7 +174,7 @@ def find_contents(charts: Mapping[str, Chart], parts: Mapping[str, Any]) -> list
 
 
 def legend(chart: Chart) -> list[list[tuple[str, str, str]]]:
-    """Return what the colours and the marks of a chart mean, a line each: the text, its colour and its glyph."""
+    """Return the legend of a chart, a line each for colours and marks: text, colour and glyph."""
     states = [STATES[layer.state] for layer in chart.layers if isinstance(layer, Boxes)]
     marks = [layer for layer in chart.layers if isinstance(layer, Marks) and layer.symbol in GLYPHS]
     named = [layer for layer in chart.layers if isinstance(layer, Curve | Bars) and layer.name]

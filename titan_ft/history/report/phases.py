@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Fold the fine states of a run's timeline into the few that a reader wants: `style.STATES`.
+"""Fold the fine states of a run's timeline into the few states of the report: `style.STATES`.
 
 | state | fine states |
 | --- | --- |
@@ -8,7 +8,7 @@
 | waiting | an exchange that is longer, detection, quorum, rebuild, wait_for_groups |
 | recovering | heal, replay |
 | starting | start, and restart from the first event of the new process on |
-| lost | restart before that event, hung, a group that gave up, unknown at the end of a group that is lost |
+| lost | restart before that event, hung, given up, unknown at the end of a lost group |
 | ended | idle: finished, left, stopped |
 | unknown | unknown |
 """
@@ -109,7 +109,8 @@ def add_up(phases: Iterable[StateSpan]) -> dict[str, TimeInState]:
 
 def _fold(record: RunRecord, group: int, row: Sequence[Interval]) -> Iterator[StateSpan]:
     exchanges = [each.num_us for each in row if each.state == "exchange_wait" and not each.is_sum]
-    # Half a step of patience: exchanges of usual steps differ in length, above all on a busy machine.
+    # Half a step of patience: exchanges of usual steps differ in length, above all on a busy
+    # machine.
     longest_usual = (2 * median(exchanges) if exchanges else 0) + record.usual_step_us / 2
     attempts = record.attempts.get(group, [])
     begins = [attempt.begin_us for attempt in attempts]
@@ -137,7 +138,9 @@ def _describe(interval: Interval) -> str:
 
 
 def _split_restart(phase: StateSpan, begins: Sequence[int]) -> Iterator[StateSpan]:
-    """Yield the part of a restart in which nothing ran, and the part in which the new process started."""
+    """Yield the part of a restart in which nothing ran, and the part in which the new process
+    started.
+    """
     begin = next(
         (begin for begin in begins if phase.start_us < begin <= phase.end_us), phase.end_us
     )
@@ -148,9 +151,10 @@ def _split_restart(phase: StateSpan, begins: Sequence[int]) -> Iterator[StateSpa
 
 
 def _for_whom(record: RunRecord, group: int, interval: Interval) -> str:
-    """Return for whom a group waited in an interval, and why; empty if nothing says so.
+    """Return the group that a group waited for in an interval, and why; empty if unknown.
 
-    The commit that ended the wait says it. Histories without it have the last incident of another group.
+    The commit that ended the wait names it. In histories without such commits, it is the last
+    incident of another group.
     """
     commits = record.commits_by_group.get(group, [])
     place = bisect_left(commits, interval.end_us / 1e6, key=lambda commit: commit.time)

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ranks of a run that differ from the others: slower, or with more memory; a run of equals has none."""
+"""The ranks of a run that differ from the others in speed or memory; empty if all are alike."""
 
 from __future__ import annotations
 

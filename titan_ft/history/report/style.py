@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The look of a report's figures: one colour for each of five states of a group, one mark per category of fault."""
+"""The look of a report's figures: one colour for each of five states of a group, one mark per fault
+category.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,10 @@ class Look(NamedTuple):
     meaning: str
 
 
-# The states that a reader tells apart, in the order in which they are stacked. `phases.py` folds the finer states of
-# titan_ft/history/timing/timeline.py into them. Every pair differs in lightness as well as in hue, so that the
-# states differ in print and to the colour-blind (a test simulates both).
+# The states that a reader tells apart, in the order in which they are stacked. `phases.py` folds
+# the finer states of titan_ft/history/timing/timeline.py into them. Every pair differs in lightness
+# as well as in hue, so that the states differ in print and to the colour-blind (a test simulates
+# both).
 STATES: dict[str, Look] = {
     "training": Look(
         "training",
@@ -61,7 +64,8 @@ DETAILS: dict[str, str] = {
 ACCENT = STATES["training"].colour
 FAULT, MIDDLE = "#d23f31", "#87909b"  # both to be seen on a light page and on a dark one
 
-# Category of a fault (`titan_ft.faults.fault.Category`): its mark in the figures, as Plotly calls it.
+# Category of a fault (`titan_ft.faults.fault.Category`): its mark in the figures, as Plotly calls
+# it.
 MARKS = {
     "process killed": "triangle-down",
     "error raised": "x",

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows of states that are too fine for a page, with fewer stretches: trouble is kept while there is room for it."""
+"""Thin rows of states that are too fine for a page. Trouble is kept as long as there is room."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ MAX_BOXES = 3000  # of all rows: what a browser still zooms without a delay
 
 
 def thin_rows(rows: Mapping[int, Sequence[StateSpan]]) -> tuple[dict[int, list[StateSpan]], str]:
-    """Return rows with at most about `MAX_BOXES` stretches, and a sentence for the caption where they are thinned.
+    """Return rows with at most about `MAX_BOXES` stretches, and a sentence for the caption if
+    thinned.
 
-    First steps that follow each other without trouble become one stretch, so that every trouble stays as it was. Only
-    where there are still too many, each column shows what took most of it.
+    First, consecutive steps without trouble become one stretch, so that every trouble stays. If
+    there are still too many stretches, each column shows the state that took most of it.
     """
     found = {replica: list(row) for replica, row in rows.items()}
     if sum(map(len, found.values())) <= MAX_BOXES:
@@ -32,7 +33,9 @@ def thin_rows(rows: Mapping[int, Sequence[StateSpan]]) -> tuple[dict[int, list[S
 
 
 def join_training(row: Iterable[StateSpan]) -> list[StateSpan]:
-    """Return a row in which the training between two troubles is one stretch, which says what it consisted of."""
+    """Return a row in which the training between two troubles is one stretch that lists its
+    components.
+    """
     joined: list[StateSpan] = []
     for trains, group in groupby(row, lambda each: each.state == "training"):
         part = list(group)

@@ -3,14 +3,14 @@
 """Incidents of a run, and the price of each: the one definition of a stall.
 
 An *incident* is an injected fault, a failure that no fault explains, or a group that left because
-somebody asked. One shot that hits several groups is one fault. `titan_ft.history.fold.run` defines a
-*failure* for every view of a run. An incident has any number of failures: a fault that only slows a
-rank has none, and one shot that kills two groups has two.
+somebody asked. One shot that hits several groups is one fault. `titan_ft.history.fold.run` defines
+a *failure* for every view of a run. An incident has any number of failures: a fault that only slows
+a rank has none, and one shot that kills two groups has two.
 
-An incident *begins* with the fault. Without a fault it begins with the last event of the worker that
-fell silent first, or with the event in which the group announces that it leaves. It *reaches* until the
-latest of these moments: its groups' workers have exited, the last step that still has the gradients of
-these groups is committed, the fault is undone, a lighthouse listens again.
+An incident *begins* with the fault. Without a fault it begins with the last event of the worker
+that fell silent first, or with the event in which the group announces that it leaves. It *reaches*
+until the latest of these moments: its groups' workers have exited, the last step that still has the
+gradients of these groups is committed, the fault is undone, a lighthouse listens again.
 
 A *stall* belongs to one commit of a group. The commit is *due* one usual step
 (`RunRecord.usual_step_us`) after the commit before it in the same attempt. The stall is the time by
@@ -21,16 +21,16 @@ which the commit came late. Each stall counts for one incident:
 3. if there is none, no incident.
 
 If that incident hit the group itself, the stall counts for none. The *stall of an incident* is its
-longest one: the wait of the survivor that it hit hardest. It is 0 if no group waited. It is unknown if
-no other group has two commits in a row, in one attempt, of which the first comes before the end of the
-incident's reach and the second after the incident's start.
+longest one: the wait of the survivor that it hit hardest. It is 0 if no group waited. It is unknown
+if no other group has two commits in a row, in one attempt, of which the first comes before the end
+of the incident's reach and the second after the incident's start.
 
 A round of several steps varies in length by more than a failure costs. If the group itself computed
 longer than usual for a round, the round is due later by that much.
 
-The time in which a group starts and heals again is no stall; `titan_ft.history.timing.goodput` counts
-it. The report, the forecast and the benchmarks read this module. See docs/observing.md, "The history".
-"""
+The time in which a group starts and heals again is no stall; `titan_ft.history.timing.goodput`
+counts it. The report, the forecast and the benchmarks read this module. See docs/observing.md, "The
+history"."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ class RecordedFailure:
     time: float
     """Unix seconds of the injected fault that caused it; without a fault, of its first notice."""
     cause: str
-    """The exception, the signal or the exit code; for a group that lived, the name of the incident."""
+    """The exception, the signal or the exit code; for a group that lived, the name of the
+    incident.
+    """
     stall_seconds: float | None
     """The stall of the incident."""
     rejoin_seconds: float | None
@@ -157,7 +159,9 @@ class Incident:
     lighthouse: bool = False
     """True if the fault hit the lighthouse."""
     category: str | None = None
-    """The category (`titan_ft.faults.fault.Category`) of the fault or of the observation, if any."""
+    """The category (`titan_ft.faults.fault.Category`) of the fault or of the observation, if
+    any.
+    """
 
     @property
     def is_listed(self) -> bool:
@@ -177,7 +181,7 @@ class Incident:
 
 @dataclass
 class StallCause:
-    """Something that may stall the groups that it did not hit.
+    """A possible cause of stalls in other groups.
 
     Attributes:
         begin: its begin.
@@ -195,8 +199,8 @@ class TimedCommit(NamedTuple):
 
     Attributes:
         excess: the time by which the group itself computed longer than a usual step takes; 0 unless
-            a commit is a round of several steps. Infinite for an entry that stands for several usual
-            steps: such an entry is never late.
+            a commit is a round of several steps. Infinite for an entry that stands for several
+            usual steps: such an entry is never late.
     """
 
     time: float
@@ -488,7 +492,8 @@ def _find_fault_before(
 
 
 def _name_dropout(failure: FailureSpan, record: RunRecord) -> tuple[str, str | None]:
-    """Return the name and the category of a failure in which no attempt ended and no fault is known.
+    """Return the name and the category of a failure in which no attempt ended and no fault is
+    known.
 
     The name is the observation that made the other groups go on without this one.
     """

@@ -36,7 +36,9 @@ class Interval:
     state: str
     detail: str = ""
     is_sum: bool = False
-    """Whether it is one of three sums over usual steps in a row, and no stretch of time by itself."""
+    """Whether it is one of three sums over usual steps in a row, and no stretch of time by
+    itself.
+    """
 
     @property
     def num_us(self) -> int:
@@ -44,9 +46,9 @@ class Interval:
 
 
 class Strip:
-    """Cuts the time from `begin` to `end` into intervals, from the left to the right.
+    """Cuts the time from `begin` to `end` into intervals, from left to right.
 
-    In whatever order it is filled, it only goes on from where it is, never beyond the end; what nobody filled is
+    Each call continues at the current place, never beyond the end. A stretch without a call is
     "unknown".
     """
 
@@ -55,10 +57,14 @@ class Strip:
         self.cursor = begin
         self._starts: list[int] = []
         self._states: list[tuple[str, str, bool]] = []
-        """State, detail and `Interval.is_sum` from each start to the next one, the last up to the cursor."""
+        """State, detail and `Interval.is_sum` from each start to the next one, the last up to the
+        cursor.
+        """
 
     def fill(self, until: int, state: str, detail: str = "", *, is_sum: bool = False) -> None:
-        """Give the time from the cursor to `until` a state; do nothing if the cursor is there already."""
+        """Give the time from the cursor to `until` a state; do nothing if the cursor is there
+        already.
+        """
         until = min(until, self.end)
         if until > self.cursor:
             self._starts.append(self.cursor)
@@ -68,7 +74,9 @@ class Strip:
     def paint(
         self, start: int, end: int, state: str, over: Collection[str], detail: str = ""
     ) -> None:
-        """Give the time from `start` to `end` a more exact state, where it is in one of the states `over`."""
+        """Give the time from `start` to `end` a more exact state, where it is in one of the states
+        `over`.
+        """
         start, end = max(start, self.begin), min(end, self.cursor)
         if start >= end:
             return
@@ -77,7 +85,9 @@ class Strip:
                 self._states[place] = (state, detail, False)
 
     def _split(self, at: int, over: Collection[str]) -> int:
-        """Cut an interval in one of the states `over` in two; return the place of the first one from `at` on."""
+        """Cut an interval in one of the states `over` in two; return the place of the first one
+        from `at` on.
+        """
         place = bisect_left(self._starts, at)
         if (
             at < self.cursor

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Rework: committed steps that were thrown away and made again, and the reasons.
 
-At a *setback* training goes on from an earlier step than it had reached: a group loads a checkpoint,
-or the latest state is lost with its groups. One failure of all groups at once may cost that. Setback
-after setback without progress breaks promise 4 (`titan_ft.history.checks.work`).
+At a *setback* training goes on from an earlier step than it had reached: a group loads a
+checkpoint, or the latest state is lost with its groups. One failure of all groups at once may cost
+that. Setback after setback without progress breaks promise 4 (`titan_ft.history.checks.work`).
 
 A step is also made twice if its exchange broke for some groups and not for all.
 """
@@ -49,7 +49,9 @@ class Setback:
     cause: str
     """The ends of the groups, in words."""
     explained: bool
-    """True if somebody asked for it: by a new launch, by a request to leave, by an injected fault."""
+    """True if somebody asked for it: by a new launch, by a request to leave, by an injected
+    fault.
+    """
 
     @property
     def num_lost(self) -> int:
@@ -75,7 +77,9 @@ class Rework:
 
     @property
     def num_again(self) -> int:
-        """Number of lost steps that were made again; a step that was made three times counts twice."""
+        """Number of lost steps that were made again; a step that was made three times counts
+        twice.
+        """
         return sum(len(setback.again) for setback in self.setbacks)
 
     def describe(self) -> str:
@@ -221,7 +225,7 @@ def _find_step_to_go_on(event: _GoesBack, unit: Unit) -> int:
 def _explain(
     record: RunRecord, time_before: float, last_commit: float, time: float
 ) -> tuple[str, bool]:
-    """Return why training went back at `time`, and whether somebody had asked for it.
+    """Return why training went back at `time`, and whether that was requested.
 
     Args:
         time_before: time of the setback before; earlier ends explain that setback.

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How long the job waited for joiners, and why it waited at all, as `StepCommitted.waits` say.
+"""The job's waits for joiners, and the reasons of all waits, by `StepCommitted.waits`.
 
 `find_waits_for_joiners` returns a `StepWait` for each commit, awaited joiner and reason. `REASONS`
 has a phrase for each reason of `titan_ft.run.events.Waited.why`.
@@ -30,7 +30,7 @@ _OF_JOINERS = ("catching_up", "asked")
 
 @dataclass(frozen=True)
 class StepWait:
-    """How long the job waited for one group, for one reason, in one commit."""
+    """The job's wait for one group, for one reason, in one commit."""
 
     step: int
     """Number of the commit: a step, or a round of several."""
