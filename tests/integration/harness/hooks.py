@@ -389,16 +389,16 @@ def install_progress() -> None:
         with WORKER.watchdog.paused():
             return original(*args)
 
-    def fetch(original: Any, *args: Any) -> Any:
+    def fetch(original: Any, *args: Any, **kwargs: Any) -> Any:
         WORKER.fetching.touch()
         try:
-            snapshot = original(*args)
+            snapshot = original(*args, **kwargs)
             WORKER.mark("whole")
             return snapshot
         finally:
             WORKER.fetching.unlink(missing_ok=True)
 
-    def queue(catch_up: CatchUp, *_: Any) -> None:
+    def queue(catch_up: CatchUp, *_: Any, **__: Any) -> None:
         WORKER.queued = len(catch_up._updates)
 
     def await_quorum(trainer: ReplicaTrainer) -> None:
@@ -409,7 +409,7 @@ def install_progress() -> None:
     after(ReplicaTrainer, "_build_replica", await_quorum)
     wrap(heal, "fetch", fetch)
     wrap(StepStrategy, "apply", apply)
-    after(CatchUp, "keep", queue)
+    after(CatchUp, "queue_update", queue)
     after(ReplicaDimension, "_wait", lambda *_: WORKER.mark("awaits"))
     before(HuggingFaceTokenizer, "encode", encode)
     before(OptimizersContainer, "step", optimize)
