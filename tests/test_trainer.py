@@ -1,8 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the trainer does around an update, without a model; whole runs of it are in
-tests/integration.
-"""
+"""The trainer's own work around an update, without a model. tests/integration has whole runs."""
 
 from __future__ import annotations
 
@@ -43,8 +41,8 @@ def trainer(**parts: Any) -> Any:
 def test_the_links_are_closed_although_the_watchdog_cannot_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However training ends, also while the replica dimension is still being built: the others stop
-    waiting.
+    """Training may end at any time, even while the replica dimension is being built. The other
+    groups must stop waiting.
     """
     closed: list[str] = []
 
@@ -69,8 +67,8 @@ def test_the_links_are_closed_although_the_watchdog_cannot_be(
     assert closed == ["watchdog", "chaos", "links", "memory"]
 
 
-def test_a_hang_is_told_to_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the reason of the end: three hangs in a row are a crash loop, whose line names them."""
+def test_a_hang_is_reported_to_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three hangs in a row are a crash loop. The agent's line about it names the hang."""
     path = tmp_path / "rank-0.error.json"
     monkeypatch.setenv(FILE_ENV, str(path))
     emitted: list[Event] = []
@@ -80,7 +78,7 @@ def test_a_hang_is_told_to_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyP
         _events=SimpleNamespace(emit=emitted.append),
         _position=SimpleNamespace(step=7),
     )
-    ReplicaTrainer._tell_hang(this)
+    ReplicaTrainer._report_hang(this)
     read = read_error(path)
     assert read is not None
     assert (
@@ -92,7 +90,7 @@ def test_a_hang_is_told_to_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 class Step:
-    """A trainer in its step: notes what it does, in order."""
+    """A trainer in its step, which records its actions in order."""
 
     def __init__(
         self,
@@ -133,9 +131,9 @@ class Step:
         vars(self.this).update(
             _replica=replica,
             _strategy=strategy,
-            _begun=True,
+            _has_started=True,
             _chaos=None,
-            _stepped=0.0,
+            _update_ended_at=None,
             step=step,
             _local=SimpleNamespace(clear_gradients=lambda: None),
             optimizers=SimpleNamespace(zero_grad=lambda: None),
@@ -152,7 +150,7 @@ class Step:
             ntokens_seen=0,
             _position=SimpleNamespace(leaving=leaving, step=3),
             _group=SimpleNamespace(gather=None),
-            launch=SimpleNamespace(ranks_on_host=2),
+            setup=SimpleNamespace(ranks_on_host=2),
             _feed=SimpleNamespace(drop=self.dropped.append),
             job_config=SimpleNamespace(
                 comm=SimpleNamespace(train_timeout_seconds=7),
@@ -170,7 +168,7 @@ COMMITTED = SimpleNamespace(update=SimpleNamespace(step=4), participants=[0, 1])
 
 
 def test_a_commit_is_applied_and_recorded() -> None:
-    """In this order: what is recorded is in the state."""
+    """The state has the update before the event says so."""
     step = Step(COMMITTED)
     step.make()
     assert step.done == ["apply", "note commit", "emit", "log", "reserve", "offer", "meet"]
@@ -183,8 +181,8 @@ def test_a_commit_is_applied_and_recorded() -> None:
     "settings", [{"heal_donors": 1}, {"group_size": 1}], ids=["shared host", "nobody to serve"]
 )
 def test_no_memory_is_reserved_where_it_may_be_too_much(settings: dict[str, int]) -> None:
-    """A host may have no room for a copy of each of its groups; and a group alone never serves
-    one.
+    """A host may have no room for a copy of each of its groups. A single group never serves its
+    state.
     """
     step = Step(COMMITTED, **settings)
     step.make()
@@ -192,7 +190,7 @@ def test_no_memory_is_reserved_where_it_may_be_too_much(settings: dict[str, int]
 
 
 def test_without_a_commit_nothing_is_applied() -> None:
-    """The gradients are void; the step ends on the state of a donor."""
+    """The gradients are void, and the step ends with a donor's state."""
     step = Step(None)
     step.make()
     assert step.done == ["heal", "resume"]
@@ -200,7 +198,7 @@ def test_without_a_commit_nothing_is_applied() -> None:
 
 
 def test_a_group_heals_until_it_has_the_state_of_the_others() -> None:
-    """With rounds it meets the others after the update, and again after each heal."""
+    """A group with rounds meets the others after its update, and again after each heal."""
     step = Step(COMMITTED, heals=[True, True, False])
     step.make()
     assert step.done[-5:] == ["meet", "heal", "resume", "heal", "resume"]
@@ -212,8 +210,8 @@ def test_a_group_heals_until_it_has_the_state_of_the_others() -> None:
 def test_the_timeouts_are_shortened_after_the_first_update(
     first: int, heals: list[bool], shortened: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchtitan does so after its step 1, which a group that heals, or makes rounds, does not end
-    on.
+    """torchtitan does so at the end of its step 1. A group that heals, or makes rounds, ends its
+    first update on a later step.
     """
     seconds: list[float] = []
     monkeypatch.setattr(
@@ -225,9 +223,7 @@ def test_the_timeouts_are_shortened_after_the_first_update(
 
 
 def test_a_group_that_leaves_applies_its_last_step() -> None:
-    """It has committed the step with the others: its event and its last digest are those of that
-    state.
-    """
+    """The group has committed that step with the others, so its event is due as well."""
     step = Step(COMMITTED, leaving=True)
     with pytest.raises(Leaving):
         step.make()
@@ -235,12 +231,12 @@ def test_a_group_that_leaves_applies_its_last_step() -> None:
 
 
 class Leave:
-    """A trainer that leaves behind update 3: notes what it does, in order.
+    """A trainer that leaves after update 3, and records its actions in order.
 
     Args:
-        last: the groups that leave with it and save the state first.
-        lacks: whether that is not saved yet.
-        turn: whether it is this group's turn to save.
+        last: the groups with which the job's state leaves.
+        lacks: the state is not saved yet.
+        turn: it is this group's turn to save the state.
     """
 
     def __init__(self, last: LastToLeave | None, lacks: bool = True, turn: bool = True):
@@ -265,7 +261,7 @@ class Leave:
             _strategy=SimpleNamespace(
                 steps_of=lambda updates: updates, go_back_to_update=note("go back")
             ),
-            _emit_drained=note("tell"),
+            _emit_drained=note("report"),
             step=4,
             job_config=SimpleNamespace(fault_tolerance=FaultTolerance()),
         )
@@ -278,45 +274,43 @@ LAST = LastToLeave((0, 1), agreed=True)
 @pytest.mark.parametrize(
     ("last", "lacks", "turn", "done"),
     [
-        (None, True, True, ["close", "withdraw", "tell"]),  # others train on: they wait for nothing
-        (
-            LAST,
-            False,
-            True,
-            ["close", "withdraw", "tell"],
-        ),  # the state is saved, or checkpoints are off
-        (LAST, True, False, ["withdraw", "turn", "close", "tell"]),  # another group has saved it
-        (LAST, True, True, ["withdraw", "turn", "go back", "save 3 in 17.0", "close", "tell"]),
+        # Other groups train on, and must not wait.
+        (None, True, True, ["close", "withdraw", "report"]),
+        # The state is saved, or checkpoints are off.
+        (LAST, False, True, ["close", "withdraw", "report"]),
+        # Another group has saved the state.
+        (LAST, True, False, ["withdraw", "turn", "close", "report"]),
+        (LAST, True, True, ["withdraw", "turn", "go back", "save 3 in 17.0", "close", "report"]),
         (
             LastToLeave((0,), agreed=False),
             True,
             True,
-            ["close", "withdraw", "turn", "go back", "save 3 in 17.0", "close", "tell"],
+            ["close", "withdraw", "turn", "go back", "save 3 in 17.0", "close", "report"],
         ),
     ],
 )
 def test_the_last_groups_to_leave_save_before_they_go(
     last: LastToLeave | None, lacks: bool, turn: bool, done: list[str]
 ) -> None:
-    """Heartbeats end first where others may train on, and last where this group must be seen to
-    live.
+    """If other groups may train on, heartbeats end first. If all groups leave, they end last, so
+    that the others see that this group lives.
     """
     assert Leave(last, lacks, turn).done == done
 
 
 def test_a_group_that_has_saved_saves_no_more() -> None:
-    """The timer of the drain says what it ends this rank in."""
-    assert Leave(LAST).this._saving is None
+    """Otherwise the drain's timer would later report an incomplete checkpoint."""
+    assert Leave(LAST).this._saving_step is None
 
 
 def test_a_rank_that_the_timeout_ends_in_its_save_says_so() -> None:
-    """What is missing then is the time, and not that the step could not be finished."""
-    told: list[Any] = []
+    """The reason names the incomplete checkpoint: the step itself was finished."""
+    emitted: list[Any] = []
     this: Any = ReplicaTrainer.__new__(ReplicaTrainer)
-    events = SimpleNamespace(emit=told.append, is_stalled=False)
-    vars(this).update(_events=events, _position=SimpleNamespace(step=3), _saving=3)
-    this._abandon("the time is over")
-    assert told[0].reason == "the time is over, before the checkpoint of step 3 was complete"
+    events = SimpleNamespace(emit=emitted.append, is_stalled=False)
+    vars(this).update(_events=events, _position=SimpleNamespace(step=3), _saving_step=3)
+    this._report_abandon("the time is over")
+    assert emitted[0].reason == "the time is over, before the checkpoint of step 3 was complete"
 
 
 @pytest.mark.parametrize(
@@ -338,19 +332,19 @@ def test_a_group_that_leaves_says_which_batches_are_void(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A group that leaves in order shows its state as well; one that does not warns."""
+    """A group that leaves in order reports its digest. A group that does not logs a warning."""
     monkeypatch.setattr(trainer_module.logger, "propagate", True)
-    told: list[Any] = []
+    emitted: list[Any] = []
     this: Any = ReplicaTrainer.__new__(ReplicaTrainer)
     vars(this).update(
-        _events=SimpleNamespace(emit=told.append, is_stalled=False),
+        _events=SimpleNamespace(emit=emitted.append, is_stalled=False),
         _position=SimpleNamespace(step=3, lineage=5),
         _strategy=SimpleNamespace(
             describe_departure=lambda: departure, state=SimpleNamespace(digest=lambda: "d1ge57")
         ),
     )
     this._emit_drained()
-    (event,) = told
+    (event,) = emitted
     assert (event.step, event.reason, event.in_order) == (3, departure.reason, in_order)
     assert (event.digest, event.lineage) == (
         ("d1ge57", "000000000005") if in_order else (None, None)
@@ -372,37 +366,37 @@ def test_a_group_that_leaves_says_which_batches_are_void(
 def test_a_rank_that_the_timeout_ends_names_its_void_batches(
     readings: list[Reading], line: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """On the terminal as well, since its log may be lost with it."""
-    told: list[Any] = []
+    """The line goes to the terminal as well, because the log may be lost with the rank."""
+    emitted: list[Any] = []
     this: Any = ReplicaTrainer.__new__(ReplicaTrainer)
     vars(this).update(
-        _events=SimpleNamespace(emit=told.append, is_stalled=False),
+        _events=SimpleNamespace(emit=emitted.append, is_stalled=False),
         _position=SimpleNamespace(step=3),
         _strategy=SimpleNamespace(find_uncommitted=lambda: readings),
     )
-    this._abandon("too late")
-    (event,) = told
+    this._report_abandon("too late")
+    (event,) = emitted
     assert (event.step, event.reason, event.in_order) == (3, "too late", False)
     assert [batches.first_batch for batches in event.void or ()] == [8] * len(readings)
     assert capfd.readouterr().err == line
 
 
 def test_a_rank_that_the_timeout_ends_before_it_trains_names_no_batches() -> None:
-    """It may have no model yet."""
-    told: list[Any] = []
+    """The rank may have no model yet."""
+    emitted: list[Any] = []
     this: Any = ReplicaTrainer.__new__(ReplicaTrainer)
     vars(this).update(
-        _events=SimpleNamespace(emit=told.append, is_stalled=False), _position=Position()
+        _events=SimpleNamespace(emit=emitted.append, is_stalled=False), _position=Position()
     )
-    this._abandon("too early")
-    assert [(event.step, event.void) for event in told] == [(0, None)]
+    this._report_abandon("too early")
+    assert [(event.step, event.void) for event in emitted] == [(0, None)]
 
 
 @pytest.mark.parametrize(("healed", "goes_on"), [(5, True), (7, False)])
 def test_a_group_that_heals_at_the_end_trains_on_from_an_earlier_state(
     healed: int, goes_on: bool
 ) -> None:
-    """All that held the final state may have died meanwhile, and the others have begun anew."""
+    """All groups with the final state may have died, and the others have started anew."""
     digests = ["d1ge57", None]
     finished: list[str] = []
 
@@ -413,7 +407,7 @@ def test_a_group_that_heals_at_the_end_trains_on_from_an_earlier_state(
     vars(this).update(
         step=7,
         ntokens_seen=0,
-        launch=SimpleNamespace(rank=1),  # rank 0 marks the end in the folder of the run
+        setup=SimpleNamespace(rank=1),  # rank 0 would write a mark to the run's folder
         job_config=SimpleNamespace(training=SimpleNamespace(steps=7)),
         _replica=SimpleNamespace(finish=digests.pop),
         _links=SimpleNamespace(end_roll_call=lambda: finished.append("roll call ended")),

@@ -15,7 +15,7 @@ import difflib
 import ipaddress
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -25,6 +25,7 @@ import tomli
 
 from titan_ft import round_settings
 from titan_ft.round_settings import SEMI_SYNC_METHODS
+from titan_ft.setting_rule import SettingRule
 
 TABLE = "fault_tolerance"
 LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
@@ -377,12 +378,11 @@ def load_toml(path: str | Path) -> dict[str, Any]:
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"config file must be valid TOML, got {path} (not UTF-8 at byte {error.start}); save it as UTF-8"
+            f"config file must be valid TOML, got {path} (not UTF-8 at byte {error.start}); save "
+            "it as UTF-8"
         ) from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # a number of thousands of digits, a key of thousands of parts
+    except (ValueError, RecursionError) as error:
+        # tomli raises these for a number of thousands of digits, and for a key of as many parts.
         raise ConfigError(
             f"config file must be valid TOML, got {path}: {error}; correct it"
         ) from error
@@ -421,7 +421,7 @@ def check_table(name: str, table: Any, schema: Any) -> None:
         ConfigError: names the first wrong key.
     """
     _require_table(name, table)
-    annotations = {f.name: f.type for f in fields(schema)}
+    annotations = {setting.name: setting.type for setting in fields(schema)}
     for key, value in table.items():
         full = f"{name}.{key}" if name else key
         if key not in annotations:
@@ -434,10 +434,14 @@ def check_table(name: str, table: Any, schema: Any) -> None:
         annotation = annotations[key]
         if is_dataclass(annotation):
             check_table(full, value, annotation)
-        elif not (
-            annotation is int and isinstance(value, float) and value.is_integer() and name != TABLE
-        ):
-            _check_type(full, value, annotation)  # torchtitan works with 1e4 for a whole number
+        elif name != TABLE and _is_whole_float(value, annotation):
+            continue  # torchtitan accepts 1e4 for a whole number.
+        else:
+            _check_type(full, value, annotation)
+
+
+def _is_whole_float(value: Any, annotation: Any) -> bool:
+    return annotation is int and isinstance(value, float) and value.is_integer()
 
 
 def _require_table(name: str, table: Any) -> None:
@@ -470,8 +474,9 @@ def resolve_lighthouse(ft: FaultTolerance, fallback: str | None) -> str:
 
 
 def validate(config: Any) -> None:
-    """Check a whole job config, as torchtitan's ConfigManager returns it. Nothing is checked unless
-    enabled.
+    """Check a whole job config, as torchtitan's ConfigManager returns it.
+
+    With `enable = false` nothing is checked.
 
     torchtitan accepts `semi_sync_method` in upper case, too. The value is changed to lower case
     here, because all other code expects lower case.
@@ -483,22 +488,17 @@ def validate(config: Any) -> None:
     _check_type(f"{TABLE}.enable", ft.enable, bool)
     if not ft.enable:
         return
-    for f in fields(FaultTolerance):
-        _check_type(f"{TABLE}.{f.name}", getattr(ft, f.name), f.type)
+    for setting in fields(FaultTolerance):
+        _check_type(f"{TABLE}.{setting.name}", getattr(ft, setting.name), setting.type)
     if ft.semi_sync_method and ft.semi_sync_method.lower() in SEMI_SYNC_METHODS:
         ft.semi_sync_method = ft.semi_sync_method.lower()
-    for rules in (
-        _refusals(config),
-        _group_rules(ft),
-        _number_rules(ft),
-        _order_rules(ft),
-        ((holds, f"{TABLE}.{name}", *rest) for holds, name, *rest in round_settings.rules(ft)),
-        _dtype_rules(config),
-        _batch_rules(config),
-    ):
-        for holds, field_name, rule, value, remedy in rules:
-            if not holds:
-                raise ConfigError(f"{field_name} {rule}, got {value!r}; {remedy}")
+    check_rules(_refusals(config))
+    check_rules(_group_rules(ft))
+    check_rules(_number_rules(ft))
+    check_rules(_order_rules(ft))
+    check_rules(_round_rules(ft))
+    check_rules(_dtype_rules(config))
+    check_rules(_batch_rules(config))
     parallel = config.parallelism
     check_replicate(
         parallel.data_parallel_replicate_degree,
@@ -524,91 +524,112 @@ def check_replicate(replicate: int, shard: int, context: int) -> None:
     """
     if replicate > 1 and shard == 1 and context == 1:
         raise ConfigError(
-            "parallelism.data_parallel_replicate_degree must be 1 in a group that does not shard the model "
-            f"(data_parallel_shard_degree and context_parallel_degree are 1), got {replicate}; set it to 1 and start "
-            f"{replicate} times as many groups ({TABLE}.group_size), or shard: data_parallel_shard_degree >= 2"
+            "parallelism.data_parallel_replicate_degree must be 1 in a group that does not shard "
+            "the model (data_parallel_shard_degree and context_parallel_degree are 1), got "
+            f"{replicate}; set it to 1 and start {replicate} times as many groups "
+            f"({TABLE}.group_size), or shard: data_parallel_shard_degree >= 2"
         )
 
 
-# One rule: whether it holds, then field, rule, value and remedy of the error's line. Rules come
-# from generators, so that a rule may rely on the ones before it.
-Rule = tuple[bool, str, str, Any, str]
+def check_rules(rules: Iterable[SettingRule]) -> None:
+    """Check rules in order.
+
+    Raises:
+        ConfigError: the first rule that does not hold.
+    """
+    for rule in rules:
+        if not rule.holds:
+            raise ConfigError(rule.describe())
 
 
-def _refusals(config: Any) -> Iterator[Rule]:
-    """Refuse by name what fault-tolerant runs do not support yet."""
-    unsupported = "not supported yet"
-    for section, name, consequence in (
-        ("optimizer", "early_step_in_backward", " (an update must wait for the vote)"),
-        ("checkpoint", "create_seed_checkpoint", " for fault-tolerant runs"),
-    ):
-        value = getattr(getattr(config, section), name)
-        rule = f"is {unsupported}{consequence} and must be false"
-        yield not value, f"{section}.{name}", rule, value, f"set {section}.{name} = false"
-    yield (
-        config.comm.mode == "default",
-        "comm.mode",
-        f'must be "default" when {TABLE}.enable is true (other modes are {unsupported})',
-        config.comm.mode,
-        'set comm.mode = "default"',
+def _refusals(config: Any) -> Iterator[SettingRule]:
+    """Refuse by name the settings that fault-tolerant runs do not support yet."""
+    early_step = config.optimizer.early_step_in_backward
+    yield SettingRule(
+        holds=not early_step,
+        field="optimizer.early_step_in_backward",
+        rule="is not supported yet (an update must wait for the vote) and must be false",
+        value=early_step,
+        remedy="set optimizer.early_step_in_backward = false",
+    )
+    seed_checkpoint = config.checkpoint.create_seed_checkpoint
+    yield SettingRule(
+        holds=not seed_checkpoint,
+        field="checkpoint.create_seed_checkpoint",
+        rule="is not supported yet for fault-tolerant runs and must be false",
+        value=seed_checkpoint,
+        remedy="set checkpoint.create_seed_checkpoint = false",
+    )
+    yield SettingRule(
+        holds=config.comm.mode == "default",
+        field="comm.mode",
+        rule=(f'must be "default" when {TABLE}.enable is true (other modes are not supported yet)'),
+        value=config.comm.mode,
+        remedy='set comm.mode = "default"',
     )
 
 
-def _group_rules(ft: FaultTolerance) -> Iterator[Rule]:
+def _group_rules(ft: FaultTolerance) -> Iterator[SettingRule]:
     """Check the settings that choose the participating groups."""
     for name, choices in CHOICES.items():
-        value = getattr(ft, name)
-        rule = f"must be one of {', '.join(choices)}"
-        yield value in choices, f"{TABLE}.{name}", rule, value, f"the default is {choices[0]}"
-    method, rule = (
-        ft.semi_sync_method,
-        f"must be one of {', '.join(SEMI_SYNC_METHODS)}, or left out",
-    )
+        yield SettingRule(
+            holds=getattr(ft, name) in choices,
+            field=f"{TABLE}.{name}",
+            rule=f"must be one of {', '.join(choices)}",
+            value=getattr(ft, name),
+            remedy=f"the default is {choices[0]}",
+        )
+    method = ft.semi_sync_method
     hint = closest(str(method).lower().replace("-", "_"), SEMI_SYNC_METHODS)
-    known = method is None or method in SEMI_SYNC_METHODS
-    yield (
-        known,
-        f"{TABLE}.semi_sync_method",
-        rule,
-        method,
-        f"{hint}without it gradients are exchanged at each step",
+    yield SettingRule(
+        holds=method is None or method in SEMI_SYNC_METHODS,
+        field=f"{TABLE}.semi_sync_method",
+        rule=f"must be one of {', '.join(SEMI_SYNC_METHODS)}, or left out",
+        value=method,
+        remedy=f"{hint}without it gradients are exchanged at each step",
     )
-    rule = "must be without spaces and slashes"
-    yield (
-        not set(ft.job_id) & set("/ \t\n"),
-        f"{TABLE}.job_id",
-        rule,
-        ft.job_id,
-        "use letters, digits and dashes",
+    yield SettingRule(
+        holds=not set(ft.job_id) & set("/ \t\n"),
+        field=f"{TABLE}.job_id",
+        rule="must be without spaces and slashes",
+        value=ft.job_id,
+        remedy="use letters, digits and dashes",
     )
     size = ft.group_size
-    name = f"{TABLE}.group_size"
-    yield size >= 1, name, "must be >= 1", size, "set it to the number of replica groups"
-    name = f"{TABLE}.replica_id"
-    yield ft.replica_id >= 0, name, "must be >= 0", ft.replica_id, "number the groups from 0"
-    rule = f"must be < group_size ({size})"
-    yield (
-        ft.replica_id < size,
-        name,
-        rule,
-        ft.replica_id,
-        "number the groups from 0, or raise group_size",
+    yield SettingRule(
+        holds=size >= 1,
+        field=f"{TABLE}.group_size",
+        rule="must be >= 1",
+        value=size,
+        remedy="set it to the number of replica groups",
     )
-    name = f"{TABLE}.min_replica_size"
-    yield (
-        ft.min_replica_size >= 1,
-        name,
-        "must be >= 1",
-        ft.min_replica_size,
-        "1 lets a single group go on alone",
+    yield SettingRule(
+        holds=ft.replica_id >= 0,
+        field=f"{TABLE}.replica_id",
+        rule="must be >= 0",
+        value=ft.replica_id,
+        remedy="number the groups from 0",
     )
-    rule = f"must be <= group_size ({size})"
-    yield (
-        ft.min_replica_size <= size,
-        name,
-        rule,
-        ft.min_replica_size,
-        "lower it, or raise group_size",
+    yield SettingRule(
+        holds=ft.replica_id < size,
+        field=f"{TABLE}.replica_id",
+        rule=f"must be < group_size ({size})",
+        value=ft.replica_id,
+        remedy="number the groups from 0, or raise group_size",
+    )
+    yield SettingRule(
+        holds=ft.min_replica_size >= 1,
+        field=f"{TABLE}.min_replica_size",
+        rule="must be >= 1",
+        value=ft.min_replica_size,
+        remedy="1 lets a single group go on alone",
+    )
+    yield SettingRule(
+        holds=ft.min_replica_size <= size,
+        field=f"{TABLE}.min_replica_size",
+        rule=f"must be <= group_size ({size})",
+        value=ft.min_replica_size,
+        remedy="lower it, or raise group_size",
     )
 
 
@@ -620,97 +641,129 @@ _ZERO_MEANS = {
     "hang_timeout_seconds": "never ends a worker",
     "sync_deadline_seconds": "makes all steps of a round",
 }
+"""Numbers that may be 0, with the meaning of 0."""
+_POSITIVE_SUFFIXES = ("_seconds", "_ms", "_mb")
 
 
-def _number_rules(ft: FaultTolerance) -> Iterator[Rule]:
+def _number_rules(ft: FaultTolerance) -> Iterator[SettingRule]:
     """Check each number by itself: durations, sizes and counts."""
-    for f in fields(FaultTolerance):
-        value = getattr(ft, f.name)
-        if f.name.endswith(("_seconds", "_ms", "_mb")) and f.name not in _ZERO_MEANS:
-            yield (
-                value > 0,
-                f"{TABLE}.{f.name}",
-                "must be > 0",
-                value,
-                f"the default is {f.default}",
+    for setting in fields(FaultTolerance):
+        name = setting.name
+        if name.endswith(_POSITIVE_SUFFIXES) and name not in _ZERO_MEANS:
+            yield SettingRule(
+                holds=getattr(ft, name) > 0,
+                field=f"{TABLE}.{name}",
+                rule="must be > 0",
+                value=getattr(ft, name),
+                remedy=f"the default is {setting.default}",
             )
     for name, meaning in _ZERO_MEANS.items():
-        value = getattr(ft, name)
-        yield value >= 0, f"{TABLE}.{name}", "must be >= 0", value, f"0 {meaning}"
+        yield SettingRule(
+            holds=getattr(ft, name) >= 0,
+            field=f"{TABLE}.{name}",
+            rule="must be >= 0",
+            value=getattr(ft, name),
+            remedy=f"0 {meaning}",
+        )
 
 
-def _order_rules(ft: FaultTolerance) -> Iterator[Rule]:
+def _order_rules(ft: FaultTolerance) -> Iterator[SettingRule]:
     """Check that the lighthouse notices a dead group before any wait for that group times out."""
-    beat, name = ft.heartbeat_timeout_ms, f"{TABLE}.heartbeat_timeout_ms"
-    yield beat >= 50, name, "must be >= 50", beat, "the lighthouse looks every 20 ms"
-    yield (
-        beat < ft.process_group_timeout_ms,
-        name,
-        f"must be < process_group_timeout_ms ({ft.process_group_timeout_ms})",
-        beat,
-        "lower it, or raise process_group_timeout_ms",
+    yield SettingRule(
+        holds=ft.heartbeat_timeout_ms >= 50,
+        field=f"{TABLE}.heartbeat_timeout_ms",
+        rule="must be >= 50",
+        value=ft.heartbeat_timeout_ms,
+        remedy="the lighthouse looks every 20 ms",
+    )
+    yield SettingRule(
+        holds=ft.heartbeat_timeout_ms < ft.process_group_timeout_ms,
+        field=f"{TABLE}.heartbeat_timeout_ms",
+        rule=f"must be < process_group_timeout_ms ({ft.process_group_timeout_ms})",
+        value=ft.heartbeat_timeout_ms,
+        remedy="lower it, or raise process_group_timeout_ms",
     )
 
 
-def _dtype_rules(config: Any) -> Iterator[Rule]:
-    """Check that weights can hold the values the groups agree on. The trainer checks the built
-    model's weights.
+def _round_rules(ft: FaultTolerance) -> Iterator[SettingRule]:
+    """Check the settings of semi-synchronous training, with the full names of the fields."""
+    for rule in round_settings.rules(ft):
+        yield replace(rule, field=f"{TABLE}.{rule.field}")
+
+
+def _dtype_rules(config: Any) -> Iterator[SettingRule]:
+    """Check that weights can hold the values that the groups agree on.
+
+    The config may leave the type to the model, so the trainer checks the weights of the built model
+    as well.
     """
     dtype = config.training.dtype
-    rule = f'must be "float32" with {TABLE}.semi_sync_method (a checkpoint has the weights that the groups agree on)'
-    holds = config.fault_tolerance.semi_sync_method is None or dtype == "float32"
-    remedy = "training.mixed_precision_param lets the steps compute in another one"
-    yield holds, "training.dtype", rule, dtype, remedy
+    yield SettingRule(
+        holds=config.fault_tolerance.semi_sync_method is None or dtype == "float32",
+        field="training.dtype",
+        rule=(
+            f'must be "float32" with {TABLE}.semi_sync_method (a checkpoint has the weights that '
+            "the groups agree on)"
+        ),
+        value=dtype,
+        remedy="training.mixed_precision_param lets the steps compute in another one",
+    )
 
 
-def _batch_rules(config: Any) -> Iterator[Rule]:
+def _batch_rules(config: Any) -> Iterator[SettingRule]:
     """Check that the global batch, summed over all groups, splits into whole microbatches of each
     group.
     """
     training, parallel = config.training, config.parallelism
-    for section, key in (
-        ("training", "global_batch_size"),
-        ("training", "local_batch_size"),
-        ("parallelism", "data_parallel_replicate_degree"),
-        ("parallelism", "data_parallel_shard_degree"),
-    ):
-        _check_type(f"{section}.{key}", getattr(getattr(config, section), key), int)
-    size, total, name = (
-        config.fault_tolerance.group_size,
-        training.global_batch_size,
-        "training.global_batch_size",
+    replicate = parallel.data_parallel_replicate_degree
+    shard = parallel.data_parallel_shard_degree
+    _check_type("training.global_batch_size", training.global_batch_size, int)
+    _check_type("training.local_batch_size", training.local_batch_size, int)
+    _check_type("parallelism.data_parallel_replicate_degree", replicate, int)
+    _check_type("parallelism.data_parallel_shard_degree", shard, int)
+    size = config.fault_tolerance.group_size
+    total = training.global_batch_size
+    name = "training.global_batch_size"
+    yield SettingRule(
+        holds=total != 0,
+        field=name,
+        rule="must be > 0, or -1 for one microbatch per rank",
+        value=total,
+        remedy="set it to -1 or to a positive number",
     )
-    rule = "must be > 0, or -1 for one microbatch per rank"
-    yield total != 0, name, rule, total, "set it to -1 or to a positive number"
     if total < 0:
         return
     remedy = "it counts the sequences of all groups"
-    yield (
-        total % size == 0,
-        name,
-        f"must be divisible by {TABLE}.group_size ({size})",
-        total,
-        remedy,
+    yield SettingRule(
+        holds=total % size == 0,
+        field=name,
+        rule=f"must be divisible by {TABLE}.group_size ({size})",
+        value=total,
+        remedy=remedy,
     )
-    # A shard degree of -1 is known only to the worker; torchtitan checks the rest there.
+    # Only the worker knows the degree that -1 stands for. torchtitan checks the rest there.
     local = training.local_batch_size
-    degree = parallel.data_parallel_replicate_degree * max(parallel.data_parallel_shard_degree, 1)
+    degree = replicate * max(shard, 1)
     if local < 1 or degree < 1:
-        return  # torchtitan's own errors
+        return  # torchtitan has errors of its own for these values.
     factors = f"{TABLE}.group_size ({size}) x training.local_batch_size ({local})"
     if degree > 1:
         factors += f" x the data-parallel degree of a group ({degree})"
-    yield (
-        total // size % (local * degree) == 0,
-        name,
-        f"must be a multiple of {factors}",
-        total,
-        remedy,
+    yield SettingRule(
+        holds=total // size % (local * degree) == 0,
+        field=name,
+        rule=f"must be a multiple of {factors}",
+        value=total,
+        remedy=remedy,
     )
 
 
 def check_lighthouse(name: str, address: str) -> None:
-    """Raise ConfigError unless the address looks like http://host:port, or file:PATH."""
+    """Check the form of a lighthouse's address.
+
+    Raises:
+        ConfigError: the address is neither http://host:port nor file:PATH.
+    """
     if address.startswith("file:"):
         if not address.startswith("file:/") or address.endswith("/"):
             raise ConfigError(
@@ -718,22 +771,33 @@ def check_lighthouse(name: str, address: str) -> None:
                 "file:/shared/run/lighthouse.json, which the lighthouse gets as --announce"
             )
         return
+    has_space = any(character.isspace() for character in address)
+    if has_space or not _is_http_address(address):
+        raise ConfigError(
+            f"{name} must look like http://host:port, got {address!r}; for example "
+            "http://10.0.0.1:29510"
+        )
+
+
+def _is_http_address(address: str) -> bool:
+    """Return True for http://host:port, with or without a slash at the end."""
     try:
         parts = urlsplit(address)
-        ok = parts.scheme == "http" and bool(parts.hostname) and bool(parts.port)
-        ok = (
-            ok and parts.path in ("", "/") and not (parts.query or parts.fragment or parts.username)
-        )
-    except ValueError:  # a port that is no number or out of range, or a broken IPv6 address
-        ok = False
-    if not ok or any(c.isspace() for c in address):
-        raise ConfigError(
-            f"{name} must look like http://host:port, got {address!r}; for example http://10.0.0.1:29510"
-        )
+        if parts.scheme != "http" or not parts.hostname or not parts.port:
+            return False
+        if parts.query or parts.fragment or parts.username:
+            return False
+        return parts.path in ("", "/")
+    except ValueError:  # The port is no number or out of range, or an IPv6 address is broken.
+        return False
 
 
 def _check_advertised(address: str) -> None:
-    """Raise ConfigError unless other hosts can use the address without resolving it."""
+    """Check that other hosts can use the address without resolving it.
+
+    Raises:
+        ConfigError: the address is a name, or stands for all of a host's addresses.
+    """
     name = f"{TABLE}.advertise_address"
     try:
         unspecified = ipaddress.ip_address(address).is_unspecified
@@ -747,42 +811,51 @@ def _check_advertised(address: str) -> None:
         )
 
 
+_TYPE_NAMES: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+}
+
+
 def _check_type(name: str, value: Any, annotation: Any) -> None:
-    """Raise ConfigError unless the value is of the field's type. An integer is a valid float; a
-    bool is no number.
+    """Check the type of a value. An integer is a valid float; a bool is no number.
+
+    Raises:
+        ConfigError: the value is of another type, or is a float that is not finite.
     """
     if get_origin(annotation) is Literal:
-        if value not in get_args(annotation):
-            choices = ", ".join(map(str, get_args(annotation)))
+        choices = get_args(annotation)
+        if value not in choices:
+            names = ", ".join(map(str, choices))
             raise ConfigError(
-                f"{name} must be one of {choices}, got {value!r}; {closest(value, get_args(annotation))}set it"
+                f"{name} must be one of {names}, got {value!r}; {closest(value, choices)}set it"
             )
         return
     if not _is_instance(value, annotation):
-        expected = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-        expected = {
-            "bool": "true or false",
-            "int": "a whole number",
-            "float": "a number",
-            "str": "a string",
-        }.get(expected, f"of type {expected}")
+        expected = _TYPE_NAMES.get(annotation)
+        if expected is None:
+            type_name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+            expected = f"of type {type_name}"
         raise ConfigError(f"{name} must be {expected}, got {value!r}; correct its value")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name} must be finite, got {value!r}; correct its value")
 
 
 def _is_instance(value: Any, annotation: Any) -> bool:
-    """Return whether a value from TOML or the command line is of a type that the schema uses."""
+    """Return True if a value from TOML or the command line is of a type that the schema uses."""
     if get_origin(annotation) is Literal:
         return value in get_args(annotation)
     if isinstance(annotation, UnionType):
         return any(_is_instance(value, part) for part in get_args(annotation))
     if get_origin(annotation) is list:
-        return isinstance(value, list) and all(
-            _is_instance(item, get_args(annotation)[0]) for item in value
-        )
+        if not isinstance(value, list):
+            return False
+        (item_type,) = get_args(annotation)
+        return all(_is_instance(item, item_type) for item in value)
     if annotation in (bool, int, str, NoneType):
         return type(value) is annotation
     if annotation is float:
         return type(value) in (int, float)
-    return True  # a type that only a custom config module's fields have
+    return True  # Only the fields of a custom config module have other types.

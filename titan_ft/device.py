@@ -94,13 +94,13 @@ def require(process_group: str, local_rank: int) -> None:
     num_gpus = 0 if on_cpu() else torch.accelerator.device_count()
     if num_gpus and local_rank >= num_gpus:
         raise ConfigError(
-            f"LOCAL_RANK must be < the GPUs that this process sees ({num_gpus}), got {local_rank}; start fewer ranks "
-            "(--ranks-per-replica, torchrun's --nproc-per-node)"
+            f"LOCAL_RANK must be < the GPUs that this process sees ({num_gpus}), got {local_rank}; "
+            "start fewer ranks (--ranks-per-replica, torchrun's --nproc-per-node)"
         )
     if process_group == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise ConfigError(
-            'fault_tolerance.process_group must be "gloo" on a machine without an NVIDIA GPU, got "nccl"; set it to '
-            '"gloo"'
+            'fault_tolerance.process_group must be "gloo" on a machine without an NVIDIA GPU, '
+            'got "nccl"; set it to "gloo"'
         )
 
 
@@ -112,13 +112,21 @@ So a value of the user's has no effect. Nor has NCCL_ASYNC_ERROR_HANDLING, the o
 prefers this one. """
 
 _NCCL_OFF = {
-    "TORCH_NCCL_ENABLE_MONITORING": "torch's heartbeat monitor would end this process when a peer is lost",
-    "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "all threads would stop for their stacks when a peer is lost",
-    "TORCH_NCCL_PROPAGATE_ERROR": "torch's watchdog would wait for the store of a peer that is lost",
+    "TORCH_NCCL_ENABLE_MONITORING": (
+        "torch's heartbeat monitor would end this process when a peer is lost"
+    ),
+    "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": (
+        "all threads would stop for their stacks when a peer is lost"
+    ),
+    "TORCH_NCCL_PROPAGATE_ERROR": (
+        "torch's watchdog would wait for the store of a peer that is lost"
+    ),
     "TORCH_NCCL_DESYNC_DEBUG": f"it turns {ASYNC_ERROR_HANDLING} on",
     "TORCH_NCCL_BLOCKING_WAIT": "nobody would notice NCCL's errors",
     "TORCH_NCCL_HIGH_PRIORITY": "the group's communicators would take streams of the exchange's",
-    "NCCL_LAUNCH_ORDER_IMPLICIT": "the order of a group's and the exchange's kernels differs between ranks",
+    "NCCL_LAUNCH_ORDER_IMPLICIT": (
+        "the order of a group's and the exchange's kernels differs between ranks"
+    ),
 }
 _DUMPS, _DUMP_TIME = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 # Before torch's watchdog ends a process in which a collective of the group hangs, it waits four
@@ -153,7 +161,8 @@ def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, s
 
     def refuse(name: str, rule: str, why: str) -> ConfigError:
         return ConfigError(
-            f'{name} must be {rule} with fault_tolerance.process_group = "nccl", got {environ[name]!r}: {why}; unset it'
+            f'{name} must be {rule} with fault_tolerance.process_group = "nccl", '
+            f"got {environ[name]!r}: {why}; unset it"
         )
 
     for name, why in _NCCL_OFF.items():
@@ -209,8 +218,8 @@ def empty_host(numel: int, dtype: torch.dtype, *, keep: bool = False) -> torch.T
             if reason not in _unpinned:  # each bucket of each queued update may fail alike
                 _unpinned.add(reason)
                 logger.warning(
-                    "%.3g GB of host memory cannot be pinned (%s): copies between it and the GPU take several times "
-                    "as long, and training waits for them",
+                    "%.3g GB of host memory cannot be pinned (%s): copies between it and the GPU "
+                    "take several times as long, and training waits for them",
                     numel * dtype.itemsize / 1e9,
                     reason,
                 )

@@ -51,7 +51,8 @@ class PinnedMemory:
         """Return a flat tensor of uint8; nothing is written into it.
 
         Args:
-            keep: after the tensor is freed, keep its memory for the next tensor of this size, until `release_kept`.
+            keep: after the tensor is freed, keep its memory for the next tensor of this size, until
+                `release_kept`.
 
         Raises:
             RuntimeError: CUDA cannot pin the memory.
@@ -78,7 +79,8 @@ class PinnedMemory:
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def release_kept(self) -> None:
-        """Unpin the blocks that are kept; returns at once. A block in use with `keep` is still kept later."""
+        """Unpin the blocks that are kept; returns at once. A block in use with `keep` is still kept
+        later."""
         if self._thread is not None:
             self._freed.put(None)
 
@@ -131,7 +133,8 @@ def _unpin(block: _Block) -> None:
         size = len(block.memory) / 1e9
         logger.warning("%.3g GB of pinned memory cannot be given back to the host: %s", size, error)
     else:
-        # `close` unmaps the memory without Python's lock. The end of the last reference would hold it.
+        # `close` unmaps the memory without Python's lock. The end of the last reference would hold
+        # it.
         block.memory.close()
 
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from titan_ft.setting_rule import SettingRule
+
 if TYPE_CHECKING:
-    from titan_ft.config import FaultTolerance, Rule
+    from titan_ft.config import FaultTolerance
 
 SEMI_SYNC_METHODS = ("local_sgd", "diloco")
 ROUND_JOIN_TIMEOUT_MS = 24 * 3600 * 1000
@@ -50,7 +52,7 @@ def num_fragments(ft: FaultTolerance) -> int:
 
 
 def quantizes(ft: FaultTolerance) -> bool:
-    """Return whether the groups exchange their changes in 8 bits."""
+    """Return True if the groups exchange their changes in 8 bits."""
     return ft.semi_sync_method is not None and ft.should_quantize
 
 
@@ -66,12 +68,11 @@ def unit_of(ft: FaultTolerance) -> str:
     return "step" if ft.semi_sync_method is None else "round"
 
 
-# Values of other fields that a semi-synchronous method requires, with the reason.
 _SEMI_SYNC_WANTS = {
     "batch_policy": ("shrink", "absent groups are known only at the end of a round"),
     "lr_policy": ("none", "the steps of a round are each group's own"),
 }
-# Fields that only DiLoCo reads.
+"""Values of other fields that a semi-synchronous method requires, with the reason."""
 _DILOCO_ONLY = (
     "outer_lr",
     "outer_momentum",
@@ -83,7 +84,7 @@ _DILOCO_ONLY = (
 )
 
 
-def rules(ft: FaultTolerance) -> Iterator[Rule]:
+def rules(ft: FaultTolerance) -> Iterator[SettingRule]:
     """Yield the rules for a semi-synchronous method. Fields are named without their table.
 
     Without a method the fields are not checked, because torchtitan's own TOMLs may set them.
@@ -91,87 +92,120 @@ def rules(ft: FaultTolerance) -> Iterator[Rule]:
     method = ft.semi_sync_method
     if method is None:
         return
-    yield (
-        ft.sync_steps >= 1,
-        "sync_steps",
-        "must be >= 1",
-        ft.sync_steps,
-        "1 exchanges at each step",
+    yield SettingRule(
+        holds=ft.sync_steps >= 1,
+        field="sync_steps",
+        rule="must be >= 1",
+        value=ft.sync_steps,
+        remedy="1 exchanges at each step",
     )
     if method == "diloco":
-        name, remedy = "outer_lr", f"the default is {ft.__class__.outer_lr}"
-        yield ft.outer_lr > 0, name, "must be > 0", ft.outer_lr, remedy
-        name, remedy = (
-            "outer_momentum",
-            f"the default is {ft.__class__.outer_momentum}, 0 keeps none",
-        )
-        yield 0 <= ft.outer_momentum < 1, name, "must be >= 0 and < 1", ft.outer_momentum, remedy
-        name, rule = "exchange_dtype", 'must be "float32" with should_quantize'
-        yield (
-            not ft.should_quantize or ft.exchange_dtype == "float32",
-            name,
-            rule,
-            ft.exchange_dtype,
-            "leave one out",
-        )
+        yield from _diloco_rules(ft)
         yield from _fragment_rules(ft)
     else:
-        unused = type(ft)()
-        for name in _DILOCO_ONLY:
-            value, rule = (
-                getattr(ft, name),
-                f'is not used with semi_sync_method = "{method}" and must be left out',
-            )
-            remedy = 'remove it, or set semi_sync_method = "diloco"'
-            yield value == getattr(unused, name), name, rule, value, remedy
+        yield from _unused_rules(ft, method)
     for name, (only, reason) in _SEMI_SYNC_WANTS.items():
-        rule = f'must be "{only}" with semi_sync_method ({reason})'
-        yield getattr(ft, name) == only, name, rule, getattr(ft, name), f'set it to "{only}"'
+        yield SettingRule(
+            holds=getattr(ft, name) == only,
+            field=name,
+            rule=f'must be "{only}" with semi_sync_method ({reason})',
+            value=getattr(ft, name),
+            remedy=f'set it to "{only}"',
+        )
     # A group that has finished its round waits at the lighthouse for up to ROUND_JOIN_TIMEOUT_MS.
-    hang = ft.hang_timeout_seconds
-    rule, remedy = (
-        "must be > 0 with semi_sync_method",
-        "without a limit the others would wait forever for a group that hangs",
+    yield SettingRule(
+        holds=ft.hang_timeout_seconds > 0,
+        field="hang_timeout_seconds",
+        rule="must be > 0 with semi_sync_method",
+        value=ft.hang_timeout_seconds,
+        remedy="without a limit the others would wait forever for a group that hangs",
     )
-    yield hang > 0, "hang_timeout_seconds", rule, hang, remedy
 
 
-def _fragment_rules(ft: FaultTolerance) -> Iterator[Rule]:
+def _diloco_rules(ft: FaultTolerance) -> Iterator[SettingRule]:
+    """Yield the rules for the outer optimizer and the type of the changes."""
+    defaults = type(ft)
+    yield SettingRule(
+        holds=ft.outer_lr > 0,
+        field="outer_lr",
+        rule="must be > 0",
+        value=ft.outer_lr,
+        remedy=f"the default is {defaults.outer_lr}",
+    )
+    yield SettingRule(
+        holds=0 <= ft.outer_momentum < 1,
+        field="outer_momentum",
+        rule="must be >= 0 and < 1",
+        value=ft.outer_momentum,
+        remedy=f"the default is {defaults.outer_momentum}, 0 keeps none",
+    )
+    yield SettingRule(
+        holds=not ft.should_quantize or ft.exchange_dtype == "float32",
+        field="exchange_dtype",
+        rule='must be "float32" with should_quantize',
+        value=ft.exchange_dtype,
+        remedy="leave one out",
+    )
+
+
+def _unused_rules(ft: FaultTolerance, method: str) -> Iterator[SettingRule]:
+    """Refuse settings that only DiLoCo reads: with another method they would have no effect."""
+    unset = type(ft)()
+    for name in _DILOCO_ONLY:
+        yield SettingRule(
+            holds=getattr(ft, name) == getattr(unset, name),
+            field=name,
+            rule=f'is not used with semi_sync_method = "{method}" and must be left out',
+            value=getattr(ft, name),
+            remedy='remove it, or set semi_sync_method = "diloco"',
+        )
+
+
+def _fragment_rules(ft: FaultTolerance) -> Iterator[SettingRule]:
     """Yield the rules for Streaming DiLoCo. The worker checks that the model has such modules."""
-    name = "num_fragments"
-    yield (
-        ft.num_fragments >= 1,
-        name,
-        "must be >= 1",
-        ft.num_fragments,
-        "1 exchanges the whole model at once",
+    yield SettingRule(
+        holds=ft.num_fragments >= 1,
+        field="num_fragments",
+        rule="must be >= 1",
+        value=ft.num_fragments,
+        remedy="1 exchanges the whole model at once",
     )
-    modules, number = ft.module_fqns_per_model_fragment, num_fragments(ft)
-    rule, remedy = (
-        f"must be {number}, or be left out, with as many lists of modules",
-        "leave it out",
+    modules = ft.module_fqns_per_model_fragment
+    number = num_fragments(ft)
+    yield SettingRule(
+        holds=not modules or ft.num_fragments in (1, number),
+        field="num_fragments",
+        rule=f"must be {number}, or be left out, with as many lists of modules",
+        value=ft.num_fragments,
+        remedy="leave it out",
     )
-    yield not modules or ft.num_fragments in (1, number), name, rule, ft.num_fragments, remedy
     listed = [module for fragment in modules for module in fragment]
-    rule = "must name a module or more in each list, and none twice"
-    name = "module_fqns_per_model_fragment"
-    yield (
-        all(modules) and len(set(listed)) == len(listed),
-        name,
-        rule,
-        modules,
-        "correct it, or use num_fragments",
+    yield SettingRule(
+        holds=all(modules) and len(set(listed)) == len(listed),
+        field="module_fqns_per_model_fragment",
+        rule="must name a module or more in each list, and none twice",
+        value=modules,
+        remedy="correct it, or use num_fragments",
     )
-    rule, remedy = (
-        f"must be a multiple of the number of fragments ({number})",
-        "one is exchanged after so many steps",
+    yield SettingRule(
+        holds=ft.sync_steps % number == 0,
+        field="sync_steps",
+        rule=f"must be a multiple of the number of fragments ({number})",
+        value=ft.sync_steps,
+        remedy="one is exchanged after so many steps",
     )
-    yield ft.sync_steps % number == 0, "sync_steps", rule, ft.sync_steps, remedy
-    delay, most = ft.fragment_sync_delay, ft.sync_steps // number - 1
-    rule, remedy = (
-        f"must be >= 0 and <= {most}, less than the steps between two exchanges",
-        "0 waits for each",
+    most = ft.sync_steps // number - 1
+    yield SettingRule(
+        holds=0 <= ft.fragment_sync_delay <= most,
+        field="fragment_sync_delay",
+        rule=f"must be >= 0 and <= {most}, less than the steps between two exchanges",
+        value=ft.fragment_sync_delay,
+        remedy="0 waits for each",
     )
-    yield 0 <= delay <= most, "fragment_sync_delay", rule, delay, remedy
-    name, alpha = "fragment_update_alpha", ft.fragment_update_alpha
-    yield 0 <= alpha < 1, name, "must be >= 0 and < 1", alpha, "0 takes the global parameters"
+    yield SettingRule(
+        holds=0 <= ft.fragment_update_alpha < 1,
+        field="fragment_update_alpha",
+        rule="must be >= 0 and < 1",
+        value=ft.fragment_update_alpha,
+        remedy="0 takes the global parameters",
+    )

@@ -1,7 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchtitan's Trainer with a replica dimension: `train_step` returns only with a committed
-step.
+"""torchtitan's Trainer as one rank of a replica group.
+
+torchtitan's own loop runs unchanged. Its `train_step` is replaced: it returns only with a committed
+update. So torchtitan's counters count commits.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -24,9 +26,10 @@ from titan_ft.engine.feed import Feed, Reading
 from titan_ft.engine.heal import Heal
 from titan_ft.engine.round import Rounds
 from titan_ft.engine.round_strategy import RoundStrategy
-from titan_ft.engine.step import ReplicaDimension
+from titan_ft.engine.step import Committed, ReplicaDimension
 from titan_ft.engine.strategy import StepStrategy
 from titan_ft.engine.watchdog import Watchdog
+from titan_ft.engine.work import Work
 from titan_ft.host.titan import (
     HostTrainer,
     JobConfig,
@@ -63,39 +66,46 @@ if TYPE_CHECKING:
 
 
 class ReplicaTrainer(HostTrainer):
-    """One rank of a replica group.
+    """torchtitan's trainer of one rank of a replica group.
+
+    torchtitan's own loop calls `train_step` and `should_continue_training`. `titan_ft.train` makes
+    the class and calls `train`, on the main thread, which is the training thread. Two methods run
+    on other threads, because the training thread may hang: `_report_hang` on the watchdog's thread,
+    `_report_abandon` on the drain's.
+
+    If `train_step` raises, no further step is made: `train` closes the links, so that the other
+    groups notice at once, and the process ends. The state after the last commit is then in the
+    other groups and in the checkpoints.
+
+    See docs/design.md, "One step".
+
+    Attributes:
+        setup: settings from the environment. `titan_ft.train` sets them on a subclass.
+        step: torchtitan's number of the step under way. Between two steps, that of the last one.
+        ntokens_seen: tokens of all committed updates, of all groups.
 
     Raises:
-        ReplicaError: a known end of this group; the message says what to do.
+        ReplicaError: a known end of this group. The message says what to do.
     """
 
-    launch: WorkerSetup  # set by titan_ft.train on the subclass that it runs
+    setup: WorkerSetup
     step: int
     ntokens_seen: int
     _links: Links
     _strategy: StepStrategy
-    _saving: int | None = None  # step of the checkpoint that this group saves before it leaves
+    _saving_step: int | None = None
+    """Step of the checkpoint that this group saves before it leaves; None while it saves none."""
 
     def __init__(self, job_config: JobConfig) -> None:
         config = job_config.fault_tolerance
-        self._events = begin_events(job_config, self.launch)
+        self._events = begin_events(job_config, self.setup)
         loaders = spec.register(
             job_config.model.name, config, job_config.experimental.custom_import
         )
-        if job_config.debug.seed is None:
-            # All groups must begin with the same weights, whenever they come; torchtitan would draw
-            # a seed in each.
-            job_config.debug.seed = int(self.launch.config_digest[:8], 16)
-            logger.info(
-                f"debug.seed is not set: using {job_config.debug.seed}, the same in all groups of this config"
-            )
-        # Counts all groups; torchtitan's Trainer sees only this one.
-        if job_config.training.global_batch_size > 0:
-            job_config.training.global_batch_size //= config.group_size
-        keep_curves(job_config, self.launch.rank)
-        keep_traces(job_config, self.launch.attempt)
-        keep_going_without_config_file(job_config)
-        self._position = Position()  # before the drain, which may end this rank at any time
+        self._adapt_config(job_config)
+        # Set before init_distributed, which starts the drain: the drain may end this rank at any
+        # time, and then reports the position.
+        self._position = Position()
         super().__init__(job_config, ReplicaCheckpoints)
         self._hyperparameters = Hyperparameters(self.optimizers, self.lr_schedulers)
         self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)
@@ -105,24 +115,21 @@ class ReplicaTrainer(HostTrainer):
             self._ledger, loaders.open, partial(read_batches, self), self._events.emit
         )
         self._step_log = StepLog(self._events, self.metrics_processor, config.replica_id)
-        # Made after the model is built: how long that may take is unknown, and it must not count as
-        # a hang.
-        self._watchdog = Watchdog(config.hang_timeout_seconds, self._tell_hang)
+        # Started only now: the time to build a model has no bound, and would count as a hang.
+        self._watchdog = Watchdog(config.hang_timeout_seconds, self._report_hang)
         self._local = LocalTraining(
             self, feed=self._feed, group=self._group, watchdog=self._watchdog
         )
         with self._watchdog.paused():
             self._strategy = self._build_strategy()
         if job_config.validation.enable:
-            validate_together(self, self._group, self._watchdog)
-            validate_updates(self, self._strategy)
-            if self.parallel_dims.pp_enabled:
-                share_loss(self, self._group)
-        self._replica: ReplicaDimension | None = (
-            None  # joined when the group is ready to train, see _join_job
-        )
-        self._behind = self._begun = False
-        self._stepped = 0.0  # when the last step was over; 0 if something else than a step was last
+            self._share_validation()
+        # The group joins the others when it is ready to train, see `_join_job`.
+        self._replica: ReplicaDimension | None = None
+        self._must_heal = False
+        self._has_started = False
+        # Monotonic seconds at the end of the last update; None after a heal, and at the start.
+        self._update_ended_at: float | None = None
         self._chaos: ChaosAgent | None = None
         self._checkpoint_host = CheckpointHost(
             job_config,
@@ -130,27 +137,54 @@ class ReplicaTrainer(HostTrainer):
             self._position,
             self._events,
             self._group.gather,
-            self._heals_instead,
-            self._take_checkpoint,
+            self._join_before_load,
+            self._adopt_checkpoint,
             self._strategy,
         )
         self.checkpointer.attach(self._checkpoint_host)
 
+    def _adapt_config(self, job_config: JobConfig) -> None:
+        """Change the fields of the config that torchtitan would read as those of a whole job."""
+        if job_config.debug.seed is None:
+            # Groups start at different times, and all must begin with the same weights. torchtitan
+            # would draw another seed in each group.
+            job_config.debug.seed = int(self.setup.config_digest[:8], 16)
+            logger.info(
+                f"debug.seed is not set: using {job_config.debug.seed}, the same in all groups of "
+                "this config"
+            )
+        # The configured batch is that of all groups. torchtitan's Trainer sees one group only.
+        if job_config.training.global_batch_size > 0:
+            job_config.training.global_batch_size //= job_config.fault_tolerance.group_size
+        keep_curves(job_config, self.setup.rank)
+        keep_traces(job_config, self.setup.attempt)
+        keep_going_without_config_file(job_config)
+
+    def _share_validation(self) -> None:
+        """Validate the weights on which all groups agree, with all ranks of this group."""
+        validate_together(self, self._group, self._watchdog)
+        validate_updates(self, self._strategy)
+        if self.parallel_dims.pp_enabled:
+            share_loss(self, self._group)
+
     def init_distributed(self) -> ParallelDims:
-        """Set up the group as torchtitan does; from then on SIGTERM lets the group leave in
-        order.
+        """Set up the group as torchtitan does, and let SIGTERM end the group in order from now on.
+
+        Raises:
+            ConfigError: the parallel degrees leave no room for replica groups.
+            JobFinished: the job is finished.
         """
         dims = super().init_distributed()
         check_replicate(dims.dp_replicate, dims.dp_shard, dims.cp)
         self._end_if_finished()
         config = self.job_config.fault_tolerance
-        self._control = connect_control(config, self.launch)
+        self._control = connect_control(config, self.setup)
         self._drain = Drain(
             self._control,
-            rank=self.launch.rank,
+            rank=self.setup.rank,
             num_ranks=torch.distributed.get_world_size(),
             timeout_seconds=config.drain_timeout_seconds,
-            on_abandon=self._abandon,
+            on_abandon=self._report_abandon,
         )
         self._drain.install()
         return dims
@@ -162,57 +196,66 @@ class ReplicaTrainer(HostTrainer):
         Raises:
             JobFinished: the job is finished; on all ranks of the group.
         """
-        group, config = GroupCollectives(self.device, None), self.job_config
+        group = GroupCollectives(self.device, None)
+        config = self.job_config
         mark = RunPaths(config.job.dump_folder).finished
-        # Rank 0 looks for all: on a shared file system two ranks may see different things.
-        step = finished_step(mark, self.launch.config_digest) if self.launch.rank == 0 else None
+        # Rank 0 looks for all ranks: two ranks may see different files on a shared file system.
+        step = None
+        if self.setup.rank == 0:
+            step = finished_step(mark, self.setup.config_digest)
         last = group.gather(-1 if step is None else step)[0]
         if last < 0:
             return
         self._events.emit(CameTooLate(step=last))
-        with contextlib.suppress(RuntimeError):  # all know it from here on
-            group.gather(last)  # no rank closes its connections before its siblings have heard
+        # A rank that closed its connections now could break the gather above on a slower rank.
+        # After this second gather every rank has the result of the first.
+        with contextlib.suppress(RuntimeError):
+            group.gather(last)
+        unit = strategy_of(config.fault_tolerance).unit
         raise JobFinished(
-            f"the job has finished: {strategy_of(config.fault_tolerance).unit} {last}, its last, was made before "
-            f"this group came (so says {mark}); this group ends. To train it once more, take another run folder"
+            f"the job has finished: {unit} {last}, its last, was made before this group came (so "
+            f"says {mark}); this group ends. To train it once more, take another run folder"
         )
 
     def _mark_finished(self) -> None:
-        """Let a group that comes back from now on see that the job is over."""
-        if self.launch.rank != 0:
+        """Leave a mark in the run's folder: a group that comes back later ends at once."""
+        if self.setup.rank != 0:
             return
         mark = RunPaths(self.job_config.job.dump_folder).finished
         try:
-            mark_finished(mark, self.launch.config_digest, self._position.step)
+            mark_finished(mark, self.setup.config_digest, self._position.step)
         except OSError as error:
             logger.warning(
-                f"{mark} cannot be written ({error}): a group that comes back would begin the job anew"
+                f"{mark} cannot be written ({error}): a group that comes back would begin the job "
+                "anew"
             )
 
     def _build_strategy(self) -> StepStrategy:
-        config, model = self.job_config.fault_tolerance, self.job_config.model
+        config = self.job_config.fault_tolerance
+        model = self.job_config.model
         has_long_rounds = strategy_of(config).has_long_rounds
         if has_long_rounds and spec.token_counts(self.model_parts):
             raise ConfigError(
-                f"{TABLE}.semi_sync_method must be left out for a model that balances the load of its experts, got "
-                f"{config.semi_sync_method!r}; it is {model.name!r}"
+                f"{TABLE}.semi_sync_method must be left out for a model that balances the load of "
+                f"its experts, got {config.semi_sync_method!r}; it is {model.name!r}"
             )
-        return (RoundStrategy if has_long_rounds else StepStrategy)(
+        strategy_class = RoundStrategy if has_long_rounds else StepStrategy
+        return strategy_class(
             config,
             self._local,
             position=self._position,
             group=self._group,
-            counters=_Counters(self, self._ledger),
-            num_ranks=self.launch.ranks_on_host,
+            counters=_TrainerCounters(self, self._ledger),
+            num_ranks=self.setup.ranks_on_host,
         )
 
-    def _take_checkpoint(self) -> None:
-        """Go on from the weights that a checkpoint had."""
+    def _adopt_checkpoint(self) -> None:
+        """Continue from the weights of a checkpoint, with this config's hyperparameters."""
         self._strategy.take_checkpoint()
         self._hyperparameters.restore()
 
     def train(self) -> None:
-        """Train as torchtitan does, and leave the other groups however it ends."""
+        """Train as torchtitan does, and leave the other groups however the training ends."""
         try:
             try:
                 super().train()
@@ -221,18 +264,25 @@ class ReplicaTrainer(HostTrainer):
                 self._leave()
             self._drain.leave()
         finally:
-            with contextlib.ExitStack() as rest:  # an error of one keeps none of the others open
-                rest.callback(self._strategy.state.close)
-                if "_links" in vars(self):
-                    rest.callback(self._links.close)
-                if self._chaos is not None:
-                    rest.callback(self._chaos.close)
-                rest.callback(self._watchdog.close)
-                rest.callback(self._end_step_log)  # first: what it waits for may hang
+            self._close()
 
-    def _tell_hang(self) -> None:
-        """Report that this rank ends because of a hang, to the run and to the group's
-        supervisor.
+    def _close(self) -> None:
+        """Close all parts. An error in one part does not keep the other parts open."""
+        with contextlib.ExitStack() as stack:
+            # The stack calls its last entry first.
+            stack.callback(self._strategy.state.close)
+            if "_links" in vars(self):
+                stack.callback(self._links.close)
+            if self._chaos is not None:
+                stack.callback(self._chaos.close)
+            stack.callback(self._watchdog.close)
+            # First, while the watchdog still runs: this waits for the device, which may hang.
+            stack.callback(self._flush_last_event)
+
+    def _report_hang(self) -> None:
+        """Report to the run and to the agent that this rank ends because of a hang.
+
+        Runs on the watchdog's thread.
         """
         seconds = self.job_config.fault_tolerance.hang_timeout_seconds
         write_error(
@@ -249,11 +299,13 @@ class ReplicaTrainer(HostTrainer):
         if last is not None and not self.checkpointer.lacks_state():
             last = None
         if last is None or not last.agreed:
-            # Before all that takes a while: groups that train on must not wait for it. Where none
-            # does, this group heartbeats meanwhile: a group that has yet to heal must not begin
-            # from an older checkpoint, and the others that leave must see that this one lives.
+            # Groups that train on wait for this group until its heartbeats end, so they end before
+            # anything slow. If all groups leave, this group keeps its heartbeats during the save: a
+            # group that has not healed yet must not begin from an older checkpoint, and the other
+            # groups that leave must see that this group lives.
             self._links.membership.close()
-        self.checkpointer.withdraw()  # found corrupt in the very round that it left in
+        # The state may have been found corrupt in the very round in which this group left.
+        self.checkpointer.withdraw()
         if last is not None:
             self._save_before_leaving(self._replica, last)
             self._links.membership.close()
@@ -264,21 +316,24 @@ class ReplicaTrainer(HostTrainer):
     def _save_before_leaving(self, replica: ReplicaDimension, last: LastToLeave) -> None:
         """Save the state after the last update, unless another group that leaves has done so."""
         step = self._strategy.steps_of(self._position.step)
-        with self._watchdog.paused():  # the timer of the drain ends a group that hangs from here on
+        # The drain's timer ends a group that hangs from here on.
+        with self._watchdog.paused():
             is_saved = partial(self.checkpointer.holds_state, step)
             if replica.await_turn(last, is_saved, self.checkpointer.watch_others(step)):
                 self._strategy.go_back_to_update()
-                self._saving = step
+                self._saving_step = step
                 self.checkpointer.save_on_leave(step, self._drain.seconds_left)
-                self._saving = None
+                self._saving_step = None
 
-    def _end_step_log(self) -> None:
+    def _flush_last_event(self) -> None:
+        """Emit the event of the last step; log an error, because another one may end this rank."""
         try:
             self._step_log.flush()
-        except Exception:  # noqa: BLE001  # another one may have ended the training: that is the one to tell of
+        except Exception:  # noqa: BLE001
             logger.exception("the event of the last step is not written")
 
     def _emit_drained(self) -> None:
+        """Report that this group leaves, in order or with batches that are in no update."""
         departure = self._strategy.describe_departure()
         event = Drained(
             step=self._position.step,
@@ -287,151 +342,184 @@ class ReplicaTrainer(HostTrainer):
             void=[reading.describe() for reading in departure.void] or None,
         )
         if departure.in_order:
-            event.digest, event.lineage = (
-                self._strategy.state.digest(),
-                f"{self._position.lineage:012x}",
-            )
+            event.digest = self._strategy.state.digest()
+            event.lineage = f"{self._position.lineage:012x}"
         else:
-            logger.warning(f"{departure.reason}; {_name_void(departure.void)}")
+            logger.warning(f"{departure.reason}; {_describe_void(departure.void)}")
         announce_left(self._events, event)
 
-    def _abandon(self, reason: str) -> None:
-        """Report that this rank ends out of order. Runs on another thread: the training thread may
-        hang.
+    def _report_abandon(self, reason: str) -> None:
+        """Report that this rank ends out of order, because the time to drain is over.
+
+        Runs on the drain's thread: the training thread may hang.
         """
-        void = self._strategy.find_uncommitted() if "_strategy" in vars(self) else []
-        if self._saving is not None:
-            reason = f"{reason}, before the checkpoint of step {self._saving} was complete"
+        void: Sequence[Reading] = []
+        if "_strategy" in vars(self):
+            void = self._strategy.find_uncommitted()
+        if self._saving_step is not None:
+            reason = f"{reason}, before the checkpoint of step {self._saving_step} was complete"
         batches = [reading.describe() for reading in void] or None
         announce_left(
             self._events,
             Drained(step=self._position.step, reason=reason, in_order=False, void=batches),
         )
         if void:
-            print_line(f"SIGTERM: {_name_void(void)}")
+            print_line(f"SIGTERM: {_describe_void(void)}")
 
     def should_continue_training(self) -> bool:
-        """Return whether a step is left; after the last one stay until every group holds the final
-        state.
+        """Return True if a step is left.
+
+        After its last step, this group stays until every group holds the final state. If that shows
+        that this group lacks the state, the group heals, and trains on from an earlier state.
         """
         if super().should_continue_training():
             return True
-        if self._replica is not None:
-            digest = self._replica.finish()
-            if digest is None:
-                self._heal(self._replica)
-                return self.should_continue_training()
-            self._links.end_roll_call()
-            self._step_log.flush()
-            self.checkpointer.withdraw()
-            self.checkpointer.finish(self.step)
-            lineage = f"{self._position.lineage:012x}"
-            self._events.emit(
-                TrainingFinished(
-                    step=self._position.step,
-                    tokens=self.ntokens_seen,
-                    digest=digest,
-                    lineage=lineage,
-                )
-            )
-            self._mark_finished()
-            self.checkpointer.raise_last_failure()
+        if self._replica is None:
+            return False
+        digest = self._replica.finish()
+        if digest is None:
+            self._heal(self._replica)
+            return self.should_continue_training()
+        self._finish(digest)
         return False
+
+    def _finish(self, digest: str) -> None:
+        """Save and report the final state, which every group holds.
+
+        Args:
+            digest: this rank's digest of the final state, in hex.
+
+        Raises:
+            ReplicaError: the last checkpoint could not be saved.
+        """
+        self._links.end_roll_call()
+        self._step_log.flush()
+        self.checkpointer.withdraw()
+        self.checkpointer.finish(self.step)
+        self._events.emit(
+            TrainingFinished(
+                step=self._position.step,
+                tokens=self.ntokens_seen,
+                digest=digest,
+                lineage=f"{self._position.lineage:012x}",
+            )
+        )
+        self._mark_finished()
+        self.checkpointer.raise_last_failure()
 
     def train_step(
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
     ) -> None:
-        """Make one committed update, whatever happens to the other groups. A heal also ends with an
-        update.
+        """Make one committed update, whatever happens to the other groups.
+
+        A heal counts too: it ends with an update that another group committed. `data_iterator` is
+        torchtitan's, and unused: the feed reads the batches.
+
+        Raises:
+            Leaving: this group leaves in order, after SIGTERM.
+            ReplicaError: this group cannot go on.
         """
-        first = self.step == 1
+        is_first = self.step == 1
         self._make_update()
-        # Torchtitan shortens the timeouts after step 1: in the midst of a round or heal.
-        if first and self.step != 1:
-            set_pg_timeouts(
-                timedelta(seconds=self.job_config.comm.train_timeout_seconds), self.parallel_dims
-            )
+        # torchtitan shortens the timeouts at the end of its step 1. A group that heals, or makes a
+        # round of several steps, ends its first update on a later step.
+        if is_first and self.step != 1:
+            timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
+            set_pg_timeouts(timeout, self.parallel_dims)
 
     def _make_update(self) -> None:
-        started, config, strategy = (
-            time.monotonic(),
-            self.job_config.fault_tolerance,
-            self._strategy,
-        )
+        """Train and commit an update with the other groups, or heal."""
+        started_at = time.monotonic()
+        strategy = self._strategy
         replica = self._join_job()
-        if not self._begun and not self._begin(replica):
+        if not self._has_started and not self._start(replica):
             self._heal(replica)
             return
         if self._chaos is not None:
             self._chaos.at_step(self._position.step + 1)
         self._local.clear_gradients()
         work = strategy.start_update()
-        stepped, self._stepped = self._stepped, 0.0
-        work.between_seconds = started - stepped if stepped else 0.0
-        # Of what was made of it while the last exchange was under way.
-        started -= work.compute_seconds
-        made = strategy.train(replica.slots_to_read(), replica.arm)
-        committed = replica.commit(
-            replace(made, activity=work.main_activity), strategy.train, strategy.discard
-        )
+        if self._update_ended_at is not None:
+            work.between_seconds = started_at - self._update_ended_at
+        self._update_ended_at = None
+        # A semi-synchronous method has made steps of this update while the last exchange was under
+        # way. Their time belongs to this update.
+        started_at -= work.compute_seconds
+        contribution = strategy.train(replica.slots_to_read(), replica.arm)
+        contribution = replace(contribution, activity=work.main_activity)
+        committed = replica.commit(contribution, strategy.train, strategy.discard)
         if committed is None:
             self._heal(replica)
             return
-        exchanged = time.monotonic()
+        exchanged_at = time.monotonic()
         work.grad_norm = strategy.apply(committed.update)
         self._checkpoint_host.participants = committed.participants
-        work.seconds = time.monotonic() - started
-        work.exchange_seconds = exchanged - started - work.compute_seconds - work.overlapped_seconds
+        work.seconds = time.monotonic() - started_at
+        own_seconds = work.compute_seconds + work.overlapped_seconds
+        work.exchange_seconds = exchanged_at - started_at - own_seconds
+        self._log_update(replica, committed, work)
+        if self._position.leaving:
+            raise Leaving
+        self._serve_update(replica)
+        if strategy.meet_after_update():
+            self._heal(replica)
+        read_slots = {reading.entry.slot for reading in work.readings}
+        self._feed.drop({self.job_config.fault_tolerance.replica_id, *read_slots})
+        self._update_ended_at = time.monotonic()
+
+    def _log_update(self, replica: ReplicaDimension, committed: Committed, work: Work) -> None:
+        """Log an applied update: its event, and torchtitan's metrics."""
         work.wire_bytes = self._links.exchange.take_wire_bytes()
         digest = replica.digest_if_due()
         self._links.note_commit(committed.update.step, committed.participants, work.inner_steps)
         self._step_log.emit(committed, work, self.step, digest)
         self._step_log.log(committed, work, self.step, self.ntokens_seen, replica.heal_seconds)
-        if self._position.leaving:
-            raise Leaving
-        # With 1, groups may share a host without room for it.
-        if config.group_size > 1 and config.heal_donors != 1:
-            strategy.state.reserve()
-        replica.offer()
-        if strategy.meet_after_update():
-            self._heal(replica)
-        self._feed.drop({config.replica_id, *(r.entry.slot for r in work.readings)})
-        self._stepped = time.monotonic()
 
-    def _heals_instead(self, step: int) -> bool:
-        """Join the job as a group that can load the state after `step`; says whether others are
-        further.
+    def _serve_update(self, replica: ReplicaDimension) -> None:
+        """Offer the state after an applied update to newcomers."""
+        config = self.job_config.fault_tolerance
+        # With heal_donors = 1 several groups may share a host that has no room for a copy of each
+        # group's state. A job of one group never serves its state.
+        if config.group_size > 1 and config.heal_donors != 1:
+            self._strategy.state.reserve()
+        replica.offer()
+
+    def _join_before_load(self, step: int) -> bool:
+        """Join the job before a checkpoint is loaded; return True if the other groups are further.
+
+        Args:
+            step: torchtitan's step of the checkpoint that this group can load.
         """
         self._join_job(self._strategy.updates_of(step))
-        return self._behind
+        return self._must_heal
 
     def _join_job(self, updates: int = 0) -> ReplicaDimension:
-        """Meet the other groups. This group can now train, or load the state after `updates`
-        updates.
+        """Meet the other groups, the first time; return the replica dimension.
+
+        Args:
+            updates: committed updates in the state that this group can load; 0 = none.
         """
         if self._replica is None:
-            if self.launch.attempt > 0:
+            if self.setup.attempt > 0:
                 self._local.warm_up(self._strategy.state)
             self._replica = self._build_replica()
             self._strategy.attach(self._replica, self._links.exchange)
             if self.job_config.fault_tolerance.chaos:
                 self._chaos = self._build_chaos_agent()
-            self._behind = self._replica.join(updates)
+            self._must_heal = self._replica.join(updates)
         return self._replica
 
-    def _begin(self, replica: ReplicaDimension) -> bool:
-        """Begin with the job's first step, or resume from a checkpoint; False if this group must
-        heal.
-        """
-        self._begun = True
-        if self._behind:
+    def _start(self, replica: ReplicaDimension) -> bool:
+        """Start with the job's first step, or from a checkpoint; False if this group must heal."""
+        self._has_started = True
+        if self._must_heal:
             return False
         self._check_loader()
         if not replica.start(self._strategy.updates_of(self.step - 1)):
             return False
-        if self.launch.attempt > 0 and self.step == 1:
-            # Without checkpoints there is nothing to come back to when every group is lost; but not
-            # silently.
+        if self.setup.attempt > 0 and self.step == 1:
+            # All groups were lost, and there is no checkpoint. The work is lost, which a person
+            # must be able to see.
             logger.warning(
                 "no group holds the state of the earlier attempt: training starts anew from step 0"
             )
@@ -442,24 +530,27 @@ class ReplicaTrainer(HostTrainer):
         """Check that this rank's loader, opened at a saved state, goes on exactly where that state
         was saved.
         """
-        # Nobody beats while batches are read, and a slow loader would be killed.
+        # The check reads batches without a beat, and a slow loader would look like a hang.
         with self._watchdog.paused():
             found = self._loaders.check()
         if not found.exact:
             logger.warning(
-                f"training.dataset {self.job_config.training.dataset}: the data loader ({found.loader}) does not go "
-                f"on exactly where its state was saved: {found.reason}. Whenever a group comes back, batches will be "
-                "lost or repeated; see docs/operations.md, Data"
+                f"training.dataset {self.job_config.training.dataset}: the data loader "
+                f"({found.loader}) does not go on exactly where its state was saved: "
+                f"{found.reason}. Whenever a group comes back, batches will be lost or repeated; "
+                "see docs/operations.md, Data"
             )
         self._events.emit(found)
 
     def _heal(self, replica: ReplicaDimension) -> None:
-        self._begun = True
+        """Fetch the job's state from other groups, until this group trains from the same state."""
+        self._has_started = True
         self._step_log.flush()
         is_behind = True
         while is_behind:
             self._checkpoint_host.participants = []
             self.optimizers.zero_grad()
+            # A background save may still copy the weights that the heal replaces.
             self.checkpointer.maybe_wait_for_staging()
             self.checkpointer.withdraw()
             self.step = self._strategy.steps_of(replica.heal())
@@ -467,10 +558,14 @@ class ReplicaTrainer(HostTrainer):
             is_behind = self._strategy.resume_after_heal()
 
     def _build_replica(self) -> ReplicaDimension:
+        """Open the links to the other groups, and build the engine on top of them."""
         config = self.job_config.fault_tolerance
+        num_microbatches = 0
+        if self.parallel_dims.pp_enabled:
+            num_microbatches = self.pp_schedule._n_microbatches
         links = self._links = Links(
             config,
-            self.launch,
+            self.setup,
             self._events,
             self.model_parts,
             self.parallel_dims,
@@ -480,12 +575,16 @@ class ReplicaTrainer(HostTrainer):
             exchanged=self._strategy.exchanged(),
             fragments=self._strategy.fragments,
             gradient_scale=self._strategy.gradient_scale,
-            num_microbatches=self.pp_schedule._n_microbatches
-            if self.parallel_dims.pp_enabled
-            else 0,
+            num_microbatches=num_microbatches,
         )
-        position, state = self._position, self._strategy.state
-        links.call_roll(lambda: None if position.leaving else tuple(position.left))
+        position = self._position
+        state = self._strategy.state
+
+        def find_left() -> Collection[int] | None:
+            # The training thread may change the set meanwhile, so this thread gets a copy.
+            return None if position.leaving else tuple(position.left)
+
+        links.call_roll(find_left)
         shared: dict[str, Any] = {
             "position": position,
             "group": self._group,
@@ -508,8 +607,8 @@ class ReplicaTrainer(HostTrainer):
             state=state,
             ledger=self._ledger,
             nominal_tokens=self._local.nominal_tokens,
-            token=self.launch.token,
-            ranks_on_host=self.launch.ranks_on_host,
+            token=self.setup.token,
+            ranks_on_host=self.setup.ranks_on_host,
             apply=self._strategy.replay,
             **shared,
         )
@@ -524,12 +623,12 @@ class ReplicaTrainer(HostTrainer):
         )
 
     def _build_chaos_agent(self) -> ChaosAgent:
-        # What breaks a worker is loaded where it is asked for.
+        # Imported on demand: a run without chaos loads no code that can break a worker.
         from titan_ft.chaos.inside.agent import start_agent
 
         return start_agent(
             self.job_config,
-            self.launch,
+            self.setup,
             self._links,
             self._events,
             group_pids=self._group.gather(os.getpid()),
@@ -539,31 +638,32 @@ class ReplicaTrainer(HostTrainer):
         )
 
 
-class _Counters:
-    """The trainer's count of committed tokens and the ledger, as part of the state that heals."""
+class _TrainerCounters:
+    """The count of committed tokens, and the ledger: a part of the state that a joiner gets."""
 
     def __init__(self, trainer: ReplicaTrainer, ledger: Ledger) -> None:
-        self._trainer, self._ledger = trainer, ledger
+        self._trainer = trainer
+        self._ledger = ledger
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is counted now."""
+        """Return the present counts."""
         return {"ntokens_seen": self._trainer.ntokens_seen, "ledger": self._ledger.state_dict()}
 
     def advance(self, update: Update) -> None:
-        """Count an update."""
+        """Count a committed update."""
         self._trainer.ntokens_seen += update.tokens
         self._ledger.advance(update.entries, update.readers)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the counts of another group, or of an earlier attempt of this group."""
+        """Continue from the counts of another group, or of a checkpoint."""
         self._trainer.ntokens_seen = state_dict["ntokens_seen"]
         self._ledger.load_state_dict(state_dict["ledger"])
 
 
-def _name_void(readings: Sequence[Reading]) -> str:
-    entries = [reading.entry for reading in readings]
-    void = (
-        f"{entry.num_batches} from batch {entry.first_batch} of slot {entry.slot}"
-        for entry in entries
-    )
-    return f"void: {', '.join(void)}"
+def _describe_void(readings: Sequence[Reading]) -> str:
+    """Return one line with the batches that are in no update."""
+    batches = []
+    for reading in readings:
+        entry = reading.entry
+        batches.append(f"{entry.num_batches} from batch {entry.first_batch} of slot {entry.slot}")
+    return f"void: {', '.join(batches)}"

@@ -87,11 +87,16 @@ def _explain(
             )
         case BadValue(reason="too_few_values"):
             written, _ = _last_value(event.argument, args)
-            return f"{written} must be followed by {_kind(event.argument)}, got nothing; give it, or leave {written} out"
+            kind = _kind(event.argument)
+            return (
+                f"{written} must be followed by {kind}, got nothing; give it, or leave {written} "
+                "out"
+            )
         case InvalidChoice():
             written, _ = _last_value(event.argument, args)
             rule = f"must be one of {', '.join(event.choices)}"
-            return f"{written} {rule}, got {event.value!r}; {closest(event.value, event.choices)}set it"
+            hint = closest(event.value, event.choices)
+            return f"{written} {rule}, got {event.value!r}; {hint}set it"
         case InstantiationFailure(argument=argument) if argument is not None:
             written, value = _last_value(argument, args)
             return f"{written} must be {_kind(argument)}, got {value!r}; correct it"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from titan_ft.chaos.processes import Processes, RunProcess, Unreachable
-from titan_ft.train import _slurm_step
+from titan_ft.train import _find_slurm_step
 
 Calls = Callable[[], list[str]]
 
@@ -157,5 +157,5 @@ def test_a_worker_tells_what_slurm_calls_its_step() -> None:
     nothing.
     """
     environ = {"SLURM_JOB_ID": "123", "SLURM_STEP_ID": "0", "SLURMD_NODENAME": "n7"}
-    assert _slurm_step(environ) == {"job": "123", "step": "0", "node": "n7"}
-    assert _slurm_step({"SLURM_JOB_ID": "123", "SLURMD_NODENAME": "n7"}) is None
+    assert _find_slurm_step(environ) == {"job": "123", "step": "0", "node": "n7"}
+    assert _find_slurm_step({"SLURM_JOB_ID": "123", "SLURMD_NODENAME": "n7"}) is None

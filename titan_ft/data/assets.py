@@ -31,7 +31,8 @@ _CONFIGS = _configs_folder()
 
 
 def resolve(path: str) -> str:
-    """Return the folder of the packaged asset ``titan_ft://NAME``; other paths are returned unchanged.
+    """Return the folder of the packaged asset ``titan_ft://NAME``; other paths are returned
+    unchanged.
 
     Raises:
         ConfigError: no packaged asset has this name.
@@ -64,6 +65,6 @@ def find_config(given: Path, folder: str = "") -> Path:
         return known[name]
     kind = f"{folder} plan" if folder else "config"
     raise ConfigError(
-        f"{kind} must be the path of a TOML file or one of {', '.join(known) or 'none'}, got {given}; "
-        f"{closest(name, known)}there is no such file"
+        f"{kind} must be the path of a TOML file or one of {', '.join(known) or 'none'}, got "
+        f"{given}; {closest(name, known)}there is no such file"
     )

@@ -25,7 +25,8 @@ KNOWN = {
 }
 """Path of the text of each dataset."""
 NUM_SHARDS = 16
-"""Shards of a streamed text, as if it were that many files. Data ranks and loader workers share them."""
+"""Shards of a streamed text, as if it were that many files. Data ranks and loader workers share
+them."""
 BUFFER_SIZE = 100
 """Documents in the shuffle buffer of `austen_shuffled`."""
 
@@ -60,7 +61,8 @@ def load_text(name: str, path: str | None) -> None:
 
 
 def load_documents(path: str) -> Any:
-    """Return the documents of a text file as a ``datasets.Dataset`` in memory: no cache files, no locks.
+    """Return the documents of a text file as a ``datasets.Dataset`` in memory: no cache files, no
+    locks.
 
     For a map-style dataset torchtitan keeps the exact place, and splits it by node into contiguous,
     disjoint parts.

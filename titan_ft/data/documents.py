@@ -26,7 +26,8 @@ def read_text(path: Path) -> str:
 def split_documents(text: str, document_chars: int = DOCUMENT_CHARS) -> Iterator[str]:
     """Yield runs of whole paragraphs, each paragraph on one line and a blank line between two.
 
-    A chapter heading always starts a new document. Nothing but the line breaks inside paragraphs is dropped.
+    A chapter heading always starts a new document. Nothing but the line breaks inside paragraphs is
+    dropped.
     """
     paragraphs: list[str] = []
     num_chars = 0

@@ -74,8 +74,8 @@ def read_module(
         ) from error
     if type(config) is not Trainer.Config:
         raise ConfigError(
-            f"{given} must return a Trainer.Config, got a {type(config).__qualname__}: torchtitan's other trainers "
-            "cannot be replica groups; take another function"
+            f"{given} must return a Trainer.Config, got a {type(config).__qualname__}: "
+            "torchtitan's other trainers cannot be replica groups; take another function"
         )
     tables = _read_tables(config)
     spec = spec_of(config.model_spec.name, config.model_spec.flavor)
@@ -91,8 +91,9 @@ def read_module(
         if found is not None:
             name, value, kept = found
             raise ConfigError(
-                f"{given} must be a job that a TOML can describe, got {name} = {_shorten(value)}, where the TOML would "
-                f"have {_shorten(kept)}; take another function, or change the field by its flag"
+                f"{given} must be a job that a TOML can describe, got {name} = {_shorten(value)}, "
+                f"where the TOML would have {_shorten(kept)}; take another function, or change the "
+                "field by its flag"
             )
     return tables
 

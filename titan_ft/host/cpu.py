@@ -52,7 +52,8 @@ def _barrier_without_device_ids(barrier: Any) -> Any:
     def wrapped(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
         return barrier(group=group, async_op=async_op)
 
-    wrapped.without_device_ids = True  # type: ignore[attr-defined]  # marks the wrapper, so prepare() is idempotent
+    # marks the wrapper, so prepare() is idempotent
+    wrapped.without_device_ids = True  # type: ignore[attr-defined]
     return wrapped
 
 
@@ -97,8 +98,9 @@ def adapt_attention(model: torch.nn.Module, load_balancer: str | None) -> None:
     ]
     if not modules:
         raise ConfigError(
-            "parallelism.context_parallel_degree must be 1 on CPU for a model whose attention is not torchtitan's "
-            f"ScaledDotProductAttentionWrapper, got {type(model).__name__}; use a flavor with SDPA, or GPUs"
+            "parallelism.context_parallel_degree must be 1 on CPU for a model whose attention is "
+            f"not torchtitan's ScaledDotProductAttentionWrapper, got {type(model).__name__}; use a "
+            "flavor with SDPA, or GPUs"
         )
     for module in modules:
         module.forward = functools.partial(_attend_gathered, balanced=load_balancer == "headtail")
@@ -161,5 +163,6 @@ def _histc_of_integers(histc: Any) -> Any:
             return histc(values, *args, **kwargs)
         return histc(values.double(), *args, **kwargs).to(values.dtype)
 
-    wrapped.counts_integers = True  # type: ignore[attr-defined]  # marks the wrapper, so that there is only one
+    # marks the wrapper, so that there is only one
+    wrapped.counts_integers = True  # type: ignore[attr-defined]
     return wrapped

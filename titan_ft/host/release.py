@@ -61,8 +61,8 @@ def check_torchtitan() -> None:
 
         if not hasattr(torch.distributed, "set_timeout"):  # 0.3.0 calls it after its first step
             raise ConfigError(
-                f"torch must be release 2.14 with torchtitan {RELEASES[1]}, got {torch.__version__}; "
-                "pip install torch==2.14.1"
+                f"torch must be release 2.14 with torchtitan {RELEASES[1]}, got "
+                f"{torch.__version__}; pip install torch==2.14.1"
             )
     with expect_torchtitan():
         for name, attributes in _OFFERED[series()].items():
@@ -99,5 +99,6 @@ def _explain(error: Exception) -> ConfigError:
     if folder.absolute().is_relative_to(Path.cwd()) and "site-packages" not in folder.parts:
         remedy = "start from another folder: Python looks in the working folder first"
     return ConfigError(
-        f"torchtitan must be release {' or '.join(RELEASES)}, got that in {folder} ({why}); {remedy}"
+        f"torchtitan must be release {' or '.join(RELEASES)}, got that in {folder} ({why}); "
+        f"{remedy}"
     )

@@ -159,7 +159,8 @@ def _shuffle(self: Any, open_source: Callable[[], Iterable[Any]]) -> Iterator[An
     """Give the examples of the source in upstream's order, from the position of the state on."""
     size, generator = self.buffer_size, copy.deepcopy(self.generator)
     if self._state_dict is None:
-        self._init_state_dict()  # nobody saves this stream; the code below counts in a state all the same
+        # nobody saves this stream; the code below counts in a state all the same
+        self._init_state_dict()
     state: State = self._state_dict
     start = self._source_start if state["anchor"] is None else state["anchor"]
     self.ex_iterable.load_state_dict(copy.deepcopy(start))

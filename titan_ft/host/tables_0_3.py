@@ -117,7 +117,8 @@ TABLES: dict[str, Any] = {
         ("dataset", str, "c4_test"),
         ("dataset_path", str | None, None),
         ("dataloader", _DataLoader, _DataLoader),
-        # 0.3's default is false. A replayed graph calls no hooks of gradients: nothing would be exchanged.
+        # 0.3's default is false. A replayed graph calls no hooks of gradients: nothing would be
+        # exchanged.
         ("disable_cuda_graphs", bool, True),
     ),
     "parallelism": _table(
@@ -174,7 +175,9 @@ _ONE_VALUE = {
     "model.print_after_conversion": "0.3 converts no built model",
     "model.tokenizer_path": "0.3 reads model.hf_assets_path",
     "optimizer.early_step_in_backward": "0.3 has none",
-    "training.disable_cuda_graphs": "a replayed graph calls no hooks, and no gradient would be exchanged",
+    "training.disable_cuda_graphs": (
+        "a replayed graph calls no hooks, and no gradient would be exchanged"
+    ),
     "parallelism.disable_loss_parallel": "0.3 decides by itself",
     "parallelism.pipeline_parallel_expert_parallel_overlap": "0.3 decides by itself",
     "parallelism.context_parallel_rotate_method": "0.3 decides by itself",
@@ -199,7 +202,8 @@ class _JobConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all tables, as plain values."""
-        return dataclasses.asdict(self)  # type: ignore[call-overload]  # the dataclass is made of it
+        # the dataclass is made of it
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
 
     def maybe_log(self) -> None:
         """Log and save the config, as the table [job] asks for."""
@@ -255,13 +259,13 @@ def build_schema(
     module = _find(values, arguments, "job", "custom_config_module")
     if module not in _KNOWN_MODULES:
         raise ConfigError(
-            f'job.custom_config_module must be "titan_ft.config" with torchtitan 0.3, got {module!r}: 0.3 merges no '
-            "tables; remove it"
+            'job.custom_config_module must be "titan_ft.config" with torchtitan 0.3, '
+            f"got {module!r}: 0.3 merges no tables; remove it"
         )
     if values.get("quantize"):
         raise ConfigError(
-            "quantize must be left out with torchtitan 0.3, which converts a model's config where its flavor is made, "
-            f"got {values['quantize']!r}; remove the table"
+            "quantize must be left out with torchtitan 0.3, which converts a model's config where "
+            f"its flavor is made, got {values['quantize']!r}; remove the table"
         )
     tables = [(name, table, field(default_factory=table)) for name, table in TABLES.items()]
     for each in fields(own):
@@ -333,8 +337,9 @@ def _refuse_sequences(job_config: Any) -> None:
         length = getattr(job_config, table).seq_len
         if cp > 1 and length % (_BLOCK * cp):
             raise ConfigError(
-                f"{table}.seq_len must be a multiple of {_BLOCK} x parallelism.context_parallel_degree ({cp}) with "
-                f"torchtitan 0.3, which deals out blocks of attention, got {length}; change one of them"
+                f"{table}.seq_len must be a multiple of {_BLOCK} x "
+                f"parallelism.context_parallel_degree ({cp}) with torchtitan 0.3, which deals out "
+                f"blocks of attention, got {length}; change one of them"
             )
 
 
@@ -345,15 +350,16 @@ def _refuse_validation(job_config: Any) -> None:
         return
     if parallel.pipeline_parallel_schedule == "ZBVZeroBubble":
         raise ConfigError(
-            "validation.enable must be false with the schedule ZBVZeroBubble on torchtitan 0.3, got true: torch has no "
-            "forward without a backward for it; set it to false, or take another schedule"
+            "validation.enable must be false with the schedule ZBVZeroBubble on torchtitan 0.3, "
+            "got true: torch has no forward without a backward for it; set it to false, or take "
+            "another schedule"
         )
     for name in ("local_batch_size", "seq_len"):
         value, trained = getattr(job_config.validation, name), getattr(job_config.training, name)
         if value != trained:
             raise ConfigError(
-                f"validation.{name} must be training.{name} ({trained}) with a pipeline of torchtitan 0.3, whose "
-                f"stages take batches of one size, got {value}; remove it"
+                f"validation.{name} must be training.{name} ({trained}) with a pipeline of "
+                f"torchtitan 0.3, whose stages take batches of one size, got {value}; remove it"
             )
 
 

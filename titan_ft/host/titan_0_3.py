@@ -250,8 +250,8 @@ def _find_spec(name: str, flavor: str) -> Any:
     """Return the ModelSpec of a model's flavor."""
     if name not in model_names():
         raise ConfigError(
-            f"--module must name one of torchtitan's models ({', '.join(sorted(model_names()))}), got the model "
-            f"{name!r}; take one of them"
+            f"--module must name one of torchtitan's models ({', '.join(sorted(model_names()))}), "
+            f"got the model {name!r}; take one of them"
         )
     return get_train_spec(name).model_args[flavor].spec
 

@@ -662,8 +662,8 @@ class WorkerExited(GroupEvent, kw_only=True):
     # type and first line of the exception; with code 0, that the worker ended too early
     error: str | None = None
     error_kind: str | None = None  # type of the exception, such as "ConfigError"
-    # true if another attempt may succeed unchanged (network, lighthouse, other groups), or if a fault
-    # was injected into the attempt
+    # true if another attempt may succeed unchanged (network, lighthouse, other groups), or if a
+    # fault was injected into the attempt
     transient: bool | None = None
     # file and line that raised the exception, the user's code first; relative to the working
     # folder or to the installed packages
@@ -819,10 +819,11 @@ class LighthouseRestarted(LaunchEvent, kw_only=True):
 
 
 class StrangerRefused(LaunchEvent, kw_only=True):
-    """The lighthouse's gate has closed a connection without the run's secret; once for each kind and lighthouse."""
+    """The lighthouse's gate has closed a connection without the run's secret; once for each kind
+    and lighthouse."""
 
-    # "no_secret": it shows another secret or none; "silent": it shows nothing in time; "crowd": too many such
-    # connections at once; "no_descriptors": they take all descriptors of the lighthouse
+    # "no_secret": it shows another secret or none; "silent": it shows nothing in time; "crowd": too
+    # many such connections at once; "no_descriptors": they take all descriptors of the lighthouse
     kind: str
     source: str  # numeric address of its other end
     reason: str  # in words

@@ -26,7 +26,10 @@ from titan_ft.system.ownership import no_follow
 
 _BLOCK_BYTES = 256 * 1024
 _UNSET = (None, -1)
-_WRONG_FIELDS = "must have the fields of {} (see docs/events.md): {}; read an older version's run with that version"
+_WRONG_FIELDS = (
+    "must have the fields of {} (see docs/events.md): {}; read an older version's run with that "
+    "version"
+)
 
 
 ROTATE_BYTES = 64 * 2**20
@@ -116,7 +119,8 @@ class EventLog:
         num_lost = self._file.close(FINISH_SECONDS)
         if num_lost:
             _report(
-                f"{self._file.path} still cannot be written: the last {num_lost} events of this process are lost"
+                f"{self._file.path} still cannot be written: the last {num_lost} events of this "
+                "process are lost"
             )
 
     def _append(self, event: Event) -> None:
@@ -203,7 +207,8 @@ def decode(line: bytes, *wanted: type[Event]) -> Event | None:
         head = _HEAD.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
-            f"must be a JSON object with time and event, got {line[:80]!r}; remove it to read the rest"
+            f"must be a JSON object with time and event, got {line[:80]!r}; remove it to read the "
+            "rest"
         ) from error
     kind = _kind(head.event)
     if kind is None or (wanted and not issubclass(kind, wanted)):

@@ -19,7 +19,8 @@ def latest_attempts(events: Iterable[Event]) -> dict[int, int]:
 
 
 def latest_workers(events: Iterable[Event], replica: int) -> list[int]:
-    """Return the pids of the workers that a group's latest attempt started; some may have ended since."""
+    """Return the pids of the workers that a group's latest attempt started; some may have ended
+    since."""
     started = [
         event for event in events if isinstance(event, WorkerStarted) and event.replica == replica
     ]

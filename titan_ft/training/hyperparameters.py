@@ -59,7 +59,8 @@ class Hyperparameters:
                 changed["lr"] = loaded[0], scheduler.get_last_lr()[0]
         for name, (before, now) in changed.items():
             logger.warning(
-                f"optimizer: the checkpoint was made with {name} = {before}; from here on it is {now}"
+                f"optimizer: the checkpoint was made with {name} = {before}; from here on it is "
+                f"{now}"
             )
 
 

@@ -182,15 +182,16 @@ def check_paths(job_config: Any) -> None:
     text = training.dataset_path
     if training.dataset in KNOWN and text and not os.path.isfile(text):
         raise ConfigError(
-            f"training.dataset_path must be an existing .txt or .txt.gz file, got {text!r}; correct it, or leave it out"
+            f"training.dataset_path must be an existing .txt or .txt.gz file, got {text!r}; "
+            "correct it, or leave it out"
         )
     own = os.path.join(job_config.job.dump_folder, checkpoint.folder)
     first = checkpoint.initial_load_path
     # torchtitan does not look at it once the run has checkpoints of its own.
     if checkpoint.enable and first and not os.path.exists(own) and not os.path.isdir(first):
         raise ConfigError(
-            f"checkpoint.initial_load_path must be the folder of a checkpoint, got {first!r}, which is none; correct "
-            "it, or leave it out"
+            f"checkpoint.initial_load_path must be the folder of a checkpoint, got {first!r}, "
+            "which is none; correct it, or leave it out"
         )
 
 
@@ -211,15 +212,15 @@ def _check_model(job_config: Any) -> None:
         spec = titan.get_train_spec(model.name)
     except ImportError as error:
         raise ConfigError(
-            f"model.name must be a model whose modules are installed, got {model.name!r} ({error}); install what is "
-            "missing, or take another model"
+            f"model.name must be a model whose modules are installed, got {model.name!r} "
+            f"({error}); install what is missing, or take another model"
         ) from error
     check_tables(job_config)
     _check_name("model.flavor", model.flavor, spec.model_args)
     if job_config.validation.enable and spec.build_validator_fn is None:
         raise ConfigError(
-            f"validation.enable must be false with model.name {model.name}, got true: torchtitan cannot validate that "
-            "model; set it to false"
+            f"validation.enable must be false with model.name {model.name}, got true: torchtitan "
+            "cannot validate that model; set it to false"
         )
     if spec.build_dataloader_fn is titan.build_text_dataloader:
         _check_name("training.dataset", job_config.training.dataset, titan.DATASETS)
@@ -229,7 +230,8 @@ def _check_model(job_config: Any) -> None:
         model.hf_assets_path
     ):
         raise ConfigError(
-            f"model.hf_assets_path must be the folder of a tokenizer, got {model.hf_assets_path!r}, which is none; "
+            "model.hf_assets_path must be the folder of a tokenizer, got "
+            f"{model.hf_assets_path!r}, which is none; "
             'download one, or set it to "titan_ft://tokenizer"'
         )
     if spec.state_dict_adapter and issubclass(spec.state_dict_adapter, titan.StateDictAdapter):
@@ -266,8 +268,8 @@ def _check_index(path: Path) -> None:
 def _index_error(path: Path, found: str) -> ConfigError:
     return ConfigError(
         f"{INDEX} of model.hf_assets_path must name a file with a number for each tensor, as in "
-        f'"model-00001-of-00002.safetensors", got {path}, which {found}; correct it, or remove it: an export is one '
-        "file then"
+        f'"model-00001-of-00002.safetensors", got {path}, which {found}; correct it, or remove '
+        "it: an export is one file then"
     )
 
 
@@ -282,9 +284,9 @@ def _check_experts(job_config: Any, arguments: Any) -> None:
     method, model = job_config.fault_tolerance.semi_sync_method, job_config.model
     if method and num_experts(arguments) and arguments.moe_args.load_balance_coeff:
         raise ConfigError(
-            f"{ft_config.TABLE}.semi_sync_method is not supported yet for a model that balances the load of its "
-            f"experts and must be left out with {model.name} {model.flavor}, got {method!r}; remove "
-            "it, or take another model"
+            f"{ft_config.TABLE}.semi_sync_method is not supported yet for a model that balances "
+            f"the load of its experts and must be left out with {model.name} {model.flavor}, got "
+            f"{method!r}; remove it, or take another model"
         )
 
 

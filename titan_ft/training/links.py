@@ -256,10 +256,11 @@ def _describe_silence(config: FaultTolerance, hosts: dict[int, str], seconds: fl
     """Return one line with the silent ranks and the remedy."""
     who = ", ".join(f"rank {rank} on {host}" for rank, host in hosts.items())
     return (
-        f"no heartbeat from {who} for {seconds:.1f} s: stopped, frozen or cut off. This group ends, so that it starts "
-        "again and the other groups need not wait for it; if ranks may be silent so long, raise "
-        f"fault_tolerance.heartbeat_timeout_ms ({config.heartbeat_timeout_ms}); if they are silent from the start, "
-        "check that the hosts of a group reach each other at any port"
+        f"no heartbeat from {who} for {seconds:.1f} s: stopped, frozen or cut off. This group "
+        "ends, so that it starts again and the other groups need not wait for it; if ranks may be "
+        "silent so long, raise fault_tolerance.heartbeat_timeout_ms "
+        f"({config.heartbeat_timeout_ms}); if they are silent from the start, check that the hosts "
+        "of a group reach each other at any port"
     )
 
 
@@ -328,5 +329,6 @@ def _find(lighthouse: str, config: FaultTolerance) -> str:
         return LighthouseAddress(lighthouse).wait(config.start_timeout_seconds)
     except TimeoutError as error:
         raise LighthouseError(
-            f"{error} (fault_tolerance.start_timeout_seconds); check that the lighthouse's job runs, and with this file"
+            f"{error} (fault_tolerance.start_timeout_seconds); check that the lighthouse's job "
+            "runs, and with this file"
         ) from error

@@ -153,8 +153,8 @@ def _refuse(name: str, what: str) -> Iterator[None]:
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(
-            f"the data loader ({name}) must {what}, or no group could ever come back, got {text}; correct its "
-            "state_dict and load_state_dict"
+            f"the data loader ({name}) must {what}, or no group could ever come back, got {text}; "
+            "correct its state_dict and load_state_dict"
         ) from error
 
 

@@ -154,7 +154,8 @@ class LocalTraining:
         """Clear the gradients, and the model's counts of its batches."""
         self._trainer.optimizers.zero_grad()
         for count in spec.token_counts(self._trainer.model_parts):
-            count.zero_()  # validation and the warm-up have counted too, and no update may be made of theirs
+            # validation and the warm-up have counted too, and no update may be made of theirs
+            count.zero_()
 
     def clip_gradients(self) -> torch.Tensor:
         """Clip the gradients; returns their norm before that."""

@@ -69,7 +69,8 @@ def split_flags(args: Sequence[str]) -> ModuleFlags:
         )
     if found.module and "job.config_file" in dict(read_flags(own)):
         raise ConfigError(
-            f"--module must be left out with --job.config_file, got {found.module!r}; give one of the two"
+            f"--module must be left out with --job.config_file, got {found.module!r}; give one of "
+            "the two"
         )
     return found
 
@@ -89,7 +90,8 @@ def read_tables(flags: ModuleFlags) -> dict[str, Any]:
         from titan_ft.host.titan import read_module
 
     def unknown(flag: str) -> str:
-        return f"{flag} is no flag of --module {flags.module} --config {flags.function}; correct or remove it"
+        job = f"--module {flags.module} --config {flags.function}"
+        return f"{flag} is no flag of {job}; correct or remove it"
 
     try:
         return refusing(
@@ -127,8 +129,8 @@ def _lines(table: Mapping[str, Any], name: str) -> Iterator[str]:
 def _format(name: str, value: Any) -> str:
     if value is None:
         raise ConfigError(
-            f"{name} must have a value for a TOML, got None; give the job by the flags of a worker, "
-            "or change the field by its flag"
+            f"{name} must have a value for a TOML, got None; give the job by the flags of a "
+            "worker, or change the field by its flag"
         )
     if isinstance(value, list | tuple):
         return f"[{', '.join(_format(name, item) for item in value)}]"

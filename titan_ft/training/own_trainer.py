@@ -32,9 +32,9 @@ def check_trainer(name: str) -> None:
         path = file_in_package(package, TRAINER_FILE)
         if path is not None and (trainer := _find_trainer(path)):
             raise ConfigError(
-                f"model.name must be a model that torchtitan's own trainer trains, got {name!r}, which has a trainer "
-                f"of its own ({trainer}); take another model, or train this one without titan_ft: torchrun ... -m "
-                f"{package}.{Path(TRAINER_FILE).stem}"
+                f"model.name must be a model that torchtitan's own trainer trains, got {name!r}, "
+                f"which has a trainer of its own ({trainer}); take another model, or train this "
+                f"one without titan_ft: torchrun ... -m {package}.{Path(TRAINER_FILE).stem}"
             )
 
 
@@ -59,8 +59,8 @@ def check_tables(job_config: Any) -> None:
         if missing:
             name = job_config.model.name
             raise ConfigError(
-                f'job.custom_config_module must be "{module}" with model.name {name}, which reads [{missing[0]}], got '
-                f"{job_config.job.custom_config_module!r}; set it"
+                f'job.custom_config_module must be "{module}" with model.name {name}, which reads '
+                f"[{missing[0]}], got {job_config.job.custom_config_module!r}; set it"
             )
 
 

@@ -109,8 +109,9 @@ def _check_workers(loader: Any) -> None:
     )
     if workers > 1 and isinstance(data, Dataset):
         logger.warning(
-            f"training.dataloader.num_workers should be 0 or 1 for data in memory, got {workers}: torchtitan gives "
-            "each worker all of it, so that every batch is trained as often; stream it instead"
+            f"training.dataloader.num_workers should be 0 or 1 for data in memory, got {workers}: "
+            "torchtitan gives each worker all of it, so that every batch is trained as often; "
+            "stream it instead"
         )
     elif workers > 1 and isinstance(data, IterableDataset) and workers > data.num_shards:
         raise ConfigError(

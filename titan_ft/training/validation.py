@@ -50,8 +50,8 @@ def check_steps(values: Mapping[str, Any], args: Sequence[str]) -> None:
             continue  # no whole number: refused with all values of a wrong type
         if number <= 0 and number != TO_THE_END:
             raise ConfigError(
-                f"validation.steps must be >= 1, or {TO_THE_END} for all of the data, got {number}; correct it, or set "
-                "validation.enable = false and leave it out"
+                f"validation.steps must be >= 1, or {TO_THE_END} for all of the data, got "
+                f"{number}; correct it, or set validation.enable = false and leave it out"
             )
 
 

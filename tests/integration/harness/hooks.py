@@ -520,7 +520,7 @@ def install_chaos() -> None:
                     process_group=None,
                     server=trainer._links.server,
                     group_pids=(),
-                    store=trainer.launch.store,
+                    store=trainer.setup.store,
                     hang_timeout_seconds=0.0,
                     folder=WORKER.markers,
                     step=step,

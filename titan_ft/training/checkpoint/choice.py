@@ -129,8 +129,8 @@ def agree_on_step(request: LoadRequest, rank: int, gather: Gather) -> Choice:
         )
         time.sleep(_PAUSE_SECONDS)
     raise LoadError(
-        f"checkpoint.folder ({folder}) must keep a checkpoint for long enough to load it, got {_MAX_CHOICES} that "
-        "vanished right after they were chosen; see what deletes them there"
+        f"checkpoint.folder ({folder}) must keep a checkpoint for long enough to load it, got "
+        f"{_MAX_CHOICES} that vanished right after they were chosen; see what deletes them there"
     )
 
 
@@ -167,8 +167,8 @@ def check_same_state(folder: str, step: int, lineage: int, gather: Gather) -> No
     """
     if len(set(gather(lineage))) > 1:
         raise LoadError(
-            f"checkpoint: the ranks of this group have loaded different states of step {step} from {folder}: it was "
-            "replaced while they did; another start chooses anew"
+            f"checkpoint: the ranks of this group have loaded different states of step {step} from "
+            f"{folder}: it was replaced while they did; another start chooses anew"
         )
 
 
@@ -186,7 +186,8 @@ def fail_together(act: Callable[[], T], folder: str, gather: Gather) -> T:
     error: Exception | None = None
     try:
         found = _retry_stale_handles(act)
-    except Exception as raised:  # noqa: BLE001  # also what unpickling half of a file raises; it is raised below
+    # also what unpickling half of a file raises; it is raised below
+    except Exception as raised:  # noqa: BLE001
         error = raised
     failures = gather(_FAILURES.index(_class_of_failure(error)))
     if isinstance(error, ConfigError):
@@ -199,7 +200,8 @@ def fail_together(act: Callable[[], T], folder: str, gather: Gather) -> T:
         error_class = _FAILURES[failure]
         if error_class is not None:
             raise error_class(
-                f"checkpoint: rank {rank} of this group cannot load from {folder}; see why in its log"
+                f"checkpoint: rank {rank} of this group cannot load from {folder}; see why in its "
+                "log"
             )
     return found
 
@@ -287,8 +289,8 @@ class _Search:
             return sorted({*complete_steps(folder), *torn_steps(folder)}, reverse=True)
         except PermissionError as error:
             raise ConfigError(
-                f"checkpoint.folder must be a folder that this user may read, got: {error}; change its mode, or "
-                f"{OTHER_FOLDER_REMEDY}"
+                f"checkpoint.folder must be a folder that this user may read, got: {error}; change "
+                f"its mode, or {OTHER_FOLDER_REMEDY}"
             ) from error
 
     def _choose_latest(self, steps: list[int]) -> Choice:
@@ -297,8 +299,8 @@ class _Search:
             return choice
         if choice.damaged:
             raise NoCheckpointError(
-                f"checkpoint.folder ({self._request.folder}) must hold a training state that can be "
-                f"read, got {_list_damage(choice.damaged)}; mend one of them, or give another "
+                f"checkpoint.folder ({self._request.folder}) must hold a training state that can "
+                f"be read, got {_list_damage(choice.damaged)}; mend one of them, or give another "
                 "checkpoint.folder to begin anew"
             )
         # All are of the model only. The load of the latest raises an error with the remedies.
@@ -350,8 +352,8 @@ class _Search:
         others = [step for step in steps if step != request.step][:_MAX_NAMED]
         sound = [step for step in reversed(others) if not self._find_defect(step)]
         raise NoCheckpointError(
-            f"checkpoint.load_step must name a sound checkpoint in {request.folder}, got {request.step}, "
-            f"which is damaged: {defect}; sound ones are {_list(sound)}"
+            f"checkpoint.load_step must name a sound checkpoint in {request.folder}, got "
+            f"{request.step}, which is damaged: {defect}; sound ones are {_list(sound)}"
         )
 
     def _is_own(self, step: int) -> bool:
@@ -429,8 +431,8 @@ class _Search:
         defect = self._inspect(folder) if is_complete(folder) else ""
         if defect:
             raise ConfigError(
-                f"checkpoint.initial_load_path must be a checkpoint that can be read, got {folder}, "
-                f"which is damaged: {defect}; give another one"
+                "checkpoint.initial_load_path must be a checkpoint that can be read, got "
+                f"{folder}, which is damaged: {defect}; give another one"
             )
 
     def _folder_of(self, step: int) -> Path:
@@ -502,8 +504,9 @@ def _check_same(seen: list[int], folder: Path, setting: str) -> None:
         return
     found = "none" if seen[0] == _GONE else "a checkpoint"
     raise ConfigError(
-        f"{setting} must be a folder that all hosts of a group share: ranks {differing} of this group do not see in "
-        f"{folder} what rank 0 does, which finds {found} there; put it on a shared file system"
+        f"{setting} must be a folder that all hosts of a group share: ranks {differing} of this "
+        f"group do not see in {folder} what rank 0 does, which finds {found} there; put it on a "
+        "shared file system"
     )
 
 

@@ -37,7 +37,8 @@ from titan_ft.training.checkpoint.states import QUORUM_STATE
 
 NOTES = "failed-load-*.json"
 _UNREADABLE_LOADS = 3
-"""After so many loads that ended with an error of the file system a checkpoint counts as damaged."""
+"""After so many loads that ended with an error of the file system a checkpoint counts as
+damaged."""
 _MISFITS = (RuntimeError, ValueError)  # that DCP raises for a missing key, and for another shape
 _HEADER_BYTES = 8  # of a safetensors file: the length of its table, little-endian
 _MAX_TABLE_BYTES = 100_000_000  # as safetensors itself limits it
@@ -100,9 +101,11 @@ def find_defect(folder: Path) -> str:
 
 
 def is_model_only(folder: Path) -> bool:
-    """Say whether a sound checkpoint holds a model only; of one without a manifest its table says it.
+    """Say whether a sound checkpoint holds a model only; of one without a manifest its table says
+    it.
 
-    False if the checkpoint has vanished since it was found sound: the choice must see that, and begin anew.
+    False if the checkpoint has vanished since it was found sound: the choice must see that, and
+    begin anew.
 
     Raises:
         DamagedError: its manifest is damaged.
@@ -117,7 +120,8 @@ def is_model_only(folder: Path) -> bool:
 
 
 def read_keys(folder: Path) -> Collection[str]:
-    """Return the names of all that a checkpoint holds; an export in Hugging Face's format names none here."""
+    """Return the names of all that a checkpoint holds; an export in Hugging Face's format names
+    none here."""
     return (
         CheckpointReader(folder).read_metadata().state_dict_metadata
         if (folder / METADATA).is_file()
@@ -133,8 +137,8 @@ def has_training_state(keys: Collection[str]) -> bool:
 def classify(error: CheckpointException) -> tuple[LoadFailure, str]:
     """Return the kind of a failed load, and the reason of the first rank on one line.
 
-    DCP compares names and shapes while it plans a load. After the plan it only reads bytes. Any other
-    error of the plan comes from a table with changed bytes.
+    DCP compares names and shapes while it plans a load. After the plan it only reads bytes. Any
+    other error of the plan comes from a table with changed bytes.
     """
     phase = error.args[0]
     causes = [cause for cause, _ in error.failures.values()]
@@ -143,8 +147,9 @@ def classify(error: CheckpointException) -> tuple[LoadFailure, str]:
             return LoadFailure.UNSAFE, one_line(cause)
         if isinstance(cause, PermissionError):  # another start would fail in the same way
             return LoadFailure.DAMAGED, one_line(cause)
-        # torch swallows the OSError of the table's file and raises a plain AssertionError, as it does
-        # for changed bytes: torch/distributed/checkpoint/state_dict_loader.py, _load_state_dict.
+        # torch swallows the OSError of the table's file and raises a plain AssertionError, as it
+        # does for changed bytes: torch/distributed/checkpoint/state_dict_loader.py,
+        # _load_state_dict.
         if isinstance(cause, OSError) or "metadata is None" in str(cause):
             return LoadFailure.UNREADABLE, one_line(cause)
     is_other = phase == "plan" and all(type(cause) in _MISFITS for cause in causes)
@@ -180,7 +185,8 @@ def _check_tables(folder: Path, manifest: Manifest | None) -> None:
     """Check the table of files, and by it the files.
 
     Raises:
-        DamagedError: the table or a file is damaged. A table with flipped bits may raise any exception.
+        DamagedError: the table or a file is damaged. A table with flipped bits may raise any
+        exception.
         OSError: the file system does not answer.
     """
     table = next((name for name in (METADATA, INDEX) if (folder / name).exists()), None)
@@ -208,7 +214,8 @@ def _check_data(folder: Path, manifest: Manifest | None) -> None:
         raise DamagedError(f"{METADATA} is no table of a checkpoint")
     is_ours = any(key.startswith(f"{QUORUM_STATE}.") for key in metadata.state_dict_metadata)
     if is_ours and manifest is None:
-        # Taken for stock torchtitan's, it would be loaded without its digests, and its data would begin anew.
+        # Taken for stock torchtitan's, it would be loaded without its digests, and its data would
+        # begin anew.
         raise DamagedError(f"{MANIFEST} is missing")
     extents: dict[str, int] = defaultdict(int)
     for item in metadata.storage_data.values():

@@ -110,11 +110,13 @@ def _assign_files(tensors: Iterable[str], index: Mapping[str, int]) -> dict[str,
     unnamed = [name for name in tensors if name not in index]
     if absent:
         logger.warning(
-            f"{INDEX} of model.hf_assets_path names tensors that the model lacks; left out: {_list(absent)}"
+            f"{INDEX} of model.hf_assets_path names tensors that the model lacks; left out: "
+            f"{_list(absent)}"
         )
     if unnamed:
         logger.warning(
-            f"{INDEX} of model.hf_assets_path lacks tensors of the model; the last file gets them: {_list(unnamed)}"
+            f"{INDEX} of model.hf_assets_path lacks tensors of the model; the last file gets them: "
+            f"{_list(unnamed)}"
         )
     named = {name: number for name, number in index.items() if name not in absent}
     last = max(named.values(), default=1)
@@ -178,12 +180,13 @@ def check_export(config: Any, adapter: object | None) -> None:
         return
     if adapter is None:
         raise ConfigError(
-            "checkpoint.last_save_in_hf must be false for this model, which torchtitan cannot write in Hugging Face's "
-            "format (its TrainSpec has no state_dict_adapter)"
+            "checkpoint.last_save_in_hf must be false for this model, which torchtitan cannot "
+            "write in Hugging Face's format (its TrainSpec has no state_dict_adapter)"
         )
     if not config.last_save_model_only:
         raise ConfigError(
-            "checkpoint.last_save_in_hf needs checkpoint.last_save_model_only = true: that format holds a model only"
+            "checkpoint.last_save_in_hf needs checkpoint.last_save_model_only = true: that format "
+            "holds a model only"
         )
 
 
@@ -198,19 +201,20 @@ def check_import(config: Any, adapter: object | None) -> None:
         return
     if config.initial_load_in_hf_quantized and not config.initial_load_in_hf:
         raise ConfigError(
-            "checkpoint.initial_load_in_hf_quantized needs checkpoint.initial_load_in_hf = true, got false; set it"
+            "checkpoint.initial_load_in_hf_quantized needs checkpoint.initial_load_in_hf = true, "
+            "got false; set it"
         )
     if not config.initial_load_in_hf:
         return
     if adapter is None:
         raise ConfigError(
-            "checkpoint.initial_load_in_hf must be false for this model, which torchtitan cannot read in Hugging "
-            "Face's format (its TrainSpec has no state_dict_adapter)"
+            "checkpoint.initial_load_in_hf must be false for this model, which torchtitan cannot "
+            "read in Hugging Face's format (its TrainSpec has no state_dict_adapter)"
         )
     if not config.initial_load_model_only:
         raise ConfigError(
-            "checkpoint.initial_load_in_hf needs checkpoint.initial_load_model_only = true: that format holds a model "
-            "only"
+            "checkpoint.initial_load_in_hf needs checkpoint.initial_load_model_only = true: that "
+            "format holds a model only"
         )
 
 
@@ -223,14 +227,15 @@ def check_importable(folder: Path) -> None:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(
-            f"checkpoint: {folder} must hold a model in Hugging Face's format (*.safetensors), got none; give its "
-            "folder as checkpoint.initial_load_path, or set checkpoint.initial_load_in_hf = false"
+            f"checkpoint: {folder} must hold a model in Hugging Face's format (*.safetensors), got "
+            "none; give its folder as checkpoint.initial_load_path, or set "
+            "checkpoint.initial_load_in_hf = false"
         )
     try:
         for path in files:
             check_safetensors(path)
     except DamagedError as error:
         raise ConfigError(
-            f"checkpoint: {folder} must hold a model that can be read, got: {error}; give another one as "
-            "checkpoint.initial_load_path"
+            f"checkpoint: {folder} must hold a model that can be read, got: {error}; give another "
+            "one as checkpoint.initial_load_path"
         ) from error

@@ -176,8 +176,8 @@ def check_model(earlier: Manifest | None, now: Manifest, folder: str) -> None:
     """
     if earlier is not None and earlier.model != now.model:
         raise ConfigError(
-            f"checkpoint: {folder} must be of the model {now.model} (model.name, model.flavor), got {earlier.model}; "
-            f"{OTHER_FOLDER_REMEDY}"
+            f"checkpoint: {folder} must be of the model {now.model} (model.name, model.flavor), "
+            f"got {earlier.model}; {OTHER_FOLDER_REMEDY}"
         )
 
 
@@ -194,9 +194,10 @@ def check_rounds(earlier: Manifest | None, now: Manifest, folder: str) -> None:
     length = now.round_steps if earlier is None else earlier.round_steps or now.round_steps
     if length != now.round_steps:
         raise ConfigError(
-            f"{TABLE}.sync_steps (divided by num_fragments, or 1 without semi_sync_method) must be {length}, as in "
-            f"the run that wrote {folder}, got {now.round_steps}; set it back, or begin with that model: as "
-            "checkpoint.initial_load_path, with another checkpoint.folder"
+            f"{TABLE}.sync_steps (divided by num_fragments, or 1 without semi_sync_method) must be "
+            f"{length}, as in the run that wrote {folder}, got {now.round_steps}; set it back, or "
+            "begin with that model: as checkpoint.initial_load_path, with another "
+            "checkpoint.folder"
         )
 
 

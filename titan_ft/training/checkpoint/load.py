@@ -99,9 +99,10 @@ class Load:
         keys = read_keys(folder)
         if not has_training_state(keys):
             raise ConfigError(
-                f"checkpoint: {folder} must hold a training state, got a model only (checkpoint.last_save_model_only); "
-                "give the step of a full one as checkpoint.load_step, or begin with this model: as "
-                "checkpoint.initial_load_path, with another checkpoint.folder"
+                f"checkpoint: {folder} must hold a training state, got a model only "
+                "(checkpoint.last_save_model_only); give the step of a full one as "
+                "checkpoint.load_step, or begin with this model: as checkpoint.initial_load_path, "
+                "with another checkpoint.folder"
             )
         check_rounds(manifest, self._now, str(folder))
         if manifest is None:
@@ -144,9 +145,9 @@ class Load:
             ) from error
         if failure is LoadFailure.UNSAFE:
             raise ConfigError(
-                f"checkpoint: {self._folder} must hold plain values beside its tensors, because a load runs no code, "
-                f"got {reason}; if you trust it, give it to torch.serialization.add_safe_globals in the module of "
-                "experimental.custom_import"
+                f"checkpoint: {self._folder} must hold plain values beside its tensors, because a "
+                f"load runs no code, got {reason}; if you trust it, give it to "
+                "torch.serialization.add_safe_globals in the module of experimental.custom_import"
             ) from error
         if failure is LoadFailure.UNREADABLE:
             # A missing file is an error of the file system to DCP, and so is a table that it cannot
@@ -217,8 +218,8 @@ class Load:
             if isinstance(error, LoadError):
                 raise error
             raise ConfigError(
-                f"checkpoint.initial_load_path must be a checkpoint that can be read, got {self._folder}, which is "
-                f"damaged: {reason}; give another one"
+                "checkpoint.initial_load_path must be a checkpoint that can be read, got "
+                f"{self._folder}, which is damaged: {reason}; give another one"
             ) from error
         self._check_not_replaced()
         is_noted = self._note(error)
@@ -240,12 +241,14 @@ class Load:
             raise LoadError(f"checkpoint: {self._folder} is damaged: {reason}; {lack}") from error
         if not is_noted:
             raise ConfigError(
-                f"checkpoint: {self._folder} must be sound, got a damaged one ({reason}) that cannot be marked for all "
-                f"groups, for its folder is not writable; set checkpoint.load_step = {other}, or mend it"
+                f"checkpoint: {self._folder} must be sound, got a damaged one ({reason}) that "
+                "cannot be marked for all groups, for its folder is not writable; set "
+                f"checkpoint.load_step = {other}, or mend it"
             ) from error
         raise LoadError(
-            f"checkpoint: {self._folder} is damaged: {reason}; the next start goes on from step {other}, "
-            "unless the group heals from another one (checkpoint.load_step chooses another step)"
+            f"checkpoint: {self._folder} is damaged: {reason}; the next start goes on from step "
+            f"{other}, unless the group heals from another one (checkpoint.load_step chooses "
+            "another step)"
         ) from error
 
     def _check_not_replaced(self) -> None:

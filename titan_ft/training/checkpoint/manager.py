@@ -133,8 +133,8 @@ class ReplicaCheckpoints(HostCheckpoints):
             raise ConfigError(f"checkpoint: {one_line(error)}") from error
         if self.enable_staging and not torch.accelerator.is_available():
             raise ConfigError(
-                f'checkpoint.async_mode must be "disabled" or "async" without a GPU, got {self.async_mode.value!r}; '
-                "the staging of the other modes is for GPUs"
+                'checkpoint.async_mode must be "disabled" or "async" without a GPU, got '
+                f"{self.async_mode.value!r}; the staging of the other modes is for GPUs"
             )
         if self.enable and self.purge_thread is None:  # torchtitan has one with keep_latest_k only
             self.purge_queue: queue.Queue[Any] = queue.Queue()
@@ -185,7 +185,8 @@ class ReplicaCheckpoints(HostCheckpoints):
         if not self.enable:
             if step != LATEST:
                 raise ConfigError(
-                    f"checkpoint.load_step needs checkpoint.enable = true, got {step}; set it, or leave load_step out"
+                    f"checkpoint.load_step needs checkpoint.enable = true, got {step}; set it, or "
+                    "leave load_step out"
                 )
             return False
         request = LoadRequest(self.folder, find_defect, step, self._job_id, self.initial_load_path)
@@ -452,7 +453,8 @@ class ReplicaCheckpoints(HostCheckpoints):
                 if written is not None:
                     written.result()
                 save.done.set_result(self._publish(save, target, manifest) if coordinates else [])
-            except BaseException as error:  # noqa: BLE001  # a thread's edge; DCP's are BaseExceptions. _settle reports it
+            # a thread's edge; DCP's are BaseExceptions. _settle reports it
+            except BaseException as error:  # noqa: BLE001
                 save.done.set_exception(error)
 
         save_in = super().dcp_save
@@ -564,8 +566,8 @@ class ReplicaCheckpoints(HostCheckpoints):
     def _report_choice(self, request: LoadRequest, choice: Choice) -> None:
         if request.step not in (LATEST, choice.step):
             logger.warning(
-                "checkpoint.load_step = %d counts no longer: this job (fault_tolerance.job_id = %r) has saved step %d "
-                "since; to begin there again, give the job another name",
+                "checkpoint.load_step = %d counts no longer: this job (fault_tolerance.job_id = "
+                "%r) has saved step %d since; to begin there again, give the job another name",
                 request.step,
                 request.job_id,
                 choice.step,
@@ -625,8 +627,9 @@ class ReplicaCheckpoints(HostCheckpoints):
             return
         reason, target = self._failure, self._create_checkpoint_id(step)
         text = (
-            f"checkpoint.folder ({self.folder}) must take the checkpoint of the last step, got: {reason}; "
-            f"{describe_latest(self._latest_step())}; make room there, or give another one, and start the run again"
+            f"checkpoint.folder ({self.folder}) must take the checkpoint of the last step, got: "
+            f"{reason}; {describe_latest(self._latest_step())}; make room there, or give another "
+            "one, and start the run again"
         )
         # What keeps it from being saved as asked may be mended, and that save made up for: not the
         # training.
@@ -636,9 +639,10 @@ class ReplicaCheckpoints(HostCheckpoints):
                 self._write_once(step, last_step=True)
             if step in self._published:
                 text = (
-                    f"checkpoint: step {step} could not be saved as asked: {reason}. Nothing is lost of {what}, which "
-                    f"is in {target}, in torchtitan's own format (DCP); for Hugging Face's, convert it with "
-                    "torchtitan's scripts/checkpoint_conversion/convert_to_hf.py"
+                    f"checkpoint: step {step} could not be saved as asked: {reason}. Nothing is "
+                    f"lost of {what}, which is in {target}, in torchtitan's own format (DCP); for "
+                    "Hugging Face's, convert it with torchtitan's "
+                    "scripts/checkpoint_conversion/convert_to_hf.py"
                 )
                 break
         self._last_failure = SaveError(text)
@@ -710,7 +714,8 @@ class ReplicaCheckpoints(HostCheckpoints):
         join_seconds = self.host.config.fault_tolerance.join_timeout_ms / 1000
         if self.async_mode == AsyncMode.DISABLED and save.seconds > join_seconds:
             logger.warning(
-                "saving took %.0f s, and the other groups wait for this one no longer than fault_tolerance."
+                "saving took %.0f s, and the other groups wait for this one no longer than "
+                "fault_tolerance."
                 'join_timeout_ms (%g s): raise it, or set checkpoint.async_mode = "async"',
                 save.seconds,
                 join_seconds,

@@ -123,9 +123,10 @@ def check_values(states: Mapping[str, Any]) -> None:
             continue
         if refusal := find_refusal(value):
             raise UnsafeValueError(
-                f"a checkpoint must hold plain values beside its tensors, because a load runs no code, got {refusal} "
-                f"at {name}; return a plain value in its state_dict, or give the class to "
-                "torch.serialization.add_safe_globals in the module of experimental.custom_import"
+                "a checkpoint must hold plain values beside its tensors, because a load runs no "
+                f"code, got {refusal} at {name}; return a plain value in its state_dict, or give "
+                "the class to torch.serialization.add_safe_globals in the module of "
+                "experimental.custom_import"
             )
 
 
@@ -169,4 +170,6 @@ class _TableUnpickler(pickle._Unpickler):
             )
         pickle._Unpickler.load_build(self)  # type: ignore[attr-defined]
 
-    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}  # type: ignore[assignment]
+    dispatch = pickle._Unpickler.dispatch | {  # type: ignore[assignment]
+        pickle.BUILD[0]: load_build
+    }

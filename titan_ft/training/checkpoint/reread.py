@@ -83,7 +83,8 @@ def _prepare(
     if digest_config(job_config) != started.config_digest:
         # With another sequence length, for example, the data would be blamed for other batches.
         result.unknown.append(
-            f"the config has changed since group {started.replica}, attempt {started.attempt} read its data"
+            f"the config has changed since group {started.replica}, attempt {started.attempt} read "
+            "its data"
         )
         return None
     # Counts all groups; a worker's loader was built for its own.

@@ -90,7 +90,8 @@ def stock_loaders(shards: dict[str, Any], num_shards: int) -> dict[str, Any]:
     for number, shard in shards.items():
         try:
             state = _unpack(shard["state"])
-        except Exception as error:  # noqa: BLE001  # of a user's loader; the save is not to fail for it
+        # of a user's loader; the save is not to fail for it
+        except Exception as error:  # noqa: BLE001
             logger.warning(
                 f"stock torchtitan will not find its place in shard {number}: {first_line(error)}"
             )
