@@ -144,7 +144,7 @@ class Step:
             parallel_dims=None,
             _checkpoint_host=SimpleNamespace(participants=None),
             _links=SimpleNamespace(
-                exchange=SimpleNamespace(take_wire_bytes=lambda: 7), note_commit=note("note commit")
+                exchange=SimpleNamespace(pop_sent_bytes=lambda: 7), note_commit=note("note commit")
             ),
             _step_log=SimpleNamespace(emit=note("emit"), log=note("log"), flush=lambda: None),
             ntokens_seen=0,

@@ -469,7 +469,7 @@ class ReplicaTrainer(HostTrainer):
 
     def _log_update(self, replica: ReplicaDimension, committed: Committed, work: Work) -> None:
         """Log an applied update: its event, and torchtitan's metrics."""
-        work.wire_bytes = self._links.exchange.take_wire_bytes()
+        work.wire_bytes = self._links.exchange.pop_sent_bytes()
         digest = replica.digest_if_due()
         self._links.note_commit(committed.update.step, committed.participants, work.inner_steps)
         self._step_log.emit(committed, work, self.step, digest)

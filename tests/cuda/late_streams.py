@@ -90,7 +90,7 @@ NOTICED_BY: dict[str, tuple[str, str]] = {
     "gradients.sums.Sums.write:synchronize": ("rounds", "nccl"),
     "gradients.sums.Sums.write:synchronize#2": ("rounds", "nccl"),
     "gradients.sums.Sums.write:record_event": ("train", "gloo"),
-    "gradients.exchange.GradientExchange._hook.take_gradient:join_stream": (
+    "gradients.exchange.GradientExchange._make_hook.copy_gradient:join_stream": (
         "train_on_two_streams",
         "nccl",
     ),
@@ -115,7 +115,7 @@ NOTICED_BY: dict[str, tuple[str, str]] = {
     "transfer.snapshot.TrainState.load:_await_running_copy": ("copy_beside_training", "gloo"),
     "transfer.snapshot.TrainState.load:synchronize": ("heal", "nccl"),
     "transfer.snapshot.TrainState.load:record_event": ("heal", "nccl"),
-    "transfer.state_server.StateServer._serve:wait": ("serve", "gloo"),
+    "transfer.state_server.StateServer._serve_state:wait": ("serve", "gloo"),
     "engine.strategy.StepStrategy.replay:synchronize": ("replay", "gloo"),
     "engine.strategy.StepStrategy.replay:record_event": ("replay", "gloo"),
 }

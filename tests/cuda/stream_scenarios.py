@@ -341,7 +341,7 @@ def train_over_broken_exchanges(world: World, **options: Any) -> Any:
         membership = world.memberships[number]
 
         def be_late() -> None:
-            while any(bucket.missing for bucket in rank.exchange._buckets):
+            while any(bucket.missing_parts for bucket in rank.exchange._buckets):
                 time.sleep(0.001)
             rank.parameters[0].detach().cpu()
 

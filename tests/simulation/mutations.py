@@ -357,7 +357,7 @@ def nan_in_last_bucket_only(patch: Patch) -> None:
     def make(former: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         former(self, *args, **kwargs)
         for bucket in self._buckets[:-1]:
-            bucket.add_up = bucket.total.zero_
+            bucket.compute_total = bucket.total.zero_
 
     around(patch, exchange.GradientExchange, "__init__", make)
 
@@ -878,8 +878,8 @@ def residual_is_given_again(patch: Patch) -> None:
     """A group adds the rounding residual of a change several times."""
 
     def add_to(former: Callable[..., None], self: quantize.Residual, values: torch.Tensor) -> None:
-        if self._kept is not None:
-            self._kept.mul_(4)
+        if self._error is not None:
+            self._error.mul_(4)
         former(self, values)
 
     around(patch, quantize.Residual, "add_to", add_to)

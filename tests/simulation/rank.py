@@ -100,11 +100,11 @@ class _WatchedDonor(Donor):
         super().__init__(state, server)
         self._rank = rank
 
-    def serve(self, made: Round, position: Position, *, is_update: bool) -> None:
+    def copy_after_round(self, made: Round, position: Position, *, is_update: bool) -> None:
         """Let the world judge the round, before the state is written."""
         self._rank.world.made_round(self._rank, made)
         self._rank.judge_waits(made)
-        super().serve(made, position, is_update=is_update)
+        super().copy_after_round(made, position, is_update=is_update)
 
 
 @dataclass(frozen=True)

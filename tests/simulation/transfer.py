@@ -56,7 +56,7 @@ class SnapshotServer:
         self.offered: Message | None = None
         self.offered_at = 0.0
         self.copy: Callable[[int, Part], None] | None = None
-        self.wanted: Part | None = None
+        self.wanted_part: Part | None = None
         self.is_pinned = False
         self.readers = 0
         self.closed = False
@@ -66,7 +66,7 @@ class SnapshotServer:
     def publish(self, snapshot: Snapshot, copy_seconds: float) -> None:
         """Serve `snapshot` from now on."""
         self._kernel.pause()
-        self.snapshot, self.wanted, self.is_pinned = snapshot, None, True
+        self.snapshot, self.wanted_part, self.is_pinned = snapshot, None, True
         self.tell()
 
     def pin(self, is_pinned: bool) -> None:
@@ -74,14 +74,14 @@ class SnapshotServer:
         self.is_pinned = is_pinned
 
     @property
-    def offered_step(self) -> int:
-        """Return the committed updates of the state that is offered; -1 = none is."""
-        return -1 if self.offered is None else self.offered["step"]
+    def offered_step(self) -> int | None:
+        """Return the committed updates in the offered state; None = no state is offered."""
+        return None if self.offered is None else self.offered["step"]
 
     def offer(self, offer: Message | None, copy: Callable[[int, Part], None] | None = None) -> None:
         """Let joiners ask for a state of this step."""
         self._kernel.pause()
-        self.offered, self.copy, self.wanted = offer, copy, None
+        self.offered, self.copy, self.wanted_part = offer, copy, None
         self.offered_at = self._kernel.now
         self.tell()
 
@@ -331,7 +331,7 @@ class Transfers:
                 held = "none" if found is None else f"step {found.step} of lineage {found.lineage}"
                 raise TransferError(f"the donor has no state of step {step} (it has {held})")
             if offered == step:
-                server.wanted = part or WHOLE
+                server.wanted_part = part or WHOLE
             server.wait(server.wait_seconds if offered == step else waits - kernel.now)
 
     def _spend(

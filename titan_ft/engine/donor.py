@@ -1,15 +1,16 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The donor's part in a heal: offer the state, and keep a copy in host memory while a joiner
-fetches it.
+"""The donor's part in a heal: offer the state, and copy it to host memory for a joiner.
 
-The copy is made when a joiner asks for it. The state server's thread makes it while a step is
-computed. If a forward may write a part of the state, the training thread makes it in the next
-round, before the optimizer writes. In a round of several steps, the training thread makes it
-between two steps, after the same step on all ranks of the group: the inner optimizer's moments must
-fit together.
+The state is copied when a joiner asks for it. There are three cases:
 
-See docs/heal.md.
+- Usually a thread of the state server copies it, while the next step is computed.
+- If a forward may write a part of the state, the training thread copies it in the next round,
+  before the optimizer writes.
+- With rounds of several steps, the training thread copies it between two steps. All ranks of the
+  group do so after the same step, so that the moments of their inner optimizers fit together.
+
+The copy is kept while a joiner fetches it. See docs/heal.md.
 """
 
 from __future__ import annotations
@@ -31,26 +32,30 @@ logger = logging.getLogger(__name__)
 
 
 class Donor:
-    """Offers this rank's state to joiners.
+    """Offers this rank's state to joiners, and copies it for them.
 
-    `Rounds` calls it, on the training thread. The state server calls `_copy_shared` on one of its
-    threads. A copy that fails ends the joiner's request only.
+    `Rounds` calls all methods but `_copy_shared`, on the training thread. The state server calls
+    `_copy_shared` on the thread of a joiner's connection. If that copy fails, only the connection
+    ends.
     """
 
     def __init__(self, state: TrainState, server: StateServer) -> None:
         self._state = state
         self._server = server
-        self._making = threading.Lock()  # one copy at a time on the server's threads
+        self._copying = threading.Lock()  # one copy at a time on the server's threads
+        # Held while a thread replaces the server's snapshot.
         self._publishing = threading.Lock()
-        self._updated_at = 0.0  # when the state of the last `offer` was made
+        self._updated_at: float | None = None  # time of the last `offer`
 
     # The offer
 
     def offer(self, position: Position) -> None:
         """Offer the state until the next update. The next exchange confirms its bytes."""
         now = time.monotonic()
-        # The next update follows after one step, if that takes as long as the last one.
-        milliseconds = int(1000 * (now - self._updated_at)) if self._updated_at else 0
+        # The joiner takes the duration of the last step for that of the next one.
+        milliseconds = 0
+        if self._updated_at is not None:
+            milliseconds = int(1000 * (now - self._updated_at))
         self._updated_at = now
         is_shared = self._state.share(position.step, position.lineage)
         offer = Message(
@@ -66,7 +71,7 @@ class Donor:
         self._server.offer(Message(step=position.step, lineage=position.lineage, digest=digest))
 
     def end_offer(self) -> None:
-        """Take the offer back: the next update is under way, and would make the state outdated."""
+        """Withdraw the offer: the next update is under way, and will replace the state."""
         self._server.offer(None)
 
     def retract(self) -> None:
@@ -75,79 +80,84 @@ class Donor:
         self.end_offer()
 
     @property
-    def offers(self) -> int:
-        """Committed updates in the offered state; -1 = no state is offered."""
+    def offered_step(self) -> int | None:
+        """Committed updates in the offered state; None = no state is offered."""
         return self._server.offered_step
 
     @property
-    def wanted(self) -> bool:
-        """True if a joiner waits for the state that this rank offers."""
-        return self._server.wanted is not None
+    def has_waiting_joiner(self) -> bool:
+        """True if a joiner waits for a copy of the offered state."""
+        return self._server.wanted_part is not None
 
     # The copy
 
-    def serve(self, made: Round, position: Position, *, is_update: bool) -> None:
+    def copy_after_round(self, made: Round, position: Position, *, is_update: bool) -> None:
         """Copy the state if a joiner waits for it, or drop a copy that no joiner can use.
 
-        Called after each round.
+        Call this after each round, before its update is applied.
 
         Args:
-            is_update: the round makes an update. Then only members of the round can use the state
-                before it: other groups miss the update.
+            is_update: the round is an update. A joiner outside of the round misses this update, so
+                it cannot use the present state.
         """
-        own, step = made.quorum.slots[made.quorum.rank], position.step
-        joiners = [row for row in made.rows if _fetches(row)]
+        own_slot, step = made.quorum.slots[made.quorum.rank], position.step
+        joiners = [row for row in made.rows if _names_donor(row)]
         if is_update:
-            # A copy on a server's thread, for a group that misses the update, would delay the
-            # optimizer.
+            # From here on no thread of the server may copy the state: the optimizer would wait for
+            # the copy, which may be for a joiner outside of the round.
             self._state.unshare()
         with self._publishing:
-            wanted, held = self._server.wanted, self._server.snapshot
-            if held is not None:
-                self._server.pin(_is_fetched(joiners, held.step, own))
-            # A joiner that names this group may not have sent its request yet. A later request
-            # cannot be served.
-            is_asked = wanted is not None or _is_fetched(joiners, step, own)
+            wanted_part, snapshot = self._server.wanted_part, self._server.snapshot
+            if snapshot is not None:
+                self._server.pin(_is_fetched(joiners, snapshot.step, own_slot))
+            # A joiner that names this group may not have sent its request yet. After the update it
+            # would come too late.
+            is_asked = wanted_part is not None or _is_fetched(joiners, step, own_slot)
             is_useful = not is_update or _is_fetched(joiners, step)
             is_holder = made.quorum.rank in made.verdict.holders
             may_copy = is_holder and is_asked and is_useful
-            if may_copy and self._must_copy(step, wanted):
-                self._copy(position, self._choose_part(step, wanted))
+            if may_copy and self._must_copy(step, wanted_part):
+                self._copy(position, self._choose_part(step, wanted_part))
                 return
-            if held is None:
+            if snapshot is None:
                 return
-            is_outdated = is_update or held.step != step
-            if is_outdated and not _is_fetched(joiners, held.step):
+            is_outdated = is_update or snapshot.step != step
+            if is_outdated and not _is_fetched(joiners, snapshot.step):
                 self._withdraw()
 
     def _must_copy(self, step: int, part: Part | None) -> bool:
-        """Return True if a joiner that waits for `part` of state `step` needs another copy."""
-        held = self._server.snapshot
-        if held is None:
-            return True
-        if held.step != step:
-            return not self._server.is_pinned
-        return part is not None and held.part not in (WHOLE, part)
+        """Return True if a joiner needs another copy than the present one.
 
-    def _choose_part(self, step: int, wanted: Part | None) -> Part:
+        Args:
+            step: committed updates in the state that the joiner fetches.
+            part: the part that it waits for; None = any part.
+        """
+        snapshot = self._server.snapshot
+        if snapshot is None:
+            return True
+        if snapshot.step != step:
+            return not self._server.is_pinned
+        return part is not None and snapshot.part not in (WHOLE, part)
+
+    def _choose_part(self, step: int, wanted_part: Part | None) -> Part:
         """Return the part of the state to copy.
 
-        If another part of this state is held already, its joiner goes on with the copy of the
-        whole.
+        If there is a copy of another part of this state, two joiners want different parts. A copy
+        of the whole state serves both.
         """
-        held = self._server.snapshot
-        holds_part = held is not None and held.step == step
-        if wanted is None or holds_part:
+        snapshot = self._server.snapshot
+        has_other_part = snapshot is not None and snapshot.step == step
+        if wanted_part is None or has_other_part:
             return WHOLE
-        return wanted
+        return wanted_part
 
     def copy(self, position: Position) -> None:
         """Copy the state as it is now, and serve the copy."""
         with self._publishing:
-            self._copy(position, self._choose_part(position.step, self._server.wanted))
+            self._copy(position, self._choose_part(position.step, self._server.wanted_part))
 
     def copy_ahead(self, position: Position) -> None:
-        """Copy the state before a joiner asks for it, unless a copy is held already."""
+        """Copy the state before a joiner asks for it, unless there is a copy already."""
         if self._must_copy(position.step, None):
             self.copy(position)
 
@@ -160,16 +170,16 @@ class Donor:
 
     def _copy_shared(self, step: int, part: Part) -> None:
         """Copy the offered state, and serve the copy; on a thread of the state server."""
-        with self._making:
+        with self._copying:
             started = time.monotonic()
             if not self._must_copy(step, part):
                 return
-            held = self._server.snapshot
+            former = self._server.snapshot
             snapshot = self._state.copy_shared(step, self._choose_part(step, part))
             if snapshot is None:
-                return
+                return  # the state has changed
             with self._publishing:
-                if self._server.snapshot is held:
+                if self._server.snapshot is former:
                     self._withdraw()
                     _report_part(snapshot.part, snapshot.payload.numel(), step)
                     self._server.publish(snapshot, time.monotonic() - started)
@@ -183,14 +193,23 @@ class Donor:
             self._state.reuse(snapshot)
 
 
-def _fetches(row: Row) -> bool:
+def _names_donor(row: Row) -> bool:
+    """Return True if a joiner fetches the state from a donor that its row names."""
     return row.standing is Standing.CATCHING_UP and row.donor >= 0
 
 
 def _is_fetched(joiners: Sequence[Row], step: int, donor: int | None = None) -> bool:
-    """Return True if a joiner fetches the state of `step`, from this donor if one is given."""
-    steps = [row.from_step for row in joiners if donor is None or row.donor == donor]
-    return step in steps
+    """Return True if a joiner fetches the state of `step`.
+
+    Args:
+        joiners: rows of joiners that name a donor.
+        donor: slot of the donor that the row must name; None = any donor.
+    """
+    for row in joiners:
+        is_from_donor = donor is None or row.donor == donor
+        if is_from_donor and row.from_step == step:
+            return True
+    return False
 
 
 def _report_part(part: Part, num_bytes: int, step: int) -> None:

@@ -217,7 +217,7 @@ class Rounds:
     def signs(self) -> Sign:
         """What this rank sees between two local steps of a round."""
         signs = Sign(0)
-        if self._donor.wanted:
+        if self._donor.has_waiting_joiner:
             signs |= Sign.STATE_WANTED
         if self.quorum_ready:
             signs |= Sign.OTHERS_WAIT
@@ -283,7 +283,7 @@ class Rounds:
             self._offer_compared_after(made, may_offer and not ends_on_update)
         elif not may_offer:
             self._donor.retract()
-        elif not ends_on_update and self._donor.offers != self._position.step:
+        elif not ends_on_update and self._donor.offered_step != self._position.step:
             self._donor.offer(self._position)
 
     def _offer_compared_after(self, made: Round, may_offer: bool) -> None:
@@ -394,7 +394,7 @@ class Rounds:
         has_mismatch = any(made.rows[rank].step == verdict.step for rank in verdict.strays)
         if verdict.tie or has_mismatch:
             self._report_mismatch(made)
-        self._donor.serve(made, self._position, is_update=is_update(made, self._config))
+        self._donor.copy_after_round(made, self._position, is_update=is_update(made, self._config))
         self._offer_after(made)
 
     def _finish_exchange(self, report: RoundReport) -> _Exchanged:

@@ -1,8 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Buckets: flat tensors of fixed content and order, in which gradients travel.
+"""Buckets: flat tensors in which the gradients are exchanged.
 
-See docs/exchange.md.
+A bucket has *parts*, one for each parameter. Content and order of the buckets are the same in all
+groups. See docs/exchange.md.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Gradient:
         self.parameter.grad = None
 
     def target(self) -> torch.Tensor:
-        """Return the memory for this rank's shard of the new gradient."""
+        """Return the memory for this rank's shard of the mean gradient."""
         parameter = self.parameter
         if parameter.grad is None or _layout(parameter.grad) != _layout(parameter):
             parameter.grad = torch.zeros_like(parameter)
@@ -57,7 +58,7 @@ class CountBuffer:
         return self.buffer
 
     def drop(self) -> None:
-        """Keep the local counts: no other group added to them."""
+        """Keep the local counts: no other group has added to them."""
 
     def target(self) -> torch.Tensor:
         """Return the memory for the sum."""
@@ -81,15 +82,15 @@ class BucketState(enum.Enum):
 
 
 class Bucket:
-    """A flat tensor that travels as a whole, and one view per part: gradients, then counts.
+    """A flat tensor that is summed as a whole, with one view per part: gradients, then counts.
 
-    The gradients have the dtype in which they travel, fp32 or bfloat16. After them come the values
-    that are never rounded, always in fp32: the counts, and one weight for each part. The sum of
-        this
-    weight over the groups that have a gradient of the part gives the mean.
+    The gradients are fp32 or bfloat16, as they are sent. After them come the values that are never
+    rounded, always in fp32: the counts, and one weight per part. A group without a gradient of a
+    part has weight 0. The sum of gradients / the sum of weights is the mean.
 
-    The owner in `BucketState` alone may touch the memory; the training thread makes the
-    transitions. After an exchange that broke, the contents are void.
+    `GradientExchange` and `Sums` call the methods on the training thread, which makes all
+    transitions of the state. `Flight`'s thread calls `compute_total`. Only the owner that
+    `BucketState` names may touch the memory. After an exchange that broke, the contents are void.
 
     Attributes:
         state: see `BucketState`.
@@ -100,13 +101,15 @@ class Bucket:
         views: of `flat`, one per part.
         part_weights: the weights in `flat`, one per part.
         residual: rounding error of this group's gradients; None without quantization.
-        missing: indices of the parts that are not in the bucket yet.
-        final: the missing parts whose gradients are final.
+        missing_parts: indices of the parts that are not in the bucket yet.
+        final_parts: indices of the missing parts whose gradients are final.
         calls: number of hook calls of each part since the launch; counted with a pipeline only.
-        stream: stream on which the last of the final gradients became final, after all others.
-        weights: weights of the parts in the bucket.
-        ready: event after which the bucket may be read, or overwritten if this rank gives nothing.
-        total: sum of all values that this rank gives.
+        stream: stream on which the last of the final gradients became final. It waits for all
+            others.
+        weights: this rank's weights of the parts, before the sum.
+        ready: event after which the device may read the bucket, or write to it if this rank gives
+            nothing.
+        total: sum of all values that this rank gives; not finite if one of the values is not.
     """
 
     def __init__(
@@ -132,8 +135,8 @@ class Bucket:
         self.state = BucketState.APPLIED
         self.residual = Residual() if quantize else None
         self.total = torch.empty((), dtype=torch.float32, device=where)
-        self.missing: set[int] = set()
-        self.final: list[int] = []
+        self.missing_parts: set[int] = set()
+        self.final_parts: list[int] = []
         self.calls: Counter[int] = Counter()
         self.weights = [0.0] * len(self.parts)
         self.stream: torch.Stream | None = None
@@ -178,16 +181,18 @@ class Bucket:
             views.append(flat_view.view(part.shape))
         return views, part_weights
 
-    def wire_bytes(self, num_members: int) -> int:
+    def count_sent_bytes(self, num_members: int) -> int:
         """Return the bytes that each member sends for one sum of this bucket."""
         num_values, num_exact = self.values.numel(), self.exact.numel()
         num_others = num_members - 1
         if self.is_bfloat16:
-            return half.wire_bytes(num_values, num_exact, num_members)
+            return half.count_sent_bytes(num_values, num_exact, num_members)
         if self.residual is None:
-            # A ring adds the parts up, then passes the sums on. Each part is an n-th of the bucket.
+            # An all-reduce around a ring: each member sends an n-th of the bucket to the next
+            # member, n - 1 times to sum it, and n - 1 times to pass the sums on.
             return 2 * num_others * self.num_bytes // num_members
-        return num_others * payload_bytes(num_values, num_exact)  # a ring passes all payloads on
+        # An all-gather around a ring: each member sends or passes on n - 1 payloads.
+        return num_others * payload_bytes(num_values, num_exact)
 
     def start_exchange(self, gives: bool) -> None:
         """Start an exchange.
@@ -196,8 +201,8 @@ class Bucket:
             gives: this rank gives all parts of the bucket; False = it gives none.
         """
         self.state = BucketState.FILLING if gives else BucketState.FULL
-        self.missing = set(range(len(self.parts))) if gives else set()
-        self.final = []
+        self.missing_parts = set(range(len(self.parts))) if gives else set()
+        self.final_parts = []
         self.stream = None
         self.calls = Counter()
         if self.residual is not None:
@@ -219,15 +224,15 @@ class Bucket:
                 shards.append(shard)
         if views:
             torch._foreach_copy_(views, shards, non_blocking=True)
-        self.missing.difference_update(indices)
-        self.final.clear()
-        if not self.missing:
+        self.missing_parts.difference_update(indices)
+        self.final_parts.clear()
+        if not self.missing_parts:
             weights = torch.tensor(self.weights, dtype=torch.float32)
             self.part_weights.copy_(weights, non_blocking=True)
             self.state = BucketState.FULL
 
     def mark_summed(self) -> None:
-        """The exchange worked, and the bucket has the sums."""
+        """Note that the exchange worked, and that the bucket has the sums."""
         assert self.state is BucketState.FULL, f"a bucket is summed that is {self.state.name}"
         self.state = BucketState.SUMMED
 
@@ -237,14 +242,14 @@ class Bucket:
             part.drop()
 
     def mark_applied(self) -> None:
-        """The update that owns the sums is applied. The rounding error counts from now on."""
+        """Note that the update which owns the sums is applied. The rounding error counts now."""
         assert self.state is BucketState.SUMMED, f"a bucket is applied that is {self.state.name}"
         self.state = BucketState.APPLIED
         if self.residual is not None:
             self.residual.commit()
 
-    def add_up(self) -> None:
-        """Queue the sum of all values. An inf or a NaN in them shows in the sum. One cheap pass."""
+    def compute_total(self) -> None:
+        """Queue the sum of all values on the device. It shows an inf or a NaN in any of them."""
         if self.is_bfloat16:
             self.total.copy_(self.values.sum(dtype=torch.float32) + self.exact.sum())
         else:

@@ -1,13 +1,19 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The exchange: sum gradient shards and gather rows over the replica groups, during backward.
+"""The exchange: sum gradients over the replica groups, and gather their facts.
 
-Autograd finishes gradients one after the other (`register_post_accumulate_grad_hook`; FSDP2 calls
-the hook for sharded parameters too). Hooks copy the gradients into buckets of fixed content and
-order. The all-reduce of a bucket starts as soon as the bucket and its predecessors are full.
+An exchange has two parts:
 
-The buckets are copies. The local gradients stay untouched until the step is committed. So a broken
-exchange is repeated with the survivors, and nothing is computed again.
+1. The gradients are summed, bucket by bucket, while backward still computes others. Autograd calls a
+   hook for each gradient when it is final (`register_post_accumulate_grad_hook`; FSDP2 calls it
+   for sharded parameters too). The hook copies the gradient into a *bucket*: a tensor whose content
+   and place in the order are the same in all groups. The sum of a bucket starts when the bucket and
+   all buckets before it are full.
+2. Each member sends its facts: a *row* of numbers and a *message* of bytes. Every member gets those
+   of all members (`protocol/row.py`, `protocol/ledger.py`).
+
+A bucket is a copy. The local gradients stay untouched until the step is committed. So if an
+exchange breaks, the survivors repeat it, and compute nothing again.
 
 See docs/exchange.md.
 """
@@ -15,6 +21,7 @@ See docs/exchange.md.
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,9 +48,18 @@ from titan_ft.protocol.member import Quorum
 
 logger = logging.getLogger(__name__)
 
-_MOST_REHEARSED = 64 << 20
-"""Values. The bucket of an unsharded embedding has gigabytes, and the GPU may not have as much
-again. For tensors above this size, NCCL's choice of an algorithm should no longer change."""
+_MAX_REHEARSED_VALUES = 64 << 20
+"""Largest tensor of a rehearsal. The bucket of an unsharded embedding has gigabytes, and the GPU may
+not have as much memory again. NCCL should choose the same algorithm for all larger tensors."""
+
+
+class HookCalls(enum.Enum):
+    """How often autograd calls a gradient's hook in one backward, if the number is not fixed."""
+
+    ONE = enum.auto()  # there is no pipeline: the first call is the last one
+    # The number differs between parameters. The first backward counts the calls, and its gradients
+    # travel only after it. From then on, a gradient travels with its last call.
+    COUNTED = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -51,9 +67,11 @@ class Reduced:
     """The outcome of one exchange.
 
     Attributes:
-        rows, messages: one of each member. All rows have the same length.
-        nonfinite: for each member, True if its gradients have an inf or a NaN.
-        sums: of the gradients. They are valid until the next exchange is launched.
+        quorum: the members. The lists below have one value for each member, in its order.
+        rows: the members' rows. All of them have the same length.
+        messages: the members' messages.
+        nonfinite: True for a member whose gradients have an inf or a NaN.
+        sums: the sums of the gradients, valid until the next exchange is launched.
     """
 
     quorum: Quorum
@@ -64,12 +82,16 @@ class Reduced:
 
 
 class GradientExchange:
-    """Sums gradients over the groups.
+    """Makes exchanges for one rank. Its members are the ranks of the same index in all groups.
 
-    One object per rank. Ranks of the same index in all groups exchange with each other. `Rounds`
-    calls it. Training thread only; each exchange has a thread of its own (`Flight`). After
-    `ExchangeError` the process group is aborted, the local gradients are untouched, and the
-    exchange can be launched again.
+    `Rounds` launches an exchange by one of `arm`, `launch` and `launch_with`, and completes it by
+    `finish`.
+
+    Threads: all methods run on the training thread. The collectives of each exchange run on a
+    thread of its own (`Flight`).
+
+    After `ExchangeError` the process group is aborted and the local gradients are untouched. The
+    exchange can then be launched again.
 
     Args:
         parameters: the trainable parameters, in the same order in every group.
@@ -78,21 +100,20 @@ class GradientExchange:
         where: device of the buckets (`device.exchange_device`).
         overlap: launch buckets during backward. A gradient must be final when autograd's hook runs.
             With CPU offload, `finish` launches the buckets after backward.
-        microbatches: number of hook calls in a pipeline's step. Autograd calls the hook after each
-            microbatch, and a gradient is final with the last call. 1 if FSDP calls the hook once,
-            after all microbatches. 0 = there is no pipeline. None = unknown: the first backward
-            counts the calls of each parameter, and its gradients leave when that backward has
-            ended.
+        hook_calls: number of calls of a gradient's hook in one backward. A gradient is final with
+            the last call. In a pipeline, autograd calls the hook once for each microbatch; with
+            FSDP, only once for all of them.
         gradient_scale: factor from local gradients to gradients of the reported loss. It is not 1
-            if backward starts from another loss, as a pipeline's does.
-        fragments: number of each parameter's fragment; empty = all have fragment 0. Only fragments
-            that the groups give travel (`give_fragments`).
-        quantize: gradients travel in 8 bits (`quantize.py`). The rounding error is added to this
+            in a pipeline, where backward starts from the sum of the losses and not from their mean.
+        fragments: for each parameter, the number of its fragment; empty = all parameters have
+            fragment 0. A fragment is a part of the model that is exchanged by itself, as Streaming
+            DiLoCo does (`give_fragments`).
+        quantize: encode gradients in 8 bits (`quantize.py`). The rounding error is added to this
             rank's next gradients. Not with counts, which would be rounded too.
-        dtype: gradients travel in this dtype: fp32, or bfloat16 (`half.py`). Not with `quantize`.
-        counts: buffers with whole numbers, in which the model counts what it trains since the
-            gradients were zero. They are summed with the gradients, in the same order in every
-            group, and get the sums when the gradients do. The sums are exact up to 2**24.
+        dtype: encode gradients in this dtype, fp32 or bfloat16 (`half.py`). Not with `quantize`.
+        counts: buffers with whole numbers, in which the model counts the tokens of each expert from
+            the moment when the gradients are set to zero. The exchange sums them with the
+            gradients. They have the same order in every group. Their sums are exact up to 2**24.
     """
 
     def __init__(
@@ -103,7 +124,7 @@ class GradientExchange:
         bucket_bytes: int,
         where: torch.device,
         overlap: bool,
-        microbatches: int | None = 0,
+        hook_calls: int | HookCalls = HookCalls.ONE,
         gradient_scale: float = 1.0,
         fragments: Sequence[int] = (),
         quantize: bool = False,
@@ -115,10 +136,10 @@ class GradientExchange:
         gradients = [Gradient(parameter) for parameter in parameters if parameter.requires_grad]
         parts = _order_parts(gradients, fragments, counts)
         self._buckets: list[Bucket] = []
-        for fragment, own in parts.items():
-            for run in partition(own, bucket_bytes):
+        for fragment, fragment_parts in parts.items():
+            for bucket_parts in partition(fragment_parts, bucket_bytes):
                 bucket = Bucket(
-                    run,
+                    bucket_parts,
                     fragment,
                     where,
                     dtype,
@@ -127,72 +148,76 @@ class GradientExchange:
                 )
                 self._buckets.append(bucket)
         self._num_fragments = max(parts) + 1
+        # The fragments that this rank gives, with their weights in the mean.
         self._weights: Mapping[int, float] = dict.fromkeys(parts, 1.0)
         self.copy_memory = CopyMemory(self._buckets, where)
-        # Of the last exchange that worked. Before the first one, no bucket has travelled.
+        # The sums of the last exchange that worked. Before the first exchange, no bucket has any.
         self._sums = Sums(self._buckets, [None] * len(self._buckets), self.copy_memory)
-        self._armed = False
-        # Number of hook calls of each part in a backward; None = not known.
-        self._calls: dict[tuple[Bucket, int], int] | None = None
+        self._takes_from_hooks = False  # the hooks copy gradients, from `arm` to `finish`
+        # For each part of a bucket, the number of its hook calls in the first backward; None before
+        # the end of that backward.
+        self._counted_calls: dict[tuple[Bucket, int], int] | None = None
         self._flight: Flight | None = None
-        self._wire_bytes = 0
-        # With CPU offload no gradient is taken before the end of backward. FSDP2 copies each
-        # gradient to host memory, and with a hook on the parameter it would wait for each copy
-        # (`foreach_reduce` in torch's _fsdp_collectives). Without hooks it waits once, at the end
-        # of backward (`FSDPParamGroup.finalize_backward`).
+        self._sent_bytes = 0
+        # With CPU offload, FSDP2 copies each gradient to host memory. If the parameters had hooks,
+        # FSDP2 would wait for each copy (`foreach_reduce` in torch's _fsdp_collectives). Without
+        # hooks it waits once, at the end of backward (`FSDPParamGroup.finalize_backward`).
         offloads = not device.on_cpu() and all(bucket.on_host for bucket in self._buckets)
         if overlap and not offloads:
-            self._register_hooks(microbatches)
+            self._register_hooks(hook_calls)
 
-    def _register_hooks(self, microbatches: int | None) -> None:
+    def _register_hooks(self, hook_calls: int | HookCalls) -> None:
         for bucket in self._buckets:
             for index, part in enumerate(bucket.parts):
                 if not isinstance(part, Gradient):
                     continue
-                take = self._hook(bucket, index)
-                if microbatches != 0:
-                    take = self._on_last_call(bucket, index, microbatches, take)
-                part.parameter.register_post_accumulate_grad_hook(take)
+                hook = self._make_hook(bucket, index)
+                if hook_calls is not HookCalls.ONE:
+                    hook = self._run_at_last_call(bucket, index, hook_calls, hook)
+                part.parameter.register_post_accumulate_grad_hook(hook)
 
     # Launching
 
     def give_fragments(self, weights: Mapping[int, float]) -> None:
-        """Set which fragments this rank gives from now on. Call this before a launch.
+        """Set which fragments this rank gives in the next exchanges. Call this before a launch.
 
-        Before the first call, this rank gives all fragments with a weight of 1. The weights then
-        count the groups that have a gradient.
+        Without a call, this rank gives all fragments with a weight of 1. The sum of the weights is
+        then the number of groups that have a gradient.
 
         Args:
-            weights: weight in the mean, by fragment.
+            weights: for each fragment that this rank gives, its weight in the mean.
         """
         self._weights = dict(weights)
 
     def arm(self, newest_step: int) -> None:
-        """Launch an exchange that the next backward fills. Call this before the last backward.
+        """Launch an exchange that the next backward fills; returns at once.
+
+        Call this before the last backward of a step.
 
         Args:
             newest_step: this group's gradients count unless a member of the quorum has more
-                updates. If they do not count, the group sends zeros.
+                committed updates than this. If they do not count, the group sends zeros.
         """
         self._launch(newest_step)
-        self._armed = True
+        self._takes_from_hooks = True
 
     def launch(self, newest_step: int | None = None, *, may_update: bool = True) -> None:
-        """Launch an exchange of the local gradients, which are only read; returns at once.
+        """Launch an exchange of the gradients of a finished backward; returns at once.
 
-        Gradients travel only if a member gives some, and if any member expects an update.
+        `finish` copies the gradients. If no member gives gradients, or if no member expects an
+        update, only the facts are exchanged.
 
         Args:
-            newest_step: see `arm`; None = this rank gives nothing.
-            may_update: False if this rank knows that no update can follow.
+            newest_step: see `arm`; None = this rank gives no gradients.
+            may_update: False if this rank knows that the round cannot be an update.
         """
         self._launch(newest_step, may_update=may_update)
 
     def launch_with(self, newest_step: int, facts: OwnFacts) -> None:
-        """Launch an exchange whose facts are known already; returns at once.
+        """Launch an exchange whose gradients and facts are known already; returns at once.
 
-        `finish` completes it. `facts` must not change until `finish` returns, because the exchange's
-        thread fills in the rest.
+        The exchange then goes on by itself, while this rank trains. `finish` completes it. `facts`
+        must not change before that, because the exchange's thread reads it.
         """
         self._launch(newest_step).report(facts)
         self._fill_all()
@@ -210,7 +235,9 @@ class GradientExchange:
     def _launch(self, newest_step: int | None, *, may_update: bool = True) -> Flight:
         assert self._flight is None, "an exchange is under way already: finish() completes it"
         self._sums.expire()
-        given = frozenset[int]() if newest_step is None else frozenset(self._weights)
+        given = frozenset(self._weights)
+        if newest_step is None:
+            given = frozenset()
         flight = Flight(
             self._membership,
             self._buckets,
@@ -224,9 +251,11 @@ class GradientExchange:
         for bucket in self._buckets:
             bucket.start_exchange(bucket.fragment in given)
             if bucket.state is BucketState.FULL:
+                # This rank gives nothing of this bucket, so nothing needs to be copied into it. A
+                # GPU may still read the sums of the last exchange in it.
                 bucket.ready = self._sums.last_read
                 flight.hand_over(bucket)
-        # Last: the thread reads the buckets set up above.
+        # Start the thread last: it reads the buckets that are set up above.
         flight.start()
         return flight
 
@@ -236,7 +265,7 @@ class GradientExchange:
         """Complete the launched exchange, and return the facts of all members and the sums.
 
         Args:
-            facts: of this member; ignored after `launch_with`.
+            facts: this member's facts; ignored after `launch_with`, which has got them already.
 
         Raises:
             ExchangeError: a member died or hung, or the process group could not be built. The
@@ -244,16 +273,17 @@ class GradientExchange:
         """
         flight = self._flight
         assert flight is not None, "no exchange is under way"
-        if self._armed and self._calls is None:
-            self._calls = self._count_calls()
-        self._armed = False
+        # The first backward with hooks is over.
+        if self._takes_from_hooks and self._counted_calls is None:
+            self._counted_calls = self._count_calls()
+        self._takes_from_hooks = False
         unsafe = False  # an operation that was broken off may still write to the buckets
         try:
             self._fill_all()
             flight.report(facts)
-            with self._membership.watch_exchange(), self._bounded():
+            with self._membership.watch_exchange(), self._deadline_after_quorum():
                 gathered = flight.finish()
-            return self._take_sums(gathered)
+            return self._adopt_sums(gathered)
         except ExchangeError:
             self._membership.abort()
             # With Gloo, any aborted operation may still write to the buckets. With NCCL, only an
@@ -266,9 +296,10 @@ class GradientExchange:
                 for bucket in self._buckets:
                     bucket.reallocate()
             self._flight = None
-            self._wire_bytes += flight.wire_bytes
+            self._sent_bytes += flight.sent_bytes
 
-    def _take_sums(self, gathered: Gathered) -> Reduced:
+    def _adopt_sums(self, gathered: Gathered) -> Reduced:
+        """Mark the buckets that were summed, and return the outcome of the exchange."""
         for bucket, weights in zip(self._buckets, gathered.weights, strict=True):
             if weights is not None:
                 bucket.mark_summed()
@@ -276,7 +307,7 @@ class GradientExchange:
             self._buckets,
             gathered.weights,
             self.copy_memory,
-            after=self._sums,
+            previous=self._sums,
         )
         return Reduced(
             gathered.quorum,
@@ -286,16 +317,17 @@ class GradientExchange:
             self._sums,
         )
 
-    def _bounded(self) -> contextlib.AbstractContextManager[None]:
-        """Limit this thread's wait for the exchange to the process group's timeout.
+    def _deadline_after_quorum(self) -> contextlib.AbstractContextManager[None]:
+        """Wait for the quorum, and return a context that limits the exchange after it.
 
-        The quorum is awaited before, without a limit, because other groups may still compute. The
-        deadline ends the operations of the exchange's thread as well. Gloo needs no deadline: its
-        operations have timeouts of their own.
+        The wait for the quorum has no limit, because other groups may still compute. In the
+        context, the process group's timeout ends the operations of NCCL. Gloo's operations have
+        timeouts of their own.
         """
         if self._where.type == "cpu":
             return contextlib.nullcontext()
-        # The exchange's thread gets the same error, and `Flight.finish` raises it.
+        # Ignore the error of a quorum here: the exchange's thread gets the same error, and
+        # `Flight.finish` raises it.
         with contextlib.suppress(Exception):
             self._membership.await_quorum()
         deadline: contextlib.AbstractContextManager[None] = self._membership.process_group.deadline(
@@ -308,20 +340,24 @@ class GradientExchange:
     def rehearse(self, group: Any, num_members: int) -> None:
         """Make each collective of an exchange once, in the size of the largest bucket.
 
-        A part of NCCL's set-up. NCCL connects the members for an algorithm when it is first used
-        (`ncclCollPreconnect`). Otherwise the first exchange of each communicator would wait for
-        that, and could not be aborted meanwhile.
+        NCCL connects the members for an algorithm when the algorithm is first used
+        (`ncclCollPreconnect`). An operation that waits for these connections cannot be aborted. So
+        the set-up of a communicator rehearses them, before the first exchange
+        (`membership/process_group.py`).
 
         Args:
             group: a process group of torch's.
+            num_members: number of its members.
         """
         if num_members == 1 or not self._buckets:
             return
         timeout = self._membership.timeout
         largest = max(self._buckets, key=lambda bucket: bucket.num_bytes)
-        num_values = min(largest.values.numel(), _MOST_REHEARSED)
+        num_values = min(largest.values.numel(), _MAX_REHEARSED_VALUES)
         num_exact = largest.exact.numel()
-        num_summed = num_exact  # rows travel by sums, whatever the encoding of gradients
+        # Every exchange has sums, because NCCL gathers rows by them (`Operations.gather`). The
+        # encoding decides whether gradients are summed as well.
+        num_summed = num_exact
         if largest.is_bfloat16:
             values = largest.values.new_zeros(num_values)
             rows = half.cut(values, torch.zeros_like(largest.exact), num_members)
@@ -335,18 +371,18 @@ class GradientExchange:
             num_summed = num_values + num_exact
         rehearse_sums(group, num_summed, self._where, timeout)
 
-    def take_wire_bytes(self) -> int:
+    def pop_sent_bytes(self) -> int:
         """Return the bytes of gradients that this rank has sent since the last call.
 
         Bytes of broken exchanges count as well.
         """
-        taken = self._wire_bytes
-        self._wire_bytes = 0
-        return taken
+        sent = self._sent_bytes
+        self._sent_bytes = 0
+        return sent
 
-    def wire_bytes(self, num_members: int) -> int:
+    def count_sent_bytes(self, num_members: int) -> int:
         """Return the bytes that this rank sends in an exchange of all fragments."""
-        return sum(bucket.wire_bytes(num_members) for bucket in self._buckets)
+        return sum(bucket.count_sent_bytes(num_members) for bucket in self._buckets)
 
     def drop_residuals(self) -> None:
         """Forget the rounding errors of earlier gradients: this group has another state now."""
@@ -361,61 +397,75 @@ class GradientExchange:
 
     # Filling the buckets
 
-    def _hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
-        def take_gradient(parameter: torch.Tensor) -> None:
-            if not self._armed:
+    def _make_hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
+        """Return a hook that copies the gradient of a bucket's part when it is final.
+
+        Args:
+            index: of the part in the bucket.
+        """
+
+        def copy_gradient(parameter: torch.Tensor) -> None:
+            if not self._takes_from_hooks:
                 return
             # FSDP has several streams for gradients: one for sharded parameters, and another one
             # for parameters that are replicated too.
             bucket.stream = device.join_stream(bucket.stream)
-            bucket.final.append(index)
-            # On a GPU, one kernel copies all gradients of the bucket. On a host, each is copied
-            # while it is in the cache.
-            is_last = len(bucket.final) == len(bucket.missing)
-            if self._where.type == "cpu" or is_last:
-                self._fill(bucket, bucket.final)
+            bucket.final_parts.append(index)
+            # On a GPU, one kernel copies all gradients of the bucket. On a host, each gradient is
+            # copied while it is in the cache.
+            all_are_final = len(bucket.final_parts) == len(bucket.missing_parts)
+            if self._where.type == "cpu" or all_are_final:
+                self._fill(bucket, bucket.final_parts)
 
-        return take_gradient
+        return copy_gradient
 
-    def _on_last_call(
+    def _run_at_last_call(
         self,
         bucket: Bucket,
         index: int,
-        number: int | None,
-        take_gradient: Callable[[torch.Tensor], None],
+        hook_calls: int | HookCalls,
+        hook: Callable[[torch.Tensor], None],
     ) -> Callable[[torch.Tensor], None]:
-        """Return a hook that takes the gradient at its last call. After fewer calls, `finish` does.
+        """Return a hook that counts its calls in a backward, and runs `hook` at the last one.
 
-        A schedule that computes the gradients of weights by themselves (zero bubble) calls no hook
-        for them. torchtitan 0.3's loss goes backward through the output layer by itself, so the
-        hook of a weight that is the embedding too is called twice.
+        If the last call does not come, `finish` copies the gradient. This happens with a schedule
+        that computes the gradients of weights by themselves (zero bubble): it calls no hook for
+        them.
 
-        Args:
-            number: the last call; None = the number of calls in the first backward. A part without
-                a call in it has no last call.
+        The number of calls differs between parameters with torchtitan 0.3. Its loss goes backward
+        through the output layer by itself. If the output layer shares its weight with the
+        embedding, the weight's hook is called twice, and the others once.
         """
 
         def count_call(parameter: torch.Tensor) -> None:
-            if not self._armed:
+            if not self._takes_from_hooks:
                 return
             bucket.calls[index] += 1
-            last = self._find_last_call(bucket, index, number)
-            if last == 0:
+            last_call = self._find_last_call(bucket, index, hook_calls)
+            if last_call is None:
                 return
-            assert bucket.calls[index] <= last, "a gradient was sent before it was final"
-            if bucket.calls[index] == last:
-                take_gradient(parameter)
+            assert bucket.calls[index] <= last_call, "a gradient was sent before it was final"
+            if bucket.calls[index] == last_call:
+                hook(parameter)
 
         return count_call
 
-    def _find_last_call(self, bucket: Bucket, index: int, number: int | None) -> int:
-        if number is not None:
-            return number
-        if self._calls is None:
-            return 0
-        return self._calls.get((bucket, index), 0)
+    def _find_last_call(
+        self,
+        bucket: Bucket,
+        index: int,
+        hook_calls: int | HookCalls,
+    ) -> int | None:
+        """Return which call of a part's hook is the last one in a backward; None = unknown."""
+        if isinstance(hook_calls, int):
+            return hook_calls
+        if self._counted_calls is None:
+            return None
+        # A part whose hook was not called in the first backward has no entry.
+        return self._counted_calls.get((bucket, index))
 
     def _count_calls(self) -> dict[tuple[Bucket, int], int]:
+        """Return how often the hook of each part was called in the backward that has ended."""
         calls = {}
         for bucket in self._buckets:
             for index, number in bucket.calls.items():
@@ -425,7 +475,7 @@ class GradientExchange:
     def _fill_all(self) -> None:
         for bucket in self._buckets:
             if bucket.state is BucketState.FILLING:
-                self._fill(bucket, sorted(bucket.missing))
+                self._fill(bucket, sorted(bucket.missing_parts))
 
     def _fill(self, bucket: Bucket, indices: Iterable[int]) -> None:
         """Copy parts into the bucket. Hand it to the flight when it is full."""
@@ -441,15 +491,20 @@ def _order_parts(
     fragments: Sequence[int],
     counts: Iterable[torch.Tensor],
 ) -> dict[int, list[BucketPart]]:
-    """Return the parts of each fragment, in the order in which they travel.
+    """Return the parts of each fragment, in the order in which they are exchanged.
 
-    Autograd finishes the last layers first. Counts come last: they are complete only after all of
-    backward, because a recomputation counts too.
+    Gradients are in the reverse order of the model's parameters, because autograd finishes the last
+    layers first. Counts come last, in fragment 0: they are complete only at the end of backward,
+    because a recomputation counts tokens again.
     """
-    parts: dict[int, list[BucketPart]] = {fragment: [] for fragment in sorted({*fragments, 0})}
-    for gradient, fragment in zip(gradients, fragments or [0] * len(gradients), strict=True):
+    fragment_of = fragments or [0] * len(gradients)
+    parts: dict[int, list[BucketPart]] = {}
+    for fragment in sorted({*fragments, 0}):
+        parts[fragment] = []
+    for gradient, fragment in zip(gradients, fragment_of, strict=True):
         parts[fragment].append(gradient)
-    for own in parts.values():
-        own.reverse()
-    parts[0] += map(CountBuffer, counts)
+    for fragment_parts in parts.values():
+        fragment_parts.reverse()
+    for buffer in counts:
+        parts[0].append(CountBuffer(buffer))
     return parts

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One exchange under way, on a thread of its own.
 
-See docs/exchange.md.
+The module uses the words of `gradients/exchange.py`: bucket, fragment, row, message. A fragment
+*travels* if the members sum its buckets in this exchange. See docs/exchange.md.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class ExchangeError(RuntimeError):
 
 
 class OwnFacts(Protocol):
-    """This rank's report in the exchange; see `titan_ft.protocol.report.RoundReport`."""
+    """This rank's facts, a part of which depends on the quorum (`protocol.report.RoundReport`)."""
 
     def complete(
         self,
@@ -40,7 +41,7 @@ class OwnFacts(Protocol):
         gave: bool,
         ready_at: float,
     ) -> tuple[Sequence[float], bytes]:
-        """Return this rank's row and message, which depend on the quorum.
+        """Return this rank's row and message.
 
         Args:
             gave: this rank's gradients are in the sums.
@@ -53,8 +54,7 @@ class Gathered:
     """The rows and messages that the members sent with their sums.
 
     Attributes:
-        rows, messages: one of each member. All rows have the same length.
-        nonfinite: for each member, True if its gradients have an inf or a NaN.
+        quorum, rows, messages, nonfinite: see `exchange.Reduced`.
         weights: for each bucket, one weight per part, summed over the members; None = the bucket
             did not travel.
     """
@@ -69,20 +69,25 @@ class Gathered:
 class Flight:
     """One exchange under way, on a thread of its own.
 
-    `GradientExchange` makes one for each exchange, and calls all public methods on the training
-    thread. The flight's thread waits for the quorum, so that backward and its hooks never do. It
-    makes all collectives. It owns a bucket from `hand_over` until the thread ends. After an error,
-    `finish` raises it, and the contents of the buckets are void.
+    The flight's thread waits for the quorum and makes all collectives, so that backward and its
+    hooks wait for no other group (`_run` and the methods after it).
+
+    `GradientExchange` makes a flight for each exchange. It calls all public methods, on the training
+    thread, in this order: `start`, `hand_over` for each bucket, `report`, `finish`, `join`.
+
+    The thread owns a bucket from `hand_over` until the thread ends. If an error ends the thread,
+    `finish` raises the error, and the contents of the buckets are void.
 
     Args:
-        given: fragments that this rank gives.
+        given: fragments whose gradients this rank gives.
+        num_fragments: number of fragments of the model.
         newest_step: this rank's gradients count unless a member of the quorum has more updates;
             None = this rank gives no gradients.
-        may_update: False if this rank knows that no update can follow.
+        may_update: False if this rank knows that the round cannot be an update.
 
     Attributes:
         travelling: fragments that are summed; the same on all members.
-        wire_bytes: bytes of gradients that this rank has sent.
+        sent_bytes: bytes of gradients that this rank has sent.
     """
 
     def __init__(
@@ -104,16 +109,17 @@ class Flight:
         self._newest_step = newest_step
         self._may_update = may_update
         self._operations = Operations(membership, where)
-        self._full: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
+        # From the training thread. None = nothing more comes.
+        self._full_buckets: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self._facts: queue.SimpleQueue[tuple[OwnFacts, float] | None] = queue.SimpleQueue()
         self._is_reported = False
         self.travelling: frozenset[int] = frozenset()
-        self.wire_bytes = 0
+        self.sent_bytes = 0
         self._contributes = False  # this rank's gradients are in the sums
-        # Recorded after the thread's own work on the device. The sums run on NCCL's stream:
-        # `Operations.end` waits for them.
-        self._queued: torch.Event | None = None
-        # Set when all sums are there, or are queued on a GPU, and when the thread ends.
+        # An event on the device after the thread's own work. The sums are not included: they run on
+        # NCCL's stream, and `Operations.end` waits for them.
+        self._own_work: torch.Event | None = None
+        # Set when all sums are complete (on a GPU: queued), and in any case when the thread ends.
         self._summed = threading.Event()
         self._ended = threading.Event()
         self._gathered: Gathered | None = None
@@ -126,17 +132,22 @@ class Flight:
 
     def hand_over(self, bucket: Bucket) -> None:
         """Give the thread a bucket that is full."""
-        self._full.put(bucket)
+        self._full_buckets.put(bucket)
 
     def report(self, facts: OwnFacts) -> None:
-        """Give the thread this rank's facts, which follow the sums. Only the first call counts."""
+        """Give the thread this rank's facts. It sends them after the sums.
+
+        Only the first call counts: `launch_with` reports before `finish` does.
+        """
         if not self._is_reported:
             self._is_reported = True
             self._facts.put((facts, time.monotonic()))
 
     @property
     def abandoned(self) -> bool:
-        """True if the thread was abandoned in an operation. It touches nothing afterwards."""
+        """True if the thread was abandoned in a hung operation. The thread then ends without
+        touching a bucket.
+        """
         return self._operations.turn.abandoned
 
     @property
@@ -152,7 +163,7 @@ class Flight:
             AssertionError: the exchange has a defect.
             Exception: there was no quorum; the error of the membership.
         """
-        self._full.put(None)
+        self._full_buckets.put(None)
         self._operations.turn.wait(self._ended)
         if self.abandoned:
             raise ExchangeError("aborted, and an operation is still being launched")
@@ -162,19 +173,19 @@ class Flight:
         return self._gathered
 
     def join(self) -> None:
-        """End the thread, or abandon it in its operation. Then the buckets are free again.
+        """End the thread, or abandon it in a hung operation. Then the buckets are free again.
 
-        A broken sum writes to its bucket on the GPU until its abort is complete. Work that the
-        caller queues next, such as a copy of gradients into the same buckets, waits for that on the
-        GPU.
+        A broken sum writes to its bucket on the GPU until its abort is complete. The caller may
+        queue work on the buckets at once, such as a copy of gradients. On the GPU, this work waits
+        for the end of the sum.
         """
-        self._full.put(None)
+        self._full_buckets.put(None)
         self._facts.put(None)
         self._operations.turn.wait(self._ended)
         if self.abandoned:
             with device.side_stream(self._where):
-                self._queued = device.record_event()
-        device.wait_for(self._queued, self._where)
+                self._own_work = device.record_event()
+        device.wait_for(self._own_work, self._where)
         self._operations.end()
 
     def _run(self) -> None:
@@ -193,14 +204,14 @@ class Flight:
             self._operations.set_quorum(quorum)
             newest_step = self._newest_step
             self._contributes = newest_step is not None and quorum.max_step <= newest_step
-            # A stream of its own. On this thread's default stream, which is that of the training,
-            # the training would wait for the other members.
+            # The default stream of this thread is the training's. Without a stream of its own, the
+            # thread's wait for the other members would stop the training.
             with device.side_stream(self._where):
                 try:
                     self._sum_and_gather(quorum)
                 finally:
                     if not self.abandoned and self._where.type != "cpu":
-                        self._queued = device.record_event()
+                        self._own_work = device.record_event()
         except Exception as error:  # noqa: BLE001  # `finish` raises it on the training thread
             self._error = self._classify(error)
 
@@ -209,23 +220,27 @@ class Flight:
         # Without a quorum, nothing was exchanged. The membership's error ends the run.
         if self._operations.quorum is None:
             return error
-        # A failed assertion is a defect, such as a bucket in the wrong state. A repetition of the
-        # exchange would hide it.
+        # A failed assertion is a defect of this code. As an `ExchangeError` it would be hidden,
+        # because the exchange would be repeated.
         if isinstance(error, ExchangeError | AssertionError):
             return error
         return ExchangeError(first_line(error))
 
     def _sum_and_gather(self, quorum: Quorum) -> None:
-        """Sum the buckets as they become full, then gather the rows."""
+        """Make the exchange.
+
+        1. Agree on the fragments that travel. Sums of zeros would compete with the transfer of a
+           state that the round may be waiting for.
+        2. Sum their buckets in order, each as soon as the training thread has filled it.
+        3. Gather the rows and messages.
+        """
         full: set[int] = set()
-        # Buckets without gradients do not travel. They would compete with the transfer of the state
-        # that the round waits for.
         self.travelling = self._agree_on_fragments()
         for bucket in self._buckets:
             if bucket.fragment not in self.travelling:
                 continue
             while id(bucket) not in full:
-                handed_over = self._full.get()
+                handed_over = self._full_buckets.get()
                 if handed_over is None:
                     return  # `finish` or `join` was called before the bucket was full
                 full.add(id(handed_over))
@@ -233,7 +248,7 @@ class Flight:
             if self._contributes:
                 if bucket.residual is not None:
                     bucket.residual.add_to(bucket.values)
-                bucket.add_up()
+                bucket.compute_total()
             else:
                 bucket.flat.zero_()
             self._sum(bucket)
@@ -241,24 +256,27 @@ class Flight:
         self._summed.set()
         reported = self._facts.get()
         if reported is None:
-            return  # `join` was called: the exchange is given up
+            return  # `join` was called before `report`: the exchange is given up
         facts, ready_at = reported
         row, message = facts.complete(quorum, self._contributes, ready_at)
         self._gathered = self._gather(quorum, row, message)
 
     def _agree_on_fragments(self) -> frozenset[int]:
-        """Return the fragments that travel: all members with gradients give them.
+        """Return the fragments that travel: those that all members with gradients give.
 
-        No fragment travels if these members give different ones: they are not at the same update,
-        and the rows will show it. No fragment travels either if no member expects an update.
+        No fragment travels in two cases. If no member expects an update, nobody would use the sums.
+        If the members with gradients give different fragments, they are not at the same update, and
+        the rows will show it.
         """
-        given = [fragment in self._given for fragment in range(self._num_fragments)]
-        if not self._contributes:
-            given = [False] * self._num_fragments
+        given = [False] * self._num_fragments
+        if self._contributes:
+            for fragment in self._given:
+                given[fragment] = True
         own = torch.tensor([self._may_update, self._contributes, *given], dtype=torch.int32)
         gathered = self._operations.gather(own.to(self._where, non_blocking=True))
         (read,) = self._operations.read(gathered)
-        num_expecting, num_contributing, *num_giving = read.view(gathered.shape).sum(0).tolist()
+        counts = read.view(gathered.shape).sum(0).tolist()
+        num_expecting, num_contributing, *num_giving = counts
         if num_expecting == 0:
             return frozenset()
         if any(number not in (0, num_contributing) for number in num_giving):
@@ -270,8 +288,9 @@ class Flight:
         operations = self._operations
         num_exact = bucket.exact.numel()
         num_members = operations.num_members
-        self.wire_bytes += bucket.wire_bytes(num_members)
+        self.sent_bytes += bucket.count_sent_bytes(num_members)
         if bucket.is_bfloat16 and num_members > 1:
+            # Each member sums one part of the values, and sends the sums to all members.
             rows = half.cut(bucket.values, bucket.exact, num_members)
             part, exact = half.add_up(operations.all_to_all(rows), num_exact)
             parts = operations.all_gather(part.view(torch.uint8)).view(torch.bfloat16)
@@ -282,17 +301,22 @@ class Flight:
             operations.all_reduce(bucket.flat)
             return
         if num_members == 1:  # nothing is sent, so nothing is rounded
-            bucket.residual.note_error(None)
+            bucket.residual.set_error(None)
             return
+        # 8 bits: each member gets the encoded values of all members, and sums them itself.
         payload = encode(bucket.flat, num_exact)
         if self._contributes:
-            bucket.residual.note_error(find_rounding_error(bucket.flat, payload, num_exact))
+            bucket.residual.set_error(find_rounding_error(bucket.flat, payload, num_exact))
         add_up(operations.all_gather(payload), num_exact, bucket.flat)
 
     def _gather(self, quorum: Quorum, row: Sequence[float], message: bytes) -> Gathered:
-        """Gather the rows and messages. Reads the weights of the sums in the same wait."""
+        """Gather the rows and messages.
+
+        On a GPU, the host waits once for the rows and for the weights of the sums.
+        """
         operations = self._operations
-        # The vector that travels: the row, the length of the message, the total of the gradients.
+        # The vector that is gathered: the row, the length of the message, the total of the
+        # gradients.
         vector = torch.tensor([*row, len(message), 0.0], dtype=torch.float64)
         vector = vector.to(self._where, non_blocking=True)
         travelled = [bucket for bucket in self._buckets if bucket.fragment in self.travelling]

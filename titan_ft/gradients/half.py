@@ -25,7 +25,7 @@ def part_numel(numel: int, num_members: int) -> int:
     return 2 * max(-(-numel // (2 * num_members)), 1)
 
 
-def wire_bytes(numel: int, num_exact: int, num_members: int) -> int:
+def count_sent_bytes(numel: int, num_exact: int, num_members: int) -> int:
     """Return the bytes that each member sends for one sum.
 
     Args:

@@ -86,35 +86,39 @@ def find_rounding_error(
 class Residual:
     """The rounding error of one bucket's changes, which this group adds to its next change.
 
-    The error of an exchange counts once its update is applied, and not before. An exchange that
-    broke is repeated from the same values, and must send the same bytes. The exchange's thread
-    calls `add_to` and `note_error`, the training thread the other methods.
+    The error of an exchange counts only after its update is applied. If the exchange breaks, it is
+    repeated with the same values, and must send the same bytes.
+
+    Threads: the exchange's thread calls `add_to` and `set_error`. The training thread calls the
+    other methods.
     """
 
     def __init__(self) -> None:
-        self._error: torch.Tensor | None = None  # None = there is none
-        self._next: torch.Tensor | None = None  # after the update of the exchange under way
+        # None = there is no error.
+        self._error: torch.Tensor | None = None
+        self._next_error: torch.Tensor | None = None  # after the update of the exchange under way
 
     def start_exchange(self) -> None:
-        """Start an exchange. Until `note_error`, this group has given nothing to it."""
-        self._next = self._error
+        """Start an exchange. Unless `set_error` follows, the error stays the same."""
+        self._next_error = self._error
 
     def add_to(self, values: torch.Tensor) -> None:
         """Add the error of earlier changes to the values that this group gives now."""
         if self._error is not None:
             values += self._error
 
-    def note_error(self, error: torch.Tensor | None) -> None:
-        """Note the rounding error of the values that this group gives to the exchange."""
-        self._next = error
+    def set_error(self, error: torch.Tensor | None) -> None:
+        """Set the rounding error of the values that this group gives to the exchange."""
+        self._next_error = error
 
     def commit(self) -> None:
-        """The update of the last exchange is applied."""
-        self._error = self._next
+        """Let the error of the last exchange count: its update is applied."""
+        self._error = self._next_error
 
     def drop(self) -> None:
         """Forget the error: it belongs to a state that this group no longer has."""
-        self._error = self._next = None
+        self._error = None
+        self._next_error = None
 
 
 def _num_blocks(numel: int) -> int:

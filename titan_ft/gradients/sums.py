@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The sums of an exchange. An update owns them, and writes them to the gradients."""
+"""The sums of an exchange, and memory for copies of them. See docs/exchange.md."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ _MOMENTS = 2  # of Adam, for each gradient
 
 
 class Sums:
-    """The sums of one exchange, by bucket. The update that is made of them owns them.
+    """The sums of one exchange, by bucket. They belong to the update that is made of them.
 
     The sums lie in the memory of the exchange's buckets. The next exchange uses the same memory, so
-    it calls `expire` first. A healing group applies the updates that it missed later, so it keeps a
-    copy of each (`copy`). Training thread only.
+    `GradientExchange` calls `expire` before it. A group that heals applies an update later, so it
+    makes a copy of the sums (`copy`).
+
+    Training thread only.
 
     Args:
-        weights: for each bucket, one weight per part; None = the bucket did not travel.
+        weights: for each bucket, one weight per part; None = the bucket was not exchanged.
         copy_memory: memory for copies.
         copied: one tensor per bucket, if this object is a copy.
-        after: the last exchange's sums, which a device may still be reading.
+        previous: the last exchange's sums. A device may still be reading them.
 
     Attributes:
-        flats: for each bucket, a tensor like its `flat`; None = the bucket did not travel.
+        flats: for each bucket, a tensor like its `flat`; None = the bucket was not exchanged.
         is_copy: this is a copy. The group that applies it contributed nothing to the exchange.
         last_read: an event after the device's last read of the buckets' memory; None = nothing
             reads it. Nothing may write to the memory before that event.
@@ -45,14 +47,14 @@ class Sums:
         weights: Sequence[Sequence[float] | None],
         copy_memory: CopyMemory,
         copied: Sequence[torch.Tensor | None] | None = None,
-        after: Sums | None = None,
+        previous: Sums | None = None,
     ) -> None:
         self._buckets = buckets
         self._weights = weights
         self._copy_memory = copy_memory
         self.is_copy = copied is not None
         self.flats = _find_flats(buckets, weights) if copied is None else copied
-        self.last_read: torch.Event | None = None if after is None else after.last_read
+        self.last_read: torch.Event | None = None if previous is None else previous.last_read
         self._is_expired = False
 
     def expire(self) -> None:
@@ -78,7 +80,7 @@ class Sums:
         """
         assert not self.is_copy, "these sums are a copy"
         assert not self._is_expired, "the next exchange has begun in the memory of these sums"
-        memory = self._copy_memory.take()
+        memory = self._copy_memory.lend()
         copied: list[torch.Tensor | None] = []
         for bucket, flat, weights in zip(self._buckets, memory, self._weights, strict=True):
             if weights is None:
@@ -89,15 +91,15 @@ class Sums:
         copy = Sums(self._buckets, self._weights, self._copy_memory, copied)
         if self._copy_memory.where.type != "cpu":
             copy.last_read = self.last_read = device.record_event()
-        self._copy_memory.note(copy, memory)
+        self._copy_memory.count_copy(copy, memory)
         return copy
 
     def write(self, scale: float | None = None) -> None:
         """Set each gradient to its sum times `scale`; None = to the groups' weighted mean.
 
-        A parameter whose bucket did not travel, or that no group used, has no gradient afterwards.
-        Counts get the plain sum. Unless this is a copy, the rounding error of this group's
-        gradients is carried to its next exchange.
+        A parameter has no gradient afterwards if its bucket was not exchanged, or if no group used
+        the parameter. Counts get the sum itself. Unless this is a copy, the rounding error of this
+        group's gradients is carried to its next exchange.
         """
         assert not self._is_expired, "the next exchange has begun in the memory of these sums"
         on_host = all(bucket.on_host for bucket in self._buckets)
@@ -107,7 +109,8 @@ class Sums:
             if flat is None or weights is None:
                 bucket.drop()
                 continue
-            if not self.is_copy:  # a replay leaves the buckets alone: they may be in an exchange
+            # During a replay from a copy, the buckets may be in an exchange.
+            if not self.is_copy:
                 bucket.mark_applied()
             bucket.write(flat, weights, scale)
         self.last_read = device.record_event()
@@ -121,19 +124,21 @@ def _find_flats(
     buckets: Sequence[Bucket],
     weights: Sequence[Sequence[float] | None],
 ) -> Sequence[torch.Tensor | None]:
-    """Return the memory of the buckets that have travelled."""
+    """Return the memory of the buckets that were exchanged."""
     flats: list[torch.Tensor | None] = []
-    for bucket, own in zip(buckets, weights, strict=True):
-        flats.append(None if own is None else bucket.flat)
+    for bucket, bucket_weights in zip(buckets, weights, strict=True):
+        flats.append(None if bucket_weights is None else bucket.flat)
     return flats
 
 
 class CopyMemory:
-    """Memory for the copies of sums that a group keeps while it heals. Training thread only.
+    """Memory for the copies of sums that a group keeps while it heals.
 
-    `Heal` prepares and drops it; `Sums.copy` takes from it. Copies stay on the buckets' device
-    where they fit (`keep_on_device`). The others go to host memory, which a thread allocates ahead
-    (`prepare`), because pinning memory takes time.
+    `Heal` calls `keep_on_device`, `prepare` and `drop`. `Sums.copy` calls `lend` and `count_copy`.
+    All of them run on the training thread.
+
+    A copy stays on the buckets' device if it fits (`keep_on_device`). Otherwise it goes to pinned
+    host memory. Pinning takes time, so a thread allocates this memory ahead (`prepare`).
     """
 
     def __init__(self, buckets: Sequence[Bucket], where: torch.device) -> None:
@@ -141,11 +146,11 @@ class CopyMemory:
         self.where = where
         self._ahead: Future[list[torch.Tensor]] | None = None  # host memory for the next copy
         self._on_device = WeakSet[Sums]()  # copies on the device that are still referenced
-        self._most_on_device = 0
+        self._max_on_device = 0
 
     @property
     def num_bytes(self) -> int:
-        """Most bytes that a copy takes."""
+        """Bytes of a copy of all buckets."""
         return sum(bucket.num_bytes for bucket in self._buckets)
 
     def keep_on_device(self) -> int:
@@ -160,26 +165,29 @@ class CopyMemory:
         num_values = sum(bucket.values.numel() for bucket in self._buckets)
         reserved_bytes = (1 + _MOMENTS) * num_values * torch.float32.itemsize
         free_bytes = max(0, device.free_bytes(self.where) - reserved_bytes)
-        self._most_on_device = free_bytes // (2 * max(1, self.num_bytes))
-        return self._most_on_device
+        self._max_on_device = free_bytes // (2 * max(1, self.num_bytes))
+        return self._max_on_device
 
     @property
-    def _stays(self) -> bool:
+    def _next_stays_on_device(self) -> bool:
         """True if the next copy stays on the device."""
-        return len(self._on_device) < self._most_on_device
+        return len(self._on_device) < self._max_on_device
 
     def prepare(self) -> None:
         """Start to allocate host memory for the next copy, unless the copy stays on the device."""
-        if self._ahead is None and not self._stays:
+        if self._ahead is None and not self._next_stays_on_device:
             self._ahead = device.in_background(self._allocate, "titan_ft_room")
 
     def _allocate(self) -> list[torch.Tensor]:
         flats = [bucket.flat for bucket in self._buckets]
         return [device.empty_host(flat.numel(), flat.dtype, keep=True) for flat in flats]
 
-    def take(self) -> list[torch.Tensor]:
-        """Return memory for a copy: one tensor per bucket, like the bucket's `flat`."""
-        if self._stays:
+    def lend(self) -> list[torch.Tensor]:
+        """Return memory for a copy: one tensor per bucket, like the bucket's `flat`.
+
+        The memory is free again when nothing refers to it.
+        """
+        if self._next_stays_on_device:
             memory = self._allocate_on_device()
             if memory is not None:
                 return memory
@@ -195,23 +203,20 @@ class CopyMemory:
             return [torch.empty_like(bucket.flat) for bucket in self._buckets]
         except torch.OutOfMemoryError:
             logger.warning("the GPU has no room left for queued sums: they are kept in host memory")
-            self._most_on_device = 0
+            self._max_on_device = 0
             return None
 
-    def note(self, copy: Sums, memory: Sequence[torch.Tensor]) -> None:
-        """Count a copy on the device for as long as it is referenced."""
+    def count_copy(self, copy: Sums, memory: Sequence[torch.Tensor]) -> None:
+        """Count a copy on the device for as long as something refers to it."""
         if any(flat.device.type != "cpu" for flat in memory):
             self._on_device.add(copy)
 
     def drop(self) -> None:
-        """Free the memory that was allocated ahead and that of past copies.
-
-        No more copies follow until the next `keep_on_device` or `prepare`.
-        """
+        """Free all memory at the end of a heal: no more copies are made."""
         if self._ahead is not None:
             self._ahead.add_done_callback(_free)
         self._ahead = None
-        self._most_on_device = 0
+        self._max_on_device = 0
         device.release_host_memory()
 
 

@@ -21,7 +21,7 @@ from titan_ft.config import TABLE, ConfigError, FaultTolerance
 from titan_ft.device import local_shard
 from titan_ft.engine.drain import Drain
 from titan_ft.engine.watchdog import end_process
-from titan_ft.gradients.exchange import GradientExchange
+from titan_ft.gradients.exchange import GradientExchange, HookCalls
 from titan_ft.host.titan import DEGREES, LOSSES_GO_BACKWARD, TORCH_DTYPE_MAP, ParallelDims
 from titan_ft.membership.control_tree import ControlTree
 from titan_ft.membership.group_collectives import GroupCollectives
@@ -44,8 +44,7 @@ from titan_ft.system.token import check_token
 from titan_ft.training import spec
 from titan_ft.training.worker import WorkerSetup
 from titan_ft.transfer.reach import Probe
-from titan_ft.transfer.snapshot import Snapshot
-from titan_ft.transfer.state_server import StateServer
+from titan_ft.transfer.state_server import CompletedTransfer, StateServer
 from titan_ft.transfer.tls import Certificate
 
 
@@ -93,7 +92,7 @@ class Links:
             self.host,
             launch.token,
             config.process_group_timeout_ms / 1000,
-            self._on_served,
+            self._report_served,
             config.transfer_max_mbps,
             _make_certificate() if config.transfer_tls else None,
         )
@@ -199,7 +198,7 @@ class Links:
             bucket_bytes=int(config.bucket_size_mb * 2**20),
             where=device.exchange_device(config.process_group),
             overlap=strategy_of(config).sums_gradients,
-            microbatches=_calls_of_hooks(model_parts, num_microbatches),
+            hook_calls=_find_hook_calls(model_parts, num_microbatches),
             gradient_scale=gradient_scale,
             fragments=fragments,
             quantize=quantizes(config),
@@ -210,21 +209,14 @@ class Links:
             self.membership.process_group.rehearse = exchange.rehearse
         return exchange
 
-    def _on_served(
-        self,
-        joiner: str,
-        snapshot: Snapshot,
-        num_bytes: int,
-        copy_seconds: float,
-        serve_seconds: float,
-    ) -> None:
+    def _report_served(self, transfer: CompletedTransfer) -> None:
         self._events.emit(
             StateServed(
-                joiner=int(joiner),
-                step=snapshot.step,
-                bytes=num_bytes,
-                copy_seconds=copy_seconds,
-                serve_seconds=serve_seconds,
+                joiner=int(transfer.joiner),
+                step=transfer.snapshot.step,
+                bytes=transfer.num_bytes,
+                copy_seconds=transfer.copy_seconds,
+                serve_seconds=transfer.serve_seconds,
             )
         )
 
@@ -279,13 +271,15 @@ def _make_certificate() -> Certificate:
         ) from error
 
 
-def _calls_of_hooks(model_parts: Sequence[nn.Module], num_microbatches: int) -> int | None:
-    """Return `microbatches` of a `GradientExchange`."""
+def _find_hook_calls(model_parts: Sequence[nn.Module], num_microbatches: int) -> int | HookCalls:
+    """Return how often autograd calls a gradient's hook in one backward."""
     if LOSSES_GO_BACKWARD:
-        return None
-    # FSDP keeps what a pipeline's microbatches add up to itself, and calls the hooks when it has
-    # reduced that.
-    return 1 if num_microbatches and isinstance(model_parts[0], FSDPModule) else num_microbatches
+        return HookCalls.COUNTED
+    if num_microbatches == 0:
+        return HookCalls.ONE
+    # FSDP keeps the sum over a pipeline's microbatches itself, and calls the hooks once, when it has
+    # reduced this sum.
+    return 1 if isinstance(model_parts[0], FSDPModule) else num_microbatches
 
 
 def _group_shape(

@@ -133,7 +133,7 @@ def _sizes(config: Any, parts: list[torch.nn.Module], optimizers: Any) -> RankSi
         if outer
         else state,  # the anchors are what it has of the weights
         exchange=exchange.num_bytes,
-        sent=exchange.wire_bytes(config.fault_tolerance.group_size),
+        sent=exchange.count_sent_bytes(config.fault_tolerance.group_size),
         anchors=anchors,
         momentum=_held_bytes(outer) if outer else 0,
     )

@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The donor's side of a transfer: serves a snapshot to joiners.
 
+A *snapshot* is a copy of one rank's state in host memory (`snapshot.py`). An *offer* says which
+state the rank holds now. The state of an offer is copied only when a joiner asks for it.
+
 `wire.py` describes the messages. See docs/heal.md.
 """
 
@@ -9,12 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import socket
 import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from titan_ft import device
@@ -26,19 +29,22 @@ from titan_ft.transfer.tls import Certificate
 from titan_ft.transfer.wire import Message, SealedStream, check_joiner, octets
 
 _HANDSHAKE_SECONDS = 10.0
-_MAX_UNPROVEN = 64
-"""Connections without a proof of the token. The next one closes the oldest."""
+_MAX_UNPROVED = 64
+"""Connections whose other end has not proved yet that it knows the token. The next connection
+closes the oldest of them."""
 
 _OFFER_SECONDS = 1.0
-"""A question about an offer may wait this long for it. The joiner waits longer for the answer."""
+"""A donor with an older state than a joiner asks for waits this long for its next update, before it
+answers with its present offer. The joiner waits longer for the answer (`_OFFER_SECONDS` in
+`state_fetch.py`)."""
 
 _WAITING_SECONDS = 1.0
-"""Pause between two lines {"waiting"} of a donor that has not taken the snapshot yet. It is well
-below the silence that counts as a broken connection."""
+"""Pause between two lines {"waiting"} to a joiner whose state is not copied yet. A joiner takes a
+longer silence (`_STALL_SECONDS` in `state_fetch.py`) for a broken connection."""
 
 _POLL_SECONDS = 1.0
-"""Poll interval of the thread that listens. `close` wakes it, so a shorter one would only cost
-CPU."""
+"""Poll interval of the thread that listens. `close` wakes the thread, so a shorter interval would
+only cost CPU."""
 
 _JOINER_SECONDS = 60.0
 """A joiner that takes no bytes for this time is dropped, because the snapshot's memory is needed."""
@@ -47,20 +53,44 @@ SendBytes = Callable[[socket.socket, memoryview], None]
 """Sends all of some bytes to a connection."""
 
 
+@dataclass(frozen=True)
+class CompletedTransfer:
+    """A transfer after which a joiner has its whole state.
+
+    Attributes:
+        joiner: the joiner's name, as its requests give it.
+        snapshot: the copy of the state that this donor served.
+        num_bytes: bytes that the joiner got from this donor; other donors gave the rest.
+        copy_seconds: time that the copy took the host or the GPU, whichever was longer.
+        serve_seconds: duration of the joiner's connection so far.
+    """
+
+    joiner: str
+    snapshot: Snapshot
+    num_bytes: int
+    copy_seconds: float
+    serve_seconds: float
+
+
+class _NoStateError(Exception):
+    """This donor cannot serve the requested state. The joiner gets the text as the answer."""
+
+
 class StateServer:
     """Serves the latest snapshot of this rank.
 
-    `training/links.py` creates it, `engine/donor.py` publishes and offers states. Each connection
-    has a thread of its own, and training never waits for one. Any thread may call the methods. A
-    connection that fails ends alone; the joiner asks again.
+    `training/links.py` creates it. `engine/donor.py` offers states and publishes snapshots.
+
+    Threads: any thread may call the public methods. One thread listens, and each connection has a
+    thread of its own (`_handle` and the methods after it). Training never waits for a connection.
+
+    If a connection fails, only its thread ends. The joiner asks again.
 
     Args:
         host: address to listen on.
         token: the run's shared secret.
         wait_seconds: limit of a request's wait for a snapshot that is not offered.
-        served: called as served(joiner, snapshot, bytes, copy_seconds, serve_seconds) when a joiner
-            has the whole state; `bytes` of it came from here. `copy_seconds` is the time that the
-            copy took the host or the GPU, whichever was longer.
+        on_completed: called on the thread of the connection when a joiner has its whole state.
         max_mbps: limit for all joiners together in 10**6 bits per second; 0 = no limit.
         certificate: for TLS; None = no TLS.
 
@@ -74,28 +104,30 @@ class StateServer:
         host: str,
         token: str,
         wait_seconds: float,
-        served: Callable[[str, Snapshot, int, float, float], None],
+        on_completed: Callable[[CompletedTransfer], None],
         max_mbps: float = 0.0,
         certificate: Certificate | None = None,
     ) -> None:
         self._certificate = certificate
         self._token = token
         self._wait_seconds = wait_seconds
-        self._served = served
+        self._on_completed = on_completed
         self._pace = Pace(max_mbps)
         self.send: SendBytes = self._pace.send
-        self._changed = threading.Condition()  # guards the fields below
+        self._select_device = device.for_thread()
+        # Guards the fields from here to `_wanted_part`. It is notified when the snapshot or the offer
+        # changes, and by `close`.
+        self._changed = threading.Condition()
         self._snapshot: Snapshot | None = None
-        self._copy_seconds = 0.0
-        self._num_readers = 0  # connections that read the snapshot
-        self._is_pinned = False
         self._offer: Message | None = None
         self._offered_at = 0.0
         self._copy_offered: Callable[[int, Part], None] | None = None
-        self._wanted: Part | None = None
-        self._use_device = device.for_thread()
-        self._unproven = _Unproven()
-        self._server = _Server((host, 0), self._handle, self._unproven.close_late)
+        self._copy_seconds = 0.0  # that the host took to make the snapshot
+        self._num_readers = 0  # connections that read the snapshot
+        self._is_pinned = False
+        self._wanted_part: Part | None = None
+        self._unproved = _UnprovedConnections()
+        self._server = _ConnectionServer((host, 0), self._handle, self._unproved.close_late)
         self.address = join_address(host, self.port)
         threading.Thread(
             target=self._server.serve_forever,
@@ -117,25 +149,31 @@ class StateServer:
         with self._changed:
             self._snapshot = snapshot
             self._copy_seconds = copy_seconds
-            self._wanted = None
+            self._wanted_part = None
             self._is_pinned = True
             self._changed.notify_all()
 
     @property
     def is_pinned(self) -> bool:
-        """True if the snapshot must stay; see `pin`."""
+        """True if no other snapshot may replace the present one; see `pin`."""
         return self._is_pinned
 
     def pin(self, is_pinned: bool) -> None:
-        """Note whether the snapshot must stay for a joiner that has this donor only.
+        """Set whether the snapshot must stay, because a joiner's row names this donor.
 
-        While it must stay, no state that would replace it is offered. `publish` pins the new
-        snapshot: it must stay until the next round shows which joiner fetches it.
+        While the snapshot must stay, joiners get no offer of another state, whose copy would
+        replace it. `publish` pins a new snapshot, because only the next round shows which joiner
+        fetches it.
         """
         self._is_pinned = is_pinned
 
     def withdraw(self) -> Snapshot | None:
-        """Stop serving. Returns the snapshot for reuse, or None if a joiner still reads it."""
+        """Stop serving.
+
+        Returns:
+            The snapshot, whose memory is free; None if a joiner still reads it, or if there is
+            none.
+        """
         with self._changed:
             snapshot = self._snapshot
             self._snapshot = None
@@ -148,18 +186,19 @@ class StateServer:
         offer: Message | None,
         copy: Callable[[int, Part], None] | None = None,
     ) -> None:
-        """Let joiners ask for a state that is not copied yet. See `wanted`.
+        """Let joiners ask for a state that is not copied yet.
 
         Args:
             offer: step, lineage and digest of the state. None withdraws the offer; a joiner that
                 already waits for the state then waits at most `wait_seconds` longer.
-            copy: publishes the offered state of a step, or a part of it, if that is still possible.
-                The thread of the joiner's connection calls it.
+            copy: copy(step, part) copies the state and publishes the copy. It does nothing if the
+                state has changed meanwhile. The thread of a connection calls it. None = only the
+                training thread may copy the state, as soon as it sees `wanted_part`.
         """
         with self._changed:
             self._offer = offer
             self._copy_offered = copy
-            self._wanted = None
+            self._wanted_part = None
             self._offered_at = time.monotonic()
             self._changed.notify_all()
 
@@ -169,15 +208,15 @@ class StateServer:
         return self._snapshot
 
     @property
-    def offered_step(self) -> int:
-        """Committed updates of the offered state; -1 = no state is offered."""
-        offer = self._offer
-        return -1 if offer is None else offer["step"]
+    def offered_step(self) -> int | None:
+        """Committed updates in the offered state; None = no state is offered."""
+        offer = self._offer  # a local: another thread may withdraw the offer
+        return None if offer is None else offer["step"]
 
     @property
-    def wanted(self) -> Part | None:
+    def wanted_part(self) -> Part | None:
         """The part of the offered state that a joiner waits for; None = no joiner waits."""
-        return self._wanted
+        return self._wanted_part
 
     def close(self) -> None:
         """Stop listening, drop the snapshot, and end the answers under way."""
@@ -195,13 +234,13 @@ class StateServer:
     # On the thread of a connection
 
     def _handle(self, connection: socket.socket) -> None:
-        self._use_device()
+        self._select_device()
         connection.settimeout(_HANDSHAKE_SECONDS)
         # The end of an answer must not wait for a delayed acknowledgement.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         user_timeout = int(_JOINER_SECONDS * 1000)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, user_timeout)
-        with self._unproven.holding(connection):
+        with self._unproved.track(connection):
             stream = check_joiner(connection, self.address, self._token, self._certificate)
         with contextlib.closing(stream.connection):
             self._serve(stream)
@@ -211,30 +250,44 @@ class StateServer:
         started = time.monotonic()
         while True:
             request = self._read_request(stream)
-            if not request:
+            is_closed = not request
+            if is_closed:
                 return
             if "probe" in request:
                 answer_probe(stream, request, self._token)
-                continue
-            if "offer" in request:
-                offer = self._find_offer(request.get("step", 0))
+            elif "offer" in request:
+                offer = self._find_offer(least_step=request.get("step", 0))
                 stream.write(offer or {"error": "this group offers no state"})
-                continue
+            else:
+                self._serve_state(stream, request, started)
+
+    def _serve_state(self, stream: SealedStream, request: Message, started: float) -> None:
+        """Answer a request for the header or a range of a state, or the joiner's farewell.
+
+        Args:
+            started: monotonic time in seconds at which the connection began.
+        """
+        try:
             snapshot = self._acquire(stream, request)
-            if isinstance(snapshot, str):
-                stream.write({"error": snapshot})
-                continue
-            try:
-                snapshot.wait()  # a GPU may still be copying
-                self._answer(stream, request, snapshot, self._choose_sender(request))
-            finally:
-                with self._changed:
-                    self._num_readers -= 1
-            joiner = request.get("done")
-            if joiner:
-                copy_seconds = max(self._copy_seconds, snapshot.copy_seconds)
-                serve_seconds = time.monotonic() - started
-                self._served(joiner, snapshot, request["bytes"], copy_seconds, serve_seconds)
+        except _NoStateError as error:
+            stream.write({"error": str(error)})
+            return
+        try:
+            snapshot.wait()  # a GPU may still be copying
+            self._answer(stream, request, snapshot, self._choose_sender(request))
+        finally:
+            with self._changed:
+                self._num_readers -= 1
+        joiner = request.get("done")
+        if joiner:
+            completed = CompletedTransfer(
+                joiner,
+                snapshot,
+                request["bytes"],
+                copy_seconds=max(self._copy_seconds, snapshot.copy_seconds),
+                serve_seconds=time.monotonic() - started,
+            )
+            self._on_completed(completed)
 
     def _choose_sender(self, request: Message) -> SendBytes:
         """Return the function that sends the answer. Injected faults hit payload ranges only."""
@@ -242,32 +295,34 @@ class StateServer:
             return self.send
         return self._pace.send
 
-    def _find_offer(self, step: int) -> Message | None:
-        """Return the offer, unless taking it would replace a snapshot that must stay.
+    def _find_offer(self, least_step: int) -> Message | None:
+        """Return the offer, unless its copy would replace a snapshot that must stay.
 
-        If this group offers fewer than `step` updates, it is about to make the next update. So wait
-        for that a moment.
+        If this group offers fewer than `least_step` updates, it is about to make the next update.
+        So wait for that a moment.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._has_offer(step), _OFFER_SECONDS)
+            self._changed.wait_for(lambda: self._offers_at_least(least_step), _OFFER_SECONDS)
             offer = self._offer
             if offer is None:
                 return None
-            held = self._snapshot
-            if self._is_pinned and held is not None and held.step != offer["step"]:
+            snapshot = self._snapshot
+            would_replace = snapshot is not None and snapshot.step != offer["step"]
+            if self._is_pinned and would_replace:
                 return None
             elapsed = int(1000 * (time.monotonic() - self._offered_at))
             return Message({**offer, "elapsed_milliseconds": elapsed})
 
-    def _has_offer(self, step: int) -> bool:
-        """True if the offer has this many updates, or if there is none."""
-        return self._offer is None or self._offer["step"] >= step
+    def _offers_at_least(self, least_step: int) -> bool:
+        """True if the offered state has at least these updates, or if there is no offer."""
+        return self._offer is None or self._offer["step"] >= least_step
 
     @staticmethod
     def _read_request(stream: SealedStream) -> Message:
-        """Wait for a request without a limit, because a joiner may pause between two requests.
+        """Wait for a request. Returns an empty message if the joiner has closed the connection.
 
-        The bytes that belong to a request follow at once.
+        The wait has no limit, because a joiner may pause between two requests. The bytes of a probe
+        have one: they follow their request at once.
         """
         stream.connection.settimeout(None)
         request = stream.read()
@@ -275,57 +330,76 @@ class StateServer:
             stream.connection.settimeout(_HANDSHAKE_SECONDS)
         return request
 
-    def _acquire(self, stream: SealedStream, request: Message) -> Snapshot | str:
+    def _acquire(self, stream: SealedStream, request: Message) -> Snapshot:
         """Wait for the snapshot of a request, and become one of its readers.
 
-        If the state is offered, have it copied, or let the training thread copy it between two
-        steps (`wanted`). Returns a text with the reason if there is no such snapshot.
+        1. The request for the header is a joiner's first request for a state. If the state is only
+           offered, copy it on this thread, or let the training thread copy it between two steps
+           (`wanted_part`).
+        2. Wait until the snapshot is there, or until it can come no more. Meanwhile tell the joiner
+           now and then to wait.
+
+        Raises:
+            _NoStateError: this donor does not have the state.
         """
         step = request["step"]
         lineage = request.get("lineage")  # None in a request for the header
         part = _read_part(request)
         deadline = time.monotonic() + self._wait_seconds
         # Locals: the training thread may withdraw both at any time.
-        held, copy_offered = self._snapshot, self._copy_offered
+        snapshot, copy_offered = self._snapshot, self._copy_offered
         if "header" not in request:
-            # This request goes on with the snapshot whose header the joiner has.
-            if held is not None:
-                part = held.part
-        elif copy_offered is not None and not self._is_settled(step, part):
+            # A later request of the same joiner: serve the snapshot whose header it has.
+            if snapshot is not None:
+                part = snapshot.part
+        elif copy_offered is not None and not self._is_wait_over(step, part):
             copy_offered(step, part)
         while True:
             with self._changed:
                 is_offered = self._offer is not None and self._offer["step"] == step
-                if is_offered and not self._is_settled(step, part):
-                    self._wanted = part
-                # The training thread copies an offered state between two steps, which may be long.
-                # So only the wait for a state that is not offered has a limit.
-                remaining = math.inf if is_offered else deadline - time.monotonic()
-                is_settled = self._changed.wait_for(
-                    lambda: self._is_settled(step, part), min(_WAITING_SECONDS, remaining)
+                if is_offered and not self._is_wait_over(step, part):
+                    self._wanted_part = part
+                # Between two steps the training thread copies an offered state. A step may be long,
+                # so the wait for an offered state has no limit.
+                wait_seconds = _WAITING_SECONDS
+                is_last_wait = False
+                if not is_offered:
+                    remaining_seconds = deadline - time.monotonic()
+                    wait_seconds = min(_WAITING_SECONDS, remaining_seconds)
+                    is_last_wait = remaining_seconds <= _WAITING_SECONDS
+                is_over = self._changed.wait_for(
+                    lambda: self._is_wait_over(step, part),
+                    wait_seconds,
                 )
-                is_over = is_settled or remaining <= _WAITING_SECONDS
+                is_over = is_over or is_last_wait
                 found = self._snapshot
-                if found is not None and (is_over or not is_offered):
+                # A state that is not offered is not copied again: the present snapshot of this
+                # state must do, even if it is another part.
+                may_serve = is_over or not is_offered
+                if found is not None and may_serve:
                     is_right = found.step == step and lineage in (None, found.lineage)
                     if is_right:
                         self._num_readers += 1
                         return found
             if is_over:
-                text = "none" if found is None else f"step {found.step} of lineage {found.lineage}"
-                return f"the donor has no state of step {step} (it has {text})"
+                present = "none"
+                if found is not None:
+                    present = f"step {found.step} of lineage {found.lineage}"
+                raise _NoStateError(f"the donor has no state of step {step} (it has {present})")
             stream.write({"waiting": step})
 
-    def _is_settled(self, step: int, part: Part) -> bool:
+    def _is_wait_over(self, step: int, part: Part) -> bool:
         """True if a request for a part of the state of `step` need not wait any longer."""
         if self._pace.closed:
             return True
-        held, offer = self._snapshot, self._offer  # locals: called without the lock as well
-        if held is not None and held.step > step:
-            return True  # that state is gone
+        snapshot, offer = self._snapshot, self._offer  # locals: called without the lock as well
+        if snapshot is not None and snapshot.step > step:
+            return True  # the state has been replaced
         if offer is not None and offer["step"] > step:
-            return True
-        return held is not None and held.step == step and held.part in (WHOLE, part)
+            return True  # the state has changed, and can no longer be copied
+        if snapshot is None or snapshot.step != step:
+            return False
+        return snapshot.part in (WHOLE, part)
 
     @staticmethod
     def _answer(
@@ -334,20 +408,21 @@ class StateServer:
         snapshot: Snapshot,
         send: SendBytes,
     ) -> None:
-        held = snapshot.byte_range
+        """Send a range of the payload or the header. The answer to a farewell has no bytes."""
+        copied = snapshot.byte_range
         answer = Message()
         data = memoryview(b"")
         if "offset" in request:
             start = request["offset"]
             stop = start + request["bytes"]
-            if start < held.start or stop > held.stop:
-                text = f"the donor has bytes {held.start} to {held.stop} of the state only"
+            if start < copied.start or stop > copied.stop:
+                text = f"the donor has bytes {copied.start} to {copied.stop} of the state only"
                 stream.write({"error": text})
                 return
-            data = octets(snapshot.payload)[start - held.start : stop - held.start]
+            data = octets(snapshot.payload)[start - copied.start : stop - copied.start]
         elif request.get("header"):
             data = memoryview(snapshot.header)
-            answer = Message(held=(held.start, held.stop))
+            answer = Message(held=(copied.start, copied.stop))
         answer["bytes"] = data.nbytes
         answer["sha256"] = hashlib.sha256(data).hexdigest()
         stream.write(answer)
@@ -355,24 +430,28 @@ class StateServer:
 
 
 def _read_part(request: Message) -> Part:
-    """Return the part of the state that a request asks for.
+    """Return the part of the state that a request asks for; without one, the whole state.
 
     Raises:
         ValueError: there is no such part.
     """
-    index, count = request.get("part", (0, 1))
+    if "part" not in request:
+        return WHOLE
+    index, count = request["part"]
     if index >= count:
         raise ValueError(f"no part of a state: {index} of {count}")
     return Part(index, count)
 
 
-class _Unproven:
+class _UnprovedConnections:
     """The connections whose other end has not proved yet that it knows the token.
 
-    The timeout of a socket starts anew with each byte. A stranger who sends a byte now and then
-    would keep a thread and a descriptor for good, and many such connections would leave the worker
-    without descriptors. Each connection's thread calls `holding`; the thread that listens calls
-    `close_late`.
+    The timeout of a socket starts anew with each byte. So a stranger who sends a byte now and then
+    would keep a thread and a descriptor for good. Many such connections would leave the process
+    without descriptors. This class limits the duration of a handshake and the number of
+    connections.
+
+    The thread of each connection calls `track`. The thread that listens calls `close_late`.
     """
 
     def __init__(self) -> None:
@@ -382,13 +461,14 @@ class _Unproven:
         self._accepted_at: dict[socket.socket, float] = {}
 
     @contextlib.contextmanager
-    def holding(self, connection: socket.socket) -> Iterator[None]:
-        """Count a connection during its handshake."""
+    def track(self, connection: socket.socket) -> Iterator[None]:
+        """Count a connection as unproved during its handshake."""
         duplicate = connection.dup()
         with self._lock:
             self._accepted_at[duplicate] = time.monotonic()
-            if len(self._accepted_at) > _MAX_UNPROVEN:
-                self._shut_down(next(iter(self._accepted_at)))
+            if len(self._accepted_at) > _MAX_UNPROVED:
+                oldest = next(iter(self._accepted_at))
+                self._shut_down(oldest)
         try:
             yield
         finally:
@@ -411,12 +491,12 @@ class _Unproven:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-class _Server(socketserver.ThreadingTCPServer):
+class _ConnectionServer(socketserver.ThreadingTCPServer):
     """Accepts connections, and handles each one on a thread of its own.
 
     Args:
         handle: serves a connection.
-        look: called after each poll and each connection, on the thread that listens.
+        on_poll: called after each poll and each connection, on the thread that listens.
     """
 
     daemon_threads = True
@@ -427,15 +507,15 @@ class _Server(socketserver.ThreadingTCPServer):
         self,
         address: tuple[str, int],
         handle: Callable[[socket.socket], None],
-        look: Callable[[], None],
+        on_poll: Callable[[], None],
     ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._handle = handle
-        self._look = look
+        self._on_poll = on_poll
         super().__init__(address, socketserver.BaseRequestHandler)
 
     def service_actions(self) -> None:
-        self._look()
+        self._on_poll()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         # The joiner has gone, or speaks another protocol. A real joiner asks again, here or at

@@ -403,7 +403,7 @@ def install_progress() -> None:
 
     def await_quorum(trainer: ReplicaTrainer) -> None:
         WORKER.is_awaited = lambda: trainer._links.membership.quorum_ready
-        WORKER.is_wanted = lambda: trainer._links.server.wanted
+        WORKER.is_wanted = lambda: trainer._links.server.wanted_part
 
     after(ReplicaTrainer, "_build_replica", lambda trainer: build(trainer))
     after(ReplicaTrainer, "_build_replica", await_quorum)

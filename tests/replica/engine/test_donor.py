@@ -31,11 +31,11 @@ class Server:
         self.offers: list[Message | None] = []
         # Of a joiner that asks for what is offered.
         self.take: Callable[[int, Part], None] = lambda step, part: None
-        self.wanted: Part | None = None
+        self.wanted_part: Part | None = None
         self.is_pinned = False
 
     def publish(self, snapshot: Any, seconds: float) -> None:
-        self.snapshot, self.wanted, self.is_pinned = snapshot, None, True
+        self.snapshot, self.wanted_part, self.is_pinned = snapshot, None, True
 
     def withdraw(self) -> Any:
         snapshot, self.snapshot = self.snapshot, None
@@ -46,12 +46,12 @@ class Server:
 
     def offer(self, offer: Message | None, copy: Callable[[int, Part], None] | None = None) -> None:
         self.offers.append(offer)
-        self.take = copy or (lambda step, part: setattr(self, "wanted", part))
+        self.take = copy or (lambda step, part: setattr(self, "wanted_part", part))
 
     @property
-    def offered_step(self) -> int:
+    def offered_step(self) -> int | None:
         offer = self.offers[-1] if self.offers else None
-        return -1 if offer is None else offer["step"]
+        return None if offer is None else offer["step"]
 
 
 class World:
@@ -116,7 +116,7 @@ class World:
         if not is_holder:
             rows[0] = Row(ME, Standing.BEHIND, 0)
         made = Round(Quorum("1/a", 0, members, self.step), rows, judge(rows), [])
-        self.donor.serve(
+        self.donor.copy_after_round(
             made, Position(step=self.step, lineage=1000 + self.step), is_update=is_update
         )
         self.step += is_update
@@ -201,9 +201,9 @@ def test_a_state_that_may_change_is_copied_by_the_training_thread(world: World) 
     world.offer()
     world.ask(Part(1, 2))
     assert world.copies == 0
-    assert world.donor.wanted
+    assert world.donor.has_waiting_joiner
     world.make_round(fetching(FIRST, OTHER))
-    assert (world.served, world.copies, world.donor.wanted) == ((5, WHOLE), 1, False)
+    assert (world.served, world.copies, world.donor.has_waiting_joiner) == ((5, WHOLE), 1, False)
 
 
 def test_a_changing_state_is_not_copied_for_a_joiner_that_misses_its_update(world: World) -> None:
@@ -262,7 +262,7 @@ def test_a_state_that_is_not_the_others_is_offered_no_more(world: World) -> None
     take = world.server.take
     world.donor.retract()
     take(5, WHOLE)
-    assert (world.server.offers[-1], world.donor.offers, world.copies) == (None, -1, 0)
+    assert (world.server.offers[-1], world.donor.offered_step, world.copies) == (None, None, 0)
 
 
 def test_a_copy_ahead_of_a_request_is_made_once(world: World) -> None:
@@ -285,11 +285,11 @@ def test_compared_bytes_are_offered_until_that_is_taken_back(world: World) -> No
     world.donor.offer_compared(position, 77)
     assert world.server.offers[-1] == {"step": 5, "lineage": 1005, "digest": 77}
     world.ask()
-    assert world.donor.wanted
+    assert world.donor.has_waiting_joiner
     world.donor.copy(position)
-    assert (world.served, world.donor.wanted) == ((5, WHOLE), False)
+    assert (world.served, world.donor.has_waiting_joiner) == ((5, WHOLE), False)
     world.donor.end_offer()
-    assert world.donor.offers == -1
+    assert world.donor.offered_step is None
 
 
 # Where the host's memory is scarce

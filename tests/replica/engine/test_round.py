@@ -51,7 +51,7 @@ class World:
         self.copied = 0  # ahead of a request
         self.digests = 0
         # For the exchange and the membership.
-        self.quorum_requested = self.contributed = self.may_update = self.wanted = (
+        self.quorum_requested = self.contributed = self.may_update = self.has_waiting_joiner = (
             self.requested
         ) = self.leaves = False
         self.may_leave: bool | None = None
@@ -137,24 +137,24 @@ class World:
         self.digests += 1
         return "bytes"
 
-    offers = -1  # step of the state that is offered
+    offered_step: int | None = None  # step of the state that is offered
 
-    def serve(self, made: Round, position: Position, *, is_update: bool) -> None:
+    def copy_after_round(self, made: Round, position: Position, *, is_update: bool) -> None:
         self.served.append(made)
 
     def offer(self, position: Position) -> None:
-        self.offers = position.step
+        self.offered_step = position.step
         self.offered.append(0)
 
     def offer_compared(self, position: Position, digest: int) -> None:
-        self.offers = position.step
+        self.offered_step = position.step
         self.offered.append(digest)
 
     def copy_ahead(self, position: Position) -> None:
         self.copied += 1
 
     def end_offer(self) -> None:
-        self.offers = -1
+        self.offered_step = None
 
     retract = end_offer
 
@@ -312,10 +312,10 @@ def test_find_living_asks_for_members_of_the_last_round(world: World) -> None:
 def test_signs_of_a_rank() -> None:
     """A joiner waits, the others wait, or the group is to leave."""
     world = World(semi_sync_method="diloco", digest_every=0)
-    world.quorum_ready, world.wanted, world.requested = False, False, False
+    world.quorum_ready, world.has_waiting_joiner, world.requested = False, False, False
     assert world.rounds.signs == Sign(0)
     signs = {
-        "wanted": Sign.STATE_WANTED,
+        "has_waiting_joiner": Sign.STATE_WANTED,
         "quorum_ready": Sign.OTHERS_WAIT,
         "requested": Sign.LEAVE_REQUESTED,
     }
@@ -603,7 +603,7 @@ def test_a_state_is_offered_while_no_update_is_made(world: World) -> None:
     world.other = dataclasses.replace(OTHER, valid_tokens=0)
     for _ in range(2):
         world.rounds.make()
-    assert (world.offers, world.offered) == (7, [0])
+    assert (world.offered_step, world.offered) == (7, [0])
 
 
 def test_an_update_is_followed_by_the_offer_of_its_state(world: World) -> None:
@@ -616,10 +616,10 @@ def test_a_group_that_may_not_offer_its_state_takes_it_back(world: World) -> Non
     """Other groups have started and this one has not, or they have another state."""
     world.other = dataclasses.replace(OTHER, valid_tokens=0)
     world.rounds.make()
-    assert world.offers == 7
+    assert world.offered_step == 7
     world.position.training = False
     world.rounds.make()
-    assert (world.offers, world.offered) == (-1, [0])
+    assert (world.offered_step, world.offered) == (None, [0])
 
 
 @pytest.mark.parametrize(

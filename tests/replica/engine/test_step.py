@@ -223,7 +223,7 @@ class Idle:
 
     requested = False
     snapshot = None
-    offers = -1
+    offered_step = None
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None

@@ -24,7 +24,7 @@ from tests.replica.conftest import wait_until
 from titan_ft.device import local_shard
 from titan_ft.gradients import exchange, operations
 from titan_ft.gradients.bucket import BucketState, Gradient, partition
-from titan_ft.gradients.exchange import GradientExchange, Reduced
+from titan_ft.gradients.exchange import GradientExchange, HookCalls, Reduced
 from titan_ft.gradients.flight import ExchangeError
 from titan_ft.gradients.operations import Operations
 from titan_ft.gradients.sums import Sums
@@ -95,7 +95,7 @@ class Rank:
         fragments: Sequence[int] = (),
         quantize: bool = False,
         dtype: torch.dtype = torch.float32,
-        microbatches: int | None = 0,
+        hook_calls: int | HookCalls = HookCalls.ONE,
     ) -> None:
         self.model = Model(seed)
         self.count = torch.zeros(2)
@@ -107,7 +107,7 @@ class Rank:
             bucket_bytes=bucket_bytes,
             where=CPU,
             overlap=overlap,
-            microbatches=microbatches,
+            hook_calls=hook_calls,
             gradient_scale=gradient_scale,
             fragments=fragments,
             quantize=quantize,
@@ -254,7 +254,7 @@ def test_a_pipelines_gradients_travel_with_its_last_microbatch(ring: Ring) -> No
 
     In every step.
     """
-    ranks = [Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, microbatches=3) for _ in range(2)]
+    ranks = [Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, hook_calls=3) for _ in range(2)]
 
     def step(number: int, first: int) -> list[torch.Tensor | None]:
         rank, missing = ranks[number], []
@@ -262,9 +262,9 @@ def test_a_pipelines_gradients_travel_with_its_last_microbatch(ring: Ring) -> No
         rank.backward(seed=9)  # of an earlier batch of this step: nothing is armed
         rank.exchange.arm(NEWEST)
         for microbatch in range(3):
-            missing.append(sum(len(bucket.missing) for bucket in rank.exchange._buckets))
+            missing.append(sum(len(bucket.missing_parts) for bucket in rank.exchange._buckets))
             rank.backward(seed=first + microbatch)
-        missing.append(sum(len(bucket.missing) for bucket in rank.exchange._buckets))
+        missing.append(sum(len(bucket.missing_parts) for bucket in rank.exchange._buckets))
         before = rank.gradients()
         unused = sum(gradient is None for gradient in before)
         assert missing == [len(before)] * 3 + [unused], (
@@ -283,7 +283,7 @@ def test_a_pipelines_gradients_travel_with_its_last_microbatch(ring: Ring) -> No
 
 def test_gradients_without_a_hook_call_are_taken_at_the_end(ring: Ring) -> None:
     """A zero-bubble schedule adds gradients of weights by itself, for some of the microbatches."""
-    ranks = [Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, microbatches=2) for _ in range(2)]
+    ranks = [Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, hook_calls=2) for _ in range(2)]
     ring.meet(*ranks)
 
     def step(number: int) -> list[torch.Tensor | None]:
@@ -306,7 +306,7 @@ def test_gradients_without_a_hook_call_are_taken_at_the_end(ring: Ring) -> None:
 
 def test_a_gradient_that_changes_after_its_last_microbatch_ends_the_run() -> None:
     """It has left already. The update would have other bytes than in stock torchtitan."""
-    rank = Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, microbatches=1)
+    rank = Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, hook_calls=1)
     rank.exchange.arm(NEWEST)
     rank.backward(seed=1)
     with pytest.raises(AssertionError, match="before it was final"):
@@ -321,7 +321,8 @@ def test_the_first_backward_counts_the_calls_of_each_hook(ring: Ring) -> None:
     parts. After the first call, half of the gradient is there.
     """
     ranks = [
-        Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, microbatches=None) for _ in range(2)
+        Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, hook_calls=HookCalls.COUNTED)
+        for _ in range(2)
     ]
 
     def step(number: int, first: int) -> tuple[list[torch.Tensor | None], list[int]]:
@@ -330,7 +331,7 @@ def test_the_first_backward_counts_the_calls_of_each_hook(ring: Ring) -> None:
         rank.exchange.arm(NEWEST)
         for part in range(2):
             rank.backward(seed=first + part)
-            missing.append(sum(len(bucket.missing) for bucket in rank.exchange._buckets))
+            missing.append(sum(len(bucket.missing_parts) for bucket in rank.exchange._buckets))
         before = rank.gradients()
         rank.finish()
         rank.sums.write(1.0)
@@ -619,7 +620,7 @@ def test_gradients_without_an_update_do_not_travel(ring: Ring, due: bool) -> Non
         lambda: ranks[1].finish(gives=False, may_update=due),
     )
     assert all([row[0] for row in reduced.rows] == [0.0, 1.0] for reduced in told)
-    assert (ranks[0].exchange.take_wire_bytes() > 0) == due
+    assert (ranks[0].exchange.pop_sent_bytes() > 0) == due
     ranks[0].sums.write(1.0)
     given = [grad is not None for grad in own]
     assert [grad is not None for grad in ranks[0].gradients()] == (
@@ -1312,11 +1313,11 @@ def test_bytes_on_the_wire_are_counted(ring: Ring, quantize: bool) -> None:
     once = 2 * (256 + 4 + 4 * 6) if quantize else 2 * full * 4 * 2 // 3
     ring.meet(*ranks)
     ring.together(*[rank.finish for rank in ranks])
-    assert [rank.exchange.take_wire_bytes() for rank in ranks] == [once] * 3
-    assert ranks[0].exchange.wire_bytes(3) == once
+    assert [rank.exchange.pop_sent_bytes() for rank in ranks] == [once] * 3
+    assert ranks[0].exchange.count_sent_bytes(3) == once
     ring.meet(*ranks)
     ring.together(*[lambda rank=rank: rank.finish(gives=False) for rank in ranks])
-    assert ranks[0].exchange.take_wire_bytes() == 0, "rows"
+    assert ranks[0].exchange.pop_sent_bytes() == 0, "rows"
     name = "allgather" if quantize else "allreduce"
     make = getattr(ranks[0].seat.process_group, name)
 
@@ -1324,7 +1325,7 @@ def test_bytes_on_the_wire_are_counted(ring: Ring, quantize: bool) -> None:
         if quantize or arguments[0][0].numel() == full:
             # An abort before the others give their gradients would break them off with nothing
             # sent.
-            wait_until(lambda: all(rank.exchange._flight.wire_bytes for rank in ranks), "all give")
+            wait_until(lambda: all(rank.exchange._flight.sent_bytes for rank in ranks), "all give")
             ranks[0].seat.process_group.abort()
         return make(*arguments)
 
@@ -1336,10 +1337,10 @@ def test_bytes_on_the_wire_are_counted(ring: Ring, quantize: bool) -> None:
     setattr(ranks[0].seat.process_group, name, make)
     ring.meet(*ranks)
     ring.together(*[rank.finish for rank in ranks])
-    assert [rank.exchange.take_wire_bytes() for rank in ranks] == [2 * once] * 3
+    assert [rank.exchange.pop_sent_bytes() for rank in ranks] == [2 * once] * 3
     ring.meet(ranks[0])
     ranks[0].finish()
-    assert ranks[0].exchange.take_wire_bytes() == 0, "alone"
+    assert ranks[0].exchange.pop_sent_bytes() == 0, "alone"
 
 
 def test_sharded_gradients_travel_as_shards(ring: Ring, world: None) -> None:
@@ -1361,7 +1362,7 @@ def test_sharded_gradients_travel_as_shards(ring: Ring, world: None) -> None:
     ring.meet(rank)
     exchange.arm(NEWEST)
     model(torch.ones(2, 4)).sum().backward()
-    assert [bucket.missing for bucket in exchange._buckets] == [set()] * 4
+    assert [bucket.missing_parts for bucket in exchange._buckets] == [set()] * 4
     before = [local_shard(parameter.grad).clone() for parameter in model.parameters()]
     exchange_with(exchange, lambda _: ([0.0], b"")).sums.write(3.0)
     for parameter, gradient in zip(model.parameters(), before, strict=True):
@@ -1545,7 +1546,7 @@ def test_only_the_armed_backward_launches(ring: Ring) -> None:
     rank.exchange.arm(NEWEST)
     rank.backward(seed=3)
     used = [bucket for bucket in rank.exchange._buckets if bucket.parts[0].read() is not None]
-    assert [bucket.missing for bucket in used] == [set()] * 4
+    assert [bucket.missing_parts for bucket in used] == [set()] * 4
     before = rank.gradients()
     ring.together(rank.finish, peer.finish)
     peer.sums.write(1.0)
@@ -1682,7 +1683,7 @@ def test_a_defect_is_no_broken_exchange(ring: Ring, monkeypatch: pytest.MonkeyPa
     ring.meet(rank)
     monkeypatch.setattr(
         rank.exchange._buckets[0],
-        "add_up",
+        "compute_total",
         lambda: rank.exchange._buckets[0].mark_applied(),
     )
     with pytest.raises(AssertionError, match="a bucket is applied that is FULL"):

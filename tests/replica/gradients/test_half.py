@@ -23,7 +23,7 @@ def exchange(flats: list[torch.Tensor], num_exact: int) -> list[torch.Tensor]:
     sent = (
         sum(len(rows[0][member]) for member in range(1, number)) + (number - 1) * 2 * parts.shape[1]
     )
-    assert sent == half.wire_bytes(numel, num_exact, number)
+    assert sent == half.count_sent_bytes(numel, num_exact, number)
     return [torch.cat([parts.view(-1)[:numel].float(), exact]) for _, exact in summed]
 
 
@@ -62,4 +62,4 @@ def test_values_that_are_not_finite_stay_so() -> None:
 def test_half_of_the_bytes_are_sent() -> None:
     """A ring sends 2 (n - 1) / n times 4 bytes for a value. This sends as many times 2 bytes."""
     for number in (2, 4, 30):
-        assert half.wire_bytes(12000, 0, number) == 2 * (number - 1) * 12000 * 2 // number
+        assert half.count_sent_bytes(12000, 0, number) == 2 * (number - 1) * 12000 * 2 // number

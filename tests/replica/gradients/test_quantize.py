@@ -133,7 +133,7 @@ def exchange(residual: Residual, change: torch.Tensor) -> torch.Tensor:
     given = change.clone()
     residual.add_to(given)
     payload = encode(given, 0)
-    residual.note_error(find_rounding_error(given, payload, 0))
+    residual.set_error(find_rounding_error(given, payload, 0))
     return decode(payload, 0)[0][: change.numel()]
 
 
@@ -212,7 +212,7 @@ def test_a_group_alone_has_no_rounding_error() -> None:
     residual.start_exchange()
     alone = torch.tensor([127.0, 0.25])
     residual.add_to(alone)
-    residual.note_error(None)
+    residual.set_error(None)
     residual.commit()
     assert alone[1].item() == pytest.approx(0.65)
     assert exchange(residual, torch.tensor([127.0, 0.25]))[1].item() == 0.0

@@ -14,7 +14,7 @@ import torch
 from titan_ft.transfer import state_fetch
 from titan_ft.transfer.snapshot import Snapshot
 from titan_ft.transfer.state_fetch import fetch
-from titan_ft.transfer.state_server import StateServer
+from titan_ft.transfer.state_server import CompletedTransfer, StateServer
 
 DEADLINE = 10.0  # seconds; only ever reached by a bug
 CHUNK = 1000  # bytes of one request in these tests
@@ -43,21 +43,14 @@ class Donor:
         self.served: list[tuple[str, int]] = []
         self.given = 0  # bytes, to the last of them
         self.told = threading.Event()
-        self.server = StateServer("127.0.0.1", token, wait_seconds, self._on_served, max_mbps)
+        self.server = StateServer("127.0.0.1", token, wait_seconds, self._on_completed, max_mbps)
         self.address = f"127.0.0.1:{self.server.port}"
 
-    def _on_served(
-        self,
-        joiner: str,
-        snapshot: Snapshot,
-        num_bytes: int,
-        copy_seconds: float,
-        serve_seconds: float,
-    ) -> None:
-        assert copy_seconds == 0.5
-        assert serve_seconds >= 0
-        self.served.append((joiner, snapshot.step))
-        self.given = num_bytes
+    def _on_completed(self, transfer: CompletedTransfer) -> None:
+        assert transfer.copy_seconds == 0.5
+        assert transfer.serve_seconds >= 0
+        self.served.append((transfer.joiner, transfer.snapshot.step))
+        self.given = transfer.num_bytes
         self.told.set()
 
     def publish(self, snapshot: Snapshot) -> Snapshot:

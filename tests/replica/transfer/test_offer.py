@@ -61,16 +61,16 @@ def test_what_is_offered_is_copied_when_it_is_wanted(
     donor = start_donor(wait_seconds=0.0)
     donor.server.offer(HELD)
     ask_offer(donor.address, TOKEN)
-    assert donor.server.wanted is None
+    assert donor.server.wanted_part is None
     fetched = background.submit(donor.fetch, 5)
-    wait_until(lambda: donor.server.wanted == WHOLE)
+    wait_until(lambda: donor.server.wanted_part == WHOLE)
     time.sleep(0.05)  # longer than an answer takes that would be too soon
     assert not fetched.done()
     sent = donor.publish(make_snapshot(5, 3000))
-    assert donor.server.wanted is None
+    assert donor.server.wanted_part is None
     check_equal(fetched.result(DEADLINE), sent)
     check_equal(donor.fetch(5), sent)  # another joiner gets the same copy
-    assert donor.server.wanted is None
+    assert donor.server.wanted_part is None
 
 
 def test_an_offer_that_is_taken_back_ends_the_wait(
@@ -80,9 +80,9 @@ def test_an_offer_that_is_taken_back_ends_the_wait(
     donor = start_donor(wait_seconds=0.0)
     donor.server.offer(HELD)
     fetched = background.submit(donor.fetch, 5)
-    wait_until(lambda: donor.server.wanted == WHOLE)
+    wait_until(lambda: donor.server.wanted_part == WHOLE)
     donor.server.offer(None)
-    assert donor.server.wanted is None
+    assert donor.server.wanted_part is None
     with pytest.raises(TransferError, match="no state of step 5"):
         fetched.result(DEADLINE)
 
@@ -197,7 +197,7 @@ def test_a_request_for_an_outdated_state_is_refused_at_once(
     donor = start_donor(wait_seconds=DEADLINE)
     donor.server.offer(HELD)
     fetched = background.submit(donor.fetch, 5)
-    wait_until(lambda: donor.server.wanted == WHOLE)
+    wait_until(lambda: donor.server.wanted_part == WHOLE)
     donor.server.offer(Message(step=6, lineage=1006, digest=0))
     with pytest.raises(TransferError, match="no state of step 5"):
         fetched.result(DEADLINE / 2)

@@ -24,7 +24,7 @@ from titan_ft.protocol.errors import RefusedError
 from titan_ft.transfer import pace, state_fetch, state_server, wire
 from titan_ft.transfer.snapshot import Snapshot
 from titan_ft.transfer.state_fetch import fetch
-from titan_ft.transfer.state_server import StateServer
+from titan_ft.transfer.state_server import CompletedTransfer, StateServer
 from titan_ft.transfer.wire import VERSION, Handshake, SealedStream, TransferError
 
 
@@ -37,7 +37,7 @@ def test_a_wrong_token_is_refused_by_the_donor(donor: Donor) -> None:
 
 
 @pytest.mark.parametrize("proof", ["", "not ascii: \xe9\u4e2d", 7, None, ["a"]])
-def test_an_unproven_connection_learns_nothing(
+def test_an_unproved_connection_learns_nothing(
     donor: Donor, proof: object, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever the proof is, the donor refuses, closes the connection, and prints no traceback."""
@@ -85,7 +85,12 @@ def test_nothing_is_served_before_its_copy_is_complete(
     complete, told = sent.payload.clone(), []
     sent.payload.zero_()
     donor = start_donor()
-    donor.server._served = lambda *facts: told.append(facts[3]) or donor.told.set()
+
+    def note_completed(transfer: CompletedTransfer) -> None:
+        told.append(transfer.copy_seconds)
+        donor.told.set()
+
+    donor.server._on_completed = note_completed
     donor.publish(dataclasses.replace(sent, copy_started=event, copy_ended=event))
     fetched = background.submit(donor.fetch, 5)
     assert event.waited.wait(DEADLINE)
@@ -317,7 +322,7 @@ def test_the_oldest_of_many_strangers_is_dropped(donor: Donor) -> None:
     sent = donor.publish(make_snapshot(5, CHUNK))
     with contextlib.ExitStack() as strangers:
         streams = []
-        for _ in range(state_server._MAX_UNPROVEN + 1):
+        for _ in range(state_server._MAX_UNPROVED + 1):
             stranger = socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE)
             strangers.callback(stranger.close)
             streams.append(stranger.makefile("rb"))
