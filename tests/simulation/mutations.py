@@ -538,7 +538,7 @@ def job_needs_all_groups(patch: Patch) -> None:
 
     def start(former: Callable[..., Any], *args: Any) -> Any:
         found = former(*args)
-        is_incomplete = isinstance(found, decision.StartTraining) and found.missing
+        is_incomplete = isinstance(found, decision.StartTraining) and found.num_missing
         return decision.GiveUp(GaveUpError("groups are missing")) if is_incomplete else found
 
     around(patch, decision, "_decide_start", start)

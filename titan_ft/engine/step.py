@@ -213,8 +213,8 @@ class ReplicaDimension:
             self._position.note_wait(0.0 if has_outsiders else waited)
             outcome = self._rounds.make()
             match decide(self._position, outcome, self._config):
-                case decisions.StartTraining(missing) if isinstance(outcome, Round):
-                    self._start_training(outcome, missing)
+                case decisions.StartTraining(num_missing) if isinstance(outcome, Round):
+                    self._start_training(outcome, num_missing)
                     return True
                 case decisions.StartHeal():
                     return False
@@ -223,9 +223,10 @@ class ReplicaDimension:
                 case other:
                     _raise_end(other)
 
-    def _start_training(self, made: Round, missing: int) -> None:
-        if missing:
-            logger.warning("start_timeout_seconds is over: beginning without %d groups", missing)
+    def _start_training(self, made: Round, num_missing: int) -> None:
+        if num_missing:
+            text = "start_timeout_seconds is over: beginning without %d groups"
+            logger.warning(text, num_missing)
         self._position.mark_training()
         self._rounds.waits.discard()
         self._ledger.readers = tuple(made.readers)

@@ -1,16 +1,18 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a group does after a round, as pure functions.
+"""The policy: how a group decides what to do after a round. All functions are pure.
 
-    rows of a round          -> judge  -> Verdict (who holds the state, whose gradients count)
-    position, round, config  -> decide -> one Decision
+    rows of a round          -> `judge`  -> a Verdict (which groups hold the job's state, ...)
+    position, round, config  -> `decide` -> one Decision
 
-Every rank of every group reads the same rows, and every rank of a group has the same position. So
-each rank comes to the same decision by itself. Nothing here reads a clock, a folder or the network.
-The ranks of a group agree beforehand on facts that only one of them can know (see
-`GroupCollectives.clock`).
+`verdict.py` defines the words for the members of a round: holder, stray, duplicate, ready, opening,
+excluded, holding back. `Position` is the group's own place in the job.
 
-See docs/exchange.md.
+Each rank decides by itself. All ranks of a group come to the same decision, because they have the
+same position and read the same rows. Nothing here reads a clock, a folder or the network. A time
+in a position is that of the group's common clock (`GroupCollectives.clock`).
+
+`Rounds`, `ReplicaDimension` and `Heal` call these functions. See docs/exchange.md.
 """
 
 from __future__ import annotations
@@ -28,19 +30,19 @@ from titan_ft.protocol.row import Standing, Why
 from titan_ft.protocol.strategy import strategy_of
 
 ALONE_SECONDS = 5.0
-"""After this time without a holder of the latest state, older states count."""
+"""After this time without a holder of the job's state, the job goes on from the latest state that
+is left, even if it is an older one."""
 MAX_EXCHANGE_RETRIES = 10
-"""After this many broken exchanges of one step in a row the group with the highest slot restarts: it
-may be at fault itself. The others restart later (see `_find_retry_limit`).
-
-Exchanges that broke over a link that is known to be dead do not count. A failure that mends itself
-is gone after two or three."""
+"""After more broken rounds of one step in a row, the group with the highest slot restarts, because
+it may be at fault itself. The others restart later (`_find_retry_limit`). A passing failure breaks
+two or three rounds."""
 MAX_EXCLUSIONS = 3
-"""A group restarts after this many steps in a row in which only its gradients were not finite."""
+"""A group restarts after this many steps in a row in which its gradients were not finite, and those
+of others were."""
 
 
 class Decision:
-    """What a group does after a round: one of the following."""
+    """The next action of a group. Each class below is one."""
 
 
 # A group that trains:
@@ -48,9 +50,9 @@ class Decision:
 
 @dataclass(frozen=True)
 class StartTraining(Decision):
-    """Make the job's first step; `missing` groups did not come."""
+    """Make the job's first step, without the groups that did not come."""
 
-    missing: int
+    num_missing: int
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,16 @@ class Commit(Decision):
 class Repeat(Decision):
     """Make one more round at once, with the same gradients.
 
-    After a broken round, the caller may first add the batches of groups that are gone: the next
-    quorum shows them (`ReplicaDimension.commit`).
+    After a broken round, the caller may add gradients first: the next quorum shows which groups are
+    gone, and their batches must be trained by others (`ReplicaDimension.commit`).
     """
 
 
 @dataclass(frozen=True)
 class TrainOn(Decision):
-    """Make more local steps of the round. No group has made all of its steps yet; the other groups
-    met only for the sake of groups that heal.
+    """Make the remaining local steps. Only with rounds of several steps.
+
+    No group has made all of its local steps. The groups met early, for groups that heal.
     """
 
 
@@ -91,7 +94,7 @@ class Force(Decision):
 class TakeOver(Decision):
     """Train the batches of `slots` too, then make one more round.
 
-    The groups of these slots are gone with their share of the step.
+    The groups that were to train them are gone.
     """
 
     slots: list[int]
@@ -99,17 +102,19 @@ class TakeOver(Decision):
 
 @dataclass(frozen=True)
 class Discard(Decision):
-    """Drop this group's gradients and make one more round: another group read the same data."""
+    """Drop this group's gradients and make one more round: another group trained the same data."""
 
 
 @dataclass(frozen=True)
 class Wait(Decision):
-    """Make one more round after a pause.
+    """Make one more round after a pause, because this one cannot be committed.
 
-    The group keeps its gradients, and sends them only when the step can be committed.
+    The group holds its gradients back until then.
 
     Attributes:
-        slots, why: the groups that the step waits for, and why; empty if no group is the cause.
+        reason: the cause, as a text.
+        slots: the groups that the step waits for; empty if no group is the cause.
+        why: why the step waits for these groups.
     """
 
     reason: str
@@ -122,12 +127,12 @@ class Wait(Decision):
 
 @dataclass(frozen=True)
 class StartHeal(Decision):
-    """Fetch the job's state from a donor. This group lacks it, and its gradients are void."""
+    """Fetch the job's state. This group does not hold it, so its gradients are void."""
 
 
 @dataclass(frozen=True)
 class RollBack(Decision):
-    """Go on from this group's own state: it is the latest that is left."""
+    """End the heal with this group's own state. It is the latest one that is left."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ class Done(Decision):
 
 @dataclass(frozen=True)
 class Leave(Decision):
-    """End in order: the group got a leave request, and its ranks have agreed."""
+    """End in order. The group got a leave request, and its ranks have agreed to leave."""
 
 
 @dataclass(frozen=True)
@@ -151,10 +156,10 @@ def decide(position: Position, outcome: Round | Broken, config: FaultTolerance) 
     """Decide what a group does after a round.
 
     Args:
-        position: has taken the round in already (`Position.observe` or `note_broken`).
+        position: the group's position after the round (`Position.observe` or `note_broken`).
     """
     decision = _decide(position, outcome, config)
-    # An update is applied, and an error is raised, even by a group that leaves.
+    # A group that leaves still applies an update, and still ends with an error.
     if position.leaving and not isinstance(decision, Commit | GiveUp):
         return Leave()
     return decision
@@ -181,7 +186,7 @@ def _decide_after_break(position: Position, broken: Broken, config: FaultToleran
     if not trains:
         return Repeat()
     limit = _find_retry_limit(position, config)
-    if limit and position.broken_rounds > limit:
+    if limit is not None and position.broken_rounds > limit:
         unit = strategy_of(config).unit
         return GiveUp(
             GaveUpError(
@@ -192,16 +197,19 @@ def _decide_after_break(position: Position, broken: Broken, config: FaultToleran
     return LeaveOut() if broken.gave_nonfinite else Repeat()
 
 
-def _find_retry_limit(position: Position, config: FaultTolerance) -> int:
-    """Return after how many broken rounds in a row this group gives up; 0 = never.
+def _find_retry_limit(position: Position, config: FaultTolerance) -> int | None:
+    """Return after how many broken rounds in a row this group gives up; None = never.
 
-    The groups give up one after the other, the highest slot first, and the lowest slot never. Any
-    of them may be at fault, so each gets its turn to restart. If all gave up at once, no group
-    would hold the job's state any more.
+    Any group may be at fault, so each gets its turn to restart: the group with the highest slot
+    first. The group with the lowest slot never gives up. If all gave up at once, no group would
+    hold the job's state any more.
     """
-    num_above = sum(slot > config.replica_id for slot in position.peers)
-    is_lowest = all(slot >= config.replica_id for slot in position.peers)
-    return 0 if is_lowest else MAX_EXCHANGE_RETRIES * (1 + num_above)
+    own_slot = config.replica_id
+    slots_below = [slot for slot in position.peers if slot < own_slot]
+    if not slots_below:
+        return None
+    num_above = len([slot for slot in position.peers if slot > own_slot])
+    return MAX_EXCHANGE_RETRIES * (1 + num_above)
 
 
 def _diverged(made: Round, unit: str) -> DivergedError:
@@ -213,64 +221,75 @@ def _diverged(made: Round, unit: str) -> DivergedError:
 
 
 def _decide_start(made: Round, config: FaultTolerance) -> Decision:
-    """Wait for the job's first step until all groups are present, or until the time is over."""
+    """Decide for a group that waits for the job's first step.
+
+    It waits until all groups are present, or until `start_timeout_seconds` are over.
+    """
     if is_update(made, config):
-        return StartHeal()  # the others have started without this group: this round is their update
-    present = len({row.slot for row in made.rows})
-    # Each row has its group's own wait, equal on all of its ranks. So all groups end the wait in
-    # the same round.
+        # The others have started without this group, and apply this round's update.
+        return StartHeal()
+    num_present = len({row.slot for row in made.rows})
+    # The longest wait in the rows counts. All groups read the same rows, so all of them end the
+    # wait in the same round.
     waited_seconds = max(row.waited_seconds for row in made.rows)
-    if present < config.group_size and waited_seconds < config.start_timeout_seconds:
-        return Wait(f"{present} of {config.group_size} groups are here")
-    # Beside a group that trains, this group waits without limit, as that group does. Two groups
-    # that came by turns used to give up because each found the other absent, and the job never got
-    # further.
+    if num_present < config.group_size and waited_seconds < config.start_timeout_seconds:
+        return Wait(f"{num_present} of {config.group_size} groups are here")
+    # Do not give up if a group of the round has made steps already. That group waits for
+    # `min_replica_size` without a limit. Without this rule, two groups that restarted in turn each
+    # found the other one absent and gave up, and the job made no step.
     has_started = any(row.training and row.standing is Standing.READY for row in made.rows)
-    if present < config.min_replica_size and not has_started:
+    if num_present < config.min_replica_size and not has_started:
         return GiveUp(
             GaveUpError(
                 f"fault_tolerance.min_replica_size must be reached within start_timeout_seconds "
                 f"({config.start_timeout_seconds:g} s): it is {config.min_replica_size}, and "
-                f"{present} group(s) came; start the others sooner",
+                f"{num_present} group(s) came; start the others sooner",
             ),
         )
-    return StartTraining(config.group_size - present)
+    return StartTraining(config.group_size - num_present)
 
 
 def _decide_training(position: Position, made: Round, config: FaultTolerance) -> Decision:
+    """Decide for a holder that trains: commit the round, unless something is in the way.
+
+    `is_update` tests the same conditions, for groups that do not train.
+    """
     verdict, own_rank = made.verdict, made.quorum.rank
     if verdict.strays:
-        # The strays come back as joiners, and the next sum is without their gradients.
+        # The sum has gradients of strays. They come to the next round as joiners, which give none.
         return Repeat()
     if verdict.duplicates:
+        # The sum has gradients of the same data twice.
         return Discard() if own_rank in verdict.duplicates else Repeat()
     if not verdict.may_update:
         return TrainOn()
     if verdict.opening:
-        # These groups could not apply an update in this round. In the next round they can.
+        # The opening groups have no gradients in this round yet, and will have them in the next.
         return Repeat()
     wait = _find_wait(made, config)
     if wait is not None:
         return wait
     if verdict.holding_back:
-        return Repeat()  # the step can be committed now: these groups send their gradients
-    lacking = find_uncovered(made, config)
-    if lacking:
-        return TakeOver(_find_share(config.replica_id, lacking, made))
+        # The reason to wait is over. In the next round these groups give their gradients.
+        return Repeat()
+    uncovered = find_uncovered(made, config)
+    if uncovered:
+        return TakeOver(_find_share(config.replica_id, uncovered, made))
     if verdict.valid_tokens == 0:
         if not verdict.excluded:
             return Wait("no group has a gradient")
+        # No group has finite gradients.
         return Force() if own_rank in verdict.excluded else Repeat()
-    exclusions = position.exclusions + 1
-    is_excluded = config.replica_id in made.slots(verdict.excluded)
-    if is_excluded and exclusions >= MAX_EXCLUSIONS:
-        return GiveUp(_nonfinite(exclusions, verdict.step + 1, strategy_of(config).unit))
+    num_exclusions = position.exclusions + 1  # with this round
+    is_excluded = own_rank in verdict.excluded
+    if is_excluded and num_exclusions >= MAX_EXCLUSIONS:
+        return GiveUp(_nonfinite(num_exclusions, verdict.step + 1, strategy_of(config).unit))
     return Commit()
 
 
 def _nonfinite(number: int, last: int, unit: str) -> NonFiniteError:
-    # The group restarts, and heals from a peer. If its gradients are not finite then either, the
-    # data is wrong.
+    # After the restart the group has a peer's state. If its gradients are still not finite, its data
+    # is at fault.
     return NonFiniteError(
         f"the gradients of this group were not finite in {number} {unit}s in a row, those of "
         f"others were; last at {unit} {last}: look at the memory and the GPUs of this host, and "
@@ -279,16 +298,17 @@ def _nonfinite(number: int, last: int, unit: str) -> NonFiniteError:
 
 
 def _find_wait(made: Round, config: FaultTolerance) -> Wait | None:
-    """Return why the step cannot be committed yet, with any gradients; None if it can."""
+    """Return why the step must wait, whatever the gradients are; None if it need not wait."""
     verdict = made.verdict
     if verdict.awaited_joiners:
         slots = made.slots(verdict.awaited_joiners)
         return Wait(f"groups {slots} fetch the state", slots, Why.ASKED)
-    # A group that has not started makes no step.
-    present = sum(made.rows[rank].training for rank in verdict.ready)
-    if present < config.min_replica_size:
-        missing = sorted({*range(config.group_size)}.difference(made.slots(verdict.ready)))
-        reason = f"{present} group(s) hold the state, {config.min_replica_size} needed"
+    # A ready group may still wait for the job's first step. It does not count.
+    num_training = len([rank for rank in verdict.ready if made.rows[rank].training])
+    if num_training < config.min_replica_size:
+        all_slots = set(range(config.group_size))
+        missing = sorted(all_slots.difference(made.slots(verdict.ready)))
+        reason = f"{num_training} group(s) hold the state, {config.min_replica_size} needed"
         return Wait(reason, missing)
     return None
 
@@ -311,13 +331,16 @@ def is_update(made: Round, config: FaultTolerance) -> bool:
 
 
 def is_under_way(made: Round, config: FaultTolerance) -> bool:
-    """Return True if this round or the next one is an update of the training members."""
+    """Return True if an update may be near: this round is one, or the next round may be one."""
     trains = any(made.rows[rank].training for rank in made.verdict.ready)
     return trains and made.verdict.may_update and _find_wait(made, config) is None
 
 
 def find_first_donors(made: Round) -> set[int]:
-    """Return the slots of the holders that the members which ask for the state will ask first."""
+    """Return the slots of the donors that the joiners of a round will choose first.
+
+    A joiner begins with the first slot after its own (`Healing.choose_donors`).
+    """
     offering = made.slots(made.verdict.offering)
     if not offering:
         return set()
@@ -325,7 +348,7 @@ def find_first_donors(made: Round) -> set[int]:
 
 
 def releases_held_back(made: Round, config: FaultTolerance) -> bool:
-    """Return True if the groups that hold their gradients back send them in the next round."""
+    """Return True if the groups that hold their gradients back give them in the next round."""
     verdict = made.verdict
     if not verdict.holding_back or verdict.strays:
         return False
@@ -333,37 +356,43 @@ def releases_held_back(made: Round, config: FaultTolerance) -> bool:
 
 
 def find_uncovered(made: Round, config: FaultTolerance) -> list[int]:
-    """Return the slots whose data `batch_policy` demands, and which the round's gradients lack."""
-    # A group that took over a batch which makes NaNs would be excluded as well, one after the
-    # other.
+    """Return the slots whose data is missing in the round's gradients, against `batch_policy`."""
+    # Do not let another group train the data of an excluded group. If the data itself makes NaNs,
+    # one group after the other would be excluded.
     if config.batch_policy == "shrink" or made.verdict.excluded:
         return []
-    return sorted(set(range(config.group_size)) - {entry.slot for entry in made.entries})
+    trained = {entry.slot for entry in made.entries}
+    return sorted(set(range(config.group_size)) - trained)
 
 
-def _find_share(slot: int, lacking: Collection[int], made: Round) -> list[int]:
-    """Return which of the `lacking` slots this group takes over.
+def _find_share(own_slot: int, uncovered: Collection[int], made: Round) -> list[int]:
+    """Return which of the `uncovered` slots this group takes over.
 
-    A ready group always takes its own slot. So does a group that has just come back, and has read no
-    data for this step: if the group that read the slot for it died, nobody else might take the slot.
+    1. A ready group takes its own slot. It may be uncovered if the group has just come back: another
+       group has read the slot for it, and died.
+    2. The slots without a ready group are dealt out among all ready groups.
     """
     ready = made.slots(made.verdict.ready)
-    shares = share_out(set(lacking) - set(ready), ready)
-    own = [slot] if slot in lacking else []
-    return own + shares[slot]
+    shares = share_out(set(uncovered) - set(ready), ready)
+    taken = list(shares[own_slot])
+    if own_slot in uncovered:
+        taken.insert(0, own_slot)
+    return taken
 
 
 def _decide_healing(position: Position, made: Round, config: FaultTolerance) -> Decision:
+    """Decide for a group that heals: go on, or end the heal because no holder is left."""
     if made.verdict.holders:
         return Repeat()
     if position.alone_seconds < ALONE_SECONDS:
-        # The holders may only be late, and a transfer from one of them may still end.
+        # The holders may only be late. Or a transfer from one of them may still end well.
         return Wait("no holder of the state is in the quorum")
     seen = max(row.seen_step for row in made.rows)
     latest_left = max(row.step for row in made.rows)
     if latest_left == 0 and seen > 0:
         return GiveUp(_lost(seen))
-    # A group that has fetched a state replays its queue first. Its row shows the step after that.
+    # A group that has fetched a state shows the step that its replay leads to. Its own step may be
+    # lower, and then it must replay its queue first.
     if position.corrupt or position.step != latest_left:
         return Wait("another group's state is later")
     return RollBack()
@@ -378,8 +407,10 @@ def _lost(seen: int) -> JobLostError:
 def _decide_finished(position: Position, made: Round, config: FaultTolerance) -> Decision:
     if len(made.verdict.holders) < len(made.rows):
         return Wait("a group needs the final state")
-    num_missing = config.group_size - len({*made.quorum.slots, *position.left})
-    return Wait("groups are missing") if num_missing > 0 else Done()
+    seen_or_left = {*made.quorum.slots, *position.left}
+    if len(seen_or_left) < config.group_size:
+        return Wait("groups are missing")
+    return Done()
 
 
 # Leaving
@@ -387,11 +418,13 @@ def _decide_finished(position: Position, made: Round, config: FaultTolerance) ->
 
 @dataclass(frozen=True)
 class LastToLeave:
-    """The groups with which the job's state leaves. The first one that lives saves it.
+    """The last groups with the job's state, which leave now. One of them must save the state.
 
     Attributes:
-        slots: of these groups, in the order in which they are to save. This group is among them.
-        agreed: these groups know of each other. If not, some of them may train on.
+        slots: slots of these groups, in the order in which they are to save. If a group dies before
+            it has saved, the next one does. This group is among them.
+        agreed: each of these groups knows that the others leave. If False, some of them may train
+            on.
     """
 
     slots: tuple[int, ...]
@@ -399,12 +432,12 @@ class LastToLeave:
 
 
 def may_leave(made: Round) -> bool:
-    """Return True if this group may leave after this round, should it have a leave request.
+    """Return True if this group may leave after this round, if it has a leave request.
 
-    One of the last groups to leave saves the state, so these groups must know of each other.
-    Suppose that two groups get a leave request right after they have sent their rows, and both
-    leave. Each believes that the other trains on, and no group saves. So a holder of the state
-    leaves only if its own row, or the rows of all other holders, showed `leaving`.
+    A holder may leave only if its own row, or the rows of all other holders, showed `leaving`.
+    Without this rule no group might save the state: suppose that two groups get a leave request
+    right after they have sent their rows, and both leave. Each would believe that the other one
+    trains on.
     """
     own = made.quorum.rank
     if own not in made.verdict.holders or made.rows[own].leaving:
@@ -413,26 +446,31 @@ def may_leave(made: Round) -> bool:
 
 
 def find_last_to_leave(position: Position, left: Collection[int], own: int) -> LastToLeave | None:
-    """Return the groups that leave with this one and save the state first.
+    """Return the last groups with the job's state, if this group is one of them.
 
     Args:
-        position: of this group, which leaves.
-        left: slots of the groups whose rows showed `leaving`, in any rank's last round.
+        position: this group's position. The group leaves.
+        left: slots of the groups whose rows showed `leaving`. The ranks of this group may have seen
+            different rows in their last round, and have joined them.
         own: slot of this group.
 
     Returns:
         None if this group need not save.
     """
+    # The keepers are the groups that had the job's state after the last round, and had started.
     keepers = set(position.keepers)
     if own not in keepers or position.corrupt or not position.standing.has_state:
         return None
     staying = keepers.difference(left, {own})
     if own in left:
-        # All keepers have read that this group leaves. One that stays keeps the state.
-        return None if staying else LastToLeave(tuple(sorted(keepers)), agreed=True)
+        # All keepers have read that this group leaves.
+        if staying:
+            return None  # they keep the state
+        return LastToLeave(tuple(sorted(keepers)), agreed=True)
     if not staying:
         # All others leave, and believe that this group trains on. So this group saves.
         return LastToLeave((own,), agreed=True)
-    # The others hang, or are in a long round, and nobody knows which of them stay. The first group
-    # that lives saves. If others train on, the save costs only time of the groups that leave.
+    # This group leaves without a round in which it could tell the others: they hang, or are in a
+    # long round. Nobody knows which of them stay. If some do, a save is superfluous, and costs only
+    # time of the groups that leave.
     return LastToLeave(tuple(sorted(staying | {own})), agreed=False)

@@ -1,10 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The meaning of the rows of one exchange: who holds the job's state, and whose gradients count.
+"""The meaning of the rows of one exchange: which groups hold the job's state, whose gradients count.
 
-Pure functions of the rows. All members judge the same rows, and come to the same verdict.
-
-See docs/exchange.md.
+All functions are pure. All members judge the same rows, and come to the same verdict. See
+docs/exchange.md.
 """
 
 from __future__ import annotations
@@ -18,26 +17,28 @@ from titan_ft.protocol.row import Row, Standing
 
 @dataclass(frozen=True)
 class Verdict:
-    """The meaning of the rows of one exchange. Ranks are those of the quorum.
+    """The meaning of the rows of one exchange.
+
+    A rank here is a member's number in the quorum. Each tuple has the ranks of some members.
 
     Attributes:
-        step: committed updates in the holders' state. The exchange makes the next one.
+        step: committed updates in the holders' state. The exchange is for the next update.
         holders: ranks that hold the job's state.
         strays: ranks that claim to hold the state, and differ from the majority. They must heal.
         corrupt: the strays whose state has the holders' lineage and other bytes.
         tie: the bytes differ, and there is no majority.
         digest: of the holders' bytes; 0 = no holder has taken it.
         verified: all holders have taken the digest.
-        duplicates: holders that have read data for this step which another holder has read too.
-            Their gradients do not count.
+        duplicates: holders that have trained data which another holder has trained too. Their
+            gradients do not count.
         ready: holders that train on.
         contributors: the ready ranks whose gradients count.
         excluded: the ready ranks that leave their gradients out, because they are not finite.
         holding_back: the ready ranks that keep their gradients, because the step could not be
             committed.
-        opening: the ready ranks that have just applied an update, and make this round only for
-            groups that missed it (`Row.opening`).
-        unfinished: the ready ranks that have steps of their round left (`Row.unfinished`).
+        opening: the ready ranks that have just applied an update, and make this round for groups
+            that missed it (`Row.opening`).
+        unfinished: the ready ranks that have local steps left (`Row.unfinished`).
         offering: holders that may offer their state. A holder that has not started may not offer
             while others train: its ledger lists no readers.
         awaited_joiners: joiners that asked the others to hold their next update.
@@ -68,7 +69,7 @@ class Verdict:
 
     @property
     def may_update(self) -> bool:
-        """True if a ready member has made all of its steps, so that this round may be an update."""
+        """True if a ready member is neither opening nor unfinished, so this may be an update."""
         without_update = {*self.opening, *self.unfinished}
         return any(rank not in without_update for rank in self.ready)
 
@@ -84,11 +85,10 @@ def judge(rows: Sequence[Row], slots_read: Sequence[Collection[int]] | None = No
     same_step = [rank for rank in claims if rows[rank].step == step]
     same_lineage = _find_majority_lineage(rows, same_step)
     digest, tie = _find_digest(rows, same_lineage)
-    # A rank that has taken no digest counts as one with the right bytes.
+    # A rank without a digest counts as one with the right bytes.
     same_bytes = tuple(rank for rank in same_lineage if rows[rank].digest in (0, digest))
     holders = () if tie else same_bytes
-    # A set: each member is looked up, and there may be a thousand.
-    sound = frozenset(holders)
+    sound = frozenset(holders)  # a set, because there may be a thousand look-ups
     duplicates = _find_duplicates(holders, slots_read or [()] * len(rows))
     ready = tuple(rank for rank in holders if rows[rank].standing is Standing.READY)
     contributors = _find_contributors(rows, ready, duplicates)
@@ -130,11 +130,11 @@ def find_sum_spoilers(rows: Sequence[Row]) -> list[int]:
 
 
 def _find_step(rows: Sequence[Row], claims: Sequence[int]) -> int:
-    """Return the number of updates in the job's state: the most that a member claims.
+    """Return the number of updates in the job's state: the largest number that a member claims.
 
-    Exception: if more training members are one update behind than members are ahead, their step is
-    the job's. The exchange was complete for the members ahead, and broke for the others. The groups
-    behind kept their gradients, so the groups ahead heal.
+    There is one exception. An exchange may be complete for some members, and break for the others.
+    Then some members are one update ahead. If more training members are behind than ahead, the
+    state of those behind is the job's: they have kept their gradients, and the members ahead heal.
     """
     if not claims:
         return max(row.step for row in rows)
@@ -146,17 +146,17 @@ def _find_step(rows: Sequence[Row], claims: Sequence[int]) -> int:
     num_behind = 0
     for rank in claims:
         row = rows[rank]
-        # An unfinished member may have loaded a state that was offered while the exchange was under
-        # way. Its gradients are in the update already.
+        # An unfinished member does not count as behind: it may have loaded a state that was offered
+        # during the exchange. Its gradients are in the update already.
         if row.step == latest - 1 and row.training and not row.unfinished:
             num_behind += 1
     return latest - 1 if num_behind > len(ahead) else latest
 
 
 def _find_majority_lineage(rows: Sequence[Row], ranks: Sequence[int]) -> list[int]:
-    """Return the ranks with the most common lineage; if several are, with that of the lowest rank.
+    """Return the ranks with the most common lineage; in a tie, with the lowest rank's lineage.
 
-    States of different lineage are all sound. So any choice will do that all members make alike.
+    States of different lineages are all sound, so the choice only has to be the same on all members.
     """
     if not ranks:
         return []
@@ -166,11 +166,12 @@ def _find_majority_lineage(rows: Sequence[Row], ranks: Sequence[int]) -> list[in
 
 
 def _find_digest(rows: Sequence[Row], same_lineage: Sequence[int]) -> tuple[int, bool]:
-    """Return the digest of the right bytes (0 = no rank has taken one), and whether there is a tie.
+    """Return the digest of the right bytes, and whether there is a tie.
 
-    Different bytes of one lineage mean that some are corrupt. Only a majority of the ranks that
-    took a digest tells which. At step 0 nothing is trained yet: the lowest rank's initial state is
-    as good as any other.
+    If states of one lineage have different bytes, some are corrupt. The digest of the majority is
+    right; without a majority there is a tie. At step 0 there is no tie, because nothing is trained
+    yet: the lowest rank's initial state is as good as any other. The digest is 0 if no rank has
+    taken one.
 
     A group that has not trained yet loaded a checkpoint, perhaps one that a corrupt group wrote. So
     its digest is no independent vote for bytes that a training group shows as well.
@@ -180,10 +181,12 @@ def _find_digest(rows: Sequence[Row], same_lineage: Sequence[int]) -> tuple[int,
     for rank in same_lineage:
         row = rows[rank]
         if row.digest:
-            (trained if row.training else loaded).append(row.digest)
-    # Beside groups that train, each loaded digest counts once, and only if no trained group shows
-    # it.
-    votes = trained + sorted({*loaded} - {*trained}) if trained else loaded
+            digests = trained if row.training else loaded
+            digests.append(row.digest)
+    votes = loaded
+    if trained:
+        # Each loaded digest has one vote, and only if no trained group shows it.
+        votes = trained + sorted({*loaded} - {*trained})
     if not votes:
         return 0, False
     (digest, most), *others = Counter(votes).most_common(2)
@@ -196,11 +199,11 @@ def _find_duplicates(
     holders: Sequence[int],
     slots_read: Sequence[Collection[int]],
 ) -> tuple[int, ...]:
-    """Return the holders that read a slot which another holder keeps.
+    """Return the holders that have read a slot which another holder has read too.
 
-    A group may come back to a step in which another group has taken over its slot and still waits
-    to commit. The group that has read the most slots keeps its gradients: the group that came back
-    has read its own slot only.
+    A group may come back during a step in which another group has taken over its slot. The group
+    with most slots keeps its gradients, because the group that came back has read its own slot
+    only.
     """
     taken: set[int] = set()
     duplicates = []

@@ -366,8 +366,8 @@ def test_the_first_step_waits_for_all_groups_up_to_a_time() -> None:
         for seconds in (5.0, 5.5):
             assert decide(
                 Position(), made, config(rank, start_timeout_seconds=seconds)
-            ) == StartTraining(missing=1)
-        assert decide(Position(), made, config(rank, size=2)) == StartTraining(missing=0)
+            ) == StartTraining(num_missing=1)
+        assert decide(Position(), made, config(rank, size=2)) == StartTraining(num_missing=0)
         act = decide(Position(), made, config(rank, start_timeout_seconds=5.0, min_replica_size=3))
         assert isinstance(act, GiveUp)
         assert "min_replica_size" in str(act.error)
@@ -382,7 +382,7 @@ def test_a_group_that_comes_to_others_that_wait_in_their_first_step_waits_with_t
     act = decide(
         Position(), made_of(rows, 1), config(1, start_timeout_seconds=5.0, min_replica_size=3)
     )
-    assert act == StartTraining(missing=1)
+    assert act == StartTraining(num_missing=1)
 
 
 def test_a_group_in_start_heals_if_the_round_is_an_update() -> None:
