@@ -171,8 +171,8 @@ class Run:
         self.schedulers.step()
         self.progress.step += self.per_round
         self.progress.ntokens_seen += 64
-        self.position.start_at(self.updates_of(self.progress.step))
-        self.position.restore_lineage(LINEAGE + self.progress.step)
+        self.position.set_step(self.updates_of(self.progress.step))
+        self.position.set_lineage(LINEAGE + self.progress.step)
         slots = range(self.ledger.num_slots)
         state = loader_state(self.progress.step)
         entries = [Entry(slot, self.ledger.end(slot), 1, state) for slot in slots]

@@ -249,7 +249,7 @@ def donor_shows_no_digest(patch: Patch) -> None:
 
     def load(former: Callable[..., bool], self: Any) -> bool:
         with lent(
-            self._rounds, compute_digest=lambda: self._position.note_digest(self._healing.digest)
+            self._rounds, compute_digest=lambda: self._position.set_digest(self._healing.digest)
         ):
             return former(self)
 
@@ -307,7 +307,7 @@ def load_keeps_digest(patch: Patch) -> None:
     def load(former: Callable[..., bool], self: Any) -> bool:
         digest = self._position.digest
         with lent(
-            self._rounds, compute_digest=lambda: self._position.note_digest(self._healing.digest)
+            self._rounds, compute_digest=lambda: self._position.set_digest(self._healing.digest)
         ):
             is_loaded = former(self)
         self._position.digest = digest
@@ -661,7 +661,7 @@ def fetched_bytes_not_compared(patch: Patch) -> None:
 
     def load(former: Callable[..., bool], self: Any) -> bool:
         with lent(
-            self._rounds, compute_digest=lambda: self._position.note_digest(self._healing.digest)
+            self._rounds, compute_digest=lambda: self._position.set_digest(self._healing.digest)
         ):
             return former(self)
 

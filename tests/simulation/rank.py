@@ -528,9 +528,9 @@ class Rank:
             )
             world.kernel.sleep(0.1 * world.kernel.rng.random())
             self.state.load(snapshot)
-            self.position.restore_lineage(snapshot.lineage)
+            self.position.set_lineage(snapshot.lineage)
             check_same_state(folder.PATH, step, snapshot.lineage, gather)
-            self.position.note_saved(step)
+            self.position.set_saved_step(step)
             world.loaded(self)
 
     def _step(self) -> None:

@@ -192,7 +192,7 @@ class Saves:
             self._failed = save.step
             rank.world.save_failed(rank, save.step)
             return
-        rank.position.note_saved(max(rank.position.saved_step, save.step))
+        rank.position.set_saved_step(max(rank.position.saved_step, save.step))
         self._published.add(save.step)
 
     def _await(self, seconds: float) -> None:

@@ -746,7 +746,7 @@ def test_a_state_that_was_offered_and_is_lost_is_not_begun_anew_silently(
     loss and ends.
     """
     if not heard:
-        monkeypatch.setattr(Position, "note_seen", lambda position, step: None)
+        monkeypatch.setattr(Position, "raise_seen_step", lambda position, step: None)
     fault_tolerance = {
         "enable": True,
         "group_size": 2,

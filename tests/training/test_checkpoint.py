@@ -184,10 +184,10 @@ def test_the_last_round_is_saved_where_a_shorter_one_was_resumed_from(
     """
     run = make_run()
     run.per_round = 10
-    run.position.start_at(3)
-    run.position.note_saved(3)
+    run.position.set_step(3)
+    run.position.set_saved_step(3)
     run.progress.step = 30
-    run.position.start_at(4)
+    run.position.set_step(4)
     run.checkpoints.save(30, last_step=True)
     assert complete_steps(run.folder) == [30]
     assert run.position.saved_step == 4
@@ -474,7 +474,7 @@ def test_the_last_save_is_made_up_for_by_who_goes_on_from_the_last_step(
     run = make_run(slot=1, adapter=Exporter(), last_save_in_hf=True, last_save_model_only=True)
     assert run.checkpoints.load()
     assert run.loaded == [6]
-    run.position.start_at(6)
+    run.position.set_step(6)
     run.checkpoints.finish(6)
     assert complete_steps(run.folder) == [5, 6]
     assert (run.folder / "step-6" / "model.safetensors.index.json").exists()
@@ -493,7 +493,7 @@ def test_a_last_save_of_the_model_only_is_no_state_to_go_on_from(
         each.is_writer = each is run
         each.train(6)
         each.checkpoints.save(6, last_step=True)
-        each.position.note_saved(6)  # as the other one hears it
+        each.position.set_saved_step(6)  # as the other one hears it
     assert ["model_only" in told for told in run.events.named("checkpoint_saved")] == [False, True]
     assert not other.checkpoints.holds_state(6)
     assert leave(run)
@@ -512,9 +512,9 @@ def test_the_same_state_by_whoever_is_found(make_run: Callable[..., Run]) -> Non
     assert not other.checkpoints.holds_state(1)
     assert leave(run)
     assert other.checkpoints.holds_state(1)
-    other.position.restore_lineage(7)
+    other.position.set_lineage(7)
     assert not other.checkpoints.holds_state(1)
-    other.position.restore_lineage(run.position.lineage)
+    other.position.set_lineage(run.position.lineage)
     (run.folder / "step-1" / MANIFEST).write_text("{")
     assert not other.checkpoints.holds_state(1)
 
@@ -1002,7 +1002,7 @@ def test_a_withdrawal_spares_what_another_group_has_saved(make_run: Callable[...
     run, other = make_run(), make_run(slot=1)
     run.train(5)
     run.position.saved_corrupt = True
-    other.position.start_at(5)
+    other.position.set_step(5)
     other.checkpoints.save(5)
     run.checkpoints.withdraw()
     assert complete_steps(run.folder) == [5]
@@ -1021,7 +1021,7 @@ def test_a_slow_save_of_a_corrupt_state_replaces_nothing(
         gate = Gate(patch)
         run.train(5)
     run.position.saved_corrupt = True
-    other.position.start_at(5)
+    other.position.set_step(5)
     other.checkpoints.save(5)
     gate.open.set()
     run.checkpoints.withdraw()
@@ -1571,7 +1571,7 @@ def test_a_run_that_was_lost_behind_its_last_save_comes_back(make_run: Callable[
     other = make_run()
     assert other.checkpoints.load()
     assert other.progress.step == 5
-    run.position.start_at(7)
+    run.position.set_step(7)
     run.checkpoints.save(7, last_step=True)  # purges step 5
     with pytest.raises(ConfigError, match="got a model only"):
         make_run().checkpoints.load()

@@ -26,7 +26,7 @@ def begin(make_run: MakeRun, **settings: object) -> Run:
     run = make_run(**settings)
     run.heals = False
     run.load()
-    run.position.start_at(run.progress.step)
+    run.position.set_step(run.progress.step)
     return run
 
 

@@ -674,7 +674,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_called_damaged(
     other = make_run()
 
     def replace_and_fail(*_: Any) -> None:
-        run.position.start_at(11)
+        run.position.set_step(11)
         run.checkpoints.save(10, last_step=True)
         raise RuntimeError("PytorchStreamReader failed reading zip archive")
 

@@ -295,7 +295,7 @@ def test_transformers_loads_an_export(make_run: MakeRun, tmp_path: Path) -> None
     )
     adapter = Llama3StateDictAdapter(args, str(tmp_path / "assets"))
     run = make_run(adapter=adapter, model=model, **EXPORT)
-    run.position.start_at(6)
+    run.position.set_step(6)
     run.progress.step = 6
     run.checkpoints.save(6, last_step=True)
     run.checkpoints.raise_last_failure()

@@ -249,7 +249,7 @@ def test_a_save_under_way_is_not_taken_for_what_was_left(
 
     monkeypatch.setattr(FileSystemWriter, "write_data", write_late)
     run.train(5)
-    other.position.start_at(7)
+    other.position.set_step(7)
     other.checkpoints.save(7, last_step=True)
     other.wait_for_purge()
     assert other.names() == ["partial-5-group-0", "step-7"]

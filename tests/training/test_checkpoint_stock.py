@@ -92,7 +92,7 @@ def save_in_mid_data(make_run: MakeRun, read_of: dict[int, int]) -> tuple[Run, F
     for slot, number in read_of.items():
         read(run, feed, slot, number)
     run.progress.step = 5
-    run.position.start_at(5)
+    run.position.set_step(5)
     run.checkpoints.save(5)
     return run, feed
 
@@ -152,7 +152,7 @@ def test_ours_reads_no_pickle(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
     pickled = pickle.dumps(Mine())
     monkeypatch.setattr(checkpoint_states, "pickle", SimpleNamespace(dumps=lambda _: pickled))
     run.progress.step = 10
-    run.position.start_at(10)
+    run.position.set_step(10)
     run.checkpoints.save(10)
     other = make_run()
     assert other.load()
@@ -206,7 +206,7 @@ def test_tokens_are_counted_as_each_of_them_counts(make_run: MakeRun, tmp_path: 
     """
     run, _ = save_in_mid_data(make_run, {0: 3, 1: 3})
     run.progress.ntokens_seen = 1001
-    run.position.start_at(10)
+    run.position.set_step(10)
     run.progress.step = 10
     run.checkpoints.save(10)
     other = make_run()

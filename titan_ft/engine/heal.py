@@ -216,7 +216,7 @@ class Heal:
 
     def _start_asking(self) -> None:
         """Begin a heal in phase ASKING."""
-        self._position.fall_behind()
+        self._position.start_heal()
         self._holder_watch.reset()
         self._pace = _Pace()
         self._search.restart()
@@ -252,7 +252,7 @@ class Heal:
     def _set_healing(self, healing: Healing) -> None:
         """Make a transition. This group's next row shows it to the others."""
         self._healing = healing
-        self._position.show(healing)
+        self._position.show_heal(healing)
 
     def _is_in(self, phase: Phase) -> bool:
         return self._healing.phase is phase
@@ -358,7 +358,7 @@ class Heal:
             Leaving: the group got a leave request.
         """
         if any(self._group.gather(self._rounds.leave_requested)):
-            self._position.leave()
+            self._position.mark_leaving()
             raise Leaving
 
     def _wait_briefly(self) -> None:
@@ -453,7 +453,7 @@ class Heal:
         slots = tuple(read_leader(slot) for slot in own_slots)
         # Remember the offered step. If its holders die before a round shows it, the job must not
         # silently start over.
-        self._position.note_seen(step)
+        self._position.raise_seen_step(step)
         return Offer(slots, step, lineage, digest, milliseconds, elapsed_milliseconds)
 
     def _start_attempt(self, offer: Offer) -> None:
@@ -672,7 +672,7 @@ class Heal:
         assert self._attempt is not None, "a state is fetched before it is loaded"
         self._state.load(self._attempt.get_snapshot())
         self._exchange.drop_residuals()
-        self._position.load(self._healing.from_step, self._healing.lineage)
+        self._position.adopt_state(self._healing.from_step, self._healing.lineage)
         self._set_healing(self._healing.mark_loaded())
         self._rounds.compute_digest()
         if not self._healing.is_confirmed:

@@ -37,20 +37,20 @@ class HolderWatch:
         """Forget the former heal."""
         self._alone_since = None
         self._outsiders = []
-        self._position.note_alone(0.0)
+        self._position.set_alone_seconds(0.0)
 
     def look_for_holders(self, made: Round) -> None:
         """Look whether a round had a holder, and update the position's `alone_seconds`."""
         if made.verdict.holders:
             self._alone_since = None
-            self._position.note_alone(0.0)
+            self._position.set_alone_seconds(0.0)
             return
         now = self._group.clock()
         # A group inside a long step is in no quorum before its end, and may be a holder. So any
         # living group outside of the quorum is a sign.
         if self._alone_since is None or any(self._group.gather(self._find_outsiders(made))):
             self._alone_since = now
-        self._position.note_alone(now - self._alone_since)
+        self._position.set_alone_seconds(now - self._alone_since)
 
     def _find_outsiders(self, made: Round) -> int:
         """Return how many groups live and are not in the quorum, as rank 0 sees it.

@@ -162,7 +162,7 @@ class Rounds:
         """
         if self._drain.wait_for_others(lambda: self._membership.quorum_ready, self._wait_briefly):
             return self._membership.await_quorum()
-        self._position.leave()
+        self._position.mark_leaving()
         raise Leaving
 
     def _wait_briefly(self) -> None:
@@ -424,7 +424,7 @@ class Rounds:
         self._drain.before_vote(lambda: self._may_leave(made))
         worked = self._membership.vote(self._position.step, made is not None)
         if self._drain.after_vote():
-            self._position.leave()
+            self._position.mark_leaving()
         return worked
 
     def _may_leave(self, made: Round | None) -> bool:
@@ -447,7 +447,7 @@ class Rounds:
         self.waits.note_broken(quorum.processes, started + seconds)
         logger.warning("the exchange after %s %d broke: %s", self._strategy.unit, step, error)
         self._events.emit(ExchangeFailed(error=error, seconds=seconds, step=step))
-        self._position.note_broken()
+        self._position.count_broken_round()
         return Broken(error, gave_nonfinite=any(self._group.gather(int(gave_nonfinite))))
 
     # Digests and the report
@@ -460,7 +460,7 @@ class Rounds:
         """
         digest = self._state.digest()
         parts = self._group.gather(fold48(digest))
-        self._position.note_digest(fold48(str(parts)))
+        self._position.set_digest(fold48(str(parts)))
         return digest
 
     def _digest_before(self, contribution: Contribution, use: GradientUse) -> None:

@@ -539,7 +539,7 @@ class RoundStrategy(StepStrategy):
             is_over = partial(self._replica.lacks_time, 0.0, OWN_SHARE)
             if self._training.lacks_state() and self._replica.await_others(is_over):
                 return True
-        self._position.leave()
+        self._position.mark_leaving()
         raise Leaving
 
     def go_back_to_update(self) -> None:

@@ -167,9 +167,9 @@ class ReplicaDimension:
         Returns:
             True if the others are further, so that this group must `heal`.
         """
-        self._position.start_at(step)
+        self._position.set_step(step)
         if self._heal.await_offer(step):
-            self._position.start_at(0)
+            self._position.set_step(0)
             return True
         # A rank that could not reach the others may know their steps only in part.
         latest = max(self._group.gather(self._rounds.get_quorum().max_step))
@@ -177,8 +177,8 @@ class ReplicaDimension:
             return False
         # Remember their step. If the others die before a round shows it, the job's state is lost,
         # and the job must not silently start over.
-        self._position.note_seen(latest)
-        self._position.start_at(0)
+        self._position.raise_seen_step(latest)
+        self._position.set_step(0)
         return True
 
     def start(self, step: int) -> bool:
@@ -200,7 +200,7 @@ class ReplicaDimension:
         started_at = self._group.clock()
         outsiders_seen_at = -math.inf
         outcome: Round | Broken | None = None
-        self._position.start_at(step)
+        self._position.set_step(step)
         self.digest_if_due()
         while True:
             now = self._group.clock()
@@ -210,7 +210,7 @@ class ReplicaDimension:
             if is_soon_over and isinstance(outcome, Round) and self._look_for_outsiders(outcome):
                 outsiders_seen_at = now
             has_outsiders = now - outsiders_seen_at < ALONE_SECONDS
-            self._position.note_wait(0.0 if has_outsiders else waited)
+            self._position.set_waited_seconds(0.0 if has_outsiders else waited)
             outcome = self._rounds.make()
             match decide(self._position, outcome, self._config):
                 case decisions.StartTraining(num_missing) if isinstance(outcome, Round):
@@ -396,7 +396,7 @@ class ReplicaDimension:
                 excluded,
             )
             self._events.emit(GradientExcluded(step=update.step, slots=excluded))
-        self._position.note_excluded(excluded, self._config.replica_id)
+        self._position.count_exclusion(excluded, self._config.replica_id)
         self._position.advance(update)
         self._compare_speeds(made)
         if not self._pauses_after(update.step):
@@ -563,7 +563,7 @@ class ReplicaDimension:
             groups that held the final state may have died.
         """
         digest = self._rounds.compute_digest()
-        self._position.finish()
+        self._position.mark_finished()
         started_at = self._group.clock()
         deadline = started_at + FINISH_SECONDS
         is_complete = False

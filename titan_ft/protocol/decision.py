@@ -156,7 +156,7 @@ def decide(position: Position, outcome: Round | Broken, config: FaultTolerance) 
     """Decide what a group does after a round.
 
     Args:
-        position: the group's position after the round (`Position.observe` or `note_broken`).
+        position: the group's position after the round (`Position.observe` or `count_broken_round`).
     """
     decision = _decide(position, outcome, config)
     # A group that leaves still applies an update, and still ends with an error.

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A group's place in the job: the state that it holds, and what it has heard from the others.
+"""A group's place in the job: its state, its activity, and its knowledge of the other groups.
 
 See docs/design.md, "Four values".
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from titan_ft.protocol.healing import Healing, Phase
+from titan_ft.protocol.healing import NO_DONOR, Healing, Phase
 from titan_ft.protocol.round import Round, Update
 from titan_ft.protocol.row import Standing
 
@@ -19,70 +19,77 @@ from titan_ft.protocol.row import Standing
 class Position:
     """One group's place in the job, as its row shows it to the others. Equal on all of its ranks.
 
-    Training thread only. The fields are for reading. They change by the methods below only, each of
-    which is one event of a group's life. All ranks of a group call the same methods in the same
-    order, with values that they have agreed on. A round that breaks changes `broken_rounds` alone.
+    `Rounds`, `ReplicaDimension`, `Heal` and the checkpoints call the methods, on the training
+    thread. Other code may read the fields, and must not write them. All ranks of a group call the
+    same methods in the same order, with values that they have agreed on.
 
-    The class is not split into parts with one writer each. An event such as a round, or the end of
-    a heal, changes several fields at once, and a state between these writes would mean nothing.
+    Each method is one event, such as a round or the end of a heal. It changes all fields that the
+    event concerns. So the class is not split into parts with one writer each. A round that breaks
+    changes `broken_rounds` alone.
     """
 
     # The state.
     step: int = 0  # committed updates in the state
     lineage: int = 0
     digest: int = 0  # of the state's bytes; 0 = not taken since the last update
-    corrupt: bool = False  # the bytes are not those of the lineage: only a donor's state will do
-    saved_corrupt: bool = False  # the checkpoints since `agreed_step` are to be withdrawn
+    corrupt: bool = False  # the bytes are wrong: the group needs a donor's state
+    saved_corrupt: bool = False  # the group must withdraw its checkpoints after `agreed_step`
 
-    # What the group does.
+    # The group's activity.
     standing: Standing = Standing.READY  # before training, every initial state is the job's
     training: bool = False  # the job's first step has begun, as far as this group knows
-    leaving: bool = False  # the group has agreed to leave; it requests no more quorums
-    broken_rounds: int = 0  # in a row
-    # For the job's first step, by the group's clock; 0 while groups live outside of the quorum.
+    leaving: bool = False  # the ranks have agreed to leave: the group requests no more quorums
+    broken_rounds: int = 0  # number of broken rounds since the last one that worked
+    # How long the group has waited for the job's first step, by the group's clock. 0 while groups
+    # live outside of the quorum.
     waited_seconds: float = 0.0
-    exclusions: int = 0  # steps in a row that were made without this group's gradients
+    exclusions: int = 0  # number of steps in a row that were made without this group's gradients
 
-    # The heal under way, as `show` copies it from `Healing`.
-    donor: int = -1  # slot of the donor
+    # The heal under way, as `show_heal` copies it from `Healing`.
+    donor: int = NO_DONOR  # slot of the donor that the row names
     from_step: int = 0  # committed updates in the state that the donor serves
-    # Step of the state after the fetched state is loaded and replayed; 0 = no state is fetched.
+    # Committed updates in the fetched state after its replay; 0 = no state is fetched.
     target: int = 0
     others_wait: bool = False  # the others hold their next update for this group
-    alone_seconds: float = 0.0  # without a holder of the state in sight, by the group's clock
+    alone_seconds: float = 0.0  # time without a sign of a holder, by the group's clock
 
-    # What the group has heard.
-    seen_step: int = 0  # largest number of committed updates
-    saved_step: int = 0  # of the latest complete checkpoint
-    agreed_step: int = 0  # of the latest digest that all holders had alike
-    peers: tuple[int, ...] = ()  # slots that were ready in the last round
-    keepers: tuple[int, ...] = ()  # slots that trained on with the job's state after the last round
+    # Knowledge from the rows of all groups.
+    seen_step: int = 0  # largest number of committed updates of any group
+    saved_step: int = 0  # step of the latest complete checkpoint
+    agreed_step: int = 0  # step of the latest state for which all holders had the same digest
+    peers: tuple[int, ...] = ()  # slots of the groups that were ready in the last round
+    # Slots of the groups that held the job's state in the last round, and had started to train.
+    keepers: tuple[int, ...] = ()
     left: set[int] = field(default_factory=set)  # slots that left in order; may differ by rank
 
     @property
     def claimed_step(self) -> int:
-        """Step that this group can reach without a donor. The lighthouse and the rows get it."""
+        """Number of updates in the state that this group can reach without a donor.
+
+        The group reports this number to the lighthouse and in its rows.
+        """
         if self.target:
             return self.target
         return 0 if self.corrupt else self.step
 
     @property
     def newest_step(self) -> int:
-        """Most updates that another group may have without voiding this group's claim to the state.
+        """If another group has more updates than this, this group no longer claims the job's state.
 
-        One more update than this group's own may be that of a group whose exchange was complete
-        when it broke for the rest. The rows then settle which groups heal.
+        A group that trains still claims it if another group is one update ahead. The exchange may
+        have been complete for the other group, and broken for the rest. Then the rows settle which
+        groups heal.
         """
-        return self.step + (1 if self.training else 0)
+        return self.step + 1 if self.training else self.step
 
     # Rounds
 
-    def note_broken(self) -> None:
+    def count_broken_round(self) -> None:
         """Count a round that broke."""
         self.broken_rounds += 1
 
     def observe(self, made: Round) -> None:
-        """Take in the rows of a round that worked."""
+        """Update the group's knowledge by the rows of a round that worked."""
         verdict, rows = made.verdict, made.rows
         self.broken_rounds = 0
         self.seen_step = max(self.seen_step, *(row.seen_step for row in rows))
@@ -90,12 +97,12 @@ class Position:
         self.left -= {row.slot for row in rows}
         self.left |= {row.slot for row in rows if row.leaving}
         self.peers = tuple(made.slots(verdict.ready))
-        # A group that has loaded a checkpoint and has not started is no keeper: it misses the next
-        # update of the others, and heals.
+        # A group that has loaded a checkpoint and has not started does not count: it misses the next
+        # update of the others, and must heal.
         self.keepers = tuple(rows[rank].slot for rank in verdict.holders if rows[rank].training)
         if verdict.corrupt:
-            # A group with other bytes may have written the checkpoints since the last agreement.
-            # Another group saves.
+            # A corrupt group may have written the checkpoints since the last agreement. So they do
+            # not count, and a sound group saves again.
             self.saved_step = min(self.saved_step, self.agreed_step)
             if made.quorum.rank in verdict.corrupt:
                 self.corrupt = self.saved_corrupt = True
@@ -104,7 +111,9 @@ class Position:
         self._drop_saves_ahead(made)
 
     def _drop_saves_ahead(self, made: Round) -> None:
-        """Count no checkpoint of an update that the job goes back from. Its writer withdraws it."""
+        """Do not count checkpoints of updates that the job goes back from. Their writer withdraws
+        them.
+        """
         verdict = made.verdict
         if verdict.tie:
             return
@@ -115,22 +124,22 @@ class Position:
             self.agreed_step = verdict.step
             self.saved_corrupt = True
 
-    def note_seen(self, step: int) -> None:
-        """Learn that other groups hold the state after `step` updates."""
+    def raise_seen_step(self, step: int) -> None:
+        """Note that another group holds the state after `step` updates."""
         self.seen_step = max(self.seen_step, step)
 
-    def leave(self) -> None:
-        """All ranks of the group have agreed to leave."""
+    def mark_leaving(self) -> None:
+        """Note that all ranks of the group have agreed to leave."""
         self.leaving = True
 
     # The state
 
-    def start_at(self, step: int) -> None:
-        """Hold the initial state, or that of a checkpoint after `step` updates."""
+    def set_step(self, step: int) -> None:
+        """Note that the group holds the initial state (0), or a checkpoint after `step` updates."""
         self.step = step
 
-    def restore_lineage(self, lineage: int) -> None:
-        """Take over the lineage of a checkpoint."""
+    def set_lineage(self, lineage: int) -> None:
+        """Set the lineage of a loaded checkpoint."""
         self.lineage = lineage
 
     def advance(self, update: Update) -> None:
@@ -141,50 +150,55 @@ class Position:
         self.training = True
         self.seen_step = max(self.seen_step, update.step)
 
-    def note_excluded(self, slots: Sequence[int], own: int) -> None:
-        """Note which groups' gradients the step under way is made without."""
+    def count_exclusion(self, slots: Sequence[int], own: int) -> None:
+        """Count the steps in a row that are made without this group's gradients.
+
+        Args:
+            slots: groups whose gradients are not in the present step.
+            own: this group's slot.
+        """
         self.exclusions = self.exclusions + 1 if own in slots else 0
 
-    def load(self, step: int, lineage: int) -> None:
-        """Hold a donor's state."""
+    def adopt_state(self, step: int, lineage: int) -> None:
+        """Note that the group has loaded a donor's state."""
         self.step = step
         self.lineage = lineage
         self.digest = 0
         self.corrupt = False
 
     def mark_corrupt(self) -> None:
-        """The loaded bytes are not those that the holders agreed on."""
+        """Note that the loaded bytes are not those that the holders agreed on."""
         self.corrupt = True
 
-    def note_digest(self, digest: int) -> None:
-        """Note the digest of the state as it is now."""
+    def set_digest(self, digest: int) -> None:
+        """Set the digest of the present state. It is dropped at the next update."""
         self.digest = digest
 
     # Phases
 
-    def note_wait(self, seconds: float) -> None:
-        """Note how long this group has waited for the job's first step."""
+    def set_waited_seconds(self, seconds: float) -> None:
+        """Set how long this group has waited for the job's first step."""
         self.waited_seconds = seconds
 
     def mark_training(self) -> None:
-        """The job's first step begins, with the other groups."""
+        """Note that the job's first step begins, with the other groups."""
         self.training = True
 
-    def fall_behind(self) -> None:
-        """Give up the claim to the job's state."""
+    def start_heal(self) -> None:
+        """Give up the claim to the job's state. The job has started."""
         self.training = True
-        self.show(Healing())
+        self.show_heal(Healing())
 
-    def finish(self) -> None:
-        """Hold the final state, and stay for the groups that need it."""
+    def mark_finished(self) -> None:
+        """Note that the group holds the final state. It stays for the groups that need it."""
         self.standing = Standing.FINISHED
 
     # The heal
 
-    def show(self, healing: Healing) -> None:
-        """Show the other groups where this group's heal is.
+    def show_heal(self, healing: Healing) -> None:
+        """Copy the state of the heal into the fields that the next row shows.
 
-        Once all ranks have the fetched state, the group claims the step that the replay leads to.
+        When all ranks have the fetched state, the group claims the step that the replay leads to.
         """
         is_fetched = healing.phase is Phase.REPLAYING
         self.standing = healing.standing
@@ -193,22 +207,22 @@ class Position:
         self.target = healing.target_step if is_fetched else 0
         self.others_wait = healing.others_wait
 
-    def note_alone(self, seconds: float) -> None:
-        """Note how long no holder of the state has been in sight; 0 = one is."""
+    def set_alone_seconds(self, seconds: float) -> None:
+        """Set the time without a sign of a holder; 0 = the last round had a holder."""
         self.alone_seconds = seconds
 
     def roll_back(self) -> None:
-        """Take this group's own state, the latest that is left, for the job's."""
-        self.show(Healing(Phase.READY))
+        """Note that this group's own state is the job's now, because no later one is left."""
+        self.show_heal(Healing(Phase.READY))
         self.seen_step = self.step
 
     # Checkpoints
 
-    def note_saved(self, step: int) -> None:
-        """Count a complete checkpoint."""
+    def set_saved_step(self, step: int) -> None:
+        """Set the step of the latest complete checkpoint."""
         self.saved_step = step
 
     def withdraw_saved(self) -> None:
-        """Count no checkpoint of a corrupt state. A group with the job's state saves again."""
+        """Do not count checkpoints of a corrupt state. A sound group saves again."""
         self.saved_step = min(self.saved_step, self.agreed_step)
         self.saved_corrupt = False

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The outcome of a round: a round that worked, with the update that it may be, or a broken one.
+"""The outcome of a round: `Round` if it worked, else `Broken`. A round may be an `Update`.
 
 See docs/exchange.md.
 """
@@ -28,7 +28,7 @@ class UpdateSums(Protocol):
         """Return a copy, which outlives the next exchange."""
 
     def write(self, scale: float | None = None) -> None:
-        """Set the gradients to the sums times `scale`; None = to the means, weighted by group."""
+        """Set the gradients to the sums times `scale`; None = to the weighted means of the groups."""
 
 
 class NoSums:
@@ -50,16 +50,17 @@ NO_SUMS = NoSums()
 
 @dataclass(frozen=True)
 class Update:
-    """A committed update, ready to be applied: its sums, and what the counters advance by.
+    """A committed update, which a group applies at once, or later during a heal.
 
     Attributes:
         step: number of the update, from 1.
-        tokens: trained by the update.
-        lineage: of the state after the update.
+        tokens: number of tokens that the update was made of.
+        lineage: lineage of the state after the update (`row.descend`).
         scale: factor from the sums to the token-weighted mean.
         entries: the batches that the update was made of.
         readers: the groups that were ready at the update (see `Ledger.readers`).
-        sums: valid until the next exchange is launched, unless they are a copy.
+        sums: the sums of the gradients. They are valid until the next exchange is launched, unless
+            they are a copy.
     """
 
     step: int
@@ -89,9 +90,11 @@ class Round:
     """A round that worked on all ranks of this group.
 
     Attributes:
-        rows: of the members, in the quorum's rank order.
+        quorum: the members.
+        rows: the members' rows, in the quorum's rank order.
+        verdict: the meaning of the rows.
         entries: the batches that the ready groups' gradients are made of.
-        sums: of the gradients.
+        sums: the sums of the gradients.
     """
 
     quorum: Quorum

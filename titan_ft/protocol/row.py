@@ -73,7 +73,7 @@ class Row:
     Attributes:
         slot: the member's slot.
         standing: see `Standing`.
-        step: committed updates in the member's state; after a fetch, those in the state that the
+        step: committed updates in the member's state. After a fetch, this is the number that the
             replay leads to.
         seen_step: largest number of committed updates that the member has heard of.
         lineage: 48-bit hash of the exchanges that made the state (see `descend`).
@@ -84,34 +84,35 @@ class Row:
         tokens: all tokens of the member's batches.
         loss: the member's loss sum / nominal tokens of all groups together.
         max_loss: largest mean loss of one of the member's ranks.
-        donor: slot of the donor that a joiner names; -1 = the joiner names none at the moment.
+        donor: slot of the donor that a joiner names; -1 (`healing.NO_DONOR`) = it names none.
         from_step: committed updates in the state that the joiner fetches from this donor.
         waited_seconds: how long the member has waited for the job's first step.
-        others_wait: the others must hold their next update until the member has fetched the state,
-            or has replayed its queue. The member queues no more updates.
+        others_wait: the others must hold back their next update until the member has fetched the
+            state, or has replayed its queue.
         seconds: time that the member's slowest rank spent on its own part of the step.
         saved_step: step of the latest complete checkpoint that the member knows of.
-        leaving: the member got a leave request, and is gone after this exchange if it is committed.
+        leaving: the member got a leave request, and leaves after this round if the round works.
         forced: the member adds its gradients although they are not finite, because no member has
             finite ones.
         excluded: the member leaves its gradients out of this step, because they are not finite on
             one of its ranks.
         holding_back: the member has gradients, and keeps them until the step can be committed.
-        training: the member has begun to train. One that has not waits for the job's first step.
-        opening: the member has just made an update, gives nothing in this round, and makes it for
-            groups that missed the update. Semi-synchronous methods only.
-        unfinished: the member has steps of its round left. It makes them, unless other members are
-            at the end of theirs.
+        training: the member has begun to train. Without it, the member waits for the job's first
+            step.
+        opening: the member has just applied an update. It makes this round for groups that missed
+            the update, and gives no gradients. Semi-synchronous methods only.
+        unfinished: the member has local steps left. It makes them, unless other members have made
+            all of theirs. Semi-synchronous methods only.
         asked_before_seconds: time from the member's quorum request to the lighthouse's answer. All
-            members get the answer at the same moment. So this time and the next one can be compared
-            without a common clock.
+            members get the answer at the same moment. So this field and the next one can be
+            compared between members without a common clock.
         ready_after_seconds: time from this answer until the member's part of the exchange and its
             process group were ready.
-        connecting: the member was last because of its process group.
-        activity: what the member did until its part was ready (`Why`).
-        nonfinite: the gradients that this rank gave to the sum have an inf or a NaN. This field is
-            not among the floats. The exchange reads it from the sums (`Reduced.nonfinite`): the
-            host would have to wait for the device once more if it were sent.
+        connecting: the member's part was ready before its process group was.
+        activity: the member's activity until its part was ready (`Why`).
+        nonfinite: the gradients that the member gave to the sum have an inf or a NaN. This field is
+            not among the floats. The exchange adds it (`Reduced.nonfinite`): if it were sent, the
+            host would have to wait for the device once more.
     """
 
     slot: int

@@ -255,7 +255,7 @@ class World:
         return []
 
     def compute_digest(self) -> str:
-        self.position.note_digest(self._digest(self.value))
+        self.position.set_digest(self._digest(self.value))
         return ""
 
     def make(self) -> Round | Broken:
@@ -266,7 +266,7 @@ class World:
             # Else the rounds could outrun its thread.
             concurrent.futures.wait([self.heal._attempt._fetch], 20)
         if self.made in self.broken:
-            self.position.note_broken()
+            self.position.count_broken_round()
             return Broken("a peer is gone")
         members = tuple(
             Member(slot, 0.0, f"process {slot}", "c0ffee") for slot in (*self.holders, 2)
@@ -829,7 +829,7 @@ def test_without_any_state_the_job_is_lost(make: Callable[..., World]) -> None:
 def test_a_leave_request_ends_the_heal(make: Callable[..., World]) -> None:
     """The others need nothing from this group."""
     world = make()
-    world.on_round = lambda number: world.position.leave() if number == 3 else None
+    world.on_round = lambda number: world.position.mark_leaving() if number == 3 else None
     with pytest.raises(Leaving):
         world.heal.run()
     world.release.set()

@@ -650,7 +650,7 @@ def test_in_a_round_of_several_steps_compared_bytes_are_offered(
     For a member that asks, it is copied at once: the next chance comes only after a step.
     """
     world, digest = World(semi_sync_method="diloco", digest_every=1), fold48(str([fold48("bytes")]))
-    world.position.note_digest(digest)
+    world.position.set_digest(digest)
     world.other = dataclasses.replace(OTHER, **{"digest": digest, **other})
     world.rounds.make(use=use)
     assert (world.offered, world.copied) == ([digest] if offers else [], int(copies))

@@ -434,7 +434,7 @@ def test_the_ranks_of_a_group_finish_in_the_same_round(monkeypatch: pytest.Monke
     it, too.
     """
     group = Groups(1, Hub([0])).all[0]
-    group.position.load(10, 5)
+    group.position.adopt_state(10, 5)
     sibling_has_heard = [0, 0, 1]  # by round
     monkeypatch.setattr(
         group.shared["group"],
@@ -543,7 +543,7 @@ def test_a_group_that_is_back_at_once_is_another_process() -> None:
     groups = Groups(3, hub, batch_policy="constant")
     back = groups.all[1]
     back.seat.number = 0
-    back.position.fall_behind()
+    back.position.start_heal()
 
     def live(group: OneGroup) -> Committed | None:
         if group is not back:
@@ -595,15 +595,15 @@ def test_a_group_that_was_excluded_contributes_after_a_heal() -> None:
         min_replica_size=3,
     )
     for group in groups.all:
-        group.position.load(10, 5)
+        group.position.adopt_state(10, 5)
         group.state.bytes = "corrupt" if group.slot == 0 else "good"
 
     def stray(group: OneGroup) -> Committed | None:
         assert group.step() is None
         healed.set()
-        group.position.load(10, 5)  # as `Heal` leaves it
-        group.position.note_digest(fold48(str([fold48("good")])))
-        group.position.show(Healing(Phase.READY))
+        group.position.adopt_state(10, 5)  # as `Heal` leaves it
+        group.position.set_digest(fold48(str([fold48("good")])))
+        group.position.show_heal(Healing(Phase.READY))
         return group.step(arm=True)
 
     for committed in groups.run(stray, OneGroup.step):
@@ -698,8 +698,8 @@ def test_a_group_that_is_behind_adds_nothing() -> None:
     for arm in (False, True):
         groups = Groups(2, Hub([0, 1]))
         late, other = groups.all
-        other.position.load(5, 50)
-        late.position.load(3, 30)
+        other.position.adopt_state(5, 50)
+        late.position.adopt_state(3, 30)
         late.seat.max_step = 5
 
         def step(group: OneGroup, arm: bool = arm) -> Committed | None:
@@ -723,8 +723,8 @@ def test_digests_are_shown_when_a_newcomer_comes() -> None:
             digests.append(group.state.digests)
 
     def come(group: OneGroup) -> None:
-        group.position.fall_behind()
-        group.position.show(Healing().start_fetch(Offer((0,), 0, 0, 0), 1))  # asks for nothing
+        group.position.start_heal()
+        group.position.show_heal(Healing().start_fetch(Offer((0,), 0, 0, 0), 1))  # asks for nothing
         for _ in range(2):
             group.rounds.make()
 
@@ -866,16 +866,16 @@ def test_a_group_that_meets_others_early_shows_its_bytes_to_a_joiner() -> None:
     """The round makes no update. Without the digest, no joiner's state would be confirmed."""
     groups = in_rounds(2, Hub([0], [0, 1]))
     for group in groups.all:
-        group.position.load(3, 7)
+        group.position.adopt_state(3, 7)
     groups.all[0].rounds.make()  # alone; the other one comes after it
-    groups.all[0].position.note_digest(0)
+    groups.all[0].position.set_digest(0)
 
     def give_early(group: OneGroup) -> None:
         group.read = [group.slot]
         group.rounds.make(Contribution(TOKENS, TOKENS, 1.0, 1.0, 0.1, unfinished=True))
 
     def join(group: OneGroup) -> bool:
-        group.position.fall_behind()
+        group.position.start_heal()
         group.seat.number = 0
         made = group.rounds.make()
         assert isinstance(made, Round)

@@ -33,12 +33,12 @@ def update(step: int) -> Update:
 def test_an_update_makes_another_state() -> None:
     """It has its own step and lineage. The digest of the state before is void."""
     position = Position(step=7, lineage=5, seen_step=7)
-    position.note_digest(9)
+    position.set_digest(9)
     position.advance(update(8))
     assert (position.step, position.lineage, position.digest, position.seen_step) == (8, 108, 0, 8)
     assert position.training
-    position.note_digest(9)
-    position.load(3, 50)
+    position.set_digest(9)
+    position.adopt_state(3, 50)
     assert (position.step, position.lineage, position.digest, position.seen_step) == (3, 50, 0, 8)
 
 
@@ -48,16 +48,16 @@ def test_the_claimed_step_is_that_of_the_state_after_the_replay() -> None:
     assert position.claimed_step == 7
     position.mark_corrupt()
     assert position.claimed_step == 0
-    position.fall_behind()
+    position.start_heal()
     healing = Healing(max_queued=4).start_fetch(Offer((1,), 8, 1, 5), 1).queue_update(9, 1, 2)
-    position.show(healing)
+    position.show_heal(healing)
     assert position.claimed_step == 0
     healing = healing.finish_fetch()
-    position.show(healing)
+    position.show_heal(healing)
     assert position.claimed_step == 9
-    position.load(8, 1)
+    position.adopt_state(8, 1)
     position.advance(update(9))
-    position.show(healing.mark_loaded().mark_replayed().finish())
+    position.show_heal(healing.mark_loaded().mark_replayed().finish())
     assert (position.claimed_step, position.standing, position.donor) == (9, Standing.READY, -1)
 
 
@@ -138,18 +138,18 @@ def test_a_group_of_another_history_is_not_corrupt() -> None:
 def test_the_others_see_where_a_heal_is() -> None:
     """Once all ranks have the fetched state, the group claims the step after its replay."""
     position = Position(step=7)
-    position.fall_behind()
+    position.start_heal()
     assert (position.standing, position.donor, position.claimed_step) == (Standing.BEHIND, -1, 7)
     healing = Healing(max_queued=4).start_fetch(Offer((1,), 9, 99, 5), 1).let_others_wait()
-    position.show(healing)
+    position.show_heal(healing)
     assert (position.standing, position.donor, position.from_step) == (Standing.CATCHING_UP, 1, 9)
     assert (position.others_wait, position.claimed_step) == (True, 7)
     healing = healing.queue_update(10, 99, 100).finish_fetch()
-    position.show(healing)
+    position.show_heal(healing)
     assert (position.others_wait, position.claimed_step) == (False, 10)
-    position.show(healing.drop_failed())
+    position.show_heal(healing.drop_failed())
     assert (position.standing, position.donor, position.target) == (Standing.BEHIND, -1, 0)
-    position.show(healing.mark_loaded().mark_replayed().finish())
+    position.show_heal(healing.mark_loaded().mark_replayed().finish())
     assert (position.standing, position.donor, position.target) == (Standing.READY, -1, 0)
 
 
@@ -164,15 +164,15 @@ def test_exclusions_are_counted_in_a_row() -> None:
     """A step with the group's gradients resets the count."""
     position = Position()
     for slots, count in (([1], 1), ([0, 1], 2), ([0], 0), ([1], 1)):
-        position.note_excluded(slots, own=1)
+        position.count_exclusion(slots, own=1)
         assert position.exclusions == count
 
 
 def test_broken_rounds_are_counted_in_a_row() -> None:
     """A round that works resets the count."""
     position = Position(step=7)
-    position.note_broken()
-    position.note_broken()
+    position.count_broken_round()
+    position.count_broken_round()
     assert position.broken_rounds == 2
     position.observe(made_of(ready(0)))
     assert position.broken_rounds == 0

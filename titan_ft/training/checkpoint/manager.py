@@ -707,7 +707,7 @@ class ReplicaCheckpoints(HostCheckpoints):
                 self._failed, self._failure = save, reason
                 self.host.events.emit(CheckpointFailed(step=save.step, error=reason, latest=latest))
             return
-        self.host.position.note_saved(max(self.host.position.saved_step, save.updates))
+        self.host.position.set_saved_step(max(self.host.position.saved_step, save.updates))
         self._published[save.step] = save.updates
         self._longest = max(self._longest, save.seconds)
         self._emit_saved(save)
@@ -744,7 +744,7 @@ class ReplicaCheckpoints(HostCheckpoints):
 
     def _emit_loaded(self) -> None:
         host, step = self.host, self.states[TRAIN_STATE].state_dict()["step"]
-        host.position.note_saved(host.strategy.updates_of(step))
+        host.position.set_saved_step(host.strategy.updates_of(step))
         self._loaded = step
         host.events.emit(CheckpointLoaded(step=step, lineage=f"{host.position.lineage:012x}"))
         assert self._loading is not None

@@ -46,7 +46,7 @@ class QuorumState(Stateful):
         return {"lineage": self._position.lineage}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._position.restore_lineage(int(state_dict["lineage"]))
+        self._position.set_lineage(int(state_dict["lineage"]))
 
 
 class TrainCounters(Stateful):
