@@ -1,17 +1,23 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which groups take part in the next exchange: quorum, process group and vote of one group.
+"""Membership: which groups take part in the next exchange, and whether the exchange worked.
 
-The engine uses this module only. Below it, `Seat` is the group at the lighthouse, `Rendezvous`
-builds the process group with the other groups, and `Partition` handles groups that cannot be
-reached.
+The *lighthouse* is torchft's server for all groups. Each group sends it heartbeats. A group that is
+ready for an exchange asks it for a *quorum*: the list of the groups that have asked. After the
+exchange, the ranks of each group *vote* whether it worked on all of them.
+
+The engine uses this module only. The modules below it are:
+
+- `Seat`: one group's connection to the lighthouse.
+- `Rendezvous`: builds the process group with the other groups of a quorum.
+- `Partition`: handles groups that cannot be reached.
+- `Pulse`: looks for groups that fall silent during an exchange, on the lighthouse's status page.
 
 The base is `torchft.coordination` (ManagerServer, ManagerClient), not `torchft.Manager`. The
 Manager couples the quorum to a heal of its own: it chooses a donor for each rank, fetches on the
-quorum thread, and takes a joiner for up to date after its first vote. It also swallows errors of
-the exchange. With the layer below, a group reports the step that it really holds, and the exchange
-decides the heal, equally for all ranks of a group. torchft still provides the lighthouse, the
-heartbeats, the quorum and the reconfigurable process groups.
+quorum thread, and treats a joiner as up to date after its first vote. It also swallows errors of
+the exchange. Here a group reports the step that it really holds, and the rows of the exchange
+decide about heals, equally for all ranks of a group.
 
 See docs/membership.md.
 """
@@ -71,28 +77,29 @@ VOTE_SECONDS = 60.0
 milliseconds. A rank that hangs would make the other groups wait, and the limit ends its group."""
 
 _REUNION_REQUESTS = 20
-_REUNION_PAUSE_SECONDS = 0.1
-"""Pause between two requests to a lighthouse that was started again. Such a lighthouse knows no
-group, and forms a quorum of the first groups that ask. With `_REUNION_REQUESTS` requests, all
-groups have time to send heartbeats again."""
+"""Requests of a group to a lighthouse that was started again. Such a lighthouse knows no group, and
+forms a quorum of the first groups that ask. During these requests, all groups have time to send
+heartbeats again."""
+_REUNION_PAUSE_SECONDS = 0.1  # between two of these requests
 
 _MOVE_REQUESTS = 100
-"""The same for a lighthouse that has moved: shared storage shows the move to some groups seconds
-later than to others."""
+"""Requests of a group to a lighthouse that has moved. Shared storage shows the move to some groups
+seconds later than to others."""
 
-_NUM_FREQUENT = 4
-"""Groups that read the lighthouse's page once in each heartbeat timeout while they wait in an
-exchange. 1000 groups read the page 200 times a second. With NCCL each group also reads it once soon
-after its wait has started."""
+_NUM_FREQUENT_READERS = 4
+"""While they wait in an exchange, the groups with the lowest slots read the lighthouse's page once
+in each heartbeat timeout. The others read it less often (`_watch_pulse`). So 1000 groups read the
+page 200 times a second."""
 
-# Pause between two reads of the page by a lone group that waits for others: the longer one of
-# these.
+# A lone group that waits for others reads the page after the longer one of these pauses.
 _LONE_PAUSE_TIMEOUTS = 0.1  # share of a heartbeat timeout
-_LONE_PAUSE_SHARE = 0.02  # share of a step
+_LONE_PAUSE_STEPS = 0.02  # share of a step
 
 _CONNECTING_TIMES_IN_RESERVE = 2
-"""A lone group admits a joiner only if this many times of the last connecting remain in its step."""
+"""A lone group admits a joiner in the middle of a step only if the rest of the step is this many
+times as long as it last took to connect to other groups."""
 
+# A *stranger* is a name at the lighthouse that belongs to no group of this job.
 _STRANGER_PAUSE_SECONDS = 600.0  # between two reports of strangers for the same reason
 _MAX_NAME_LETTERS = 500  # of a stranger's name in a report; the name may have four million
 
@@ -100,9 +107,9 @@ _MAX_NAME_LETTERS = 500  # of a stranger's name in a report; the name may have f
 class _Lack(enum.StrEnum):
     """Why a quorum lacks groups, according to the lighthouse's page."""
 
-    NOTHING = "nothing"
+    NOTHING = "nothing"  # it lacks none
     UNKNOWN = "unknown"  # the page lacks an expected group: the lighthouse was started again
-    LIVING = "living"  # a group outside the quorum sends heartbeats; with rounds of several steps
+    LIVING = "living"  # a group sends heartbeats and has not asked; with rounds of several steps
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,13 @@ class _Missing:
 
 @dataclass(frozen=True)
 class _LastQuorum:
-    """The lighthouse's last quorum, and the members of this group's job in it."""
+    """The lighthouse's last quorum.
+
+    Attributes:
+        quorum_id: the lighthouse's number of the quorum.
+        names: names of all members, strangers included.
+        admission: the members of this group's job among them.
+    """
 
     quorum_id: int
     names: Sequence[str]
@@ -123,10 +136,12 @@ class _LastQuorum:
 
 
 @dataclass(frozen=True)
-class _Answer:
-    """A quorum that this group accepts.
+class _AcceptedQuorum:
+    """A quorum for which this group waits no longer.
 
     Attributes:
+        reply: the lighthouse's reply.
+        admission: the members of this group's job in it.
         requested_at: monotonic time in seconds of the group's first request for it.
     """
 
@@ -136,15 +151,17 @@ class _Answer:
 
 
 class Membership:
-    """The group's part in quorums, exchanges and votes. Every rank of the group has one.
+    """One rank's part in quorums, exchanges and votes. Every rank of a group has one.
 
-    Create it when the group is ready for its first quorum. From then on it sends heartbeats, and
-    the other groups wait for it.
+    `training/links.py` creates it when the group is ready for its first quorum. From then on the
+    group sends heartbeats, and the other groups wait for it. `Rounds` and `GradientExchange` call
+    it once for each exchange, in this order: `request_quorum`, `need_quorum`, `await_quorum`,
+    `vote`.
 
-    Threads: the training thread calls `request_quorum`, `need_quorum` and `vote`, in the same order
-    on every rank of the group. The exchange's thread may call `await_quorum` as well. The docstring
-    names the methods for any thread. The quorum thread asks the lighthouse and builds the process
-    group. Watches run on threads of their own.
+    Threads: the training thread makes these calls, in the same order on every rank of the group.
+    The exchange's thread may call `await_quorum` as well. Methods whose docstring says "any thread"
+    may be called on any thread. The quorum thread asks the lighthouse and builds the process group
+    (`_find_quorum` and the methods after it). Watches run on threads of their own.
 
     After a failed exchange, every rank votes, and then requests the next quorum. After
     `RankLostError` or `LighthouseError` no further quorum is possible.
@@ -188,7 +205,8 @@ class Membership:
         self._leave_requested = leave_requested
         self._heartbeat_timeout = config.heartbeat_timeout_ms / 1000
         self._strategy = strategy_of(config)
-        # The quorum thread agrees on quorums, and between them the training thread on votes.
+        # The ranks agree by it: on quorums, on the quorum thread, and on votes, on the training
+        # thread. The two never overlap.
         self._control = control
         lighthouse_address = LighthouseAddress(lighthouse, token)
 
@@ -222,22 +240,25 @@ class Membership:
         self._seat.enter(make_first_name)
         self._thread = ThreadPoolExecutor(1, "titan_ft_quorum", initializer=device.for_thread())
         self._pending: Future[Quorum] | None = None  # the requested quorum; None after its vote
-        self._needed = threading.Event()  # the group has nothing left to do before the quorum
+        # Set while the group has nothing left to compute before the quorum.
+        self._is_needed = threading.Event()
         self._requested_at = 0.0
-        # Seconds that the group computed between its last early request and the need for the
-        # quorum; 0 = unknown.
+        # Time from the group's last early request until it needed the quorum; 0 = unknown.
         self._computing_seconds = 0.0
-        self._connecting_seconds = math.inf  # of the last process group with other groups
+        # Time that the last set-up of a process group with other groups took; infinite before it.
+        self._connecting_seconds = math.inf
         self._last_quorum = _LastQuorum(0, [], Admission(()))
-        # This group has met other groups in a quorum, or has waited in vain for those in `_donors`.
-        self._has_met = False
+        # This group has been in a quorum with other groups, or has waited for those in `_donors`
+        # long enough.
+        self._has_met_others = False
         self._donors: tuple[int, ...] = ()  # slots that offered the state which this group fetches
-        self._stranger_times: dict[str, float] = {}  # of the last report, by reason
-        self._counterparts: dict[int, Peer] = {}  # of this rank in the last quorum, by slot
+        self._last_reports: dict[str, float] = {}  # time of the last report of strangers, by reason
+        # The ranks of this index in the other groups of the last quorum, by slot.
+        self._counterparts: dict[int, Peer] = {}
         self._failures = 0  # failed votes in a row
         self._closed = False
         self._page = StatusPage(lighthouse_address)
-        self._watched_prefix = ""  # prefix of the exchange that the pulse has looked at
+        self._watched_prefix = ""  # `Rendezvous.prefix` of the exchange that the pulse looked at
         self._rendezvous = Rendezvous(
             process_group,
             timedelta(milliseconds=config.process_group_timeout_ms),
@@ -283,25 +304,25 @@ class Membership:
 
         Args:
             step: committed updates that this group holds.
-            may_grow: this group computes until it calls `need_quorum`. If it is alone in the
-                quorum, a group that comes in the meantime is admitted to the same exchange.
+            may_grow: this group computes before it needs the quorum. If it is alone in the quorum,
+                a group that comes before `need_quorum` is admitted to it.
         """
         assert self._pending is None, "a quorum is requested already, and vote() has not used it"
         self._requested_at = time.monotonic()
-        self._needed.clear()
+        self._is_needed.clear()
         if not may_grow:
-            self._needed.set()
+            self._is_needed.set()
         self._pending = self._thread.submit(self._find_quorum, step, self._failures)
 
     def need_quorum(self) -> None:
         """Stop the growth of the requested quorum: this group has nothing left to compute."""
-        if not self._needed.is_set():
+        if not self._is_needed.is_set():
             self._computing_seconds = time.monotonic() - self._requested_at
-            self._needed.set()
+            self._is_needed.set()
 
     @property
     def quorum_requested(self) -> bool:
-        """True if a quorum has been requested, and no vote has used it yet."""
+        """True from `request_quorum` until `vote`."""
         return self._pending is not None
 
     @property
@@ -334,10 +355,17 @@ class Membership:
         return self._pending.result()
 
     def vote(self, step: int, ok: bool) -> bool:
-        """Agree within the group whether the exchange worked: True if it did on every rank.
+        """Agree within the group whether the exchange worked.
 
-        After a "no" the lighthouse gives the next quorum a new id, so all members build a new
+        If it did not, the lighthouse gives the next quorum a new id, so all members build a new
         process group.
+
+        Args:
+            step: committed updates that this group holds.
+            ok: the exchange worked on this rank.
+
+        Returns:
+            True if the exchange worked on every rank of the group.
 
         Raises:
             TimeoutError: not all ranks have voted within `VOTE_SECONDS`.
@@ -356,13 +384,14 @@ class Membership:
         return agreed
 
     def _agree_on(self, step: int, ok: bool) -> bool:
-        own_words = () if ok else ("no",)
+        """Return True if all ranks of the group say that the exchange worked."""
+        own_objections = () if ok else ("no",)
 
-        def decide(words: set[str]) -> str:
-            return "no" if words else "yes"
+        def decide(objections: set[str]) -> str:
+            return "no" if objections else "yes"
 
         try:
-            answer = self._control.rank0_decides(own_words, decide, VOTE_SECONDS)
+            answer = self._control.rank0_decides(own_objections, decide, VOTE_SECONDS)
         except TimeoutError as error:
             raise TimeoutError(
                 f"the ranks of this group did not all vote after step {step} within "
@@ -384,11 +413,14 @@ class Membership:
     def find_outsiders(self, quorum: Quorum, step: int) -> list[int]:
         """Return the slots of groups that live and are not in `quorum`.
 
-        On rank 0. On other ranks the result is empty.
+        Rank 0 finds them. On other ranks the result is empty.
 
-        The result includes groups that are outside because of dead links and hold more than `step`
-        updates. These groups send no heartbeats, and come back only when the links work again, or
-        when the groups at the other ends are gone.
+        The result has two kinds of groups:
+
+        - groups that send heartbeats;
+        - groups outside of the quorum because of dead links, if they hold more than `step` updates.
+          They send no heartbeats, and come back only when the links work again, or when the groups
+          at the other ends are gone.
         """
         if self._group_rank != 0:
             return []
@@ -398,8 +430,7 @@ class Membership:
         slots_by_peer: dict[Peer, int] = {}
         for member in find_cut_off(self.member, quorum.members, status, step):
             slots_by_peer[Peer(member.unique, member.store)] = member.slot
-        outsiders: set[int] = set()
-        outsiders.update(
+        outsiders = set(
             find_outsiders(self.member, quorum.members, status, self._heartbeat_timeout),
         )
         for peer in self._probe.find_answering(list(slots_by_peer)):
@@ -429,13 +460,15 @@ class Membership:
         return find_ages(self.member, status, self._heartbeat_timeout)
 
     def find_holders(self) -> dict[int, Peer]:
-        """Return this rank's counterparts whose state a joiner can use, by slot; any thread.
+        """Return this rank's counterparts whose state it can use, by slot; any thread.
 
-        These are the counterparts of the last quorum, if there was one. A newcomer without a quorum
-        finds them on the lighthouse's page. It can use their state only if their exchange expects
-        the former process of its group: that exchange breaks, and is repeated with the newcomer.
-        Otherwise the newcomer would miss the next update. In a round of several steps the state
-        stays the same for long, so any living group can be asked.
+        1. After a quorum: the counterparts in it.
+        2. A newcomer without a quorum asks the lighthouse's page. If the exchange under way expects
+           the former process of its group, that exchange breaks and is repeated with the newcomer.
+           So the newcomer can use the state of the living groups. Otherwise it would miss the next
+           update.
+        3. With rounds of several steps, the state stays the same for long. So the newcomer can use
+           the state of any living group.
         """
         if self._counterparts:
             return self._counterparts
@@ -447,10 +480,10 @@ class Membership:
     def remember_donors(self, slots: Sequence[int]) -> None:
         """Remember the groups that offered the state which this group fetches.
 
-        All ranks call it with the same slots. With rounds of several steps, a newcomer's first
-        quorum must include one of these groups while one of them lives: they are in the round that
-        starts from the offered state. A commit of the newcomer without them would make that round
-        void.
+        All ranks call it with the same slots. It matters with rounds of several steps. These groups
+        make the round that starts from the offered state. If the newcomer committed an update
+        without them, their round would be void. So its first quorum must include one of them,
+        unless all of them are gone (`_find_expected_donors`).
         """
         self._donors = tuple(slots)
 
@@ -466,7 +499,8 @@ class Membership:
 
         def find(slot: int) -> str:
             with contextlib.suppress(KeyError, OSError, RuntimeError):
-                return peers[slot].address or look_up(peers[slot], self._group_rank, self._token)
+                peer = peers[slot]
+                return peer.address or look_up(peer, self._group_rank, self._token)
             return ""
 
         addresses = call_for_each(find, slots, "titan_ft_addresses", len(slots))
@@ -506,7 +540,7 @@ class Membership:
         if self._closed:
             return
         self._closed = True
-        self._needed.set()
+        self._is_needed.set()
         self._seat.close()
         for watch in self._watches:
             watch.close()
@@ -517,7 +551,13 @@ class Membership:
     # The quorum thread
 
     def _find_quorum(self, step: int, failures: int) -> Quorum:
-        """Ask for a quorum that contains this group, and build its process group."""
+        """Ask for a quorum that contains this group, and build its process group.
+
+        1. Report the groups that cannot be reached, after failed exchanges.
+        2. Ask for quorums until one of them contains this group. It may be left out because it
+           cannot reach others.
+        3. Build the process group, unless the last one has the same members.
+        """
         if self._partition.must_report(failures):
             self._partition.report_links(failures, step)
         answer = self._find_members(step, failures)
@@ -527,8 +567,11 @@ class Membership:
         self._partition.note_quorum(answer.admission)
         reply = answer.reply
         members = answer.admission.members
+        # A lighthouse that was started again counts quorums from the beginning. So the key names
+        # the members as well.
         unique_names = "/".join(member.unique for member in members)
-        key = f"{reply.quorum_id}/{hashlib.sha256(unique_names.encode()).hexdigest()[:16]}"
+        members_digest = hashlib.sha256(unique_names.encode()).hexdigest()[:16]
+        key = f"{reply.quorum_id}/{members_digest}"
         error: str | None = None
         ready_at = reply.received_at
         if not answer.admission.settled:
@@ -540,7 +583,7 @@ class Membership:
                 self._note_joined(answer, step, ready_at)
         max_step = reply.max_step
         if len(members) < len(reply.replica_ids):
-            # A stranger in the quorum may claim any step. So believe the members only.
+            # A stranger in the quorum may claim any step. So only the steps of the members count.
             max_step = max(step, self._rendezvous.max_step)
         return Quorum(
             key,
@@ -553,7 +596,7 @@ class Membership:
             ready=ready_at,
         )
 
-    def _note_joined(self, answer: _Answer, step: int, ready_at: float) -> None:
+    def _note_joined(self, answer: _AcceptedQuorum, step: int, ready_at: float) -> None:
         """Remember and report a new process group."""
         members = answer.admission.members
         received_at = answer.reply.received_at
@@ -586,13 +629,19 @@ class Membership:
                 counterparts[member.slot] = Peer(member.unique, member.store, address)
         self._counterparts = counterparts
 
-    def _find_members(self, step: int, failures: int) -> _Answer:
-        """Request quorums until one of them need not wait for further groups.
+    def _find_members(self, step: int, failures: int) -> _AcceptedQuorum:
+        """Request quorums until one of them lacks no group for which this group should wait.
 
-        Two kinds of quorums lack groups that live. A lighthouse that was started again does not
-        know all groups yet. And a lighthouse forms a quorum without a group that computes for
-        longer than `join_timeout_ms`, or of which a restarted lighthouse heard too late. In both
-        cases the group asks again, equally often on each of its ranks.
+        A quorum may lack living groups in two cases. A lighthouse that was started again does not
+        know all groups yet. Or the lighthouse did not wait for a group, because the group computes
+        for longer than `join_timeout_ms`. All ranks of the group ask equally often.
+
+        For each reply:
+
+        1. Find the members of the job in it, and those of the last quorum that are absent.
+        2. Find out whether the lighthouse was started again or has moved.
+        3. Read the lighthouse's page for groups that the quorum lacks.
+        4. Stop, or ask again after a pause.
         """
         last = self._last_quorum
         requested_at = math.inf
@@ -609,15 +658,17 @@ class Membership:
             requested_at = min(requested_at, reply.received_at - reply.seconds)
             names = reply.replica_ids
             admission = last.admission
-            if names != last.names:  # else the names say the same as in the last step
+            if names != last.names:
                 admission = admit(self.member, names, is_first=not last.names)
             self._report_strangers(admission)
             # Each group that has asked is present, even if others cannot reach it.
             present = {member.slot for member in members_of_job(self.member, names)}
-            absent = [m.slot for m in last.admission.members if m.slot not in present]
-            if is_first and reply.quorum_id < last.quorum_id:
-                was_restarted = True
-            if is_first and reply.quorum_id == last.quorum_id and names != last.names:
+            last_slots = [member.slot for member in last.admission.members]
+            absent = [slot for slot in last_slots if slot not in present]
+            # A lighthouse that was started again counts quorums from the beginning.
+            counts_anew = reply.quorum_id < last.quorum_id
+            uses_id_again = reply.quorum_id == last.quorum_id and names != last.names
+            if is_first and (counts_anew or uses_id_again):
                 was_restarted = True
             if reply.moved:
                 was_restarted = True
@@ -627,10 +678,12 @@ class Membership:
             if is_unknown:
                 was_restarted = True
                 waited_for_unknown = True
+            # For a living group, wait without a limit.
             if missing.lack is not _Lack.LIVING:
                 may_come = was_restarted and (bool(absent) or is_unknown)
-                # A member that knows of no restart goes on to its exchange. The exchange fails as
-                # long as this group waits here.
+                # Another member of this quorum may not know of the restart, and go on to the
+                # exchange. The exchange fails while this group waits here, and the member reports
+                # that. So a new id for the same names means that this group must not wait.
                 another_failed = names == earlier_names and reply.quorum_id > earlier_id
                 if not may_come or another_failed or num_repeats >= max_repeats:
                     break
@@ -640,52 +693,58 @@ class Membership:
                 logger.warning("waiting for groups %s, which the quorum lacks", slots)
             time.sleep(_REUNION_PAUSE_SECONDS)
         self._last_quorum = _LastQuorum(reply.quorum_id, names, admission)
-        # Waiting after any other restart does not count: a newcomer may have met nobody in it, and
-        # may hear of an offer later.
+        # Only a wait for unknown groups counts. After another wait, a newcomer may have met nobody,
+        # and its donors may be noted later.
         if waited_for_unknown or len(admission.members) > 1:
-            self._has_met = True
-        return _Answer(reply, admission, requested_at)
+            self._has_met_others = True
+        return _AcceptedQuorum(reply, admission, requested_at)
 
     def _await_joiner(self, names: Sequence[str]) -> bool:
-        """If this group is alone in its quorum, wait while it computes until another group asks.
+        """If this group is alone in its quorum and computes, wait until another group asks.
 
-        On rank 0. Returns True if another group asks, so that the quorum is requested again.
+        `Seat` calls this on rank 0.
 
         The exchange of a lone group has no collectives. So its quorum can still grow while the
-        group computes, and a joiner can fetch the state in this step. In the next quorum it would
-        come one step later. The wait ends early enough for the connections to a joiner: otherwise
-        the group would wait for these after its step.
+        group computes, and a joiner can fetch the state in this step. Otherwise the joiner would
+        have to wait for the next quorum, and come one step later. This wait ends early enough to
+        connect to a joiner within the step.
+
+        Args:
+            names: the names in the quorum.
+
+        Returns:
+            True if another group asks, so that the quorum must be requested again.
         """
         slots = {member.slot for member in members_of_job(self.member, names)}
         if slots != {self.member.slot}:
             return False
         if names != self._last_quorum.names:
-            # The process group of this new quorum is not built yet. That must not wait until the
-            # step is over.
+            # The quorum is new. Its process group must be built now, and not after the step.
             return False
         pause_seconds = max(
             _LONE_PAUSE_TIMEOUTS * self._heartbeat_timeout,
-            _LONE_PAUSE_SHARE * self._computing_seconds,
+            _LONE_PAUSE_STEPS * self._computing_seconds,
         )
         step_end = self._requested_at + self._computing_seconds
         deadline = step_end - _CONNECTING_TIMES_IN_RESERVE * self._connecting_seconds
-        while time.monotonic() < deadline and not self._needed.wait(pause_seconds):
+        while time.monotonic() < deadline and not self._is_needed.wait(pause_seconds):
             if self._leave_requested():
-                return False  # a joiner's set-up would cost time that this group needs to leave
+                return False  # this group needs its time to leave, not to connect to a joiner
             status = self._page.read(self._heartbeat_timeout)
             if status is None:
-                return False  # each further read could keep the group waiting for its timeout
+                return False  # each further read could wait for a timeout as well
             if status.num_asking == 0:
                 continue
             if find_outsiders(self.member, [self.member], status, self._heartbeat_timeout):
-                return not self._needed.is_set()
+                return not self._is_needed.is_set()
         return False
 
     def _look_for_others(self, present: Collection[int], absent: Collection[int]) -> _Missing:
-        """Return the groups that a quorum lacks, as rank 0 reads the lighthouse's page.
+        """Return the groups that a quorum lacks, by the lighthouse's page. A collective.
 
-        A collective. With rounds of several steps, a living group outside may be in its round for
-        long. A commit without that group would make its round void.
+        Rank 0 reads the page and tells the other ranks. With rounds of several steps, a living
+        group may have to finish a long round before it asks. A commit without that group would make
+        its round void.
 
         Args:
             present: slots of the groups that have asked for the quorum.
@@ -700,8 +759,8 @@ class Membership:
                 return _Lack.NOTHING
             return " ".join([missing.lack, *map(str, missing.slots)])
 
-        kind, *slots = self._control.rank0_announces(decide).text.split()
-        return _Missing(_Lack(kind), [int(slot) for slot in slots])
+        lack, *slots = self._control.rank0_announces(decide).text.split()
+        return _Missing(_Lack(lack), [int(slot) for slot in slots])
 
     def _find_missing(self, present: Collection[int], absent: Collection[int]) -> _Missing:
         """Read the lighthouse's page, and return the groups that a quorum lacks; on rank 0."""
@@ -709,7 +768,7 @@ class Membership:
         expected = set(absent) or self._find_expected_donors(present)
         if status is None:
             if not self._strategy.has_long_rounds:
-                # Nobody waits for a page that does not come: each death would cost that wait.
+                # Do not wait for an answer of the page: each death of a group would cost this time.
                 expected = set()
             return _Missing(_Lack.UNKNOWN, sorted(expected))
         known = {member.slot for member in members_of_job(self.member, status.heartbeats)}
@@ -722,12 +781,13 @@ class Membership:
         return _Missing(_Lack.LIVING, sorted(slots.difference(present)))
 
     def _find_expected_donors(self, present: Collection[int]) -> set[int]:
-        """Return the groups that a newcomer waits for (see `remember_donors`); on rank 0.
+        """Return the groups for which a newcomer waits (see `remember_donors`); none if one of them
+        has asked.
 
-        Returns none if one of them has asked. The training thread notes donors while a request is
-        under way, on each rank at another time. So only rank 0 uses them.
+        Only rank 0 uses the donors. The training thread may set them while the quorum thread waits
+        for a reply, on each rank at another moment.
         """
-        if self._has_met or not self._strategy.has_long_rounds:
+        if self._has_met_others or not self._strategy.has_long_rounds:
             return set()
         donors = set(self._donors)
         if donors.intersection(present):
@@ -743,10 +803,10 @@ class Membership:
             return
         for name, reason in admission.strangers.items():
             now = time.monotonic()
-            last_report = self._stranger_times.get(reason, -math.inf)
+            last_report = self._last_reports.get(reason, -math.inf)
             if now < last_report + _STRANGER_PAUSE_SECONDS:
                 continue
-            self._stranger_times[reason] = now
+            self._last_reports[reason] = now
             shown = printable(name, _MAX_NAME_LETTERS)
             logger.warning("left aside at the lighthouse: member %s, because %s", shown, reason)
             self._events.emit(ForeignMember(member=shown, reason=reason))
@@ -754,19 +814,22 @@ class Membership:
     # Members that fall silent, or go on without this group
 
     def _watch_pulse(self) -> Pulse:
-        # A page has a line for each group, and every group reads it. So in large jobs each group
-        # reads it less often.
-        factor = 1 + (self._config.replica_id // _NUM_FREQUENT).bit_length()
+        """Build the watch for groups that fall silent during an exchange, or leave it."""
+        # A page has a line for each group, and every group reads it. So in a large job, most groups
+        # read it less often: 1 interval for the first 4 slots, 2 for the next 4, 3 for the next 8,
+        # 4 for the next 16, ...
+        factor = 1 + (self._config.replica_id // _NUM_FREQUENT_READERS).bit_length()
         interval = self._heartbeat_timeout * factor
         first = interval
         patience = SILENT_BEATS * self._heartbeat_timeout
         on_leaver = None
         if self._config.process_group == "nccl":
-            # NCCL does not notice a death by itself, and the member may already be silent for long.
+            # NCCL does not notice a death by itself, and the member may have been silent for long.
             first = interval / CLOSEST
             patience = self._heartbeat_timeout
-            # Gloo's sockets show a member that leaves. And over a slow link they still bring its
-            # bytes for seconds after it has completed the exchange and asks for the next quorum.
+            # Gloo notices a member that leaves by its closed sockets. There, a member that asks for
+            # the next quorum already is no reason to break off: over a slow link its bytes arrive
+            # for seconds after it has completed the exchange.
             on_leaver = self._follow_leaver
         return Pulse(
             self._page,
@@ -816,5 +879,6 @@ class Membership:
         """Break off the exchange because a member has done so. The next quorum shows which one."""
         self._rendezvous.abort(self._watched_prefix)
         logger.warning(
-            "a group of this exchange asks for the next quorum already: the exchange is broken off here too",
+            "a group of this exchange asks for the next quorum already: "
+            "the exchange is broken off here too",
         )

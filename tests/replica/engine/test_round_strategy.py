@@ -90,7 +90,7 @@ class Round:
             _break_off_reason="",
             _replica=self.replica,
             _exchange=SimpleNamespace(give_fragments=self.given.append),
-            _position=SimpleNamespace(step=2, leave=lambda: None),
+            _position=SimpleNamespace(step=2, mark_leaving=lambda: None),
             _group=SimpleNamespace(gather=lambda value: [value, False]),
             work=RoundWork(9, lr=0.1),
             outer=SimpleNamespace(take_changes=self.changes.append),
