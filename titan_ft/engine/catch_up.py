@@ -42,8 +42,9 @@ class FetchStatus(enum.IntEnum):
 class CatchUp:
     """The transfer of one attempt, and its queue.
 
-    `Heal` creates one for each attempt, and calls all methods on the training thread. The fetch runs
-    on a thread of its own. If it fails, `fetch_status` returns FAILED, and `Heal` drops this object.
+    `Heal` creates one for each attempt, and calls all methods on the training thread. The fetch
+    runs on a thread of its own. If it fails, `fetch_status` returns FAILED, and `Heal` drops this
+    object.
 
     Args:
         fetch: function(cancelled, report_share), which fetches this rank's part of the state. It

@@ -90,8 +90,8 @@ _ALREADY_OVER = -math.inf  # a deadline that has passed
 class Heal:
     """Brings this rank's group to the job's state.
 
-    `ReplicaDimension` calls `await_offer` when its group joins, and `run` for each heal. docs/heal.md
-    explains the phases.
+    `ReplicaDimension` calls `await_offer` when its group joins, and `run` for each heal.
+    docs/heal.md explains the phases.
 
     Threads: all methods but `_fetch` run on the training thread. All ranks of a group call the same
     methods in the same order. A decision may depend on a fact that differs between ranks, such as

@@ -22,7 +22,7 @@ from titan_ft.system.threads import call_aside
 _STDERR = 2  # the descriptor: sys.stderr may be replaced, or locked by the thread that hangs
 _TICKS = 20  # per timeout
 _BACKSTOP_TIMEOUTS = 2.0
-"""faulthandler's timer ends the process after this many timeouts, if this module's thread cannot."""
+"""faulthandler's timer ends the process after this many timeouts if this module's thread cannot."""
 _LAST_WORDS_SECONDS = 5.0
 
 

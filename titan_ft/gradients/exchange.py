@@ -4,8 +4,8 @@
 
 An exchange has two parts:
 
-1. The gradients are summed, bucket by bucket, while backward still computes others. Autograd calls a
-   hook for each gradient when it is final (`register_post_accumulate_grad_hook`; FSDP2 calls it
+1. The gradients are summed, bucket by bucket, while backward still computes others. Autograd calls
+   a hook for each gradient when it is final (`register_post_accumulate_grad_hook`; FSDP2 calls it
    for sharded parameters too). The hook copies the gradient into a *bucket*: a tensor whose content
    and place in the order are the same in all groups. The sum of a bucket starts when the bucket and
    all buckets before it are full.
@@ -49,8 +49,8 @@ from titan_ft.protocol.member import Quorum
 logger = logging.getLogger(__name__)
 
 _MAX_REHEARSED_VALUES = 64 << 20
-"""Largest tensor of a rehearsal. The bucket of an unsharded embedding has gigabytes, and the GPU may
-not have as much memory again. NCCL should choose the same algorithm for all larger tensors."""
+"""Largest tensor of a rehearsal. The bucket of an unsharded embedding has gigabytes, and the GPU
+may not have as much memory again. NCCL should choose the same algorithm for all larger tensors."""
 
 
 class HookCalls(enum.Enum):

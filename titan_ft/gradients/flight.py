@@ -72,8 +72,9 @@ class Flight:
     The flight's thread waits for the quorum and makes all collectives, so that backward and its
     hooks wait for no other group (`_run` and the methods after it).
 
-    `GradientExchange` makes a flight for each exchange. It calls all public methods, on the training
-    thread, in this order: `start`, `hand_over` for each bucket, `report`, `finish`, `join`.
+    `GradientExchange` makes a flight for each exchange. It calls all public methods, on the
+    training thread, in this order: `start`, `hand_over` for each bucket, `report`, `finish`,
+    `join`.
 
     The thread owns a bucket from `hand_over` until the thread ends. If an error ends the thread,
     `finish` raises the error, and the contents of the buckets are void.

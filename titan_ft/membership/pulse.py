@@ -34,8 +34,8 @@ from titan_ft.run.lighthouse import LighthouseAddress, build_opener
 logger = logging.getLogger(__name__)
 
 SILENT_BEATS = 2
-"""A member is silent after this many heartbeat timeouts. The lighthouse needs only one, but breaking
-off an exchange costs a repetition.
+"""A member is silent after this many heartbeat timeouts. The lighthouse needs only one, but
+breaking off an exchange costs a repetition.
 
 With NCCL between the groups there may be no other sign of a death, so there one is enough."""
 

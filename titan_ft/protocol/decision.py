@@ -288,8 +288,8 @@ def _decide_training(position: Position, made: Round, config: FaultTolerance) ->
 
 
 def _nonfinite(number: int, last: int, unit: str) -> NonFiniteError:
-    # After the restart the group has a peer's state. If its gradients are still not finite, its data
-    # is at fault.
+    # After the restart the group has a peer's state. If its gradients are still not finite, its
+    # data is at fault.
     return NonFiniteError(
         f"the gradients of this group were not finite in {number} {unit}s in a row, those of "
         f"others were; last at {unit} {last}: look at the memory and the GPUs of this host, and "
@@ -368,8 +368,8 @@ def find_uncovered(made: Round, config: FaultTolerance) -> list[int]:
 def _find_share(own_slot: int, uncovered: Collection[int], made: Round) -> list[int]:
     """Return which of the `uncovered` slots this group takes over.
 
-    1. A ready group takes its own slot. It may be uncovered if the group has just come back: another
-       group has read the slot for it, and died.
+    1. A ready group takes its own slot. It may be uncovered if the group has just come back:
+       another group has read the slot for it, and died.
     2. The slots without a ready group are dealt out among all ready groups.
     """
     ready = made.slots(made.verdict.ready)

@@ -100,7 +100,7 @@ class VoidError(Exception):
 
 
 class OutdatedError(VoidError):
-    """The holders have a newer state, and no donor is at fault. The caller calls `drop_outdated`."""
+    """The holders have a newer state, without a donor's fault. The caller calls `drop_outdated`."""
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,8 @@ class Position:
         self.left -= {row.slot for row in rows}
         self.left |= {row.slot for row in rows if row.leaving}
         self.peers = tuple(made.slots(verdict.ready))
-        # A group that has loaded a checkpoint and has not started does not count: it misses the next
-        # update of the others, and must heal.
+        # A group that has loaded a checkpoint and has not started does not count: it misses the
+        # next update of the others, and must heal.
         self.keepers = tuple(rows[rank].slot for rank in verdict.holders if rows[rank].training)
         if verdict.corrupt:
             # A corrupt group may have written the checkpoints since the last agreement. So they do

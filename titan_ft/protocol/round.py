@@ -28,7 +28,7 @@ class UpdateSums(Protocol):
         """Return a copy, which outlives the next exchange."""
 
     def write(self, scale: float | None = None) -> None:
-        """Set the gradients to the sums times `scale`; None = to the weighted means of the groups."""
+        """Set the gradients to the sums times `scale`; None = to the groups' weighted means."""
 
 
 class NoSums:

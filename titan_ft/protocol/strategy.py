@@ -19,8 +19,8 @@ class EveryStep:
         unit: name of an update in messages.
         steps: local steps in one update.
         sums_gradients: the exchange sums gradients of autograd, so buckets leave during backward.
-        has_long_rounds: an update takes many local steps. So a group is in no quorum for a long time, and
-            the latest state stays the latest for as long.
+        has_long_rounds: an update takes many local steps. So a group is in no quorum for a long
+            time, and the latest state stays the latest for as long.
         compares_before_sum: the groups compare digests before they use the sum of an update.
     """
 

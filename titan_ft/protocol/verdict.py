@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The meaning of the rows of one exchange: which groups hold the job's state, whose gradients count.
+"""The meaning of one exchange's rows: which groups hold the job's state, whose gradients count.
 
 All functions are pure. All members judge the same rows, and come to the same verdict. See
 docs/exchange.md.
@@ -156,7 +156,8 @@ def _find_step(rows: Sequence[Row], claims: Sequence[int]) -> int:
 def _find_majority_lineage(rows: Sequence[Row], ranks: Sequence[int]) -> list[int]:
     """Return the ranks with the most common lineage; in a tie, with the lowest rank's lineage.
 
-    States of different lineages are all sound, so the choice only has to be the same on all members.
+    States of different lineages are all sound, so the choice only has to be the same on all
+    members.
     """
     if not ranks:
         return []

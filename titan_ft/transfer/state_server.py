@@ -47,7 +47,8 @@ _POLL_SECONDS = 1.0
 only cost CPU."""
 
 _JOINER_SECONDS = 60.0
-"""A joiner that takes no bytes for this time is dropped, because the snapshot's memory is needed."""
+"""A joiner that takes no bytes for this time is dropped, because the snapshot's memory is
+needed."""
 
 SendBytes = Callable[[socket.socket, memoryview], None]
 """Sends all of some bytes to a connection."""
@@ -115,8 +116,8 @@ class StateServer:
         self._pace = Pace(max_mbps)
         self.send: SendBytes = self._pace.send
         self._select_device = device.for_thread()
-        # Guards the fields from here to `_wanted_part`. It is notified when the snapshot or the offer
-        # changes, and by `close`.
+        # Guards the fields from here to `_wanted_part`. It is notified when the snapshot or the
+        # offer changes, and by `close`.
         self._changed = threading.Condition()
         self._snapshot: Snapshot | None = None
         self._offer: Message | None = None
