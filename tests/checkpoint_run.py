@@ -134,7 +134,7 @@ class Run:
 
     # The host
 
-    def heals_instead(self, step: int) -> bool:
+    def join_before_load(self, step: int) -> bool:
         self.claimed = step
         return self.heals
 

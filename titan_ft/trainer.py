@@ -59,7 +59,7 @@ from titan_ft.training.links import Links, connect_control
 from titan_ft.training.local_training import LocalTraining, loss_group
 from titan_ft.training.step_log import StepLog
 from titan_ft.training.validation import share_loss, validate_together, validate_updates
-from titan_ft.training.worker import WorkerSetup, begin_events
+from titan_ft.training.worker import WorkerSetup, open_events
 
 if TYPE_CHECKING:
     from titan_ft.chaos.inside.agent import ChaosAgent
@@ -98,7 +98,7 @@ class ReplicaTrainer(HostTrainer):
 
     def __init__(self, job_config: JobConfig) -> None:
         config = job_config.fault_tolerance
-        self._events = begin_events(job_config, self.setup)
+        self._events = open_events(job_config, self.setup)
         loaders = spec.register(
             job_config.model.name, config, job_config.experimental.custom_import
         )

@@ -1225,7 +1225,7 @@ def test_a_checkpoint_that_vanishes_is_never_loaded(
         assert [run.claimed for run in ranks.runs] == [5, 5]
     else:
         for run in ranks.runs:
-            run.heals_instead = join  # type: ignore[method-assign]
+            run.join_before_load = join  # type: ignore[method-assign]
         for error in ranks.load():
             assert isinstance(error, LoadError)
             assert error.restart

@@ -660,7 +660,7 @@ def test_a_file_that_vanishes_in_the_load_is_damage_if_it_stays_away(
     run = make_run().train(10)
     other = make_run()
     monkeypatch.setattr(
-        other, "heals_instead", lambda _: data_of(run.folder / "step-10").unlink() and False
+        other, "join_before_load", lambda _: data_of(run.folder / "step-10").unlink() and False
     )
     with pytest.raises(LoadError, match=r"step-10 is damaged: __0_0\.distcp is missing; .* step 5"):
         other.load()

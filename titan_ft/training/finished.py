@@ -30,22 +30,23 @@ def mark_finished(path: Path, config_digest: str, step: int) -> None:
     text = json.dumps({"config_digest": config_digest, "step": step}) + "\n"
     try:
         write_whole(path, text.encode())
-    except OSError:  # a full disk, perhaps, on which another group may come back for all that
+    except OSError:
+        # A full disk has no room for a file's content, but a link may still fit.
         leave_mark(path, f"{config_digest} {step}")
 
 
 def finished_step(path: Path, config_digest: str) -> int | None:
-    """Return the last step of the job if the job is finished; None if not, or if the mark is of
-    another job.
+    """Return the last step of a finished job.
+
+    None if the job is not finished, if the mark cannot be read, or if it is another job's.
     """
     try:
         mark = json.loads(path.read_text())
-        return int(mark["step"]) if mark["config_digest"] == config_digest else None
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # no mark, or none that can be read: the job goes on
-        digest, _, step = (read_mark(path) or "").partition(" ")
-        return int(step) if digest == config_digest and step.isdecimal() else None
+        step = int(mark["step"])
+        digest = mark["config_digest"]
+    except (OSError, ValueError, KeyError, TypeError):
+        digest, _, text = (read_mark(path) or "").partition(" ")
+        if not text.isdecimal():
+            return None
+        step = int(text)
+    return step if digest == config_digest else None

@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The links of one rank to its peers in the other groups: quorums, the gradient exchange, states
-for joiners.
+"""The links of one rank to the same rank of the other groups.
+
+They are the quorums, the exchange of gradients, and the state server for joiners.
 """
 
 from __future__ import annotations
@@ -51,25 +52,30 @@ from titan_ft.transfer.tls import Certificate
 class Links:
     """The open links of this rank to the other groups.
 
-    From now on the other groups wait for this rank. So build it when training can begin.
+    The trainer builds and closes the links on the training thread. From then on the other groups
+    wait for this group, so build them only when training can begin. `_hear_loss` runs on the
+    control tree's thread, `_report_served` on threads of the state server. If the constructor fails,
+    the process ends, which closes the links.
+
+    See docs/design.md, "The picture".
 
     Args:
         exchanged: parameters whose gradients are summed over the groups, in the same order in every
             group.
         fragments, gradient_scale: see `GradientExchange`.
-        num_microbatches: of a pipeline's schedule; 0 = there is none.
+        num_microbatches: microbatches of a pipeline's schedule; 0 without a pipeline.
 
     Attributes:
-        host: numeric address that other groups reach this rank at.
+        host: numeric address at which other groups reach this rank.
         server: serves this rank's state to joiners.
         membership: heartbeats, quorums and votes.
-        exchange: of the gradients.
+        exchange: sums the gradients over the groups.
     """
 
     def __init__(
         self,
         config: FaultTolerance,
-        launch: WorkerSetup,
+        setup: WorkerSetup,
         events: EventLog,
         model_parts: Sequence[nn.Module],
         parallel_dims: ParallelDims,
@@ -82,23 +88,26 @@ class Links:
         gradient_scale: float,
         num_microbatches: int,
     ) -> None:
-        self._config, self._launch, self._events, self._drain = config, launch, events, drain
+        self._config = config
+        self._setup = setup
+        self._events = events
+        self._drain = drain
         self._control = control
         shape = _group_shape(parallel_dims, model_parts, group)
         self.host = config.advertise_address or find_source_address(
-            *split_address(_find(launch.lighthouse, config))
+            *split_address(_find_lighthouse(setup.lighthouse, config))
         )
         self.server = StateServer(
             self.host,
-            launch.token,
+            setup.token,
             config.process_group_timeout_ms / 1000,
             self._report_served,
             config.transfer_max_mbps,
             _make_certificate() if config.transfer_tls else None,
         )
-        if launch.rank == 0:
-            # First: from its seat at the lighthouse on, the others wait for the group, also with a
-            # frozen rank.
+        if setup.rank == 0:
+            # Before this group joins: the other groups then wait for it, even if one of its ranks
+            # is frozen.
             control.listen_for_losses(self._hear_loss)
         self.membership = self._join(self.host, shape)
         self.exchange = self._build_exchange(
@@ -112,7 +121,7 @@ class Links:
         Args:
             find_left: see `RollCall`.
         """
-        if self._launch.rank == 0:
+        if self._setup.rank == 0:
             self._roll_call = RollCall(
                 self._config, self._events, self.membership.find_ages, find_left
             )
@@ -135,33 +144,36 @@ class Links:
             self.membership.close()
 
     def _join(self, host: str, shape: str) -> Membership:
-        config, launch = self._config, self._launch
+        config, setup = self._config, self._setup
         address = self.server.address
         timeout = timedelta(milliseconds=config.process_group_timeout_ms)
         return Membership(
             config,
             process_group=build_process_group(config.process_group, timeout, host),
-            lighthouse=launch.lighthouse,
+            lighthouse=setup.lighthouse,
             host=host,
-            group_rank=launch.rank,
+            group_rank=setup.rank,
             group_world_size=torch.distributed.get_world_size(),
-            store=launch.store,
+            store=setup.store,
             control=self._control,
-            config_digest=launch.config_digest,
+            config_digest=setup.config_digest,
             address=address,
-            token=launch.token,
+            token=setup.token,
             events=self._events,
             shape=shape,
-            probe=Probe(launch.token, address, launch.rank),
+            probe=Probe(setup.token, address, setup.rank),
             leave_requested=lambda: self._drain.requested,
         )
 
     def _hear_loss(self, loss: Lose) -> None:
-        """End rank 0 if another rank is silent. Nothing else may end the group: no connection has
-        closed.
+        """End rank 0 if another rank of the group is silent.
+
+        The connections to a frozen rank stay open, so nothing else would end the group. Runs on the
+        control tree's thread.
         """
         if loss.silent_seconds:
-            self._end_without([found for found in self._control.losses if found.silent_seconds])
+            silent = [found for found in self._control.losses if found.silent_seconds]
+            self._end_without(silent)
 
     def _end_without(self, silent: Sequence[Lose]) -> None:
         """End this process because other ranks of the group are silent. The whole group is then
@@ -176,10 +188,11 @@ class Links:
             lambda: self._events.emit(
                 RankSilent(ranks=[*hosts], hosts=[*hosts.values()], seconds=seconds)
             ),
-            lambda: os.write(2, line.encode()),  # sys.stderr may be locked by a thread that hangs
+            # A thread that hangs may hold the lock of sys.stderr.
+            lambda: os.write(2, line.encode()),
         ]
         if "membership" in vars(self):
-            # Last: it ends the training thread's vote or request, and with that this process.
+            # Last: this breaks the training thread's vote or request, which ends this process.
             last_words.append(self.membership.stop_heartbeats)
         end_process(1, *last_words)
 
@@ -221,7 +234,7 @@ class Links:
         )
 
 
-def connect_control(config: FaultTolerance, launch: WorkerSetup) -> ControlTree:
+def connect_control(config: FaultTolerance, setup: WorkerSetup) -> ControlTree:
     """Connect this rank to the control tree of its group. A collective of the group.
 
     Raises:
@@ -229,26 +242,28 @@ def connect_control(config: FaultTolerance, launch: WorkerSetup) -> ControlTree:
         LighthouseError: the rank's parent in the tree cannot be reached.
     """
     num_ranks = torch.distributed.get_world_size()
-    host = config.advertise_address or find_source_address(*launch.store)
-    check_token(launch.token, is_local=num_ranks == 1 or is_loopback(join_address(host, 0)))
+    host = config.advertise_address or find_source_address(*setup.store)
+    is_local = num_ranks == 1 or is_loopback(join_address(host, 0))
+    check_token(setup.token, is_local=is_local)
+    store = None
+    if num_ranks > 1:
+        store = TCPStore(*setup.store, is_master=False, wait_for_workers=False)
     return ControlTree(
-        launch.rank,
+        setup.rank,
         num_ranks,
         host=host,
-        token=launch.token,
-        store=TCPStore(*launch.store, is_master=False, wait_for_workers=False)
-        if num_ranks > 1
-        else None,
-        key=f"titan_ft/control/{config.replica_id}/{launch.attempt}",
+        token=setup.token,
+        store=store,
+        key=f"titan_ft/control/{config.replica_id}/{setup.attempt}",
         patience=SILENT_BEATS * config.heartbeat_timeout_ms / 1000,
     )
 
 
 def _describe_silence(config: FaultTolerance, hosts: dict[int, str], seconds: float) -> str:
     """Return one line with the silent ranks and the remedy."""
-    who = ", ".join(f"rank {rank} on {host}" for rank, host in hosts.items())
+    ranks = ", ".join(f"rank {rank} on {host}" for rank, host in hosts.items())
     return (
-        f"no heartbeat from {who} for {seconds:.1f} s: stopped, frozen or cut off. This group "
+        f"no heartbeat from {ranks} for {seconds:.1f} s: stopped, frozen or cut off. This group "
         "ends, so that it starts again and the other groups need not wait for it; if ranks may be "
         "silent so long, raise fault_tolerance.heartbeat_timeout_ms "
         f"({config.heartbeat_timeout_ms}); if they are silent from the start, check that the hosts "
@@ -287,8 +302,8 @@ def _group_shape(
 ) -> str:
     """Return the shape of this group, the same on all of its ranks. A collective of the group."""
     installed = versions()
-    # Every rank's part: stages of a pipeline have other parameters, and the last ranks of a shard
-    # fewer.
+    # All ranks' layouts: the stages of a pipeline have different parameters, and the last ranks of
+    # a shard have fewer.
     layouts = group.gather(fold48(_layout(model_parts)))
     return describe_shape(
         torch.distributed.get_world_size(),
@@ -313,11 +328,11 @@ def _layout(model_parts: Sequence[nn.Module]) -> str:
     return "\n".join([*parameters, *counts])
 
 
-def _find(lighthouse: str, config: FaultTolerance) -> str:
-    """Return the lighthouse's http://host:port, which may yet have to be announced.
+def _find_lighthouse(lighthouse: str, config: FaultTolerance) -> str:
+    """Return the lighthouse's http://host:port; wait for its announcement if needed.
 
     Raises:
-        LighthouseError: it is not.
+        LighthouseError: no address is announced within `start_timeout_seconds`.
     """
     try:
         return LighthouseAddress(lighthouse).wait(config.start_timeout_seconds)

@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The training of this rank's own group, by torchtitan's Trainer: batches in; gradients and facts
-out.
+"""One rank's part in the training of its own group, by torchtitan's Trainer.
+
+Batches come in; gradients and the facts about them go out. Other groups play no part here.
 """
 
 from __future__ import annotations
@@ -39,11 +40,16 @@ _WARM_UP_TOKENS = 32
 
 
 class LocalTraining:
-    """Implements `titan_ft.engine.strategy.GroupTraining`.
+    """The worker's implementation of `titan_ft.engine.strategy.GroupTraining`.
+
+    The strategies and the trainer call it, on the training thread only. If `compute` fails, the
+    local gradients are incomplete, and the process ends.
 
     Args:
-        trainer: with its model built.
+        trainer: torchtitan's trainer, with its model built.
+        feed: reads the batches of any slot.
         group: gathers over `loss_group`.
+        watchdog: gets a beat before each microbatch.
 
     Attributes:
         nominal_tokens: tokens of a step with all groups present and every label valid.
@@ -60,12 +66,14 @@ class LocalTraining:
         watchdog: Watchdog,
     ) -> None:
         self._trainer = trainer
-        self._feed, self._group, self._watchdog = feed, group, watchdog
+        self._feed = feed
+        self._group = group
+        self._watchdog = watchdog
         self.nominal_tokens = count_nominal_tokens(trainer)
 
     @property
     def step(self) -> int:
-        """Return torchtitan's number of the step under way."""
+        """torchtitan's number of the step under way."""
         return int(self._trainer.step)
 
     @step.setter
@@ -74,76 +82,85 @@ class LocalTraining:
 
     @property
     def num_steps(self) -> int:
-        """Return the number of torchtitan's last step."""
+        """Number of torchtitan's last step."""
         return int(self._trainer.job_config.training.steps)
 
     @property
     def model_parts(self) -> list[nn.Module]:
-        """Return the modules that this rank trains: several stages of a pipeline, perhaps."""
+        """Modules that this rank trains. With a pipeline, these may be several stages."""
         return list(self._trainer.model_parts)
 
     @property
     def optimizers(self) -> Any:
-        """Return torchtitan's OptimizersContainer."""
+        """torchtitan's OptimizersContainer."""
         return self._trainer.optimizers
 
     @property
     def lr_schedulers(self) -> Any:
-        """Return torchtitan's LRSchedulersContainer."""
+        """torchtitan's LRSchedulersContainer."""
         return self._trainer.lr_schedulers
 
     @property
     def lr(self) -> float:
-        """Return the LR of the next step."""
+        """Learning rate of the next step."""
         return float(self._trainer.lr_schedulers.schedulers[0].get_last_lr()[0])
 
     @property
     def gradient_scale(self) -> float:
-        """Return the factor from local gradients to gradients of the reported loss; 1 without a
-        pipeline.
+        """Factor from local gradients to gradients of the reported loss; 1 without a pipeline.
 
         Pipelines of torchtitan 0.2 run the backward from the sum of the losses, and divide only the
         reported loss. Without the factor every step would be clipped.
         """
-        sums = PIPELINES_SUM_LOSSES and self._trainer.parallel_dims.pp_enabled
-        return 1 / self.nominal_tokens if sums else 1.0
+        sums_losses = PIPELINES_SUM_LOSSES and self._trainer.parallel_dims.pp_enabled
+        return 1 / self.nominal_tokens if sums_losses else 1.0
 
     def compute(self, work: Work, slots: Sequence[int], arm: Callable[[], None]) -> Contribution:
-        """Add the gradients of a step's share of each slot to the local ones.
+        """Train one step's batch of each slot, and add its gradients to the local ones.
 
         Args:
             work: gets the readings and times.
+            slots: slots whose batches this group reads.
             arm: called before the last backward.
+
+        Returns:
+            The batches, tokens and loss of this group; the same on all of its ranks.
+
+        Raises:
+            DataloaderExhaustedError: the data of a slot have ended.
         """
         if not slots:
             return NOTHING
-        trainer, started = self._trainer, time.monotonic()
+        started_at = time.monotonic()
+        trainer = self._trainer
         per_call = batches_per_call(trainer)
         num_batches = trainer.gradient_accumulation_steps * per_call
         readings = [self._feed.read(slot, num_batches, work.count_batches(slot)) for slot in slots]
-        loading = time.monotonic() - started
-        work.inner_steps = 1  # only now: without data it is none
+        loading_seconds = time.monotonic() - started_at
+        work.inner_steps = 1  # After the reading: at the end of the data there is no step.
         microbatches = [batch for reading in readings for batch in reading.batches]
         valid_tokens = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in microbatches)
         tokens = sum(labels.numel() for _, labels in microbatches)
         losses = []
         for first in range(0, len(microbatches), per_call):
             self._watchdog.beat()
-            if first + per_call == len(microbatches):
+            end = first + per_call
+            if end == len(microbatches):
                 arm()
-            losses.append(self._forward_backward(microbatches[first : first + per_call]).detach())
+            losses.append(self._forward_backward(microbatches[first:end]).detach())
         work.readings += readings
         trainer.metrics_processor.ntokens_since_last_log += tokens
-        # Before the host waits for the device, and while the exchange is under way.
-        reading = time.monotonic()
+        # Read the next batches while the device computes and the exchange is under way. `item`
+        # below makes the host wait for the device.
+        reading_at = time.monotonic()
         self._feed.read_ahead(readings if self.step < self.num_steps else [])
-        loading += time.monotonic() - reading
+        loading_seconds += time.monotonic() - reading_at
         loss_sum = torch.sum(torch.stack(losses)).item()
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - started_at
         contribution = self._gather_contribution(
-            work, valid_tokens, tokens, loss_sum, seconds, loading, readings
+            work, valid_tokens, tokens, loss_sum, seconds, loading_seconds, readings
         )
-        work.compute_seconds += time.monotonic() - started
+        work.compute_seconds += time.monotonic() - started_at
         return contribution
 
     def beat(self) -> None:
@@ -154,14 +171,17 @@ class LocalTraining:
         """Clear the gradients, and the model's counts of its batches."""
         self._trainer.optimizers.zero_grad()
         for count in spec.token_counts(self._trainer.model_parts):
-            # validation and the warm-up have counted too, and no update may be made of theirs
+            # Validation and the warm-up count tokens too. They must not move the experts' biases.
             count.zero_()
 
     def clip_gradients(self) -> torch.Tensor:
-        """Clip the gradients; returns their norm before that."""
+        """Clip the gradients; return their norm before clipping."""
         trainer = self._trainer
+        parameters: list[nn.Parameter] = []
+        for part in trainer.model_parts:
+            parameters += part.parameters()
         return clip_grad_norm_(
-            [parameter for part in trainer.model_parts for parameter in part.parameters()],
+            parameters,
             trainer.job_config.training.max_norm,
             foreach=True,
             pp_mesh=trainer.parallel_dims.get_optional_mesh("pp"),
@@ -187,23 +207,24 @@ class LocalTraining:
     def pauses_after(self, step: int) -> bool:
         """Return True if torchtitan ends, saves or validates after `step`."""
         trainer = self._trainer
-        saves = trainer.checkpointer.pauses_after(step)
-        validates = trainer.job_config.validation.enable and trainer.validator.should_validate(step)
-        return step >= self.num_steps or saves or validates
+        if step >= self.num_steps or trainer.checkpointer.pauses_after(step):
+            return True
+        return trainer.job_config.validation.enable and trainer.validator.should_validate(step)
 
     def lacks_state(self) -> bool:
-        """Return True if the state after the last update is in no checkpoint, and is to be
-        saved.
-        """
+        """Return True if the state after the last update must be saved, and is in no checkpoint."""
         lacks: bool = self._trainer.checkpointer.lacks_state()
         return lacks
 
     def warm_up(self, state: TrainState) -> None:
         """Make a step and undo it, before the other groups wait for this group.
 
-        A process's first step takes several times as long as its second: compilation, sharding
-        propagation, memory. Only for models of text, whose batches can be generated. Real batches
-        would be read in vain.
+        A process's first step takes several times as long as its second, because of compilation,
+        sharding propagation and memory. The batch is made up: real batches would be read for
+        nothing. So only models of text are warmed up.
+
+        Args:
+            state: the state to restore, with its counters.
         """
         trainer = self._trainer
         if not isinstance(getattr(trainer.dataloader, "dataset", None), HuggingFaceTextDataset):
@@ -215,16 +236,18 @@ class LocalTraining:
             self.clip_gradients()
             trainer.optimizers.step()
         trainer.optimizers.zero_grad()
-        state.load(before)  # the counters too
+        state.load(before)
 
     def _warm_up_shape(self) -> tuple[int, int]:
-        """Return the sequences of the warm-up's batch, and the tokens of each. Small, unless caches
-        depend on shapes.
+        """Return the number of sequences of the warm-up's batch, and the tokens of each.
 
-        Compiled code depends on shapes, so flex attention always does. So do the shardings between
-        layers, which torch caches by shape. A pipeline cuts its microbatches from a whole batch. On
-        an accelerator kernels are chosen and loaded by shape (cuDNN's attention makes a plan for
-        each), and the allocator keeps the memory of a whole batch.
+        A small batch is enough, unless the first step depends on shapes:
+
+        - Compiled code does. Flex attention is always compiled.
+        - torch caches the shardings between layers by shape (TP, CP).
+        - A pipeline cuts its microbatches from a whole batch.
+        - An accelerator chooses and loads kernels by shape. cuDNN's attention makes a plan for each
+          shape, and the allocator keeps the memory of a whole batch.
         """
         trainer = self._trainer
         training, dims = trainer.job_config.training, trainer.parallel_dims
@@ -235,18 +258,19 @@ class LocalTraining:
         return 1, min(_WARM_UP_TOKENS, training.seq_len)
 
     def _forward_backward(self, batches: Sequence[Batch]) -> torch.Tensor:
-        where = self._trainer.device
+        """Add the gradients of these microbatches; return their loss divided by nominal tokens."""
+        device = self._trainer.device
 
         def move(value: Any) -> Any:
-            # Not blocking: the host would wait for all that is queued, such as the microbatch
-            # before this one.
-            return value.to(where, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            if not isinstance(value, torch.Tensor):
+                return value
+            # A blocking copy would wait for all queued work, such as the previous microbatch.
+            return value.to(device, non_blocking=True)
 
-        moved = [
-            ({key: move(value) for key, value in inputs.items()}, move(labels))
-            for inputs, labels in batches
-        ]
-        # The nominal number of tokens is only ever a divisor.
+        moved = []
+        for inputs, labels in batches:
+            moved_inputs = {key: move(value) for key, value in inputs.items()}
+            moved.append((moved_inputs, move(labels)))
         return forward_backward(self._trainer, moved, self.nominal_tokens)
 
     def _gather_contribution(
@@ -256,24 +280,23 @@ class LocalTraining:
         tokens: int,
         loss: float,
         seconds: float,
-        loading: float,
+        loading_seconds: float,
         readings: Sequence[Reading],
     ) -> Contribution:
         """Sum this group's counts and losses, as torchtitan does for its logs, in one
         collective.
         """
-        local_mean = loss * self.nominal_tokens / max(valid_tokens, 1)
-        own = (
-            [valid_tokens, tokens, loss, local_mean]
-            if knows_loss(self._trainer)
-            else [0, 0, 0.0, -math.inf]
-        )
-        facts = self._group.gather_losses([*own, seconds, loading])
+        if knows_loss(self._trainer):
+            local_mean = loss * self.nominal_tokens / max(valid_tokens, 1)
+            own = [valid_tokens, tokens, loss, local_mean]
+        else:
+            own = [0, 0, 0.0, -math.inf]
+        facts = self._group.gather_losses([*own, seconds, loading_seconds])
         work.loading_seconds += float(facts[:, 5].max())
         cp = self._trainer.parallel_dims.cp
         return Contribution(
-            # Ranks of one context-parallel group hold the same tokens but different parts of the
-            # loss.
+            # Each rank of a context-parallel group counts the same tokens, and has another part of
+            # the loss.
             valid_tokens=int(facts[:, 0].sum()) // cp,
             tokens=int(facts[:, 1].sum()) // cp,
             loss=float(facts[:, 2].sum()),
@@ -308,8 +331,8 @@ def knows_loss(trainer: HostTrainer) -> bool:
     dims = trainer.parallel_dims
     if not dims.pp_enabled:
         return True
-    tensor_parallel = dims.get_optional_mesh("tp")  # whose ranks all hold the same loss
-    return bool(
-        trainer.pp_has_last_stage
-        and (tensor_parallel is None or tensor_parallel.get_local_rank() == 0)
-    )
+    if not trainer.pp_has_last_stage:
+        return False
+    # All ranks of a tensor-parallel group hold the same loss, so one of them counts.
+    tensor_parallel = dims.get_optional_mesh("tp")
+    return tensor_parallel is None or tensor_parallel.get_local_rank() == 0

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is logged of a committed step: an event, and torchtitan's metrics."""
+"""The log of a committed step: an event, and torchtitan's metrics."""
 
 from __future__ import annotations
 
@@ -17,11 +17,21 @@ from titan_ft.run.log import EventLog, stamp
 
 
 class StepLog:
-    """Logs one rank's committed steps; `slot` is its group's slot."""
+    """Logs one rank's committed steps.
+
+    The trainer calls it, on the training thread. A thread of its own writes each event, because the
+    device may still compute the update.
+
+    Args:
+        slot: slot of this rank's group.
+    """
 
     def __init__(self, events: EventLog, metrics: MetricsProcessor, slot: int) -> None:
-        self._events, self._metrics, self._slot = events, metrics, slot
-        self._written: Future[None] | None = None  # the last event
+        self._events = events
+        self._metrics = metrics
+        self._slot = slot
+        # Done when the last event is written; None if no event is on its way.
+        self._written: Future[None] | None = None
 
     def flush(self) -> None:
         """Wait until the events of all steps are emitted.
@@ -34,12 +44,14 @@ class StepLog:
             written.result()
 
     def emit(self, committed: Committed, work: Work, step: int, digest: str | None) -> None:
-        """Emit the event. A GPU may still make the update: a thread waits for it, and the training
-        goes on.
+        """Emit the event of a committed step. Does not wait for the device: a thread does.
 
         Args:
             step: torchtitan's step after the update.
             digest: digest of the state after the update, if it was taken.
+
+        Raises:
+            RuntimeError: see `flush`.
         """
         update = committed.update
         read = {reading.entry.slot: reading.describe() for reading in work.readings}
@@ -73,7 +85,8 @@ class StepLog:
             memory_bytes=device.memory_bytes(),
         )
         stamp(event)
-        self.flush()  # in the order of the steps: that of the last one is there by now
+        # Events are written in the order of the steps. The previous one is written by now.
+        self.flush()
         self._written = device.in_background(
             partial(self._write, event, work.grad_norm), "titan_ft_step_log"
         )
@@ -85,17 +98,21 @@ class StepLog:
     def log(
         self, committed: Committed, work: Work, step: int, ntokens_seen: int, heal_seconds: float
     ) -> None:
-        """Log the metrics as those of torchtitan's `step`, if a step of this update is to be
-        logged.
+        """Log torchtitan's metrics, if a step of this update is due to be logged.
 
         Args:
+            step: torchtitan's step after the update; the metrics are logged under it.
+            ntokens_seen: tokens of all committed updates.
             heal_seconds: duration of the last heal.
         """
         metrics = self._metrics
-        if not any(map(metrics.should_log, range(work.first_step, step + 1))):
+        steps = range(work.first_step, step + 1)
+        if not any(metrics.should_log(each) for each in steps):
             return
-        if not metrics.data_loading_times:  # another group has read this one's slot once more
-            metrics.data_loading_times.append(0.0)  # torchtitan takes their mean
+        # torchtitan takes the mean of the loading times. There is none if another group has read
+        # this group's slot.
+        if not metrics.data_loading_times:
+            metrics.data_loading_times.append(0.0)
         metrics.log(
             step,
             committed.loss,

@@ -39,8 +39,8 @@ class WorkerSetup:
         token: the run's shared secret.
         attempt: earlier starts of this group.
         config_digest: hex hash of the settings that must be equal in all groups.
-        slurm: Slurm's ids of this worker's job and step; None = not under Slurm.
-        store_pid: process that serves the group's store; 0 = not known.
+        slurm: Slurm's ids of this worker's job and step; None without Slurm.
+        store_pid: process that serves the group's store; 0 if unknown.
         ranks_on_host: ranks, of this group and of others, that share this host's memory.
         arguments: this worker's command line, without the program.
     """
@@ -57,12 +57,12 @@ class WorkerSetup:
     arguments: tuple[str, ...] = ()
 
 
-def begin_events(job_config: JobConfig, launch: WorkerSetup) -> EventLog:
+def open_events(job_config: JobConfig, setup: WorkerSetup) -> EventLog:
     """Open this worker's log of events, and write the first event: the worker and its settings."""
     config = job_config.fault_tolerance
     paths = RunPaths(job_config.job.dump_folder)
-    path = paths.worker_events(config.replica_id, launch.rank, launch.attempt, os.getpid())
-    events = EventLog(path, replica=config.replica_id, rank=launch.rank, attempt=launch.attempt)
+    path = paths.worker_events(config.replica_id, setup.rank, setup.attempt, os.getpid())
+    events = EventLog(path, replica=config.replica_id, rank=setup.rank, attempt=setup.attempt)
     settings = WorkerConfig(
         group_size=config.group_size,
         min_replica_size=config.min_replica_size,
@@ -79,13 +79,13 @@ def begin_events(job_config: JobConfig, launch: WorkerSetup) -> EventLog:
     )
     events.emit(
         WorkerStarted(
-            config_digest=launch.config_digest,
+            config_digest=setup.config_digest,
             host=socket.gethostname(),
-            slurm=launch.slurm,
+            slurm=setup.slurm,
             agent_pid=int(os.environ.get(PARENT_PID_ENV, "0")) or None,
             config=settings,
             setup=describe(job_config),
-            arguments=list(launch.arguments),
+            arguments=list(setup.arguments),
         )
     )
     return events
@@ -93,15 +93,18 @@ def begin_events(job_config: JobConfig, launch: WorkerSetup) -> EventLog:
 
 def describe(job_config: JobConfig) -> Setup:
     """Return the model, the data and the software of this worker."""
-    training, model, degrees = job_config.training, job_config.model, asdict(job_config.parallelism)
+    training = job_config.training
+    model = job_config.model
+    degrees = asdict(job_config.parallelism)
+    # 1 splits nothing, and -1 stands for all ranks that are left.
+    parallelism = {name: degrees[name] for name in DEGREES if degrees[name] not in (1, -1)}
     return Setup(
         model=f"{model.name} {model.flavor}",
         dataset=training.dataset,
         seq_len=training.seq_len,
         local_batch_size=training.local_batch_size,
         global_batch_size=training.global_batch_size,
-        # -1 is whatever is left of the group's ranks.
-        parallelism={name: degrees[name] for name in DEGREES if degrees[name] not in (1, -1)},
+        parallelism=parallelism,
         device=device.name(),
         accelerator=not device.on_cpu(),
         num_cpus=len(os.sched_getaffinity(0)),

@@ -36,16 +36,21 @@ from titan_ft.training.checkpoint.folder import (
 logger = logging.getLogger(__name__)
 
 NO_STEP = -1
-"""Instead of a step: there is no checkpoint."""
-_MAX_CHOICES = 3  # then give up: each chosen checkpoint vanished before all ranks saw it
-_MAX_STALE_SECONDS = 60.0  # NFS's default (acdirmax): a host may see a folder as it was so long ago
+"""There is no checkpoint. Stands in place of a step."""
+_MAX_CHOICES = 3
+"""Give up after this many chosen checkpoints that vanished before all ranks saw them."""
+_MAX_STALE_SECONDS = 60.0
+"""A host's view of a folder may be this old: NFS's default (acdirmax)."""
 _POLL_SECONDS = 0.05
-_GONE, _UNREADABLE = 0, -1  # instead of a fingerprint
-_PAUSE_SECONDS = (
-    0.5  # before another choice or another look at damage: a checkpoint may be replaced just now
-)
+# Codes in place of a fingerprint.
+_GONE = 0
+_UNREADABLE = -1
+_PAUSE_SECONDS = 0.5
+"""Pause before another choice, or another look at damage: a writer may be replacing the
+checkpoint."""
 _MAX_LOOKS_AT_DAMAGE = 10
-_MAX_NAMED = 10  # steps that an error names
+_MAX_NAMED = 10
+"""Steps that an error names."""
 
 Gather = Callable[[int], list[int]]
 """Gathers an integer of every rank of the group, in rank order."""
@@ -186,8 +191,8 @@ def fail_together(act: Callable[[], T], folder: str, gather: Gather) -> T:
     error: Exception | None = None
     try:
         found = _retry_stale_handles(act)
-    # also what unpickling half of a file raises; it is raised below
     except Exception as raised:  # noqa: BLE001
+        # Raised below, after all ranks know. Half of a pickle may raise any exception.
         error = raised
     failures = gather(_FAILURES.index(_class_of_failure(error)))
     if isinstance(error, ConfigError):
@@ -207,13 +212,13 @@ def fail_together(act: Callable[[], T], folder: str, gather: Gather) -> T:
 
 
 _FAILURES = (None, LoadError, ConfigError, NoCheckpointError)
-"""What ranks tell each other of an error, as an index; None: there is none."""
+"""Ranks send each other the index of their failure. None is no failure."""
 
 
 def _class_of_failure(error: Exception | None) -> type[Exception] | None:
     if error is None:
         return None
-    if isinstance(error, NoCheckpointError):  # before its base class
+    if isinstance(error, NoCheckpointError):  # Before ConfigError, its base class.
         return NoCheckpointError
     if isinstance(error, ConfigError):
         return ConfigError
@@ -285,7 +290,7 @@ class _Search:
                 f"checkpoint.folder must be a folder, got the file {folder}; {OTHER_FOLDER_REMEDY}"
             )
         try:
-            # Torn ones too: they are told as damaged, and not passed over without a word.
+            # Torn checkpoints too: they are reported as damaged, not passed over in silence.
             return sorted({*complete_steps(folder), *torn_steps(folder)}, reverse=True)
         except PermissionError as error:
             raise ConfigError(
@@ -303,7 +308,7 @@ class _Search:
                 f"be read, got {_list_damage(choice.damaged)}; mend one of them, or give another "
                 "checkpoint.folder to begin anew"
             )
-        # All are of the model only. The load of the latest raises an error with the remedies.
+        # All checkpoints hold a model only. The load of the latest raises an error with remedies.
         return Choice(steps[0])
 
     def _find_sound(self, steps: Iterable[int]) -> Choice:
@@ -313,17 +318,17 @@ class _Search:
         damaged: dict[int, str] = {}
         latest_model_only = NO_STEP
         for step in steps:
-            if defect := self._find_defect(step):
+            defect = self._find_defect(step)
+            if defect:
                 damaged[step] = defect
                 continue
-            # torchtitan's seed checkpoint, `step-0`, is of the model only, and is what a job begins
-            # with.
+            # A job may begin with torchtitan's seed checkpoint, `step-0`, which holds a model only.
             if step and is_model_only(self._folder_of(step)):
                 latest_model_only = max(latest_model_only, step)
                 continue
             if latest_model_only != NO_STEP:
-                # The last save may be of the model only. A run that was killed after it must be
-                # able to come back.
+                # The last save of a run holds a model only by default. A run that was killed after
+                # that save must be able to resume.
                 logger.warning(
                     "the checkpoint of step %d is of the model only: loading that of step %d",
                     latest_model_only,
@@ -380,7 +385,8 @@ class _Search:
             with contextlib.suppress(DamagedError):
                 if Manifest.read(self._folder_of(step)) is not None:
                     continue
-            if defect := self._find_defect(step):
+            defect = self._find_defect(step)
+            if defect:
                 found[step] = defect
         return found
 
@@ -424,10 +430,9 @@ class _Search:
         """Check the model to begin with.
 
         Raises:
-            ConfigError: it is damaged.
+            ConfigError: the model is damaged.
         """
-        # A folder without a complete checkpoint, for instance of Hugging Face's files, has no
-        # digests.
+        # Only a complete checkpoint has digests. Hugging Face's files, for example, have none.
         defect = self._inspect(folder) if is_complete(folder) else ""
         if defect:
             raise ConfigError(
@@ -467,7 +472,7 @@ def _all_see(folder: Path, gather: Gather) -> bool:
             return True
         time.sleep(_POLL_SECONDS)
     if _UNREADABLE in seen:
-        # Once more, so that a rank which still cannot read raises what its file system says.
+        # Look once more, so that a rank which still cannot read raises its file system's error.
         seen = gather(fail_together(lambda: _fingerprint_or_gone(folder), str(folder), gather))
     _check_same(seen, folder, "checkpoint.folder")
     return True
@@ -511,12 +516,10 @@ def _check_same(seen: list[int], folder: Path, setting: str) -> None:
 
 
 def _try_to_fingerprint(folder: Path) -> int:
-    """Return the fingerprint of the checkpoint in `folder`, or a code: gone, or unreadable at the
-    moment.
-    """
+    """Return the fingerprint of the checkpoint in `folder`, or `_GONE`, or `_UNREADABLE`."""
     try:
         return _fingerprint_or_gone(folder)
-    except OSError:  # a stale handle, for instance, which the next look may not meet
+    except OSError:  # A stale handle, for example. The next look may succeed.
         return _UNREADABLE
 
 
@@ -527,6 +530,6 @@ def _fingerprint_or_gone(folder: Path) -> int:
 def _fingerprint(folder: Path) -> int:
     """Return a 48-bit hash of the manifest, by which two checkpoints of one step differ."""
     path = folder / MANIFEST
-    if not path.is_file():  # a checkpoint of stock torchtitan
+    if not path.is_file():  # Stock torchtitan writes no manifest.
         return fold48("none")
     return fold48(path.read_text(errors="replace"))

@@ -37,30 +37,36 @@ from titan_ft.training.checkpoint.states import QUORUM_STATE
 
 NOTES = "failed-load-*.json"
 _UNREADABLE_LOADS = 3
-"""After so many loads that ended with an error of the file system a checkpoint counts as
-damaged."""
-_MISFITS = (RuntimeError, ValueError)  # that DCP raises for a missing key, and for another shape
-_HEADER_BYTES = 8  # of a safetensors file: the length of its table, little-endian
-_MAX_TABLE_BYTES = 100_000_000  # as safetensors itself limits it
+"""A checkpoint counts as damaged after this many loads with an error of the file system."""
+_MISFITS = (RuntimeError, ValueError)
+"""DCP's errors for a missing key, and for another shape."""
+_HEADER_BYTES = 8
+"""A safetensors file begins with the length of its table, little-endian."""
+_MAX_TABLE_BYTES = 100_000_000
+"""safetensors has the same limit."""
 
 
 class LoadFailure(enum.Enum):
     """Reason of a load that failed."""
 
-    OTHER_STATE = enum.auto()  # the checkpoint is sound, and another model's or another run's
-    UNREADABLE = enum.auto()  # the file system did not answer; the next try may succeed
-    UNSAFE = enum.auto()  # the bytes are sound, and hold a class that could run code
+    OTHER_STATE = enum.auto()
+    """The checkpoint is sound, but belongs to another model or another run."""
+    UNREADABLE = enum.auto()
+    """The file system did not answer. The next try may succeed."""
+    UNSAFE = enum.auto()
+    """The bytes are sound, but hold a class that could run code."""
     DAMAGED = enum.auto()
+    """The bytes are wrong."""
 
 
 @dataclass(frozen=True)
 class FailedLoad:
-    """A load that failed, as it is noted beside the data.
+    """The note of a failed load, in the checkpoint's folder.
 
     Attributes:
-        save_id: of the manifest. A checkpoint that replaced the damaged one has another.
-        damaged: whether the bytes were wrong; else they could not be read.
-        reason: on one line.
+        save_id: the manifest's. A checkpoint that replaces the damaged one has another id.
+        damaged: True if the bytes were wrong; False if they could not be read.
+        reason: the error on one line.
         by: name of the group.
         time: local time, for people.
     """
@@ -77,7 +83,7 @@ class FailedLoad:
         Each note is a file of its own, so that two groups never overwrite each other's.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the note cannot be written.
         """
         path = folder / NOTES.replace("*", uuid.uuid4().hex[:12])
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -101,14 +107,13 @@ def find_defect(folder: Path) -> str:
 
 
 def is_model_only(folder: Path) -> bool:
-    """Say whether a sound checkpoint holds a model only; of one without a manifest its table says
-    it.
+    """Return True if a sound checkpoint holds a model only.
 
-    False if the checkpoint has vanished since it was found sound: the choice must see that, and
-    begin anew.
+    Without a manifest, the table of the checkpoint shows it. Returns False if the checkpoint has
+    vanished meanwhile: the choice notices that later, and begins anew.
 
     Raises:
-        DamagedError: its manifest is damaged.
+        DamagedError: the manifest is damaged.
         OSError: the file system does not answer.
     """
     manifest = Manifest.read(folder)
@@ -120,17 +125,14 @@ def is_model_only(folder: Path) -> bool:
 
 
 def read_keys(folder: Path) -> Collection[str]:
-    """Return the names of all that a checkpoint holds; an export in Hugging Face's format names
-    none here."""
-    return (
-        CheckpointReader(folder).read_metadata().state_dict_metadata
-        if (folder / METADATA).is_file()
-        else ()
-    )
+    """Return the names of a checkpoint's entries; none for an export in Hugging Face's format."""
+    if not (folder / METADATA).is_file():
+        return ()
+    return CheckpointReader(folder).read_metadata().state_dict_metadata
 
 
 def has_training_state(keys: Collection[str]) -> bool:
-    """Say whether a checkpoint of such names holds more than a model."""
+    """Return True if a checkpoint with these entries holds more than a model."""
     return any(key.startswith(f"{TRAIN_STATE}.") for key in keys)
 
 
@@ -145,25 +147,34 @@ def classify(error: CheckpointException) -> tuple[LoadFailure, str]:
     for cause in causes:
         if isinstance(cause, UnsafeValueError):
             return LoadFailure.UNSAFE, one_line(cause)
-        if isinstance(cause, PermissionError):  # another start would fail in the same way
+        # Before OSError, its base class: another start would fail in the same way.
+        if isinstance(cause, PermissionError):
             return LoadFailure.DAMAGED, one_line(cause)
         # torch swallows the OSError of the table's file and raises a plain AssertionError, as it
         # does for changed bytes: torch/distributed/checkpoint/state_dict_loader.py,
         # _load_state_dict.
         if isinstance(cause, OSError) or "metadata is None" in str(cause):
             return LoadFailure.UNREADABLE, one_line(cause)
-    is_other = phase == "plan" and all(type(cause) in _MISFITS for cause in causes)
-    return LoadFailure.OTHER_STATE if is_other else LoadFailure.DAMAGED, one_line(causes[0])
+    is_misfit = all(type(cause) in _MISFITS for cause in causes)
+    failure = LoadFailure.DAMAGED
+    if phase == "plan" and is_misfit:
+        failure = LoadFailure.OTHER_STATE
+    return failure, one_line(causes[0])
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's message on one line; DCP's is that of the first rank that failed."""
+    """Return an error's message on one line. DCP's error has that of the first failed rank."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def _check_notes(folder: Path, save_id: str) -> None:
+    """Check the notes of failed loads.
+
+    Raises:
+        DamagedError: a load found damage, or `_UNREADABLE_LOADS` loads could not read.
+    """
     notes = [note for note in _read_notes(folder) if note.save_id == save_id]
     damage = next((note for note in notes if note.damaged), None)
     if damage is None and len(notes) < _UNREADABLE_LOADS:
@@ -177,20 +188,23 @@ def _check_notes(folder: Path, save_id: str) -> None:
 
 def _read_notes(folder: Path) -> Iterator[FailedLoad]:
     for path in sorted(folder.glob(NOTES)):
-        with contextlib.suppress(ValueError, TypeError):  # a note that a full disk has cut
+        # A full disk may have cut a note.
+        with contextlib.suppress(ValueError, TypeError):
             yield FailedLoad(**json.loads(path.read_text()))
 
 
 def _check_tables(folder: Path, manifest: Manifest | None) -> None:
-    """Check the table of files, and by it the files.
+    """Check the table of files, and the files that it names.
 
     Raises:
-        DamagedError: the table or a file is damaged. A table with flipped bits may raise any
-        exception.
+        DamagedError: the table or a file is damaged.
         OSError: the file system does not answer.
     """
-    table = next((name for name in (METADATA, INDEX) if (folder / name).exists()), None)
-    if table is None:
+    if (folder / METADATA).exists():
+        table = METADATA
+    elif (folder / INDEX).exists():
+        table = INDEX
+    else:
         raise DamagedError(f"{METADATA} is missing")
     try:
         if manifest is not None and manifest.table and digest_table(folder) != manifest.table:
@@ -204,6 +218,7 @@ def _check_tables(folder: Path, manifest: Manifest | None) -> None:
     except (OSError, DamagedError):
         raise
     except Exception as error:
+        # A table with flipped bits may raise any exception.
         raise DamagedError(f"{table} cannot be read ({type(error).__name__}: {error})") from error
 
 
@@ -214,8 +229,8 @@ def _check_data(folder: Path, manifest: Manifest | None) -> None:
         raise DamagedError(f"{METADATA} is no table of a checkpoint")
     is_ours = any(key.startswith(f"{QUORUM_STATE}.") for key in metadata.state_dict_metadata)
     if is_ours and manifest is None:
-        # Taken for stock torchtitan's, it would be loaded without its digests, and its data would
-        # begin anew.
+        # Otherwise the checkpoint would count as stock torchtitan's: it would be loaded without a
+        # check of its digests, and the data would begin again.
         raise DamagedError(f"{MANIFEST} is missing")
     extents: dict[str, int] = defaultdict(int)
     for item in metadata.storage_data.values():
@@ -258,7 +273,7 @@ def check_safetensors(path: Path) -> None:
     """Check that a file of Hugging Face's format has all of its bytes.
 
     Raises:
-        DamagedError: it has not.
+        DamagedError: bytes are missing, or the table cannot be read.
         OSError: the file system does not answer.
     """
     try:

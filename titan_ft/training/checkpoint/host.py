@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The trainer as the host of its checkpoints."""
+"""The part of the trainer that its checkpoints need."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class CheckpointHost:
         position: this group's place in the job. Checkpoints write only its fields about the group's
             saves.
         gather: gathers an integer of every rank of this group.
-        heals_instead: joins the job as a group that can load the given number of updates, unless
-            done already; returns True if other groups are further.
+        join_before_load: joins the job as a group that can load a checkpoint of the given step, 0 =
+            none. Returns True if other groups are further, so that this group must heal instead.
         on_load: to be called after each load of a checkpoint, on all ranks of a group.
         strategy: maps torchtitan's steps, which name the checkpoints, to updates, which the groups
             count. Holds the state of the outer optimizer, and lends the model the weights to save.
@@ -36,14 +36,14 @@ class CheckpointHost:
     position: Position
     events: EventLog
     gather: Callable[[int], list[int]]
-    heals_instead: Callable[[int], bool]
+    join_before_load: Callable[[int], bool]
     on_load: Callable[[], None]
     strategy: StepStrategy
     participants: list[int] = field(default_factory=list)
 
     @property
     def is_writer(self) -> bool:
-        """Return True if this group has the lowest slot of the groups that made the last step."""
+        """True if this group has the lowest slot of the groups that made the last step."""
         return (
             bool(self.participants)
             and min(self.participants) == self.config.fault_tolerance.replica_id

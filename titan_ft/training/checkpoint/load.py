@@ -47,28 +47,38 @@ from titan_ft.training.checkpoint.folder import (
 )
 from titan_ft.training.checkpoint.states import JOB_TOKENS, QUORUM_STATE
 
-OUTER_STATE = "outer"  # the outer optimizer's, with a semi-synchronous method
-STOCK_RANKS = f"{DATALOADER}.world_size"  # how many data ranks stock torchtitan had
+OUTER_STATE = "outer"
+"""Key of the outer optimizer's state, with a semi-synchronous method."""
+STOCK_RANKS = f"{DATALOADER}.world_size"
+"""Key of the number of stock torchtitan's data ranks."""
 
 logger = logging.getLogger(__name__)
 
 
 class Load:
-    """A load from one folder. All ranks of a group call the same methods.
+    """A load from one folder.
+
+    `ReplicaCheckpoints` calls the methods in this order, on all ranks of a group: `prepare`, then
+    `check` after the load, or `fail` after DCP's error, and `give_up` after a `DamagedError` or
+    `LoadError`. If any of them raises, the loaded state must not be used.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         now: the manifest that a save of this run would have.
         gather: gathers an integer of every rank of the group.
 
     Attributes:
-        reset: why the data begins again; empty if the data continues.
+        reset: the reason why the data begins again; empty if the data continues.
+        asks_for_reset: True if the config asks for that.
     """
 
     def __init__(self, folder: Path, now: Manifest, gather: Gather) -> None:
-        self._folder, self._now, self._gather = folder, now, gather
+        self._folder = folder
+        self._now = now
+        self._gather = gather
         self._manifest: Manifest | None = None
-        self.reset, self.asks_for_reset = "", False
+        self.reset = ""
+        self.asks_for_reset = False
 
     def prepare(self, state: dict[str, Any], from_hf: bool) -> None:
         """Check that the checkpoint fits this run, and drop the parts of `state` that the
@@ -88,7 +98,7 @@ class Load:
                 return
             self._manifest = Manifest.read(self._folder)
             check_model(self._manifest, self._now, str(self._folder))
-            if QUORUM_STATE in state:  # else only the model is wanted
+            if QUORUM_STATE in state:  # Otherwise torchtitan loads the model only.
                 self._drop_missing(state)
 
         fail_together(look, str(self._folder), self._gather)
@@ -130,16 +140,12 @@ class Load:
         """
         failure, reason = classify(error)
         if failure is LoadFailure.OTHER_STATE:
-            holds = (
-                "weights of this run's model"
-                if from_hf
-                else "state of this run's model and optimizer"
-            )
-            remedy = (
-                "give those of model.flavor as checkpoint.initial_load_path"
-                if from_hf
-                else OTHER_FOLDER_REMEDY
-            )
+            if from_hf:
+                holds = "weights of this run's model"
+                remedy = "give those of model.flavor as checkpoint.initial_load_path"
+            else:
+                holds = "state of this run's model and optimizer"
+                remedy = OTHER_FOLDER_REMEDY
             raise ConfigError(
                 f"checkpoint: {self._folder} must hold the {holds}, got: {reason}; {remedy}"
             ) from error
@@ -150,8 +156,8 @@ class Load:
                 "torch.serialization.add_safe_globals in the module of experimental.custom_import"
             ) from error
         if failure is LoadFailure.UNREADABLE:
-            # A missing file is an error of the file system to DCP, and so is a table that it cannot
-            # read.
+            # DCP also reports a missing file, or a table that it cannot parse, as an error of the
+            # file system.
             defect = fail_together(self._find_defect, str(self._folder), self._gather)
             if not any(self._gather(int(bool(defect)))):
                 raise LoadError(f"checkpoint: {self._folder} cannot be read: {reason}") from error
@@ -175,20 +181,19 @@ class Load:
             _count_tokens_of_stock(state)
             return
         change = find_change(self._manifest.digests, take_digests(state, parts, self._gather))
-        reason = (
-            f"the {change} in it is not what was saved (its digest is another one)"
-            if change
-            else ""
-        )
-        reason = reason or self._find_other_counters(state)
+        if change:
+            reason = f"the {change} in it is not what was saved (its digest is another one)"
+        else:
+            reason = self._find_other_counters(state)
         if any(self._gather(int(bool(reason)))):
             raise DamagedError(
                 reason or "another rank of this group has loaded another state than was saved"
             )
 
     def _find_other_counters(self, state: Mapping[str, Any]) -> str:
-        """Return the contradiction between counters and manifest, for any number of ranks; empty =
-        none.
+        """Return the contradiction between the counters and the manifest; empty if they agree.
+
+        Unlike the digests, this check works with another number of ranks as well.
         """
         assert self._manifest is not None
         expected = {
@@ -232,12 +237,12 @@ class Load:
         except NoCheckpointError:
             if not is_noted:
                 raise
-            # Another group may have loaded it. The next start heals then, or ends for good.
-            lack = (
-                "no sound one is left"
-                if request.step == LATEST
-                else f"load_step = {request.step} allows no other one"
-            )
+            # Another group may have loaded this checkpoint. The next start then heals from that
+            # group, or else ends for good.
+            if request.step == LATEST:
+                lack = "no sound one is left"
+            else:
+                lack = f"load_step = {request.step} allows no other one"
             raise LoadError(f"checkpoint: {self._folder} is damaged: {reason}; {lack}") from error
         if not is_noted:
             raise ConfigError(
@@ -261,7 +266,8 @@ class Load:
         """
 
         def look() -> None:
-            then, now = _save_id(self._manifest), _save_id(Manifest.read(self._folder))
+            then = _save_id(self._manifest)
+            now = _save_id(Manifest.read(self._folder))
             if dist.get_rank() == 0 and (then != now or not self._folder.is_dir()):
                 raise LoadError(
                     f"{self._folder} was replaced while it was loaded; another start chooses anew"
@@ -270,9 +276,7 @@ class Load:
         fail_together(look, str(self._folder), self._gather)
 
     def _note(self, error: DamagedError | LoadError) -> bool:
-        """Write a note of the failure beside the data; return False if the folder is not
-        writable.
-        """
+        """Write a note of the failure; return False if the folder is not writable."""
         is_noted = False
         if dist.get_rank() == 0:
             note = FailedLoad(
@@ -282,7 +286,7 @@ class Load:
                 by=self._now.writer,
                 time=time.strftime("%Y-%m-%d %H:%M:%S"),
             )
-            with contextlib.suppress(OSError):  # a folder that is for reading only
+            with contextlib.suppress(OSError):  # The folder may be read-only.
                 note.write(self._folder)
                 is_noted = True
         return bool(self._gather(int(is_noted))[0])

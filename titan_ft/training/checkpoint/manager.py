@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checkpoints of a fault-tolerant run: torchtitan's own, written by one group on commit, with the
-ledger inside.
+"""Checkpoints of a fault-tolerant run: torchtitan's own, with the ledger inside.
+
+All groups share one folder. After each commit, one group of those that made the step is the writer.
 
 See docs/checkpoints.md.
 """
@@ -98,11 +99,18 @@ from titan_ft.training.checkpoint.states import (
 
 
 class ReplicaCheckpoints(HostCheckpoints):
-    """torchtitan's checkpoints, for groups that share one folder. Call `attach` before the first
-    load.
+    """torchtitan's checkpoints, for groups that share one folder.
+
+    torchtitan's Trainer builds it, and calls `load` and `save`; `ReplicaTrainer` calls the other
+    methods. All of them run on the training thread, and on all ranks of a group. Only `_publish`
+    and `_purge_abandoned` may run on the thread of an asynchronous save. Call `attach` before the
+    first load.
+
+    A failed save ends nothing: the folder keeps its complete checkpoints, and a later step tries
+    again. After a failed load this process ends, with a note for the next start.
 
     Raises:
-        ConfigError: a setting that torchtitan refuses.
+        ConfigError: torchtitan refuses a setting.
     """
 
     folder: str
@@ -115,19 +123,20 @@ class ReplicaCheckpoints(HostCheckpoints):
         self._host: CheckpointHost | None = None
         self._under_way: Save | None = None
         self._loading: Load | None = None
-        self._published: dict[
-            int, int
-        ] = {}  # steps that this process saved, with the updates in their state
-        self._failed: Save | None = None  # the latest save of this group that did
-        self._failure = ""  # why it did
+        # Steps that this process has saved, with the number of updates in each state.
+        self._published: dict[int, int] = {}
+        # The latest save of this group that failed, with the reason.
+        self._failed: Save | None = None
+        self._failure = ""
+        # Raised when the other groups no longer need this one, see `raise_last_failure`.
         self._last_failure: SaveError | None = None
-        self._longest = 0.0  # seconds of the longest save of this group
-        self._loaded = 0  # step of the checkpoint that this process has gone on from; 0 = none
+        self._longest_seconds = 0.0  # of this group's saves
+        self._loaded_step = 0  # the checkpoint that this process continues from; 0 = none
         self._num_shards = 0
         check_export(kwargs["checkpoint_config"], kwargs["sd_adapter"])
         check_import(kwargs["checkpoint_config"], kwargs["sd_adapter"])
         try:
-            # In place of the loaders' states the ledger's shards are saved.
+            # The checkpoint has the ledger's shards instead of the state of one loader.
             super().__init__(**{**kwargs, "dataloader": None})
         except ValueError as error:
             raise ConfigError(f"checkpoint: {one_line(error)}") from error
@@ -136,7 +145,9 @@ class ReplicaCheckpoints(HostCheckpoints):
                 'checkpoint.async_mode must be "disabled" or "async" without a GPU, got '
                 f"{self.async_mode.value!r}; the staging of the other modes is for GPUs"
             )
-        if self.enable and self.purge_thread is None:  # torchtitan has one with keep_latest_k only
+        # torchtitan has a purge thread with keep_latest_k only. Here it also deletes the remains of
+        # dead writers.
+        if self.enable and self.purge_thread is None:
             self.purge_queue: queue.Queue[Any] = queue.Queue()
             self.purge_thread = threading.Thread(
                 target=purge, args=(self.purge_queue,), daemon=True
@@ -144,35 +155,38 @@ class ReplicaCheckpoints(HostCheckpoints):
             self.purge_thread.start()
 
     def attach(self, host: CheckpointHost) -> None:
-        """Connect to the replica dimension. All ranks of a group."""
+        """Connect to the replica dimension. A collective of the group."""
         self._host = host
-        if self.enable:
-            self.states[DATALOADER] = Shards(host.ledger)
-            self.states[QUORUM_STATE] = QuorumState(host.position)
-            outer = host.strategy.outer
-            if outer is not None and outer.has_state:
-                self.states[OUTER_STATE] = outer
-            # Shards are numbered from 0 through the whole job; the last data rank of a group has
-            # the largest number.
-            self._num_shards = max(host.gather(max(map(int, host.ledger.shards())))) + 1
-            counters = self.states[TRAIN_STATE]
-            if not isinstance(counters, TrainCounters):  # attached for the first time
-                self.states[TRAIN_STATE] = TrainCounters(counters, self._num_shards)
+        if not self.enable:
+            return
+        self.states[DATALOADER] = Shards(host.ledger)
+        self.states[QUORUM_STATE] = QuorumState(host.position)
+        outer = host.strategy.outer
+        if outer is not None and outer.has_state:
+            self.states[OUTER_STATE] = outer
+        # Shards are numbered from 0 through the whole job. The last data rank of a group has the
+        # largest number.
+        own_largest = max(int(number) for number in host.ledger.shards())
+        self._num_shards = max(host.gather(own_largest)) + 1
+        counters = self.states[TRAIN_STATE]
+        if not isinstance(counters, TrainCounters):  # The first call of `attach`.
+            self.states[TRAIN_STATE] = TrainCounters(counters, self._num_shards)
 
     @property
     def host(self) -> CheckpointHost:
-        """Return what was attached."""
+        """The attached host."""
         assert self._host is not None, "attach() comes first"
         return self._host
 
     @property
     def _name(self) -> str:
-        """Return what this group is called as a writer of checkpoints."""
+        """Name of this group as a writer of checkpoints."""
         return f"group-{self.host.config.fault_tolerance.replica_id}"
 
     def load(self, step: int = LATEST) -> bool:
-        """Load the latest sound checkpoint, or that of `step`, unless other groups train the job
-        already.
+        """Load the latest sound checkpoint, or that of `step`.
+
+        Loads nothing if other groups train the job already: this group then heals from them.
 
         A job that began at `step` resumes from its own later saves: a restart after a failure must
         not go back to `step`.
@@ -193,28 +207,31 @@ class ReplicaCheckpoints(HostCheckpoints):
         try:
             choice = agree_on_step(request, dist.get_rank(), self.host.gather)
         except NoCheckpointError:
-            if self.host.heals_instead(0):
+            if self.host.join_before_load(0):
                 return False
             raise
         found = choice.step
         if dist.get_rank() == 0 and not self.load_only:
             self._purge_abandoned()
-        # Said before it is loaded: else a group that is first with its own load would seem to be
-        # ahead.
-        if self.host.heals_instead(max(found, 0)):
+        # Announce the step before the load. Otherwise the group that loads first would seem to be
+        # ahead of the groups that still load.
+        if self.host.join_before_load(max(found, 0)):
             return False
         self._report_choice(request, choice)
         if found != NO_STEP:
             check_still_there(self.folder, found, self.host.gather)
         try:
-            with self._as_without_folder() if found == NO_STEP else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if found == NO_STEP:
+                    stack.enter_context(self._hide_folder())
                 loaded = super().load(found)
         except ConfigError:
             raise
         except (DamagedError, LoadError) as error:
             assert self._loading is not None
             self._loading.give_up(error, request, found)
-        except ValueError as error:  # torchtitan's answer to a setting that it cannot use
+        except ValueError as error:
+            # torchtitan raises this error for a setting that it cannot use.
             raise ConfigError(f"checkpoint: {one_line(error)}") from error
         if loaded:
             check_same_state(self.folder, found, self.host.position.lineage, self.host.gather)
@@ -223,8 +240,9 @@ class ReplicaCheckpoints(HostCheckpoints):
         return loaded
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Save the state after `curr_step` if this group is the writer. Every group calls it after
-        every step.
+        """Save the state after `curr_step` if this group is the writer.
+
+        Every group calls this method after every step.
 
         A failed save is reported and ends nothing here: the next due step tries again. A failure of
         the last save takes effect when all groups have finished (see `raise_last_failure`).
@@ -233,11 +251,12 @@ class ReplicaCheckpoints(HostCheckpoints):
             return
         self._settle(wait=last_step)
         due = latest_due(curr_step, self.interval, self.enable_first_step_checkpoint, last_step)
-        # Due since an earlier step, if a writer was lost with its save or was slower than the
-        # interval.
-        updates = (
-            self.host.position.step if due == curr_step else self.host.strategy.updates_of(due)
-        )
+        if due == curr_step:
+            updates = self.host.position.step
+        else:
+            # A save is due since an earlier step: its writer was lost, or a save takes longer than
+            # the interval.
+            updates = self.host.strategy.updates_of(due)
         if self.host.is_writer and self._under_way is None and self._lacks(updates):
             self._write(curr_step, last_step)
 
@@ -245,36 +264,38 @@ class ReplicaCheckpoints(HostCheckpoints):
         """Return True if no checkpoint has the state after `updates`, or a later one, and no save
         of it failed.
         """
-        return updates > max(
-            self.host.position.saved_step, 0 if self._failed is None else self._failed.updates
-        )
+        if self._failed is not None and updates <= self._failed.updates:
+            return False
+        return updates > self.host.position.saved_step
 
     def pauses_after(self, step: int) -> bool:
-        """Return True if a group may stop for a while after `step` to save, also in the place of a
-        lost writer.
-        """
+        """Return True if a group may stop after `step` to save, even if it replaces a lost writer."""
         if not self.enable or self.load_only:
             return False
         due = latest_due(step, self.interval, self.enable_first_step_checkpoint, last=False)
-        # Asynchronous saves stop nobody for long; while one is under way its step remains due.
-        behind = self.host.strategy.updates_of(due) > self.host.position.saved_step
-        return due == step or (self.async_mode == AsyncMode.DISABLED and behind)
+        if due == step:
+            return True
+        # An overdue save stops a group only if saves are synchronous. During an asynchronous save
+        # its step remains due.
+        is_overdue = self.host.strategy.updates_of(due) > self.host.position.saved_step
+        return self.async_mode == AsyncMode.DISABLED and is_overdue
 
     def finish(self, step: int) -> None:
-        """Save the final state if its writer was lost; when all groups have finished, or were given
-        up.
+        """Save the final state if its writer was lost.
+
+        Call this when all groups have finished, or were given up.
         """
         if not self.enable or self.load_only:
             return
         self._settle(wait=True)
-        # In all groups that are left: then at least one of them saves. Not again in one that could
-        # not.
+        # All remaining groups come here, so at least one of them saves. A group whose save of this
+        # step has failed does not try again.
         if self._lacks(self.host.position.step):
             logger.warning("no group has saved step %d: saving it here", step)
             self._write(step, last_step=True)
-        elif self._loaded == step and (self.last_save_in_hf or self.last_save_model_only):
-            # The groups were told to leave with the last step, and saved it whole
-            # (`save_on_leave`). The save that was asked for is yet to be made.
+        elif self._loaded_step == step and (self.last_save_in_hf or self.last_save_model_only):
+            # The groups left with the last step, and saved the whole training state
+            # (`save_on_leave`). The configured last save is still missing.
             self._write(step, last_step=True)
 
     def lacks_state(self) -> bool:
@@ -313,31 +334,41 @@ class ReplicaCheckpoints(HostCheckpoints):
         return self._as_rank_0_sees(found)
 
     def _read_manifest(self, step: int) -> Manifest | None:
-        """Return the manifest of the complete checkpoint of `step`; None without one, and on all
-        ranks but 0.
+        """Return the manifest of the complete checkpoint of `step`, on rank 0; None on other ranks.
+
+        None on rank 0: there is no complete checkpoint, or it has no manifest.
         """
-        return manifest_of(Path(self._create_checkpoint_id(step))) if dist.get_rank() == 0 else None
+        if dist.get_rank() != 0:
+            return None
+        return manifest_of(Path(self._create_checkpoint_id(step)))
 
     def _as_rank_0_sees(self, found: bool) -> bool:
         return bool(self.host.gather(int(found))[0])
 
     def watch_others(self, step: int) -> Callable[[], bool]:
-        """Return what says whether another group has written of a checkpoint of `step` since this
-        call.
+        """Return a function that detects another group's save of `step` from now on.
 
-        A collective of the group, at each call: rank 0 looks for all.
+        The function returns True if another group has written files of that save since this call.
+        Each of its calls is a collective of the group: rank 0 looks for all ranks.
         """
-        looks = dist.get_rank() == 0
-        earlier = partial_sizes(Path(self.folder), step, self._name) if looks else {}
 
-        def is_begun() -> bool:
-            sizes = partial_sizes(Path(self.folder), step, self._name) if looks else {}
-            # A file that is gone is no sign of a writer: what a dead one had left is deleted at
+        def look() -> dict[str, int]:
+            if dist.get_rank() != 0:
+                return {}
+            return partial_sizes(Path(self.folder), step, self._name)
+
+        earlier = look()
+
+        def has_begun() -> bool:
+            # A vanished file is no sign of a writer: the remains of dead writers are deleted at
             # times.
-            found = any(size > earlier.get(name, -1) for name, size in sizes.items())
-            return bool(self.host.gather(int(found))[0])
+            has_grown = False
+            for name, size in look().items():
+                if size > earlier.get(name, -1):
+                    has_grown = True
+            return self._as_rank_0_sees(has_grown)
 
-        return is_begun
+        return has_begun
 
     def save_on_leave(self, step: int, seconds: float) -> None:
         """Save the state after `step`, which no other group holds. A collective of the group.
@@ -349,7 +380,8 @@ class ReplicaCheckpoints(HostCheckpoints):
         Args:
             seconds: time left for the save, by this rank's clock.
         """
-        longest = max(self.host.gather(round(1000 * self._longest))) / 1000 or None
+        longest_ms = max(self.host.gather(round(1000 * self._longest_seconds)))
+        longest = longest_ms / 1000 if longest_ms else None
         event = SavingBeforeLeaving(step=step, seconds_left=seconds, longest_seconds=longest)
         if dist.get_rank() == 0:
             self.host.events.emit(event)
@@ -361,8 +393,9 @@ class ReplicaCheckpoints(HostCheckpoints):
             self._write_once(step, last_step=True)
 
     def raise_last_failure(self) -> None:
-        """End this group if it could not save the last step as configured. Call when other groups
-        need it no more.
+        """End this group if it could not save the last step as configured.
+
+        Call this when the other groups no longer need this group.
 
         Raises:
             SaveError: gives the reason, and what is saved instead.
@@ -371,23 +404,24 @@ class ReplicaCheckpoints(HostCheckpoints):
             raise self._last_failure
 
     def withdraw(self) -> None:
-        """Remove this group's saves since its state diverged from the other groups' state, if it
-        did.
+        """Remove the checkpoints of a corrupt state: this group's saves since its state diverged
+        from the other groups' state.
 
-        Another group then saves at its next commit. Call on all ranks of a group, before it heals.
+        Does nothing if the state is not corrupt. Another group then saves at its next commit. Call
+        this on all ranks of a group, before it heals.
         """
         host = self.host
-        if not (self.enable and host.position.saved_corrupt):
+        if not self.enable or not host.position.saved_corrupt:
             return
         self._settle(wait=True)
-        self._failed = None  # this group may save these steps again, from the state that it gets
+        self._failed = None  # After the heal this group may save these steps again.
         host.position.withdraw_saved()
-        for step in sorted(
-            step for step, updates in self._published.items() if updates > host.position.agreed_step
-        ):
+        for step in sorted(self._published):
+            if self._published[step] <= host.position.agreed_step:
+                continue
             del self._published[step]
             target = Path(self._create_checkpoint_id(step))
-            # Another group may have saved its own state of this step in its place.
+            # Another group may have replaced this checkpoint by its own, sound one.
             is_own = dist.get_rank() == 0 and writer_of(target) == self._name
             doomed = discard(target, step) if is_own else None
             if doomed is not None:
@@ -399,7 +433,7 @@ class ReplicaCheckpoints(HostCheckpoints):
 
     def close(self) -> None:
         """Wait for a save under way, as long as a group may take to leave."""
-        # Torchtitan calls this from __del__, too.
+        # torchtitan also calls this from __del__, perhaps of an object whose __init__ has failed.
         save: Save | None = getattr(self, "_under_way", None)
         if save is not None:
             self._under_way = None
@@ -422,8 +456,12 @@ class ReplicaCheckpoints(HostCheckpoints):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Future | AsyncSaveResponse | None:
-        """Save to a folder of this group, and publish the folder as `checkpoint_id` once it is
-        complete.
+        """Save to a folder of this group, and publish the folder when it is complete.
+
+        torchtitan's `save` calls this on all ranks of the group.
+
+        Args:
+            checkpoint_id: path under which the complete folder is published.
         """
         assert self._under_way is not None
         save, target = self._under_way, Path(checkpoint_id)
@@ -438,12 +476,12 @@ class ReplicaCheckpoints(HostCheckpoints):
             self._describe(), step=save.step, model_only=save.model_only, digests=digests
         )
         partial = save.partial = partial_folder(target, save.step, self._name)
-        # In DCP: its part ends when all ranks have written theirs.
+        # DCP's coordinator: its part of the save ends when all ranks have written theirs.
         coordinates = dist.get_rank() == 0
         if coordinates:
-            # What an earlier attempt left. The other ranks write nothing before this one has
-            # planned. A link here is another user's: through it this save would overwrite another
-            # checkpoint.
+            # Remove the remains of an earlier attempt. No other rank writes before the coordinator
+            # has planned. A link here was planted by another user: through it, this save would
+            # overwrite another checkpoint.
             if partial.is_symlink():
                 partial.unlink()
             shutil.rmtree(partial, ignore_errors=True)
@@ -452,9 +490,11 @@ class ReplicaCheckpoints(HostCheckpoints):
             try:
                 if written is not None:
                     written.result()
-                save.done.set_result(self._publish(save, target, manifest) if coordinates else [])
-            # a thread's edge; DCP's are BaseExceptions. _settle reports it
+                aside = self._publish(save, target, manifest) if coordinates else []
+                save.done.set_result(aside)
             except BaseException as error:  # noqa: BLE001
+                # `_settle` reports the error. DCP's errors are BaseExceptions, and an error that
+                # left this thread would be lost.
                 save.done.set_exception(error)
 
         save_in = super().dcp_save
@@ -478,19 +518,21 @@ class ReplicaCheckpoints(HostCheckpoints):
         return result
 
     def _publish(self, save: Save, target: Path, manifest: Manifest) -> list[Path]:
-        """Publish the parts that all ranks have written; returns the folders set aside. On rank 0,
-        on any thread.
+        """Publish the parts that all ranks have written; return the folders set aside.
+
+        Runs on rank 0, on any thread.
 
         Raises:
             OSError: the checkpoint must not be published, cannot be read back, or could not be
                 renamed.
         """
         assert save.partial is not None
-        # Another group may have saved this step in the meantime, and that is not to be replaced.
+        # Another group may have saved this step meanwhile. A corrupt state must not replace it.
         if self.host.position.saved_corrupt:
             raise OSError("what this group saves is not the job's state any more")
         manifest.write(save.partial)
-        if defect := find_defect(save.partial):
+        defect = find_defect(save.partial)
+        if defect:
             raise OSError(f"what was written cannot be read back: {defect}")
         aside = publish(save.partial, target, manifest)
         save.seconds = time.monotonic() - save.started
@@ -516,7 +558,8 @@ class ReplicaCheckpoints(HostCheckpoints):
                 super().dcp_load(states, checkpoint_id, from_hf, from_quantized)
             else:
                 load_checkpoint(states, checkpoint_id)
-                if MODEL in self.states:  # its tensors lie beside the other parts
+                # torchtitan puts the model's tensors beside the other parts.
+                if MODEL in self.states:
                     self.states[MODEL].load_state_dict(states)
         except CheckpointException as error:
             load.fail(error, from_hf)
@@ -525,18 +568,20 @@ class ReplicaCheckpoints(HostCheckpoints):
             if isinstance(part, Stateful) and name in states:
                 part.load_state_dict(states[name])
 
-    # torchtitan's steps of a save and a load
+    # Methods that torchtitan's `save` and `load` call
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
-        return self._under_way is not None  # `save` has decided
+        """Return True if `save` has decided to save."""
+        return self._under_way is not None
 
     def _async_wait(self) -> None:
-        self.save_future = None  # `_settle` has waited for it and reported its errors
+        """Forget torchtitan's future: `_settle` has waited for it, and reported its errors."""
+        self.save_future = None
 
     def _purge_stale_checkpoints(self) -> None:
         if self.keep_latest_k <= 0 or dist.get_rank() != 0:
             return
-        # Later steps are damaged ones, before which the job went back: they are no candidates.
+        # Later steps are damaged: the job went back to a step before them. They do not count.
         latest = self._latest_step()
         steps = [step for step in complete_steps(self.folder) if step <= latest]
         if len(steps) <= self.keep_latest_k:
@@ -546,10 +591,10 @@ class ReplicaCheckpoints(HostCheckpoints):
             target = Path(self._create_checkpoint_id(step))
             if num_kept == self.keep_latest_k:
                 self._purge(discard(target, step))
-            elif _is_sound(target):  # a damaged one that counted would push a sound one out
+            elif _is_sound(target):  # A damaged checkpoint must not push a sound one out.
                 num_kept += 1
 
-    # Ours
+    # Methods of this class alone
 
     def _purge(self, doomed: Path | None) -> None:
         """Let the purge thread delete a folder."""
@@ -557,13 +602,15 @@ class ReplicaCheckpoints(HostCheckpoints):
             self.purge_queue.put(str(doomed))
 
     def _purge_abandoned(self) -> None:
-        """Delete the remains of dead writers, while this group writes nothing. On rank 0, on any
-        thread.
+        """Delete the remains of dead writers, while this group writes nothing.
+
+        Runs on rank 0, on any thread.
         """
         for doomed in take_abandoned(Path(self.folder), self._name):
             self._purge(doomed)
 
     def _report_choice(self, request: LoadRequest, choice: Choice) -> None:
+        """Report a checkpoint that replaces the requested one, and all damaged ones."""
         if request.step not in (LATEST, choice.step):
             logger.warning(
                 "checkpoint.load_step = %d counts no longer: this job (fault_tolerance.job_id = "
@@ -583,9 +630,10 @@ class ReplicaCheckpoints(HostCheckpoints):
             self.host.events.emit(CheckpointSkipped(step=step, reason=reason, instead=choice.step))
 
     @contextlib.contextmanager
-    def _as_without_folder(self) -> Iterator[None]:
-        """Hide a folder without a complete checkpoint. Otherwise torchtitan would ignore
-        initial_load_path.
+    def _hide_folder(self) -> Iterator[None]:
+        """Hide a folder without a complete checkpoint from torchtitan.
+
+        Otherwise torchtitan would ignore initial_load_path.
         """
         folder, self.folder = self.folder, os.path.join(self.folder, "none")
         try:
@@ -604,7 +652,8 @@ class ReplicaCheckpoints(HostCheckpoints):
         adapter = self.sd_adapter
 
         def convert() -> Any:
-            importlib.import_module("safetensors.torch")  # torch would miss it in mid-save
+            # Without this module torch would fail in the middle of the save.
+            importlib.import_module("safetensors.torch")
             state = adapter.to_hf(state_dict)
             return state, describe_tensors(state)
 
@@ -619,8 +668,9 @@ class ReplicaCheckpoints(HostCheckpoints):
             self.sd_adapter = adapter
 
     def _write(self, step: int, last_step: bool) -> None:
-        """Save the state after `step`; the last one in another way if it cannot be saved as
-        asked.
+        """Save the state after `step`.
+
+        If the last step cannot be saved as configured, it is saved in another way.
         """
         self._write_once(step, last_step)
         if not last_step or self._failed_at() < step:
@@ -631,8 +681,8 @@ class ReplicaCheckpoints(HostCheckpoints):
             f"{reason}; {describe_latest(self._latest_step())}; make room there, or give another "
             "one, and start the run again"
         )
-        # What keeps it from being saved as asked may be mended, and that save made up for: not the
-        # training.
+        # A person can mend the obstacle and convert the checkpoint later. The training cannot be
+        # made up for.
         for model_only, what in self._other_ways():
             logger.warning("saving %s of step %d in torchtitan's own format instead", what, step)
             with self._in_own_format(model_only):
@@ -654,7 +704,8 @@ class ReplicaCheckpoints(HostCheckpoints):
         if self.last_save_in_hf:
             yield False, "the whole training state"
         if self.last_save_in_hf or not self.last_save_model_only:
-            yield True, "the model"  # a third of the size: there may be room for that
+            # A third of the training state's size, for which there may be room.
+            yield True, "the model"
 
     def _write_once(self, step: int, last_step: bool) -> None:
         self._under_way = save = Save(step, self.host.position.step)
@@ -662,20 +713,23 @@ class ReplicaCheckpoints(HostCheckpoints):
             with self.host.strategy.lend_agreed_weights():
                 super().save(step, last_step)
         except (CheckpointException, PartError) as error:
-            # On all ranks, or on none. What one rank alone meets ends it: the others are in a
-            # collective of the save.
+            # These errors come on all ranks, or on none. Any other error ends this rank, because
+            # the other ranks are in a collective of the save.
             save.done.set_exception(error)
         self._settle(wait=last_step)
 
     @contextlib.contextmanager
     def _in_own_format(self, model_only: bool) -> Iterator[None]:
-        """Let torchtitan save the last step in its own format, whatever was asked for."""
-        asked = self.last_save_in_hf, self.last_save_model_only
-        self.last_save_in_hf, self.last_save_model_only = False, model_only
+        """Let torchtitan save the last step in its own format, whatever is configured."""
+        in_hf = self.last_save_in_hf
+        configured_model_only = self.last_save_model_only
+        self.last_save_in_hf = False
+        self.last_save_model_only = model_only
         try:
             yield
         finally:
-            self.last_save_in_hf, self.last_save_model_only = asked
+            self.last_save_in_hf = in_hf
+            self.last_save_model_only = configured_model_only
 
     def _settle(self, wait: bool = False) -> None:
         """Conclude the save under way if it has ended on all ranks of this group."""
@@ -689,13 +743,10 @@ class ReplicaCheckpoints(HostCheckpoints):
             return
         self._under_way = None
         if SaveState.FAILED in states:
-            reason, latest = (
-                agree_on_reason(save.done.exception(), Path(self.folder)),
-                self._latest_step(),
-            )
+            reason = agree_on_reason(save.done.exception(), Path(self.folder))
+            latest = self._latest_step()
             if dist.get_rank() == 0 and save.partial is not None:
-                # At once: it takes the room that the next save needs, or the last one in another
-                # format.
+                # At once: the remains take the room that the next save needs.
                 shutil.rmtree(save.partial, ignore_errors=True)
             logger.error(
                 "the checkpoint of step %d could not be written: %s; %s",
@@ -703,13 +754,15 @@ class ReplicaCheckpoints(HostCheckpoints):
                 reason,
                 describe_latest(latest),
             )
-            if self._failed_at() < save.step:  # once, in however many ways the last step is tried
-                self._failed, self._failure = save, reason
+            # One event, even if the last step is tried in several ways.
+            if self._failed_at() < save.step:
+                self._failed = save
+                self._failure = reason
                 self.host.events.emit(CheckpointFailed(step=save.step, error=reason, latest=latest))
             return
         self.host.position.set_saved_step(max(self.host.position.saved_step, save.updates))
         self._published[save.step] = save.updates
-        self._longest = max(self._longest, save.seconds)
+        self._longest_seconds = max(self._longest_seconds, save.seconds)
         self._emit_saved(save)
         join_seconds = self.host.config.fault_tolerance.join_timeout_ms / 1000
         if self.async_mode == AsyncMode.DISABLED and save.seconds > join_seconds:
@@ -743,12 +796,14 @@ class ReplicaCheckpoints(HostCheckpoints):
             self.host.events.emit(CheckpointSetAside(step=save.step, folder=folder.name))
 
     def _emit_loaded(self) -> None:
-        host, step = self.host, self.states[TRAIN_STATE].state_dict()["step"]
+        host = self.host
+        step = self.states[TRAIN_STATE].state_dict()["step"]
         host.position.set_saved_step(host.strategy.updates_of(step))
-        self._loaded = step
+        self._loaded_step = step
         host.events.emit(CheckpointLoaded(step=step, lineage=f"{host.position.lineage:012x}"))
         assert self._loading is not None
-        if reset := self._loading.reset:
+        reset = self._loading.reset
+        if reset:
             logger.warning(
                 "training goes on after step %d, but its data begins anew: %s", step, reset
             )
@@ -756,9 +811,7 @@ class ReplicaCheckpoints(HostCheckpoints):
 
     @property
     def _job_id(self) -> str:
-        """Return the name of this job; that of Slurm's array stays the same when elements are
-        requeued.
-        """
+        """Name of this job. The id of a Slurm array stays the same when elements are requeued."""
         return self.host.config.fault_tolerance.job_id or os.environ.get("SLURM_ARRAY_JOB_ID", "")
 
     def _describe(self) -> Manifest:

@@ -30,7 +30,8 @@ from titan_ft.training.checkpoint.reader import UnsafeValueError
 _ELSEWHERE_IN_GROUP = "it failed on another rank of this group"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 T = TypeVar("T")
-_PROBE_BYTES = 1 << 20  # more than what a file that could not be written whole has left free
+_PROBE_BYTES = 1 << 20
+"""More than the room that is left after a file could not be written whole."""
 
 
 class SaveError(FinalError):
@@ -69,7 +70,7 @@ class Save:
         updates: committed updates in the state.
         started: by this process's clock, in seconds.
         seconds: duration of the save.
-        partial: the folder that it writes; None before it writes.
+        partial: the folder that the save fills; None before the first write.
         model_only: True if the save holds no training state.
         done: resolved once the checkpoint is published, as far as this rank knows; on rank 0 with
             the folders that were set aside.
@@ -92,7 +93,12 @@ class Save:
 
 def latest_due(step: int, interval: int, first: bool, last: bool) -> int:
     """Return the latest step up to `step` whose state torchtitan would save; 0 = none."""
-    return step if last else max(step // interval * interval, int(first and step >= 1))
+    if last:
+        return step
+    due = step // interval * interval
+    if first and step >= 1:
+        due = max(due, 1)
+    return due
 
 
 def explain(error: BaseException) -> str:
@@ -121,7 +127,8 @@ def agree_on_reason(error: BaseException | None, folder: Path) -> str:
     own = "" if error is None or isinstance(error, ElsewhereError) else explain(error)
     if dist.get_rank() == 0 and isinstance(error, CheckpointException):
         full = _probe(folder)
-        own = own if full is None else explain(full)
+        if full is not None:
+            own = explain(full)
     reasons = [""] * dist.get_world_size()
     dist.all_gather_object(reasons, own)
     known = {rank: reason for rank, reason in enumerate(reasons) if reason}
@@ -133,14 +140,15 @@ def agree_on_reason(error: BaseException | None, folder: Path) -> str:
 
 def describe_latest(step: int) -> str:
     """Describe the checkpoint that is left to go back to."""
-    return (
-        f"the latest complete one is that of step {step}" if step else "there is none to go back to"
-    )
+    if not step:
+        return "there is none to go back to"
+    return f"the latest complete one is that of step {step}"
 
 
 def on_all_ranks(act: Callable[[], T], gather: Callable[[int], list[int]]) -> T:
-    """Return the result of `act`; if it fails on one rank of this group, it fails on all. A
-    collective.
+    """Return the result of `act`; if it fails on one rank of this group, raise on all.
+
+    A collective.
 
     Raises:
         PartError: `act` has failed on this rank or on another one.
@@ -150,10 +158,10 @@ def on_all_ranks(act: Callable[[], T], gather: Callable[[int], list[int]]) -> T:
         done = act()
     except (OSError, ImportError, CheckpointException, ExportError, UnsafeValueError) as error:
         reason = explain(error)
-    except Exception as error:  # noqa: BLE001  # whatever it is, the others must know
+    except Exception as error:  # noqa: BLE001
+        # The other ranks must learn of any error. This one may be a bug, so the log gets the
+        # traceback, with a mark in each line: it is not the end of this worker.
         reason = f"{type(error).__name__}: {error}"
-        # Perhaps a bug, and where it is would be lost. Marked, for it is not what this worker ends
-        # of.
         logger.error("while saving:\n%s", textwrap.indent(traceback.format_exc(), "| "))
     if any(gather(int(bool(reason)))):
         raise PartError(reason) if reason else ElsewhereError()

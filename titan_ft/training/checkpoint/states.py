@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The parts of a checkpoint that torchtitan's own checkpoints lack, and the loaders' states as
-torchtitan has them.
+"""The parts of a checkpoint that torchtitan's own checkpoints lack.
+
+The loaders' states are saved twice: in the ledger, and in the form that stock torchtitan reads.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from titan_ft.protocol.ledger import Ledger
 from titan_ft.protocol.position import Position
 
 QUORUM_STATE = "titan_ft"
-"""Our key beside torchtitan's "model", "optimizer", ..."""
+"""Key of `QuorumState`, beside torchtitan's "model", "optimizer" and so on."""
 JOB_TOKENS = "job_tokens"
-"""Our key beside torchtitan's `ntokens_seen`."""
+"""Key of the job's tokens, beside torchtitan's `ntokens_seen`."""
 
 
 class Shards(Stateful):
@@ -50,8 +51,7 @@ class QuorumState(Stateful):
 
 
 class TrainCounters(Stateful):
-    """torchtitan's counters in a checkpoint: the tokens as stock torchtitan counts them, and those
-    of the job.
+    """torchtitan's counters in a checkpoint, with the tokens of the job added.
 
     Stock torchtitan counts the tokens of its own data rank, and all ranks resume from rank 0's
     count. The trainer of a replica group counts the job's tokens. Stock would multiply that count
@@ -90,8 +90,8 @@ def stock_loaders(shards: dict[str, Any], num_shards: int) -> dict[str, Any]:
     for number, shard in shards.items():
         try:
             state = _unpack(shard["state"])
-        # of a user's loader; the save is not to fail for it
         except Exception as error:  # noqa: BLE001
+            # The state of a user's loader may raise anything. The save must not fail for it.
             logger.warning(
                 f"stock torchtitan will not find its place in shard {number}: {first_line(error)}"
             )
