@@ -417,8 +417,7 @@ def _use_model_converters(build: Callable[..., ModelConvertersContainer]) -> Non
     """Let torchtitan's Trainer build its model converters by `build`.
 
     train.py: the container is a local variable of `Trainer.__init__`, and a heal must refresh it.
-        Test:
-    test_trainer.py, the tests of converters.
+    Test: test_trainer.py, the tests of converters.
     """
     _train.build_model_converters = build
 
