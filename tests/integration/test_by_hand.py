@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Groups that are started by hand, as in docs/operations.md: on two hosts, and by torchtitan's
+"""Groups that are started by hand, as in docs/cluster.md: on two hosts, and by torchtitan's
 run_train.sh.
 """
 
