@@ -35,10 +35,9 @@ from titan_ft.run.tail import EventTail, last_error_line
 
 ROOT = Path(__file__).parents[1]
 TABLES = {"0.2": "integration_0_2_2.toml", "0.3": "integration_0_3_0.toml"}
-FIRST_STEPS, LATER_STEPS = 14, 24
-"""Steps of a test's first run, and the step that its later ones reach: a resumed run needs some of
-its own.
-"""
+STEPS = 14
+RESUMED_STEPS = 24
+"""The step that a resumed run reaches. It begins at step 14 and needs ten of its own."""
 STOCK_STEPS = 3
 KILL_AFTER = 4
 """Steps of a run that the victim has committed when it is killed."""
@@ -207,51 +206,42 @@ class Trial:
 
     def judge(self) -> tuple[Verdict, str]:
         """Make all runs of the test; returns how it ended, and why."""
-        run_dir = self.folder / "run-0"
+        run_dirs: list[Path] = []
         for number, run in enumerate(self.test.runs):
             resume = number > 0 and "--checkpoint.enable" in run and "initial_load" not in run
-            if number > 0 and not resume:
-                run_dir = self.folder / f"run-{number}"
-            ended = self._launch(number, run, run_dir, resume=resume)
+            if not resume:
+                run_dirs.append(self.folder / f"run-{number}")
+            ended = self._launch(number, run, run_dirs[-1], resume=resume)
             if ended.status == 2:
                 return Verdict.REFUSED, ended.reason
             if ended.status != 0:
-                return self._blame(ended)
-        checked = self._run([*_titan_ft("check"), str(run_dir)], "check")
-        lines = checked.log.read_text(encoding="utf-8").strip().splitlines()
-        return (Verdict.HOLDS if checked.status == 0 else Verdict.FAILS), lines[-1]
+                return self._blame(number, ended)
+        for run_dir in run_dirs:
+            checked = self._run([*_titan_ft("check"), str(run_dir)], f"check-{run_dir.name}")
+            lines = checked.log.read_text(encoding="utf-8").strip().splitlines()
+            if checked.status != 0:
+                return Verdict.FAILS, f"{run_dir.name}: {lines[-1]}"
+        return Verdict.HOLDS, lines[-1]
 
     def _launch(self, number: int, run: str, run_dir: Path, *, resume: bool) -> Ended:
-        steps = FIRST_STEPS if number == 0 else LATER_STEPS
+        steps = RESUMED_STEPS if resume else STEPS
         refused, config, flags = self._config(number, run)
         if refused is not None:
             return refused
-        sizes = [
-            "--replicas",
-            "2",
-            "--ranks-per-replica",
-            str(self.test.ranks),
-            "--run-dir",
-            str(run_dir),
-        ]
-        command = [
-            *_titan_ft("launch"),
-            str(config),
-            *sizes,
-            *(["--resume"] if resume else []),
-            "--",
-        ]
+        command = [*_titan_ft("launch"), str(config), "--replicas", "2"]
+        command += ["--ranks-per-replica", str(self.test.ranks), "--run-dir", str(run_dir)]
+        if resume:
+            command.append("--resume")
+        command += ["--", *flags, f"--training.steps={steps}"]
         victim = Victim(run_dir, self.test.ranks - 1)
-        return self._run(
-            [*command, *flags, f"--training.steps={steps}"], f"launch-{number}", victim.look
-        )
+        return self._run(command, f"launch-{number}", victim.look)
 
     def _config(self, number: int, run: str) -> tuple[Ended | None, Path, list[str]]:
         """Return the job's TOML and the flags over it; first, how it was refused, if it was.
 
         A test of 0.3 has 0.3's flags. The TOML of such a job is made of them.
         """
-        hf_folder = self.folder / "run-0" / "hf_checkpoint" / f"step-{FIRST_STEPS}"
+        hf_folder = self.folder / "run-0" / "hf_checkpoint" / f"step-{STEPS}"
         theirs, ours = titan_flags(run, hf_folder, self.schedule), own_flags(run, self.release)
         if self.release == "0.2":
             return None, ROOT / "configs" / "llama3_debug.toml", [*ours, *theirs]
@@ -272,11 +262,11 @@ class Trial:
         ended = self._run(reader, f"config-{number}", output=config)
         return (None if ended.status == 0 else ended), config, ours
 
-    def _blame(self, ended: Ended) -> tuple[Verdict, str]:
-        """Run the test as stock torchtitan does, without replica groups, for a few steps: does it
-        fail here too?
+    def _blame(self, number: int, ended: Ended) -> tuple[Verdict, str]:
+        """Make a run that failed once more in stock torchtitan, for a few steps: does it fail
+        without replica groups too?
         """
-        _, config, flags = self._config(0, self.test.runs[0])
+        _, config, flags = self._config(number, self.test.runs[number])
         flags = ["--fault_tolerance.no-enable" if flag == ENABLE else flag for flag in flags]
         command = [
             sys.executable,

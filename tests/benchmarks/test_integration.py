@@ -22,7 +22,8 @@ STAND_IN = """#!/bin/bash
 echo "$*" >>{calls}
 case "$*" in
 *titan_ft.training.module_config*) echo "[job]"; exit {config} ;;
-*" launch "*) echo "{line}" >&2; exit {launch} ;;
+*" launch "*"{fail_at}"*) echo "{line}" >&2; exit {launch} ;;
+*" launch "*) exit 0 ;;
 *torch.distributed.run*) echo "ValueError: stock" >&2; exit {stock} ;;
 *" check "*) echo "every promise"; exit {check} ;;
 esac
@@ -38,12 +39,12 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """
 
     def judge(
-        test: Case, release: str = "0.2", line: str = "", **statuses: int
+        test: Case, release: str = "0.2", line: str = "", fail_at: str = "", **statuses: int
     ) -> tuple[Verdict, str, list[str]]:
         calls, python = tmp_path / "calls", tmp_path / "python"
         calls.write_text("")
         given = {"config": 0, "launch": 0, "stock": 0, "check": 0, **statuses}
-        python.write_text(STAND_IN.format(calls=calls, line=line, **given))
+        python.write_text(STAND_IN.format(calls=calls, line=line, fail_at=fail_at, **given))
         python.chmod(0o755)
         monkeypatch.setattr(integration.sys, "executable", str(python))
         monkeypatch.setattr(integration, "POLL_SECONDS", 0.01)
@@ -104,14 +105,23 @@ def test_a_test_that_holds_is_resumed_and_checked(judge) -> None:
     first, second, check = calls
     assert "--resume" not in first
     assert "--resume" in second
-    assert f"--training.steps={integration.LATER_STEPS}" in second
+    assert f"--training.steps={integration.RESUMED_STEPS}" in second
     assert check.endswith("run-0")
 
 
-def test_another_run_gets_another_folder(judge) -> None:
+def test_another_run_gets_another_folder_and_is_checked(judge) -> None:
+    """Each folder is judged: a promise that the first run breaks is not hidden by the second."""
     _, _, calls = judge(Case("two", 2, ["--a.b 1", "--a.b 2"]))
-    assert "--resume" not in calls[1]
-    assert calls[2].endswith("run-1")
+    assert all("--resume" not in call for call in calls)
+    assert all(f"--training.steps={integration.STEPS}" in call for call in calls[:2])
+    assert [Path(call).name for call in calls[2:]] == ["run-0", "run-1"]
+
+
+def test_stock_repeats_the_run_that_failed(judge) -> None:
+    """Another run of the same test may well work in stock torchtitan."""
+    runs = ["--a.b 1", "--a.b 2"]
+    _, _, calls = judge(Case("two", 2, runs), fail_at="--a.b 2", launch=1)
+    assert ["--a.b 2" in call for call in calls] == [False, True, True]
 
 
 @pytest.mark.parametrize(
