@@ -123,7 +123,7 @@ class Step:
             slots_to_read=lambda: [0],
             arm=None,
             digest_if_due=lambda: None,
-            offer=lambda: self.done.append("offer"),
+            offer_state=lambda: self.done.append("offer"),
             heal=note("heal", 6),
             heal_seconds=0.0,
         )

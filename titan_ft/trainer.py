@@ -251,7 +251,7 @@ class ReplicaTrainer(HostTrainer):
 
     def _adopt_checkpoint(self) -> None:
         """Continue from the weights of a checkpoint, with this config's hyperparameters."""
-        self._strategy.take_checkpoint()
+        self._strategy.adopt_checkpoint()
         self._hyperparameters.restore()
 
     def train(self) -> None:
@@ -482,7 +482,7 @@ class ReplicaTrainer(HostTrainer):
         # group's state. A job of one group never serves its state.
         if config.group_size > 1 and config.heal_donors != 1:
             self._strategy.state.reserve()
-        replica.offer()
+        replica.offer_state()
 
     def _join_before_load(self, step: int) -> bool:
         """Join the job before a checkpoint is loaded; return True if the other groups are further.
@@ -572,7 +572,7 @@ class ReplicaTrainer(HostTrainer):
             self._group,
             self._drain,
             self._control,
-            exchanged=self._strategy.exchanged(),
+            exchanged=self._strategy.exchanged_parameters(),
             fragments=self._strategy.fragments,
             gradient_scale=self._strategy.gradient_scale,
             num_microbatches=num_microbatches,

@@ -467,7 +467,7 @@ def each_rank_leaves_gradients_out(patch: Patch) -> None:
     ) -> Broken:
         return replace(former(self, error, is_spoiled, *args), gave_nonfinite=is_spoiled)
 
-    around(patch, rounds.Rounds, "_break", break_)
+    around(patch, rounds.Rounds, "_record_broken", break_)
 
 
 @mutation(

@@ -550,7 +550,7 @@ class Rank:
         self._apply(update)
         world.committed(self, update.step, committed.participants)
         dimension.digest_if_due()
-        dimension.offer()
+        dimension.offer_state()
         if self.position.leaving:
             raise Leaving
         self.saves.participants = committed.participants

@@ -258,7 +258,7 @@ class _WatchedRounds(RoundStrategy):
 
     def _build_state(self, num_ranks: int) -> OuterState:
         super()._build_state(num_ranks)  # checks the model, and makes the outer one
-        self._counters = state = State(self._rank, self._own, self.outer, self._take_state)
+        self._counters = state = State(self._rank, self._own, self.outer, self._adopt_state)
         return state
 
     def _forget_work(self) -> None:
@@ -269,19 +269,23 @@ class _WatchedRounds(RoundStrategy):
         super()._make_step(step, slots)
         self._own.expected, self._own.left = self._own.weights, self._own.moments
 
-    def _take_changes(self, update: int) -> None:
-        super()._take_changes(update)
+    def _give_changes(self, update: int) -> None:
+        super()._give_changes(update)
         oracle = self._rank.world.oracle
         assert isinstance(oracle, RoundOracle)
-        oracle.gives(self._rank, self._own.weights, self._given, late=not self.work.inner_steps)
+        oracle.gives(
+            self._rank, self._own.weights, self._given_tokens, late=not self.work.inner_steps
+        )
 
     def _apply_sums(self, update: Update) -> Callable[[], float]:
         """Note the weights that the next step must begin with, beside the update."""
         is_last = update.step >= self._rank.world.options.steps
-        number = len(self._trained)
+        number = len(self._trained_tokens)
         exchanged = range(number) if is_last else [(update.step - 1) % number]
         alpha = (
-            self._config.fragment_update_alpha if any(self._given.values()) and not is_last else 0.0
+            self._config.fragment_update_alpha
+            if any(self._given_tokens.values()) and not is_last
+            else 0.0
         )
         norm = super()._apply_sums(update)
         owns = torch.from_numpy(self._own.expected).split(self._rank.shapes)

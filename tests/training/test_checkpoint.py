@@ -1406,7 +1406,7 @@ def test_what_is_saved_between_rounds_is_the_anchors(
     strategy = RoundStrategy.__new__(RoundStrategy)
     vars(strategy).update(
         _config=SimpleNamespace(fragment_sync_delay=1, fragment_update_alpha=0.0),
-        _trained=[0],
+        _trained_tokens=[0],
         _training=SimpleNamespace(
             await_staging=run.checkpoints.maybe_wait_for_staging, refresh_converters=lambda: None
         ),

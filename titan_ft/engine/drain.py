@@ -1,9 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Leave on SIGTERM: all ranks of a group leave after the same vote, or none if one of them has
-died.
+"""Leave on SIGTERM: all ranks of a group leave after the same vote.
 
-See docs/leaving.md.
+If a rank has died, no vote is possible, and all ranks end at once. See docs/leaving.md.
 """
 
 from __future__ import annotations
@@ -28,31 +27,38 @@ TERMINATED = 128 + signal.SIGTERM
 _ONE_REQUEST_SECONDS = 1.0
 """SIGTERMs within this time are one request. Slurm signals every process of a job, and the agent
 passes its own SIGTERM on. So a worker gets the same request twice."""
-_LEAVE_SECONDS = 2.0
-# Shares of the drain timeout. Until the first one, the group finishes its local steps of a round.
-# Until the second one, it waits for the other groups. The rest is for the exchange with them.
+_LEAVE_SECONDS = 2.0  # how long a rank that has left waits until its siblings have left too
 OWN_SHARE = 0.5
+"""Share of `drain_timeout_seconds` in which a group may finish its local steps of a round."""
 WAITING_SHARE = 0.75
+"""Share of `drain_timeout_seconds` after which a group no longer waits for other groups. The rest is
+for the exchange with them, and for a save."""
 _NO_VOTE_SECONDS = 1.0
 """A rank with nothing to finish ends after this time. Until then it may find a dead sibling."""
-_ABANDONED_TOPIC = "abandoned"  # of the note of a rank that ends without having left in order
-_ABANDON_SECONDS = 0.2  # until the neighbours have heard this note
+_ABANDONED_TOPIC = "abandoned"
+"""Topic of the note of a rank that ends without having left in order."""
+_ABANDON_SECONDS = 0.2  # time for the neighbours to hear this note
 
 
 class Drain:
     """One rank's part in leaving.
 
-    All ranks of the group must cast the same votes, and each vote must be a barrier over the ranks.
+    The ranks agree on the vote after which they leave:
 
-    A rank with a leave request sends the number of its next vote to all ranks, as a note, before
-    that vote. Right after each vote, every rank checks whether it has heard the number of this
-    vote. A note reaches all ranks before the result of the vote that its sender casts next. So all
-    ranks find the number after the same vote. Without the number, a rank that checks late after one
-    vote could find the note for the next vote.
+    1. Before a vote, a rank with a leave request sends the number of this vote to all ranks, as a
+       note on the control tree.
+    2. Right after each vote, every rank checks whether it has heard the number of this vote. If so,
+       it leaves.
 
-    `Rounds` calls the methods around votes, on the training thread. `request`, `spent` and
-    `is_urgent` may be called on any thread. Notes and losses come on the control tree's thread. If
-    a rank dies or its time is over, the other ranks of the group end as well.
+    All ranks find the note after the same vote, because a note reaches all ranks before the result
+    of its sender's next vote. The number is necessary: a rank that checks late after one vote may
+    have heard the note for the next vote already. All ranks of the group must cast the same votes,
+    and each vote must be a barrier over the ranks.
+
+    Threads: `Rounds` calls the methods around votes on the training thread. Any thread may call
+    `request`, `spent` and `is_urgent`. Notes and losses of ranks come on the control tree's thread.
+
+    If a rank dies, or its time is over, the other ranks of the group end as well.
 
     Args:
         control: control tree of the group's ranks.
@@ -75,18 +81,19 @@ class Drain:
         self._timeout_seconds = timeout_seconds
         self._on_abandon = on_abandon
         self._requested = False
-        self._requested_at = math.inf
+        self._requested_at = math.inf  # monotonic time in seconds; infinite before a request
         self._num_votes = 0
         self._is_busy = False  # this rank has something to finish
         self._is_announced = False  # the others have heard of this rank's leave request
-        self._agreed = False  # the group leaves
-        self._left = False
+        self._agreed = False  # all ranks have found the note: the group leaves
+        self._left = False  # `leave` was called
         self._lost = ""  # description of a lost rank of the group; empty = none is lost
-        self._hurried_at_vote = -1  # the last vote before which this rank said "hurry"
+        # Number of the vote before which this rank last said "hurry"; None = it never did.
+        self._hurried_at_vote: int | None = None
         self._lock = threading.Lock()
         self._ending = threading.Lock()
-        control.listen(_ABANDONED_TOPIC, self._follow_sibling)
-        control.listen_for_losses(self._note_loss)
+        control.listen(_ABANDONED_TOPIC, self._handle_abandoned)
+        control.listen_for_losses(self._handle_loss)
 
     @property
     def requested(self) -> bool:
@@ -141,7 +148,10 @@ class Drain:
         self._end_with_siblings()
 
     def mark_busy(self) -> None:
-        """Note that this rank has something to finish, even before its first vote."""
+        """Note that this rank has something to finish, even before its first vote.
+
+        Without this mark and without a vote, a rank ends soon after a leave request.
+        """
         self._is_busy = True
 
     @property
@@ -155,9 +165,8 @@ class Drain:
         Training thread.
 
         Args:
-            may_leave: returns True if the group may leave after this vote, as this rank sees it.
-                Otherwise this rank announces the request before a later vote. Called only after a
-                leave request.
+            may_leave: returns True if the group may leave after this vote, as this rank sees it. If
+                not, this rank announces the request before a later vote.
         """
         self._num_votes += 1
         if self._is_announced or not self._requested:
@@ -167,9 +176,9 @@ class Drain:
             self._is_announced = True
 
     def after_vote(self) -> bool:
-        """Return True if the group leaves, from this vote on. Call this right after each vote.
+        """Return True if the group leaves. Call this right after each vote.
 
-        The same on all its ranks. Training thread.
+        The result is the same on all ranks of the group. Training thread.
         """
         if not self._agreed and self._control.heard(f"leave/{self._num_votes}") is not None:
             self._agreed = True
@@ -180,11 +189,11 @@ class Drain:
         """Wait until other groups are ready for a round; training thread.
 
         Args:
-            is_answered: returns True if they are, for this rank.
-            pause: waits for them for a moment.
+            is_answered: returns True if this rank has its quorum.
+            pause: waits for the quorum for a moment.
 
         Returns:
-            False if the group leaves and waits no longer. The same on all its ranks.
+            False if the group leaves and waits no longer; the same on all ranks of the group.
         """
         while True:
             answered = is_answered()
@@ -195,24 +204,20 @@ class Drain:
             pause()
 
     def stops_waiting(self, is_answered: bool) -> bool:
-        """Return True if the group no longer waits for other groups. The same on all its ranks.
+        """Return True if the group no longer waits for other groups.
 
-        A waiting rank calls this again and again.
+        The result is the same on all ranks of the group. A waiting rank calls this again and again.
 
-        1. When the time of a rank is nearly over, the rank says "hurry". Its siblings then say it
-        too,
-           even without a leave request.
-        2. A rank that is answered before it has said "hurry" goes on. The group cannot leave
-        without
-           its word.
-        3. A rank that is answered later proposes to go on.
-        4. All ranks hear "hurry" once each of them has said it. A rank that is not answered then
-           proposes to leave.
-
-        The first proposal that reaches rank 0 decides for all ranks.
+        1. When the time of a rank is nearly over, the rank says "hurry". Its siblings then say
+           "hurry" too, even without a leave request.
+        2. A rank that gets its quorum before it has said "hurry" goes on. The group cannot leave
+           then, because that takes the "hurry" of all ranks.
+        3. A rank that gets its quorum after it has said "hurry" proposes to go on.
+        4. When all ranks have said "hurry", a rank without a quorum proposes to leave.
+        5. The first proposal that reaches rank 0 decides for all ranks.
 
         Args:
-            is_answered: the other groups are ready, for this rank.
+            is_answered: this rank has its quorum.
         """
         vote = self._num_votes
         said_by_all = f"hurry/{vote}"
@@ -250,7 +255,7 @@ class Drain:
 
     # Siblings that end; on the control tree's thread, or on the one that requests
 
-    def _note_loss(self, loss: Lose) -> None:
+    def _handle_loss(self, loss: Lose) -> None:
         if loss.silent_seconds:
             return  # rank 0 ends the group, and reports the silent ranks (`Links`)
         where = f" (on {loss.host})" if loss.host else ""
@@ -258,7 +263,7 @@ class Drain:
             self._lost = f"rank {loss.rank} of this group{where} is gone ({loss.reason})"
         self._end_with_siblings()
 
-    def _follow_sibling(self, _: str) -> None:
+    def _handle_abandoned(self, _: str) -> None:
         """Treat the end of a sibling whose time is over as a leave request."""
         if not self._left:
             self.request()

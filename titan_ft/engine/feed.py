@@ -1,14 +1,14 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The feed: reads the batches of slots, from the end of the ledger on.
+"""The feed: reads the batches of slots, beginning after the last batch in the ledger.
 
-Batches that were read and not committed are kept, and used again. The state of a loader is that of
-torchdata's `StatefulDataLoader`, taken after the last batch of each step. So no consumed batch is
-read again.
+If the step of a batch is not committed, the feed keeps the batch, and returns it again. The loader
+of a slot is torchdata's `StatefulDataLoader`. Its state is taken after the last batch of each step.
 
-A loader that is opened at a state may read other batches than a loader that was never closed. So
-each entry has the checksum of the batch that follows it, if that batch was read ahead. The feed
-compares the first batch of a slot that it opens, and emits an event with the result.
+A loader that is opened at a state may read other batches than a loader that was never closed. The
+feed looks for that. Each entry of the ledger has the mark of the batch after it, if that batch was
+read ahead. When the feed opens a slot, it compares the mark of the first batch, and emits an event
+with the result.
 
 See docs/data.md.
 """

@@ -1,10 +1,13 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A round: one exchange of all groups, and one vote of the group's ranks on it.
+"""A round: one exchange between all groups, and one vote of the group's ranks on it.
 
-Groups do everything together in rounds: commit a step, heal, leave. So all members always make the
-same collectives in the same order, although one may train, another heal and a third leave.
-`protocol/decision.py` decides what follows from a round.
+Groups act together in rounds only: they commit a step, heal and leave in them. So all members of a
+quorum always make the same collectives in the same order, even if one of them trains, another one
+heals and a third one leaves. `protocol/decision.py` decides what a group does after a round.
+
+In this module, "a round of several steps" is the other meaning of the word: `sync_steps` local steps
+and their exchange, with a semi-synchronous method.
 
 See docs/exchange.md.
 """
@@ -49,21 +52,21 @@ PAUSE_SECONDS = 0.1  # between rounds in which a group can only wait for others
 
 
 class Sign(enum.IntFlag):
-    """Facts that a rank looks for between two local steps of a round."""
+    """Signs that a rank looks for between two local steps of a round of several steps."""
 
-    STATE_WANTED = enum.auto()  # a joiner waits for the state
-    OTHERS_WAIT = enum.auto()  # this group has requested the next quorum early, and it is there
-    LEAVE_REQUESTED = enum.auto()  # the group is to leave
+    STATE_WANTED = enum.auto()  # a joiner waits for a copy of the state
+    OTHERS_WAIT = enum.auto()  # the quorum that this group has requested early is ready
+    LEAVE_REQUESTED = enum.auto()  # this group must leave
     OVERDUE = enum.auto()  # `sync_deadline_seconds` are over
 
 
 @dataclass(frozen=True)
 class _Exchanged:
-    """This rank's outcome of an exchange.
+    """The outcome of an exchange on this rank, before the vote.
 
     Attributes:
-        made: the round; None if its sums may not be used.
-        error: why its sums may not be used.
+        made: the round; None if the exchange broke, or if its sums are not finite.
+        error: the reason if there is no round.
         gave_nonfinite: this rank gave gradients that are not finite.
     """
 
@@ -75,10 +78,14 @@ class _Exchanged:
 class Rounds:
     """Makes rounds for one rank.
 
-    `ReplicaDimension` calls it for a group that trains, and `Heal` for one that heals. Training
-    thread only, except for `find_holders` and `find_addresses`. All ranks of a group call the same
-    methods in the same order. After a round that broke, the local gradients and the state are
-    untouched, and the round can be made again.
+    `ReplicaDimension` calls it for a group that trains, and `Heal` for a group that heals. A round
+    is `make`, which a launch may precede: `arm`, `launch_with` or `launch_without_gradients`.
+
+    Threads: all methods run on the training thread, but `find_holders` and `find_addresses` may run
+    on any thread. All ranks of a group call the same methods in the same order.
+
+    After a broken round, the local gradients and the state are untouched, and the round can be made
+    again.
 
     Attributes:
         last_round: the last round that worked; None = there was none.
@@ -120,8 +127,8 @@ class Rounds:
         """Request the next round's quorum, unless it is requested already.
 
         Args:
-            ahead: this group computes a step before it waits for the quorum. Until then the quorum
-                of a lone group may grow.
+            ahead: this group computes a step before it needs the quorum. If it is alone in the
+                quorum, other groups may come during the step.
         """
         if self._membership.quorum_requested:
             if not ahead:
@@ -153,9 +160,10 @@ class Rounds:
     def _await_quorum(self) -> Quorum:
         """Wait for the requested quorum.
 
-        Another group may be inside a long round, or may hang while its heartbeats go on. No group
-        gets a quorum for as long. A group that leaves waits only for a part of its time: if it
-        waited for all of it, its ranks would end wherever they are, and nothing would be saved.
+        The wait may be long: no group gets a quorum while one group is inside a long round, or
+        hangs with heartbeats. A group that leaves waits only for a part of its time
+        (`drain.WAITING_SHARE`). It needs the rest to save the state, because its ranks end when the
+        time is over.
 
         Raises:
             Leaving: the group has waited long enough; on all ranks of the group.
@@ -169,14 +177,15 @@ class Rounds:
         self._membership.await_quorum_for(PAUSE_SECONDS)
 
     def wait_for_quorum(self, seconds: float = PAUSE_SECONDS) -> None:
-        """Wait a moment for the requested quorum. The watchdog does not count this time."""
+        """Wait for the requested quorum, at most for this time. The watchdog does not count it."""
         with self.waiting():
             self._membership.await_quorum_for(seconds)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return a context for a wait for other groups, whose time the watchdog does not count.
+        """Return a context for a wait for other groups. The watchdog does not count its time.
 
-        The step of another group may take longer than `hang_timeout_seconds`.
+        Another group's step may take longer than `hang_timeout_seconds`, and is no hang of this
+        group.
         """
         return self._watchdog.paused()
 
@@ -194,13 +203,15 @@ class Rounds:
 
     @property
     def must_hurry(self) -> bool:
-        """True if a group that leaves must wait for others no longer. A collective of the group."""
+        """True if this group leaves, and must not wait for others any longer. A collective."""
         return any(self._group.gather(self._drain.is_urgent))
 
     def lacks_time(self, seconds: float, share: float) -> bool:
-        """Return True if so many more seconds exceed a share of the time to leave, on any rank.
+        """Return True if a rank has no time for `seconds` more before it must leave. A collective.
 
-        A collective of the group.
+        Args:
+            seconds: duration of the work that remains.
+            share: share of `drain_timeout_seconds` that may be spent after this work.
         """
         timeout = self._config.drain_timeout_seconds
         spent_share = self._drain.spent + seconds / timeout
@@ -209,13 +220,14 @@ class Rounds:
     def mark_busy(self) -> None:
         """Note that this group trains, or takes part in a round.
 
-        From here on, a leave request takes effect after the round, so that the round is not broken.
+        After this call, a leave request takes effect only after a round. Otherwise the group would
+        leave at once, and break the round.
         """
         self._drain.mark_busy()
 
     @property
     def signs(self) -> Sign:
-        """What this rank sees between two local steps of a round."""
+        """The signs that this rank sees now, except for OVERDUE."""
         signs = Sign(0)
         if self._donor.has_waiting_joiner:
             signs |= Sign.STATE_WANTED
@@ -232,13 +244,16 @@ class Rounds:
         return self._membership.find_holders()
 
     def remember_donors(self, slots: Sequence[int]) -> None:
-        """Note which groups offered the fetched state; see `Membership.remember_donors`."""
+        """Remember which groups offered the fetched state; see `Membership.remember_donors`."""
         self._membership.remember_donors(slots)
 
     def find_living(self, slots: Collection[int]) -> set[int]:
         """Return which of the groups `slots` in the last round live. A collective of the group."""
-        members = [member for member in self._last_members if member.slot in slots]
-        return self._group.union(self._membership.find_living(members) if self._group.leads else ())
+        living: set[int] = set()
+        if self._group.leads:
+            members = [member for member in self._last_members if member.slot in slots]
+            living = self._membership.find_living(members)
+        return self._group.union(living)
 
     def find_outsiders(self, made: Round) -> list[int]:
         """Return the slots of groups that live and were not in a round.
@@ -257,24 +272,27 @@ class Rounds:
     # The offer of this group's state
 
     def copy_for_joiner(self) -> None:
-        """Copy the state for a joiner, between two local steps of a round.
+        """Copy the state for a joiner, between two local steps.
 
-        All ranks of the group copy after the same step: the moments of their optimizers must fit
-        together.
+        All ranks of the group copy it after the same step, so that the moments of their optimizers
+        fit together.
         """
         self._donor.copy(self._position)
 
-    def offer(self) -> None:
+    def offer_state(self) -> None:
         """Offer the state to joiners while the next step is computed."""
         if self._config.group_size > 1 and not self._strategy.has_long_rounds:
             self._donor.offer(self._position)
 
     def retract_offer(self) -> None:
-        """Offer nothing any more: this group's state is not that of the others."""
+        """Withdraw the offer, because this group does not hold the job's state."""
         self._donor.retract()
 
     def _offer_after(self, made: Round) -> None:
-        """Offer the state after a round that makes no update, if a joiner has time to fetch it."""
+        """Offer the state after a round, or withdraw the offer.
+
+        After an update, `offer_state` offers the new state when the update has been applied.
+        """
         if self._config.group_size == 1:
             return
         ends_on_update = is_update(made, self._config)
@@ -287,18 +305,18 @@ class Rounds:
             self._donor.offer(self._position)
 
     def _offer_compared_after(self, made: Round, may_offer: bool) -> None:
-        """Offer a state whose bytes all holders have compared.
+        """Offer the state of a round of several steps, if all holders have compared its bytes.
 
-        In a round of several steps a joiner trains before the next exchange. So that exchange
-        cannot confirm the fetched bytes, and holders offer only bytes that they have compared
-        before.
+        A joiner trains before the next exchange, so that exchange comes too late to confirm the
+        fetched bytes.
         """
         is_compared = made.verdict.verified and not is_under_way(made, self._config)
         if not (may_offer and is_compared):
             self._donor.end_offer()
             return
         self._donor.offer_compared(self._position, made.verdict.digest)
-        # A joiner's request may come after this group has begun a step, and would wait for its end.
+        # Copy for the joiners that will ask this group first. Their requests may come when this
+        # group has begun a step, and would wait for the end of the step.
         if made.quorum.slots[made.quorum.rank] in find_first_donors(made):
             self._donor.copy_ahead(self._position)
 
@@ -309,8 +327,8 @@ class Rounds:
 
         Call this before the step's last backward.
         """
-        # Not ahead: a newcomer that holds as much as this group has not heard of the step. It would
-        # join a quorum that may grow, and keep the step waiting.
+        # Without `ahead`: a newcomer with the same state does not compute this step. If it joined
+        # the quorum now, the step would wait for it.
         if not self.quorum_requested:
             self.request_quorum()
         self._exchange.arm(self._position.newest_step)
@@ -331,8 +349,8 @@ class Rounds:
     def launch_without_gradients(self) -> None:
         """Launch the next round's exchange without gradients; returns at once.
 
-        A group that heals then has time until the others have computed their step. `make` completes
-        the round.
+        Then the exchange goes on by itself, and a group that heals has time until the others have
+        computed their step. `make` completes the round.
         """
         if not self._position.leaving:
             self.request_quorum()
@@ -343,10 +361,18 @@ class Rounds:
         contribution: Contribution = NOTHING,
         use: GradientUse = GradientUse.GIVE,
     ) -> Round | Broken:
-        """Make one round. Requests a quorum, unless one is requested already.
+        """Make one round.
 
-        On return the position has taken the round in, and the state is copied for a joiner that
-        fetches from this group.
+        1. Wait for the quorum, and request it first if necessary.
+        2. Take the digest of the state, if this round compares digests.
+        3. Make the exchange, or complete it if it is launched already.
+        4. Vote within the group on the exchange.
+        5. Update the position. Copy the state for a joiner that fetches it from this group, and
+           offer it, or withdraw the offer.
+
+        Args:
+            contribution: this group's part of the update, besides its gradients.
+            use: what this group does with its gradients.
 
         Raises:
             Leaving: the group got a leave request, and the others will not come in time.
@@ -358,8 +384,8 @@ class Rounds:
             quorum = self._await_quorum()
             gives = use.gives and not contribution.is_empty
             ends_round = gives and not contribution.unfinished
-            # At the end of a round the digest is taken in the round after it: a joiner that fetched
-            # the state before this update would have to replay the update.
+            # At the end of a round of several steps there is no digest for joiners. The opening
+            # round after the update takes it: a joiner must not fetch the state before the update.
             if not (self._strategy.compares_before_sum and ends_round):
                 self._digest_for_joiners(quorum)
             if not self._exchange.is_launched:
@@ -370,15 +396,15 @@ class Rounds:
             self.waits.start_wait(quorum.asked if use is GradientUse.OPEN else started)
             if not self._vote(exchanged.made):
                 reason = exchanged.error or "broke on another rank of this group"
-                return self._break(reason, exchanged.gave_nonfinite, started, quorum)
+                return self._record_broken(reason, exchanged.gave_nonfinite, started, quorum)
         assert exchanged.made is not None, "the vote passed with this rank's no"
-        self._take_in(exchanged.made)
+        self._record_success(exchanged.made)
         return exchanged.made
 
-    def _take_in(self, made: Round) -> None:
-        """Let everything that depends on rounds know of a round that worked."""
+    def _record_success(self, made: Round) -> None:
+        """Update everything that depends on rounds after a round that worked."""
         quorum, verdict = made.quorum, made.verdict
-        self.waits.note_success(
+        self.waits.record_success(
             made.rows,
             quorum.rank,
             quorum.answered,
@@ -389,8 +415,8 @@ class Rounds:
         self._last_members = frozenset(quorum.members)
         self.last_round = made
         self._position.observe(made)
-        # A stray at another step saw a broken exchange differently, and its state may be sound. A
-        # stray at the same step has other bytes or another history.
+        # A stray at the same step has other bytes or another lineage. A stray at another step may be
+        # sound: the last exchange worked for it and broke for others, or the other way round.
         has_mismatch = any(made.rows[rank].step == verdict.step for rank in verdict.strays)
         if verdict.tie or has_mismatch:
             self._report_mismatch(made)
@@ -403,10 +429,10 @@ class Rounds:
             reduced = self._exchange.finish(report)
         except ExchangeError as error:
             return _Exchanged(None, str(error))
-        made = _read(reduced)
+        made = _decode_round(reduced)
         gave_nonfinite = reduced.nonfinite[reduced.quorum.rank]
-        # One NaN of one group would reach all groups with the sum. All members read the same rows,
-        # so each votes no by itself.
+        # With the sum, one NaN of one group would reach all groups. All members read the same rows,
+        # so all of them vote no.
         slots = find_sum_spoilers(made.rows)
         if slots:
             reason = f"the gradients of groups {slots} are not finite"
@@ -431,11 +457,12 @@ class Rounds:
         """Return True if this group may leave after this round, as this rank sees it."""
         if made is not None:
             return may_leave(made)
-        # The round broke, so perhaps no group has read that this one leaves. The next row shows it
-        # again. Only a group without the state, or one whose time is nearly over, does not wait.
+        # After a broken round, perhaps no group has read that this group leaves. So leave after the
+        # next round, whose row shows it again. A group without the job's state may leave now, and a
+        # group whose time is nearly over must.
         return self._drain.is_urgent or not self._position.standing.has_state
 
-    def _break(
+    def _record_broken(
         self,
         error: str,
         gave_nonfinite: bool,
@@ -444,7 +471,7 @@ class Rounds:
     ) -> Broken:
         step = self._position.step
         seconds = time.monotonic() - started
-        self.waits.note_broken(quorum.processes, started + seconds)
+        self.waits.record_broken(quorum.processes, started + seconds)
         logger.warning("the exchange after %s %d broke: %s", self._strategy.unit, step, error)
         self._events.emit(ExchangeFailed(error=error, seconds=seconds, step=step))
         self._position.count_broken_round()
@@ -468,17 +495,17 @@ class Rounds:
         if self._compares_changes(contribution) and not self._exchange.is_launched:
             self.compute_digest()
             return
-        # If all groups show the same bytes in an opening round, each may serve them until the next
-        # update.
+        # If all groups show the same digest in an opening round, they may offer the state until the
+        # next update.
         opens = use is GradientUse.OPEN
         if opens and self._config.digest_every and not self._position.digest:
             self.compute_digest()
 
     def _compares_changes(self, contribution: Contribution) -> bool:
-        """Return True if the groups compare their bytes at the end of a round of several steps.
+        """Return True if the groups compare their bytes in this round, before they use its sum.
 
-        They do so before the round's sum is used. A group that comes to the end with nothing to
-        give shows its digest as well: it may make the majority.
+        They do so at the end of a round of several steps. A group that has nothing to give there
+        shows its digest as well: its vote may make the majority.
         """
         at_end = not contribution.is_empty or contribution.unfinished
         compares = self._strategy.compares_before_sum and self._config.digest_every > 0
@@ -497,7 +524,7 @@ class Rounds:
         use: GradientUse,
         idle_since: float,
     ) -> RoundReport:
-        """Return this group's report to the next round. It holds until the position changes.
+        """Return this group's report to the next round. It is valid until the position changes.
 
         Args:
             idle_since: see `RoundReport`.
@@ -546,7 +573,7 @@ class Rounds:
         )
 
 
-def _read(reduced: Reduced) -> Round:
+def _decode_round(reduced: Reduced) -> Round:
     """Decode the rows and messages of an exchange, and judge them."""
     rows = []
     for values, nonfinite in zip(reduced.rows, reduced.nonfinite, strict=True):
@@ -554,8 +581,8 @@ def _read(reduced: Reduced) -> Round:
     entries = [decode(message) for message in reduced.messages]
     slots_read = [[entry.slot for entry in own] for own in entries]
     verdict = judge(rows, slots_read)
-    # Not of the contributors only: a batch whose labels are all masked has no weight, and is
-    # trained.
+    # The batches of all ready groups count as trained, and not only those of the contributors: a
+    # batch whose labels are all masked has no weight.
     trained = []
     for rank in verdict.ready:
         trained += entries[rank]

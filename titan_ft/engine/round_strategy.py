@@ -66,9 +66,12 @@ class RoundWork(Work):
 class RoundStrategy(StepStrategy):
     """Makes one update from a round of local steps: the mean change of the groups' weights.
 
-    The exchange sums the changes of the groups' weights, and the sum moves the outer model. Like
-    `StepStrategy`, the trainer calls it, on the training thread; `find_uncommitted` may run on any
-    thread. After a broken exchange the local steps remain, and the same change is sent again.
+    The exchange sums the changes of the groups' weights, and the outer optimizer applies their mean
+    to the outer model. After a broken exchange the local steps remain, and the same changes are
+    sent again.
+
+    The trainer calls all methods on the training thread. Only `find_uncommitted` may run on any
+    thread.
 
     Raises:
         ConfigError: the model cannot be trained this way. The message names the field to change.
@@ -81,15 +84,16 @@ class RoundStrategy(StepStrategy):
     def __init__(self, config: FaultTolerance, *args: Any, **kwargs: Any) -> None:
         self._steps_per_round = strategy_of(config).steps
         # For each fragment, the tokens that this group has trained since the fragment's last
-        # exchange: the weight of its change.
-        self._trained = [0] * num_fragments(config)
-        # Those of these tokens that are in the exchange under way, by fragment.
-        self._given: dict[int, int] = {}
-        # The others are at the end of a round that this group has not begun: exchange at once.
+        # exchange. They are the weight of its change.
+        self._trained_tokens = [0] * num_fragments(config)
+        # For each fragment in the exchange under way, the tokens of its change.
+        self._given_tokens: dict[int, int] = {}
+        # The others are at the end of a round that this group has not begun. So it makes no steps
+        # before the exchange.
         self._exchanges_at_once = False
-        # Work on a round that is in no update yet. Its steps are in this group's weights.
+        # The work on a round that is in no update yet. Its steps are in this group's weights.
         self._under_way: RoundWork | None = None
-        # Work on the next round, made while the exchange is under way.
+        # The work on the next round, made while the exchange of this round is under way.
         self._ahead: RoundWork | None = None
         self._break_off_reason = ""  # why this group leaves during its round
         super().__init__(config, *args, **kwargs)
@@ -110,7 +114,7 @@ class RoundStrategy(StepStrategy):
             training.lr_schedulers,
             self._counters,
             outer=self.outer,
-            on_load=self._take_state,
+            on_load=self._adopt_state,
             num_ranks=num_ranks,
         )
 
@@ -179,7 +183,7 @@ class RoundStrategy(StepStrategy):
                     "in another one",
                 )
 
-    def _take_state(self) -> None:
+    def _adopt_state(self) -> None:
         """Go on from a donor's state, which was just loaded."""
         self._drop_nonfinite_moments()
         self.outer.restore_model()
@@ -195,16 +199,16 @@ class RoundStrategy(StepStrategy):
         if any(self._group.gather(self.state.has_nonfinite_moments)):
             self.state.drop_moments()
 
-    def take_checkpoint(self) -> None:
+    def adopt_checkpoint(self) -> None:
         """Make the checkpoint's weights the anchors."""
         self.outer.take_model()
         self._forget_work()
-        super().take_checkpoint()
+        super().adopt_checkpoint()
 
     def _forget_work(self) -> None:
         """Forget the local steps: the weights that they were made on are gone."""
-        self._trained = [0] * len(self._trained)
-        self._given = {}
+        self._trained_tokens = [0] * len(self._trained_tokens)
+        self._given_tokens = {}
         self._under_way = None
         self._ahead = None
 
@@ -220,7 +224,7 @@ class RoundStrategy(StepStrategy):
     def lend_agreed_weights(self) -> Iterator[None]:
         """Give the model the anchors inside the context, if its own weights differ from them."""
         config = self._config
-        is_whole = len(self._trained) == 1
+        is_whole = len(self._trained_tokens) == 1
         if is_whole and not config.fragment_sync_delay and not config.fragment_update_alpha:
             yield  # between two rounds, the model has the anchors' weights
             return
@@ -232,7 +236,7 @@ class RoundStrategy(StepStrategy):
 
     # The exchange
 
-    def exchanged(self) -> Iterator[nn.Parameter]:
+    def exchanged_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the anchors, whose gradients are the changes."""
         yield from self.outer.anchors
 
@@ -260,7 +264,7 @@ class RoundStrategy(StepStrategy):
 
         One fragment after the other in turn, and all of them after the last round.
         """
-        number = len(self._trained)
+        number = len(self._trained_tokens)
         if self.steps_of(update) == self._training.num_steps:
             return list(range(number))
         return [(update - 1) % number]
@@ -288,17 +292,17 @@ class RoundStrategy(StepStrategy):
         update, work = self._position.step + 1, self.work
         if self._exchanges_at_once:
             self._exchanges_at_once = False
-            self._take_changes(update)
+            self._give_changes(update)
             # Steps that were made ahead are in the change, and their tokens in its weight. So their
             # batches are in the update, too.
             return replace(
                 self._describe_work(),
                 unfinished=True,
-                has_earlier_changes=any(self._trained),
+                has_earlier_changes=any(self._trained_tokens),
             )
         is_finished, data_ended = self._make_steps(update, slots)
-        self._take_changes(update)
-        gives_earlier = work.inner_steps == 0 and any(self._trained)
+        self._give_changes(update)
+        gives_earlier = work.inner_steps == 0 and any(self._trained_tokens)
         made = replace(
             self._describe_work(),
             unfinished=not is_finished,
@@ -359,13 +363,13 @@ class RoundStrategy(StepStrategy):
             seconds=work.made.seconds / max(work.inner_steps, 1),
         )
 
-    def _take_changes(self, update: int) -> None:
+    def _give_changes(self, update: int) -> None:
         """Give the changes of this update's fragments to the exchange."""
-        self._given = {}
+        self._given_tokens = {}
         weights = {}
         for fragment in self._fragments_of(update):
-            tokens = self._trained[fragment]
-            self._given[fragment] = tokens
+            tokens = self._trained_tokens[fragment]
+            self._given_tokens[fragment] = tokens
             weights[fragment] = tokens / self._training.nominal_tokens
         self.outer.take_changes(weights)
         self._exchange.give_fragments(weights)
@@ -424,7 +428,9 @@ class RoundStrategy(StepStrategy):
         training.await_staging()
         training.optimizers.step()
         training.lr_schedulers.step()
-        self._trained = [tokens + contribution.valid_tokens for tokens in self._trained]
+        self._trained_tokens = [
+            tokens + contribution.valid_tokens for tokens in self._trained_tokens
+        ]
         work.made = work.made.plus(contribution)
         work.inner_steps = num_steps + 1
         work.readings = merge(work.readings)
@@ -444,13 +450,13 @@ class RoundStrategy(StepStrategy):
         is_last = self.steps_of(update.step) == training.num_steps
         # Without steps of this round, as in a replay, the model has the former anchors' weights,
         # and must not keep a share of them.
-        has_own_steps = any(self._given.values())
+        has_own_steps = any(self._given_tokens.values())
         mixes = has_own_steps and not is_last
         squares = self.outer.step(self._config.fragment_update_alpha if mixes else 0.0)
         self._under_way = None
-        for fragment, tokens in self._given.items():
-            self._trained[fragment] -= tokens
-        self._given = {}
+        for fragment, tokens in self._given_tokens.items():
+            self._trained_tokens[fragment] -= tokens
+        self._given_tokens = {}
         if self._ahead is not None:
             self._ahead.previous = None
         training.refresh_converters()
@@ -465,8 +471,8 @@ class RoundStrategy(StepStrategy):
     def meet_after_update(self) -> bool:
         """Open the next round with the others; return True if this group must heal first.
 
-        A group whose change was not finite heals: the moments of its optimizer are not finite
-            either.
+        A group whose change was not finite must heal: the moments of its optimizer are not finite
+        either.
         """
         if self._is_over:
             return False
@@ -482,9 +488,10 @@ class RoundStrategy(StepStrategy):
     def resume_after_heal(self) -> bool:
         """Take up the local steps after a heal; return True if this group must heal once more.
 
-        If the group has gone back to its own state, the missed update is lost with its holders.
-        Then it gives the local steps of its round once more. If it has also made steps of the next
-        round, on top of these, it trains both rounds again.
+        After a roll-back the group has its own state, and the update that it missed is lost with
+        its holders. So the local steps of its round are in no update, and it gives them once more.
+        If it has made steps of the next round on top of them, it drops the steps of both rounds,
+        and trains both again.
         """
         if self._under_way is not None:
             if self._ahead is None:
@@ -509,13 +516,12 @@ class RoundStrategy(StepStrategy):
     # Leaving during a round
 
     def _meets_to_leave(self, remaining: int) -> bool:
-        """Return True if a group that leaves breaks off its round and exchanges it now. A
-        collective.
+        """Return True if this group, which leaves, must exchange its unfinished round now.
 
-        It does so if it has no time for the whole round. Suppose that all groups leave during their
-        rounds. Then the state of the last update leaves with them. So they meet, to know of each
-        other, and one of them saves the state. A group that meets others at the end of their round
-        gives the steps that it has made by then.
+        A collective. The group does so if it has no time for the rest of the round. If all groups
+        leave during their rounds, they must know of each other, so that one of them saves the
+        state. So they meet in an exchange. A group that meets others there gives the steps that it
+        has made by then.
 
         Args:
             remaining: steps until this group requests the quorum; 0 = it has requested it.

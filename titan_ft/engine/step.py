@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The replica dimension: the trainer's view of the other groups.
 
-quorum (requested at the last commit) -> forward, backward -> round (exchange, vote) -> decision
-                                                               ^                            |
-                                                               +------ same gradients ------+
+One step:
+
+    quorum (requested at the last commit) -> forward, backward -> round (exchange, vote) -> decision
+                                                                  ^                            |
+                                                                  +------ same gradients ------+
 
 See docs/exchange.md.
 """
@@ -56,25 +58,26 @@ logger = logging.getLogger(__name__)
 
 
 FINISH_SECONDS = 60.0
-"""How long groups with the final state wait for a missing group that shows no sign of life.
-
-They wait longer for a group that does. A group that comes later has lost nothing: it finds that the
+"""How long groups with the final state wait for a missing group without a sign of life. They wait
+longer for a group that shows one. A group that comes too late has lost nothing: it finds that the
 job has finished, and ends as a success."""
 _LOOKS_PER_TURN = 2
-"""How often a group that leaves looks whether each group before it has begun to save."""
+"""How often a group that leaves looks whether another group has begun to save, for each group before
+it in the order of saving."""
 _LOOK_SECONDS = 0.5  # between two such looks
 _SILENT_WAIT_SECONDS = 1.0
 """A group with the final state names the groups it waits for only after this time: the others may
 be a moment late."""
 _MAX_OPENING_ROUNDS = 5
-"""Rounds after an update for groups that missed it. Then these groups wait for the next update."""
+"""Rounds after an update that are made for groups which missed it. After these rounds, such groups
+must wait for the next update."""
 _OPENING_SECONDS = 5.0
 """How long a group waits for the others to come to an opening round. A group that trains already
 comes only at the end of its round."""
 
 
 class Opening(enum.Enum):
-    """What a group does after the opening rounds of a semi-synchronous method."""
+    """The next action of a group after the opening rounds of a semi-synchronous method."""
 
     TRAIN = enum.auto()
     # The others are at the end of the next round: exchange at once, with nothing to give.
@@ -115,9 +118,9 @@ class Committed:
 class ReplicaDimension:
     """One rank's side of the protocol between the groups.
 
-    The trainer and the strategies call it. Training thread only. All ranks of a group call the same
-    methods in the same order. If a method raises, the state is that of the last committed update,
-    and the local gradients are untouched.
+    The trainer and the strategies call it, on the training thread. All ranks of a group call the
+    same methods in the same order. If a method raises, the state is that of the last committed
+    update, and the local gradients are untouched.
 
     Args:
         nominal_tokens: tokens of a step with all groups present. Local losses are divided by it.
@@ -175,7 +178,7 @@ class ReplicaDimension:
         latest = max(self._group.gather(self._rounds.get_quorum().max_step))
         if latest <= step:
             return False
-        # Remember their step. If the others die before a round shows it, the job's state is lost,
+        # Remember the others' step. If they die before a round shows it, the job's state is lost,
         # and the job must not silently start over.
         self._position.raise_seen_step(latest)
         self._position.set_step(0)
@@ -230,7 +233,7 @@ class ReplicaDimension:
         self._position.mark_training()
         self._rounds.waits.discard()
         self._ledger.readers = tuple(made.readers)
-        self.offer()  # once more, because the ledger is a part of the state
+        self.offer_state()  # the readers are a part of the offered state
 
     # One update
 
@@ -246,10 +249,10 @@ class ReplicaDimension:
         self._rounds.launch_with(contribution)
 
     def gather_signs(self, *, overdue: bool = False) -> Sign:
-        """Return the signs that any rank of the group sees between two local steps of a round.
+        """Return all signs that a rank of the group sees, the same on all ranks. A collective.
 
-        The same on all ranks. A collective, and the only one between two local steps: on a GPU each
-        collective makes the host wait.
+        It is the only collective between two local steps, because on a GPU each collective makes
+        the host wait.
 
         Args:
             overdue: this rank finds that `sync_deadline_seconds` are over.
@@ -267,7 +270,7 @@ class ReplicaDimension:
         self._rounds.copy_for_joiner()
 
     def request_quorum(self) -> None:
-        """Request the next round's quorum. The others then wait for this group's step at most."""
+        """Request the next round's quorum. From now on, the others wait for this group."""
         self._rounds.request_quorum()
 
     @property
@@ -363,9 +366,9 @@ class ReplicaDimension:
     def _take_over_after_break(self, shares: dict[GroupProcess, list[int]]) -> list[int]:
         """Meet the others again after a round broke, and take over slots of groups that are gone.
 
-        The next quorum shows which groups are gone. Otherwise, a whole round would be made only to
-        find in its rows that slots are missing. The rows still have the last word
-        (`decisions.TakeOver`): a group that is late may look gone.
+        The next quorum shows which groups are gone. Without this step, the next round would only
+        show that their slots are missing. The rows of that round still have the last word
+        (`decisions.TakeOver`): a group that is merely late may look gone.
 
         Args:
             shares: which slots each reader trains in this step. This call updates it.
@@ -413,12 +416,12 @@ class ReplicaDimension:
             own_loss=own_loss,
             exchanges=exchanges,
             slowest=max(self._stragglers.ratios.values(), default=0.0),
-            waits=self._rounds.waits.take_waits(),
+            waits=self._rounds.waits.pop_waits(),
         )
 
     def _wait(self, outcome: Round | Broken, wait: decisions.Wait) -> None:
         """Pause before the next round, because the step cannot be committed now."""
-        self._rounds.waits.note_held_back(wait.slots, wait.why)
+        self._rounds.waits.record_hold(wait.slots, wait.why)
         if not self._wait_is_reported and isinstance(outcome, Round):
             self._wait_is_reported = True
             number = self._position.step + 1
@@ -524,9 +527,9 @@ class ReplicaDimension:
             return None
         return self._rounds.compute_digest()
 
-    def offer(self) -> None:
+    def offer_state(self) -> None:
         """Offer the state after this update to newcomers while the next step is computed."""
-        self._rounds.offer()
+        self._rounds.offer_state()
 
     def heal(self) -> int:
         """Get the job's state from donors while the others train on.
@@ -540,7 +543,7 @@ class ReplicaDimension:
         self.heal_seconds = self._heal.run()
         self._rounds.waits.discard()
         self.digest_if_due()
-        self.offer()
+        self.offer_state()
         return self._position.step
 
     @property

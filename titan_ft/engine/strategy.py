@@ -134,10 +134,11 @@ class Departure:
 class StepStrategy:
     """Makes one update from each step.
 
-    Gradients leave during backward, and the optimizer applies their mean. `RoundStrategy` overrides
-    the methods in which a round of several steps differs. The trainer calls a strategy, on the
-    training thread; `find_uncommitted` may run on any thread. If `apply` fails, the process ends:
-    the model may have a part of the update.
+    Gradients are exchanged during backward, and the optimizer applies their mean. `RoundStrategy`
+    overrides the methods in which a round of several steps differs.
+
+    The trainer calls all methods on the training thread. Only `find_uncommitted` may run on any
+    thread. If `apply` fails, the process ends, because the model may have a part of the update.
 
     Args:
         counters: of tokens and batches. They are a part of the state that a joiner gets.
@@ -192,8 +193,8 @@ class StepStrategy:
             num_ranks=num_ranks,
         )
 
-    def take_checkpoint(self) -> None:
-        """Go on from the weights of a checkpoint, which was just loaded."""
+    def adopt_checkpoint(self) -> None:
+        """Go on from the weights of a checkpoint that was just loaded."""
         self._training.refresh_converters()
 
     def agreed_parameters(self) -> dict[str, torch.Tensor]:
@@ -218,7 +219,7 @@ class StepStrategy:
 
     # The exchange
 
-    def exchanged(self) -> Iterator[nn.Parameter]:
+    def exchanged_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters whose gradients are summed, in the same order in every group."""
         for part in self._training.model_parts:
             yield from part.parameters()

@@ -42,19 +42,22 @@ def find_waits(
 ) -> Iterator[GroupWait]:
     """Yield the waits of this rank in an exchange that succeeded.
 
-    A joiner lacks the job's state and fetches it. While a group that trains and a joiner are both
-    awaited, the time is charged to the group that trains: the exchange would not have ended sooner
-    without the joiner.
+    The waits are charged in the order of time:
 
-    The time in which all members connect to each other is charged in equal parts to the joiners and
-    to the groups that are gone. It is charged to nobody where there are neither, as at the start of
-    a job.
+    1. The wait for the quorum, until every member has asked for it. After that the lighthouse waits
+       only for the heartbeats of groups that are gone.
+    2. The wait for new connections. It is charged in equal parts to the joiners and to the groups
+       that are gone. Without any of them, as at the start of a job, it is charged to nobody.
+    3. The wait for the exchange, until every member is ready for it.
+
+    While this rank waits for both a group that trains and a joiner, the time is charged to the
+    group that trains: without the joiner, the wait would have been as long.
 
     Args:
-        rows: the rows of all members. `asked` is in seconds before the lighthouse's answer, `came`
-            in seconds after it.
+        rows: the rows of all members.
         own: index of this group's row.
-        began: when this rank began to wait, in seconds after the answer; negative before it.
+        began: when this rank began to wait, in seconds after the lighthouse's answer; negative =
+            before the answer.
         connected: when this rank was connected to the other members, in seconds after the answer.
         gone: slot and reason of each group that is missing here and was in the last exchange that
             succeeded, or in one that broke since then.
@@ -120,9 +123,10 @@ def _charge(start: float, arrivals: Sequence[tuple[float, Row]]) -> Iterator[Gro
 
 
 class WaitLog:
-    """Adds up the waits of one rank since its last update. Training thread only.
+    """Adds up the waits of one rank since its last update.
 
-    Each rank has its own: the rows that it gets come from its counterparts in the other groups.
+    `Rounds` and `ReplicaDimension` call it, on the training thread. Ranks of a group may differ in
+    their waits: each rank gets the rows of its counterparts in the other groups.
     """
 
     def __init__(self) -> None:
@@ -155,7 +159,7 @@ class WaitLog:
         self._held_back_for = None
         self._began = now
 
-    def note_broken(self, members: Collection[GroupProcess], now: float) -> None:
+    def record_broken(self, members: Collection[GroupProcess], now: float) -> None:
         """Note that the exchange broke at `now`.
 
         Which member broke it is not known before the next exchange that succeeds: that member is
@@ -164,7 +168,7 @@ class WaitLog:
         for process in members:
             self._broken[process] += now - self._began
 
-    def note_success(
+    def record_success(
         self,
         rows: Sequence[Row],
         own: int,
@@ -197,7 +201,7 @@ class WaitLog:
         # Otherwise these groups would be charged again in every later exchange.
         self._broken.clear()
 
-    def note_held_back(self, slots: Sequence[int], why: Why) -> None:
+    def record_hold(self, slots: Sequence[int], why: Why) -> None:
         """Note that the update is held back for `slots`, from the last exchange to the next one."""
         self._held_back_for = (slots, why) if slots else None
 
@@ -206,7 +210,7 @@ class WaitLog:
         self._broken.clear()
         self._clear()
 
-    def take_waits(self) -> list[Waited]:
+    def pop_waits(self) -> list[Waited]:
         """Return the waits for the update that is made now, the longest first, and forget them."""
         self._add_last_waits()
         waits = []

@@ -82,11 +82,12 @@ class Round:
             _config=FaultTolerance(**config),
             _training=self.training,
             _steps_per_round=4,
-            _trained=[0] * num_fragments(FaultTolerance(semi_sync_method="diloco", **config)),
+            _trained_tokens=[0]
+            * num_fragments(FaultTolerance(semi_sync_method="diloco", **config)),
             _exchanges_at_once=False,
             _under_way=None,
             _ahead=None,
-            _given={},
+            _given_tokens={},
             _break_off_reason="",
             _replica=self.replica,
             _exchange=SimpleNamespace(give_fragments=self.given.append),
@@ -117,7 +118,7 @@ class Round:
         work.readings = [Reading(Entry(0, first, work.inner_steps, b"state"), [], "0")]
         work.made = work.made.plus(Contribution(TOKENS, TOKENS, seconds=0.5))
         work.compute_seconds += 1.0
-        strategy._trained = [tokens + TOKENS for tokens in strategy._trained]
+        strategy._trained_tokens = [tokens + TOKENS for tokens in strategy._trained_tokens]
 
     def train(self) -> Contribution:
         return self.strategy.train([0])
@@ -178,7 +179,7 @@ def test_a_group_that_came_late_gives_its_changes_of_earlier_rounds(
     round.
     """
     this = Round(monkeypatch, sync_steps=8, num_fragments=2)
-    this.strategy._exchanges_at_once, this.strategy._trained = True, [30, 20]
+    this.strategy._exchanges_at_once, this.strategy._trained_tokens = True, [30, 20]
     made = this.train()
     assert made == Contribution(unfinished=True, has_earlier_changes=True)
     assert not made.is_empty
@@ -193,7 +194,7 @@ def test_a_group_that_is_awaited_at_once_gives_its_changes_of_earlier_rounds(
     A change that it does not give would be overwritten.
     """
     this = Round(monkeypatch, early=True, awaited=0, sync_steps=8, num_fragments=2)
-    this.strategy._trained = [30, 20]
+    this.strategy._trained_tokens = [30, 20]
     assert this.train() == Contribution(unfinished=True, has_earlier_changes=True)
     assert (this.steps, this.changes, this.given) == ([], [{0: 0.3}], [{0: 0.3}])
 
@@ -210,7 +211,11 @@ def test_a_group_that_came_late_gives_the_batches_of_steps_made_ahead(
     strategy = this.strategy
     assert strategy._ahead is not None
     # Committed.
-    strategy._ahead.previous, strategy._trained, strategy._given = (None, [2 * TOKENS], {})
+    strategy._ahead.previous, strategy._trained_tokens, strategy._given_tokens = (
+        None,
+        [2 * TOKENS],
+        {},
+    )
     strategy.start_update()
     strategy._position.step, strategy._exchanges_at_once = 3, True
     made = this.train()
@@ -249,7 +254,7 @@ def test_fragments_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         [0],
         [0, 1, 2],
     ]
-    this.strategy._trained = [10, 20, 30]
+    this.strategy._trained_tokens = [10, 20, 30]
     this.train()
     assert this.changes == [{2: (30 + 4 * TOKENS) / 100}]
 
@@ -536,8 +541,8 @@ def test_only_a_group_with_own_steps_keeps_a_share_of_its_weights(
             refresh_converters=lambda: None,
         ),
         _steps_per_round=4,
-        _trained=[10],
-        _given=dict(sent),
+        _trained_tokens=[10],
+        _given_tokens=dict(sent),
         _ahead=None,
         _group=SimpleNamespace(gather=lambda value: [value]),
         _counters=SimpleNamespace(advance=lambda update: counted.append(update.tokens)),
@@ -549,7 +554,7 @@ def test_only_a_group_with_own_steps_keeps_a_share_of_its_weights(
         Update(step=3, tokens=1, lineage=1, scale=1.0, entries=[], readers=[], sums=sums)
     )
     assert (found, counted) == ([alpha], [1])
-    assert strategy._trained == [10 - sum(sent.values())]
+    assert strategy._trained_tokens == [10 - sum(sent.values())]
 
 
 def test_weights_that_cannot_hold_the_outer_model_are_refused() -> None:
@@ -682,11 +687,11 @@ def test_moments_are_dropped_on_all_ranks_or_on_none(own: bool, sibling: bool) -
     vars(strategy).update(
         _group=SimpleNamespace(gather=lambda value: [value, sibling]),
         _training=SimpleNamespace(refresh_converters=lambda: None),
-        _trained=[1],
+        _trained_tokens=[1],
         outer=SimpleNamespace(restore_model=lambda: None),
         state=SimpleNamespace(has_nonfinite_moments=own, drop_moments=lambda: dropped.append(None)),
     )
-    strategy._take_state()
+    strategy._adopt_state()
     assert bool(dropped) == (own or sibling)
 
 

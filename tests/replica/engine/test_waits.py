@@ -141,11 +141,11 @@ def test_time_before_the_own_request_belongs_to_the_exchange_before() -> None:
 def make(log: WaitLog, began: float, *rows: Row, answered: float = 10.0, left: Any = ()) -> None:
     """Make an exchange that works; `began` and `answered` by one clock."""
     log.start_wait(began)
-    log.note_success(rows, 0, answered, answered, [(each.slot, 0.0) for each in rows], left)
+    log.record_success(rows, 0, answered, answered, [(each.slot, 0.0) for each in rows], left)
 
 
 def take(log: WaitLog) -> list[tuple[int, float, str]]:
-    return [(wait.slot, wait.seconds, wait.why) for wait in log.take_waits()]
+    return [(wait.slot, wait.seconds, wait.why) for wait in log.pop_waits()]
 
 
 def test_the_waits_of_all_exchanges_of_an_update_are_added_up() -> None:
@@ -169,9 +169,9 @@ def test_a_broken_exchange_is_charged_to_the_groups_that_are_gone(
     log = WaitLog()
     make(log, 10.0, row(0, 0.0), row(1, 0.0), row(2, 0.0))
     log.start_wait(12.0)
-    log.note_broken([(0, 0.0), (1, 0.0), (2, 0.0)], 12.5)
+    log.record_broken([(0, 0.0), (1, 0.0), (2, 0.0)], 12.5)
     log.start_wait(12.6)
-    log.note_broken([(0, 0.0), (1, 0.0), (2, 0.0)], 12.7)
+    log.record_broken([(0, 0.0), (1, 0.0), (2, 0.0)], 12.7)
     make(
         log,
         12.7,
@@ -191,10 +191,10 @@ def test_a_group_that_was_restarted_meanwhile_was_lost_too() -> None:
     log = WaitLog()
     make(log, 10.0, row(0, 0.0), row(1, 0.0))
     log.start_wait(11.0)
-    log.note_broken([(0, 0.0), (1, 0.0)], 11.5)
+    log.record_broken([(0, 0.0), (1, 0.0)], 11.5)
     log.start_wait(12.0)
     rows = [row(0, 0.0), row(1, 0.25, activity=Why.CATCHING_UP)]
-    log.note_success(rows, 0, 12.0, 12.0, [(0, 0.0), (1, 11.2)], [])
+    log.record_success(rows, 0, 12.0, 12.0, [(0, 0.0), (1, 11.2)], [])
     assert take(log) == [(1, 0.5, "lost"), (1, 0.25, "catching_up")]
 
 
@@ -202,10 +202,10 @@ def test_an_update_that_is_held_back_waits_for_the_groups_it_needs() -> None:
     """For all of the time until the next exchange, whichever group came last to the one before."""
     log = WaitLog()
     make(log, 10.0, row(0, 0.0), row(1, 0.05))
-    log.note_held_back([2, 3], Why.TOO_FEW)
+    log.record_hold([2, 3], Why.TOO_FEW)
     make(log, 14.0, row(0, 0.0), row(1, 0.2), answered=14.0)
     assert take(log) == [(2, 2.0, "too_few"), (3, 2.0, "too_few"), (1, 0.2, "computing")]
-    log.note_held_back([], Why.TOO_FEW)
+    log.record_hold([], Why.TOO_FEW)
     make(log, 15.0, row(0, 0.0), row(1, 0.3), answered=15.0)
     assert take(log) == [(1, 0.3, "computing")]
 
@@ -216,7 +216,7 @@ def test_what_a_group_waited_for_while_it_healed_is_no_wait_of_its_update(breaks
     make(log, 10.0, row(0, 0.0), row(1, 5.0))
     if breaks:
         log.start_wait(16.0)
-        log.note_broken([(0, 0.0), (2, 0.0)], 17.0)
+        log.record_broken([(0, 0.0), (2, 0.0)], 17.0)
     log.discard()
     make(log, 20.0, row(0, 0.0), row(1, 0.1), answered=20.0)
     assert take(log) == [(1, 0.1, "computing")]
