@@ -31,8 +31,8 @@ _LEAVE_SECONDS = 2.0  # how long a rank that has left waits until its siblings h
 OWN_SHARE = 0.5
 """Share of `drain_timeout_seconds` in which a group may finish its local steps of a round."""
 WAITING_SHARE = 0.75
-"""Share of `drain_timeout_seconds` after which a group no longer waits for other groups. The rest is
-for the exchange with them, and for a save."""
+"""Share of `drain_timeout_seconds` after which a group no longer waits for other groups. The rest
+is for the exchange with them, and for a save."""
 _NO_VOTE_SECONDS = 1.0
 """A rank with nothing to finish ends after this time. Until then it may find a dead sibling."""
 _ABANDONED_TOPIC = "abandoned"

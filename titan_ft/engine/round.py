@@ -6,8 +6,8 @@ Groups act together in rounds only: they commit a step, heal and leave in them. 
 quorum always make the same collectives in the same order, even if one of them trains, another one
 heals and a third one leaves. `protocol/decision.py` decides what a group does after a round.
 
-In this module, "a round of several steps" is the other meaning of the word: `sync_steps` local steps
-and their exchange, with a semi-synchronous method.
+In this module, "a round of several steps" is the other meaning of the word: `sync_steps` local
+steps and their exchange, with a semi-synchronous method.
 
 See docs/exchange.md.
 """
@@ -415,8 +415,8 @@ class Rounds:
         self._last_members = frozenset(quorum.members)
         self.last_round = made
         self._position.observe(made)
-        # A stray at the same step has other bytes or another lineage. A stray at another step may be
-        # sound: the last exchange worked for it and broke for others, or the other way round.
+        # A stray at the same step has other bytes or another lineage. A stray at another step may
+        # be sound: the last exchange worked for it and broke for others, or the other way round.
         has_mismatch = any(made.rows[rank].step == verdict.step for rank in verdict.strays)
         if verdict.tie or has_mismatch:
             self._report_mismatch(made)

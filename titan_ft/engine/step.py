@@ -62,8 +62,8 @@ FINISH_SECONDS = 60.0
 longer for a group that shows one. A group that comes too late has lost nothing: it finds that the
 job has finished, and ends as a success."""
 _LOOKS_PER_TURN = 2
-"""How often a group that leaves looks whether another group has begun to save, for each group before
-it in the order of saving."""
+"""How often a group that leaves looks whether another group has begun to save, for each group
+before it in the order of saving."""
 _LOOK_SECONDS = 0.5  # between two such looks
 _SILENT_WAIT_SECONDS = 1.0
 """A group with the final state names the groups it waits for only after this time: the others may
