@@ -175,7 +175,7 @@ class Run:
         self.position.set_lineage(LINEAGE + self.progress.step)
         slots = range(self.ledger.num_slots)
         state = loader_state(self.progress.step)
-        entries = [Entry(slot, self.ledger.end(slot), 1, state) for slot in slots]
+        entries = [Entry(slot, self.ledger.count_committed(slot), 1, state) for slot in slots]
         self.ledger.advance(entries, slots)
 
     def settle(self) -> None:

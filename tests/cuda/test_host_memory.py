@@ -280,7 +280,7 @@ def test_nothing_is_left_after_twenty_heals() -> None:
         ]
         there.copy_(payload, non_blocking=True)
         rooms.clear()
-        copy = memory.take((4 + number % 2) * MB)
+        copy = memory.lend((4 + number % 2) * MB)
         copy[: there.numel()].copy_(there, non_blocking=True)
         del payload
         device.release_host_memory()

@@ -274,7 +274,7 @@ class Oracle:
     ) -> None:
         path = self.path(lineage)
         tokens, steps = sum(update.tokens for update in path), known.step
-        ends = {of: state.ledger.end(of) for of in range(self._rules.group_size)}
+        ends = {of: state.ledger.count_committed(of) for of in range(self._rules.group_size)}
         if (state.progress.steps, state.progress.tokens) != (steps, tokens):
             self._report(
                 "counters",

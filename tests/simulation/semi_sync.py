@@ -326,7 +326,7 @@ class RoundRank(Rank):
             if work.inner_steps:
                 self.world.say(self.process.name, f"keeps {work.inner_steps} steps of its round")
             return
-        lost = sum(batch >= self.ledger.end(self.slot) for batch in trained) - void
+        lost = sum(batch >= self.ledger.count_committed(self.slot) for batch in trained) - void
         if lost > 0:
             self.world.lost_steps(self, lost, ahead, before)
 

@@ -1483,7 +1483,7 @@ def test_another_number_of_shards_resets_the_data(make_run: Callable[..., Run]) 
     assert run.checkpoints.load()
     assert run.progress.step == 5
     assert run.position.lineage == LINEAGE + 5
-    assert [run.ledger.end(slot) for slot in range(3)] == [0, 0, 0]
+    assert [run.ledger.count_committed(slot) for slot in range(3)] == [0, 0, 0]
     (reset,) = run.events.named("data_reset")
     assert reset["step"] == 5
     assert "2 shards, now into 3" in reset["reason"]
@@ -1503,7 +1503,7 @@ def test_the_same_shards_in_other_groups_go_on(make_run: Callable[..., Run]) -> 
         other.checkpoints.attach(other)  # type: ignore[arg-type]
         other.gather = lambda value: [value, value]  # type: ignore[method-assign]
         assert other.checkpoints.load()
-        assert [ledger.end(slot) for slot in (0, 1)] == [6 + rank, 8 + rank]
+        assert [ledger.count_committed(slot) for slot in (0, 1)] == [6 + rank, 8 + rank]
         assert other.events.named("data_reset") == []
 
 

@@ -114,7 +114,7 @@ class Feed:
             DataloaderExhaustedError: the data is finite and at its end.
             LoaderStateError: other groups cannot unpack the loader's state.
         """
-        first_batch = self._ledger.end(slot) + skip
+        first_batch = self._ledger.count_committed(slot) + skip
         reader = self._readers.get(slot)
         if reader is not None and reader.can_read_at(first_batch):
             return reader.read(first_batch, num_batches)
@@ -142,7 +142,7 @@ class Feed:
             del self._readers[slot]
 
     def _open(self, slot: int, loader: Any) -> Any:
-        state = self._ledger.state(slot)
+        state = self._ledger.loader_state(slot)
         # A loader that has yielded batches cannot go back to its beginning.
         if loader is None or state is None:
             loader = self._build(slot)
@@ -153,8 +153,8 @@ class Feed:
     def _report_opening(self, slot: int, reading: Reading) -> None:
         """Emit an event: is the first batch the one that follows the committed ones?"""
         first_batch = reading.entry.first_batch
-        expected = self._ledger.following(slot)
-        follows_committed = first_batch == self._ledger.end(slot)
+        expected = self._ledger.next_mark(slot)
+        follows_committed = first_batch == self._ledger.count_committed(slot)
         # A batch of another size proves nothing: a resume may have changed the batch or the
         # sequence length.
         has_same_size = _size_of(expected) == _size_of(reading.first)

@@ -210,7 +210,7 @@ class Partition:
 
         server = self._control.rank0_decides(dead or (), report)
         if server:
-            self._seat.take(server)
+            self._seat.adopt_name(server)
 
     def _find_known_dead(self) -> list[str] | None:
         """Return the processes that the watch found unreachable in the last exchange.
@@ -283,7 +283,7 @@ class Partition:
             decision = self._control.rank0_decides(self._probe_outside(cut_off), decide)
         if decision == _LEAVE:
             raise Leaving
-        self._seat.take(decision)
+        self._seat.adopt_name(decision)
         self._returned_at = time.monotonic()
         if self._group_rank == 0:
             slots = [member.slot for member in cut_off]

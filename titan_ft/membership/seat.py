@@ -1,14 +1,15 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One replica group's seat: its connection to the lighthouse.
+"""One replica group's seat: its connection to the lighthouse, under the group's name.
 
-Rank 0 runs torchft's manager server, which sends heartbeats under the group's name. Rank 0 alone
-asks this server for quorums. The other ranks get the reply over the group's control tree. They do
-not ask the server, because it forgets its answers. A rank that lost its connection would ask again,
-and get a later quorum than its siblings.
+Rank 0 runs torchft's manager server, which sends heartbeats under this name. Rank 0 alone asks the
+server for quorums, and the other ranks get the reply over the group's control tree. If each rank
+asked the server, a rank that lost its connection would have to ask again. The server forgets its
+answers, so this rank would get a later quorum than its siblings.
 
-For a new name, rank 0 opens another seat, and then all ranks take it. When the lighthouse moves,
-rank 0 opens a seat there under the same name (`follow.py`). The other ranks do nothing for a move.
+A group gets another name in two steps: rank 0 opens a seat under the new name, and then all ranks
+adopt the name. When the lighthouse moves, rank 0 opens a seat there under the same name
+(`follow.py`), and the other ranks need not do anything.
 
 See docs/membership.md.
 """
@@ -118,19 +119,23 @@ class _MovedError(Exception):
 class Seat:
     """One rank's side of its group's seat. Call `enter` first.
 
-    `Membership` and `Partition` call it. The quorum thread calls `request`, `reopen`, `take` and
-    `leave`. The follower's thread or the quorum thread calls `_move`. Any thread may call `close`.
-    Server, client and follower exist on rank 0 only. Methods called a collective must be called on
-    all ranks of the group.
+    `Membership` and `Partition` call it. Server, client and follower exist on rank 0 only. A method
+    that is called a collective must be called on all ranks of the group.
+
+    Threads: the quorum thread calls `request`, `reopen`, `adopt_name` and `leave`. The follower's
+    thread or the quorum thread calls `_move`. Any thread may call `close`.
 
     After a `LighthouseError` of `request` the group cannot go on. A failed `reopen` leaves the
     former seat open.
 
     Args:
-        lighthouse: its address. store: the group's store. control: tree of the group's ranks.
-            address: host:port of this rank's state server. token: the run's shared secret. on_move:
-            called on rank 0 after a move, with the former url, the new url and the Slurm job id of
-            the new lighthouse.
+        lighthouse: its address.
+        store: the group's store.
+        control: tree of the group's ranks.
+        address: host:port of this rank's state server.
+        token: the run's shared secret.
+        on_move: called on rank 0 after a move, with the former url, the new url and the Slurm job
+            id of the new lighthouse.
 
     Attributes:
         member: the name that the group has at the lighthouse.
@@ -173,15 +178,15 @@ class Seat:
         self.closed = False
 
     def enter(self, name: Callable[[], Member]) -> None:
-        """Open the group's first seat under the name that rank 0 makes, and take it. A collective.
+        """Open the group's first seat under the name that rank 0 makes. A collective.
 
-        As soon as the seat is open, the other groups wait for this group. Its exchanges need all of
-        its ranks, so all ranks must be here before.
+        As soon as the seat is open, the other groups wait for this group. So the seat is opened
+        only when all ranks of the group have called this method.
 
         Raises:
             LighthouseError: the lighthouse does not answer, or has another token.
         """
-        self.take(self._control.rank0_decides((), lambda _: self._open_first(name())))
+        self.adopt_name(self._control.rank0_decides((), lambda _: self._open_first(name())))
 
     def _open_first(self, member: Member) -> str:
         """Open the group's first seat; on rank 0.
@@ -239,7 +244,7 @@ class Seat:
         """Send heartbeats as `member` from now on; on rank 0.
 
         Returns:
-            The name to `take` on all ranks.
+            The name. All ranks must `adopt_name`.
 
         Raises:
             LighthouseError: the lighthouse does not answer. The former seat stays open.
@@ -290,8 +295,8 @@ class Seat:
             logger.warning("no seat under a new name yet: %s", error)
             return ""
 
-    def take(self, name: str) -> None:
-        """Take the seat that rank 0 has opened under this name."""
+    def adopt_name(self, name: str) -> None:
+        """Use the name under which rank 0 has opened a seat."""
         self.member = Member.parse(name, self._token)
         key = address_key(self.member.unique, self._group_rank)
         self._store.set(key, add_seal(self._token, key, self._address))
@@ -375,7 +380,8 @@ class Seat:
             return json.dumps({"error": str(error)})
         names: Sequence[str] | None = reply.replica_ids
         if names == self._names:
-            names = None  # many groups have many names, which seldom change
+            # With many groups the names are long, and they seldom change.
+            names = None
         return json.dumps({"reply": [reply.quorum_id, reply.max_step, names, seconds, moved]})
 
     def _ask_until_answered(self, step: int, failures: int) -> Any:

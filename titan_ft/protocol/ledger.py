@@ -2,15 +2,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The ledger: how far each slot's data has been trained, so that every batch is trained once.
 
-The data is cut into `group_size` slots. Slot r is the share of replica group r. With each exchange
-a group reports which batches of which slots its gradients are made of, and the states of their
-loaders after these batches. Each committed update enters the ledger of every live group. Joiners
-get the ledger with the state, and checkpoints hold it. So the next reader of a slot continues
-exactly after the last committed batch. This reader is the slot's own group after a restart, or
-another group while it is absent.
+The data is cut into `group_size` *slots*. Slot r is the share of replica group r. A *reader* is a
+group that trains on, and reads the data of one or more slots.
 
-A rank's ledger holds the loader states of ranks with its own index only. In every group, the ranks
-of one index read the same part of a slot.
+1. In each exchange, a group sends *entries*: which batches of which slots its gradients are made of,
+   and the states of the loaders after these batches.
+2. After each committed update, every live group enters these batches in its ledger. Joiners get the
+   ledger with the state, and checkpoints contain it.
+3. So the next reader of a slot continues exactly after the last committed batch. It may be another
+   group, if the slot's own group is absent.
+
+In every group, the ranks of one index read the same part of a slot. So a rank's ledger has the
+loader states of ranks with its own index only.
 
 See docs/data.md.
 """
@@ -34,12 +37,12 @@ class Entry:
     """Batches of one slot that a group's gradients are made of.
 
     Attributes:
-        slot: the slot that the data belongs to.
+        slot: the slot of the data.
         first_batch: number of the first batch in the slot, counted from 0 over the whole job.
         num_batches: number of batches.
         state: the loader's state after the last batch (see `titan_ft.engine.loader_state`).
-        following: mark of the batch after the last one (see `feed.mark`); empty if that batch is
-            not read yet. The next reader that opens the loader at `state` compares its first batch.
+        following: mark of the batch after the last one (`feed.mark`); empty = that batch is not
+            read yet. A reader that opens a loader at `state` compares it with its first batch.
     """
 
     slot: int
@@ -84,8 +87,9 @@ def decode(data: bytes) -> list[Entry]:
 class Ledger:
     """How far each slot is trained, and which group reads which slot next.
 
-    Equal in all groups that hold the same state. Training thread only, except that the exchange's
-    thread packs entries. An update that does not fit raises, and changes the slots before it only.
+    Equal in all groups that hold the same state. `Feed` reads it, and the trainer's counters
+    advance it. Training thread only. An update that does not fit is a bug: `advance` raises, and
+    some slots may have advanced.
 
     Args:
         num_slots: `group_size`.
@@ -107,15 +111,15 @@ class Ledger:
         nothing until it has been ready at an update.
         """
 
-    def end(self, slot: int) -> int:
+    def count_committed(self, slot: int) -> int:
         """Return the number of committed batches of `slot`."""
         return self._ends[slot]
 
-    def state(self, slot: int) -> bytes | None:
+    def loader_state(self, slot: int) -> bytes | None:
         """Return the loader's state after the last committed batch; None = there is none."""
         return self._states.get(slot)
 
-    def following(self, slot: int) -> str:
+    def next_mark(self, slot: int) -> str:
         """Return the mark of the batch after the last committed one of `slot`; empty = unknown."""
         return self._following.get(slot, "")
 
@@ -185,7 +189,7 @@ class Ledger:
             shards[str(number)] = {
                 "batches": end,
                 "state": self._states.get(slot, b""),
-                "following": self.following(slot),
+                "following": self.next_mark(slot),
             }
         return shards
 

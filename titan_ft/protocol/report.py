@@ -1,7 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A group's report in a round: its contribution, and the row that it sends once the quorum is
-known.
+"""A group's report in a round, from which the exchange's thread makes the group's row and message.
 
 See docs/exchange.md.
 """
@@ -22,15 +21,17 @@ class Contribution:
     """This rank's part of an update besides its gradients.
 
     Attributes:
-        valid_tokens, tokens: of the whole group; see `Row`.
+        valid_tokens: the whole group's tokens with a label that its loss counts.
+        tokens: all tokens of the whole group.
         loss: the group's loss sum / nominal tokens of a step of all groups.
         max_loss: largest mean loss of one of the group's ranks.
-        seconds: time that the group's slowest rank spent on the part.
-        entries: the batches that the part was made of, as this rank read them.
-        unfinished: the group has steps of its round left, and would rather make these.
+        seconds: time that the group's slowest rank spent on its part.
+        entries: the batches that this rank has trained.
+        unfinished: the group has local steps left. It makes them, unless other groups have made all
+            of theirs.
         has_earlier_changes: the group gives changes of earlier rounds, although it trained none of
             this round's batches.
-        activity: what the group spent most of the time on.
+        activity: the activity that took most of the group's time.
     """
 
     valid_tokens: int = 0
@@ -65,7 +66,7 @@ NOTHING = Contribution()
 
 
 class GradientUse(enum.Enum):
-    """What a group does with its gradients in a round. Equal on all its ranks."""
+    """The use that a group makes of its gradients in a round. Equal on all its ranks."""
 
     GIVE = enum.auto()
     HOLD_BACK = enum.auto()  # keeps them, because the step cannot be committed now
@@ -92,16 +93,16 @@ class RoundReport:
     """A group's report to one round. `complete` adds the quorum's answer and the times.
 
     Attributes:
-        facts: the row of a group whose claim to the job's state holds, and that contributes
-            nothing.
-        contribution: what the group trained.
-        use: what the group does with its gradients.
-        newest_step: a member with more updates voids the claim (`Position.newest_step`).
-        idle_since: when this rank had nothing more to do for this round but wait, in seconds of its
+        facts: the group's row without its contribution, and with its claim to the job's state.
+        contribution: the group's part of the update.
+        use: the use that the group makes of its gradients.
+        newest_step: if a member has more updates than this, the claim does not hold
+            (`Position.newest_step`).
+        idle_since: time at which this rank had nothing left to do but wait, in seconds of its
             clock; infinite if it trains while the exchange is under way.
-        joining_reason: why the others wait for this group while it lacks the state.
-        leave: read when the row is made. So a SIGTERM that comes while the gradients are summed is
-            in this row, and the group may leave after this round.
+        joining_reason: why the others wait for this group, if it lacks the state.
+        leave: says whether this rank got a leave request. It is read when the row is made, after
+            the gradients have been summed. So this row shows a late SIGTERM as well.
     """
 
     facts: Row

@@ -87,7 +87,7 @@ class HostMemory:
             return None
         return free
 
-    def take(self, num_bytes: int) -> torch.Tensor:
+    def lend(self, num_bytes: int) -> torch.Tensor:
         """Return memory for a copy. Uses the memory at hand if it has the right size.
 
         Waits for a thread that is still pinning.
@@ -124,7 +124,8 @@ def _reserve(num_bytes: int) -> torch.Tensor:
     started = time.monotonic()
     memory = device.empty_host(num_bytes, torch.uint8)
     logger.info(
-        "%s of host memory are kept for copies of this rank's state, which joiners fetch (taken in %.1f s)",
+        "%s of host memory are kept for copies of this rank's state, which joiners fetch "
+        "(taken in %.1f s)",
         size_text(num_bytes),
         time.monotonic() - started,
     )

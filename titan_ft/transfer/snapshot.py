@@ -150,8 +150,9 @@ class _RunningCopy:
     """A copy that a GPU may not have completed.
 
     Attributes:
-        ended: None = the copy was complete at once. shards: the tensors that the copy reads. The
-            reference keeps their memory from being used for other tensors.
+        ended: event on the GPU's stream after the copy; None = the copy was complete at once.
+        shards: the tensors that the copy reads. While something refers to them, no other tensor can
+            get their memory.
     """
 
     ended: torch.Event | None
@@ -161,9 +162,13 @@ class _RunningCopy:
 class TrainState:
     """Reads, copies, hashes and overwrites the state of one rank.
 
-    The training thread calls all methods except `copy_shared`, which the threads of a donor's
-    connections call. `engine/donor.py` copies, `engine/heal.py` loads, the strategies hash. After a
-    `load` that raises, the state is a mixture, and the process must end or load another snapshot.
+    `engine/donor.py` shares and copies the state, `engine/heal.py` loads it, and `Rounds` hashes
+    it.
+
+    Threads: the training thread calls all methods but `copy_shared`. The threads of the state
+    server's connections call that one.
+
+    If `load` raises, the state is a mixture. The process must end, or load another snapshot.
 
     Args:
         model_parts: as torchtitan's Trainer holds them.
@@ -216,9 +221,11 @@ class TrainState:
     def share(self, step: int, lineage: int) -> bool:
         """Let other threads copy the state as it is now, until `unshare`.
 
-        Returns False if the model has buffers, which a forward may write at any time. The tensors
-        are looked up now, because FSDP replaces shards by whole parameters during a forward.
+        Returns:
+            False if the model has buffers. A forward may write them at any time, so no other thread
+            may copy the state.
         """
+        # Look the tensors up now: during a forward, FSDP replaces shards by whole parameters.
         current = self._find_current(step, lineage)
         if any(each.name.startswith(_BUFFER) for each in current.tensors):
             return False
@@ -234,13 +241,16 @@ class TrainState:
     def copy_shared(self, step: int, part: Part = WHOLE) -> Snapshot | None:
         """Copy the state of `step` while training computes with it; any thread.
 
-        Returns None if that state is not shared. `unshare` waits for the copy. It does not wait for
-        the memory, which may take seconds to pin.
+        `unshare` waits for the copy. It does not wait for the memory, which may take seconds to
+        pin.
+
+        Returns:
+            None if the state of `step` is not shared, or no longer.
         """
         shared = self._shared
         if shared is None or shared.step != step:
             return None
-        part, payload = self._take_memory(shared, part)
+        part, payload = self._allocate(shared, part)
         with self._copying:
             if self._shared is shared:
                 return self._copy(shared, payload, part)
@@ -258,16 +268,19 @@ class TrainState:
             part: the part that suffices if the host's memory is scarce.
         """
         current = self._find_current(step, lineage)
-        part, payload = self._take_memory(current, part)
+        part, payload = self._allocate(current, part)
         with self._copying:
             return self._copy(current, payload, part)
 
-    def _take_memory(self, state: _CurrentState, part: Part) -> tuple[Part, torch.Tensor]:
-        """Return the part to copy, the whole unless memory is scarce, and memory for it."""
+    def _allocate(self, state: _CurrentState, part: Part) -> tuple[Part, torch.Tensor]:
+        """Return the part to copy, and memory for it.
+
+        The whole state is copied unless the host's memory is scarce.
+        """
         entries, size = _lay_out(state.tensors)
         if part != WHOLE and not self._memory.is_scarce(size):
             part = WHOLE
-        return part, self._memory.take(len(part.byte_range(entries, size)))
+        return part, self._memory.lend(len(part.byte_range(entries, size)))
 
     def _find_current(self, step: int, lineage: int) -> _CurrentState:
         tensors = list(self._tensors(self._optimizers))
@@ -331,8 +344,8 @@ class TrainState:
         return size
 
     def reuse(self, snapshot: Snapshot) -> None:
-        """Take back a snapshot that nobody reads any more. The next copy uses its memory."""
-        # A late copy of the GPU would overwrite bytes that the host writes for the next snapshot.
+        """Use the memory of a snapshot, which nobody reads any more, for the next copy."""
+        # Wait for the GPU: if it copied into this memory late, it would overwrite the next copy.
         snapshot.wait()
         self._memory.give_back(snapshot.payload)
 
@@ -395,7 +408,7 @@ class TrainState:
 
     @property
     def _agreed(self) -> Any:
-        """The optimizers whose state is equal in all groups; the first ones of all optimizers."""
+        """The optimizers whose state is equal in all groups: the first ones of `_optimizers`."""
         return self._optimizers
 
     def _tensors(self, optimizers: Any) -> Iterator[_StateTensor]:
@@ -433,8 +446,8 @@ class TrainState:
                 for key, value in values.items():
                     if isinstance(group[key], torch.Tensor):
                         group[key].fill_(value)
-                    elif isinstance(group[key], tuple):  # JSON has made a list of it
-                        group[key] = tuple(value)
+                    elif isinstance(group[key], tuple):
+                        group[key] = tuple(value)  # JSON has no tuples
                     else:
                         group[key] = value
         self._counters.load_state_dict(scalars["counters"])
@@ -458,13 +471,15 @@ class TrainState:
                     state[key] = like(parameter, shard)
                 if state:
                     optimizer.state[parameter] = state
-                else:  # torch's checkpoints would take an empty entry for a state
+                else:
+                    # Leave no empty entry: torch's checkpoints would take it for a state.
                     optimizer.state.pop(parameter, None)
         if by_parameter:
             prefix, keys = min(by_parameter.items())
             name = f"{prefix}/{min(keys)}"
             raise StateMismatchError(
-                f"the donor's state has {name}, which this rank lacks; all groups must run the same config"
+                f"the donor's state has {name}, which this rank lacks; "
+                "all groups must run the same config"
             )
 
     @staticmethod

@@ -1,12 +1,16 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The joiner's side of a transfer: fetches one rank's state from several donors at once.
+"""The joiner's side of a transfer: fetches one rank's state from several donors at the same time.
+
+1. Ask each donor for the *header*, which describes the state. All donors must give the same one.
+2. Divide the *payload*, which has the bytes of the state, into *slices*.
+3. Ask each donor for one slice after the other, as fast as it gives them.
+4. Say farewell to the donors: tell each of them how many bytes it has given.
+
+Threads: `fetch` runs on the thread of its caller. Each donor has a thread for steps 1 and 4. That
+thread starts one more thread for each connection that fetches slices.
 
 `wire.py` describes the messages. See docs/heal.md.
-
-Threads: `fetch` runs on the thread of its caller. Each donor has a thread, which asks for the
-header and reports the end, and that thread has one more thread for each connection that fetches
-slices.
 """
 
 from __future__ import annotations
@@ -37,23 +41,28 @@ from titan_ft.transfer.wire import Message, Size, Stream, TransferError, octets,
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 8 << 20  # bytes of one slice
+_SLICE_BYTES = 8 << 20
 
 CONNECTIONS = 4
-"""Connections of a rank to all its donors, at least one to each. A core that checks the bytes
-limits the rate of one connection. More than a few connections bring nothing (`bench.py --only
-transfer`)."""
+"""Connections of a rank to all its donors together; at least one to each. The rate of one
+connection is limited by the core that checks its bytes. More than four do not make a transfer
+faster (`bench.py --only transfer`)."""
 
 SLICE_SECONDS = 300.0
 """A transfer is given up after this time without another slice. A whole transfer has no limit: a
 large state over a slow link takes as long as it must. Silence ends a connection much earlier. This
 limit ends a transfer from a donor that sends a byte now and then."""
 
-_MAX_TRIES = 3  # of one request whose connection breaks, and as many whose checksum differs
-_STALL_SECONDS = 10.0  # a connection that is silent for this time counts as broken
-_OFFER_SECONDS = 1.5  # for each answer of a group that is asked for its offer
-_LATE_SECONDS = 1.0  # at least so old is a request before another donor gets it as well
-_FAREWELL_SECONDS = 1.0  # to report the end to the donors; then their threads are abandoned
+_MAX_TRIES = 3
+"""Tries of one request: so many broken connections, and so many wrong checksums, are allowed."""
+_STALL_SECONDS = 10.0
+"""A connection that is silent for this time counts as broken."""
+_OFFER_SECONDS = 1.5
+"""Limit of the wait for each line of a group that is asked for its offer."""
+_LATE_SECONDS = 1.0
+"""If a donor has owed a slice for less than this time, no other donor is asked for it as well."""
+_FAREWELL_SECONDS = 1.0
+"""Limit of the farewell to all donors. After it, their threads are abandoned."""
 _TICK_SECONDS = 0.1  # pause between two checks whether the transfer is cancelled
 
 
@@ -62,7 +71,7 @@ _FAILURES = (TransferError, OSError, ValueError, KeyError, RefusedError)
 
 
 class OfferAnswer(NamedTuple):
-    """What a StateServer offers.
+    """A donor's offer.
 
     Attributes:
         step_milliseconds: duration of the donor's last step; 0 = the donor does not report it.
@@ -144,8 +153,8 @@ def fetch(
         if error is None:
             break
         if not isinstance(error, _FAILURES):
-            transfer.end()
-            transfer.drop([error])
+            transfer.stop()
+            transfer.free_memory([error])
             raise error  # a bug, and no failure of a donor
         failures.append(error)
         index = donors[future]
@@ -156,14 +165,14 @@ def fetch(
             report_lost(index, _describe(error))
             logger.warning("state of step %d from %s: %s", step, addresses[index], _describe(error))
     else:
-        transfer.drop(failures)
+        transfer.free_memory(failures)
         for error in failures:
             if isinstance(error, RefusedError):
                 raise error
         reasons = "; ".join(dict.fromkeys(_describe(error) for error in failures))
         text = f"state of step {step} from {', '.join(addresses)}: {reasons}"
         raise TransferError(text) from failures[0]
-    transfer.end()
+    transfer.stop()
     wait(donors, _FAREWELL_SECONDS)
     return transfer.snapshot()
 
@@ -206,9 +215,9 @@ def ask_offer(address: str, token: str, step: int = 0) -> OfferAnswer | None:
 class _StateFetch:
     """One transfer from several donors.
 
-    `fetch` creates it, and calls `fetch_from` once for each donor, on a thread of its own. The
-    other methods are called on the thread of `fetch`. Donors are named by their index in
-    `addresses`. A donor's failure ends its own threads only.
+    `fetch` creates it, and calls `fetch_from` once for each donor, on a thread of its own. It calls
+    the other public methods on its own thread. A donor is an index of `addresses`. A donor's
+    failure ends its own threads only.
     """
 
     def __init__(
@@ -228,8 +237,8 @@ class _StateFetch:
         self._joiner = joiner
         self._report_share = report_share
         self._connections_per_donor = -(-connections // len(addresses))  # rounded up
-        # By donor: limits of the connections for slices, and of the connection for the header and
-        # the farewell.
+        # For each donor, the limits of its connections for slices, and those of its connection for
+        # the header and the farewell.
         self._slice_limits = [_TransferLimits(timeout, cancelled) for _ in addresses]
         self._main_limits = [_TransferLimits(timeout, cancelled) for _ in addresses]
         self._lock = threading.Lock()  # guards the fields below
@@ -245,7 +254,7 @@ class _StateFetch:
         assert self._payload is not None, "no donor has given the header"
         return Snapshot(self._step, self._lineage, self._header, self._payload)
 
-    def drop(self, failures: Sequence[BaseException]) -> None:
+    def free_memory(self, failures: Sequence[BaseException]) -> None:
         """Free the memory of a transfer that has failed.
 
         The failures and their frames refer to each other, and to the memory. Without this method
@@ -258,15 +267,15 @@ class _StateFetch:
             traceback.clear_frames(error.__traceback__)
 
     def give_up(self, donor: int) -> None:
-        """Have other donors give this donor's slices."""
-        self._slices.drop(donor)
+        """Let other donors give this donor's slices."""
+        self._slices.release_donor(donor)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Fetch no more slices. Donors that have given none get no farewell."""
         for donor in range(len(self._addresses)):
-            self._slice_limits[donor].end()
-            if not self._slices.given_by(donor):
-                self._main_limits[donor].end()
+            self._slice_limits[donor].cancel()
+            if not self._slices.count_given_bytes(donor):
+                self._main_limits[donor].cancel()
 
     def fetch_from(self, donor: int) -> None:
         """Fetch slices from a donor until all slices have arrived from any donors.
@@ -278,21 +287,21 @@ class _StateFetch:
         with _DonorLink(self._addresses[donor], self._token, self._main_limits[donor]) as link:
             part = (donor, len(self._addresses))
             answer, header = link.request({"step": self._step, "header": True, "part": part})
-            self._take_header(bytes(header))
-            self._slices.note_held(donor, range(*answer["held"]))
+            self._accept_header(bytes(header))
+            self._slices.set_held(donor, range(*answer["held"]))
             with ThreadPoolExecutor(self._connections_per_donor, "titan_ft_fetch") as pool:
                 for _ in range(self._connections_per_donor):
                     pool.submit(self._fetch_slices, donor)
-            if not self._slices.whole:
+            if not self._slices.are_complete:
                 raise self._failed[donor]
-            given = self._slices.given_by(donor)
+            given = self._slices.count_given_bytes(donor)
             if given or len(self._addresses) == 1:
-                # The state is complete. A donor that does not hear the farewell only lacks an
-                # event.
+                # Ignore an error: the state is complete. A donor that does not get the farewell
+                # only lacks an event.
                 with contextlib.suppress(*_FAILURES):
                     link.request({"step": self._step, "done": self._joiner, "bytes": given})
 
-    def _take_header(self, header: bytes) -> None:
+    def _accept_header(self, header: bytes) -> None:
         """Allocate memory for the first header. All further headers must be equal to it."""
         with self._lock:
             if self._is_dropped:
@@ -302,22 +311,23 @@ class _StateFetch:
                 self._payload = device.empty_host(fields.bytes, torch.uint8)
                 self._header = header
                 self._lineage = fields.lineage
-                self._slices.lay_out(fields.bytes)
+                self._slices.divide(fields.bytes)
             elif header != self._header:
                 raise TransferError(
                     "its state is not that of the other donors: their headers differ",
                 )
 
     def _fetch_slices(self, donor: int) -> None:
+        """Fetch slices over one connection to a donor; on the thread of the connection."""
         assert self._payload is not None, "the header comes first"
         target = octets(self._payload)
         limits = self._slice_limits[donor]
         request = Message(step=self._step, lineage=self._lineage)
         try:
-            memory = memoryview(bytearray(min(_CHUNK, target.nbytes)))
+            memory = memoryview(bytearray(min(_SLICE_BYTES, target.nbytes)))
             with _DonorLink(self._addresses[donor], self._token, limits) as link:
                 while True:
-                    wanted = self._slices.take(donor, limits)
+                    wanted = self._slices.await_slice(donor, limits)
                     if wanted is None:
                         break
                     data = memory[: len(wanted)]
@@ -327,62 +337,63 @@ class _StateFetch:
                         "bytes": data.nbytes,
                     }
                     link.request(request_slice, data)
-                    self._slices.finish(wanted, donor, data, target)
-                    # A donor that has given all its slices waits for the slices of the others. So
-                    # each slice resets the limits of all connections.
-                    for each in (*self._slice_limits, *self._main_limits):
-                        each.note_slice()
+                    self._slices.accept_slice(wanted, donor, data, target)
+                    # A connection without a slice to ask for waits for slices of other donors. So
+                    # each slice restarts the limits of all connections.
+                    for connection_limits in (*self._slice_limits, *self._main_limits):
+                        connection_limits.restart()
                     self._report_share(self._slices.share)
         except BaseException as error:  # noqa: BLE001  # the donor's thread raises it again
             self._failed.setdefault(donor, error)
-            limits.end()  # the donor's other connections need not go on
-            self._slices.drop(donor)
+            limits.cancel()  # the donor's other connections need not go on
+            self._slices.release_donor(donor)
 
 
 class _Slices:
-    """Which slices of a payload are missing, and which donors are asked for them; any thread.
+    """The slices of a payload: which are missing, and which donors are asked for them; any thread.
 
-    A slice is a range of offsets in the payload. A slow or silent donor must not delay the end. So
-    a connection without a missing slice asks its donor for a slice that another donor owes, and the
-    first answer counts. Therefore each connection receives into memory of its own.
+    A slice is a range of offsets in the payload. A donor *owes* a slice that it was asked for and
+    has not given. If no slice is left to ask for, a donor is asked for a slice that another donor
+    has owed for long, and the first answer counts. So a slow or silent donor does not delay the
+    end. Each connection receives into memory of its own, because two may receive the same slice.
     """
 
     def __init__(self, num_donors: int) -> None:
-        # Donors that have not reported yet which bytes they hold, and the bytes of the others.
+        # Donors that have not reported yet which bytes they hold.
         self._unreported = set(range(num_donors))
-        self._held: dict[int, range] = {}
-        self._missing: deque[range] = deque()  # slices that no donor is asked for
-        # When each donor was asked for a slice that has not arrived.
+        self._held: dict[int, range] = {}  # the bytes of each other donor
+        self._unasked: deque[range] = deque()  # slices that no donor owes
+        # For each slice that donors owe, the time at which each of them was asked.
         self._asked_at: dict[range, dict[int, float]] = {}
-        self._size = 0  # bytes
+        self._size = 0  # bytes of the payload
         self._missing_bytes = 0
-        self._num_finished = 0  # slices
-        self._finished_seconds = 0.0  # sum of their durations
+        self._num_arrived = 0  # slices
+        self._arrived_seconds = 0.0  # sum of the times that they took
         self._given_bytes: Counter[int] = Counter()  # by donor
-        self._is_lost = False  # no remaining donor holds some missing slice
+        self._is_incomplete = False  # no remaining donor holds some missing slice
         self._changed = threading.Condition()
 
-    def lay_out(self, size: int) -> None:
+    def divide(self, size: int) -> None:
         """Divide a payload of `size` bytes into slices."""
         with self._changed:
             self._size = size
             self._missing_bytes = size
-            for start in range(0, size, _CHUNK):
-                self._missing.append(range(start, min(start + _CHUNK, size)))
+            for start in range(0, size, _SLICE_BYTES):
+                self._unasked.append(range(start, min(start + _SLICE_BYTES, size)))
 
-    def note_held(self, donor: int, held: range) -> None:
-        """Note which bytes a donor holds. Slices are cut where that range begins and ends."""
+    def set_held(self, donor: int, held: range) -> None:
+        """Set which bytes a donor holds. Slices are cut where this range begins and ends."""
         with self._changed:
             self._unreported.discard(donor)
             self._held[donor] = held
             cut: deque[range] = deque()
-            for wanted in self._missing:
+            for wanted in self._unasked:
                 cut.extend(self._cut(wanted))
-            self._missing = cut
+            self._unasked = cut
             self._check_holders()
 
     @property
-    def whole(self) -> bool:
+    def are_complete(self) -> bool:
         """True if all slices have arrived."""
         return self._missing_bytes == 0
 
@@ -393,13 +404,16 @@ class _Slices:
             return 1.0
         return 1.0 - self._missing_bytes / self._size
 
-    def given_by(self, donor: int) -> int:
+    def count_given_bytes(self, donor: int) -> int:
         """Return the number of bytes that a donor has given."""
         with self._changed:
             return self._given_bytes[donor]
 
-    def take(self, donor: int, limits: _TransferLimits) -> range | None:
-        """Wait for a slice to ask a donor for; None if all have arrived.
+    def await_slice(self, donor: int, limits: _TransferLimits) -> range | None:
+        """Wait for a slice that the donor can be asked for, and note that it owes the slice.
+
+        Returns:
+            None if all slices have arrived.
 
         Raises:
             TransferError: the time is over, the transfer is cancelled, nothing more is wanted from
@@ -407,18 +421,20 @@ class _Slices:
         """
         with self._changed:
             while self._missing_bytes:
-                limits.remaining()
-                if self._is_lost:
+                limits.check()
+                if self._is_incomplete:
                     raise _IncompleteError("the donors that are left do not hold all of it")
                 now = time.monotonic()
-                wanted = self._take_missing(donor) or self._find_late(donor, now)
+                wanted = self._pop_unasked(donor)
+                if wanted is None:
+                    wanted = self._find_late(donor, now)
                 if wanted is not None:
                     self._asked_at.setdefault(wanted, {})[donor] = now
                     return wanted
                 self._changed.wait(_TICK_SECONDS)
             return None
 
-    def drop(self, donor: int) -> None:
+    def release_donor(self, donor: int) -> None:
         """Let other donors give the slices that this donor owes."""
         with self._changed:
             self._unreported.discard(donor)
@@ -427,28 +443,34 @@ class _Slices:
                 was_asked = asked_at.pop(donor, None) is not None
                 if was_asked and not asked_at:
                     del self._asked_at[wanted]
-                    self._missing.extendleft(reversed(self._cut(wanted)))
+                    self._unasked.extendleft(reversed(self._cut(wanted)))
             self._check_holders()
 
-    def finish(self, wanted: range, donor: int, data: memoryview, target: memoryview) -> None:
-        """Keep a slice that a donor has given, unless another donor has been faster."""
+    def accept_slice(
+        self,
+        wanted: range,
+        donor: int,
+        data: memoryview,
+        target: memoryview,
+    ) -> None:
+        """Copy a slice that a donor has given to `target`, unless another donor has been faster."""
         with self._changed:
             asked_at = self._asked_at.get(wanted, {}).get(donor)
             if asked_at is None:
                 return
             del self._asked_at[wanted]
-            self._num_finished += 1
-            self._finished_seconds += time.monotonic() - asked_at
+            self._num_arrived += 1
+            self._arrived_seconds += time.monotonic() - asked_at
             self._given_bytes[donor] += data.nbytes
         target[wanted.start : wanted.stop] = data  # without the lock: copying takes a while
         with self._changed:
             self._missing_bytes -= data.nbytes
             self._changed.notify_all()
 
-    def _take_missing(self, donor: int) -> range | None:
-        for wanted in self._missing:
+    def _pop_unasked(self, donor: int) -> range | None:
+        for wanted in self._unasked:
             if self._is_held(wanted, donor):
-                self._missing.remove(wanted)
+                self._unasked.remove(wanted)
                 return wanted
         return None
 
@@ -467,8 +489,8 @@ class _Slices:
                 oldest = wanted
                 oldest_at = first_asked_at
         mean_seconds = 0.0
-        if self._num_finished:
-            mean_seconds = self._finished_seconds / self._num_finished
+        if self._num_arrived:
+            mean_seconds = self._arrived_seconds / self._num_arrived
         if now - oldest_at < max(_LATE_SECONDS, 2 * mean_seconds):
             return None
         return oldest
@@ -478,9 +500,9 @@ class _Slices:
         return held.start <= wanted.start and wanted.stop <= held.stop
 
     def _check_holders(self) -> None:
-        """Note whether some missing slice is held by no donor, once all donors have reported."""
-        self._is_lost = not self._unreported and not all(
-            any(self._is_held(wanted, donor) for donor in self._held) for wanted in self._missing
+        """Note whether a slice is held by no donor. Unknown until all donors have reported."""
+        self._is_incomplete = not self._unreported and not all(
+            any(self._is_held(wanted, donor) for donor in self._held) for wanted in self._unasked
         )
         self._changed.notify_all()
 
@@ -488,12 +510,15 @@ class _Slices:
         """Cut a slice at each beginning and end of a donor's bytes that lies within it."""
         cuts = {wanted.start, wanted.stop}
         for held in self._held.values():
-            cuts.update(end for end in (held.start, held.stop) if end in wanted)
+            if held.start in wanted:
+                cuts.add(held.start)
+            if held.stop in wanted:
+                cuts.add(held.stop)
         return [range(start, stop) for start, stop in pairwise(sorted(cuts))]
 
 
 class _TransferLimits:
-    """Limits on how long the connections of one transfer wait for a donor; any thread.
+    """Limits on how long some connections of a transfer wait; any thread.
 
     Args:
         timeout: seconds without another slice after which the transfer is given up.
@@ -505,23 +530,23 @@ class _TransferLimits:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._cancelled = cancelled
-        self._ended = threading.Event()
+        self._own_cancelled = threading.Event()
 
-    def note_slice(self) -> None:
-        """Start the time anew, because a donor has given a slice."""
+    def restart(self) -> None:
+        """Start the time anew, because a slice has arrived."""
         self._deadline = time.monotonic() + self._timeout
 
-    def end(self) -> None:
+    def cancel(self) -> None:
         """End all waits of these connections."""
-        self._ended.set()
+        self._own_cancelled.set()
 
-    def remaining(self) -> float:
+    def check(self) -> float:
         """Return the seconds that are left.
 
         Raises:
-            TransferError: no time is left, the transfer is cancelled, or `end` was called.
+            TransferError: no time is left, the transfer is cancelled, or `cancel` was called.
         """
-        if self._cancelled.is_set() or self._ended.is_set():
+        if self._cancelled.is_set() or self._own_cancelled.is_set():
             raise TransferError("cancelled")
         remaining = self._deadline - time.monotonic()
         if remaining <= 0:
@@ -595,7 +620,7 @@ class _DonorConnection:
 
     def __init__(self, address: str, token: str, limits: _TransferLimits) -> None:
         self._address = address
-        timeout = min(limits.remaining(), limits.stall_seconds)
+        timeout = min(limits.check(), limits.stall_seconds)
         self._socket = socket.create_connection(split_address(address), timeout)
 
         def open_stream(connection: socket.socket) -> Stream:
@@ -646,7 +671,8 @@ class _DonorConnection:
     def _read_answer(self) -> Message:
         while True:
             answer = self._sealed.read()
-            if "waiting" not in answer:  # else the donor has yet to take the snapshot
+            # A donor that has not copied the state yet says "waiting" now and then.
+            if "waiting" not in answer:
                 break
         if not answer:
             raise ConnectionError("the donor closed the connection")
@@ -679,7 +705,7 @@ class _Incoming(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         started = time.monotonic()
         while True:
-            self._limits.remaining()
+            self._limits.check()
             try:
                 return self._socket.recv_into(buffer)
             except TimeoutError:

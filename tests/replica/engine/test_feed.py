@@ -273,9 +273,9 @@ def test_a_round_reads_on_after_its_own_steps(build: Build) -> None:
         readings = read_round(feed, 1, num_steps)
         sums += [reading.checksum for reading in readings]
         (whole,) = merge(readings)
-        assert whole.entry.first_batch == ledger.end(1)
+        assert whole.entry.first_batch == ledger.count_committed(1)
         commit(ledger, whole)
-        assert ledger.end(1) == whole.entry.first_batch + 2 * num_steps
+        assert ledger.count_committed(1) == whole.entry.first_batch + 2 * num_steps
     assert sums == straight(build, 1, 6)
     assert opened == [1]
 

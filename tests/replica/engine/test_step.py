@@ -353,7 +353,9 @@ class OneGroup:
         """Read a batch of each slot."""
         self.read += slots
         tokens = TOKENS * len(slots)
-        entries = tuple(Entry(slot, self.ledger.end(slot), 1, b"state") for slot in slots)
+        entries = tuple(
+            Entry(slot, self.ledger.count_committed(slot), 1, b"state") for slot in slots
+        )
         return (
             Contribution(tokens, tokens, self._share * len(slots), 1.0, 0.1, entries)
             if slots
@@ -492,7 +494,7 @@ def test_a_batch_that_makes_nans_is_not_dealt_out() -> None:
     for group in groups.all:
         assert group.applied == [2.5]
         assert group.ledger.readers == readers(0, 1, 2), "the group reads its slot again"
-        assert group.ledger.end(0) == 0
+        assert group.ledger.count_committed(0) == 0
 
 
 @pytest.mark.parametrize(
@@ -776,7 +778,11 @@ def commit(group: OneGroup, made: int) -> Committed | None:
     def contribute() -> Contribution:
         tokens = TOKENS * len(group.read)
         entries = (
-            (Entry(group.slot, group.ledger.end(group.slot), len(group.read), b"state"),)
+            (
+                Entry(
+                    group.slot, group.ledger.count_committed(group.slot), len(group.read), b"state"
+                ),
+            )
             if group.read
             else ()
         )

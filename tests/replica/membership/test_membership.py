@@ -987,7 +987,7 @@ def test_who_holds_a_later_state_and_is_outside(
     own = seats.take(0, probe=probe)
     (quorum,) = seats.meet(own)
     other = seats.take(1)
-    other._seat.take(other._seat.reopen(other.member.reporting(5, [own.member])))
+    other._seat.adopt_name(other._seat.reopen(other.member.reporting(5, [own.member])))
     wait_until(
         lambda: other.member.replica_id in own._read_status().heartbeats, "its report is heard"
     )
@@ -1175,6 +1175,8 @@ def test_the_manager_takes_no_other_connection(seats: Any) -> None:
                 socket.create_connection((host, port), 5.0)
         assert [quorum.slots for quorum in seats.meet(*members, steps=[step, step])] == [[0, 1]] * 2
         assert [member.vote(step, True) for member in members] == [True, True]
-        members[0]._seat.take(members[0]._seat.open(members[0].member.renamed("another name")))
+        members[0]._seat.adopt_name(
+            members[0]._seat.open(members[0].member.renamed("another name"))
+        )
     living = members[1].find_living([member.member for member in members])
     assert living == {0, 1}

@@ -46,8 +46,8 @@ def test_a_commit_moves_its_slots_only() -> None:
     ledger = Ledger(3)
     ledger.advance([entry(0, 0), entry(2, 0, 1, b"two")], readers=processes(0, 2))
     ledger.advance([entry(0, 2, 3, b"later")], readers=processes(0))
-    assert [ledger.end(slot) for slot in range(3)] == [5, 0, 1]
-    assert [ledger.state(slot) for slot in range(3)] == [b"later", None, b"two"]
+    assert [ledger.count_committed(slot) for slot in range(3)] == [5, 0, 1]
+    assert [ledger.loader_state(slot) for slot in range(3)] == [b"later", None, b"two"]
     assert ledger.readers == tuple(processes(0))
 
 
@@ -67,8 +67,8 @@ def test_it_heals_to_a_joiner_as_json() -> None:
     joiner.advance([entry(1, 0)], readers=processes(1))  # what it holds itself is void
     joiner.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
     assert joiner.state_dict() == ledger.state_dict()
-    assert [joiner.end(slot) for slot in range(3)] == [2, 0, 2]
-    assert joiner.state(1) is None
+    assert [joiner.count_committed(slot) for slot in range(3)] == [2, 0, 2]
+    assert joiner.loader_state(1) is None
 
 
 def test_shards_carry_over_to_another_split_into_groups() -> None:
@@ -85,8 +85,11 @@ def test_shards_carry_over_to_another_split_into_groups() -> None:
     ranks = [Ledger(2, shard, 2) for shard in range(2)]
     for ledger in ranks:
         ledger.load_shards(saved)
-    assert [[ledger.end(slot) for slot in range(2)] for ledger in ranks] == [[1, 3], [2, 4]]
-    assert [[ledger.state(slot) for slot in range(2)] for ledger in ranks] == [
+    assert [[ledger.count_committed(slot) for slot in range(2)] for ledger in ranks] == [
+        [1, 3],
+        [2, 4],
+    ]
+    assert [[ledger.loader_state(slot) for slot in range(2)] for ledger in ranks] == [
         [b"\0", b"\2"],
         [b"\1", b"\3"],
     ]
@@ -98,8 +101,8 @@ def test_a_shard_that_was_not_begun_stays_so() -> None:
     ledger = Ledger(2)
     ledger.advance([entry(1, 0)], readers=processes(1))  # what it holds itself is void
     ledger.load_shards(Ledger(2).shards())
-    assert ledger.state(1) is None
-    assert ledger.end(1) == 0
+    assert ledger.loader_state(1) is None
+    assert ledger.count_committed(1) == 0
 
 
 def test_absent_slots_are_dealt_out_evenly() -> None:

@@ -24,7 +24,7 @@ from titan_ft.transfer.state_server import StateServer
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_fetch, "_CHUNK", CHUNK)
+    monkeypatch.setattr(state_fetch, "_SLICE_BYTES", CHUNK)
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def test_memory_is_pinned_once_and_not_by_the_training_thread(host: Host) -> Non
     memory, addresses = HostMemory(), set()
     memory.reserve(NUM_BYTES)
     for _ in range(3):
-        lent = memory.take(NUM_BYTES)
+        lent = memory.lend(NUM_BYTES)
         assert host.is_pinned(lent)
         assert lent.numel() == NUM_BYTES
         addresses.add(lent.data_ptr())
@@ -93,7 +93,7 @@ def test_whoever_reserves_does_not_wait(host: Host) -> None:
     memory = HostMemory()
     memory.reserve(NUM_BYTES)
     threading.Timer(0.05, host.gives.set).start()
-    assert host.is_pinned(memory.take(NUM_BYTES))
+    assert host.is_pinned(memory.lend(NUM_BYTES))
     assert host.asked == [False]
 
 
@@ -102,11 +102,11 @@ def test_a_copy_that_nothing_was_reserved_for_has_pinned_memory_too(host: Host) 
     read.
     """
     memory = HostMemory()
-    lent = [memory.take(NUM_BYTES), memory.take(NUM_BYTES)]
+    lent = [memory.lend(NUM_BYTES), memory.lend(NUM_BYTES)]
     assert all(map(host.is_pinned, lent))
     assert lent[0].data_ptr() != lent[1].data_ptr()
     memory.give_back(lent[0])
-    assert memory.take(NUM_BYTES).data_ptr() == lent[0].data_ptr()
+    assert memory.lend(NUM_BYTES).data_ptr() == lent[0].data_ptr()
     assert host.asked == [True, True]
 
 
@@ -122,7 +122,7 @@ def test_a_host_without_memory_to_pin_is_named(
     with caplog.at_level(logging.WARNING):
         memory.reserve(12_340_000)
         for _ in range(3):
-            lent = memory.take(12_340_000)
+            lent = memory.lend(12_340_000)
             assert not host.is_pinned(lent)
             memory.give_back(lent)
     (line,) = caplog.messages
@@ -157,7 +157,7 @@ def test_a_reserve_leaves_half_of_the_host_alone(
     memory = HostMemory(num_ranks)
     with caplog.at_level(logging.INFO):
         memory.reserve(NUM_BYTES)
-        assert host.is_pinned(memory.take(NUM_BYTES))
+        assert host.is_pinned(memory.lend(NUM_BYTES))
     (line,) = caplog.messages
     assert ("are kept for copies" in line) is reserves
     assert ("is taken when a joiner comes" in line) is not reserves
@@ -170,15 +170,15 @@ def test_memory_that_is_at_hand_is_not_scarce(host: Host, monkeypatch: pytest.Mo
     memory.reserve(NUM_BYTES)
     monkeypatch.setattr(host_memory, "free_bytes", lambda: 2 * 4 * NUM_BYTES - 1)
     assert not memory.is_scarce(NUM_BYTES)
-    lent = memory.take(NUM_BYTES)
+    lent = memory.lend(NUM_BYTES)
     assert memory.is_scarce(NUM_BYTES)
     assert not memory.is_scarce(NUM_BYTES // 2)
     memory.give_back(lent)
     assert not memory.is_scarce(NUM_BYTES)
-    part = memory.take(NUM_BYTES // 2)
+    part = memory.lend(NUM_BYTES // 2)
     memory.give_back(part)
     assert memory.is_scarce(NUM_BYTES)
-    assert memory.take(NUM_BYTES // 2).data_ptr() == part.data_ptr()
+    assert memory.lend(NUM_BYTES // 2).data_ptr() == part.data_ptr()
 
 
 def test_memory_of_another_size_is_let_go_of_before_more_is_taken(
@@ -186,7 +186,7 @@ def test_memory_of_another_size_is_let_go_of_before_more_is_taken(
 ) -> None:
     """A host with scarce memory has no room for both."""
     memory = HostMemory()
-    lent = memory.take(NUM_BYTES)
+    lent = memory.lend(NUM_BYTES)
     left, gone = weakref.ref(lent), list[bool]()
     empty_host = device.empty_host
 
@@ -197,7 +197,7 @@ def test_memory_of_another_size_is_let_go_of_before_more_is_taken(
     monkeypatch.setattr(device, "empty_host", note)
     memory.give_back(lent)
     del lent
-    memory.take(NUM_BYTES // 2)
+    memory.lend(NUM_BYTES // 2)
     assert gone == [True]
 
 
@@ -206,7 +206,7 @@ def test_what_is_kept_is_told(host: Host, caplog: pytest.LogCaptureFixture) -> N
     memory = HostMemory()
     with caplog.at_level(logging.INFO):
         memory.reserve(12_340_000)
-        memory.take(12_340_000)
+        memory.lend(12_340_000)
     (line,) = caplog.messages
     assert line.startswith("0.0123 GB of host memory are kept for copies of this rank's state")
 
@@ -236,10 +236,10 @@ def test_on_a_cpu_nothing_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.reserve(NUM_BYTES)
     monkeypatch.setattr(host_memory, "free_bytes", lambda: 2 * NUM_BYTES - 1)
     assert not memory.reserve(NUM_BYTES)
-    lent = memory.take(NUM_BYTES)
+    lent = memory.lend(NUM_BYTES)
     assert not threads()
     memory.give_back(lent)
-    assert memory.take(NUM_BYTES).data_ptr() == lent.data_ptr()
+    assert memory.lend(NUM_BYTES).data_ptr() == lent.data_ptr()
 
 
 # What is left

@@ -542,14 +542,14 @@ def test_a_transfer_may_last_as_long_as_bytes_arrive(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each slice of any donor restarts the timeout. At the end each donor gets the farewell."""
-    clock, finish = [0.0], state_fetch._Slices.finish
+    clock, finish = [0.0], state_fetch._Slices.accept_slice
 
     def finish_late(*args: Any) -> None:
         clock[0] += 200.0
         finish(*args)
 
     monkeypatch.setattr(state_fetch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(state_fetch._Slices, "finish", finish_late)
+    monkeypatch.setattr(state_fetch._Slices, "accept_slice", finish_late)
     # No slice is late by this clock.
     monkeypatch.setattr(state_fetch._Slices, "_find_late", lambda *_: None)
     donors = start_donors(start_donor, 2)
@@ -811,15 +811,15 @@ def test_what_a_dead_donor_owes_is_cut_to_what_the_others_hold() -> None:
         state_fetch._Slices(3),
         state_fetch._TransferLimits(DEADLINE, threading.Event()),
     )
-    slices.lay_out(3 * CHUNK)
-    slices.note_held(0, range(3 * CHUNK))
-    assert slices.take(0, limits) == range(CHUNK)
-    slices.note_held(1, range(300))
-    slices.note_held(2, range(300, 3 * CHUNK))
-    slices.drop(0)
-    assert slices.take(2, limits) == range(300, CHUNK)
-    assert slices.take(1, limits) == range(300)
-    assert slices.take(2, limits) == range(CHUNK, 2 * CHUNK)
+    slices.divide(3 * CHUNK)
+    slices.set_held(0, range(3 * CHUNK))
+    assert slices.await_slice(0, limits) == range(CHUNK)
+    slices.set_held(1, range(300))
+    slices.set_held(2, range(300, 3 * CHUNK))
+    slices.release_donor(0)
+    assert slices.await_slice(2, limits) == range(300, CHUNK)
+    assert slices.await_slice(1, limits) == range(300)
+    assert slices.await_slice(2, limits) == range(CHUNK, 2 * CHUNK)
 
 
 def test_who_has_yet_to_say_what_it_holds_is_waited_for(start_donor: Callable[..., Donor]) -> None:

@@ -270,7 +270,7 @@ def test_a_slow_joiner_does_not_hold_up_another(
     with donor.connect() as slow:
         slow._sealed.write({"step": 5, "offset": 0, "bytes": sent.payload.numel()})
         wait_until(lambda: donor.server._num_readers == 1)
-        monkeypatch.setattr(state_fetch, "_CHUNK", 8 << 20)
+        monkeypatch.setattr(state_fetch, "_SLICE_BYTES", 8 << 20)
         check_equal(donor.fetch(5), sent)
 
 
@@ -355,7 +355,7 @@ def test_a_throttled_donor_is_not_taken_for_dead(
     """
     monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 3.0)
     donor = start_donor(max_mbps=0.008)  # 1000 bytes per second
-    monkeypatch.setattr(state_fetch, "_CHUNK", 4000)
+    monkeypatch.setattr(state_fetch, "_SLICE_BYTES", 4000)
     sent = donor.publish(make_snapshot(5, 4000))
     check_equal(donor.fetch(5, connections=1), sent)
     assert not caplog.records
