@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Sockets of the control tree: one rank's connections to its parent and its children.
 
-`titan_ft.protocol.control.node` decides. This module carries out its actions, and reports to it
-when a connection begins, ends or brings a frame. One thread waits for all sockets, and no socket
-ever blocks. Other threads give the node their events directly, so they send without waiting for
-that thread.
+The *node* (`titan_ft.protocol.control.node`) has the protocol of the tree as pure code: it gets
+events and returns actions. This module carries out the actions. It gives the node an event when a
+connection begins, ends or brings a *frame*, which is one message on the wire.
+
+One thread waits for all sockets, and no socket ever blocks. Other threads give the node their
+events directly, so they can send without waiting for that thread.
 
 See docs/membership.md, "Control tree".
 """
@@ -52,25 +54,27 @@ from titan_ft.system.process import Process
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 5.0
-"""A connection from outside that has not proved the token by then is closed."""
+"""Limit of the handshake of an accepted connection. The other end must prove by then that it knows
+the token; until then the connection is *unproved*."""
 
 CONNECT_SECONDS = 3.0
-"""The parent's host accepts a connection by then, even if the network loses the first packet: TCP
-sends that packet again after a second. A host that has vanished accepts none."""
+"""Limit of a connection to the parent's host. It is enough even if the network loses the first
+packet, which TCP sends again after a second."""
 
 DIAL_SECONDS = 10.0
-"""A parent whose host has accepted the connection proves the token by then. The parent may be
-frozen, or hold Python's lock, for seconds."""
+"""Limit of the handshake with the parent, after its host has accepted the connection. The parent
+may be frozen, or hold Python's lock, for seconds."""
 
 MAX_UNPROVED = 64
-"""Connections without a proof. At the next connection one of them is closed, so a stranger with
-many silent connections does not keep a child out."""
+"""Number of unproved connections. With the next connection, one of them is closed: a stranger with
+many silent connections must not keep a child out."""
 
 _JOIN_SECONDS = 1.0
-"""`close` waits no longer for the thread. The thread may hang in a listener, or in a log that
+"""Limit of the wait of `close` for the thread. The thread may hang in a listener, or in a log that
 nobody reads, and the process must end nevertheless."""
 
-_ACCEPTED_AT_ONCE = 16  # then the handshakes under way go on
+_ACCEPTED_AT_ONCE = 16
+"""Connections that are accepted in a row. Then the handshakes under way get their turn."""
 _BACKLOG = 1024
 _NO_DESCRIPTOR_LEFT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC}
 _ACCEPT_PAUSE_SECONDS = 0.1  # after one of these errors
@@ -85,10 +89,11 @@ its connections a moment before it is gone, so the first check may come too earl
 class ControlSockets:
     """Connections of one rank in its control tree, and the thread that serves them.
 
-    `ControlTree` owns it. The caller of a method holds `changed`, which guards the node and
-    everything here; `close` is the exception. Methods below "The thread" run on the thread
-    `titan_ft_control` with `changed` held. If that thread fails, it reports the error to
-    `on_failure`, closes all connections, and ends.
+    `ControlTree` owns it. `changed` guards the node and all fields of this class.
+
+    Threads: any thread that holds `changed` may call the public methods. `close` is called without
+    it. The methods below "The thread" run on the thread `titan_ft_control`, which holds `changed`.
+    If that thread fails, it reports the error to `on_failure`, closes all connections, and ends.
 
     Args:
         node: decides.

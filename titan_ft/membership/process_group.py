@@ -1,18 +1,19 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The process group between the replica groups, over Gloo or NCCL. Every wait for a lost peer ends.
+"""The process group between the replica groups, over Gloo or NCCL.
 
-Both classes make one of torch's process groups for each quorum. `Rendezvous` configures and aborts
-them; the exchange runs its collectives on them.
+torch's process groups may wait for a lost peer without an end. Here every such wait ends. Each of
+the two classes builds one of torch's process groups for each quorum. `Rendezvous` configures and
+aborts them. The exchange runs its collectives on them.
 
-**Gloo** has no abort. An operation waits for its whole timeout for a peer that is stopped or cannot
-be reached. But Gloo's connections are ordinary sockets of this process. Shutting them down ends the
-operation, and shows the end to the peers that wait for this process.
+**Gloo** has no abort. If a peer is stopped or cannot be reached, an operation waits for its whole
+timeout. But Gloo's connections are ordinary sockets of this process. If this module shuts them
+down, the operation ends, and the peers that wait for this process notice.
 
-Gloo does not report a lost connection to an operation that is sending, even if the peer has died:
-such an operation also waits for its whole timeout. So `_Operation.wait` gives up earlier: after an
-abort, or after a lost connection once nothing more arrives. The operation itself goes on until it
-ends, and may touch its tensors until then.
+Gloo does not report a lost connection to an operation that is sending. Even if the peer has died,
+this operation waits for its whole timeout. So `_Operation.wait` gives up earlier: after an abort,
+or after a lost connection if nothing more arrives. The operation itself goes on until it ends, and
+may touch its tensors until then.
 
 **NCCL** has an abort and nothing else. Its kernel waits on the GPU for a lost peer until the abort.
 The abort may hang, and so may the set-up of a communicator. Both run on threads of their own, with
@@ -54,31 +55,32 @@ _CHECK_SECONDS = 0.1
 deadline."""
 
 _IDLE_CHECKS = 3
-"""Checks in a row without traffic, after a lost connection. By then everything has arrived that the
-lost member sent before its end, and that other members pass on."""
+"""Checks in a row without traffic after a lost connection. During these checks, the last bytes of
+the lost member arrive, also those that other members pass on."""
 
 _TIMEVAL_BYTES = 16  # size of struct timeval on 64-bit systems
 _TCP_INFO_CARRIED = 120  # offset of the bytes acknowledged and received in tcp_info (linux/tcp.h)
-_ABORT_SECONDS = 2.0  # a set-up waits no longer for the abort of the former communicator
-_LAUNCH_SECONDS = 0.2  # an abort waits no longer for the end of a launch
+_ABORT_SECONDS = 2.0  # limit of a set-up's wait for the abort of the former communicator
+_LAUNCH_SECONDS = 0.2  # limit of an abort's wait for the end of a launch
 
 _NO_TIMEOUT = timedelta(days=365)
-"""torch limits an operation to 10 minutes, whatever the operation's options say. After that its
-watchdog reports corrupted data, has every rank of member 0's group dump its flight record, and
-never reports a lost member again."""
+"""Limit of an operation in torch. Its default is 10 minutes, whatever the operation's options say.
+After that, torch's watchdog reports corrupted data, lets every rank of member 0's group dump its
+flight record, and never reports a lost member again."""
 
 _MAX_CTAS = 8
-"""Multiprocessors that a kernel of the exchange may hold. The kernel has the highest priority and
-waits for the slowest group. With NCCL's own number, up to 32, backward would lose a quarter of an
-H100 meanwhile. The variable NCCL_MAX_CTAS wins."""
+"""Multiprocessors that a kernel of the exchange may hold. The kernel has the highest priority, and
+holds them while it waits for the slowest group. NCCL's own number is up to 32: backward would lose
+a quarter of an H100. If the variable NCCL_MAX_CTAS is set, its value counts."""
 
 
 class _Link(NamedTuple):
     """One of Gloo's connections: a socket of this process that this module does not own.
 
     Attributes:
-        descriptor: its number may belong to another file after Gloo has closed the socket.
-        inode: identifies the socket, and so reveals that case.
+        descriptor: number of the socket. After Gloo has closed the socket, another file may get
+            this number.
+        inode: identifies the socket, so such a file is noticed.
     """
 
     descriptor: int
@@ -98,7 +100,7 @@ def build_process_group(backend: str, timeout: timedelta, host: str = "") -> Rec
 
 
 class _Operation:
-    """An operation of Gloo. `wait` ends with it, or soon after an abort or a lost connection."""
+    """An operation of Gloo, for which `wait` waits no longer than until an abort or a lost peer."""
 
     def __init__(self, work: Any, aborted: threading.Event, links: list[_Link]) -> None:
         self._work = work
@@ -148,7 +150,7 @@ class Reconfigurable:
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._pg: Any = None  # None = not built yet, or aborted
-        self._name = ""  # in torch's log and NCCL's flight records; empty = torch chooses
+        self._name = ""  # name in torch's log and NCCL's flight records; empty = torch chooses
         self._global_ranks: list[int] = []
 
     @property
@@ -243,8 +245,8 @@ class BreakableGloo(Reconfigurable):
 
     Args:
         timeout: limit of an operation.
-        host: see `build_process_group`. The variable GLOO_SOCKET_IFNAME, which names interfaces,
-            wins.
+        host: see `build_process_group`. If the variable GLOO_SOCKET_IFNAME names interfaces, these
+            count instead.
     """
 
     def __init__(self, timeout: timedelta, host: str = "") -> None:
@@ -266,9 +268,9 @@ class BreakableGloo(Reconfigurable):
     def _connect(self, store: Any, rank: int, world_size: int) -> Any:
         backend: Any
         if self._host:
-            # By itself Gloo listens at the address that this host's own name resolves to. That is a
-            # loopback address if /etc/hosts says so, as Debian's does, or if the name is unknown.
-            # No group on another host reaches it.
+            # Without this option, Gloo listens at the address of this host's own name. If the name
+            # is unknown, or if /etc/hosts maps it to a loopback address as on Debian, no group on
+            # another host could reach Gloo.
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in the stub
             options._timeout = self._timeout
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]

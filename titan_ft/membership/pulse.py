@@ -1,11 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The pulse: while an exchange waits, do its members still send heartbeats and take part in it?
+"""The pulse: looks for members of an exchange that fall silent, or that have left the exchange.
 
 A process that dies closes its connections, and the other groups notice at once. A host that is
 frozen or cut off closes nothing. An exchange with it would wait for the process group's whole
-timeout, which must be longer than the slowest step. And when that host is back, NCCL may not show
-it that the others have left the exchange. The lighthouse knows more: its status page has the time
+timeout, which must be longer than the slowest step. When such a host is back, NCCL may not show it
+that the others have left the exchange. The lighthouse's *status page* shows both: it has the time
 since each member's last heartbeat, and the members of the last quorum.
 
 The functions at the end read a page: which groups live, are outside, or have gone on.
@@ -394,7 +394,7 @@ def find_living(own: Member, status: LighthouseStatus, heartbeat_timeout: float)
 
 
 class GroupAges(NamedTuple):
-    """What a page shows of each of the job's groups, by slot.
+    """The ages of each of the job's groups on a status page, by slot.
 
     Attributes:
         silence: seconds since the group's last heartbeat.

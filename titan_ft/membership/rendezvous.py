@@ -1,13 +1,17 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The process group of the current quorum: how its members meet, connect, and break off.
+"""Rendezvous: how the members of a quorum meet, connect their process groups, and break off.
 
-A process group is built for each new set of members. A failure in this module costs one exchange:
-the exchange fails at once, and is repeated in the next quorum.
+The ranks with the same number in all groups are a *column*. They have one process group together,
+and a new one for each new set of members:
 
-The ranks with the same number in all groups are a *column*. Each column meets at the store of one
-group, its leader. All ranks find the leader from the quorum's names. The columns are spread over
-the groups, so that no store serves all.
+1. Each rank finds the column's *leader* from the names in the quorum. The leader is one of the
+   groups. The leaders of the columns are spread over the groups, so that no store serves all ranks.
+2. The ranks *meet* at the leader's store: each writes the address of its state server, and reads
+   those of all others.
+3. They connect their process groups by the same store.
+
+If a step fails, the exchange fails at once, and is repeated in the next quorum.
 
 See docs/membership.md, "Meeting of groups".
 """
@@ -54,15 +58,16 @@ class Rendezvous:
     is unusable, and the next quorum's `configure` builds another one.
 
     Args:
-        process_group: one of torchft's reconfigurable process groups.
+        process_group: see `process_group.Reconfigurable`.
         timeout: limit of a collective.
         control: tree of the group's ranks.
         address: host:port of this rank's state server.
 
     Attributes:
-        key: names the quorum that the process group was built for; empty before the first quorum.
-        prefix: of that quorum's keys in stores. No two meetings of this process have the same one.
-        addresses: state servers (host:port) of the quorum's members, by their unique names.
+        key: name of the quorum that the process group was built for; empty before the first quorum.
+        prefix: prefix of this meeting's keys in stores. Each meeting of this process has another
+            one, so it also names the exchange.
+        addresses: addresses (host:port) of the members' state servers, by unique name.
         max_step: largest number of updates that a member held when the process group was built.
     """
 
@@ -93,7 +98,7 @@ class Rendezvous:
         self._drop_last_keys: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._closed = False
-        control.listen(_BROKEN, self._follow_abort)
+        control.listen(_BROKEN, self._abort_with_group)
 
     def configure(
         self,
@@ -110,13 +115,14 @@ class Rendezvous:
             own: this group's name, one of `members`.
             step: committed updates that this group holds.
         """
-        # A restarted lighthouse counts quorum ids from the beginning, and a store keeps what was
-        # written under a key. So the prefix also counts how often a key came up. The counts of the
-        # members agree, unless a reply reached only some of them. In that case these members miss
-        # each other here, and meet in the next quorum.
+        # A restarted lighthouse counts quorum ids from the beginning, and a store still has the
+        # values of an earlier meeting. So the prefix also counts the meetings with the same key.
+        # The counts of the members may differ if a reply reached only some of them. Then the
+        # members miss each other here, and meet in the next quorum.
         self._num_meetings[key] += 1
         with self._lock:
-            if self._closed:  # the peers would wait for a member that never exchanges
+            if self._closed:
+                # The peers would wait for a member that makes no exchange.
                 return "this group has left the job"
             self.key = key
             self.prefix = f"titan_ft/{key}/{self._num_meetings[key]}"
@@ -150,8 +156,8 @@ class Rendezvous:
     def abort(self, prefix: str) -> None:
         """Break off the exchange under way, if it still is the exchange of `prefix`; any thread.
 
-        Ranks that have not seen the failure need not wait for a timeout. Counterparts notice the
-        closed connections. The other ranks of this group get a note over the control tree.
+        Then no other rank has to wait for a timeout: counterparts notice the closed connections,
+        and the other ranks of this group get a note over the control tree.
         """
         self._abort_own(prefix)
         if prefix and self._group_world_size > 1:
@@ -207,14 +213,15 @@ class Rendezvous:
             column = PrefixStore(self._column_prefix, store)
             sealed = add_seal(leader.token, self._key_of(rank), f"{self._address} {step}")
             column.set(str(rank), sealed)
-            # One request for all members. A request for each member would be one for each pair of
-            # ranks in every column. The store answers when all keys are there.
+            # Read the texts of all members in one request. The store answers when all keys are
+            # there. With one request for each member, the number of requests would grow with the
+            # square of the number of groups.
             found = column.multi_get([str(peer) for peer in range(num_members)])
             self._leader_store = leader, store
             texts = []
             for peer, text in enumerate(found):
-                # Whoever reaches the store may write to it. A false step would turn holders of the
-                # state into joiners.
+                # Any process that reaches the store may write to it. A false step would turn
+                # holders of the state into joiners, so each text has a seal.
                 sealed = text.decode(errors="replace")
                 texts.append(remove_seal(leader.token, self._key_of(peer), sealed))
             return texts
@@ -228,11 +235,10 @@ class Rendezvous:
         return f"{self._column_prefix}/{rank}"
 
     def _connect_to_store(self, leader: Member, limit: float) -> TCPStore:
-        """Return a connection to the leader's store: that of the last meeting if it still fits.
+        """Return a connection to the leader's store.
 
-        A new connection costs a reverse DNS lookup on both sides, even for a numeric address. The
-        old connection does not fit another process at the same address: it leads to the process
-        that has died, and would break.
+        The connection of the last meeting is used again if it leads to the same process: a new
+        connection costs a reverse DNS lookup on both sides, even for a numeric address.
         """
         timeout = timedelta(seconds=limit)
         former = self._leader_store
@@ -253,7 +259,7 @@ class Rendezvous:
         limit: float,
     ) -> None:
         """Connect the process group's members."""
-        # A member may die at this moment. That must not cost the timeout of a whole collective.
+        # If a member dies now, the wait for it must not take the timeout of a collective.
         self.process_group.set_timeout(timedelta(seconds=limit))
         size = self._group_world_size
         global_ranks = [member.slot * size + self._group_rank for member in members]
@@ -269,23 +275,24 @@ class Rendezvous:
         )
 
     def _drop_former_keys(self, num_members: int) -> None:
-        """Drop the keys of the former meeting at this group's store, and remember these ones.
+        """Drop the keys of the former meeting at this group's store, and remember those of this
+        one.
 
-        All members of this meeting have left the former one. A meeting of 300 groups leaves 0.8 MB
-        in the store.
+        A meeting of 300 groups leaves 0.8 MB in the store. Nobody reads the keys of the former
+        meeting any more, because all members have come to this one.
         """
-        if self._leader_store is None:  # a lone group met nobody
-            return
+        if self._leader_store is None:
+            return  # a lone group has no meeting
         former = self._drop_last_keys
         _, store = self._leader_store
         self._drop_last_keys = partial(drop_keys, store, self._column_prefix, num_members)
         if former is not None:
-            # Two requests a member, and nobody waits for them.
+            # In the background: this takes two requests for each member.
             call_aside(former, "titan_ft_drop_keys")
 
     # Breaking off
 
-    def _follow_abort(self, prefix: str) -> None:
+    def _abort_with_group(self, prefix: str) -> None:
         """Break off the exchange that another rank of this group has broken off.
 
         On a thread of its own: NCCL's abort may take a second, and the control tree's thread must
@@ -320,12 +327,13 @@ def find_leader(members: Sequence[Member], group_rank: int) -> Member:
     """Return the member at whose store a column of ranks meets.
 
     All ranks of the column find the same member without a message: the member with the largest hash
-    of its name and the column (rendezvous hashing). So a death moves only the columns that the dead
-    member led, and the connections of all other columns last. The younger half of the members leads
-    no column. Otherwise the other groups would have to connect to a member that has just come.
+    of its name and the column (rendezvous hashing). So after a death, only the columns of the dead
+    member get another leader, and all other connections to stores can be used again. The younger
+    half of the members leads no column: the other groups would need new connections to a member
+    that has just come.
 
-    The leader is not the member whose store the lighthouse's reply names: that member merely claims
-    the most updates.
+    The lighthouse's reply names a store as well. It is not used, because it is that of a member
+    which merely claims the most updates.
     """
     by_age = sorted(members, key=lambda member: member.age)
     established = by_age[: (len(by_age) + 1) // 2]
@@ -339,11 +347,13 @@ def find_leader(members: Sequence[Member], group_rank: int) -> Member:
 def find_limit(num_groups: int, num_ranks: int) -> float:
     """Return the seconds that a rank waits in each part of a meeting: addresses, then connections.
 
-    All members receive the quorum's reply at the same moment, so a member that is silent for longer
-    is gone. A rank reads a text of each group and connects to each group. In large groups, a
-    group's store serves about as many ranks as a group has.
+    All members receive the quorum's reply at the same moment. So a member that is silent for longer
+    is gone. The limit grows with the number of groups, because a rank reads a text of each group
+    and connects to each group. It grows with the number of ranks, because a store serves about as
+    many ranks as a group has.
 
     Args:
-        num_ranks: of a group.
+        num_groups: number of members.
+        num_ranks: number of ranks in a group.
     """
     return _BASE_SECONDS + _SECONDS_PER_GROUP * num_groups + _SECONDS_PER_RANK * num_ranks
