@@ -5,31 +5,32 @@ this machine.
 
 Two groups of two ranks each (stock: one job of four ranks), the same model, data and seed, in turn:
 
-  steady    step time and CPU time without failures, as ratios to stock in the same round; CPU time
-  of each thread failure   SIGKILL of a whole group: the survivors' stall, and the steps that they
-  lost rejoin    the time from that kill until the group contributes again, on one host recovery
-  titan_ft alone, each group on cores of its own: kill to contributing by a fork and by new
-  processes, the
-            survivors' steps during a slow transfer (replay against wait), a drain, a lighthouse
-            that is killed
+    steady: step time and CPU time without failures, as ratios to stock in the same round; CPU time
+        of each thread
+    failure: SIGKILL of a whole group: the survivors' stall, and the steps that they lost
+    rejoin: the time from that kill until the group contributes again, on one host
+    recovery: titan_ft alone, each group on cores of its own: kill to contributing by a fork and by
+        new processes, the survivors' steps during a slow transfer (replay against wait), a drain, a
+        lighthouse that is killed
 
 Semi-synchronous training, only if it is asked for (with --only rounds, all three; half an hour on
 two idle cores):
 
-  rounds-loss    the loss at the end for rounds of 10, 30 and 100 steps, 2 and 4 groups and two
-  outer LRs, beside the
-                 synchronous mode with equal tokens; bytes per step
-  rounds-diloco  torchtitan's own DiLoCo beside ours, without failures and under the same SIGKILLs
-  rounds-links   tokens per second with the links between two groups throttled to 1000, 100 and 10
-  Mbit/s
+    rounds-loss: the loss at the end for rounds of 10, 30 and 100 steps, 2 and 4 groups and two
+        outer LRs, beside the synchronous mode with equal tokens; bytes per step
+    rounds-diloco: torchtitan's own DiLoCo beside ours, without failures and under the same SIGKILLs
+    rounds-links: tokens per second with the links between two groups throttled to 1000, 100 and 10
+        Mbit/s
 
 Only if it is asked for, too (a few minutes each):
 
-  transfer  how fast a joiner gets a state from 1, 2, 4 and 8 donors with throttled links, also if
-  one of them is killed exchange  how fast 2 and 4 members sum gradients over Gloo, with throttled
-  links too, beside bare Gloo reopening what it takes to open a shuffled stream at a saved state
-  control   how long 8 to 1,024 ranks of a group take to agree, by its control tree and by one
-  TCPStore
+    transfer: how fast a joiner gets a state from 1, 2, 4 and 8 donors with throttled links, also if
+        one of them is killed
+    exchange: how fast 2 and 4 members sum gradients over Gloo, with throttled links too, beside
+        bare Gloo
+    reopening: what it takes to open a shuffled stream at a saved state
+    control: how long 8 to 1,024 ranks of a group take to agree, by its control tree and by one
+        TCPStore
 
 With --campaign-peer none of these, but torchtitan's own integration under a SIGKILL of a random
 group each 15 s, to be set beside a run of scripts/campaign.sh (--against).

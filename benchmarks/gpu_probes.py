@@ -120,9 +120,8 @@ def check_collectives(port: int, rank: int, num_ranks: int, numel: int) -> dict[
     """Exchange gradients of `numel` numbers in each form that they travel in, on one communicator,
     and check the sums.
 
-    A communicator of one rank has nobody to exchange with: there, and everywhere else too, each
-        collective of the
-    exchange is called by itself as well.
+    A communicator of one rank has nobody to exchange with: there, and
+    everywhere else too, each collective of the exchange is called by itself as well.
 
     Raises:
         BenchError: a collective failed, or has a wrong result; names it.

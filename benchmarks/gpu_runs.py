@@ -364,9 +364,8 @@ def measure_kills(plan: Plan, base: Config, backend: str, work_dir: Path, report
 def find_forks(run_dir: Path) -> str:
     """Return "yes" if the workers of a run are forks, else "no" and the reason.
 
-    Without forks each restart imports everything again: 17 of the 19.5 s of a rejoin on an H100,
-        where a thread of
-    NVML was there.
+    Without forks each restart imports everything again: 17 of the 19.5 s of a rejoin on an
+    H100, where a thread of NVML was there.
     """
     log = RunPaths(run_dir).agent_log(VICTIM)
     for line in log.read_text(errors="replace").splitlines():

@@ -7,12 +7,9 @@ link, and all of theirs together are the joiner's. It also makes steps as a rank
 GPU: the host runs Python for a tenth of each, and waits for the rest. What serving does to those,
 and the processor's time that it takes, is what a donor loses.
 
-    python -m benchmarks.transfers FILE MBPS [tls]  is a donor of the bytes of FILE, for the token
-    on its standard
-                                                    input; it tells its port, and for each further
-                                                    line, in JSON, the processor's seconds that
-                                                    serving has taken, and those of each step since
-                                                    the last
+    python -m benchmarks.transfers FILE MBPS [tls]: is a donor of the bytes of FILE, for the token
+        on its standard input; it tells its port, and for each further line, in JSON, the
+        processor's seconds that serving has taken, and those of each step since the last
 """
 
 from __future__ import annotations

@@ -7,49 +7,44 @@ The product has no code for tests. On import, this module wraps methods of the e
 in the environment variable TITAN_FT_TEST_HOOKS says. It also registers the model converter
 `--model.converters=scales`.
 
-    replica, rank, attempt, markers   identity of this worker, and a folder where workers leave
-    marks for each other faults   [{"replica", "rank", "attempt", "point", "step", "forwards",
-    "after", "unless"}]: the worker kills itself
-             with SIGKILL at the first passage of `point` in a step >= `step` (default: any) that
-             has begun at least `forwards` forwards, once all marks of `after` exist and no mark of
-             `unless` does
-    fan_out  children of a rank in the control tree of its group (default: the product's)
-    reset_every     number of frames to neighbours in the control tree after which this worker
-    resets the connection,
-             before the last frame leaves
-    hold     number of steps that a group makes before it waits for the return of a killed group,
-    and then for a
-             joiner's transfer; so heals happen during training on a machine of any speed (None:
-             never wait)
-    hold_fetching   the same for transfers only, in place of `hold` pauses   [{"replica", "rank",
-    "attempt", "queued", "after"}]: after the first pieces, a joiner continues its
-             transfer only when it has queued that many updates and all marks of `after` exist
-    breaks   [{"replica", "rank", "attempt", "answer"}]: a donor's connection breaks in the middle
-    of that piece of
-             the state (from 1)
-    delays   [{"replica", "rank", "attempt", "step", "seconds", "gil"}]: sleep in the forward of
-    that step (default:
-             of each step); with `gil` no other Python thread of the worker runs during the sleep
-    pin      whether each group has a core of its own, as far as there are cores gates    [{"name",
-    "replica", "rank", "attempt", "point", "step"}]: at `point` ("forward") in a step >= `step`,
-    leave
-             the mark reached-NAME-REPLICA-ATTEMPT-RANK and wait until the mark NAME exists. The
-             mark "awaited" appears once the quorum arrived that a group at a gate of this name
-             requested; the mark "wanted", once a joiner waits for the state that the group offers
-    chaos    [{"replica", "rank", "attempt", "fault", "steps"}]: inject a fault of `titan_ft.chaos`
-    in these steps:
-             nan_gradient, or flip_parameter after the optimizer's step
-    mask     whether a pattern of labels is masked, different for each data shard and batch record
-    folder that gets, in full precision, the values that torchtitan logs dump     whether parameters
-    are written to that folder before and after training (begin-..., end-...) and, with a
-             semi-synchronous method, after each round (round-1-...)
-    experts  whether models with experts are registered (see `harness.experts`); each rank then
-    writes its experts'
-             biases at the end, and their number of tokens in each update
-    stream   .jsonl files that `--training.dataset=stream` streams, and
-    `--training.dataset=shuffled` with a shuffle
-             buffer of three texts
-    begin    file with the initial parameters: torchtitan draws different ones for another number of
+    replica, rank, attempt, markers: identity of this worker, and a folder where workers leave marks
+        for each other
+    faults: [{"replica", "rank", "attempt", "point", "step", "forwards", "after", "unless"}]: the
+        worker kills itself with SIGKILL at the first passage of `point` in a step >= `step`
+        (default: any) that has begun at least `forwards` forwards, once all marks of `after` exist
+        and no mark of `unless` does
+    fan_out: children of a rank in the control tree of its group (default: the product's)
+    reset_every: number of frames to neighbours in the control tree after which this worker resets
+        the connection, before the last frame leaves
+    hold: number of steps that a group makes before it waits for the return of a killed group, and
+        then for a joiner's transfer; so heals happen during training on a machine of any speed
+        (None: never wait)
+    hold_fetching: the same for transfers only, in place of `hold`
+    pauses: [{"replica", "rank", "attempt", "queued", "after"}]: after the first pieces, a joiner
+        continues its transfer only when it has queued that many updates and all marks of `after`
+        exist
+    breaks: [{"replica", "rank", "attempt", "answer"}]: a donor's connection breaks in the middle of
+        that piece of the state (from 1)
+    delays: [{"replica", "rank", "attempt", "step", "seconds", "gil"}]: sleep in the forward of that
+        step (default: of each step); with `gil` no other Python thread of the worker runs during
+        the sleep
+    pin: whether each group has a core of its own, as far as there are cores
+    gates: [{"name", "replica", "rank", "attempt", "point", "step"}]: at `point` ("forward") in a
+        step >= `step`, leave the mark reached-NAME-REPLICA-ATTEMPT-RANK and wait until the mark
+        NAME exists. The mark "awaited" appears once the quorum arrived that a group at a gate of
+        this name requested; the mark "wanted", once a joiner waits for the state that the group
+        offers
+    chaos: [{"replica", "rank", "attempt", "fault", "steps"}]: inject a fault of `titan_ft.chaos` in
+        these steps: nan_gradient, or flip_parameter after the optimizer's step
+    mask: whether a pattern of labels is masked, different for each data shard and batch
+    record: folder that gets, in full precision, the values that torchtitan logs
+    dump: whether parameters are written to that folder before and after training (begin-...,
+        end-...) and, with a semi-synchronous method, after each round (round-1-...)
+    experts: whether models with experts are registered (see `harness.experts`); each rank then
+        writes its experts' biases at the end, and their number of tokens in each update
+    stream: .jsonl files that `--training.dataset=stream` streams, and `--training.dataset=shuffled`
+        with a shuffle buffer of three texts
+    begin: file with the initial parameters: torchtitan draws different ones for another number of
         shards
 """
 

@@ -4,15 +4,16 @@
 groups' data.
 
 `main` runs in a process of its own, with one JSON argument:
-    flags          flags of the run, as the workers get them shards         number of data shards of
-    all groups together microbatches   microbatches of each shard in a step mask           whether
-    labels are masked (harness.mask) begin          file with the initial parameters; null for those
-    that torchtitan draws for `debug.seed`. A pipeline
-                   needs a file, because each of its stages has a seed of its own
-    parameters     file with a group's final parameters, to compare with output         JSON file to
-    write: {"steps": [{"loss", "grad_norm", "lr", "valid_tokens"}], "difference",
-                   "change"}: the largest difference to `parameters`, and the largest change of a
-                   parameter in training
+    flags: flags of the run, as the workers get them
+    shards: number of data shards of all groups together
+    microbatches: microbatches of each shard in a step
+    mask: whether labels are masked (harness.mask)
+    begin: file with the initial parameters; null for those that torchtitan draws for `debug.seed`.
+        A pipeline needs a file, because each of its stages has a seed of its own
+    parameters: file with a group's final parameters, to compare with
+    output: JSON file to write: {"steps": [{"loss", "grad_norm", "lr", "valid_tokens"}],
+        "difference", "change"}: the largest difference to `parameters`, and the largest change of a
+        parameter in training
 """
 
 from __future__ import annotations

@@ -4,15 +4,17 @@
 loops.
 
 `main` runs in a process of its own, with one JSON argument:
-    flags, shards, mask, begin   as for `harness.oracle` groups         number of replica groups
-    microbatches   microbatches of each shard in a step length         steps of a group in a round
-    fragments      modules of each fragment; null for one fragment of the whole model delay, alpha
-    settings of Streaming DiLoCo outer          "lr", "momentum" and "nesterov" of the outer
-    optimizer rounds         files with a group's parameters after each round, to compare with
-    output         JSON file to write, one entry for each round: [{"loss", "norm", "valid_tokens",
-    "difference",
-                   "change"}], with the norm of the groups' mean change, the largest difference to
-                   `rounds`, and the largest change of a parameter
+    flags, shards, mask, begin: as for `harness.oracle`
+    groups: number of replica groups
+    microbatches: microbatches of each shard in a step
+    length: steps of a group in a round
+    fragments: modules of each fragment; null for one fragment of the whole model
+    delay, alpha: settings of Streaming DiLoCo
+    outer: "lr", "momentum" and "nesterov" of the outer optimizer
+    rounds: files with a group's parameters after each round, to compare with
+    output: JSON file to write, one entry for each round: [{"loss", "norm", "valid_tokens",
+        "difference", "change"}], with the norm of the groups' mean change, the largest difference
+        to `rounds`, and the largest change of a parameter
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@ them takes 0.03 s. A forked worker runs `titan_ft.train.main()`.
 
 Requests are JSON lines on stdin, and answers are JSON lines on stdout. The process ends with its
 stdin:
-    {"id": 1, "call": "module:function", "argv": [...], "env": {...}, "log": "path"}   ->   {"id":
-    1, "pid": 4711} {"id": 1, "signal": 9}                             (no answer, and no effect
-    after the end of process 1) (a process ended)
-    ->   {"id": 1, "code": 0}
+
+- {"id": 1, "call": "module:function", "argv": [...], "env": {...}, "log": "path"} is answered by
+  {"id": 1, "pid": 4711}.
+- {"id": 1, "signal": 9} has no answer, and no effect after the end of process 1.
+- The end of a process is reported by {"id": 1, "code": 0}.
 
 A negative `code` is a signal.
 """
