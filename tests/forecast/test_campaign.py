@@ -83,7 +83,7 @@ def second_half(record: RunRecord, folder: Path) -> tuple[int, float, float]:
     }
     (scenario,) = read_scenarios(values, folder)
     (job,) = make_candidates(scenario, measured)
-    low, high = Forecast(job, 0.0, run_seeds(job, measured, 200, seconds)).spread(
+    low, high = Forecast(job, 0.0, run_seeds([job], measured, 200, seconds)[0]).spread(
         lambda run: run.steps
     )
     return sum(time > middle for time in times), low, high

@@ -161,7 +161,7 @@ def test_what_a_simulated_run_is_made_of_is_measured_again() -> None:
         event for event in RunRecord(events).first_commits.values() if event.time > 1e9 + 4000.0
     ]
     (job,) = make_candidates(scenarios_like(half, 1)[2], half)  # as often as in the first half
-    runs = run_seeds(job, half, 20, 4000.0)
+    runs = run_seeds([job], half, 20, 4000.0)[0]
     assert fmean(run.steps for run in runs) == pytest.approx(len(steps), rel=0.1)
 
 

@@ -130,10 +130,8 @@ def test_a_file_is_named_in_its_mistakes(tmp_path: Path) -> None:
 
 def test_a_rate_is_of_the_nodes() -> None:
     failure = {"name": "node", "per_1000_node_days": 6.5, "spacing": "memoryless"}
-    from titan_ft.forecast.failures import mtbf_of
-
     read = scenario(failure=[failure])
-    assert mtbf_of(read.failures[0], read) == pytest.approx(1000 * DAY / 6.5 / 12288)
+    assert read.mtbf_of(read.failures[0]) == pytest.approx(1000 * DAY / 6.5 / 12288)
 
 
 def test_a_chaos_plan_ends_no_job_of_one_group() -> None:

@@ -133,7 +133,7 @@ def _forecast_campaign(command: Planning, chaos: Path, measured: Measured, least
     scenario = scenario_of_campaign(measured, plan, command.chaos_seed, seconds, least)
     (candidate,) = make_candidates(scenario, measured)
     forecast = Forecast(
-        candidate, estimate(candidate), run_seeds(candidate, measured, command.seeds, seconds)
+        candidate, estimate(candidate), run_seeds([candidate], measured, command.seeds, seconds)[0]
     )
     if command.json:
         print(json.dumps(forecast_figures(forecast) | {"seconds": seconds}, indent=2))

@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A candidate: one strategy with one shape, as numbers."""
+"""A candidate: one strategy with one shape, as numbers.
+
+`choice` makes the candidates of a scenario here, and closed forms and the simulation read them.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,10 @@ from titan_ft.forecast.measured import Measured
 from titan_ft.forecast.scenario import DAY, Groups, Kind, Scenario, Strategy, to_length
 
 MAX_INTERVAL = 7 * DAY
-"""The best time between saves is never longer: the rate of very rare losses is not known so
-well."""
+"""The best time between saves is never longer: the rate of very rare losses is a guess."""
 NOTHING = Constant(0.0)
 BEYOND = 1.5
-"""A record tells nothing of more than so many times its own pressure."""
+"""Beyond so many times its own pressure a record says nothing."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +29,16 @@ class Costs:
     """The costs of a failure, in seconds; each has steps of its own in a record."""
 
     stall: Length = NOTHING
-    """A step in which a group dies is so much later."""
+    """By how much a step is late in which a group dies."""
     away: Length = NOTHING
-    """A group is away until it could join a step."""
+    """How long a group is away until it could join a step."""
     rejoin: Length = NOTHING
-    """A step in which a group returns is so much later."""
+    """By how much a step is late in which a group returns."""
     drag: float = 0.0
-    """Every step is so much longer for each group that is away."""
+    """By how much each group that is away makes every step longer."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rates:
     """How often failures do what, per second: the means that closed forms know of a cluster."""
 
@@ -45,8 +47,7 @@ class Rates:
     leaves: float = 0.0
     """Groups that leave in order: drains, maintenance, stragglers that were found."""
     corrupt: float = 0.0
-    """Groups whose wrong numbers were found: they heal from the others; a job without others goes
-    back."""
+    """Groups whose wrong numbers were found. They heal; a job without other groups goes back."""
     groups_lost: float = 0.0
     """Groups that deaths stop: more than deaths where a domain has several groups."""
     job: float = 0.0
@@ -73,14 +74,14 @@ class Candidate:
     """One strategy with one shape. A job that restarts from checkpoints is one of one group.
 
     Attributes:
-        step: of all groups without failures; of rounds, of a whole round.
-        exchange: the part of the exchange that nothing hides, beyond the step.
-        least: groups without which nobody trains.
-        save_every: steps between saves; 0 for none.
         group_nodes: nodes of a group.
         spares: spare nodes; None if there is always one.
+        step: of all groups without failures; of rounds, of a whole round.
+        least: groups without which nobody trains.
+        exchange: the part of the exchange that nothing hides, beyond the step.
+        save_every: steps between saves; 0 for none.
         loses: the others lose the step under way when a group dies.
-        bounded: sizes say that a group fits its GPUs, and what the exchange takes.
+        bounded: sizes say that a group fits its GPUs, and how long the exchange is.
         beyond: how many times the record's pressure; 0 without a record, or within it.
     """
 
@@ -113,8 +114,9 @@ class Candidate:
     @property
     def value_of_time(self) -> float:
         """Return useful GPUs for each GPU that is paid for, while all groups train."""
-        rounds = self.scenario.rounds
-        value = rounds.value_of_a_token if self.strategy == "rounds" and rounds is not None else 1.0
+        value = 1.0
+        if self.strategy == "rounds" and self.scenario.rounds is not None:
+            value = self.scenario.rounds.value_of_a_token
         return value * self.scenario.cluster.gpus / self.paid_gpus
 
     @property
@@ -134,10 +136,9 @@ class Candidate:
         """Return the name without spares."""
         if self.strategy == "restart":
             return "restart from checkpoints"
-        rounds = self.scenario.rounds
         shape = f"{self.groups} groups of {self.gpus:,}"
-        if self.strategy == "rounds" and rounds is not None:
-            shape += f", rounds of {rounds.steps}"
+        if self.strategy == "rounds" and self.scenario.rounds is not None:
+            shape += f", rounds of {self.scenario.rounds.steps}"
         return shape
 
 
@@ -166,83 +167,80 @@ def _make(scenario: Scenario, strategy: Strategy, measured: Measured | None) -> 
         save=0.0 if checkpoint is None else checkpoint.save,
     )
     if scenario.restart is not None and strategy == "restart":
-        recover = to_length("restart.recover", scenario.restart.recover, cluster.gpus)
+        recover = to_length(scenario.restart.recover, cluster.gpus)
         return with_saves(replace(candidate, costs=Costs(away=recover)))
     assert scenario.groups is not None, "checked when the scenario was read"
     costs = _costs(scenario.groups, candidate.gpus, measured)
     least, loses = job.min_replica_size, scenario.groups.loses
     candidate = replace(candidate, costs=costs, least=least, loses=loses)
-    if strategy == "rounds":
-        assert scenario.rounds is not None, "it is a strategy of the scenario"
+    if scenario.rounds is not None and strategy == "rounds":
         steps = scenario.rounds.steps
-        candidate = replace(
-            candidate,
-            step=job.step * steps,
-            exchange=scenario.rounds.exchange,
-            costs=replace(costs, drag=costs.drag * steps),
-        )
+        of_round = replace(costs, drag=costs.drag * steps)
+        exchange = scenario.rounds.exchange
+        candidate = replace(candidate, step=job.step * steps, exchange=exchange, costs=of_round)
     candidate = with_saves(candidate)
     if measured is None or not measured.pressure:
         return candidate
-    if costs.stall is not measured.stall and costs.away is not measured.away:
-        return candidate
+    is_measured = costs.stall is measured.stall or costs.away is measured.away
     times = candidate.pressure / measured.pressure
-    return replace(candidate, beyond=times if times > BEYOND else 0.0)
+    if is_measured and times > BEYOND:
+        return replace(candidate, beyond=times)
+    return candidate
 
 
 def _costs(given: Groups, gpus: int, measured: Measured | None) -> Costs:
     """Return the costs of the scenario; those that it leaves out are the record's."""
     lengths: dict[str, Length] = {"rejoin": NOTHING}
     for name in ("stall", "away", "rejoin"):
-        amount = getattr(given, name)
-        known = None if measured is None else getattr(measured, name)
+        amount, known = getattr(given, name), getattr(measured, name, None)
         if amount is not None:
-            lengths[name] = to_length(f"groups.{name}", amount, gpus)
+            lengths[name] = to_length(amount, gpus)
         elif known is not None:
             lengths[name] = known
         elif name not in lengths:
             remedy = "give it, or a run that has it: --from RUN_DIR"
             raise ConfigError(f"groups.{name} must be set, got nothing; {remedy}")
     drag = 0.0 if measured is None else measured.drag
-    if given.drag is not None:
-        drag = given.drag
-    return Costs(**lengths, drag=drag)
+    return Costs(**lengths, drag=drag if given.drag is None else given.drag)
 
 
 def _rates(scenario: Scenario, groups: int, group_nodes: int) -> Rates:
-    deaths = leaves = corrupt = groups_lost = job = rolled_back = slowed = broken = 0.0
+    rates = Rates()
     saves = scenario.checkpoint is not None
-    each_rate = [item for kind in scenario.failures for item in rates_of(kind, scenario).items()]
-    for kind, rate in each_rate:
+    for kind, rate in _kinds_with_rates(scenario):
         nodes = scenario.nodes_of(kind)
         hit = groups if kind.scope == "job" else min(groups, max(1.0, nodes / group_nodes))
         if hit == groups and (kind.effect == "stop" or not saves):
-            job += rate
+            rates.job += rate
         elif kind.effect == "stop":
-            deaths += rate
-            groups_lost += rate * hit
+            rates.deaths += rate
+            rates.groups_lost += rate * hit
         elif kind.effect == "corrupt":
-            corrupt += rate * hit
-            rolled_back += rate * kind.found_after
+            rates.corrupt += rate * hit
+            rates.rolled_back += rate * kind.found_after
         elif kind.effect == "drain" or kind.leaves:
-            leaves += rate * hit
+            rates.leaves += rate * hit
         if kind.effect == "slow":
-            slowed += rate * (kind.factor - 1) * kind.found_after
+            rates.slowed += rate * (kind.factor - 1) * kind.found_after
         repair = _mean_repair(kind, scenario, group_nodes * scenario.cluster.gpus_per_node)
-        broken += rate * kind.breaks * repair * nodes
+        rates.broken_nodes += rate * kind.breaks * repair * nodes
     for stop in scenario.maintenance:
         hit = min(groups, max(1.0, stop.nodes / group_nodes))
         if hit == groups and not saves:
-            job += 1 / stop.every
+            rates.job += 1 / stop.every
         else:
-            leaves += hit / stop.every
-    broken = min(broken, float(scenario.cluster.nodes))
-    return Rates(deaths, leaves, corrupt, groups_lost, job, rolled_back, slowed, broken)
+            rates.leaves += hit / stop.every
+    rates.broken_nodes = min(rates.broken_nodes, float(scenario.cluster.nodes))
+    return rates
+
+
+def _kinds_with_rates(scenario: Scenario) -> list[tuple[Kind, float]]:
+    return [item for kind in scenario.failures for item in rates_of(kind, scenario).items()]
 
 
 def _mean_repair(kind: Kind, scenario: Scenario, gpus: int) -> float:
     """Return the mean seconds until a node is mended; a log has those of each failure."""
-    usual = to_length(f"{kind.name}.repair", kind.repair, gpus).mean
+    usual = to_length(kind.repair, gpus).mean
     listed = scenario.listed.get(kind.name, ())
     logged = [usual if each.down_seconds is None else each.down_seconds for each in listed]
     return fmean(logged) if logged else usual
@@ -272,11 +270,10 @@ def with_saves(candidate: Candidate) -> Candidate:
     if checkpoint is None:
         return candidate
     rate = lost_state_rate(candidate)
+    interval = MAX_INTERVAL
     if checkpoint.interval != "best":
-        interval = float(checkpoint.interval)
-    elif rate == 0:
-        interval = MAX_INTERVAL
-    else:
+        interval = checkpoint.interval
+    elif rate > 0:
         interval = min(MAX_INTERVAL, best_interval(1 / rate, candidate.save))
     return replace(candidate, save_every=max(1, round(interval / candidate.step)))
 

@@ -152,10 +152,9 @@ def _case(
 ) -> Case:
     forecasts = [Forecast(candidate, estimate(candidate)) for candidate in _distinct(candidates)]
     forecasts.sort(key=lambda each: -each.worth)
-    best = []
-    for each in _shortlist(forecasts):
-        accounts = run_seeds(each.candidate, measured, seeds)
-        best.append(replace(each, accounts=accounts))
+    shortlist = _shortlist(forecasts)
+    accounts = run_seeds([each.candidate for each in shortlist], measured, seeds)
+    best = [replace(each, accounts=runs) for each, runs in zip(shortlist, accounts, strict=True)]
     best.sort(key=lambda each: -each.worth)
     simulated = [each.candidate for each in best]
     everything = (*best, *(each for each in forecasts if each.candidate not in simulated))
@@ -182,19 +181,25 @@ def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def run_seeds(
-    candidate: Candidate, measured: Measured | None, seeds: int, seconds: float | None = None
-) -> tuple[Account, ...]:
-    """Return the accounts of simulated runs.
+    candidates: Sequence[Candidate],
+    measured: Measured | None,
+    seeds: int,
+    seconds: float | None = None,
+) -> list[tuple[Account, ...]]:
+    """Return the accounts of simulated runs, for each candidate those of all seeds.
 
+    Candidates meet the failures of one seed after each other, because draws are kept for a while.
     With a record, each run has the costs of another such record.
     """
-    accounts = []
+    accounts: list[list[Account]] = [[] for _ in candidates]
     for seed in range(seeds):
-        each = candidate
-        if measured is not None and candidate.strategy != "restart":
-            each = _with_costs_of(candidate, measured, resample(measured, seed))
-        accounts.append(simulate(each, seed, seconds))
-    return tuple(accounts)
+        other = None if measured is None else resample(measured, seed)
+        for candidate, runs in zip(candidates, accounts, strict=True):
+            each = candidate
+            if measured is not None and other is not None and candidate.strategy != "restart":
+                each = _with_costs_of(candidate, measured, other)
+            runs.append(simulate(each, seed, seconds))
+    return [tuple(runs) for runs in accounts]
 
 
 def _with_costs_of(candidate: Candidate, measured: Measured, other: Measured) -> Candidate:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from statistics import NormalDist
 
 from titan_ft.forecast.candidate import Candidate, lost_state_rate
-from titan_ft.forecast.scenario import DAY
 
 ENVELOPE = 0.25
 """Pressure below which the closed forms are within 1 % of the simulation; see `find_doubts`."""
@@ -36,7 +35,7 @@ def find_doubts(candidate: Candidate) -> Iterator[str]:
         yield "min_replica_size"
     if scenario.plans:
         yield "the limits of a chaos plan"
-    if not candidate.save_every and lost_state_rate(candidate) * scenario.days * DAY > 0.02:
+    if not candidate.save_every and lost_state_rate(candidate) * scenario.seconds > 0.02:
         yield "no checkpoints"
     breaks = rates.deaths + rates.job
     if candidate.groups == 1:
@@ -159,7 +158,7 @@ def _kept(candidate: Candidate) -> float:
         )
     if candidate.save_every:
         return 1 / (1 + candidate.save / (candidate.save_every * step))
-    expected = lost * candidate.scenario.days * DAY
+    expected = lost * candidate.scenario.seconds
     return -math.expm1(-expected) / expected if expected > 0 else 1.0
 
 

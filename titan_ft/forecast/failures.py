@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Draw the failures of a cluster: times, nodes, and the luck that decides the consequences.
 
+The simulation and `--trace-out` draw here; candidates take the mean rates for the closed forms.
 One seed draws the same failures, with the same luck, for every shape of the job. Shapes are so
 compared under common random numbers, and a difference between two of them is no chance.
 """
 
 from __future__ import annotations
 
+import copy
 import heapq
 import itertools
 import random
@@ -23,7 +25,7 @@ from titan_ft.chaos.schedule import shots
 from titan_ft.faults.fault import Fault
 from titan_ft.faults.inside import SlowRank
 from titan_ft.forecast.lengths import Constant, Length, Uniform, Weibull
-from titan_ft.forecast.scenario import DAY, Effect, Kind, Scenario, Spacing
+from titan_ft.forecast.scenario import Effect, Kind, Scenario, Spacing
 
 ENDS = ("killed", "frozen", "hung")
 """Outcomes of faults after which a group is away; "left" is one in order."""
@@ -36,14 +38,22 @@ SEEDS_OF_LIVES = 4
 class Luck(NamedTuple):
     """Uniform numbers from 0 to 1, one for each consequence that is left to chance."""
 
-    breaks: float
-    repair: float
-    stall: float
-    away: float
-    rejoin: float
+    breaks: float = 0.0
+    repair: float = 0.5
+    stall: float = 0.5
+    away: float = 0.5
+    rejoin: float = 0.5
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Luck:
+        return cls(rng.random(), rng.random(), rng.random(), rng.random(), rng.random())
 
 
-@dataclass(frozen=True, slots=True)
+USUAL_LUCK = Luck()
+"""Of stops that no failure causes: medians, and nothing breaks."""
+
+
+@dataclass(slots=True)
 class Failure:
     """One failure, whatever the shape of the job.
 
@@ -52,18 +62,16 @@ class Failure:
         nodes: number of nodes hit, from that one on.
         group: the group that a trace names.
         repair_seconds: until the node is mended, where a log has it.
+        luck: set by `draw_failures`, in the order of the failures' times.
     """
 
     time: float
     kind: Kind
-    luck: Luck
     node: int | None = None
     nodes: int = 1
     group: int | None = None
     repair_seconds: float | None = None
-
-
-_UNDRAWN = Luck(0.0, 0.0, 0.0, 0.0, 0.0)
+    luck: Luck = USUAL_LUCK
 
 
 def effect_of(fault: Fault) -> Effect | None:
@@ -77,68 +85,16 @@ def effect_of(fault: Fault) -> Effect | None:
     return "stop" if fault.takes_down or fault.outcome in ENDS else None
 
 
-def draw_failures(scenario: Scenario, seed: int, seconds: float | None = None) -> Iterator[Failure]:
-    """Yield failures in order of time, without those of chaos plans.
-
-    Args:
-        seconds: length of the run; when left out, the scenario's days.
-    """
-    end = scenario.days * DAY if seconds is None else seconds
-    luck = random.Random(f"{seed}/luck")
-    streams = [_of_kind(kind, scenario, seed) for kind in scenario.failures if kind.chaos is None]
-    for failure in heapq.merge(*streams, key=lambda each: each.time):
-        if failure.time > end:
-            return
-        drawn = Luck(*(luck.random() for _ in Luck._fields))
-        yield Failure(
-            failure.time,
-            failure.kind,
-            drawn,
-            failure.node,
-            failure.nodes,
-            failure.group,
-            failure.repair_seconds,
-        )
-
-
-def _of_kind(kind: Kind, scenario: Scenario, seed: int) -> Iterator[Failure]:
-    rng = random.Random(f"{seed}/{kind.name}")
-    if kind.name in scenario.listed:
-        return _of_file(kind, scenario, rng)
-    if kind.has_lives:
-        return _lives(kind, scenario, rng)
-    return _gaps(kind, scenario, rng)
-
-
-def _of_file(kind: Kind, scenario: Scenario, rng: random.Random) -> Iterator[Failure]:
-    nodes = scenario.cluster.nodes
-    for entry in scenario.listed[kind.name]:
-        node = None if entry.node is None else entry.node % nodes
-        if entry.node is None and entry.group is None:
-            node = rng.randrange(nodes)
-        of_fault: Kind | None = kind
-        if entry.fault is not None:
-            of_fault = as_fault(kind, entry.fault)
-        if of_fault is None:
-            continue
-        yield Failure(entry.time, of_fault, _UNDRAWN, node, 1, entry.group, entry.down_seconds)
-
-
 def as_fault(kind: Kind, fault: Fault) -> Kind | None:
     """Return the kind with the effect of a chaos fault; None if the fault costs nothing."""
     effect = effect_of(fault)
     if effect is None:
         return None
-    if not isinstance(fault, SlowRank):
-        return msgspec.structs.replace(kind, effect=effect)
-    factor, seconds = fault.factor, fault.seconds
-    return msgspec.structs.replace(
-        kind,
-        effect="slow",
-        factor=factor,
-        found_after=seconds,
-        leaves=False,
-    )
+    changed = msgspec.structs.replace(kind, effect=effect)
+    if isinstance(fault, SlowRank):
+        slow = {"factor": fault.factor, "found_after": fault.seconds, "leaves": False}
+        changed = msgspec.structs.replace(changed, **slow)
+    return changed
 
 
 def groups_hit(failure: Failure, groups: int, group_nodes: int) -> dict[int, int]:
@@ -157,7 +113,46 @@ def groups_hit(failure: Failure, groups: int, group_nodes: int) -> dict[int, int
     return dict(Counter(node // group_nodes for node in range(failure.node, last)))
 
 
-def _gaps(kind: Kind, scenario: Scenario, rng: random.Random) -> Iterator[Failure]:
+# Drawing
+
+
+def draw_failures(scenario: Scenario, seed: int, seconds: float | None = None) -> Iterator[Failure]:
+    """Yield failures in order of time, without those of chaos plans.
+
+    Args:
+        seconds: length of the run; when left out, the scenario's days.
+    """
+    end = scenario.seconds if seconds is None else seconds
+    luck = random.Random(f"{seed}/luck")
+    streams = [_of_kind(kind, scenario, seed) for kind in scenario.failures if kind.chaos is None]
+    for failure in heapq.merge(*streams, key=lambda each: each.time):
+        if failure.time > end:
+            return
+        failure.luck = Luck.draw(luck)
+        yield failure
+
+
+def _of_kind(kind: Kind, scenario: Scenario, seed: int) -> Iterator[Failure]:
+    name = f"{seed}/{kind.name}"
+    if kind.name in scenario.listed:
+        return _of_file(kind, scenario, random.Random(name))
+    if kind.has_lives:
+        return _of_lives(kind, scenario.parts_of(kind), scenario.nodes_of(kind), name)
+    return _of_gaps(kind, scenario, random.Random(name))
+
+
+def _of_file(kind: Kind, scenario: Scenario, rng: random.Random) -> Iterator[Failure]:
+    nodes = scenario.cluster.nodes
+    for entry in scenario.listed[kind.name]:
+        node = None if entry.node is None else entry.node % nodes
+        if entry.node is None and entry.group is None:
+            node = rng.randrange(nodes)
+        of_fault = kind if entry.fault is None else as_fault(kind, entry.fault)
+        if of_fault is not None:
+            yield Failure(entry.time, of_fault, node, 1, entry.group, entry.down_seconds)
+
+
+def _of_gaps(kind: Kind, scenario: Scenario, rng: random.Random) -> Iterator[Failure]:
     """Yield failures at the gaps of the whole cluster, each of any part."""
     gaps: dict[Spacing | None, Length] = {
         "memoryless": Weibull(1.0),
@@ -165,47 +160,50 @@ def _gaps(kind: Kind, scenario: Scenario, rng: random.Random) -> Iterator[Failur
         "uniform": Uniform(0.0, 2.0),
         "weibull": Weibull(1.0, kind.shape or 1.0),
     }
-    mean, gap = mtbf_of(kind, scenario), gaps[kind.spacing]
+    mean, gap = scenario.mtbf_of(kind), gaps[kind.spacing]
     parts, size = scenario.parts_of(kind), scenario.nodes_of(kind)
     now = 0.0
     while True:
         now += mean * gap.draw(rng.random())
-        yield Failure(now, kind, _UNDRAWN, rng.choice(parts) * size, size)
+        yield Failure(now, kind, rng.choice(parts) * size, size)
 
 
-def _lives(kind: Kind, scenario: Scenario, rng: random.Random) -> Iterator[Failure]:
-    """Yield the ends of the parts' lives, all of `kind.age` at first; a mended part is as new."""
-    life = Weibull(mtbf_of_each(kind), kind.shape or 1.0)
-    size = scenario.nodes_of(kind)
-    heap: list[tuple[float, int]] = []
-    for part in scenario.parts_of(kind):
+def _of_lives(kind: Kind, parts: range, size: int, name: str) -> Iterator[Failure]:
+    """Yield the ends of the parts' lives; a mended part is as new.
+
+    Args:
+        size: nodes of a part.
+        name: of the draw.
+    """
+    life = Weibull(kind.mean_life, kind.shape or 1.0)
+    ends, rng = _first_ends(kind, parts, name)
+    ends, rng = ends.copy(), copy.copy(rng)
+    while True:
+        now, part = ends[0]
+        yield Failure(now, kind, part * size, size)
+        heapq.heapreplace(ends, (now + life.draw(rng.random()), part))
+
+
+@lru_cache(maxsize=8)
+def _first_ends(
+    kind: Kind, parts: range, name: str
+) -> tuple[list[tuple[float, int]], random.Random]:
+    """Return the heap of the first ends of lives, all of `kind.age` at the start, and the rest.
+
+    The shapes of a job meet the same lives, and 12,288 of them take longer than a run's steps.
+    """
+    life, rng = Weibull(kind.mean_life, kind.shape or 1.0), random.Random(name)
+    ends = []
+    for part in parts:
         end = life.draw(rng.random())
         while end <= kind.age:
             end += life.draw(rng.random())
-        heap.append((end - kind.age, part))
-    heapq.heapify(heap)
-    while True:
-        now, part = heap[0]
-        yield Failure(now, kind, _UNDRAWN, part * size, size)
-        heapq.heapreplace(heap, (now + life.draw(rng.random()), part))
+        ends.append((end - kind.age, part))
+    heapq.heapify(ends)
+    return ends, rng
 
 
 # Rates
-
-
-def mtbf_of_each(kind: Kind) -> float:
-    """Return the mean life of one node, or of one domain, in seconds."""
-    if kind.mtbf_of_each is not None:
-        return kind.mtbf_of_each
-    assert kind.per_1000_node_days is not None, "a rate of the whole cluster has no lives"
-    return 1000 * DAY / kind.per_1000_node_days
-
-
-def mtbf_of(kind: Kind, scenario: Scenario) -> float:
-    """Return the mean time in seconds between the failures of a rate in the whole cluster."""
-    if kind.mtbf is not None:
-        return kind.mtbf
-    return mtbf_of_each(kind) / len(scenario.parts_of(kind))
 
 
 def rates_of(kind: Kind, scenario: Scenario) -> dict[Kind, float]:
@@ -213,7 +211,7 @@ def rates_of(kind: Kind, scenario: Scenario) -> dict[Kind, float]:
 
     A rate has one kind. The faults of a trace or a plan have one for each of their effects.
     """
-    seconds = scenario.days * DAY
+    seconds = scenario.seconds
     found: Counter[Kind] = Counter()
     if kind.name in scenario.plans:
         plan = scenario.plans[kind.name]
@@ -232,7 +230,7 @@ def rates_of(kind: Kind, scenario: Scenario) -> dict[Kind, float]:
     elif kind.has_lives and kind.shape != 1.0:
         return {kind: _rate_of_lives(kind, len(scenario.parts_of(kind)), seconds)}
     else:
-        return {kind: 1 / mtbf_of(kind, scenario)}
+        return {kind: 1 / scenario.mtbf_of(kind)}
     return {each: number / seconds for each, number in found.items()}
 
 
@@ -242,16 +240,9 @@ def _rate_of_lives(kind: Kind, parts: int, seconds: float) -> float:
 
     At most 1,000 of the parts are drawn.
     """
-    drawn_parts = min(parts, 1000)
-    life = Weibull(mtbf_of_each(kind), kind.shape or 1.0)
+    drawn_parts = range(min(parts, 1000))
     number = 0
     for seed in range(SEEDS_OF_LIVES):
-        rng = random.Random(f"{seed}/{kind.name}/rate")
-        for _ in range(drawn_parts):
-            end = life.draw(rng.random())
-            while end <= kind.age:
-                end += life.draw(rng.random())
-            while end <= kind.age + seconds:
-                number += 1
-                end += life.draw(rng.random())
-    return number / SEEDS_OF_LIVES / drawn_parts * parts / seconds
+        failures = _of_lives(kind, drawn_parts, 1, f"{seed}/{kind.name}/rate")
+        number += sum(1 for _ in itertools.takewhile(lambda each: each.time <= seconds, failures))
+    return number / SEEDS_OF_LIVES / len(drawn_parts) * parts / seconds

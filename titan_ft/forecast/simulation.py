@@ -21,8 +21,15 @@ from titan_ft.chaos.plan import Plan
 from titan_ft.chaos.schedule import GroupView, Injection, Refusal, Shot, View, aim, shots
 from titan_ft.faults.fault import Need
 from titan_ft.forecast.candidate import Candidate
-from titan_ft.forecast.failures import Failure, Luck, as_fault, draw_failures, groups_hit
-from titan_ft.forecast.scenario import DAY, Kind, Maintenance, to_length
+from titan_ft.forecast.failures import (
+    USUAL_LUCK,
+    Failure,
+    Luck,
+    as_fault,
+    draw_failures,
+    groups_hit,
+)
+from titan_ft.forecast.scenario import Kind, Maintenance, to_length
 
 PARTS = ("steps", "stall", "slower", "exchange", "checkpoints", "lost", "waiting", "away", "nodes")
 """Where the time of the groups goes. "steps" is the effective training time. "slower" is the time
@@ -32,7 +39,6 @@ POLL_SECONDS = 0.1
 """So often a chaos runner tries again to inject a fault that was refused."""
 MAX_SAVES = 1000
 """Checkpoints to which wrong numbers that are found late may send a job back."""
-_USUAL_LUCK = Luck(0.0, 0.5, 0.5, 0.5, 0.5)
 Events = Generator[simpy.Event, Any, None]
 Commit = Callable[[float, frozenset[int]], None]
 """Called with the time of each step and the groups in it."""
@@ -95,7 +101,7 @@ def simulate(
         commit: called for every step. Without it, the steps before the next event are made at once,
             which changes nothing.
     """
-    return _Simulation(candidate, seed, seconds or candidate.scenario.days * DAY, commit).run()
+    return _Simulation(candidate, seed, seconds or candidate.scenario.seconds, commit).run()
 
 
 class _Simulation:
@@ -127,8 +133,7 @@ class _Simulation:
         self._unsaved = 0
         self._keeps_saves = any(kind.effect == "corrupt" for kind in self.scenario.failures)
         self._repairs = {
-            kind.name: to_length(f"{kind.name}.repair", kind.repair, candidate.gpus)
-            for kind in self.scenario.failures
+            kind.name: to_length(kind.repair, candidate.gpus) for kind in self.scenario.failures
         }
         self._process = self.env.process(self._train())
         self.env.process(self._fail(seed))
@@ -180,6 +185,8 @@ class _Simulation:
     def _admit(self) -> float:
         """Let the groups that are ready take part; return by how much they make this step late."""
         late = 0.0
+        if not self._ready:
+            return late
         for group in (self.groups[number] for number in sorted(self._ready)):
             assert group.luck is not None, "a group that comes back was stopped"
             group.joined = self.env.now
@@ -225,7 +232,7 @@ class _Simulation:
                 self.account.parts["checkpoints"] += cycles * candidate.save * len(self._up)
                 self._saved()
                 return
-        whole = int(free / step) - 1
+        whole = math.ceil(free / step) - 1
         if candidate.save_every:
             whole = min(whole, candidate.save_every - self._unsaved - 1)
         if whole > 0:
@@ -371,14 +378,13 @@ class _Simulation:
             first = (nodes[-1] + 1) % total
             counts = Counter(node // self.candidate.group_nodes for node in nodes)
             for number, count in counts.items():
-                self._stop(self.groups[number], count, stop.lasts, _USUAL_LUCK, in_order=True)
+                self._stop(self.groups[number], count, stop.lasts, USUAL_LUCK, in_order=True)
 
     def _shoot(self, kind: Kind, plan: Plan, seed: int) -> Events:
         """Carry out a chaos plan as its runner does: the same shots, groups and limits."""
         rng = random.Random(f"{seed}/{kind.name}/luck")
         for shot in shots(plan):
-            luck = Luck(*(rng.random() for _ in Luck._fields))
-            self.env.process(self._shoot_one(kind, plan, shot, luck))
+            self.env.process(self._shoot_one(kind, plan, shot, Luck.draw(rng)))
             yield from self._until(plan.start_seconds + shot.time)
 
     def _shoot_one(self, kind: Kind, plan: Plan, shot: Shot, luck: Luck) -> Events:
