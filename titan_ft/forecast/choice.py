@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Compare candidates: all by closed forms, the best by simulation; advise in a sentence."""
+"""Compare candidates: all by closed forms, the best by simulation; advise in a sentence.
+
+`titan-ft plan` compares scenarios here; the tables and the page show the cases that come out.
+"""
 
 from __future__ import annotations
 
@@ -107,9 +110,8 @@ class Case:
     def title(self) -> str:
         texts = []
         for name, value in self.circumstances.items():
-            texts.append(
-                f"{name} = {value:.5g}" if isinstance(value, float) else f"{name} = {value}"
-            )
+            shown = f"{value:.5g}" if isinstance(value, float) else f"{value}"
+            texts.append(f"{name} = {shown}")
         return ", ".join(texts)
 
 
@@ -245,24 +247,20 @@ def is_better(best: Forecast, other: Forecast) -> bool:
     return fmean(differences) > half_interval(differences)
 
 
-INPUTS = ("time between failures", "stall", "time away", "late when one returns", "save", "repair")
+COSTS = {"stall": "stall", "time away": "away", "late when one returns": "rejoin"}
+INPUTS = ("time between failures", *COSTS, "save", "repair")
+"""Inputs whose effect the closed forms can tell; those of `COSTS` are fields of a candidate's."""
 
 
 def scaled(candidate: Candidate, name: str, factor: float) -> Candidate:
     """Return a candidate, for closed forms, with one of `INPUTS` multiplied."""
     costs, rates = candidate.costs, candidate.rates
-    if name == "time between failures":
+    if name in COSTS:
+        field = COSTS[name]
+        length: Any = Constant(getattr(costs, field).mean * factor)
+        changed = replace(candidate, costs=replace(costs, **{field: length}))
+    elif name == "time between failures":
         changed = replace(candidate, rates=rates.scaled(1 / factor))
-    elif name == "stall":
-        changed = replace(
-            candidate, costs=replace(costs, stall=Constant(costs.stall.mean * factor))
-        )
-    elif name == "time away":
-        changed = replace(candidate, costs=replace(costs, away=Constant(costs.away.mean * factor)))
-    elif name == "late when one returns":
-        changed = replace(
-            candidate, costs=replace(costs, rejoin=Constant(costs.rejoin.mean * factor))
-        )
     elif name == "save":
         changed = replace(candidate, save=candidate.save * factor)
     else:

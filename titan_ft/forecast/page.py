@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,7 +19,7 @@ from titan_ft.forecast.closed_forms import estimate, standbys
 from titan_ft.forecast.lengths import fit_weibull
 from titan_ft.forecast.logs import LoggedFailure
 from titan_ft.forecast.measured import Measured
-from titan_ft.forecast.table import NOTES, case_cells, case_columns, case_notes
+from titan_ft.forecast.table import NOTES, TEXTS, case_notes, case_rows
 from titan_ft.history.report.layers import Axis, Band, Chart, Curve, Layer
 from titan_ft.history.report.page import fill
 from titan_ft.history.report.style import STATES
@@ -43,25 +44,8 @@ def write_page(folder: Path, cases: Sequence[Case], measured: Measured | None, s
         draw_charts(first),
         folder=Path(__file__).parent,
         title=f"Forecast of {source}",
-        cases=[
-            {
-                "title": case.title,
-                "advice": case.advice,
-                "notes": case_notes(case),
-                "head": [
-                    name if name in ("candidate", "notes") else f"#{name}"
-                    for name in case_columns(case)
-                ],
-                "rows": case_cells(case),
-            }
-            for case in cases
-        ],
-        sensitivities=[
-            (name, *(f"{100 * value:.2f} %" for value in values))
-            for name, *values in (
-                sensitivity(first.forecasts[0].candidate) if first.forecasts else []
-            )
-        ],
+        cases=[_case_parts(case) for case in cases],
+        sensitivities=_sensitivity_rows(first),
         observations=[] if measured is None else measured.observations(),
         inputs=_inputs(first),
         notes=NOTES,
@@ -74,6 +58,26 @@ def write_page(folder: Path, cases: Sequence[Case], measured: Measured | None, s
     return folder / "index.html"
 
 
+def _case_parts(case: Case) -> dict[str, Any]:
+    """Return a case for the template, which aligns a column to the right if its head has a #."""
+    rows = case_rows(case)
+    columns = list(rows[0]) if rows else []
+    return {
+        "title": case.title,
+        "advice": case.advice,
+        "notes": case_notes(case),
+        "head": [name if name in TEXTS else f"#{name}" for name in columns],
+        "rows": [list(row.values()) for row in rows],
+    }
+
+
+def _sensitivity_rows(case: Case) -> list[tuple[str, ...]]:
+    if not case.forecasts:
+        return []
+    rows = sensitivity(case.forecasts[0].candidate)
+    return [(name, *(f"{100 * value:.2f} %" for value in values)) for name, *values in rows]
+
+
 def _inputs(case: Case) -> list[tuple[str, str]]:
     """Return the inputs of the best candidate as the scenario has them."""
     if not case.forecasts:
@@ -81,18 +85,14 @@ def _inputs(case: Case) -> list[tuple[str, str]]:
     candidate = case.forecasts[0].candidate
     scenario, costs = candidate.scenario, candidate.costs
     cluster = scenario.cluster
+    lengths = [costs.stall, costs.away, costs.rejoin]
+    clock = "goes on while the job waits"
+    if scenario.clock == "training":
+        clock = "only while the job trains"
     rows = [
         ("GPUs", f"{cluster.gpus:,} on {cluster.nodes:,} nodes"),
-        (
-            "clock of failures",
-            "goes on while the job waits"
-            if scenario.clock == "wall"
-            else "only while the job trains",
-        ),
-        (
-            "stall, away, late at a return",
-            ", ".join(f"{each.mean:.3g} s" for each in (costs.stall, costs.away, costs.rejoin)),
-        ),
+        ("clock of failures", clock),
+        ("stall, away, late at a return", ", ".join(f"{each.mean:.3g} s" for each in lengths)),
     ]
     for kind in scenario.failures:
         given = []
@@ -101,12 +101,8 @@ def _inputs(case: Case) -> list[tuple[str, str]]:
                 given.append(f"{name} {value}")
         rows.append((f"failures: {kind.name}", ", ".join(given)))
         if kind.name in scenario.listed:
-            rows.append(
-                (
-                    f"gaps between the failures of {kind.name}",
-                    _describe_fit(scenario.listed[kind.name]),
-                )
-            )
+            name = f"gaps between the failures of {kind.name}"
+            rows.append((name, _describe_fit(scenario.listed[kind.name])))
     return rows
 
 
@@ -138,59 +134,44 @@ def _over_group_size(forecasts: Sequence[Forecast]) -> Chart | None:
     layers: list[Layer] = []
     sizes: set[int] = set()
     for colour, strategy in zip(COLOURS, ("groups", "rounds"), strict=False):
-        by_size: dict[int, Forecast] = {}
+        best: dict[int, Forecast] = {}
         for each in sorted(forecasts, key=lambda each: -each.worth):
             if each.candidate.strategy == strategy:
-                by_size.setdefault(each.candidate.gpus, each)
-        known = sorted(by_size.items())
-        if len(known) < 2:
+                best.setdefault(each.candidate.gpus, each)
+        if len(best) < 2:
             continue
-        sizes |= by_size.keys()
-        spans = [
-            each.spread() if each.accounts else (each.estimate, each.estimate) for _, each in known
-        ]
-        x = [float(size) for size, _ in known]
-        layers.append(
-            Band(
-                x, [100 * low for low, _ in spans], [100 * high for _, high in spans], colour=colour
-            )
-        )
-        layers.append(
-            _line(x, [each.effective for _, each in known], strategy, colour, "GPUs a group")
-        )
+        sizes |= best.keys()
+        x, low, high, means = [], [], [], []
+        for size, each in sorted(best.items()):
+            span = each.spread() if each.accounts else (each.estimate, each.estimate)
+            x.append(float(size))
+            low.append(100 * span[0])
+            high.append(100 * span[1])
+            means.append(each.effective)
+        layers.append(Band(x, low, high, colour=colour))
+        layers.append(_line(x, means, strategy, colour, "GPUs a group"))
     if not layers:
         return None
-    axis = Axis(
-        "GPUs of a group", kind="log", ticks={float(size): f"{size:,}" for size in sorted(sizes)}
-    )
+    ticks = {float(size): f"{size:,}" for size in sorted(sizes)}
+    axis = Axis("GPUs of a group", kind="log", ticks=ticks)
     caption = "Effective training time in %; the band holds 90 % of runs."
     return Chart("group-size", "Size of a group", caption, axis, Axis(), layers, height=3.3)
 
 
 def _over_mtbf(forecasts: Sequence[Forecast]) -> Chart:
-    best: dict[str, Forecast] = {}
-    for each in forecasts:
-        best.setdefault(each.candidate.strategy, each)
+    best: dict[str, Candidate] = {}
+    for forecast in forecasts:
+        best.setdefault(forecast.candidate.strategy, forecast.candidate)
     layers: list[Layer] = []
     for colour, each in zip(COLOURS, best.values(), strict=False):
-        values = [
-            estimate(scaled(each.candidate, "time between failures", factor)) for factor in FACTORS
-        ]
-        layers.append(
-            _line(FACTORS, values, each.candidate.shape, colour, "times the time between failures")
-        )
+        values = [estimate(scaled(each, "time between failures", factor)) for factor in FACTORS]
+        unit = "times the time between failures"
+        layers.append(_line(FACTORS, values, each.shape, colour, unit))
     ticks = {2.0**power: f"{2.0**power:g}" for power in range(-4, 5)}
     axis = Axis("times the scenario's time between failures", kind="log", ticks=ticks)
+    title = "If failures were rarer, or more frequent"
     caption = "Effective training time in %, by closed forms: the best shape of each strategy."
-    return Chart(
-        "mtbf",
-        "If failures were rarer, or more frequent",
-        caption,
-        axis,
-        Axis(),
-        layers,
-        height=3.3,
-    )
+    return Chart("mtbf", title, caption, axis, Axis(), layers, height=3.3)
 
 
 def _over_spares(candidate: Candidate) -> Chart | None:
@@ -206,9 +187,8 @@ def _over_spares(candidate: Candidate) -> Chart | None:
     return Chart("spares", "Spare nodes", caption, Axis("spare nodes"), Axis(), layers)
 
 
-def _line(x: Sequence[float], y: Iterable[float], name: str, colour: str, unit: str) -> Curve:
+def _line(x: Sequence[float], y: Sequence[float], name: str, colour: str, unit: str) -> Curve:
     shares = [100 * value for value in y]
-    texts = [
-        f"{value:.2f} % at {place:,.4g} {unit}" for place, value in zip(x, shares, strict=True)
-    ]
+    places = zip(x, shares, strict=True)
+    texts = [f"{value:.2f} % at {place:,.4g} {unit}" for place, value in places]
     return Curve(x, shares, texts, name=name, colour=colour)

@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Show forecasts on the terminal and as JSON: the parts of the time add up to 100 per cent."""
+"""Show forecasts on the terminal and as JSON: the parts of the time add up to 100 per cent.
+
+`titan-ft plan` prints these tables, and the page shows the same rows.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from operator import attrgetter
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.forecast.choice import Case, Forecast, sensitivity
+from titan_ft.forecast.choice import Case, Forecast, ValueOf, sensitivity
 from titan_ft.forecast.closed_forms import find_doubts, standbys
 from titan_ft.forecast.measured import Measured
 from titan_ft.forecast.published import Comparison
@@ -30,11 +33,14 @@ NAMES = {
     "away": "away",
     "nodes": "no nodes",
 }
+TEXTS = ("candidate", "notes")
+"""The columns of text; the others are numbers."""
 NOTES = (
-    "Effective training time: usual time of committed steps x groups in them / all groups, of all time, as in "
-    "titan-ft report.",
-    "A spare is a node that stands ready: with titan-ft launch a group in reserve (--spares) on this host; under Slurm "
-    "a node that the partition keeps free for the requeued element; on Kubernetes one for the pod's replacement.",
+    "Effective training time: usual time of committed steps x groups in them / all groups, "
+    "of all time, as in titan-ft report.",
+    "A spare is a node that stands ready: with titan-ft launch a group in reserve (--spares) on "
+    "this host; under Slurm a node that the partition keeps free for the requeued element; on "
+    "Kubernetes one for the pod's replacement.",
     "Another number of groups starts the data anew today: the data is cut for group_size.",
 )
 
@@ -51,33 +57,31 @@ def percentages(shares: Mapping[str, float], digits: int = 1) -> dict[str, float
     return {name: value / scale for name, value in whole.items()}
 
 
-def case_columns(case: Case) -> list[str]:
-    """Return the heads of a case's columns, without parts of the time that no candidate has."""
-    money = ["money lost"] if any(each.lost_money for each in case.forecasts) else []
-    parts = [NAMES[name] for name in _parts(case)]
-    head = ["candidate", "spares", "effective", "one run"]
-    return [*head, *parts, "GPU-hours lost", *money, "useful / paid", "notes"]
-
-
-def case_cells(case: Case) -> list[list[str]]:
-    """Return the rows of a case under `case_columns`, the best candidate first."""
-    has_money = "money lost" in case_columns(case)
+def case_rows(case: Case) -> list[dict[str, str]]:
+    """Return a row for each candidate of a case, the best first, with its cells by column."""
+    parts = _parts(case)
     rows = []
     for each in case.forecasts:
         candidate = each.candidate
-        cells = [candidate.shape, "any" if candidate.spares is None else f"{candidate.spares}"]
+        row = {
+            "candidate": candidate.shape,
+            "spares": "any" if candidate.spares is None else f"{candidate.spares}",
+            "effective": f"{100 * each.estimate:.1f} %",
+            "one run": "",
+            **{NAMES[name]: "" for name in parts},
+        }
         if each.accounts:
             low, high = each.spread()
             shares = percentages(each.shares())
-            cells.append(f"{100 * each.effective:.2f} ±{100 * each.half_interval:.2f} %")
-            cells.append(f"{100 * low:.1f} to {100 * high:.1f} %")
-            cells += [f"{shares[name]:.1f}" for name in _parts(case)]
-        else:
-            cells += [f"{100 * each.estimate:.1f} %", "", *("" for _ in _parts(case))]
-        cells.append(f"{each.lost_gpu_hours:,.0f}")
-        if has_money:
-            cells.append(f"{each.lost_money:,.0f}")
-        rows.append([*cells, f"{100 * each.worth:.2f} %", "; ".join(notes_of(each))])
+            row["effective"] = f"{100 * each.effective:.2f} ±{100 * each.half_interval:.2f} %"
+            row["one run"] = f"{100 * low:.1f} to {100 * high:.1f} %"
+            row |= {NAMES[name]: f"{shares[name]:.1f}" for name in parts}
+        row["GPU-hours lost"] = f"{each.lost_gpu_hours:,.0f}"
+        if candidate.scenario.cluster.price_per_gpu_hour:
+            row["money lost"] = f"{each.lost_money:,.0f}"
+        row["useful / paid"] = f"{100 * each.worth:.2f} %"
+        row["notes"] = "; ".join(notes_of(each))
+        rows.append(row)
     return rows
 
 
@@ -88,19 +92,20 @@ def _parts(case: Case) -> list[str]:
 
 
 def case_table(case: Case) -> Table:
-    """Return the table of a case: a row for each candidate, the best first."""
+    """Return the table of a case for the terminal."""
     from rich.table import Table
 
     table = Table(title=case.title or None, title_justify="left")
-    for column in case_columns(case):
-        table.add_column(column, justify="left" if column in ("candidate", "notes") else "right")
-    for cells in case_cells(case):
-        table.add_row(*cells)
+    rows = case_rows(case)
+    for column in rows[0] if rows else ():
+        table.add_column(column, justify="left" if column in TEXTS else "right")
+    for row in rows:
+        table.add_row(*row.values())
     return table
 
 
 def notes_of(forecast: Forecast) -> list[str]:
-    """Return what a reader must know before he believes a row."""
+    """Return the reasons to doubt a row, and the judgements that are in it."""
     candidate = forecast.candidate
     notes = []
     if not forecast.accounts:
@@ -138,26 +143,33 @@ def observation_table(measured: Measured) -> Table:
     return grid([("input of the record", "", ""), *measured.observations()])
 
 
+COUNTS = {
+    "steps": "steps",
+    "votes": "exchanges attempted",
+    "contributions": "groups x steps",
+    "failures": "faults that hit",
+    "skipped": "faults skipped",
+}
+"""The counts of an account, with their names in the table of a campaign."""
+
+
 def campaign_table(forecast: Forecast, minutes: float) -> Table:
     """Return what a campaign will show: the mean, and the 5th to 95th percentile of one run."""
     from titan_ft.history.terminal import grid
 
-    accounts = forecast.accounts
     rows = [(f"in {minutes:g} minutes", "mean", "90 % of runs")]
-    for name, value_of in (
-        ("steps", lambda run: run.steps),
-        ("exchanges attempted", lambda run: run.votes),
-        ("groups x steps", lambda run: run.contributions),
-        ("faults that hit", lambda run: run.failures),
-        ("faults skipped", lambda run: run.skipped),
-        ("effective training time (%)", lambda run: 100 * run.effective),
-    ):
-        low, high = forecast.spread(value_of)
-        rows.append(
-            (name, f"{fmean(value_of(run) for run in accounts):,.1f}", f"{low:,.1f} to {high:,.1f}")
-        )
+    for count, name in COUNTS.items():
+        rows.append(_campaign_row(forecast, name, attrgetter(count)))
+    name = "effective training time (%)"
+    rows.append(_campaign_row(forecast, name, lambda run: 100 * run.effective))
     rows += [(note, "", "") for note in notes_of(forecast)]
     return grid(rows)
+
+
+def _campaign_row(forecast: Forecast, name: str, value_of: ValueOf) -> tuple[str, str, str]:
+    low, high = forecast.spread(value_of)
+    mean = fmean(value_of(run) for run in forecast.accounts)
+    return name, f"{mean:,.1f}", f"{low:,.1f} to {high:,.1f}"
 
 
 def validation_table(rows: Iterable[Comparison]) -> Table:
@@ -231,7 +243,7 @@ def forecast_figures(forecast: Forecast) -> dict[str, Any]:
     if not forecast.accounts:
         return figures
     counts = {}
-    for name in ("steps", "votes", "contributions", "failures", "skipped", "restarts"):
+    for name in (*COUNTS, "restarts"):
         values = [getattr(run, name) for run in forecast.accounts]
         counts[name] = {"mean": fmean(values), "range": forecast.spread(attrgetter(name))}
     return figures | {
