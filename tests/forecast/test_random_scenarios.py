@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import random
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
 
 from tests.forecast.scenarios import scenario
 from titan_ft.forecast.candidate import make_candidates
-from titan_ft.forecast.closed_forms import estimate
+from titan_ft.forecast.closed_forms import estimate, find_doubts
 from titan_ft.forecast.simulation import simulate
 
 SPACINGS: tuple[dict[str, Any], ...] = (
@@ -87,3 +88,53 @@ def test_the_time_adds_up(seed: int) -> None:
         single = simulate(candidate, seed, commit=lambda time, groups: None)
         assert single.parts == pytest.approx(account.parts, rel=1e-6, abs=1e-3)
         assert (single.steps, single.failures) == (account.steps, account.failures)
+
+
+def drawn_mildly(seed: int) -> dict[str, Any]:
+    """Return the tables of a cluster that fails seldom enough for the closed forms, or nearly."""
+    rng = random.Random(seed)
+    choose = rng.choice
+    groups = choose([1, 2, 4, 12])
+    nodes = groups * choose([1, 2, 8])
+    failures: list[dict[str, Any]] = []
+    for number in range(rng.randint(1, 2)):
+        effect = choose(EFFECTS)
+        mtbf = choose([1800.0, 3600.0, 20000.0])
+        if effect.get("scope") == "job":
+            mtbf = 100_000.0
+        failures.append({"name": f"{number}", "mtbf": mtbf, **choose(SPACINGS), **effect})
+    cluster = {"gpus": nodes, "gpus_per_node": 1, "domain": [{"name": "rack", "nodes": 2}]}
+    if rng.random() < 0.5:
+        cluster["spare_nodes"] = choose([0, 2, 30])
+    checkpoint = choose([None, {"save": 3.0}, {"save": 0.0, "interval": 60.0}])
+    return {
+        "days": 3.0,
+        "cluster": cluster,
+        "job": {"step": choose([1.0, 5.0]), "groups": groups},
+        "failure": failures,
+        "checkpoint": checkpoint,
+        "restart": None if checkpoint is None else {"recover": choose([10.0, 60.0])},
+        "groups": {
+            "stall": choose([0.0, 2.0, 20.0]),
+            "away": choose([10.0, 60.0, 300.0]),
+            "rejoin": choose([0.0, 2.0]),
+            "drag": choose([0.0, 0.2]),
+            "loses": choose([True, False]),
+        },
+        "rounds": choose([None, {"steps": 20, "exchange": 2.0}]),
+    }
+
+
+@pytest.mark.parametrize("seed", range(0, 120, 20))
+def test_an_estimate_without_a_doubt_is_right(seed: int) -> None:
+    """Within 1 % of the simulation, and the chance of four runs; some rows of each seed are."""
+    number = 0
+    for each in range(seed, seed + 20):
+        for candidate in make_candidates(scenario(**drawn_mildly(each))):
+            if list(find_doubts(candidate)):
+                continue
+            number += 1
+            runs = [simulate(candidate, run).effective for run in range(4)]
+            chance = 3 * stdev(runs) / 2
+            assert estimate(candidate) == pytest.approx(fmean(runs), rel=0.012, abs=chance), each
+    assert number > 5

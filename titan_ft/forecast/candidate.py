@@ -55,7 +55,7 @@ class Rates:
     rolled_back: float = 0.0
     """Seconds a second that a job without other groups has computed with wrong numbers."""
     slowed: float = 0.0
-    """By how much stragglers make the mean step longer, relative to one step."""
+    """Part of the time that stragglers take."""
     broken_nodes: float = 0.0
     """Nodes that are being mended, on average."""
 
@@ -221,7 +221,7 @@ def _rates(scenario: Scenario, groups: int, group_nodes: int) -> Rates:
         elif kind.effect == "drain" or kind.leaves:
             rates.leaves += rate * hit
         if kind.effect == "slow":
-            rates.slowed += rate * (kind.factor - 1) * kind.found_after
+            rates.slowed += rate * kind.found_after * (1 - 1 / kind.factor)
         repair = _mean_repair(kind, scenario, group_nodes * scenario.cluster.gpus_per_node)
         rates.broken_nodes += rate * kind.breaks * repair * nodes
     for stop in scenario.maintenance:

@@ -16,7 +16,7 @@ from typing import Any
 
 from titan_ft.config import ConfigError
 from titan_ft.forecast.candidate import Candidate, Costs, make_candidates, with_saves
-from titan_ft.forecast.closed_forms import estimate
+from titan_ft.forecast.closed_forms import ACCURACY, estimate
 from titan_ft.forecast.lengths import Constant, Length
 from titan_ft.forecast.measured import Measured, resample
 from titan_ft.forecast.scenario import Scenario
@@ -50,6 +50,15 @@ class Forecast:
     def half_interval(self) -> float:
         """Return half of the 95 % interval of the mean."""
         return half_interval([each.effective for each in self.accounts])
+
+    @property
+    def has_other_estimate(self) -> bool:
+        """True if the closed forms are further off the simulation than they say, and than chance.
+
+        Sensitivities, charts and the advice on inputs rest on them.
+        """
+        difference = abs(self.effective - self.estimate)
+        return difference > ACCURACY * self.effective + self.half_interval
 
     def spread(self, value_of: ValueOf = attrgetter("effective")) -> tuple[float, float]:
         """Return the 5th and the 95th percentile of one run."""

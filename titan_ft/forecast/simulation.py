@@ -79,12 +79,15 @@ class _Group:
     state: str = "training"
     """A part of the account; the time in training is divided at the end."""
     since: float = 0.0
+    """When the state began."""
     joined: float = 0.0
+    """When its part in steps began."""
     stops: int = 0
-    """Voids what was under way before the last one."""
+    """A process that waits for this group compares it: another stop has made its wait void."""
     lacks: int = 0
-    """Nodes."""
-    luck: Luck | None = None
+    """Nodes that it waits for."""
+    luck: Luck = USUAL_LUCK
+    """Of its last stop."""
 
 
 def simulate(
@@ -105,6 +108,13 @@ def simulate(
 
 
 class _Simulation:
+    """One run, made by `simulate`.
+
+    These are simpy's processes, which act one at a time: `_train` makes the steps,
+    `_cause_failures`, `_run_plan` and `_maintain` stop groups, and each stop has processes that
+    give its nodes and the group back. The groups in `_training_groups` make the step under way.
+    """
+
     def __init__(
         self, candidate: Candidate, seed: int, seconds: float, commit: Commit | None
     ) -> None:
@@ -113,20 +123,20 @@ class _Simulation:
         self.env = simpy.Environment()
         self.groups = [_Group(number) for number in range(candidate.groups)]
         # A dict keeps its order in every process, unlike a set.
-        self._up = dict.fromkeys(range(candidate.groups), True)
-        self._ready: set[int] = set()
+        self._training_groups = dict.fromkeys(range(candidate.groups), True)
+        self._ready_groups: set[int] = set()
         """Groups that wait for the next step to begin."""
-        self._training = 0.0
+        self._training_seconds = 0.0
         """Group-seconds in training."""
-        self._free = candidate.spares or 0
-        self._waiting: deque[_Group] = deque()
-        self._slow: dict[int, float] = {}
+        self._free_nodes = candidate.spares or 0
+        self._waiting_for_nodes: deque[_Group] = deque()
+        self._slow_factors: dict[int, float] = {}
         """Factors of the groups that have a straggler."""
-        self._held = 0.0
+        self._clock_stood = 0.0
         """Seconds in which the clock of failures stood, with clock = "training"."""
         self._idle_since: float | None = None
         self._resumed = self.env.event()
-        self._end = self._due = self._paused = 0.0
+        self._step_end = self._step_due = self._stalled_until = 0.0
         self._step_lost = self._interrupted = False
         self._saves: deque[tuple[float, float, float, int]] = deque([(0.0, 0.0, 0.0, 0)])
         """Of each checkpoint its time, and the useful seconds, contributions and steps in it."""
@@ -135,11 +145,11 @@ class _Simulation:
         self._repairs = {
             kind.name: to_length(kind.repair, candidate.gpus) for kind in self.scenario.failures
         }
-        self._process = self.env.process(self._train())
-        self.env.process(self._fail(seed))
+        self._trainer = self.env.process(self._train())
+        self.env.process(self._cause_failures(seed))
         for kind in self.scenario.failures:
             if kind.name in self.scenario.plans:
-                self.env.process(self._shoot(kind, self.scenario.plans[kind.name], seed))
+                self.env.process(self._run_plan(kind, self.scenario.plans[kind.name], seed))
         for stop in self.scenario.maintenance:
             self.env.process(self._maintain(stop))
 
@@ -147,10 +157,10 @@ class _Simulation:
         account = self.account
         self.env.run(until=account.seconds)
         for group in self.groups:
-            self._enter(group, group.state)
+            self._change_state(group, group.state)
         parts = account.parts
         divided = ("steps", "stall", "slower", "exchange", "checkpoints")
-        parts["lost"] = self._training - math.fsum(parts[name] for name in divided)
+        parts["lost"] = self._training_seconds - math.fsum(parts[name] for name in divided)
         total = account.seconds * account.groups
         assert parts["lost"] >= -1e-9 * total, "more time was counted than groups trained"
         parts["lost"] = max(0.0, parts["lost"])
@@ -158,10 +168,10 @@ class _Simulation:
         assert math.isclose(summed, total, rel_tol=1e-9), "the time of the groups does not add up"
         return account
 
-    def _enter(self, group: _Group, state: str) -> None:
+    def _change_state(self, group: _Group, state: str) -> None:
         spent = self.env.now - group.since
         if group.state == "training":
-            self._training += spent
+            self._training_seconds += spent
         else:
             self.account.parts[group.state] += spent
         group.state, group.since = state, self.env.now
@@ -170,52 +180,51 @@ class _Simulation:
 
     def _train(self) -> Events:
         while True:
-            late = self._admit()
-            if len(self._up) < self.candidate.least:
-                yield from self._wait()
+            late = self._let_join()
+            if len(self._training_groups) < self.candidate.least:
+                yield from self._wait_for_groups()
                 continue
             if late == 0.0 and self._commit is None:
-                yield from self._skip()
+                yield from self._skip_steps()
             try:
                 yield from self._make_step(late)
             except simpy.Interrupt:
                 # Too few groups are left: the step is lost, and those that are ready may join.
                 self._interrupted = False
 
-    def _admit(self) -> float:
+    def _let_join(self) -> float:
         """Let the groups that are ready take part; return by how much they make this step late."""
         late = 0.0
-        if not self._ready:
+        if not self._ready_groups:
             return late
-        for group in (self.groups[number] for number in sorted(self._ready)):
-            assert group.luck is not None, "a group that comes back was stopped"
+        for group in (self.groups[number] for number in sorted(self._ready_groups)):
             group.joined = self.env.now
-            self._up[group.number] = True
-            self._enter(group, "training")
+            self._training_groups[group.number] = True
+            self._change_state(group, "training")
             if self.candidate.strategy != "rounds":
                 late = max(late, self.candidate.costs.rejoin.draw(group.luck.rejoin))
-        self._ready.clear()
+        self._ready_groups.clear()
         return late
 
-    def _wait(self) -> Events:
+    def _wait_for_groups(self) -> Events:
         """Wait until enough groups are there."""
         self._idle_since = self.env.now
-        for number in self._up:
-            self._enter(self.groups[number], "waiting")
+        for number in self._training_groups:
+            self._change_state(self.groups[number], "waiting")
         self._resumed = self.env.event()
         yield self._resumed
-        self._held += self.env.now - self._idle_since
+        self._clock_stood += self.env.now - self._idle_since
         self._idle_since = None
-        for number in self._up:
-            self._enter(self.groups[number], "training")
+        for number in self._training_groups:
+            self._change_state(self.groups[number], "training")
 
     def _step_seconds(self) -> float:
         candidate = self.candidate
-        away = candidate.groups - len(self._up)
-        slow = max(self._slow.values()) if self._slow else 1.0
+        away = candidate.groups - len(self._training_groups)
+        slow = max(self._slow_factors.values()) if self._slow_factors else 1.0
         return candidate.step * slow + candidate.exchange + candidate.costs.drag * away
 
-    def _skip(self) -> Events:
+    def _skip_steps(self) -> Events:
         """Make at once the steps that end before anything else happens, but for the last one.
 
         That holds only because this process is the last one to act at this moment: any other event
@@ -228,66 +237,80 @@ class _Simulation:
             cycles = int(free / cycle) - 1
             if cycles > 0:
                 yield self.env.timeout(cycles * cycle)
-                self._count(cycles * candidate.save_every, cycles * candidate.save_every)
-                self.account.parts["checkpoints"] += cycles * candidate.save * len(self._up)
-                self._saved()
+                self._count_calm(cycles * candidate.save_every, step)
+                saves = cycles * candidate.save
+                self.account.parts["checkpoints"] += saves * len(self._training_groups)
+                self._save()
                 return
         whole = math.ceil(free / step) - 1
         if candidate.save_every:
             whole = min(whole, candidate.save_every - self._unsaved - 1)
         if whole > 0:
             yield self.env.timeout(whole * step)
-            self._count(whole, whole)
+            self._count_calm(whole, step)
+
+    def _count_calm(self, steps: int, seconds: float) -> None:
+        """Count steps of so many seconds each, during which nothing happened."""
+        slower = steps * (seconds - self.candidate.step - self.candidate.exchange)
+        self.account.votes += steps
+        self._count(steps, slower, len(self._training_groups))
 
     def _make_step(self, late: float) -> Events:
         begin, candidate, parts = self.env.now, self.candidate, self.account.parts
         saves = bool(candidate.save_every) and self._unsaved + 1 >= candidate.save_every
         save = candidate.save if saves else 0.0
         usual = self._step_seconds()
-        self._due = self._paused = begin + usual + max(late, -usual) + save
-        self._end, self._step_lost = self._due, False
+        self._step_due = self._stalled_until = begin + usual + max(late, -usual) + save
+        self._step_end, self._step_lost = self._step_due, False
         self.account.votes += 1
-        while self.env.now < self._end:
-            yield self.env.timeout(self._end - self.env.now)
+        while self.env.now < self._step_end:
+            yield self.env.timeout(self._step_end - self.env.now)
         if self._step_lost:
             return
-        parts["stall"] += len(self._up) * (self._end - self._due)
-        parts["checkpoints"] += len(self._up) * save
-        self._count(
-            1, 0, slower=self._due - begin - candidate.step - candidate.exchange - save, began=begin
-        )
+        parts["stall"] += len(self._training_groups) * (self._step_end - self._step_due)
+        parts["checkpoints"] += len(self._training_groups) * save
+        slower = self._step_due - begin - candidate.step - candidate.exchange - save
+        self._count(1, slower, self._contribution(begin))
         if saves:
-            self._saved()
+            self._save()
 
-    def _count(
-        self, steps: int, votes: int, slower: float | None = None, began: float = 0.0
-    ) -> None:
-        """Count committed steps; a single one if `slower` is given: its seconds beyond usual."""
+    def _contribution(self, begin: float) -> float:
+        """Return how many groups made the step since `begin`; of a round a group may make a part.
+
+        Groups join every step at its begin, but a round at any time.
+        """
+        if self.candidate.strategy != "rounds":
+            return len(self._training_groups)
+        present = 0.0
+        for number in self._training_groups:
+            since = max(begin, self.groups[number].joined)
+            present += min(1.0, (self.env.now - since) / (self.env.now - begin))
+        return present
+
+    def _count(self, steps: int, slower: float, present: float) -> None:
+        """Count committed steps.
+
+        Args:
+            slower: seconds beyond their usual ones.
+            present: groups that made them.
+        """
         candidate, account = self.candidate, self.account
-        present = float(len(self._up))
-        if slower is None:
-            slower = steps * (self._step_seconds() - candidate.step - candidate.exchange)
-        elif candidate.strategy == "rounds":
-            length = self.env.now - began
-            present = 0.0
-            for number in self._up:
-                since = max(began, self.groups[number].joined)
-                present += min(1.0, (self.env.now - since) / length)
         useful = steps * candidate.step
-        slower = 0.0 if abs(slower) < 1e-9 * candidate.step else slower  # rounding
-        if slower < 0:  # a step that was faster than usual counts as long as it was, as in goodput
+        if abs(slower) < 1e-9 * candidate.step:
+            slower = 0.0  # Rounding must not make a part negative.
+        if slower < 0:
+            # A step that was faster than usual counts as long as it was, as in goodput.
             useful, slower = useful + slower, 0.0
         account.steps += steps
-        account.votes += votes
         account.contributions += steps * present
         account.parts["steps"] += present * useful
         account.parts["slower"] += present * slower
         account.parts["exchange"] += present * steps * candidate.exchange
         self._unsaved += steps
         if self._commit is not None:
-            self._commit(self.env.now, frozenset(self._up))
+            self._commit(self.env.now, frozenset(self._training_groups))
 
-    def _saved(self) -> None:
+    def _save(self) -> None:
         account = self.account
         self._saves.append(
             (self.env.now, account.parts["steps"], account.contributions, account.steps)
@@ -308,7 +331,7 @@ class _Simulation:
 
     # Failures
 
-    def _until(self, when: float) -> Events:
+    def _wait_for_clock(self, when: float) -> Events:
         """Wait for a time of the failures' clock."""
         if self.scenario.clock == "wall":
             yield self.env.timeout(max(0.0, when - self.env.now))
@@ -316,27 +339,26 @@ class _Simulation:
         while True:
             if self._idle_since is not None:
                 yield self._resumed
-            elif self.env.now < when + self._held:
-                yield self.env.timeout(when + self._held - self.env.now)
+            elif self.env.now < when + self._clock_stood:
+                yield self.env.timeout(when + self._clock_stood - self.env.now)
             else:
                 return
 
-    def _fail(self, seed: int) -> Events:
+    def _cause_failures(self, seed: int) -> Events:
         for failure in draw_failures(self.scenario, seed, self.account.seconds):
-            yield from self._until(failure.time)
-            self._hit(failure)
+            yield from self._wait_for_clock(failure.time)
+            self._hit_groups(failure)
 
-    def _hit(self, failure: Failure) -> None:
+    def _hit_groups(self, failure: Failure) -> None:
         groups = groups_hit(failure, self.candidate.groups, self.candidate.group_nodes)
         if not groups:
             return
         self.account.failures += 1
         for number, nodes in groups.items():
-            self._affect(
-                self.groups[number], failure.kind, failure.luck, nodes, failure.repair_seconds
-            )
+            group, repair = self.groups[number], failure.repair_seconds
+            self._hit_group(group, failure.kind, failure.luck, nodes, repair)
 
-    def _affect(
+    def _hit_group(
         self, group: _Group, kind: Kind, luck: Luck, nodes: int, repair: float | None = None
     ) -> None:
         """Let a failure have its effect on one group.
@@ -346,26 +368,26 @@ class _Simulation:
             repair: seconds until they are mended, where a log has it.
         """
         if kind.effect in ("slow", "corrupt"):
-            self.env.process(self._find(group, kind, luck))
+            self.env.process(self._wait_until_found(group, kind, luck))
             return
         if repair is None:
             repair = self._repairs[kind.name].draw(luck.repair)
         is_broken = luck.breaks < kind.breaks
         self._stop(group, nodes if is_broken else 0, repair, luck, in_order=kind.effect == "drain")
 
-    def _find(self, group: _Group, kind: Kind, luck: Luck) -> Events:
+    def _wait_until_found(self, group: _Group, kind: Kind, luck: Luck) -> Events:
         """Let a straggler slow all groups down, or wrong numbers go unseen, until they are found.
 
         Then the group leaves in order, and heals from the others. A job without other groups goes
         back to a checkpoint before its wrong numbers.
         """
         since, stops = self.env.now, group.stops
-        if kind.effect == "slow" and group.number in self._up:
-            self._slow[group.number] = kind.factor
+        if kind.effect == "slow" and group.number in self._training_groups:
+            self._slow_factors[group.number] = kind.factor
         yield self.env.timeout(kind.found_after)
         if group.stops != stops:
-            return  # another failure has ended the straggler, or the wrong numbers, before
-        self._slow.pop(group.number, None)
+            return  # Another failure has ended the straggler, or the wrong numbers, before.
+        self._slow_factors.pop(group.number, None)
         if kind.leaves:
             good_until = since if kind.effect == "corrupt" else math.inf
             self._stop(group, 0, 0.0, luck, in_order=True, good_until=good_until)
@@ -380,27 +402,30 @@ class _Simulation:
             for number, count in counts.items():
                 self._stop(self.groups[number], count, stop.lasts, USUAL_LUCK, in_order=True)
 
-    def _shoot(self, kind: Kind, plan: Plan, seed: int) -> Events:
+    def _run_plan(self, kind: Kind, plan: Plan, seed: int) -> Events:
         """Carry out a chaos plan as its runner does: the same shots, groups and limits."""
         rng = random.Random(f"{seed}/{kind.name}/luck")
         for shot in shots(plan):
-            self.env.process(self._shoot_one(kind, plan, shot, Luck.draw(rng)))
-            yield from self._until(plan.start_seconds + shot.time)
+            self.env.process(self._inject_when_allowed(kind, plan, shot, Luck.draw(rng)))
+            yield from self._wait_for_clock(plan.start_seconds + shot.time)
 
-    def _shoot_one(self, kind: Kind, plan: Plan, shot: Shot, luck: Luck) -> Events:
+    def _inject_when_allowed(self, kind: Kind, plan: Plan, shot: Shot, luck: Luck) -> Events:
         due = plan.start_seconds + shot.time
-        yield from self._until(due)
-        while isinstance(aimed := aim(shot, self._view(), plan.limits), Refusal):
+        yield from self._wait_for_clock(due)
+        while True:
+            aimed = aim(shot, self._view(), plan.limits)
+            if not isinstance(aimed, Refusal):
+                self._inject(kind, aimed, luck)
+                return
             if aimed.final or self.env.now - due >= plan.limits.patience_seconds:
                 self.account.skipped += 1
                 return
             yield self.env.timeout(POLL_SECONDS)
-        self._inject(kind, aimed, luck)
 
     def _view(self) -> View:
         groups = {}
         for number in range(self.candidate.groups):
-            groups[number] = GroupView(number, 1, number in self._up)
+            groups[number] = GroupView(number, 1, number in self._training_groups)
         return View(groups, frozenset(Need))
 
     def _inject(self, kind: Kind, aimed: Injection, luck: Luck) -> None:
@@ -411,7 +436,7 @@ class _Simulation:
             return
         self.account.failures += 1
         for group in hit:
-            self._affect(group, of_fault, luck, 1)
+            self._hit_group(group, of_fault, luck, 1)
 
     def _stop(
         self,
@@ -431,24 +456,24 @@ class _Simulation:
             good_until: checkpoints since then are worth nothing.
         """
         group.stops += 1
-        self._slow.pop(group.number, None)
+        self._slow_factors.pop(group.number, None)
         group.luck = luck
-        self._ready.discard(group.number)
+        self._ready_groups.discard(group.number)
         if self.candidate.spares is not None and broken:
             group.lacks += broken
-            self.env.process(self._mend(broken, repair))
-        self._enter(group, "nodes" if group.lacks else "away")
-        if group.number in self._up:
-            del self._up[group.number]
-            if not self._up and not self._ready:
+            self.env.process(self._repair_nodes(broken, repair))
+        self._change_state(group, "nodes" if group.lacks else "away")
+        if group.number in self._training_groups:
+            del self._training_groups[group.number]
+            if not self._training_groups and not self._ready_groups:
                 self._lose_all(good_until, in_order=in_order)
-            self._notice(luck, in_order=in_order)
+            self._react_to_loss(luck, in_order=in_order)
         if not group.lacks:
-            self.env.process(self._start(group, group.stops))
+            self.env.process(self._come_back(group, group.stops))
             return
-        if group not in self._waiting:
-            self._waiting.append(group)
-        self._hand_out()
+        if group not in self._waiting_for_nodes:
+            self._waiting_for_nodes.append(group)
+        self._give_nodes()
 
     def _lose_all(self, good_until: float, *, in_order: bool) -> None:
         """Go back to a checkpoint.
@@ -456,18 +481,18 @@ class _Simulation:
         A last group that leaves in order saves before, unless its numbers are wrong.
         """
         if in_order and good_until == math.inf and self.candidate.save_every:
-            self._saved()
+            self._save()
             self.account.restarts += 1
         else:
             self._roll_back(good_until)
 
-    def _notice(self, luck: Luck, *, in_order: bool) -> None:
+    def _react_to_loss(self, luck: Luck, *, in_order: bool) -> None:
         """Let the others find out that a group is gone."""
         if self._idle_since is not None or self._interrupted:
             return
-        if len(self._up) < self.candidate.least:
+        if len(self._training_groups) < self.candidate.least:
             self._interrupted = True
-            self._process.interrupt()
+            self._trainer.interrupt()
             return
         if in_order:
             return
@@ -475,52 +500,51 @@ class _Simulation:
         stall = candidate.costs.stall.draw(luck.stall)
         if candidate.loses:
             self._step_lost = True
-            end = max(self._end, max(now, self._due) + stall)
-        elif candidate.strategy == "rounds" and now < self._due - candidate.exchange:
+            end = max(self._step_end, max(now, self._step_due) + stall)
+        elif candidate.strategy == "rounds" and now < self._step_due - candidate.exchange:
             return
         else:  # the exchange at the step's end breaks; stalls that overlap count once
-            begin = max(now, self._due)
-            end = self._end + max(0.0, begin + stall - max(begin, self._paused))
-            self._paused = max(self._paused, begin + stall)
+            begin = max(now, self._step_due)
+            end = self._step_end + max(0.0, begin + stall - max(begin, self._stalled_until))
+            self._stalled_until = max(self._stalled_until, begin + stall)
             self.account.votes += 1
-        self._held += end - self._end
-        self._end = end
+        self._clock_stood += end - self._step_end
+        self._step_end = end
 
     # Nodes
 
-    def _mend(self, nodes: int, seconds: float) -> Events:
+    def _repair_nodes(self, nodes: int, seconds: float) -> Events:
         yield self.env.timeout(seconds)
-        self._free += nodes
-        self._hand_out()
+        self._free_nodes += nodes
+        self._give_nodes()
 
-    def _hand_out(self) -> None:
+    def _give_nodes(self) -> None:
         """Give nodes to the groups that lack some, first come first served.
 
         One that has all of them starts.
         """
-        while self._waiting:
-            group = self._waiting[0]
-            given = min(self._free, group.lacks)
-            self._free -= given
+        while self._waiting_for_nodes:
+            group = self._waiting_for_nodes[0]
+            given = min(self._free_nodes, group.lacks)
+            self._free_nodes -= given
             group.lacks -= given
             if group.lacks:
                 return
-            self._waiting.popleft()
-            self._enter(group, "away")
-            self.env.process(self._start(group, group.stops))
+            self._waiting_for_nodes.popleft()
+            self._change_state(group, "away")
+            self.env.process(self._come_back(group, group.stops))
 
-    def _start(self, group: _Group, stops: int) -> Events:
-        assert group.luck is not None, "a group that starts was stopped"
+    def _come_back(self, group: _Group, stops: int) -> Events:
         yield self.env.timeout(self.candidate.costs.away.draw(group.luck.away))
         if group.stops != stops:
             return
         if self.candidate.strategy == "rounds" and self._idle_since is None:
             group.joined = self.env.now
-            self._up[group.number] = True
-            self._enter(group, "training")
+            self._training_groups[group.number] = True
+            self._change_state(group, "training")
             return
-        self._ready.add(group.number)
-        there = len(self._up) + len(self._ready)
+        self._ready_groups.add(group.number)
+        there = len(self._training_groups) + len(self._ready_groups)
         is_enough = there >= self.candidate.least
         if self._idle_since is not None and is_enough and not self._resumed.triggered:
             self._resumed.succeed()
