@@ -114,8 +114,7 @@ def notes_of(forecast: Forecast) -> list[str]:
         if doubts:
             notes.append(f"may be off by more than 1 %: {doubts}")
     if forecast.has_other_estimate:
-        said = f"{100 * forecast.estimate:.1f} %"
-        notes.append(f"closed forms, which the charts and what turns the choice rest on: {said}")
+        notes.append(f"closed forms say {100 * forecast.estimate:.1f} %")
     if candidate.beyond:
         times = f"{candidate.beyond:.1f} times"
         notes.append(f"BEYOND THE RECORD: {times} the pressure that was measured")
