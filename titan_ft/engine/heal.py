@@ -195,13 +195,13 @@ class Heal:
         is_newcomer = self._rounds.last_round is None and not has_long_rounds
         self._start_asking()
         while not self._is_in(Phase.READY):
-            # Before the others come to a quorum: it may take them the rest of their step or round.
+            # The others come to a quorum only at the end of their step or round. Use this time.
             if is_newcomer or has_long_rounds:
                 self._prepare_until_quorum()
                 # An offer with a compared digest needs no round to confirm it.
                 if self._is_in(Phase.READY):
                     break
-            # While the others compute. The exchange goes on by itself.
+            # Then use the time in which the others compute. The exchange goes on by itself.
             self._rounds.launch_without_gradients()
             others_repeat = False
             if is_newcomer:
@@ -303,7 +303,7 @@ class Heal:
             elif all(self._group.gather(self._exchange.waits_for_members)):
                 self._wait_briefly()
             else:
-                # All sums of the others are there: they wait for this group's part of the round.
+                # The others have computed, and wait for the rest of the round.
                 return
         if self._is_in(Phase.FETCHING):
             self._await_state()
@@ -475,7 +475,7 @@ class Heal:
                 step=healing.from_step,
             ),
         )
-        # In a round of several steps the others make no update for long, and none is queued.
+        # With rounds of several steps, the next update to queue may be an hour away.
         if not self._strategy.has_long_rounds:
             self._prepare_memory()
         fetch_state = partial(self._fetch, healing, self._lost_donors)

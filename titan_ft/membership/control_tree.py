@@ -2,9 +2,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Control tree of one replica group: agreements, notes and losses among its ranks.
 
+Each rank of the group is connected to its parent and its children. Three things travel in the tree:
+
+- An *agreement*: each rank sends words up to rank 0. Rank 0 decides, and sends the decision down to
+  all ranks.
+- A *note*: a text with a topic, which any rank sends to all ranks.
+- A *loss*: the report that a rank has died, or is silent.
+
 `group_collectives.py` agrees by collectives, which only the training threads may make. The control
 tree serves the other threads, and decisions during which the training threads compute or wait:
-votes, quorums, aborts, leaving. An agreement costs one trip up the tree and one trip down.
+votes, quorums, aborts, leaving.
 
 See docs/membership.md, "Control tree".
 """
@@ -121,9 +128,10 @@ class ControlTree:
         self._parent = find_parent(rank, fan_out)
         self._changed = threading.Condition()  # guards all fields below, the node and the sockets
         self._node = Node(rank, num_ranks, fan_out)
-        self._words: dict[int, frozenset[str] | None] = {}  # by agreement; on rank 0
-        self._answers: dict[int, ReceivedDecision] = {}
-        self._heard: dict[str, str] = {}  # text by topic
+        # On rank 0, the words of all ranks by the number of the agreement; None = too long.
+        self._words: dict[int, frozenset[str] | None] = {}
+        self._answers: dict[int, ReceivedDecision] = {}  # by the number of the agreement
+        self._heard: dict[str, str] = {}  # the notes: text by topic
         self._topic_listeners: dict[str, HearTopic] = {}  # by prefix
         self._loss_listeners: list[HearLoss] = []
         self._losses: list[Lose] = []
@@ -152,7 +160,7 @@ class ControlTree:
             host=host,
             own=own,
             patience=patience,
-            on_action=self._take,
+            on_action=self._handle_action,
             on_turn=self._run_callbacks,
             on_failure=self._fail,
         )
@@ -165,7 +173,7 @@ class ControlTree:
 
     def rank0_decides(
         self,
-        found: Collection[str],
+        words: Collection[str],
         decide: Callable[[set[str]], str],
         timeout: float | None = None,
     ) -> str:
@@ -176,7 +184,7 @@ class ControlTree:
         the other ranks wait for its decision until rank 0 is lost.
 
         Args:
-            found: words that this rank has found; `decide` gets the words of all ranks.
+            words: this rank's words; `decide` gets those of all ranks.
             timeout: seconds to wait for the other ranks. On ranks other than 0 it includes the
                 duration of `decide`. After a timeout the caller must make no further agreement.
 
@@ -190,16 +198,17 @@ class ControlTree:
         number = self.num_agreements + 1
         with self._changed:
             self._raise_if_ended()
-            self._call(partial(self._node.join, number, found))
+            self._call(partial(self._node.join, number, words))
             self.num_agreements = number  # after `join`: it refuses words that are too long
             arrived = self._words if self._rank == 0 else self._answers
             self._wait(lambda: number in arrived, timeout)
             if self._rank > 0:
                 return self._answers.pop(number).text
-            words = self._words.pop(number)
-        if words is None:
+            all_words = self._words.pop(number)
+        if all_words is None:
             raise ValueError("the words of all ranks together are too long for a message")
-        decision = decide(set(words))  # without the lock: it may ask the lighthouse for seconds
+        # Without the lock: `decide` may ask the lighthouse for seconds.
+        decision = decide(set(all_words))
         with self._changed:
             self._call(partial(self._node.decide, number, decision))
             self._answers.pop(number, None)  # rank 0 has its decision already
@@ -214,7 +223,9 @@ class ControlTree:
             LighthouseError, RankLostError, ValueError: see `rank0_decides`.
         """
         number = self.num_agreements + 1
-        text = decide() if self._rank == 0 else ""  # without the lock: it may take seconds
+        text = ""
+        if self._rank == 0:
+            text = decide()  # without the lock: it may take seconds
         with self._changed:
             self._raise_if_ended()
             if self._rank == 0:
@@ -423,9 +434,9 @@ class ControlTree:
             self._sockets.call(event)
             return
         for action in event(time.monotonic()):  # without neighbours no action concerns a connection
-            self._take(action)
+            self._handle_action(action)
 
-    def _take(self, action: Action) -> None:
+    def _handle_action(self, action: Action) -> None:
         """Carry out an action of the node that concerns no connection."""
         match action:
             case Decide(number, words):

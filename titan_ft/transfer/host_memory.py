@@ -28,7 +28,7 @@ from titan_ft.config import FaultTolerance
 
 logger = logging.getLogger(__name__)
 
-_NO_BOUND = 2**31  # updates
+_MAX_UPDATES = 2**31  # a bound for unknown memory
 
 
 class HostMemory:
@@ -50,8 +50,9 @@ class HostMemory:
     def reserve(self, num_bytes: int) -> bool:
         """Start to pin memory on a thread of its own. On a CPU nothing is pinned.
 
-        Returns False, and pins nothing, if memory is scarce: a healthy job must not run out of
-        memory for a joiner that may never come.
+        Returns:
+            False if memory is scarce. Then nothing is pinned: a healthy job must not run out of
+            memory for a joiner that may never come.
         """
         free = self._find_free_if_scarce(num_bytes)
         if free is not None:
@@ -174,7 +175,7 @@ def most_updates(
     else:
         # Half of the free bytes. The other half is for the state itself, and for other processes.
         max_updates = free / 2 / num_ranks / max(1, update_bytes) + on_device
-    return max(1, int(min(_NO_BOUND, max_updates)))
+    return max(1, int(min(_MAX_UPDATES, max_updates)))
 
 
 def _find_free_on_host(root: Path) -> Iterator[int]:

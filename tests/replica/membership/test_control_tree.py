@@ -105,8 +105,8 @@ def test_a_decision_that_has_come_counts_although_a_rank_is_lost() -> None:
         waits = group.agree(0)
         wait_until(lambda: tree.num_agreements == 1, "rank 1 waits")
         with tree._changed:
-            tree._take(Answer(1, "decided"))
-            tree._take(Lose(0, "its process has ended", "node-0"))
+            tree._handle_action(Answer(1, "decided"))
+            tree._handle_action(Lose(0, "its process has ended", "node-0"))
         assert waits[0].result(DEADLINE) == "decided"
         with pytest.raises(
             RankLostError, match=r"rank 0 of this group \(on node-0\) is lost: its process"
