@@ -10,15 +10,17 @@ __version__ = "0.1.0"
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions of this package and of its main dependencies, without loading
-    any of them.
+    """Return the installed versions of this package and of its main dependencies.
+
+    Loads none of them.
     """
-    return dict(_versions())  # whoever takes one out of it has his own
+    return dict(_versions())  # A copy: a caller may change it.
 
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    from importlib import metadata  # not at import: every process of a run would pay for it
+    # Imported here: otherwise every process of a run would pay for the import.
+    from importlib import metadata
 
     found = {"titan_ft": __version__}
     for name in ("torchtitan", "torchft", "torch"):

@@ -11,7 +11,8 @@ import sys
 def main() -> int:
     """Run one command and return its exit status; see `cli.main`."""
     try:
-        # Here: imports take most of a second, and a Ctrl-C among them was a traceback of tyro's.
+        # Imported here: the imports take most of a second, and a Ctrl-C during them printed a
+        # traceback.
         from titan_ft.cli.main import main as run
 
         return run()

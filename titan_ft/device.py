@@ -32,7 +32,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_cpu() -> bool:
-    """Return whether this machine has no accelerator that torch can use."""
+    """Return True if this machine has no accelerator that torch can use."""
     return not torch.accelerator.is_available()
 
 
@@ -105,11 +105,12 @@ def require(process_group: str, local_rank: int) -> None:
 
 
 ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""torchtitan writes it, for the communicators of the group; `AbortableNccl` does for its own, which
-come later.
+"""A variable that torchtitan sets for the group's communicators. `AbortableNccl` sets it later, for
+its own communicators.
 
-So a value of the user's has no effect. Nor has NCCL_ASYNC_ERROR_HANDLING, the older name: torch
-prefers this one. """
+So a user's value has no effect. The older name NCCL_ASYNC_ERROR_HANDLING has none either, because
+torch prefers the new name.
+"""
 
 _NCCL_OFF = {
     "TORCH_NCCL_ENABLE_MONITORING": (
@@ -128,19 +129,23 @@ _NCCL_OFF = {
         "the order of a group's and the exchange's kernels differs between ranks"
     ),
 }
-_DUMPS, _DUMP_TIME = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
-# Before torch's watchdog ends a process in which a collective of the group hangs, it waits four
-# times as long for the flight record. With 0, torch's monitor began two dumps into one file, and
-# the process ended before the first one.
+"""NCCL's variables that must be 0, with the harm that another value does."""
+_DUMPS = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+_DUMP_TIME = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 _DUMP_MS = 5000
+"""If a collective of the group hangs, torch's watchdog waits four times this long for the flight
+record, and then ends the process. With 0, torch's monitor began two dumps into one file, and the
+process ended before the first dump was complete."""
 NO_DUMPS = {_DUMPS: "0", _DUMP_TIME: "0"}
-"""In the environment when torch makes the exchange's process group.
+"""The environment while torch makes the exchange's process group.
 
 A lost group is no hang, and torch writes one flight record in the life of a process. The watchdog's
-wait would also delay the end of a broken communicator. """
-
-# Queues of a GPU: CUDA's own default, and the most there are.
-_MIN_CONNECTIONS, _MAX_CONNECTIONS = (8, 32)
+wait would also delay the end of a broken communicator.
+"""
+_MIN_CONNECTIONS = 8
+"""Queues of a GPU by CUDA's default."""
+_MAX_CONNECTIONS = 32
+"""The most queues that a GPU has."""
 
 
 def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, str]:
@@ -166,7 +171,8 @@ def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, s
         )
 
     for name, why in _NCCL_OFF.items():
-        for each in (name, name.removeprefix("TORCH_")):  # the older names of some
+        older_name = name.removeprefix("TORCH_")
+        for each in (name, older_name):
             if environ.get(each, "0").strip() != "0":
                 raise refuse(each, "0", why)
     if environ.get("TORCH_DISTRIBUTED_DEBUG", "").strip().upper() == "DETAIL":
@@ -174,27 +180,27 @@ def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, s
             "TORCH_DISTRIBUTED_DEBUG", "OFF or INFO", f"it turns {ASYNC_ERROR_HANDLING} on"
         )
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    if (number := environ.get(name)) is not None and not (
-        number.isdecimal() and int(number) >= _MIN_CONNECTIONS
-    ):
+    connections = environ.get(name, str(_MAX_CONNECTIONS))
+    if not _is_at_least(connections, _MIN_CONNECTIONS):
         why = "the exchange and a collective of the group could wait for each other in one queue"
         raise refuse(name, f">= {_MIN_CONNECTIONS}", why)
     name = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
-    least = math.ceil(timeout_ms / 1000)  # torch cuts fractions off
-    seconds = environ.get(name)
-    if seconds is not None and not (seconds.isdecimal() and int(seconds) >= least):
+    least_seconds = math.ceil(timeout_ms / 1000)  # torch cuts fractions of a second off.
+    seconds = environ.get(name, str(least_seconds))
+    if not _is_at_least(seconds, least_seconds):
         why = "the set-up of a communicator may take process_group_timeout_ms"
-        raise refuse(name, f"a whole number of seconds >= {least}", why)
+        raise refuse(name, f"a whole number of seconds >= {least_seconds}", why)
     return {
-        "CUDA_DEVICE_MAX_CONNECTIONS": str(_MAX_CONNECTIONS),
-        "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(least),
-        **{
-            each: environ[each] for each in ("CUDA_DEVICE_MAX_CONNECTIONS", name) if each in environ
-        },
-        _DUMPS: environ.get(_DUMPS, "0"),  # torchtitan sets it with comm.trace_buf_size
+        "CUDA_DEVICE_MAX_CONNECTIONS": connections,
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": seconds,
+        _DUMPS: environ.get(_DUMPS, "0"),  # torchtitan sets this one with comm.trace_buf_size.
         _DUMP_TIME: environ.get(_DUMP_TIME, str(_DUMP_MS)),
         **dict.fromkeys(_NCCL_OFF, "0"),
     }
+
+
+def _is_at_least(text: str, least: int) -> bool:
+    return text.isdecimal() and int(text) >= least
 
 
 def empty_host(numel: int, dtype: torch.dtype, *, keep: bool = False) -> torch.Tensor:
@@ -210,12 +216,11 @@ def empty_host(numel: int, dtype: torch.dtype, *, keep: bool = False) -> torch.T
     if not on_cpu():
         try:
             return _pin(numel, dtype, keep)
-        except (
-            RuntimeError,
-            OSError,
-        ) as error:  # neither torch nor Python has a narrower one for it
+        except (RuntimeError, OSError) as error:
+            # torch and Python have no narrower error for this failure.
             reason = str(error).split("\n", 1)[0]
-            if reason not in _unpinned:  # each bucket of each queued update may fail alike
+            # One line: each bucket of each queued update may fail in the same way.
+            if reason not in _unpinned:
                 _unpinned.add(reason)
                 logger.warning(
                     "%.3g GB of host memory cannot be pinned (%s): copies between it and the GPU "
@@ -226,7 +231,8 @@ def empty_host(numel: int, dtype: torch.dtype, *, keep: bool = False) -> torch.T
     return torch.empty(numel, dtype=dtype)
 
 
-_unpinned: set[str] = set()  # why memory could not be pinned, as told
+_unpinned: set[str] = set()
+"""Reasons of failures to pin memory that are logged already."""
 
 
 def _pin(numel: int, dtype: torch.dtype, keep: bool) -> torch.Tensor:
@@ -236,7 +242,8 @@ def _pin(numel: int, dtype: torch.dtype, keep: bool) -> torch.Tensor:
     return _pinned.take(num_bytes, keep=keep).view(dtype)
 
 
-_LARGE = 1 << 20  # bytes: what is smaller costs a host nothing, and torch keeps it
+_LARGE = 1 << 20
+"""Bytes. Smaller tensors cost a host little, so torch may keep their memory."""
 _pinned = PinnedMemory()
 
 
@@ -246,18 +253,21 @@ def release_host_memory() -> None:
 
 
 def free_bytes(where: torch.device) -> int:
-    """Return how much memory a device has left, with what torch keeps for later; 0 for a CPU."""
+    """Return the free bytes of a device, with the memory that torch's allocator keeps unused.
+
+    0 for a CPU.
+    """
     if where.type == "cpu":
         return 0
     free, _ = torch.accelerator.get_memory_info(where)
-    return int(
-        free + torch.accelerator.memory_reserved(where) - torch.accelerator.memory_allocated(where)
-    )
+    unused = torch.accelerator.memory_reserved(where) - torch.accelerator.memory_allocated(where)
+    return int(free + unused)
 
 
 def in_background(make: Callable[[], _T], name: str) -> Future[_T]:
-    """Run `make` on a thread of its own if there is an accelerator, where it takes a while; on a
-    CPU at once.
+    """Run `make` on a thread of its own, so that the caller need not wait for the accelerator.
+
+    On a CPU, `make` runs at once.
     """
     if on_cpu():
         made: Future[_T] = Future()
@@ -277,15 +287,14 @@ def empty_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
     """
     if device.type == "cpu":
         return empty_host(numel, dtype, keep=True)
+    # With deterministic algorithms (torchtitan's `debug`) torch would fill the new memory.
     settings: Any = torch.utils.deterministic
-    fills = settings.fill_uninitialized_memory
-    settings.fill_uninitialized_memory = (
-        False  # which deterministic algorithms (torchtitan's `debug`) have torch do
-    )
+    fills_memory = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
     try:
         return torch.empty(numel, dtype=dtype, device=device)
     finally:
-        settings.fill_uninitialized_memory = fills
+        settings.fill_uninitialized_memory = fills_memory
 
 
 @contextlib.contextmanager
@@ -300,9 +309,8 @@ def side_stream(where: torch.device, use: str = "exchange") -> Iterator[None]:
         yield
         return
     torch.accelerator.set_device_index(where.index or 0)
-    # Not `with stream:`, which keeps the stream to go back to in the stream itself. The exchange's
-    # thread may be left in this one: the training thread would go on on that thread's stream, and
-    # the other way round.
+    # `with stream:` would store the stream to return to in the stream object, which all threads
+    # share. The exchange's thread and the training thread would return to each other's stream.
     before = torch.accelerator.current_stream(where)
     torch.accelerator.set_stream(_stream_of_its_own(where, use))
     try:
@@ -313,8 +321,10 @@ def side_stream(where: torch.device, use: str = "exchange") -> Iterator[None]:
 
 @functools.cache
 def _stream_of_its_own(where: torch.device, use: str) -> torch.Stream:
-    """Return the one stream of a use: memory that was freed on a stream is taken again only
-    there.
+    """Return the one stream of a use.
+
+    torch's allocator gives memory that was freed on a stream to the same stream only. A new stream
+    each time would leave that memory unused.
     """
     return torch.Stream(where)
 
@@ -340,9 +350,8 @@ def record_event(timed: bool = False) -> torch.Event | None:
     """
     if on_cpu():
         return None
-    return torch.accelerator.current_stream().record_event(
-        torch.Event(enable_timing=True) if timed else None
-    )
+    event = torch.Event(enable_timing=True) if timed else None
+    return torch.accelerator.current_stream().record_event(event)
 
 
 def record_time() -> torch.Event | None:
@@ -351,10 +360,10 @@ def record_time() -> torch.Event | None:
 
 
 def seconds_between(begun: torch.Event | None, done: torch.Event | None) -> float:
-    """Return a stream's seconds between two timed events that it has passed; 0 without the
-    events.
-    """
-    return 0.0 if begun is None or done is None else begun.elapsed_time(done) / 1000
+    """Return the seconds between two timed events that have happened; 0 without the events."""
+    if begun is None or done is None:
+        return 0.0
+    return begun.elapsed_time(done) / 1000
 
 
 def synchronize(events: Iterable[torch.Event | None] = ()) -> None:
@@ -368,10 +377,9 @@ def synchronize(events: Iterable[torch.Event | None] = ()) -> None:
 
 
 def read_later(scalar: torch.Tensor) -> Callable[[], float]:
-    """Start the copy of a number to the host; the returned function waits for it and returns the
-    number.
+    """Start the copy of a number to the host, and return a function that returns the number.
 
-    The returned function may be called on any thread.
+    The function waits for the copy. It may be called on any thread.
     """
     if scalar.device.type == "cpu":
         value = scalar.item()
@@ -401,8 +409,10 @@ def wait_for(event: torch.Event | None, where: torch.device) -> None:
 
 
 def join_stream(other: torch.Stream | None) -> torch.Stream | None:
-    """Make the current stream wait for the work queued on `other`; returns the current stream, None
-    on a CPU.
+    """Make the current stream wait for the work queued on `other`.
+
+    Returns:
+        The current stream; None on a CPU.
     """
     if on_cpu():
         return None

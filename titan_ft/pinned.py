@@ -26,8 +26,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class _Block:
+    """Pinned memory of one tensor.
+
+    Attributes:
+        keep: keep the memory for the next tensor of this size.
+    """
+
     memory: mmap.mmap
-    keep: bool  # for the next tensor of this size
+    keep: bool
 
     @property
     def address(self) -> int:
@@ -37,14 +43,16 @@ class _Block:
 class PinnedMemory:
     """Allocates pinned tensors for one GPU, and unpins a tensor's memory after the tensor is freed.
 
-    Thread-safe. All callers must use the same current device: the thread that unpins uses it, too.
+    `titan_ft.device` has the one instance. `take` and `release_kept` may be called on any thread. A
+    thread of its own unpins the memory. All callers must use the same current device, because that
+    thread uses it as well. A failed `take` changes nothing.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._kept: defaultdict[int, list[_Block]] = defaultdict(list)  # by size
-        # Blocks whose tensor has been freed. None: a call of `release_kept`.
+        # Blocks whose tensor has been freed. None stands for a call of `release_kept`.
         self._freed: queue.SimpleQueue[_Block | None] = queue.SimpleQueue()
 
     def take(self, num_bytes: int, *, keep: bool) -> torch.Tensor:
@@ -79,18 +87,21 @@ class PinnedMemory:
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def release_kept(self) -> None:
-        """Unpin the blocks that are kept; returns at once. A block in use with `keep` is still kept
-        later."""
+        """Let the thread unpin the kept blocks; return at once.
+
+        A block in use with `keep` is kept again when its tensor is freed.
+        """
         if self._thread is not None:
             self._freed.put(None)
 
     def _serve(self, device: int) -> None:
-        # A new thread uses GPU 0, where each rank would open a context of 0.3 to 0.5 GB.
+        # A new thread starts on GPU 0. Without this, each rank would open a context of 0.3 to 0.5
+        # GB there.
         torch.cuda.set_device(device)
         while True:
             block = self._freed.get()
-            # A stream may still copy from the block or to it, and nobody knows which stream.
-            # So wait for all; a kernel that waits for a lost peer delays nothing but this thread.
+            # Some stream may still copy from the block or to it. So wait for all streams. A kernel
+            # that waits for a lost peer delays this thread only.
             torch.cuda.synchronize()
             unwanted: list[_Block] = []
             with self._lock:
@@ -108,9 +119,9 @@ class PinnedMemory:
 
 def _pin(num_bytes: int, device: int, keep: bool) -> _Block:
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # At a fork, of a data loader's workers for instance, Linux copies all pinned pages. Before 5.12
-    # it shares them: the next write of this process goes to a new page, and the GPU keeps using the
-    # old one.
+    # Keep the memory out of forks, such as the workers of a data loader. Linux copies all pinned
+    # pages at a fork. Before 5.12 it shared them: the next write of this process went to a new
+    # page, while the GPU kept using the old one.
     memory.madvise(mmap.MADV_DONTFORK)
     block = _Block(memory, keep)
 
@@ -118,8 +129,8 @@ def _pin(num_bytes: int, device: int, keep: bool) -> _Block:
         torch.cuda.set_device(device)
         return int(torch.cuda.cudart().cudaHostRegister(block.address, num_bytes, 0))
 
-    # CUDA raises the error of a refused call again at the next kernel launch of the same thread. So
-    # a thread of its own registers the memory, and launches no kernel.
+    # After a refused call, CUDA raises the same error at the next kernel launch of that thread. So
+    # another thread registers the memory, which launches no kernel.
     with ThreadPoolExecutor(1) as thread:
         torch.cuda.check_error(thread.submit(register).result())
     return block
@@ -129,12 +140,13 @@ def _unpin(block: _Block) -> None:
     try:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(block.address))
     except RuntimeError as error:
-        _lost.append(block)  # the GPU may still reach it: nothing else may get these addresses
+        # The GPU may still use the block, so its addresses must not be given to anything else.
+        _lost.append(block)
         size = len(block.memory) / 1e9
         logger.warning("%.3g GB of pinned memory cannot be given back to the host: %s", size, error)
     else:
-        # `close` unmaps the memory without Python's lock. The end of the last reference would hold
-        # it.
+        # `close` unmaps the memory without Python's lock. Dropping the last reference would unmap
+        # it with the lock held.
         block.memory.close()
 
 

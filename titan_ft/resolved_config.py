@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Resolve the configs of two launches, from TOML, flags and defaults.
 
-A program (`python -m titan_ft.resolved_config`) for `launch --resume`, which must not import
-torchtitan.
+`launch --resume` runs this program (`python -m titan_ft.resolved_config`), because the launcher
+itself must not import torchtitan.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from titan_ft.config import ConfigError, flat_values
 
 
 def resolve(flags: Sequence[str]) -> dict[str, Any]:
-    """Return the values of a job with these torchtitan flags, by full names; every rule is checked.
+    """Return the values of a job with these torchtitan flags, by full names. Checks every rule.
 
     Raises:
-        ConfigError: there is a mistake in the config.
+        ConfigError: the config has a mistake.
     """
     from titan_ft.training.job_config import read_config
 
@@ -29,7 +29,7 @@ def resolve(flags: Sequence[str]) -> dict[str, Any]:
 
 
 def resolve_earlier(flags: Sequence[str]) -> dict[str, Any]:
-    """Return the values of an earlier launch, which has trained with them.
+    """Return the values of an earlier launch, by full names.
 
     The rules are not checked again: the tokenizer, for example, may have moved since.
 
@@ -38,7 +38,8 @@ def resolve_earlier(flags: Sequence[str]) -> dict[str, Any]:
     """
     from titan_ft.training.job_config import parse_config
 
-    toml = next(flag for flag in flags if flag.startswith("--job.config_file=")).partition("=")[2]
+    prefix = "--job.config_file="
+    toml = next(flag for flag in flags if flag.startswith(prefix)).removeprefix(prefix)
     try:
         config = parse_config(flags, toml)
     except ConfigError as error:
@@ -46,16 +47,20 @@ def resolve_earlier(flags: Sequence[str]) -> dict[str, Any]:
             f"--resume must be able to read the config of the earlier launch, got: {error}"
         ) from error
     method = config.fault_tolerance.semi_sync_method
-    config.fault_tolerance.semi_sync_method = method and method.lower()  # as the check does
+    if method:
+        # `titan_ft.config.validate` changes the value in the same way.
+        config.fault_tolerance.semi_sync_method = method.lower()
     return dict(flat_values(config.to_dict()))
 
 
 def main() -> None:
-    """Read the flags of two launches from stdin, as JSON, and print the values of both, or their
-    mistake.
+    """Read the flags of two launches from stdin, and print the values of both, or the mistake.
+
+    Both are JSON.
     """
     answers = os.dup(1)
-    os.dup2(2, 1)  # what imports and the user's config module print is no answer
+    # Imports and the user's config module may print. Their output must not be in the answer.
+    os.dup2(2, 1)
     earlier, now = json.load(sys.stdin)
     try:
         answer: dict[str, Any] = {"now": resolve(now), "earlier": resolve_earlier(earlier)}

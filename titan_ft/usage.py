@@ -81,10 +81,11 @@ def _explain(
             return _unrecognized(token, args, unknown, places)
         case MissingArgs():
             names = [_name(missing.arg) for missing in event.missing_arguments]
-            text = " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
-            return (
-                f"{text} must be given, got nothing{f'; for example: {example}' if example else ''}"
-            )
+            text = names[-1]
+            if len(names) > 1:
+                text = f"{', '.join(names[:-1])} and {text}"
+            hint = f"; for example: {example}" if example else ""
+            return f"{text} must be given, got nothing{hint}"
         case BadValue(reason="too_few_values"):
             written, _ = _last_value(event.argument, args)
             kind = _kind(event.argument)
@@ -110,30 +111,28 @@ def _unrecognized(
 ) -> str:
     if token.startswith("-") and not re.match(r"-[\d.]", token):
         return unknown(token.partition("=")[0].replace("_", "-"))
-    # Of --resume=yes tyro takes the option, which has no value, and refuses the "yes".
-    flag = next(
-        (word for word in args if word.startswith("--") and word.endswith(f"={token}")), None
-    )
-    if flag is not None and token not in args:
-        return (
-            f"{flag.partition('=')[0]} must be without a value, got {token!r}; leave the value out"
-        )
-    remedy = (
-        f"what has no -- before it is {' '.join(places)}"
-        if places
-        else "every option begins with --"
-    )
+    # The option --resume has no value. Of --resume=yes, tyro takes the option and refuses "yes".
+    for word in args:
+        if word.startswith("--") and word.endswith(f"={token}") and token not in args:
+            option = word.partition("=")[0]
+            return f"{option} must be without a value, got {token!r}; leave the value out"
+    if places:
+        remedy = f"what has no -- before it is {' '.join(places)}"
+    else:
+        remedy = "every option begins with --"
     return f"{token!r} is one argument too many; {remedy}"
 
 
 def _last_value(argument: ArgumentDefinition, args: Sequence[str]) -> tuple[str, str]:
     """Return the written form of an argument and its last value, which tyro's events lack."""
-    *_, found = [(_name(argument), ""), *find_values(args, argument.lowered.name_or_flags)]
+    found = _name(argument), ""
+    for written, value in find_values(args, argument.lowered.name_or_flags):
+        found = written, value
     return found
 
 
 def _name(argument: ArgumentDefinition) -> str:
-    name = argument.lowered.name_or_flags[-1]  # after its aliases
+    name = argument.lowered.name_or_flags[-1]  # The aliases come first.
     return name if name.startswith("-") else name.replace("-", "_").upper()
 
 

@@ -37,7 +37,7 @@ def loaders(
             parts=dp_world_size, part=dp_rank, num_workers=workers, worker_init_fn=None
         )
 
-    made.begin(build, shard, num_shards)
+    made.build_own(build, shard, num_shards)
     return made
 
 
@@ -104,7 +104,7 @@ class _Tokens(IterableDataset[int]):
 
 def _loaders_of_tokens(init: Any = None) -> SlotLoaders:
     made = SlotLoaders(FaultTolerance(enable=True, group_size=2, replica_id=0))
-    made.begin(
+    made.build_own(
         lambda **_: StatefulDataLoader(_Tokens(), batch_size=2, num_workers=1, worker_init_fn=init),
         shard=0,
         num_shards=1,

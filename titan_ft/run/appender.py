@@ -31,7 +31,7 @@ A worker's step is about 1.5 kB, so that 11,000 steps fit: hours of most jobs. T
 a host take 128 MB at most, which training does not miss.
 """
 FINISH_SECONDS = 5.0
-"""How long an ending process waits for room. A longer wait would delay the group's restart."""
+"""An ending process waits this long for room. A longer wait would delay the group's restart."""
 DISK_ERRNOS = frozenset(
     {
         errno.ENOSPC,
@@ -45,58 +45,65 @@ DISK_ERRNOS = frozenset(
         errno.ESHUTDOWN,
     }
 )
-"""Errors of a write to a disk; the last three are those of file servers that are away."""
+"""Errors of a write to a disk. The last three come from file servers that are away."""
 _POLL_SECONDS = 0.05
-_MAX_RECORDS_PER_WRITE = 256  # buffers of one `writev`; Linux allows 1024 (IOV_MAX)
+_MAX_RECORDS_PER_WRITE = 256
+"""Buffers of one `writev`. Linux allows 1024 (IOV_MAX)."""
 _NEWLINE = b"\n"
-"""A waiting record that puts back the last newline of a file.
+"""A waiting record that restores the last newline of a file.
 
-`FileAppender` truncates that newline while records wait (see its `is_json_lines`); it may have been
-this process or an earlier one. No record of JSON is an empty line, so it cannot be mistaken for
-one. """
+`FileAppender` truncates that newline while records wait (see its `is_json_lines`), in this process
+or an earlier one. No record of JSON is an empty line, so this record cannot be mistaken for one.
+"""
 
 
 _appenders: WeakSet[Appender] = WeakSet()
 """Every appender of this process; a forked child resets them."""
 _stalled: dict[int, Appender] = {}
-"""Appenders with waiting records, by id. One that nobody else refers to must still write its
-records.
+"""Appenders with waiting records, by id. The reference keeps an appender alive until its records
+are written.
 """
 _registry_lock = threading.RLock()
-"""Guards the two. Reentrant for signal handlers."""
+"""Guards `_appenders` and `_stalled`. Reentrant, because signal handlers print."""
 
 
 @dataclass
 class Stall:
-    """A time in which a file could not be written."""
+    """A period in which a file could not be written.
+
+    Attributes:
+        error: the first error.
+        began: Unix seconds of the first record that could not be written at once.
+        reported: True if `on_stall` was called; see `Appender`.
+        num_waited: records that waited in memory and are in the file now.
+        dropped: lost records by kind: there was no memory left for them.
+        first_dropped: Unix seconds of the first lost record; 0 if none is lost.
+        last_dropped: Unix seconds of the last lost record; 0 if none is lost.
+    """
 
     error: OSError
-    """The first error."""
     began: float
-    """Unix seconds of the first record that could not be written at once."""
     reported: bool = False
-    """Whether `on_stall` was called; see `Appender`."""
     num_waited: int = 0
-    """Records that waited in memory and are in the file now."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Records beyond the memory's limit, which are lost; by kind."""
     first_dropped: float = 0.0
-    """Unix seconds of the first lost record."""
     last_dropped: float = 0.0
-    """Unix seconds of the last lost record."""
 
     @property
     def reason(self) -> str:
-        """Return the system's words for the error, such as "No space left on device"."""
+        """The system's words for the error, such as "No space left on device"."""
         return self.error.strerror or str(self.error)
 
 
 class Appender:
-    """Appends whole records in order; safe to share between threads, and with signal handlers.
+    """Appends whole records in order.
+
+    Event logs, curves and outputs own one. Any thread may call any method, signal handlers as well.
+    An error of the disk ends nothing: the record waits in memory.
 
     Args:
         on_stall: called at most once for a stall, with the facts known so far.
-        on_end: called when all waiting records are written, also for an unreported stall.
+        on_end: called when all waiting records are written, even if the stall was not reported.
         limit: maximum bytes of waiting records.
 
     Both functions are called by the writing thread, with the lock held. They may append to this
@@ -116,34 +123,34 @@ class Appender:
         *,
         limit: int = WAITING_BYTES,
     ) -> None:
-        self._on_stall, self._on_end, self._limit = on_stall, on_end, limit
+        self._on_stall = on_stall
+        self._on_end = on_end
+        self._limit = limit
         self._records: deque[bytes] = deque()
-        self._num_bytes = 0
-        """Size of the records that wait."""
+        self._num_bytes = 0  # of the waiting records
+        # Bytes of the first waiting record that are in the file already: a full disk may take half
+        # a line.
         self._offset = 0
-        """Bytes of the first waiting record that are in the file already: a full disk takes half a
-        line.
-        """
         self._stall: Stall | None = None
+        # Monotonic seconds at the end of the last stall.
         self._last_end = -float("inf")
-        """End of the last stall, in seconds of the monotonic clock."""
         self._closed = False
         self._reset_lock()
         with _registry_lock:
             _appenders.add(self)
 
     def _reset_lock(self) -> None:
-        # Reentrant: a signal handler may print while this thread writes.
+        # Reentrant, because a signal handler may print while this thread writes.
         self._lock = threading.RLock()
         self._is_writing = False
 
     @property
     def stall(self) -> Stall | None:
-        """Return the stall that lasts; None while all records are written."""
+        """The present stall; None while all records are written."""
         return self._stall
 
     def append(self, record: bytes, kind: str = "", when: float | None = None) -> None:
-        """Write a record, or keep it until there is room. Errors of a disk are not raised.
+        """Write a record, or keep it until there is room. Raises no errors of a disk.
 
         Args:
             kind: key in `Stall.dropped` under which the record is counted if it is lost.
@@ -164,7 +171,7 @@ class Appender:
             self._write(when)
 
     def retry(self) -> None:
-        """Write the records that wait, if possible now. Does not wait for another thread."""
+        """Write the waiting records if that is possible now. Does not wait for another thread."""
         if self._lock.acquire(blocking=False):
             try:
                 if not self._closed:
@@ -181,7 +188,8 @@ class Appender:
         _wait_for([self], seconds)
         with self._lock:
             lost = sum(record != _NEWLINE for record in self._records)
-            self._closed, self._stall = True, None
+            self._closed = True
+            self._stall = None
             self._records.clear()
             _unregister_stall(self)
             self._release()
@@ -197,24 +205,23 @@ class Appender:
         return bool(self._stall.dropped) or self._num_bytes + len(record) > self._limit
 
     def _write(self, when: float | None = None) -> None:
-        """Write all waiting records; if that fails, begin a stall or go on with it."""
-        # In a signal handler that interrupted this thread's own write: the loop of that write
-        # writes the handler's record too.
+        """Write all waiting records; if that fails, begin or continue a stall."""
+        # A signal handler has interrupted this thread's own write. The loop of that write writes
+        # the handler's record too.
         if self._is_writing:
             return
         self._is_writing = True
         try:
             while self._records:
-                # May open a new file in place of one that was removed, and then drop the only
-                # record.
+                # This may open a new file in place of a removed one, and then drop the only record.
                 descriptor = self._ensure_open()
                 if self._records:
                     self._advance(self._write_some(descriptor))
         except OSError as error:
             if not self._tolerates(error):
-                # Nothing can be written here any more, for instance because the reader is gone:
-                # forget what waits, and end a stall without `on_end`, which says that all is
-                # written.
+                # Nothing can be written here any more, for example because the reader is gone. Drop
+                # the waiting records, and end a stall without `on_end`, which would mean that all
+                # records are written.
                 self._records.clear()
                 self._num_bytes = self._offset = 0
                 self._stall = None
@@ -224,7 +231,7 @@ class Appender:
             return
         finally:
             self._is_writing = False
-        if self._records:  # a signal handler has added one after the last look at them
+        if self._records:  # A signal handler has added a record after the loop.
             self._write(when)
         elif self._stall is not None:
             self._end_stall(self._stall)
@@ -233,7 +240,8 @@ class Appender:
         batch = list(islice(self._records, _MAX_RECORDS_PER_WRITE))
         batch[0] = batch[0][self._offset :]
         written = os.writev(descriptor, batch)
-        if not written:  # without progress `_write` would loop for ever: take it for a full disk
+        if not written:
+            # Without progress `_write` would loop for ever, so this counts as a full disk.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return written
 
@@ -264,23 +272,26 @@ class Appender:
         self._on_end(stall)
 
     def _ensure_open(self) -> int:
-        """Return the descriptor of the file; opens it if needed. May drop or insert a first record.
+        """Return the descriptor of the file; open the file if needed.
+
+        May drop or insert a first record.
 
         Raises:
-            OSError: it cannot be opened.
+            OSError: the file cannot be opened.
         """
         raise NotImplementedError
 
     def _tolerates(self, error: OSError) -> bool:
-        """Return whether records wait after this error; False if it is raised instead."""
+        """Return True if records wait after this error; False if the error is raised instead."""
         raise NotImplementedError
 
     def _release(self) -> None:
-        """Let go of the file."""
+        """Close the file, if this appender has opened it."""
 
     def forget_parent(self) -> None:
-        """In a forked child: drop the waiting records, which the parent writes, and replace the
-        lock.
+        """Reset this appender in a forked child.
+
+        The parent writes the waiting records. Another of its threads may have held the lock.
         """
         self._reset_lock()
         self._records.clear()
@@ -310,16 +321,18 @@ class FileAppender(Appender):
         limit: int = WAITING_BYTES,
     ) -> None:
         super().__init__(on_stall, on_end, limit=limit)
-        self.path, self._is_json_lines, self._on_cut = path, is_json_lines, on_cut
+        self.path = path
+        self._is_json_lines = is_json_lines
+        self._on_cut = on_cut
         self._file: int | None = None
         self._was_open = False
 
     def _tolerates(self, error: OSError) -> bool:
-        return True  # nobody else uses this file, so every error comes from its file system
+        return True  # No other process uses this file, so every error comes from the file system.
 
     def _ensure_open(self) -> int:
         if self._file is not None and os.fstat(self._file).st_nlink == 0:
-            # The file was removed, so further writes would be lost: open a new one. Its folder is
+            # The file was removed, and further writes would be lost: open a new file. The folder is
             # not made again, because the user may be deleting the run at this moment.
             self._release()
         if self._file is None:
@@ -330,29 +343,31 @@ class FileAppender(Appender):
     def _open(self) -> int:
         if not self._was_open:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(
-            self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
-        )
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        file = os.open(self.path, flags, 0o644)
         try:
-            # Opened again and empty: a new file in place of one that was removed. After ESTALE it
-            # is the old one, which is not empty.
+            # Empty at the second open: this is a new file in place of a removed one. After ESTALE
+            # it is the old file, which is not empty.
             if self._was_open and os.fstat(file).st_size == 0:
                 self._begin_anew()
             elif self._is_json_lines and not self._was_open:
                 self._mend(file)
-        except OSError:  # the next write tries it all again
+        except OSError:
+            # The next write tries all of it again.
             os.close(file)
             raise
         return file
 
     def _release(self) -> None:
         if self._file is not None:
-            file, self._file = self._file, None
+            file = self._file
+            self._file = None
             os.close(file)
 
     def _begin_anew(self) -> None:
-        """Let a new file begin with a whole record, and not with the second half of one or with a
-        lone newline.
+        """Let a new file begin with a whole record.
+
+        Otherwise it would begin with the second half of a record, or with a lone newline.
         """
         self._offset = 0
         if self._is_json_lines and self._records and self._records[0] == _NEWLINE:
@@ -361,19 +376,17 @@ class FileAppender(Appender):
 
     def _on_failed_write(self, error: OSError, when: float | None) -> None:
         if error.errno == errno.ESTALE:
-            self._release()  # the file server was started again: only another open helps
+            self._release()  # The file server was restarted. Only another open helps.
         self._mark_cut()
         super()._on_failed_write(error, when)
 
     def _mark_cut(self) -> None:
-        """Let the file end without a newline; see `is_json_lines`. A read-only disk does not allow
-        it.
-        """
+        """Let the file end without a newline, if the disk allows it; see `is_json_lines`."""
         if not self._is_json_lines or self._file is None:
             return
-        if self._offset:  # the file ends with half a record, and so without a newline
+        if self._offset:  # The file ends with half a record, and so without a newline.
             return
-        # Nothing is missing, or it is marked already.
+        # No record is missing, or the file is marked already.
         if not self._records or self._records[0] == _NEWLINE:
             return
         with contextlib.suppress(OSError):
@@ -384,30 +397,32 @@ class FileAppender(Appender):
                 self._num_bytes += 1
 
     def _mend(self, file: int) -> None:
-        """End the last line of an earlier process, so that ours does not continue it.
+        """End the last line of an earlier process, so that the next record does not continue it.
 
         A restarted container reuses its pids, so a file that is named after a pid may exist
         already.
         """
-        size = os.fstat(file).st_size  # 0 of a new file, and of a device such as /dev/null
+        size = os.fstat(file).st_size  # 0 for a new file, and for a device such as /dev/null.
         if not size or os.pread(file, 1, size - 1) == b"\n":
             return
         text = os.pread(file, size, 0)
         last = text[text.rfind(b"\n") + 1 :]
         try:
             json.loads(last)
-        except ValueError:  # half a record: remove it
+        except ValueError:
+            # Half a record: remove it.
             os.ftruncate(file, size - len(last))
-        else:  # a whole record whose newline was truncated: add the newline
+        else:
+            # A whole record whose newline was truncated: restore the newline.
             self._records.appendleft(_NEWLINE)
             self._num_bytes += 1
         self._on_cut()
 
 
 class DescriptorAppender(Appender):
-    """Appends to an open file that others write to as well: an output of this process.
+    """Appends to an output of this process, to which other processes may write as well.
 
-    Errors that do not come from a disk, such as a reader that is gone, are raised.
+    Errors that do not come from a disk are raised, such as that of a pipe without a reader.
     """
 
     def __init__(
@@ -429,21 +444,21 @@ class DescriptorAppender(Appender):
 
 
 def is_cut(path: Path) -> bool:
-    """Return whether the writer of a file of lines had more to write; see `FileAppender`.
+    """Return True if the writer of a file of lines had more to write; see `FileAppender`.
 
     Raises:
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        if not size:  # the file is made for a first record, so that record is missing
+        if not size:  # A file is made for a first record, so that record is missing.
             return True
         file.seek(size - 1)
         return file.read(1) != b"\n"
 
 
 def any_is_cut(folder: Path, pattern: str) -> bool:
-    """Return whether any file in `folder` that matches `pattern` is cut or cannot be read."""
+    """Return True if any file in `folder` that matches `pattern` is cut or cannot be read."""
     try:
         return any(is_cut(path) for path in folder.glob(pattern))
     except OSError:
@@ -451,14 +466,18 @@ def any_is_cut(folder: Path, pattern: str) -> bool:
 
 
 def retry_waiting() -> None:
-    """Write what waits in this process, as far as there is room. Cheap while nothing waits."""
-    if _stalled:
-        with _registry_lock:
-            waiting = list(_stalled.values())
-        for appender in waiting:
-            # An output whose reader is gone raises an error, as its next print will do anyway.
-            with contextlib.suppress(OSError):
-                appender.retry()
+    """Write the waiting records of this process, as far as there is room.
+
+    Cheap while no records wait.
+    """
+    if not _stalled:
+        return
+    with _registry_lock:
+        waiting = list(_stalled.values())
+    for appender in waiting:
+        # An output whose reader is gone raises an error. Its next print will raise it as well.
+        with contextlib.suppress(OSError):
+            appender.retry()
 
 
 def finish_waiting(seconds: float = FINISH_SECONDS) -> None:
@@ -483,8 +502,9 @@ def _unregister_stall(appender: Appender) -> None:
 
 
 def _forget_parent() -> None:
-    """In a forked child, drop what the parent has yet to write: lines would be written twice."""
-    global _registry_lock  # another thread of the parent may have held it
+    """Drop the parent's waiting records in a forked child, or lines would be written twice."""
+    # Another thread of the parent may have held the lock.
+    global _registry_lock
     _registry_lock = threading.RLock()
     _stalled.clear()
     for appender in list(_appenders):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto import event_pb2
 
 FILE_PREFIX = "events.out.tfevents."
-"""By which TensorBoard knows its files."""
+"""TensorBoard finds its files by this prefix."""
 _numbers = count()
 
 
@@ -33,18 +33,19 @@ class CurveFile:
     a killed process leaves all of its points.
 
     Args:
-        folder: its own, or that of earlier files of the same curves.
-        report: called with a line for people when the file cannot be written, and when it can
-            again.
+        folder: folder of the curves. It may hold earlier files of the same curves.
+        report: called with a line for people when the file cannot be written, and when it can be
+            written again.
     """
 
     def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
-        self._folder, self._report = folder, report
+        self._folder = folder
+        self._report = report
         self._file: FileAppender | None = None
 
     @property
     def is_stalled(self) -> bool:
-        """Whether points wait, because the file cannot be written."""
+        """True while points wait, because the file cannot be written."""
         return self._file is not None and self._file.stall is not None
 
     def add(self, step: int, values: Mapping[str, float], when: float, *, anew: bool) -> None:
@@ -71,8 +72,14 @@ class CurveFile:
         self._file.append(b"".join(map(_encode, records)), "points", when)
 
     def close(self, seconds: float = 0.0) -> int:
-        """End the file, after so many seconds of waiting for room; return the points lost."""
-        return 0 if self._file is None else self._file.close(seconds)
+        """Close the file; return the number of lost points.
+
+        Args:
+            seconds: wait this long for room.
+        """
+        if self._file is None:
+            return 0
+        return self._file.close(seconds)
 
     def _open(self) -> FileAppender:
         where = f"{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
@@ -86,11 +93,11 @@ class CurveFile:
         when two attempts began within one second, an earlier attempt was read last, and its start
         dropped the later attempt's steps.
         """
-        stamps = [
-            path.name.removeprefix(FILE_PREFIX).partition(".")[0]
-            for path in self._folder.glob(f"{FILE_PREFIX}*")
-        ]
-        latest = max((int(stamp) for stamp in stamps if stamp.isdigit()), default=0)
+        latest = 0
+        for path in self._folder.glob(f"{FILE_PREFIX}*"):
+            stamp = path.name.removeprefix(FILE_PREFIX).partition(".")[0]
+            if stamp.isdigit():
+                latest = max(latest, int(stamp))
         return max(int(time.time()), latest + 1)
 
     def _report_stall(self, stall: Stall) -> None:
@@ -105,7 +112,7 @@ class CurveFile:
 
 
 def _encode(record: event_pb2.Event) -> bytes:
-    """Return a record as TensorBoard's files have it: with its length and checksums."""
+    """Return a record in the form of TensorBoard's files, with its length and checksums."""
     from io import BytesIO
 
     from tensorboard.summary.writer.record_writer import RecordWriter

@@ -52,8 +52,10 @@ _TRANSIENT_CLASSES = {
     # torch.distributed (its store, its network, NCCL)
     "DistError",
 }
-"""By name, so that none is imported. Of aiohttp also those that follow from a base:
-`_IN_LOADER_WORKER`.
+"""Classes of errors of a network, by name, so that no library is imported.
+
+Of aiohttp, classes are listed whose base class is listed too: `_IN_LOADER_WORKER` has the name
+only.
 """
 _LASTING_CLASSES = {"SSLCertVerificationError"}
 """A wrong certificate stays wrong, although aiohttp counts it among the errors of a connection."""
@@ -69,7 +71,7 @@ _TRANSIENT_ERRNOS = DISK_ERRNOS | {
     errno.EPIPE,
 }
 _TRANSIENT_STATUSES = {408, 429, 500, 502, 503, 504}
-"""Of HTTP: a server that is overloaded, or away behind its proxy."""
+"""HTTP statuses of a server that is overloaded, or away behind its proxy."""
 _FILE_ERRORS = (
     FileExistsError,
     FileNotFoundError,
@@ -77,22 +79,22 @@ _FILE_ERRORS = (
     NotADirectoryError,
     PermissionError,
 )
-"""They say what is wrong with a file, whatever was tried before; see `_is_of_a_network`."""
+"""Errors about a file, even if another error came before; see `_is_of_a_network`."""
 _NOT_IN_CACHE = "LocalEntryNotFoundError"
-"""A FileNotFoundError of huggingface_hub, which says only that the file is not in the cache
-either.
+"""A FileNotFoundError of huggingface_hub: after an error of the network, the file was not in the
+cache either.
 """
 _IN_LOADER_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process")
-"""A DataLoader makes the error of its worker anew from a text: without errno, cause and, at times,
-class.
+"""A DataLoader builds the error of its worker again from a text.
 
-See torch/_utils.py, `ExceptionWrapper.reraise`.
+The new error has no errno, no cause and, at times, another class. See torch/_utils.py,
+`ExceptionWrapper.reraise`.
 """
 _ERRNO = re.compile(r"\[Errno (-?\d+)\]")
 _GLOO = re.compile(
     r"gloo/.*(Connection|Timed out|timeout|Broken pipe|Socket closed)", re.IGNORECASE | re.DOTALL
 )
-"""What Gloo says of a lost peer; it raises a plain RuntimeError (gloo/transport/tcp/pair.cc)."""
+"""Gloo's text about a lost peer, in a plain RuntimeError (gloo/transport/tcp/pair.cc)."""
 _TRACEBACK = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^[ |]+File "(.+)", line (\d+)', re.MULTILINE)
 _ADDRESSES_AND_NUMBERS = re.compile(
@@ -101,41 +103,44 @@ _ADDRESSES_AND_NUMBERS = re.compile(
 
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0e-\x1b\x7f]")
-"""Colours and other commands to a terminal, which `titan-ft logs` and `launch` would carry out."""
+"""Colours and other commands to a terminal. `titan-ft logs` and `launch` would pass them on."""
 
 
 @dataclass(frozen=True)
 class WorkerError:
-    """The exception that ended a worker."""
+    """The exception that ended a worker.
+
+    Attributes:
+        text: its type and the first line of its message.
+        transient: True if the cause may end without a repair: a network, a file server, a full
+            disk, other groups.
+        time: Unix seconds.
+        network: True if the cause is a network, a file server or the lighthouse that is away.
+        where: file and line that raised the exception, see `find_where`; empty if unknown.
+    """
 
     text: str
-    """Its type and the first line of its message."""
     transient: bool
-    """Whether it may go by itself: a network, a file server, a full disk, other groups."""
     time: float
-    """Unix seconds."""
     network: bool = False
-    """Whether it may go because a network, a file server or the lighthouse answers again."""
     where: str = ""
-    """File and line that raised it, as `find_where` names them; empty if its traceback does not
-    say.
-    """
 
     @property
     def kind(self) -> str:
-        """What is the same for the same exception in another process: without numbers, addresses,
-        ids.
-        """
+        """The text without numbers, addresses and ids: the same in every process."""
         return kind_of(self.text)
 
     @property
     def type_name(self) -> str:
-        """The exception's type by itself."""
+        """Name of the exception's class."""
         return self.text.partition(":")[0]
 
 
 def kind_of(text: str) -> str:
-    """Return what two exceptions must have in common to be the same one."""
+    """Return an exception's text without numbers, addresses and ids.
+
+    Two exceptions with the same result count as the same exception.
+    """
     return _ADDRESSES_AND_NUMBERS.sub("#", text)
 
 
@@ -147,9 +152,9 @@ def beside(log: Path) -> Path:
 def claim_file() -> None:
     """Let no other code in this process write the error file.
 
-    torchtitan's `Trainer.train` is under torch elastic's `record`, which writes the file for every
-    exception, also for that of a group that leaves in order. On a full disk `record` raises an
-    OSError in its place, and such a group would end as a failed one.
+    torch elastic's `record` wraps torchtitan's `Trainer.train`, and writes the file for every
+    exception, even for that of a group that leaves in order. On a full disk `record` raises an
+    OSError instead, and such a group would count as failed.
     """
     path = os.environ.pop(FILE_ENV, "")
     if path:
@@ -174,57 +179,63 @@ def write_error(error: BaseException) -> None:
     data = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": more}}
     try:
         write_whole(path, json.dumps(data).encode(errors="replace"))
-    except OSError:  # a full disk; the exception is in the log, too
+    except OSError:
+        # The disk may be full. The log has the exception as well.
         return
 
 
 def read_error(path: Path) -> WorkerError | None:
-    """Read an error file; None where there is none, or it is damaged."""
+    """Read an error file; None if it is missing or damaged."""
     try:
-        return parse_error(
-            json.loads(path.read_text(encoding="utf-8", errors="replace"))["message"]
-        )
+        text = path.read_text(encoding="utf-8", errors="replace")
+        return parse_error(json.loads(text)["message"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
 def parse_error(message: object) -> WorkerError | None:
-    """Return the exception in the `message` of an error file, by any writer; None for other
-    content.
+    """Return the exception in the `message` of an error file; None for other content.
+
+    The writer may be torch elastic or this module.
     """
     match message:
         case {"message": str(text), "extraInfo": dict(more)}:
             when = float(more.get("time") or more.get("timestamp") or 0.0)
-            transient, network = more.get("transient") is True, more.get("network") is True
+            transient = more.get("transient") is True
+            network = more.get("network") is True
             where = find_where(str(more.get("py_callstack", "")))
             return WorkerError(_first_line(text), transient, when, network, where)
     return None
 
 
 def find_where(traceback_text: str) -> str:
-    """Return file and line of the most useful frame of a traceback, such as "mybug.py:15"; empty
-    without one.
+    """Return file and line of the most useful frame of a traceback, such as "mybug.py:15".
 
-    In order: the innermost frame of the user's own code, of another installed package, of all
-    frames. Of chained exceptions the last one counts.
+    The choice is, in this order: the innermost frame of the user's own code, of an installed
+    package, of any code. Of chained exceptions the last one counts. Empty without a traceback.
     """
     last = traceback_text.rpartition(_TRACEBACK)[2]
-    frames = [(Path(file), line) for file, line in _FRAME.findall(last) if not file.startswith("<")]
-    if not frames:
+    libraries = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]
+    own = Path(__file__).parents[1]
+    standard = Path(sysconfig.get_path("stdlib"))
+    innermost: tuple[Path, str] | None = None
+    installed: tuple[Path, str] | None = None
+    users: tuple[Path, str] | None = None
+    for name, line in _FRAME.findall(last):
+        if name.startswith("<"):
+            continue
+        file = Path(name)
+        innermost = file, line
+        if file.is_relative_to(own):
+            continue
+        if any(file.is_relative_to(path) for path in libraries):
+            installed = file, line
+        elif not file.is_relative_to(standard):
+            users = file, line
+    best = users or installed or innermost
+    if best is None:
         return ""
-    libraries = [
-        Path(path) for path in {sysconfig.get_path(name) for name in ("purelib", "platlib")}
-    ]
-    own, standard = Path(__file__).parents[1], Path(sysconfig.get_path("stdlib"))
-    installed = [
-        frame for frame in frames if any(frame[0].is_relative_to(path) for path in libraries)
-    ]
-    installed = [frame for frame in installed if not frame[0].is_relative_to(own)]
-    others = [
-        frame for frame in frames if frame not in installed and not frame[0].is_relative_to(own)
-    ]
-    users = [frame for frame in others if not frame[0].is_relative_to(standard)]
-    file, line = (users or installed or frames)[-1]
+    file, line = best
     for folder in (*libraries, Path.cwd()):
         if file.is_relative_to(folder):
             return f"{file.relative_to(folder)}:{line}"
@@ -239,7 +250,7 @@ def is_transient(error: BaseException) -> bool:
     attribute.
     """
     restart = getattr(error, "restart", None)
-    if restart is not None:  # of a `ReplicaError`
+    if restart is not None:  # A `ReplicaError` has this attribute.
         return bool(restart) and bool(getattr(error, "transient", True))
     return _is_of_a_network(error)
 
@@ -254,11 +265,11 @@ def is_network_error(error: BaseException) -> bool:
 
 
 def _is_of_a_network(error: BaseException) -> bool:
-    """Return True if the error, or a cause of it, is that of a network.
+    """Return True if the error, or one of its causes, is the error of a network.
 
-    A library wraps the error of a network in one of its own: `URLError` holds it as its reason, and
-    huggingface_hub's error is raised from it. An error about a file that was raised from a network
-    error counts as an error about a file: the file may be missing for good.
+    Libraries wrap the error of a network in their own: `URLError` has it as its reason, and
+    huggingface_hub raises its error from it. An error about a file that was raised from the error
+    of a network still counts as an error about a file: the file may be missing for good.
     """
     seen: set[int] = set()
     cause: BaseException | None = error
@@ -277,7 +288,7 @@ def _is_of_a_network(error: BaseException) -> bool:
 
 
 def _says_network(error: BaseException) -> bool:
-    """Return True if the error's own errno, HTTP status or text is that of a network."""
+    """Return True if the error's own errno, HTTP status or text is a sign of a network error."""
     if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
         return True
     if _http_status(error) in _TRANSIENT_STATUSES:
@@ -288,34 +299,36 @@ def _says_network(error: BaseException) -> bool:
     in_worker = _IN_LOADER_WORKER.search(text)
     if in_worker is None:
         return False
-    numbers = _ERRNO.findall(text)  # the last one is that of the error itself
-    errno_in_worker = int(numbers[-1]) if numbers else 0
-    # A negative one is no errno, but the resolver's: the name server did not answer.
-    return (
-        in_worker[1] in _TRANSIENT_CLASSES
-        or errno_in_worker < 0
-        or errno_in_worker in _TRANSIENT_ERRNOS
-    )
+    if in_worker[1] in _TRANSIENT_CLASSES:
+        return True
+    numbers = _ERRNO.findall(text)
+    if not numbers:
+        return False
+    number = int(numbers[-1])  # The error itself comes last in the text.
+    # A negative number is the resolver's, not an errno: the name server did not answer.
+    return number < 0 or number in _TRANSIENT_ERRNOS
 
 
 def _http_status(error: BaseException) -> object:
-    """Return the status of an HTTP error of urllib, aiohttp, requests or httpx; None for other
-    errors.
+    """Return the status of an HTTP error; None for other errors.
+
+    Knows the errors of urllib, aiohttp, requests and httpx.
     """
+    if type(error).__name__ == "ClientResponseError":
+        return getattr(error, "status", None)
     if "HTTPError" not in {kind.__name__ for kind in type(error).__mro__}:
-        return (
-            getattr(error, "status", None)
-            if type(error).__name__ == "ClientResponseError"
-            else None
-        )
+        return None
     response = getattr(error, "response", None)
-    return (
-        getattr(error, "code", None) if response is None else getattr(response, "status_code", None)
-    )
+    if response is None:
+        return getattr(error, "code", None)
+    return getattr(response, "status_code", None)
 
 
 def _first_line(text: str) -> str:
-    """Return the first line that says something; a type alone is joined with the line after it."""
+    """Return the first line that is not empty. A type alone is joined with the next line."""
     lines = [line.strip() for line in _CONTROL.sub("", text).splitlines() if line.strip()]
-    found = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
-    return found if len(found) <= _MAX_CHARACTERS else f"{found[:_MAX_CHARACTERS]}..."
+    has_type_alone = bool(lines) and lines[0].endswith(":")
+    found = " ".join(lines[: 2 if has_type_alone else 1])
+    if len(found) > _MAX_CHARACTERS:
+        return f"{found[:_MAX_CHARACTERS]}..."
+    return found

@@ -8,26 +8,23 @@ import re
 from pathlib import Path
 
 MAX_BYTES = 262_144
-"""Bytes at the end of a log that are read: the traceback of a rank is within them, whatever the
-log's size.
-"""
+"""Bytes at the end of a log that are read. They contain the traceback of a rank."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _RANK = re.compile(r"^\[rank\d+\]:\s?")
-"""torch prints it before each line of an exception, as `[rank0]: Traceback (most recent call
-last):`.
-"""
+"""torch's prefix of each line of an exception, such as `[rank0]: `."""
 _TRACEBACK = "Traceback (most recent call last)"
 _STACK = "Fatal Python error: "
-"""Begins what faulthandler writes when a signal ends a process."""
+"""faulthandler writes this first when a signal ends a process."""
 _MARKERS = re.compile(r"^\s+[\^~]+$")
-"""Python underlines parts of a frame's line; without them twice as many frames fit."""
+"""Lines in which Python underlines parts of a frame. Without them twice as many frames fit."""
 _FRAME = re.compile(r"^\s|^The above exception|^During handling|^\+|^$")
-"""Lines that belong to a traceback, and do not end it."""
+"""Lines within a traceback. Any other line is its last one."""
 
 
 def read_end(log: Path) -> list[str]:
-    """Return the last lines of a log, without colours, ranks, underlines and progress bars; empty
-    without a log.
+    """Return the last lines of a log, without colours, ranks, underlines and progress bars.
+
+    Empty if the log cannot be read.
     """
     try:
         with log.open("rb") as file:
@@ -36,11 +33,13 @@ def read_end(log: Path) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    lines = [
-        _RANK.sub("", _COLOUR.sub("", line.rpartition("\r")[2])).rstrip()
-        for line in text.split("\n")
-    ]
-    lines = [line for line in lines if _MARKERS.match(line) is None]
+    lines = []
+    for written in text.split("\n"):
+        line = written.rpartition("\r")[2]  # A progress bar overwrites its line.
+        line = _COLOUR.sub("", line)
+        line = _RANK.sub("", line).rstrip()
+        if _MARKERS.match(line) is None:
+            lines.append(line)
     while lines and not lines[-1]:
         lines.pop()
     return lines
@@ -49,9 +48,9 @@ def read_end(log: Path) -> list[str]:
 def explain_end(lines: list[str], limit: int) -> list[str]:
     """Return the lines of a log that explain the end of its process.
 
-    In order: the last traceback, the stacks that a fatal signal left, the last lines. Of a
-    traceback longer than `limit`, the last lines are returned: the innermost frames and the
-    exception.
+    The choice is, in this order: the stacks that a fatal signal left, the last traceback, the last
+    lines. Of a traceback longer than `limit`, the last lines are returned: the innermost frames and
+    the exception.
 
     Args:
         lines: lines of the log, see `read_end`.
@@ -59,8 +58,9 @@ def explain_end(lines: list[str], limit: int) -> list[str]:
     """
     stacks = [number for number, line in enumerate(lines) if line.startswith(_STACK)]
     if stacks:
-        begin = stacks[-1]
-        return lines[max(0, begin - 1) : begin - 1 + limit] if begin else lines[:limit]
+        # The line before the stacks may name the reason.
+        begin = max(0, stacks[-1] - 1)
+        return lines[begin : begin + limit]
     begins = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
     if not begins:
         return lines[-limit:]
@@ -70,17 +70,18 @@ def explain_end(lines: list[str], limit: int) -> list[str]:
 
 
 def _first_of_chain(lines: list[str], begins: list[int]) -> int:
-    """Return where the last exception's chain of causes begins."""
+    """Return the number of the line at which the last exception's chain of causes begins."""
     first = begins[-1]
     for begin in reversed(begins[:-1]):
         between = lines[_end_of_traceback(lines, begin) : first]
-        if any(
-            line and not line.startswith(("The above exception", "During handling"))
-            for line in between
-        ):
+        if not all(_joins_tracebacks(line) for line in between):
             break
         first = begin
     return first
+
+
+def _joins_tracebacks(line: str) -> bool:
+    return not line or line.startswith(("The above exception", "During handling"))
 
 
 def _end_of_traceback(lines: list[str], begin: int) -> int:

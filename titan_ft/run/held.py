@@ -15,7 +15,8 @@ from typing import IO
 from titan_ft.run.paths import RunPaths
 
 RETRY_SECONDS = 0.2
-"""How long `hold` retries: `is_held` in `top` or `check` locks the file for a moment."""
+"""`hold` retries for this long, because `is_held` in `top` or `check` locks the file for a moment.
+"""
 
 
 def hold(config: IO[str]) -> bool:
@@ -32,14 +33,14 @@ def hold(config: IO[str]) -> bool:
             if time.monotonic() > deadline:
                 return False
             time.sleep(RETRY_SECONDS / 10)
-        except OSError:  # a file system without locks
+        except OSError:  # The file system has no locks.
             return True
         else:
             return True
 
 
 def is_held(paths: RunPaths) -> bool | None:
-    """Return whether a launch occupies the run folder; None if unknown, as without locks."""
+    """Return True if a launch occupies the run folder; None if unknown, as without locks."""
     try:
         with paths.config.open(encoding="utf-8") as config:
             # A shared lock: with exclusive ones, `check` and `top` at the same moment would each

@@ -50,7 +50,7 @@ class Announcement:
 
     @classmethod
     def of_this_process(cls, address: str, environ: Mapping[str, str]) -> Announcement:
-        """Return what this process is to announce."""
+        """Return this process's announcement."""
         return cls(address, environ.get("SLURM_JOB_ID", ""), socket.gethostname())
 
     def write(self, path: Path) -> None:
@@ -63,10 +63,10 @@ class Announcement:
         self._part(path).replace(path)
 
     def prepare(self, path: Path) -> None:
-        """Take the room that `write` needs: a standby takes over on a full disk, too.
+        """Take the room that `write` needs, so that a standby can take over on a full disk.
 
         Raises:
-            OSError: there is none, or the folder cannot be written.
+            OSError: there is no room, or the folder cannot be written.
         """
         part = self._part(path)
         if part.exists():
@@ -76,14 +76,14 @@ class Announcement:
             with open(part, "w", opener=no_follow) as file:
                 file.write(json.dumps(asdict(self)) + "\n")
                 file.flush()
-                # On a network file system the name could be there before the bytes.
+                # On a network file system, the name could appear before the bytes.
                 os.fsync(file.fileno())
         except OSError:
             self.discard(path)
             raise
 
     def discard(self, path: Path) -> None:
-        """Give back what `prepare` took, if it was not written."""
+        """Give back the room that `prepare` took, if `write` was not called."""
         with contextlib.suppress(OSError):
             self._part(path).unlink(missing_ok=True)
 
@@ -92,11 +92,11 @@ class Announcement:
 
     @classmethod
     def read(cls, path: Path) -> Announcement | None:
-        """Return what the file says; None where there is none, or none that is whole."""
+        """Return the announcement in a file; None if there is none, or it is not whole."""
         try:
             text = path.read_text()
         except FileNotFoundError:
-            # NFS remembers for up to a minute that a name is not there; to list its folder makes it
+            # NFS remembers for up to a minute that a name is missing. Listing the folder makes it
             # look again.
             with contextlib.suppress(OSError), os.scandir(path.parent) as names:
                 next(names, None)
@@ -104,8 +104,13 @@ class Announcement:
         except (OSError, UnicodeDecodeError):
             return None
         try:
-            said = json.loads(text)
-            found = cls(*(str(said[name]) for name in ("address", "job", "host", "id")))
+            entry = json.loads(text)
+            found = cls(
+                address=str(entry["address"]),
+                job=str(entry["job"]),
+                host=str(entry["host"]),
+                id=str(entry["id"]),
+            )
             split_address(found.address)
         except (ValueError, KeyError, TypeError):
             return None
@@ -153,14 +158,19 @@ class LighthouseAddress:
         return self.source if self.place is None else self.place.url
 
     def url_for_client(self, url: str) -> str:
-        """Return a url with the secret for the gate, for torchft's client alone: no log may show
-        it.
+        """Return a url with the secret for the gate.
+
+        For torchft's client alone: no log may show this url.
         """
-        return url.replace("//", f"//{self._secret}@", 1) if self._secret else url
+        if not self._secret:
+            return url
+        return url.replace("//", f"//{self._secret}@", 1)
 
     def conceal(self, text: str) -> str:
         """Return a text of torchft's client without the secret."""
-        return text.replace(self._secret, "...") if self._secret else text
+        if not self._secret:
+            return text
+        return text.replace(self._secret, "...")
 
     def refuses(self, seconds: float) -> bool:
         """True if the lighthouse's gate replies that this run's secret is wrong or missing.
@@ -172,16 +182,20 @@ class LighthouseAddress:
                 return False
         except urllib.error.HTTPError as error:
             return error.code == http.HTTPStatus.FORBIDDEN
-        except (OSError, ValueError, http.client.HTTPException):  # it is away: not known
+        except (OSError, ValueError, http.client.HTTPException):
+            # The lighthouse is away, so its answer is unknown.
             return False
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return the headers of an HTTP/1 request to the lighthouse."""
+        """Headers of an HTTP/1 request to the lighthouse."""
         return authorization(self._secret)
 
     def look(self) -> Place | None:
-        """Return where the lighthouse is now; None if unknown. The place in use does not change."""
+        """Return the present place of the lighthouse; None if unknown.
+
+        The place in use does not change.
+        """
         if not self.may_change:
             return self.place
         if not self.is_file:
@@ -191,20 +205,21 @@ class LighthouseAddress:
         return None if said is None else Place(said.address, said.id, said.job)
 
     def wait(self, seconds: float) -> str:
-        """Return the address, also if it is yet to be announced.
+        """Return the address; wait for its announcement if needed.
 
         Raises:
-            TimeoutError: it was not within so many seconds.
+            TimeoutError: no address was announced within `seconds`.
         """
         deadline = time.monotonic() + seconds
         while self.place is None:
             self.place = self.look()
-            if self.place is None and time.monotonic() >= deadline:
+            if self.place is not None:
+                break
+            if time.monotonic() >= deadline:
                 raise TimeoutError(
                     f"no lighthouse has announced itself in {self._path} within {seconds:g} s"
                 )
-            if self.place is None:
-                time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return self.place.url
 
 
@@ -217,27 +232,29 @@ def open_page(address: str, path: str, secret: str, seconds: float) -> Any:
     """Open one of the lighthouse's pages.
 
     Raises:
-        OSError, ValueError, HTTPException: it does not answer.
+        OSError, ValueError, HTTPException: the lighthouse does not answer.
     """
     return build_opener(authorization(secret)).open(f"{address}{path}", timeout=seconds)
 
 
 def build_opener(headers: Mapping[str, str]) -> Any:
-    """Return what opens pages of the lighthouse with these headers."""
-    # A proxy that the environment names could not reach the lighthouse.
+    """Return an opener for the lighthouse's pages, with these headers."""
+    # No proxy: a proxy of the environment could not reach the lighthouse.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     opener.addheaders = [*headers.items()]
     return opener
 
 
 def answers(address: str, token: str, seconds: float) -> bool:
-    """Return whether a lighthouse answers. The kernel would accept a connection to a stopped
-    process.
+    """Return True if a lighthouse answers.
+
+    A connection alone shows nothing: the kernel accepts it even for a stopped process.
     """
     try:
         with open_page(address, "/", lighthouse_secret(token), seconds) as answer:
             answer.read(1)
-    except (OSError, ValueError, http.client.HTTPException):  # a stranger on its port, perhaps
+    except (OSError, ValueError, http.client.HTTPException):
+        # Another program on the port may answer anything.
         return False
     return True
 

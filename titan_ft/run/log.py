@@ -33,13 +33,11 @@ _WRONG_FIELDS = (
 
 
 ROTATE_BYTES = 64 * 2**20
-"""A file of events that has grown so large is followed by another one, so that none grows without
-end.
-"""
+"""A process opens its next file of events when the present file has this size."""
 
 
 class EventLog:
-    """Appends events to the files of a process, one after the other; safe to share between threads.
+    """Appends events to the files of a process, one after the other. Any thread may emit.
 
     After `ROTATE_BYTES` NAME.jsonl is followed by NAME.2.jsonl, and so on. A file with a successor
     is complete.
@@ -64,14 +62,14 @@ class EventLog:
         self._who = {"replica": replica, "rank": rank, "attempt": attempt}
         self._lock = threading.Lock()
         self._closed = path is None
-        self._path, self._number = path or Path(), 1
-        self._num_bytes = 0
-        """Written to the file by this process."""
+        self._path = path or Path()
+        self._number = 1
+        self._num_bytes = 0  # that this process has written to the present file
         self._file = self._open(self._path)
 
     @property
     def is_stalled(self) -> bool:
-        """Whether events wait, because the file cannot be written."""
+        """True while events wait, because the file cannot be written."""
         return self._file.stall is not None
 
     def emit(self, event: Event, *, is_stamped: bool = False) -> None:
@@ -80,14 +78,14 @@ class EventLog:
         Args:
             is_stamped: True if `stamp` has set the event's time already; otherwise the time is now.
         """
-        # Without a buffer of our own, what was emitted before a SIGKILL is in the file.
+        # No buffer of our own: an event that was emitted before a SIGKILL is in the file.
         with self._lock:
             if self._closed:
                 return
             if not is_stamped:
                 stamp(event)
-            # Not in the midst of a write, as `_report_end` appends; and not while events wait for
-            # this file.
+            # Rotate here, and not in `_append`, which `_report_end` calls in the middle of a write.
+            # While events wait for this file, it must stay open.
             if self._num_bytes >= ROTATE_BYTES and self._file.stall is None:
                 self._rotate()
             self._append(event)
@@ -103,15 +101,16 @@ class EventLog:
             with open(path, "ab", opener=no_follow):
                 pass
         except OSError:
-            # Where no more files can be made, this one goes on: it can say that events wait for
-            # room (`FileAppender`).
+            # If no new file can be made, continue this one: it can show that events wait for room
+            # (`FileAppender`).
             return
         self._file.close(0.0)
-        self._number, self._num_bytes = self._number + 1, 0
+        self._number += 1
+        self._num_bytes = 0
         self._file = self._open(path)
 
     def close(self) -> None:
-        """Close the file; a second call does nothing. Events that wait get `FINISH_SECONDS`."""
+        """Close the file. Waiting events get `FINISH_SECONDS`. A second call does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -132,7 +131,7 @@ class EventLog:
         self._num_bytes += len(line)
         self._file.append(line, event.name, event.time)
 
-    # Called by the file, in the midst of a write.
+    # The file calls these methods in the middle of a write.
 
     def _report_stall(self, stall: Stall) -> None:
         _report(
@@ -169,33 +168,38 @@ class EventLog:
 
 
 def _report(text: str) -> None:
-    """Print a line for people; where it is a file on the same disk, it may wait as events do."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed, or None
+    """Print a line for people on stderr.
+
+    If stderr is a file on a full disk, the line waits as events do.
+    """
+    # stderr may be closed, or None.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         print(f"titan_ft: {text}", file=sys.stderr, flush=True)
 
 
 def stamp(event: Event) -> None:
-    """Say that an event happens now, also if it is written later."""
-    event.time, event.mono = time.time(), round(time.monotonic(), 6)
+    """Set the time of an event to now. The event may be written later."""
+    event.time = time.time()
+    event.mono = round(time.monotonic(), 6)
 
 
 def encode(event: Event) -> bytes:
-    """Return the line of an event. Non-finite numbers become null; scalars of NumPy or torch become
-    numbers.
+    """Return the line of an event.
+
+    Non-finite numbers become null. Scalars of NumPy or torch become numbers.
     """
-    # With a space behind each colon and comma, as people read it and their tools may search for it.
     try:
         line = _ENCODER.encode(event)
-    except (
-        UnicodeEncodeError
-    ):  # a path or a message that is not UTF-8: what it cannot say must not end who says it
+    except UnicodeEncodeError:
+        # A path or a message is not UTF-8. A report about it must not end the process.
         plain = msgspec.to_builtins(event, str_keys=True, enc_hook=_plain)
         line = json.dumps(plain, ensure_ascii=False).encode(errors="replace")
+    # With a space after each colon and comma, for people and their search tools.
     return msgspec.json.format(line, indent=0) + b"\n"
 
 
 def decode(line: bytes, *wanted: type[Event]) -> Event | None:
-    """Return the event of a line; None for an event that is not wanted, or unknown to this version.
+    """Return the event of a line; None for an event that is unwanted, or unknown to this version.
 
     Args:
         wanted: classes of events; empty for all.
@@ -218,26 +222,24 @@ def decode(line: bytes, *wanted: type[Event]) -> Event | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(_WRONG_FIELDS.format(head.event, error)) from error
     names, defaults, values_of = _header(kind)
+    # A loop in C: this runs for each line of a run.
     if True in map(operator.eq, values_of(event), defaults):
-        missing = next(
-            name
-            for name, value in zip(names, defaults, strict=True)
-            if getattr(event, name) == value
-        )
-        raise ValueError(_WRONG_FIELDS.format(head.event, f"{missing} is missing"))
+        for name, default in zip(names, defaults, strict=True):
+            if getattr(event, name) == default:
+                raise ValueError(_WRONG_FIELDS.format(head.event, f"{name} is missing"))
     return event
 
 
 def read_events(folder: Path) -> list[Event]:
-    """Read all `*.jsonl` files of a folder, sorted by time; equal times keep the order of files,
-    then of lines.
+    """Read all events of a folder's `*.jsonl` files, sorted by time.
 
-    A file's last line is skipped if its writer's death cut it. Events unknown to this version are
-    skipped as well. A missing folder has no events.
+    Events of the same time keep the order of files, then of lines. A file's last line is skipped if
+    the death of its writer cut it. Events unknown to this version are skipped as well. A missing
+    folder has no events.
 
     Raises:
         OSError: a file, or the folder, cannot be read.
-        ValueError: names the file, the line that is no event, and the wrong field.
+        ValueError: a line is no event. The error names the file, the line and the field.
     """
     return read_history(folder)[0]
 
@@ -268,7 +270,7 @@ def read_history(
             try:
                 event = decode(line) if line else None
             except ValueError as error:
-                # The text behind the last newline is a line that was cut.
+                # The text after the last newline is a cut line.
                 if number < start.num_lines + len(lines):
                     raise ValueError(f"{path}:{number} {error}") from error
                 continue
@@ -282,22 +284,22 @@ class Place(msgspec.Struct):
 
     num_bytes: int = 0
     num_lines: int = 0
-    crc: int = 0  # CRC-32 of the bytes before it
+    crc: int = 0  # CRC-32 of the bytes before the place.
 
 
 def stream(path: Path, place: Place) -> Iterator[Event]:
-    """Yield the events of a file from `place` on, and advance `place`; a last line without its
-    newline is left.
+    """Yield the events of a file from `place` on, and advance `place`.
+
+    A last line without its newline is left for a later call.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: names the line that is no event.
+        ValueError: a line is no event. The error names the line.
     """
     rest = b""
     while True:
-        with path.open(
-            "rb"
-        ) as file:  # only now and then: a run may have more files than a process may open
+        # Opened for each block: a run may have more files than a process may keep open.
+        with path.open("rb") as file:
             file.seek(place.num_bytes + len(rest))
             block = file.read(_BLOCK_BYTES)
         *lines, rest = (rest + block).split(b"\n")
@@ -316,13 +318,13 @@ def stream(path: Path, place: Place) -> Iterator[Event]:
 
 
 def event_files(folder: Path) -> list[Path]:
-    """Return the event files of a folder, by name. `Path.glob` would return nothing for an
-    unreadable folder.
+    """Return the event files of a folder, sorted by name.
 
     Raises:
         OSError: the folder cannot be read.
     """
     try:
+        # `Path.glob` would find nothing in an unreadable folder, without an error.
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
@@ -336,7 +338,7 @@ class _Head(msgspec.Struct):
 
 def _plain(value: Any) -> Any:
     """Return a JSON value for an object that JSON does not know: a number, or its text."""
-    # A scalar of NumPy or torch, which this layer does not import.
+    # Scalars of NumPy and torch have this method. This room imports neither.
     if callable(getattr(value, "item", None)):
         return value.item()
     return str(value)
@@ -348,7 +350,7 @@ _KINDS: dict[str, type[Event]] = {}
 
 
 def _kind(name: str) -> type[Event] | None:
-    """Return the class of an event, which may have been defined since the last call."""
+    """Return the class of an event. A module may have defined it since the last call."""
     if name not in _KINDS:
         _KINDS.update((str(kind.__struct_config__.tag), kind) for kind in kinds())
     return _KINDS.get(name)
@@ -363,15 +365,14 @@ def _decoder(kind: type[Event]) -> msgspec.json.Decoder[Any]:
 def _header(
     kind: type[Event],
 ) -> tuple[tuple[str, ...], tuple[Any, ...], Callable[[Event], tuple[Any, ...]]]:
-    """Return a class's header fields, their defaults, and a function that gets their values from an
-    event.
+    """Return a class's header fields, their defaults, and a function that gets their values.
 
-    Looked up one by one, the fields would cost more time than the decoding of the whole line.
+    One lookup for each field would cost more time than the decoding of the whole line.
     """
-    header = [
-        f
-        for f in msgspec.structs.fields(kind)
-        if f.name in Event.__struct_fields__ and f.default is not None
-    ]
-    names = tuple(f.name for f in header)
-    return names, tuple(f.default for f in header), operator.attrgetter(*names)
+    names = []
+    defaults = []
+    for each in msgspec.structs.fields(kind):
+        if each.name in Event.__struct_fields__ and each.default is not None:
+            names.append(each.name)
+            defaults.append(each.default)
+    return tuple(names), tuple(defaults), operator.attrgetter(*names)

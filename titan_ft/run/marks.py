@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Leave a word for another process on a disk that is full.
+"""Leave a word for another process, even on a full disk.
 
 Three words decide about restarts: that a group left on request, that the job is finished, and that
 a worker trains. On a full disk the events of a process wait in memory, and are lost with it. A mark
@@ -29,7 +29,7 @@ def leave_mark(path: Path, word: str) -> None:
         OSError: a link cannot be made either, for example on a read-only file system.
     """
     part = path.with_name(f".{path.name}-{os.getpid()}")
-    part.unlink(missing_ok=True)  # of an earlier process of the same pid
+    part.unlink(missing_ok=True)  # An earlier process of the same pid may have left one.
     os.symlink(word, part)
     part.replace(path)
 
@@ -43,11 +43,12 @@ def read_mark(path: Path) -> str | None:
 
 
 def announce_left(events: EventLog, event: Drained) -> None:
-    """Emit that this worker leaves; if the event waits, leave a mark for the agent, too."""
+    """Emit that this worker leaves. If the event waits for room, leave a mark for the agent too."""
     events.emit(event)
     error_file = find_file()
     if events.is_stalled and error_file is not None:
-        with contextlib.suppress(OSError):  # then the agent lets it stay away
+        # Without the mark the agent does not start this group again.
+        with contextlib.suppress(OSError):
             leave_mark(_mark_beside(error_file, LEFT), LEFT)
 
 
@@ -57,14 +58,15 @@ def has_left(error_file: Path) -> bool:
 
 
 def mark_training() -> None:
-    """Mark that this worker trains. An exit with status 0 is in order only if the mark is gone by
-    then.
+    """Mark that this worker trains.
 
-    A loader that calls `os._exit(0)` ended its group in the middle of training as a finished one.
+    An exit with status 0 is in order only if the mark is gone by then. Without the mark, a loader
+    that called `os._exit(0)` in the middle of training ended its group as finished.
     """
     error_file = find_file()
     if error_file is not None:
-        with contextlib.suppress(OSError):  # then status 0 counts as an end in order
+        # Without the mark, status 0 counts as an end in order.
+        with contextlib.suppress(OSError):
             leave_mark(_mark_beside(error_file, TRAINS), TRAINS)
 
 
@@ -76,8 +78,7 @@ def mark_end_in_order() -> None:
 
 
 def remove_training_mark(error_file: Path) -> bool:
-    """Remove the mark of the worker with this error file; return True if it existed and could be
-    removed.
+    """Remove the mark of the worker with this error file; return True if that succeeded.
 
     For a worker that has ended, True means that it did not end in order. A mark that cannot be
     removed means nothing: on a read-only disk the worker could not remove it either.

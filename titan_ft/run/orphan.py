@@ -15,9 +15,11 @@ from types import FrameType
 from titan_ft.run.appender import retry_waiting
 
 PARENT_PID_ENV = "TITAN_FT_PARENT_PID"
-"""Set by the launcher and the agent for what they start. It closes the gap between the start of a
-process and its first look at its parent: a parent that died within it has already been replaced in
-`os.getppid()`."""
+"""Pid of the parent, which the launcher and the agent give to their processes.
+
+A parent may die between the start of a process and its first look at `os.getppid()`, which then
+already returns another process.
+"""
 
 
 def exit_with_parent(
@@ -25,30 +27,29 @@ def exit_with_parent(
     *,
     before_exit: Callable[[], None] | None = None,
 ) -> threading.Thread:
-    """Watch the parent from a daemon thread; once it is gone, call `before_exit` and exit with
-    status 1.
+    """Watch the parent from a daemon thread, and end this process when the parent is gone.
 
-    The parent is the process named by `TITAN_FT_PARENT_PID`, or else the present parent. The
-    process ends without clean-up, because its supervisor is dead and its main thread may hang. If
-    it leads a session, as all workers and all processes of the launcher do, it also ends its own
-    children (data loader processes).
+    Calls `before_exit` first. The exit status is 1. The parent is the process named by
+    `TITAN_FT_PARENT_PID`, or else the present parent. The process ends without clean-up, because
+    its supervisor is dead and its main thread may hang. If it leads a session, as all workers and
+    all processes of the launcher do, it also ends its own children, such as data loader processes.
     """
     expected = int(os.environ.get(PARENT_PID_ENV, "0")) or os.getppid()
-    # A worker that is stopped (SIGSTOP) runs no thread: it would keep its GPU for as long as it is.
-    # Others ignore it.
+    # A stopped worker (SIGSTOP) runs no thread, and would keep its GPU. The signal wakes it. Other
+    # processes ignore the signal.
     _signal_at_parents_end(signal.SIGCONT)
 
     def watch() -> None:
         while os.getppid() == expected:
-            # Here, for it is a thread that every worker has: on a disk that was full, the events of
-            # a worker in a long step would wait for its next one.
+            # Every worker has this thread. Without the retry, events would wait for the worker's
+            # next event after the disk has room again, which a long step delays.
             retry_waiting()
             time.sleep(poll_seconds)
         try:
             if before_exit is not None:
                 before_exit()
         finally:
-            # Then its process group holds only itself and what it started.
+            # The leader of a session has a process group with only its own children.
             if os.getsid(0) == os.getpid():
                 os.killpg(os.getpgrp(), signal.SIGKILL)
             os._exit(1)
@@ -59,11 +60,10 @@ def exit_with_parent(
 
 
 def end_with_parent(before_exit: Callable[[], None] = lambda: None) -> None:
-    """Like `exit_with_parent`, but without a thread, which a fork would lose. Call it in the main
-    thread only.
+    """Do the same as `exit_with_parent`, but without a thread, which a fork would lose.
 
-    On Linux, the kernel signals the end of the parent. On other systems a thread watches the
-    parent.
+    Call this in the main thread only. On Linux, the kernel signals the end of the parent. On other
+    systems a thread watches the parent.
     """
     if sys.platform != "linux":
         exit_with_parent(before_exit=before_exit)
@@ -72,7 +72,7 @@ def end_with_parent(before_exit: Callable[[], None] = lambda: None) -> None:
 
     def look(signum: int = 0, frame: FrameType | None = None) -> None:
         if os.getppid() == expected:
-            return  # sent by somebody else
+            return  # Another process sent the signal.
         try:
             before_exit()
         finally:
@@ -81,16 +81,18 @@ def end_with_parent(before_exit: Callable[[], None] = lambda: None) -> None:
     signal.signal(signal.SIGRTMIN, look)
     if not _signal_at_parents_end(signal.SIGRTMIN):
         exit_with_parent(before_exit=before_exit)
-    look()  # it may have ended before
+    look()  # The parent may have ended before the signal was set up.
 
 
 def _signal_at_parents_end(signum: int) -> bool:
-    """Let the kernel signal this process, not its forks, when its parent ends; False if it
-    cannot.
+    """Let the kernel signal this process, but not its forks, when its parent ends.
+
+    Returns:
+        False if the kernel cannot.
     """
     if sys.platform != "linux":
         return False
     import ctypes
 
-    set_pdeathsig = 1  # linux/prctl.h
+    set_pdeathsig = 1  # The number in linux/prctl.h.
     return bool(ctypes.CDLL(None).prctl(set_pdeathsig, int(signum), 0, 0, 0) == 0)

@@ -20,21 +20,22 @@ from typing import Any
 from titan_ft.run.appender import DescriptorAppender, Stall
 
 WAITING_BYTES = 2**20
-"""Memory for what is printed and cannot be written; beyond it lines are lost, and counted."""
+"""Memory for printed lines that cannot be written. Lines beyond it are lost, and counted."""
 
 
 _NO_SECRETS = "torchft::manager=warn"
 
 
 def choose_native_log(environ: Mapping[str, str]) -> str:
-    """Return the value of RUST_LOG for torchft's code: the user's, or "warn", without torchft's
-    secrets.
+    """Return the value of RUST_LOG for torchft's code: the user's value, or "warn".
 
     torchft's log at its default level costs time in each step. At "info" its client logs the
-    lighthouse's address, which contains the run's secret.
+    lighthouse's address with the run's secret, so that client stays at "warn" in any case.
     """
     given = environ.get("RUST_LOG") or "warn"
-    return given if _NO_SECRETS in given else f"{given},{_NO_SECRETS}"
+    if _NO_SECRETS in given:
+        return given
+    return f"{given},{_NO_SECRETS}"
 
 
 def replace_unprintable() -> None:
@@ -58,24 +59,27 @@ def protect_output() -> None:
     shared: DescriptorAppender | None = None
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        ours = isinstance(getattr(stream, "buffer", None), _ProtectedFile)
-        if stream is None or not (ours or stream is getattr(sys, f"__{name}__")):
+        is_protected = isinstance(getattr(stream, "buffer", None), _ProtectedFile)
+        is_original = stream is getattr(sys, f"__{name}__")
+        if stream is None or not (is_protected or is_original):
             continue
-        with contextlib.suppress(OSError, ValueError):  # it is full already, or closed
+        # The disk may be full already, or the stream closed.
+        with contextlib.suppress(OSError, ValueError):
             stream.flush()
         try:
             descriptor = stream.fileno()
             if shared is None or not _is_same_file(shared.descriptor, descriptor):
-                # Two appenders that wait for room in one file would glue their lines.
+                # One appender for both outputs if they are one file. Two appenders that wait for
+                # room in the same file would mix halves of their lines.
                 shared = _appender(descriptor)
-        except (OSError, ValueError):  # there is no file behind it
+        except (OSError, ValueError):  # The stream has no file.
             continue
         setattr(sys, name, _wrap(stream, _ProtectedFile(shared, descriptor)))
 
 
 def _appender(descriptor: int) -> DescriptorAppender:
     def report_loss(stall: Stall) -> None:
-        """Say where lines are missing, at their place."""
+        """Print a line at the place of the missing lines."""
         if not stall.dropped:
             return
         first, last = _clock(stall.first_dropped), _clock(stall.last_dropped)
@@ -97,7 +101,7 @@ def _clock(seconds: float) -> str:
 def _wrap(stream: Any, raw: io.RawIOBase) -> io.TextIOWrapper:
     """Return a stream like `stream` that prints each line in one piece."""
     return io.TextIOWrapper(
-        raw,  # type: ignore[arg-type]  # as for python -u: there is no buffer below
+        raw,  # type: ignore[arg-type]  # Without a buffer, as with python -u.
         encoding=stream.encoding,
         errors="replace" if stream.errors == "strict" else stream.errors,
         line_buffering=True,
@@ -148,7 +152,8 @@ def protected_native_output(descriptor: int = 2) -> Iterator[None]:
 
     def copy() -> None:
         while block := os.read(reads, 65536):
-            with contextlib.suppress(OSError):  # without a reader the native code goes on, too
+            # The native code must go on even if the original file has no reader.
+            with contextlib.suppress(OSError):
                 appender.append(block)
 
     thread = threading.Thread(target=copy, name="titan_ft_output", daemon=True)
@@ -156,7 +161,7 @@ def protected_native_output(descriptor: int = 2) -> Iterator[None]:
     try:
         yield
     finally:
-        os.dup2(former, descriptor)  # with it, the last writer of the pipe is gone
+        os.dup2(former, descriptor)  # This closes the last writer of the pipe, and `copy` ends.
         thread.join()
         appender.close(0.0)
         os.close(reads)

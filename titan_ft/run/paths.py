@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Own every path of a run."""
+"""The paths of all files and folders of a run."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ class RunPaths:
 
     @property
     def finished(self) -> Path:
-        """The mark that the job has made its last step, with the job's hash; see
-        `titan_ft.training.finished`.
-        """
+        """Mark of a finished job, with the job's hash; see `titan_ft.training.finished`."""
         return self.root / "finished.json"
 
     @property
@@ -73,9 +71,7 @@ class RunPaths:
 
     @property
     def record_log(self) -> Path:
-        """Output of the processes that reduce the events of a long run; there is none for a short
-        run.
-        """
+        """Output of the processes that reduce the events of a long run. A short run has none."""
         return self.root / "logs" / "record.log"
 
     def agent_log(self, replica: int) -> Path:
@@ -119,9 +115,7 @@ class RunPaths:
         return self.events_file(f"launcher-{pid}")
 
     def lighthouse_events(self, host: str, pid: int) -> Path:
-        """Event file of a lighthouse. Of several hosts' lighthouses two may have the same process
-        id.
-        """
+        """Event file of a lighthouse. Lighthouses of two hosts may have the same process id."""
         return self.events_file(f"lighthouse-{host}-{pid}")
 
     @staticmethod
@@ -130,39 +124,41 @@ class RunPaths:
         attempt: int | Literal["*"] | None = None,
         rank: int | None = None,
     ) -> str:
-        """Return a pattern for the names of the workers' event files: of all, or of one attempt of
-        a group.
+        """Return a pattern for the names of the workers' event files.
 
         Args:
-            attempt: "*" stands for all attempts.
-            rank: rank of the group; None stands for all ranks.
+            replica: slot of the group; None: the workers of all groups, and of all attempts.
+            attempt: number of the attempt; "*": all attempts.
+            rank: rank of the group; None: all ranks.
         """
         if replica is None:
             return "replica-*.jsonl"
-        return f"replica-{replica}-rank-{'*' if rank is None else rank}-attempt-{attempt}-*.jsonl"
+        ranks = "*" if rank is None else str(rank)
+        return f"replica-{replica}-rank-{ranks}-attempt-{attempt}-*.jsonl"
 
     @staticmethod
     def group_patterns(replica: int) -> tuple[str, ...]:
-        """Return patterns for the names of a group's event files: of its workers, and of its
-        agents.
-        """
+        """Return patterns for the names of a group's event files: workers, then agents."""
         return f"replica-{replica}-rank-*.jsonl", f"supervisor-{replica}-*.jsonl"
 
     def has_events(self) -> bool:
-        """Return True if some process wrote an event. A refused launch leaves at most an empty
-        file.
-        """
+        """Return True if a process has written an event. A refused launch leaves empty files
+        only."""
         return any(path.stat().st_size > 0 for path in self.events.glob("*.jsonl"))
 
     def has_checkpoint(self) -> bool:
-        """Return whether a checkpoint was begun; whether one is whole is for the workers to find
-        out.
-        """
+        """Return True if the folder has a checkpoint. Only the workers check whether it is
+        whole."""
         return any(self.checkpoint.glob("step-*"))
 
     def next_attempt(self, replica: int) -> int:
-        """Return the first attempt number of a group that nothing in the folder belongs to."""
-        logs = [path.name for path in self.logs(replica, 0, 0).parents[1].glob("attempt-*")]
+        """Return the first attempt number of a group that has no logs and no events yet."""
+        group_logs = self.logs(replica, 0, 0).parents[1]
+        logs = [path.name for path in group_logs.glob("attempt-*")]
         events = [path.name for path in self.events.glob(self.workers_pattern(replica, "*"))]
-        found = [re.search(r"attempt-(\d+)", name) for name in logs + events]
-        return max((int(match[1]) + 1 for match in found if match), default=0)
+        number = 0
+        for name in logs + events:
+            match = re.search(r"attempt-(\d+)", name)
+            if match:
+                number = max(number, int(match[1]) + 1)
+        return number

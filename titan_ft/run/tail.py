@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Follow files of a run while they grow, and find in a log what was said last."""
+"""Follow files of a run while they grow, and find the last error of a log."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from pathlib import Path
 from titan_ft.run.events import Event
 from titan_ft.run.log import decode
 
-_MAX_LOG_BYTES = 65536  # at the end of a log, in which its last error is looked for
+_MAX_LOG_BYTES = 65536
+"""Bytes at the end of a log that are searched for its last error."""
 _EXCEPTION = re.compile(
     r"^(\[rank\d+\]:\s*)?([A-Za-z_][\w.]*\.)?\w*(Error|Exception|Interrupt|Exit)\b"
 )
 
 _CRASH = "Fatal Python error: "
-"""Begins what faulthandler (CPython's Modules/faulthandler.c) writes when a signal ends a process.
+"""faulthandler writes this first when a signal ends a process (CPython's Modules/faulthandler.c).
 
-Its last line is a list of modules, 2,000 characters of which a launch showed as the reason.
+Its last line is a list of modules. A launch once showed 2,000 characters of that list as the reason
+of a failure.
 """
 _WHAT = "what(): "
-"""Begins the line in which C++ (libstdc++-v3/libsupc++/vterminate.cc) names the exception that
-nobody caught, just before its SIGABRT."""
+"""C++ begins a line with this before its SIGABRT. The line names the exception that no code caught
+(libstdc++-v3/libsupc++/vterminate.cc)."""
 
 
 class FileTail:
@@ -41,18 +43,21 @@ class FileTail:
     """
 
     def __init__(self, path: Path, offset: int = 0, *, only_grows: bool = False) -> None:
-        self._path, self._offset, self._only_grows = path, offset, only_grows
+        self._path = path
+        self._offset = offset
+        self._only_grows = only_grows
         self._inode: int | None = None
         self.is_cut = False
 
     def poll(self) -> bytes:
-        """Return the new whole lines; one that is not whole yet is left for later."""
+        """Return the new whole lines. An incomplete line is left for a later call."""
         try:
             status = self._path.stat()
-            size, replaced = status.st_size, self._inode not in (None, status.st_ino)
+            size = status.st_size
+            is_replaced = self._inode not in (None, status.st_ino)
+            is_truncated = size < self._offset and not self._only_grows
             self._inode = status.st_ino
-            # Somebody has replaced or cut it.
-            if replaced or (size < self._offset and not self._only_grows):
+            if is_replaced or is_truncated:
                 self._offset = 0
             self.is_cut = size < self._offset or not size
             if size <= self._offset:
@@ -60,9 +65,8 @@ class FileTail:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
-        except (
-            OSError
-        ):  # not there, yet or any more, or a network file system that has no answer right now
+        except OSError:
+            # The file is missing, or a network file system does not answer at the moment.
             return b""
         if self._only_grows:
             data = data.partition(b"\0")[0]
@@ -73,11 +77,12 @@ class FileTail:
 
 
 class EventTail:
-    """Reads the events that were added to the files of a folder since the last call: each line is
-    read once.
+    """Reads the events that were added to the files of a folder since the last call.
+
+    Each line is read once.
 
     Args:
-        folder: holds the files, also later ones.
+        folder: folder of the files. New files are found later.
         wanted: classes of events; of other events only the name is read. None wants all.
         pattern: pattern for the names of the files.
         from_start: True if the first call returns the existing events. A launcher wants only new
@@ -104,8 +109,9 @@ class EventTail:
 
     @property
     def cut(self) -> set[str]:
-        """Return the names of the files whose writers had more to write at the last call, as on a
-        full disk.
+        """Names of the files whose writers had more to write at the last call.
+
+        A full disk is one reason.
         """
         return {path.name for path, tail in self._tails.items() if tail.is_cut}
 
@@ -118,22 +124,22 @@ class EventTail:
         events: list[Event] = []
         try:
             paths = sorted(self._folder.glob(self._pattern))
-        except (
-            OSError
-        ):  # this process has no descriptor left, or a network file system has no answer right now
+        except OSError:
+            # This process has no descriptor left, or a network file system does not answer at the
+            # moment.
             paths = sorted(self._tails)
         for path in paths:
-            for line in (
-                self._tails.setdefault(path, FileTail(path, only_grows=True)).poll().splitlines()
-            ):
+            tail = self._tails.setdefault(path, FileTail(path, only_grows=True))
+            for line in tail.poll().splitlines():
                 with contextlib.suppress(ValueError):
                     event = decode(line, *self._wanted)
-                    events += [] if event is None else [event]
+                    if event is not None:
+                        events.append(event)
         return sorted(events, key=lambda event: event.time)
 
 
 def last_exception(path: Path, offset: int = 0) -> str:
-    """Return the last line of a log that names an exception; empty if there is none, or no log.
+    """Return the last line of a log that names an exception; empty without such a line.
 
     Args:
         offset: bytes of the log to leave out.
@@ -145,8 +151,12 @@ def last_exception(path: Path, offset: int = 0) -> str:
 def last_error_line(path: Path) -> str:
     """Return the line of a worker's log that gives the reason of its failure.
 
-    In order: the last line that names an exception, the last non-empty line, a note that there is
-    none. For a process that a signal ended, the line before faulthandler's stacks.
+    The choice is, in this order:
+
+    1. After a fatal signal: C++'s line about an exception, or faulthandler's first line.
+    2. The last line that names an exception.
+    3. The last line that is not empty.
+    4. A note that the log is missing or empty.
     """
     lines = _last_lines(path)
     if lines is None:
@@ -154,15 +164,18 @@ def last_error_line(path: Path) -> str:
     crashes = [number for number, line in enumerate(lines) if line.startswith(_CRASH)]
     if crashes:
         last = crashes[-1]
-        says_what = last > 0 and lines[last - 1].startswith(_WHAT)
-        return lines[last - 1] if says_what else lines[last]
+        if last > 0 and lines[last - 1].startswith(_WHAT):
+            return lines[last - 1]
+        return lines[last]
     exceptions = [line for line in lines if _EXCEPTION.match(line)]
     return (exceptions or lines or ["(empty log)"])[-1]
 
 
 def _last_lines(path: Path, offset: int = 0) -> list[str] | None:
-    """Return the last lines of a log after `offset` that are not empty; None if it cannot be
-    read.
+    """Return the last lines of a log that are not empty; None if the log cannot be read.
+
+    Args:
+        offset: bytes at the beginning of the log to leave out.
     """
     try:
         with path.open("rb") as file:

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which worker processes a group has, as the events of its run tell."""
+"""The worker processes of a group, from the events of its run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def latest_attempts(events: Iterable[Event]) -> dict[int, int]:
 
 
 def latest_workers(events: Iterable[Event], replica: int) -> list[int]:
-    """Return the pids of the workers that a group's latest attempt started; some may have ended
-    since."""
-    started = [
-        event for event in events if isinstance(event, WorkerStarted) and event.replica == replica
-    ]
-    attempt = max((event.attempt for event in started), default=0)
-    return sorted({event.pid for event in started if event.attempt == attempt})
+    """Return the pids of the workers of a group's latest attempt. Some may have ended since."""
+    pids: dict[int, set[int]] = {}  # by attempt
+    for event in events:
+        if isinstance(event, WorkerStarted) and event.replica == replica:
+            pids.setdefault(event.attempt, set()).add(event.pid)
+    if not pids:
+        return []
+    return sorted(pids[max(pids)])

@@ -50,18 +50,18 @@ class GroupCurves(BaseLogger):
         """Write a point of each curve at once, so that a killed process leaves all points that it
         has logged.
         """
-        values = {
-            name if self._tag is None else f"{self._tag}/{name}": float(metrics[name])
-            for name in metrics
-        }
-        anew = not self._last or any(self._last.get(name, -1) >= step for name in values)
+        prefix = "" if self._tag is None else f"{self._tag}/"
+        values = {prefix + name: float(value) for name, value in metrics.items()}
+        # An earlier step than the last one: this group has gone back to an earlier state.
+        has_gone_back = any(self._last.get(name, -1) >= step for name in values)
+        anew = not self._last or has_gone_back
         if anew:
             self._last.clear()
         self._last.update(dict.fromkeys(values, step))
         self._file.add(step, values, time.time(), anew=anew)
 
     def close(self) -> None:
-        """Nothing: what waits for room has the time that the end of the process has."""
+        """Do nothing. Points that wait for room on the disk are written until the process ends."""
 
 
 def keep_curves(job_config: JobConfig, rank: int) -> None:
@@ -128,7 +128,7 @@ class _Profiler:
         self._profiler = profiler
 
     def step(self, *args: Any, **settings: Any) -> None:
-        """Count a step, after which a trace may be due."""
+        """Count a step. A trace may be due after it."""
         with _warned():
             self._profiler.step(*args, **settings)
 
@@ -153,16 +153,15 @@ def wandb_environment(
     config = job_config.fault_tolerance
     root = Path(job_config.job.dump_folder).absolute()
     by_folder = f"{root.name}-{hashlib.blake2b(str(root).encode(), digest_size=4).hexdigest()}"
-    names = (environ.get("WANDB_RUN_ID"), environ.get("WANDB_RUN_GROUP"), config.job_id, by_folder)
-    job = next(name for name in names if name)
-    whose = f"replica-{config.replica_id}"
+    given = environ.get("WANDB_RUN_ID") or environ.get("WANDB_RUN_GROUP")
+    job = given or config.job_id or by_folder
+    writer = f"replica-{config.replica_id}"
     if job_config.metrics.save_for_all_ranks:
-        whose += f"-rank-{rank}"
+        writer += f"-rank-{rank}"
     return {
-        "WANDB_RUN_ID": re.sub(
-            r"[^A-Za-z0-9_-]+", "-", f"{job}-{whose}"
-        ),  # W&B knows no other characters in ids
-        "WANDB_RUN_NAME": f"{environ.get('WANDB_RUN_NAME') or job} {whose}",
+        # W&B allows no other characters in an id.
+        "WANDB_RUN_ID": re.sub(r"[^A-Za-z0-9_-]+", "-", f"{job}-{writer}"),
+        "WANDB_RUN_NAME": f"{environ.get('WANDB_RUN_NAME') or job} {writer}",
         "WANDB_RUN_GROUP": environ.get("WANDB_RUN_GROUP") or job,
         "WANDB_RESUME": environ.get("WANDB_RESUME") or "allow",
     }

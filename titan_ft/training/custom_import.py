@@ -20,7 +20,7 @@ _RANK = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",
 }
-"""What torchrun sets for a group of one rank."""
+"""Environment that torchrun gives to a group of one rank."""
 
 
 def import_custom(name: str) -> None:
@@ -35,7 +35,8 @@ def import_custom(name: str) -> None:
     try:
         with _as_a_rank():
             importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # whatever the user's code may raise
+    except (Exception, SystemExit) as error:
+        # The user's code may raise anything.
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{rule}, got {name!r} ({why}); install or correct it") from error
 
@@ -47,7 +48,8 @@ def working_folder_first() -> Iterator[None]:
     The console script looks in its own folder instead: it found no module of the user's beside the
     TOML, and took the installed torchtitan where workers take a checkout.
     """
-    before, folder = list(sys.path), os.getcwd()
+    before = list(sys.path)
+    folder = os.getcwd()
     if not sys.flags.safe_path and sys.path[0] not in ("", folder):
         sys.path.insert(0, folder)
     try:
@@ -58,14 +60,13 @@ def working_folder_first() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_a_rank() -> Iterator[None]:
-    """Set the variables of a rank during the import, for a module that reads them, outside of a
-    worker.
+    """Set the variables of a rank during the import, outside of a worker.
+
+    The user's module may read them.
     """
-    missing = (
-        []
-        if "RANK" in os.environ
-        else [variable for variable in _RANK if variable not in os.environ]
-    )
+    missing: list[str] = []
+    if "RANK" not in os.environ:
+        missing = [variable for variable in _RANK if variable not in os.environ]
     os.environ.update({variable: _RANK[variable] for variable in missing})
     try:
         yield

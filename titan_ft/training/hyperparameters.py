@@ -33,14 +33,13 @@ class Hyperparameters:
         self, optimizers: Iterable[torch.optim.Optimizer], schedulers: Iterable[LRScheduler]
     ) -> None:
         self._optimizers = list(optimizers)
-        # torchtitan knows this kind only; another one of the user's keeps what it has loaded.
-        self._schedulers = [
-            scheduler for scheduler in schedulers if isinstance(scheduler, LambdaLR)
-        ]
-        self._settings = [
-            [_settings_of(group) for group in optimizer.param_groups]
-            for optimizer in self._optimizers
-        ]
+        # torchtitan has this kind of scheduler only. The user's own scheduler of another kind keeps
+        # the settings that it loads.
+        self._schedulers = [each for each in schedulers if isinstance(each, LambdaLR)]
+        # The settings of each optimizer's param groups.
+        self._settings: list[list[dict[str, Any]]] = []
+        for optimizer in self._optimizers:
+            self._settings.append([_settings_of(group) for group in optimizer.param_groups])
         self._base_lrs = [list(scheduler.base_lrs) for scheduler in self._schedulers]
 
     def restore(self) -> None:

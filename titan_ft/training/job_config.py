@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read a job's config as its workers do: TOML and flags. Every rule is checked before anything is
-built.
+"""Read a job's config as its workers do, from TOML and flags.
+
+Every rule is checked before anything is built.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from titan_ft.training.module_config import read_tables, split_flags
 from titan_ft.training.own_trainer import check_tables, check_trainer
 from titan_ft.usage import find_values, refusing
 
-# Fields of [fault_tolerance] that a group may have to itself; job_id is compared by name.
 _MAY_DIFFER = (
     "advertise_address",
     "chaos",
@@ -37,13 +37,14 @@ _MAY_DIFFER = (
     "replica_id",
     "transfer_max_mbps",
 )
+"""Fields of [fault_tolerance] that may differ between groups. job_id is compared by itself."""
 
 
 def read_config(*args: str) -> Any:
-    """Read and validate the job's config; nothing before this may import torchtitan.
+    """Read and validate the job's config. Nothing may import torchtitan before this call.
 
     Raises:
-        ConfigError: there is a mistake in it.
+        ConfigError: the config has a mistake.
     """
     return _read_whole_config(args, *_find_toml(args))
 
@@ -66,19 +67,23 @@ def prepare_config(*args: str) -> Any:
 
 
 def _find_toml(args: Sequence[str]) -> tuple[str | None, int]:
-    """Return the path of the TOML that the flags name, and when it was last changed (ns)."""
-    # Torchtitan's ConfigManager takes the first.
-    flags = dict(reversed(list(ft_config.read_flags(args))))
-    toml = flags.get("job.config_file")
-    return toml, os.stat(toml).st_mtime_ns if toml is not None and os.path.exists(toml) else 0
+    """Return the path of the TOML that the flags name, and the time of its last change in ns."""
+    toml = None
+    for name, value in ft_config.read_flags(args):
+        if name == "job.config_file":
+            toml = value
+            break  # torchtitan's ConfigManager takes the first.
+    if toml is None or not os.path.exists(toml):
+        return toml, 0
+    return toml, os.stat(toml).st_mtime_ns
 
 
-@functools.cache  # a worker is a fork of a process that has read it
+@functools.cache  # A worker is a fork of a process that has read the config already.
 def _read_config(args: tuple[str, ...], toml: str | None, modified: int) -> Any:
     """Read the config, without a check of its model and data.
 
     Args:
-        modified: when the TOML was last changed, in ns. Part of the cache's key.
+        modified: time of the TOML's last change, in ns. It is a part of the cache's key.
     """
     job_config = parse_config(args, toml)
     ft_config.validate(job_config)
@@ -90,7 +95,7 @@ def _read_config(args: tuple[str, ...], toml: str | None, modified: int) -> Any:
 
 @functools.cache
 def _read_whole_config(args: tuple[str, ...], toml: str | None, modified: int) -> Any:
-    """Read the config, and check its model and data, which a module of the user's may register."""
+    """Read the config, and check its model and data, which the user's module may register."""
     job_config = _read_config(args, toml, modified)
     import_custom(job_config.experimental.custom_import)
     _check_model(job_config)
@@ -98,7 +103,7 @@ def _read_whole_config(args: tuple[str, ...], toml: str | None, modified: int) -
 
 
 def parse_config(args: Sequence[str], toml: str | None) -> Any:
-    """Put TOML, flags and defaults together, as torchtitan does; only names and types are checked.
+    """Put TOML, flags and defaults together, as torchtitan does. Checks names and types only.
 
     Args:
         args: torchtitan's flags, `--job.config_file` among them, or `--module` and `--config`.
@@ -141,28 +146,29 @@ def parse_config(args: Sequence[str], toml: str | None) -> Any:
         if table == ft_config.TABLE and name in ft_config.REMOVED:
             _, value = next(find_values(args, [flag]))
             return ft_config.removed(_as_in_toml(flag), value)
-        hint = closest(_as_in_toml(flag), (_as_in_toml(known) for known in _flags(schema)))
+        known_flags = [_as_in_toml(known) for known in _flags(schema)]
+        hint = closest(_as_in_toml(flag), known_flags)
         return f"{_as_in_toml(flag)} is no flag of torchtitan; {hint}correct or remove it"
 
     try:
         return refusing(lambda: manager.parse_args(list(args)), args, unknown)
     except ConfigError:
         raise
-    except ValueError as error:  # torchtitan's own rules
+    except ValueError as error:
+        # torchtitan has rules of its own.
         raise ConfigError(" ".join(str(error).split())) from error
 
 
 def _flags(schema: type, prefix: str = "--") -> Iterator[str]:
-    """Yield the flags of nested dataclasses: --training.steps, --checkpoint.enable,
-    --checkpoint.no-enable.
-    """
-    for f in fields(schema):
-        if is_dataclass(f.type):
-            yield from _flags(f.type, f"{prefix}{f.name}.")  # type: ignore[arg-type]  # a class
+    """Yield the flags of nested dataclasses, such as --training.steps, --checkpoint.no-enable."""
+    for setting in fields(schema):
+        name = setting.name
+        if is_dataclass(setting.type):
+            yield from _flags(setting.type, f"{prefix}{name}.")  # type: ignore[arg-type]  # a class
             continue
-        yield f"{prefix}{f.name}"
-        if f.type is bool:
-            yield f"{prefix}no-{f.name}"
+        yield f"{prefix}{name}"
+        if setting.type is bool:
+            yield f"{prefix}no-{name}"
 
 
 def _as_in_toml(flag: str) -> str:
@@ -170,8 +176,9 @@ def _as_in_toml(flag: str) -> str:
 
 
 def check_paths(job_config: Any) -> None:
-    """Check the files that the workers need. Only on a host of the job: other hosts may lack the
-    files.
+    """Check the files that the workers need.
+
+    Call this on a host of the job only: other hosts may lack the files.
 
     Raises:
         ConfigError: a file is missing.
@@ -187,8 +194,9 @@ def check_paths(job_config: Any) -> None:
         )
     own = os.path.join(job_config.job.dump_folder, checkpoint.folder)
     first = checkpoint.initial_load_path
-    # torchtitan does not look at it once the run has checkpoints of its own.
-    if checkpoint.enable and first and not os.path.exists(own) and not os.path.isdir(first):
+    # torchtitan ignores initial_load_path once the run has checkpoints of its own.
+    is_read = checkpoint.enable and first and not os.path.exists(own)
+    if is_read and not os.path.isdir(first):
         raise ConfigError(
             f"checkpoint.initial_load_path must be the folder of a checkpoint, got {first!r}, "
             "which is none; correct it, or leave it out"
@@ -196,12 +204,11 @@ def check_paths(job_config: Any) -> None:
 
 
 def _check_model(job_config: Any) -> None:
-    """Check the names that torchtitan would look up only later, in each rank and again at each
-    restart.
+    """Check the names that torchtitan would look up only later, in each rank and at each restart.
 
     Raises:
-        ConfigError: there is no such model, flavor, validator, dataset or tokenizer, or a bad table
-            of files.
+        ConfigError: a model, flavor, validator, dataset or tokenizer does not exist, or the table
+            of Hugging Face's files is wrong.
     """
     from titan_ft.host import titan
 
@@ -226,9 +233,8 @@ def _check_model(job_config: Any) -> None:
         _check_name("training.dataset", job_config.training.dataset, titan.DATASETS)
     if spec.build_optimizers_fn in titan.ADAM_BUILDERS:
         _check_name("optimizer.name", job_config.optimizer.name, ("Adam", "AdamW"))
-    if spec.build_tokenizer_fn is titan.build_hf_tokenizer and not os.path.isdir(
-        model.hf_assets_path
-    ):
+    needs_folder = spec.build_tokenizer_fn is titan.build_hf_tokenizer
+    if needs_folder and not os.path.isdir(model.hf_assets_path):
         raise ConfigError(
             "model.hf_assets_path must be the folder of a tokenizer, got "
             f"{model.hf_assets_path!r}, which is none; "
@@ -255,7 +261,7 @@ def _check_index(path: Path) -> None:
         return
     except (OSError, ValueError) as error:
         raise _index_error(path, f"cannot be read ({error})") from error
-    if not table:  # torchtitan takes it for none
+    if not table:  # torchtitan treats an empty table as a missing one.
         return
     files = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(files, dict):
@@ -299,15 +305,16 @@ def _check_name(field: str, value: str, known: Collection[str]) -> None:
 
 
 def _assets_flag(values: dict[str, Any], args: Sequence[str]) -> list[str]:
-    """Return a flag that replaces a `titan_ft://` tokenizer by its folder in this package, if there
-    is one.
-    """
+    """Return a flag with the folder of a `titan_ft://` tokenizer; no flag for other tokenizers."""
     from titan_ft.data.assets import resolve
 
     table = values.get("model")
-    path = str(table.get("hf_assets_path", "")) if isinstance(table, dict) else ""
+    path = ""
+    if isinstance(table, dict):
+        path = str(table.get("hf_assets_path", ""))
     for name, value in ft_config.read_flags(args):
-        path = value if name == "model.hf_assets_path" else path
+        if name == "model.hf_assets_path":
+            path = value
     resolved = resolve(path)
     return [] if resolved == path else [f"--model.hf_assets_path={resolved}"]
 
@@ -315,7 +322,10 @@ def _assets_flag(values: dict[str, Any], args: Sequence[str]) -> list[str]:
 def digest_config(job_config: Any) -> str:
     """Hash the settings that must be equal in all groups of a job.
 
-    Left out: where a group logs, its id and its addresses.
+    The logging, the slot and the addresses of a group are left out.
+
+    Returns:
+        16 hex digits.
     """
     values = job_config.to_dict()
     for table in ("job", "metrics", "profiling", "comm"):
@@ -323,6 +333,5 @@ def digest_config(job_config: Any) -> str:
     for key in _MAY_DIFFER:
         values["fault_tolerance"].pop(key, None)
     values["model"].pop("hf_assets_path", None)
-    return hashlib.blake2b(
-        json.dumps(values, sort_keys=True, default=str).encode(), digest_size=8
-    ).hexdigest()
+    text = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -54,8 +54,8 @@ class Links:
 
     The trainer builds and closes the links on the training thread. From then on the other groups
     wait for this group, so build them only when training can begin. `_hear_loss` runs on the
-    control tree's thread, `_report_served` on threads of the state server. If the constructor fails,
-    the process ends, which closes the links.
+    control tree's thread, `_report_served` on threads of the state server. If the constructor
+    fails, the process ends, which closes the links.
 
     See docs/design.md, "The picture".
 
@@ -292,8 +292,8 @@ def _find_hook_calls(model_parts: Sequence[nn.Module], num_microbatches: int) ->
         return HookCalls.COUNTED
     if num_microbatches == 0:
         return HookCalls.ONE
-    # FSDP keeps the sum over a pipeline's microbatches itself, and calls the hooks once, when it has
-    # reduced this sum.
+    # FSDP keeps the sum over a pipeline's microbatches itself, and calls the hooks once, when it
+    # has reduced this sum.
     return 1 if isinstance(model_parts[0], FSDPModule) else num_microbatches
 
 

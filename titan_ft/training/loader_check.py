@@ -34,16 +34,20 @@ from titan_ft.host.titan import LOADERS, HuggingFaceTextDataset
 from titan_ft.run.events import LoaderChecked
 
 _BEFORE = 2
-"""Batches before the first opening, and from there to the second one."""
+"""Batches before the first opening, and between the first and the second opening."""
 _MOST = 64
-"""Batches that are compared after each opening, where they are read fast enough."""
+"""Most batches that are compared after each opening."""
 _SECONDS = 0.4
-"""For the reader that is never closed; those that are opened read one and a half times as much."""
+"""Time for the loader that reads on. The reopened loaders read one and a half times as much."""
 
 
 def check_loader(build: Callable[[], Any]) -> LoaderChecked:
-    """Compare a loader that reads on with loaders that are opened, one after the other, at saved
-    states.
+    """Compare a loader that reads on with loaders that are opened at its saved states.
+
+    1. Read `_BEFORE` batches from a first loader, and save its state.
+    2. Read on with the same loader: these are the expected batches.
+    3. Open a new loader at the saved state, compare its batches with the expected ones, and save
+       its state on the way. Repeat this from that state (see `_openings`).
 
     Reads at most five times `_MOST` batches, for about a second, from loaders of its own; from slow
     loaders ten batches. The random number generators of this process are restored afterwards.
@@ -56,20 +60,25 @@ def check_loader(build: Callable[[], Any]) -> LoaderChecked:
     """
     with _keep_random_state():
         loader = build()
-        name, transparent = name_loader(loader), is_transparent(loader)
+        name = name_loader(loader)
+        transparent = is_transparent(loader)
         straight = iter(loader)
         deadline = time.monotonic() + _SECONDS
         before = _read(straight, _BEFORE)
         with _refuse(name, "save its state"):
             state = save_loader(loader)
         expected = _read(straight, 2 * _BEFORE)
-        ended = len(expected) < 2 * _BEFORE
-        while not ended and len(expected) < 2 * (_BEFORE + _MOST) and time.monotonic() < deadline:
+        has_ended = len(expected) < 2 * _BEFORE
+        while not has_ended and len(expected) < 2 * (_BEFORE + _MOST):
+            if time.monotonic() >= deadline:
+                break
             further = _read(straight, 1)
             expected += further
-            ended = not further
+            has_ended = not further
+        # The workers of a loader end with it.
         del straight, loader
-        reason, number = "", 0
+        reason = ""
+        number = 0
         for place, length, next_save in _openings(len(expected)):
             with _refuse(name, "go on from a state that it has saved"):
                 loader = build()
@@ -93,10 +102,10 @@ def check_loader(build: Callable[[], Any]) -> LoaderChecked:
 
 
 def is_transparent(loader: Any) -> bool:
-    """Return True if only known code decides where a loader goes on: torchtitan's text data over
-    `datasets`.
+    """Return True if only known code decides where a loader goes on.
 
-    A pipeline's functions of the user are assumed to depend on their example only.
+    The known code is torchtitan's text data over `datasets`. The user's own functions in such a
+    pipeline are assumed to depend on their example only.
     """
     if type(loader) not in (*LOADERS, StatefulDataLoader):
         return False
@@ -107,30 +116,27 @@ def is_transparent(loader: Any) -> bool:
 
 
 def _openings(num_expected: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (batches before it, batches to compare, batches to the next opening) of each
-    opening.
-    """
+    """Yield the openings: batches before it, batches to compare, batches to the next opening."""
     depth = max(_BEFORE, num_expected // 2 - _BEFORE)
     yield 0, depth, _BEFORE
     yield _BEFORE, depth, depth
     if depth > _BEFORE:
-        # Far from the start: a state of a later epoch may be wrong where those of the first one are
-        # right.
+        # An opening far from the start: the states of a later epoch may be wrong, although those
+        # of the first epoch are right.
         yield _BEFORE + depth, depth, depth
 
 
 def _describe_difference(expected: list[str], found: list[str], opened_after: int) -> str:
-    """Return which batch is another one than expected; empty if none is."""
+    """Return a text that names the first batch that differs; empty if none does."""
     if found == expected:
         return ""
-    pairs = zip(expected, found, strict=False)
-    same = next(
-        (place for place, (one, other) in enumerate(pairs) if one != other),
-        min(len(expected), len(found)),
-    )
-    return (
-        f"opened again after batch {opened_after}, it gave another batch {opened_after + same + 1}"
-    )
+    num_same = 0
+    for one, other in zip(expected, found, strict=False):
+        if one != other:
+            break
+        num_same += 1
+    number = opened_after + num_same + 1
+    return f"opened again after batch {opened_after}, it gave another batch {number}"
 
 
 def _read(batches: Iterator[Any], number: int) -> list[str]:
@@ -140,11 +146,12 @@ def _read(batches: Iterator[Any], number: int) -> list[str]:
 
 @contextlib.contextmanager
 def _refuse(name: str, what: str) -> Iterator[None]:
-    """Turn an error of the loader into one line. Without it, a returning group would end with that
-    error.
+    """Turn an error of the loader into one line.
+
+    Without this check at the start, a returning group would end with that error.
 
     Raises:
-        ConfigError: there was an error.
+        ConfigError: the loader raised an error.
     """
     try:
         yield

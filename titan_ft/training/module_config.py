@@ -59,7 +59,8 @@ def split_flags(args: Sequence[str]) -> ModuleFlags:
             if name in given:
                 given[name] = value if equals else next(words, "")
                 continue
-            place = own if name.partition(".")[0].replace("-", "_") in _OWN_TABLES else others
+            table = name.partition(".")[0].replace("-", "_")
+            place = own if table in _OWN_TABLES else others
         place.append(word)
     found = ModuleFlags(given["module"], given["config"], tuple(own), tuple(others))
     if bool(found.module) != bool(found.function):
@@ -76,11 +77,12 @@ def split_flags(args: Sequence[str]) -> ModuleFlags:
 
 
 def read_tables(flags: ModuleFlags) -> dict[str, Any]:
-    """Return the tables of the TOML that describes a job; nothing before this may import
-    torchtitan.
+    """Return the tables of the TOML that describes a job.
+
+    Nothing may import torchtitan before this call.
 
     Raises:
-        ConfigError: there is a mistake in the flags, or no TOML can describe the job.
+        ConfigError: the flags have a mistake, or no TOML can describe the job.
     """
     from titan_ft.host import cpu
 
@@ -99,7 +101,8 @@ def read_tables(flags: ModuleFlags) -> dict[str, Any]:
         )
     except ConfigError:
         raise
-    except ValueError as error:  # torchtitan's own rules
+    except ValueError as error:
+        # torchtitan has rules of its own.
         raise ConfigError(" ".join(str(error).split())) from error
 
 
@@ -147,12 +150,12 @@ def _key(key: str) -> str:
 
 
 def _quote(value: Any) -> str:
-    # A text or a number in JSON is one in TOML, too, but for this character.
+    # A text or a number in JSON is valid in TOML too, except for this character.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def main(args: Sequence[str]) -> int:
-    """Print the TOML of a job; returns the exit status."""
+    """Print the TOML of a job; return the exit status."""
     if len(args) < 2:
         print(
             "usage: python -m titan_ft.training.module_config M F [flags of torchtitan 0.3]",
@@ -161,7 +164,8 @@ def main(args: Sequence[str]) -> int:
         return 2
     module, function, *others = args
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # whatever F prints is no TOML
+        # F may print. Its output must not be in the TOML.
+        with contextlib.redirect_stdout(sys.stderr):
             text = format_toml(read_tables(ModuleFlags(module, function, (), tuple(others))))
     except ConfigError as error:
         print(f"titan-ft: {error}", file=sys.stderr)

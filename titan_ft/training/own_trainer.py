@@ -30,7 +30,8 @@ def check_trainer(name: str) -> None:
 
     for package in packages_of_model(name):
         path = file_in_package(package, TRAINER_FILE)
-        if path is not None and (trainer := _find_trainer(path)):
+        trainer = "" if path is None else _find_trainer(path)
+        if trainer:
             raise ConfigError(
                 f"model.name must be a model that torchtitan's own trainer trains, got {name!r}, "
                 f"which has a trainer of its own ({trainer}); take another model, or train this "
@@ -65,9 +66,7 @@ def check_tables(job_config: Any) -> None:
 
 
 def _find_trainer(path: Path) -> str:
-    """Return the name of a trainer class that changes more than its own `close`; empty
-    without one.
-    """
+    """Return the name of a trainer class that overrides more than `close`; empty without one."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in tree.body:
         if not isinstance(node, ast.ClassDef):

@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measure a job before its start: the model is built and cut as in a run, without memory or
-peers.
+"""Measure a job before its start.
+
+The model is built and cut as in a run, but on the meta device and without other ranks.
 """
 
 from __future__ import annotations
@@ -26,47 +27,55 @@ from titan_ft.transfer.snapshot import TrainState
 
 @dataclass(frozen=True)
 class RankSizes:
-    """What one rank holds and moves, in bytes."""
+    """The sizes of one rank, in bytes.
+
+    Attributes:
+        parameters: its shards of the parameters.
+        gradients: its shards of the gradients.
+        optimizer: the state of its optimizers.
+        state: a copy of its state in host memory, which a donor keeps and a joiner fetches.
+        exchange: its buckets, which each round sums over the groups. A queued update of a joiner
+            has this size too.
+        sent: bytes that it sends to the other groups in a round, if all of them are there.
+        anchors: host memory of the weights that the groups agree on, in fp32. This group's distance
+            from them takes as much again. 0 without a semi-synchronous method.
+        momentum: host memory of the outer optimizer's state.
+    """
 
     parameters: int
     gradients: int
     optimizer: int
     state: int
-    """A copy of its state in host memory: what a donor keeps and a joiner fetches."""
     exchange: int
-    """Its buckets: what each round sums over the groups, and what each queued update of a joiner
-    takes.
-    """
     sent: int
-    """What it sends to the other groups for that, if all of them are there."""
     anchors: int
-    """With a semi-synchronous method, in host memory: the weights that the groups agree on, in
-    fp32. How far this group has moved from them takes as much again. Else 0."""
     momentum: int
-    """Of the outer optimizer, in host memory."""
 
 
 @dataclass(frozen=True)
 class JobSizes:
-    """What one replica group is made of."""
+    """The sizes of one replica group.
+
+    Attributes:
+        num_parameters: parameters of the whole model.
+        accumulation: microbatches of each data-parallel rank in a step.
+        stages: the first rank of each pipeline stage, which has the largest shards. One entry
+            without a pipeline.
+    """
 
     num_parameters: int
     dims: ParallelDims
     accumulation: int
-    """Microbatches of each data-parallel rank in a step."""
     stages: tuple[RankSizes, ...]
-    """The first rank of each pipeline stage, which has the largest shards; one without a
-    pipeline.
-    """
 
     @property
     def largest(self) -> RankSizes:
-        """Return the rank that holds most."""
+        """The rank with the largest state."""
         return max(self.stages, key=lambda rank: rank.state)
 
     @property
     def group_state(self) -> int:
-        """Return the maximum bytes that a healing group fetches: its shards may differ by a row."""
+        """Most bytes that a healing group fetches. Its shards may differ by a row."""
         ranks = self.dims.world_size // len(self.stages)
         return sum(stage.state for stage in self.stages) * ranks
 
@@ -83,15 +92,15 @@ def measure(config: Any, num_ranks: int) -> JobSizes:
         config: returned by `read_config` and checked by `check_divisions`.
     """
     stages = config.parallelism.pipeline_parallel_degree
-    measured = [
-        _measure_rank(config, num_ranks, stage * num_ranks // stages) for stage in range(stages)
-    ]
-    dims, num_parameters, _ = measured[0]
+    sizes = []
+    for stage in range(stages):
+        first_rank = stage * num_ranks // stages
+        dims, num_parameters, rank_sizes = _measure_rank(config, num_ranks, first_rank)
+        sizes.append(rank_sizes)
     sequences = config.training.local_batch_size * dims.dp_replicate * dims.dp_shard
-    own = config.training.global_batch_size // max(config.fault_tolerance.group_size, 1)
-    return JobSizes(
-        num_parameters, dims, max(own // sequences, 1), tuple(rank for _, _, rank in measured)
-    )
+    own_batch = config.training.global_batch_size // max(config.fault_tolerance.group_size, 1)
+    accumulation = max(own_batch // sequences, 1)
+    return JobSizes(num_parameters, dims, accumulation, tuple(sizes))
 
 
 def _measure_rank(config: Any, num_ranks: int, rank: int) -> tuple[ParallelDims, int, RankSizes]:
@@ -112,7 +121,7 @@ def _sizes(config: Any, parts: list[torch.nn.Module], optimizers: Any) -> RankSi
     outer = _outer_optimizer(config.fault_tolerance, trained)
     exchange = GradientExchange(
         _parameters_of(outer) if outer else parameters,
-        None,  # type: ignore[arg-type]  # never asked: nothing is exchanged
+        None,  # type: ignore[arg-type]  # Unused: nothing is exchanged.
         bucket_bytes=int(config.fault_tolerance.bucket_size_mb * 2**20),
         where=torch.device("meta"),
         overlap=False,
@@ -121,17 +130,20 @@ def _sizes(config: Any, parts: list[torch.nn.Module], optimizers: Any) -> RankSi
         counts=token_counts(parts),
     )
     gradients = sum(map(_num_bytes, trained))
-    anchors = sum(map(_num_bytes, _parameters_of(outer))) if outer else 0
-    state = TrainState(
-        parts, [outer, *optimizers] if outer else optimizers, None, _NoCounters()
-    ).payload_bytes
+    anchors = 0
+    every_optimizer = list(optimizers)
+    if outer:
+        anchors = sum(map(_num_bytes, _parameters_of(outer)))
+        every_optimizer.insert(0, outer)
+    state = TrainState(parts, every_optimizer, None, _NoCounters()).payload_bytes
+    if outer:
+        # The state has the anchors in place of the weights. A weight is as large as its gradient.
+        state += anchors - gradients
     return RankSizes(
         parameters=sum(map(_num_bytes, parameters)),
         gradients=gradients,
         optimizer=sum(map(_held_bytes, optimizers)),
-        state=state - gradients + anchors
-        if outer
-        else state,  # the anchors are what it has of the weights
+        state=state,
         exchange=exchange.num_bytes,
         sent=exchange.count_sent_bytes(config.fault_tolerance.group_size),
         anchors=anchors,
@@ -142,16 +154,17 @@ def _sizes(config: Any, parts: list[torch.nn.Module], optimizers: Any) -> RankSi
 def _outer_optimizer(
     ft: FaultTolerance, trained: list[torch.nn.Parameter]
 ) -> torch.optim.Optimizer | None:
-    """Return the outer optimizer after an update, over anchors of what is trained; None without
-    one.
+    """Return the outer optimizer after an update, over anchors of the trained parameters.
+
+    None without a semi-synchronous method.
     """
     if ft.semi_sync_method is None:
         return None
-    shapes = [local_shard(parameter).shape for parameter in trained]
-    anchors = [
-        torch.nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
-        for shape in shapes
-    ]
+    anchors = []
+    for parameter in trained:
+        shape = local_shard(parameter).shape
+        empty = torch.empty(shape, dtype=torch.float32, device="meta")
+        anchors.append(torch.nn.Parameter(empty))
     settings = outer_optimizer(ft)
     outer = torch.optim.SGD(
         anchors, lr=settings.lr, momentum=settings.momentum, nesterov=settings.nesterov
@@ -167,9 +180,10 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]
 
 
 def _held_bytes(optimizer: torch.optim.Optimizer) -> int:
-    return sum(
-        _num_bytes(value) for values in optimizer.state.values() for value in values.values()
-    )
+    num_bytes = 0
+    for values in optimizer.state.values():
+        num_bytes += sum(map(_num_bytes, values.values()))
+    return num_bytes
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
@@ -179,9 +193,8 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def _fake_world(num_ranks: int, rank: int) -> Iterator[None]:
-    """Be one rank of a group without other ranks: collectives return at once, with arbitrary
-    values.
-    """
+    """Stand in for the other ranks of a group: collectives return at once, with arbitrary
+    values."""
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     try:
         yield

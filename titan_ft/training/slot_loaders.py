@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Data loaders by slot: torchtitan's own, of whichever group's share of the data."""
+"""Data loaders by slot: torchtitan's own loaders, for the data of any group's slot."""
 
 from __future__ import annotations
 
@@ -22,34 +22,46 @@ from titan_ft.training.loader_check import check_loader
 class SlotLoaders:
     """Builds this rank's data loader of any slot, in the way torchtitan built its own.
 
+    The wrapped TrainSpec, the feed and the trainer call it, on the training thread.
+
     Attributes:
         shard: this rank's part of a slot (its data rank in the group).
         num_shards: parts of a slot (the group's data-parallel degree).
     """
 
     def __init__(self, config: FaultTolerance) -> None:
-        self.shard, self.num_shards = 0, 1
+        self.shard = 0
+        self.num_shards = 1
         self._config = config
         self._build: Callable[..., Any] | None = None
+        # The unread loader that torchtitan has built; None after it was opened.
         self._first: Any = None
 
-    def begin(self, build: Callable[..., Any], shard: int, num_shards: int) -> Any:
-        """Build the loader of this group's own slot, for torchtitan; `build` takes dp_rank and
-        dp_world_size.
+    def build_own(self, build: Callable[..., Any], shard: int, num_shards: int) -> Any:
+        """Build the loader of this group's own slot, when torchtitan builds its loader.
+
+        Args:
+            build: builds a loader from dp_rank and dp_world_size.
+            shard: this rank's data rank in the group.
+            num_shards: data ranks of the group.
+
+        Raises:
+            ConfigError: the data have too few documents or files.
         """
-        self._build, self.shard, self.num_shards = build, shard, num_shards
+        self._build = build
+        self.shard = shard
+        self.num_shards = num_shards
         self._first = self._build_slot(self._config.replica_id)
         _check_workers(self._first)
         return self._first
 
     def open(self, slot: int) -> Any:
         """Return an unread loader of `slot`."""
-        first, self._first = self._first, None
-        return (
-            first
-            if first is not None and slot == self._config.replica_id
-            else self._build_slot(slot)
-        )
+        first = self._first
+        self._first = None
+        if first is not None and slot == self._config.replica_id:
+            return first
+        return self._build_slot(slot)
 
     def check(self) -> LoaderChecked:
         """Check that this group's loader goes on exactly where its state was saved.
@@ -90,7 +102,7 @@ def enough_documents(field: str, num_shards: int) -> Iterator[None]:
     except IndexError as error:
         frames = traceback.extract_tb(error.__traceback__)
         if not frames[-1].filename.endswith("datasets/arrow_dataset.py"):
-            raise  # of the user's own code
+            raise  # The user's own code raised the error.
         raise ConfigError(
             f"{field} must have a document for each of the {num_shards} ranks that read data, got "
             f"fewer ({error}); take more data, or fewer ranks"
@@ -98,15 +110,14 @@ def enough_documents(field: str, num_shards: int) -> Iterator[None]:
 
 
 def _check_workers(loader: Any) -> None:
-    """Tell of data that torchtitan does not share out among the loader's workers.
+    """Report data that torchtitan does not divide among the loader's workers.
 
     Raises:
         ConfigError: a worker would get no file, and search for one without end.
     """
-    workers, data = (
-        getattr(loader, "num_workers", 0),
-        getattr(getattr(loader, "dataset", None), "_data", None),
-    )
+    workers = getattr(loader, "num_workers", 0)
+    dataset = getattr(loader, "dataset", None)
+    data = getattr(dataset, "_data", None)
     if workers > 1 and isinstance(data, Dataset):
         logger.warning(
             f"training.dataloader.num_workers should be 0 or 1 for data in memory, got {workers}: "

@@ -47,9 +47,7 @@ def register(
 def wrap(
     spec: TrainSpec, fault_tolerance: FaultTolerance, loaders: SlotLoaders | None = None
 ) -> TrainSpec:
-    """Return `spec` with the additions for a replica group and for a CPU; only for a CPU if not
-    enabled.
-    """
+    """Return `spec` with the additions for a CPU and, with `enable = true`, for a replica group."""
     loaders = loaders or SlotLoaders(fault_tolerance)
 
     def parallelize(
@@ -65,7 +63,7 @@ def wrap(
         return wrapped
 
     def build_dataloader(*, dp_world_size: int, dp_rank: int, **kwargs: Any) -> Any:
-        return loaders.begin(
+        return loaders.build_own(
             functools.partial(spec.build_dataloader_fn, **kwargs), dp_rank, dp_world_size
         )
 
@@ -104,12 +102,12 @@ class ReplicaMetrics(MetricsProcessor):
     ) -> None:
         """Log as torchtitan does; `ft/...` entries of `extra_metrics` also go to the console."""
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
-        ours = {key: value for key, value in (extra_metrics or {}).items() if key.startswith("ft/")}
-        if ours:
-            logger.info(
-                f"step: {step:2}  "
-                + "  ".join(f"{key}: {value:.4g}" for key, value in ours.items())
-            )
+        entries = []
+        for key, value in (extra_metrics or {}).items():
+            if key.startswith("ft/"):
+                entries.append(f"{key}: {value:.4g}")
+        if entries:
+            logger.info(f"step: {step:2}  {'  '.join(entries)}")
 
 
 def token_counts(model_parts: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
@@ -119,9 +117,10 @@ def token_counts(model_parts: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     (`build_optimizers_with_moe_load_balancing`) sums the buffers over the ranks of a group, moves
     the experts' biases by them, and sets them to zero.
     """
-    return [
-        module.get_buffer(TOKEN_COUNTS)
-        for part in model_parts
-        for module in part.modules()
-        if getattr(module, "load_balance_coeff", None) and TOKEN_COUNTS in module._buffers
-    ]
+    counts = []
+    for part in model_parts:
+        for module in part.modules():
+            balances = getattr(module, "load_balance_coeff", None)
+            if balances and TOKEN_COUNTS in module._buffers:
+                counts.append(module.get_buffer(TOKEN_COUNTS))
+    return counts

@@ -47,7 +47,7 @@ def check_steps(values: Mapping[str, Any], args: Sequence[str]) -> None:
         try:
             number = int(steps)
         except (TypeError, ValueError):
-            continue  # no whole number: refused with all values of a wrong type
+            continue  # torchtitan's parser refuses values of a wrong type.
         if number <= 0 and number != TO_THE_END:
             raise ConfigError(
                 f"validation.steps must be >= 1, or {TO_THE_END} for all of the data, got "
@@ -57,6 +57,8 @@ def check_steps(values: Mapping[str, Any], args: Sequence[str]) -> None:
 
 class ValidationBatches:
     """Stands in for the loader of torchtitan's validator, which iterates it in each validation.
+
+    Training thread only. After an error in an iteration the process ends.
 
     With `validation.steps = -1` torchtitan lets each data rank read its own share to the end. The
     shares have different lengths. The rank with the shortest share went on to the next collective
@@ -70,8 +72,9 @@ class ValidationBatches:
             validation to the end of the data.
         beat: called before each batch. All of the data may take longer than
             `hang_timeout_seconds`, and the watchdog would end each group at each validation.
-        whole: sequences of a batch, if a smaller one cannot be validated: a pipeline's stages have
-            buffers of a fixed shape. None takes the smaller batch at the end of the data as well.
+        whole: sequences of a whole batch, if a smaller batch cannot be validated, because the
+            stages of a pipeline have buffers of a fixed shape. None: smaller batches are validated
+            as well.
     """
 
     def __init__(
@@ -83,14 +86,17 @@ class ValidationBatches:
         beat: Callable[[], None],
         whole: int | None = None,
     ) -> None:
-        self._loader, self._steps, self._gather, self._beat = loader, steps, gather, beat
+        self._loader = loader
+        self._steps = steps
+        self._gather = gather
+        self._beat = beat
         self._whole = whole
         self._first_state: Any = None
-        self._has_told_end = False
+        self._has_reported_end = False
         prepare_workers(loader)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what a validator of the user's asks of its loader."""
+        """Return an attribute of the loader: the user's validator may use any."""
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -113,11 +119,11 @@ class ValidationBatches:
                 break
             yield batch
             count += 1
-        ended = [rank for rank, has in enumerate(have_batch) if not has]
+        ended = [rank for rank, has_one in enumerate(have_batch) if not has_one]
         if count == 0:
-            raise ConfigError(self._no_batch(ended))
+            raise ConfigError(self._describe_no_batch(ended))
         if len(ended) < len(have_batch):
-            self._tell_end(count, ended)
+            self._report_end(count, ended)
 
     def _read(self) -> Iterator[Batch]:
         for batch in self._loader:
@@ -140,7 +146,7 @@ class ValidationBatches:
         _, labels = batch
         return self._whole is None or len(labels) >= self._whole
 
-    def _no_batch(self, ranks: list[int]) -> str:
+    def _describe_no_batch(self, ranks: list[int]) -> str:
         least = "a sequence" if self._whole is None else f"{self._whole} sequences"
         return (
             f"validation.dataset must have {least} of validation.seq_len tokens for each rank that "
@@ -148,10 +154,11 @@ class ValidationBatches:
             "lower validation.seq_len or local_batch_size, or set validation.enable = false"
         )
 
-    def _tell_end(self, count: int, ranks: list[int]) -> None:
-        if self._has_told_end:
+    def _report_end(self, count: int, ranks: list[int]) -> None:
+        """Log once that other ranks had more data."""
+        if self._has_reported_end:
             return
-        self._has_told_end = True
+        self._has_reported_end = True
         logger.info(
             f"validation.steps = {TO_THE_END}: the loss is of the first {count} batches of each "
             f"rank, where the data of {_name_ranks(ranks)} ends"
@@ -159,7 +166,9 @@ class ValidationBatches:
 
 
 def _name_ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def validate_together(trainer: HostTrainer, group: GroupCollectives, watchdog: Watchdog) -> None:
@@ -182,11 +191,12 @@ def validate_together(trainer: HostTrainer, group: GroupCollectives, watchdog: W
 def validate_updates(trainer: HostTrainer, strategy: StepStrategy) -> None:
     """Validate the weights that all groups share, after each update with a due validation.
 
-    FSDP then shards the weights again: without a backward its root keeps whole copies. Until the
-    next step a digest and a donor's copy would be of those copies, and a heal would change the
-    shards alone.
+    After a validation FSDP must shard the weights again: without a backward, its root keeps whole
+    copies. Until the next step, a digest and a donor's copy would be taken of those copies, and a
+    heal would change the shards only.
     """
-    validate, should_validate = trainer.validator.validate, trainer.validator.should_validate
+    validate = trainer.validator.validate
+    should_validate = trainer.validator.should_validate
 
     def validate_and_shard(*args: Any, **kwargs: Any) -> None:
         with strategy.lend_agreed_weights():
@@ -198,17 +208,20 @@ def validate_updates(trainer: HostTrainer, strategy: StepStrategy) -> None:
 
     def is_due(step: int) -> bool:
         first = strategy.steps_of(strategy.updates_of(step) - 1) + 1
-        return any(map(should_validate, range(first, step + 1)))
+        return any(should_validate(each) for each in range(first, step + 1))
 
-    trainer.validator.validate, trainer.validator.should_validate = validate_and_shard, is_due
+    trainer.validator.validate = validate_and_shard
+    trainer.validator.should_validate = is_due
 
 
 def share_loss(trainer: HostTrainer, group: GroupCollectives) -> None:
-    """Log a validation's loss on all ranks. torchtitan logs -1 / tokens outside of a pipeline's
-    last stage.
+    """Log a validation's loss on all ranks.
+
+    torchtitan knows the loss on a pipeline's last stage only, and logs -1 / tokens elsewhere.
     """
     if type(trainer.validator).validate is not Validator.validate:
-        return  # a user's own, of which nobody knows which ranks log
+        # The user's own validator may log on some ranks only, and a gather would hang.
+        return
     log = trainer.metrics_processor.log_validation
 
     def log_everywhere(loss: float, step: int) -> None:

@@ -82,7 +82,7 @@ def build(
     config.training.dataloader.num_workers = 2 if "workers" in request.param else 0
     tokenizer = build_hf_tokenizer(config)
     loaders = SlotLoaders(FaultTolerance(enable=True, group_size=NUM_SLOTS))
-    loaders.begin(
+    loaders.build_own(
         functools.partial(build_text_dataloader, tokenizer=tokenizer, job_config=config), 0, 1
     )
     yield loaders.open

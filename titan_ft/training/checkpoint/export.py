@@ -24,11 +24,12 @@ from titan_ft.training.checkpoint.choice import Gather
 from titan_ft.training.checkpoint.damage import check_safetensors
 from titan_ft.training.checkpoint.folder import INDEX, DamagedError
 
-_MAX_NAMED = 3  # tensors that a line names
+_MAX_NAMED = 3
+"""Tensors that an error names."""
 
 
 class ExportError(Exception):
-    """An export does not hold the model, or would not."""
+    """An export does not hold the whole model, or would not."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Converted:
 
     Args:
         state: this rank's tensors by name.
-        index: number of the file of each name, as the adapter has read it; None = all in one file.
+        index: file number of each name, as the adapter has read it; None: all tensors in one file.
         tensors: tensors of all ranks, see `gather_tensors`.
     """
 
@@ -64,10 +65,9 @@ class Converted:
         return self._state
 
     def check(self, folder: Path) -> None:
-        """Check that the files in `folder` hold exactly the tensors of the model, and the index the
-        files.
+        """Check the files in `folder`: they must hold exactly the tensors of the model.
 
-        Opens every file, but reads no data.
+        The index must name exactly these files. Opens every file, but reads no data.
 
         Raises:
             ExportError: a file, a name, a shape or a dtype is wrong.
@@ -82,7 +82,7 @@ class Converted:
 
 
 def describe_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return shape and dtype of each tensor; of a sharded one those of the whole."""
+    """Return shape and dtype of each tensor. A sharded tensor has the shape of the whole."""
     return {
         name: Tensor(tuple(value.shape), str(value.dtype).removeprefix("torch."))
         for name, value in state.items()
@@ -90,14 +90,19 @@ def describe_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def gather_tensors(own: dict[str, Tensor], gather: Gather) -> dict[str, Tensor]:
-    """Return the tensors of all ranks: those of a pipeline have parts of the model. A
-    collective.
+    """Return the tensors of all ranks. A collective.
+
+    The ranks of a pipeline have different parts of the model.
     """
-    if len(set(gather(fold48(repr(sorted(own.items(), key=str)))))) == 1:
+    fingerprint = fold48(repr(sorted(own.items(), key=str)))
+    if len(set(gather(fingerprint))) == 1:
         return own
     every: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
     dist.all_gather_object(every, own)
-    return {name: tensor for tensors in every for name, tensor in tensors.items()}
+    union: dict[str, Tensor] = {}
+    for tensors in every:
+        union.update(tensors)
+    return union
 
 
 def _assign_files(tensors: Iterable[str], index: Mapping[str, int]) -> dict[str, int]:
@@ -134,7 +139,8 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
 
 
 def _check_file(path: Path, expected: Mapping[str, Tensor]) -> None:
-    from safetensors import SafetensorError, safe_open  # a model without an export does not need it
+    # Imported here: only exports need this package.
+    from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
@@ -155,28 +161,33 @@ def _compare(where: str, found: Iterable[str], expected: Iterable[str]) -> None:
     """Compare two sets of names.
 
     Raises:
-        ExportError: they are not equal.
+        ExportError: the sets differ.
     """
-    names, wanted = set(found), set(expected)
-    if missing := sorted(wanted - names):
+    names = set(found)
+    wanted = set(expected)
+    missing = sorted(wanted - names)
+    if missing:
         raise ExportError(f"{where} lacks {_list(missing)}")
-    if surplus := sorted(names - wanted):
+    surplus = sorted(names - wanted)
+    if surplus:
         raise ExportError(f"{where} has {_list(surplus)}, which the model lacks")
 
 
 def _list(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    hidden = len(names) - _MAX_NAMED
+    more = f" and {hidden} more" if hidden > 0 else ""
     return ", ".join(names[:_MAX_NAMED]) + more
 
 
 def check_export(config: Any, adapter: object | None) -> None:
-    """Check the conditions of `checkpoint.last_save_in_hf`, which torchtitan partly asserts at the
-    last step only.
+    """Check the conditions of `checkpoint.last_save_in_hf`.
+
+    torchtitan asserts some of them only at the last step.
 
     Raises:
-        ConfigError: the model cannot be exported, or more than the model is to be saved.
+        ConfigError: the model cannot be exported, or the last save holds more than the model.
     """
-    if not (config.enable and config.last_save_in_hf):
+    if not config.enable or not config.last_save_in_hf:
         return
     if adapter is None:
         raise ConfigError(
@@ -191,11 +202,12 @@ def check_export(config: Any, adapter: object | None) -> None:
 
 
 def check_import(config: Any, adapter: object | None) -> None:
-    """Check the conditions of `checkpoint.initial_load_in_hf`, which torchtitan asserts late and
-    without a name.
+    """Check the conditions of `checkpoint.initial_load_in_hf`.
+
+    torchtitan asserts them late, without the name of the setting.
 
     Raises:
-        ConfigError: the model cannot be imported, or the load is not of the model only.
+        ConfigError: the model cannot be imported, or the load wants more than the model.
     """
     if not config.enable:
         return

@@ -35,21 +35,22 @@ INDEX = "model.safetensors.index.json"
 """The table of an export in Hugging Face's format."""
 OTHER_FOLDER_REMEDY = "give another checkpoint.folder or job.dump_folder"
 LATEST = -1
-"""`checkpoint.load_step` of a job that goes on from the latest checkpoint."""
-_SIGNS = (METADATA, INDEX)  # torchtitan takes either for the sign of a whole checkpoint
+"""`checkpoint.load_step` of a job that continues from the latest checkpoint."""
+_SIGNS = (METADATA, INDEX)
+"""torchtitan treats either file as the sign of a complete checkpoint."""
 _CONTENTS = (MANIFEST, ".distcp", ".safetensors")
 _STEP = re.compile(r"step-(\d+)")
 _PARTIAL = re.compile(r"partial-(\d+)-(.+)")
 _ABANDONED_SECONDS = 3600.0
-"""After so long without a change no writer is left. A file of 100 GB may take 20 minutes to
-sync.
-"""
-_OWN_DIGEST = "sha256"  # of the manifest's other fields
+"""A partial folder without a change for this long has no writer any more. A file of 100 GB may take
+20 minutes to sync."""
+_OWN_DIGEST = "sha256"
+"""Key of the digest of the manifest's other fields."""
 _TYPES: dict[str, type] = {"int": int, "str": str, "bool": bool, "dict[str, str]": dict}
 
 
 class DamagedError(Exception):
-    """The bytes of a checkpoint are wrong; to read them again does not help."""
+    """The bytes of a checkpoint are wrong. Another read would not help."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,10 @@ class Manifest:
         model: name and flavor.
         num_shards: shards of the data: group_size x the data-parallel degree of a group.
         writer: the group, as in "group-0".
-        round_steps: steps of a group in a round, 1 without a semi-synchronous method; 0 = unknown.
+        round_steps: steps of a group in a round; 1 without a semi-synchronous method, 0 if unknown.
         job_id: `fault_tolerance.job_id` of the writer.
         load_step: `checkpoint.load_step` of the writer.
-        save_id: differs between any two saves, also of one step; hex digits.
+        save_id: differs between any two saves, even of one step; hex digits.
         table: digest of the table of files as it was written, see `digest_table`; empty = unknown.
         digests: digests of the parts of the state by name, see `digest`.
     """
@@ -92,10 +93,10 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> Manifest | None:
-        """Read a checkpoint's manifest; None if it has none, as stock torchtitan's.
+        """Read a checkpoint's manifest; None if it has none, like stock torchtitan's checkpoints.
 
         Raises:
-            DamagedError: it is no manifest.
+            DamagedError: the file is no manifest.
             OSError: the file system does not answer.
         """
         path = folder / MANIFEST
@@ -111,17 +112,19 @@ class Manifest:
             raise DamagedError(f"{MANIFEST} is no manifest ({error!r})") from error
 
     def write(self, folder: Path) -> None:
-        """Write it into a checkpoint's folder, with the digests of the table there and of itself.
+        """Write the manifest into a checkpoint's folder.
+
+        Adds the digest of the table there, and the digest of the manifest itself.
 
         Raises:
-            OSError: it cannot be written, or the table cannot be read.
+            OSError: the manifest cannot be written, or the table cannot be read.
         """
         values = dataclasses.asdict(self) | {"table": digest_table(folder)}
         values[_OWN_DIGEST] = _digest_values(values)
         with open(folder / MANIFEST, "w", opener=no_follow) as file:
             file.write(json.dumps(values, indent=2) + "\n")
             file.flush()
-            os.fsync(file.fileno())  # as DCP does with the data
+            os.fsync(file.fileno())  # DCP syncs the data too.
 
 
 def digest_table(folder: Path) -> str:
@@ -191,7 +194,9 @@ def check_rounds(earlier: Manifest | None, now: Manifest, folder: str) -> None:
     Raises:
         ConfigError: the lengths differ.
     """
-    length = now.round_steps if earlier is None else earlier.round_steps or now.round_steps
+    if earlier is None or not earlier.round_steps:
+        return
+    length = earlier.round_steps
     if length != now.round_steps:
         raise ConfigError(
             f"{TABLE}.sync_steps (divided by num_fragments, or 1 without semi_sync_method) must be "
@@ -202,8 +207,9 @@ def check_rounds(earlier: Manifest | None, now: Manifest, folder: str) -> None:
 
 
 def data_change(earlier: Manifest | None, now: Manifest) -> str:
-    """Return why the data of an earlier run cannot be continued; empty if it can. Groups and ranks
-    may differ.
+    """Return the reason why the data of an earlier run cannot be continued; empty if they can.
+
+    The numbers of groups and ranks may differ.
     """
     if earlier is None:
         return "the checkpoint is not of a fault-tolerant run"
@@ -221,12 +227,12 @@ def complete_steps(folder: str | Path) -> list[int]:
 
 
 def torn_steps(folder: str | Path) -> list[int]:
-    """Return the steps of checkpoints that have a manifest or data, and no table any more."""
+    """Return the steps of checkpoints that have a manifest or data, but have lost their table."""
 
     def is_torn(path: Path) -> bool:
-        return not is_complete(path) and any(
-            child.name.endswith(_CONTENTS) for child in _children(path)
-        )
+        if is_complete(path):
+            return False
+        return any(child.name.endswith(_CONTENTS) for child in _children(path))
 
     return _steps(folder, is_torn)
 
@@ -246,7 +252,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def partial_folder(target: Path, step: int, name: str) -> Path:
-    """Return where the checkpoint `target` of `step` is written by the writer called `name`."""
+    """Return the folder in which the writer `name` writes the checkpoint `target` of `step`."""
     return target.with_name(f"partial-{step}-{name}")
 
 
@@ -256,7 +262,8 @@ def partial_sizes(folder: Path, step: int, name: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for path in folder.glob(f"partial-{step}-*/*"):
         if path.parent.name != own:
-            with contextlib.suppress(OSError):  # published or removed meanwhile
+            # The file may be published or removed meanwhile.
+            with contextlib.suppress(OSError):
                 sizes[f"{path.parent.name}/{path.name}"] = path.stat().st_size
     return sizes
 
@@ -284,10 +291,11 @@ def publish(partial: Path, target: Path, manifest: Manifest) -> list[Path]:
         partial.rename(target)
     except OSError:
         if not is_complete(target):
+            # Keep the former checkpoint rather than none.
             with contextlib.suppress(OSError):
-                replaced.rename(target)  # the former one is better than none
+                replaced.rename(target)
             raise
-        # Another group has published the same step in this very moment: nothing is lacking.
+        # Another group has just published the same step, so no checkpoint is missing.
         shutil.rmtree(partial, ignore_errors=True)
     aside = []
     if is_complete(replaced) and _branch_of(replaced) != manifest.branch:
@@ -309,13 +317,15 @@ def _branch_of(folder: Path) -> tuple[str, int] | None:
         manifest = None
     except OSError:
         return None
-    return ("", LATEST - 1) if manifest is None else manifest.branch  # of nobody's
+    if manifest is None:
+        return "", LATEST - 1  # A branch that no job has.
+    return manifest.branch
 
 
 def _set_aside(folder: Path, step: int) -> Path | None:
-    """Rename a checkpoint so that neither this project nor torchtitan takes it for a checkpoint.
+    """Rename a checkpoint so that neither this project nor torchtitan finds it any more.
 
-    torchtitan takes every name that contains "step-20" for a checkpoint.
+    torchtitan treats every folder whose name contains "step-20" as a checkpoint.
 
     Returns:
         The new path; None if the rename failed.
@@ -326,7 +336,7 @@ def _set_aside(folder: Path, step: int) -> Path | None:
             continue
         try:
             folder.rename(target)
-        except FileNotFoundError:  # another group was faster
+        except FileNotFoundError:  # Another group was faster.
             return None
         except OSError as error:
             logger.warning("%s cannot be set aside as %s: %s", folder, target.name, error)
@@ -345,7 +355,8 @@ def take_abandoned(folder: Path, name: str) -> list[Path]:
         The folders to delete.
     """
     doomed = []
-    now = _newest_change([folder, *_children(folder)])  # by the clock of the file server
+    # The time of the file server: the clock of this host may differ.
+    now = _newest_change([folder, *_children(folder)])
     for path in _children(folder):
         match = _PARTIAL.fullmatch(path.name)
         if not match:
@@ -364,7 +375,7 @@ def _all_in(folder: Path) -> Iterator[Path]:
 
 
 def _newest_change(paths: Iterable[Path]) -> float:
-    """Return when the last of `paths` changed, in seconds; 0 if all of them are gone."""
+    """Return the time of the latest change of `paths`, in seconds; 0 if all of them are gone."""
     newest = 0.0
     for path in paths:
         with contextlib.suppress(OSError):
@@ -373,7 +384,7 @@ def _newest_change(paths: Iterable[Path]) -> float:
 
 
 def writer_of(target: Path) -> str:
-    """Return the writer of the checkpoint `target`; empty if it is gone, or does not say it."""
+    """Return the writer of the checkpoint `target`; empty if it is gone or names no writer."""
     try:
         manifest = Manifest.read(target)
     except (DamagedError, OSError):
@@ -397,11 +408,11 @@ def discard(target: Path, step: int) -> Path | None:
     Returns:
         The folder to delete; None if it is gone already.
     """
-    # With a name of its own: the remains of a deletion that was killed would be in the way.
+    # A new name each time: the remains of a killed deletion may have any earlier name.
     doomed = partial_folder(target, step, f"purged-{secrets.token_hex(4)}")
     try:
         target.rename(doomed)
-    except OSError:  # another group was faster
+    except OSError:  # Another group was faster.
         return None
     return doomed
 

@@ -269,7 +269,8 @@ class ReplicaCheckpoints(HostCheckpoints):
         return updates > self.host.position.saved_step
 
     def pauses_after(self, step: int) -> bool:
-        """Return True if a group may stop after `step` to save, even if it replaces a lost writer."""
+        """Return True if a group may stop after `step` to save, even if it replaces a lost
+        writer."""
         if not self.enable or self.load_only:
             return False
         due = latest_due(step, self.interval, self.enable_first_step_checkpoint, last=False)

@@ -42,14 +42,12 @@ _CLASSES = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
     "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
-    "pathlib._local": ("PosixPath", "WindowsPath"),  # Python 3.13
+    "pathlib._local": ("PosixPath", "WindowsPath"),  # Python 3.13 has the classes here.
     "collections": ("OrderedDict",),
     "builtins": ("set", "frozenset"),
-    "_codecs": ("encode",),  # of bytes, in older protocols
+    "_codecs": ("encode",),  # Older protocols of pickle encode bytes by it.
 }
-"""Names that a table may contain, by module. A call of any of them makes an object, and does
-nothing else.
-"""
+"""Names that a table may contain, by module. A call of any of them only makes an object."""
 
 
 def load_checkpoint(states: dict[str, Any], folder: Path | str) -> None:
@@ -81,7 +79,7 @@ class CheckpointReader(filesystem.FileSystemReader):
 
 
 class CheckpointPlanner(DefaultLoadPlanner):
-    """torch's plan of a load; what is no tensor is read without running code from it."""
+    """torch's plan of a load. Values that are not tensors are read without running their code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Load a value that is not a tensor.
@@ -89,14 +87,15 @@ class CheckpointPlanner(DefaultLoadPlanner):
         Raises:
             UnsafeValueError: the value has a class that is not registered by
                 `torch.serialization.add_safe_globals`.
-            UnpicklingError: its bytes are damaged.
+            UnpicklingError: the bytes are damaged.
         """
         name = read_item.dest_index.fqn
         try:
             loaded = load_value(value)
         except pickle.UnpicklingError as error:
             value.seek(0)
-            if classes := find_refused_classes(value):
+            classes = find_refused_classes(value)
+            if classes:
                 raise UnsafeValueError(f"{', '.join(classes)} at {name}") from error
             raise
         if self.flatten_state_dict:
@@ -117,11 +116,13 @@ def check_values(states: Mapping[str, Any]) -> None:
     Raises:
         UnsafeValueError: a state contains a class that could run code.
     """
-    values, _ = flatten_state_dict(dict(states))  # the pieces that DCP writes
+    # The pieces that DCP writes.
+    values, _ = flatten_state_dict(dict(states))
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
             continue
-        if refusal := find_refusal(value):
+        refusal = find_refusal(value)
+        if refusal:
             raise UnsafeValueError(
                 "a checkpoint must hold plain values beside its tensors, because a load runs no "
                 f"code, got {refusal} at {name}; return a plain value in its state_dict, or give "
@@ -135,18 +136,17 @@ class UnsafeValueError(ValueError):
 
 
 class _TableUnpickler(pickle._Unpickler):
-    """pickle's own unpickler in Python, which takes 2.6 times as long as the one in C.
+    """pickle's unpickler in Python, which takes 2.6 times as long as the unpickler in C.
 
-    The one in C cannot check BUILD, which also sets attributes of classes and functions. A table
-    could set `PosixPath._str`, and so turn every path of this process into a path of the table's
-    author.
+    The C version cannot check BUILD, which sets attributes even of classes and functions. A table
+    could set `PosixPath._str`, and so replace every path of this process by a path of its author.
     """
 
     def find_class(self, module: str, name: str) -> Any:
         """Return an object by its name.
 
         Raises:
-            UnpicklingError: it is no part of a table.
+            UnpicklingError: no table needs this object.
         """
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _CLASSES.get(module, ()):
@@ -159,11 +159,11 @@ class _TableUnpickler(pickle._Unpickler):
         """Give an object its state.
 
         Raises:
-            UnpicklingError: it is no object of DCP's classes, but perhaps a class itself.
+            UnpicklingError: it is no object of one of DCP's classes. It may be a class itself.
         """
         target = self.stack[-2]  # type: ignore[attr-defined]  # typeshed lacks it
-        # All objects of DCP that have a state are of data classes. A class and a member of an
-        # enumeration are shared.
+        # All of DCP's objects with a state belong to dataclasses. A class, or a member of an
+        # enumeration, is shared by the whole process.
         if not is_dataclass(target) or isinstance(target, type):
             raise pickle.UnpicklingError(
                 f"{target!r} has no state in a checkpoint's table; it would be changed for good"

@@ -46,14 +46,12 @@ def reread(record: RunRecord, run_dir: Path) -> Reread:
         )
         loader = build(shard)
         compare(shard, trained, iter(loader), _extend, result)
-        del loader  # its workers end with it
+        del loader  # Its workers end with it.
     return result
 
 
 def _arguments_here(arguments: list[str], run_dir: Path) -> list[str]:
-    """Return a worker's command line with the config in the given run folder, which may have been
-    moved.
-    """
+    """Return a worker's command line with the config in `run_dir`: the folder may have moved."""
     config = RunPaths(run_dir).config
     if not config.exists():
         return arguments
@@ -71,23 +69,22 @@ def _arguments_here(arguments: list[str], run_dir: Path) -> list[str]:
 def _prepare(
     started: WorkerStarted, run_dir: Path, result: Reread
 ) -> Callable[[Shard], Any] | None:
-    """Read a worker's config; returns a function that builds a shard's loader as the worker built
-    it.
+    """Read a worker's config; return a function that builds a shard's loader as the worker did.
 
-    If the config has changed since, adds the reason to `result` and returns None.
+    If the config has changed since, add the reason to `result` and return None.
     """
     from titan_ft.training.job_config import digest_config, read_config
 
-    # It is cached.
+    # A copy, because `read_config` caches its result.
     job_config = copy.deepcopy(read_config(*_arguments_here(started.arguments or [], run_dir)))
     if digest_config(job_config) != started.config_digest:
-        # With another sequence length, for example, the data would be blamed for other batches.
+        # With another sequence length, for example, every batch would differ without any fault.
         result.unknown.append(
             f"the config has changed since group {started.replica}, attempt {started.attempt} read "
             "its data"
         )
         return None
-    # Counts all groups; a worker's loader was built for its own.
+    # The config counts all groups. A worker's loader was built for one group.
     if job_config.training.global_batch_size > 0:
         job_config.training.global_batch_size //= job_config.fault_tolerance.group_size
     from titan_ft.host.loader_workers import prepare_workers
