@@ -298,7 +298,7 @@ def find_turn(best: Candidate, other: Candidate, advantage: float) -> tuple[str,
 
 
 def sensitivity(candidate: Candidate) -> list[tuple[str, float, float, float]]:
-    """Return each input that matters, with the effective time at half, at once and at twice of it."""
+    """Return each input that matters, with the effective time at half, once and twice of it."""
     rows = []
     for name in INPUTS:
         values = [estimate(scaled(candidate, name, factor)) for factor in (0.5, 1.0, 2.0)]

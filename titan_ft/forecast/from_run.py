@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Make scenarios out of a run: a campaign before it runs, and the run under other failures."""
+"""Make scenarios out of a run: a campaign before it runs, and the run under other failures.
+
+`titan-ft plan --chaos` and `--like` compute these scenarios in place of a file.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +60,8 @@ def scenarios_like(measured: Measured, least: int) -> list[Scenario]:
         ConfigError: the run had no failure, or none from which a group came back.
     """
     if measured.mtbf is None or measured.away is None:
-        raise ConfigError(
-            "--like must be a run with a failure from which a group came back, got none; break one by chaos"
-        )
+        rule = "must be a run with a failure from which a group came back"
+        raise ConfigError(f"--like {rule}, got none; break one by chaos")
     fit = measured.fit
     failure: dict[str, Any] = {
         "name": "as in the run",

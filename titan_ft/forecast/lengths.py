@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Lengths of time, constant or random; one uniform number, the luck of a failure, draws one."""
+"""Lengths of time, constant or random; one uniform number, the luck of a failure, draws one.
+
+Scenarios and records give lengths; the simulation draws from them, and closed forms take means.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,14 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read failures from files: chaos traces, and logs in the format that LANL has published."""
+"""Read failures from files: chaos traces, and logs in the format that LANL has published.
+
+A scenario reads the files of its failures here.
+"""
 
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -80,23 +83,22 @@ def read_lanl(path: Path, system: int | None = None) -> list[LoggedFailure]:
         of_system = "" if system is None else f" of system {system}"
         rule = f"must hold a failure{of_system}"
         raise ConfigError(f"{path.name} {rule}, got none; give another log or system")
-    found.sort(key=lambda each: each[0])
-    first = found[0][0]
-    failures = []
-    for start, node, down in found:
-        time = (start - first).total_seconds()
-        failures.append(LoggedFailure(time, node=node, down_seconds=down))
-    return failures
+    found.sort(key=lambda each: each.time)
+    first = found[0].time
+    return [replace(each, time=each.time - first) for each in found]
 
 
-def _lanl_failure(name: str, row: dict[str, str]) -> tuple[datetime, int, float | None]:
-    """Return when, which node, and for how many seconds."""
+def _lanl_failure(name: str, row: dict[str, str]) -> LoggedFailure:
+    """Return the failure of a row, at its Unix time."""
     try:
         start = datetime.strptime(row["Prob Started"].strip(), _LANL_TIME).replace(tzinfo=UTC)
         node, fixed = int(row["nodenumz"]), row["Prob Fixed"].strip()
-        end = datetime.strptime(fixed, _LANL_TIME).replace(tzinfo=UTC) if fixed else None
+        down = None
+        if fixed:
+            end = datetime.strptime(fixed, _LANL_TIME).replace(tzinfo=UTC)
+            down = max(0.0, (end - start).total_seconds())
     except (AttributeError, TypeError, ValueError) as error:
         rule = "must have a node's number and times such as 6/21/2005 10:54"
         got = f"{row.get('nodenumz')!r}, {row.get('Prob Started')!r}, {row.get('Prob Fixed')!r}"
         raise ConfigError(f"{name} {rule}, got {got}; correct it") from error
-    return start, node, None if end is None else max(0.0, (end - start).total_seconds())
+    return LoggedFailure(start.timestamp(), node=node, down_seconds=down)

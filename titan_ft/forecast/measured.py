@@ -5,6 +5,8 @@
 The costs: a calm step, a step with a death, steps while groups are away, a step in which a group
 returns, and the time that a group is away. A stall alone is about half of the bill where groups
 share a machine: the others are slower while a group starts beside them.
+
+`titan-ft plan --from` and `--like` measure here; `choice` draws other records that are as likely.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean
@@ -119,7 +121,7 @@ class _Step:
 
 
 @dataclass
-class _Found:
+class _Observations:
     """The observations in the records of several runs."""
 
     calm: list[float] = field(default_factory=list)
@@ -145,36 +147,37 @@ def measure(records: Sequence[RunRecord], until: float | None = None) -> Measure
     Args:
         until: Unix seconds after which nothing counts, of one record: to predict its rest.
     """
-    found = _Found()
+    found = _Observations()
     for record in records:
-        _look(record, found, until)
+        _add_record(record, found, until)
     if not found.steps:
         return None
-    calm = found.calm or [min(step.seconds for step, _ in found.steps)]
-    drag = _slope(found.absences)
+    calm = found.calm
+    if not calm:
+        calm = [min(step.seconds for step, _ in found.steps)]
+    drag = _fit_slope(found.absences)
     stalls: dict[str, list[float]] = defaultdict(list)
-    rejoins = []
+    all_stalls, rejoins = list[float](), list[float]()
     for step, usual in found.steps:
         late = step.seconds - usual - drag * step.absent
         if step.deaths:
             stalls[step.deaths[0]].append(late)
+            all_stalls.append(late)
         elif step.returns:
             rejoins.append(late)
-    all_stalls = [late for of_cause in stalls.values() for late in of_cause]
     number = found.kinds.total()
     tenth = max(1, len(calm) // 10)
     tenths = range(0, len(calm) - tenth + 1, tenth)
-    pace = tuple(fmean(calm[place : place + tenth]) for place in tenths)
     return Measured(
         step=fmean(calm),
         num_steps=len(found.calm),
-        groups=max(record.group_size or len(record.groups) for record in records),
+        groups=max(_groups_of(record) for record in records),
         drag=drag,
         num_away=len(found.absences),
-        stall=Samples(all_stalls, found.stalls_cut) if all_stalls else None,
-        away=Samples(found.away, found.away_cut) if found.away else None,
-        rejoin=Samples(rejoins) if rejoins else None,
-        pace=pace,
+        stall=_samples(all_stalls, found.stalls_cut),
+        away=_samples(found.away, found.away_cut),
+        rejoin=_samples(rejoins),
+        pace=tuple(fmean(calm[place : place + tenth]) for place in tenths),
         mtbf=found.seconds / number if number else None,
         fit=fit_weibull(found.gaps, found.last_gaps),
         seconds=found.seconds,
@@ -202,17 +205,28 @@ def resample(measured: Measured, seed: int) -> Measured:
     )
 
 
-def _slope(points: Iterable[tuple[int, float]]) -> float:
+def _groups_of(record: RunRecord) -> int:
+    return record.group_size or len(record.groups)
+
+
+def _samples(seen: Sequence[float], cut: Sequence[float] = ()) -> Samples | None:
+    """Return the distribution of a cost; None if none was seen to its end."""
+    return Samples(seen, cut) if seen else None
+
+
+def _fit_slope(points: Sequence[tuple[int, float]]) -> float:
     """Return the slope of the line through zero that fits points best, not below 0."""
-    points = list(points)
     weight = sum(x * x for x, _ in points)
-    return max(0.0, sum(x * y for x, y in points) / weight) if weight else 0.0
+    if weight == 0:
+        return 0.0
+    return max(0.0, sum(x * y for x, y in points) / weight)
 
 
-def _look(record: RunRecord, found: _Found, until: float | None) -> None:
+def _add_record(record: RunRecord, found: _Observations, until: float | None) -> None:
     """Add the observations of one record."""
     commits = [event for _, event in sorted(record.first_commits.items())]
-    commits = [event for event in commits if until is None or event.time <= until]
+    if until is not None:
+        commits = [event for event in commits if event.time <= until]
     if len(commits) < 2:
         return
     first, last = commits[0].time, commits[-1].time
@@ -220,10 +234,14 @@ def _look(record: RunRecord, found: _Found, until: float | None) -> None:
     failures = [each for each in find_failures(record) if each.away and first <= each.time <= end]
     is_stalled = any(each.time > last for each in failures)
     if not is_stalled:
-        end = last  # a run goes on for a while after its last step, to save and to leave
-    steps = _steps_of(commits, failures, record.group_size or len(record.groups))
+        # A run goes on for a while after its last step, to save and to leave.
+        end = last
+    steps = _steps_of(commits, failures, _groups_of(record))
     calm = [step.seconds for step in steps if step.is_calm]
-    usual = fmean(calm) if calm else min((step.seconds for step in steps), default=0.0)
+    if calm:
+        usual = fmean(calm)
+    else:
+        usual = min((step.seconds for step in steps), default=0.0)
     found.calm += calm
     found.steps += [(step, usual) for step in steps]
     found.absences += [(step.absent, step.seconds - usual) for step in steps if step.is_quiet]
@@ -232,7 +250,7 @@ def _look(record: RunRecord, found: _Found, until: float | None) -> None:
     ends = [event.time for event in commits]
     for failure in failures:
         found.kinds[failure.cause] += 1
-        _look_at_return(failure, failures, ends, end, found)
+        _add_absence(failure, failures, ends, end, found)
     times = [first, *(each.time for each in failures)]
     found.gaps += [after - before for before, after in pairwise(times)]
     found.last_gaps.append(end - times[-1])
@@ -254,14 +272,16 @@ def _steps_of(
     return steps
 
 
-def _look_at_return(
+def _add_absence(
     failure: RecordedFailure,
     failures: Sequence[RecordedFailure],
     ends: Sequence[float],
     end: float,
-    found: _Found,
+    found: _Observations,
 ) -> None:
-    """Add how long a group was away until it could join: half a step before its first step began.
+    """Add how long a group was away until it could join.
+
+    That was half a step, on average, before its first step began.
 
     Args:
         ends: when the steps were committed; each is the begin of the next.

@@ -3,7 +3,8 @@
 """Simulate a job under failures, event by event, and account for each second of each group.
 
 A step is counted as `titan_ft.history.timing.goodput` counts it: its usual time, for each group
-that contributed. A simulated run, written as events, has the same effective training time in a report.
+that contributed. A simulated run, written as events, has the same effective training time in a
+report. `choice` and published.py simulate candidates here.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 """Bound a candidate by sizes: the memory of a GPU, the part of the exchange that nothing hides.
 
 The sizes are those of `titan-ft launch --dry-run --json`, a process of its own, because it alone
-needs torch. A file keeps them, by everything that they depend on.
+needs torch. A file keeps them, by everything that they depend on. `titan-ft plan` passes
+`Sizes.bound` to `choice.compare`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from titan_ft.config import ConfigError, unwritable
 from titan_ft.data.assets import find_config
 from titan_ft.forecast.candidate import Candidate
 from titan_ft.system.whole_file import write_whole
-
-MEMORY_UNIT = 1e9
 
 
 class Sizes:
@@ -52,11 +51,9 @@ class Sizes:
         sizes = self._of(job.config, candidate.groups, candidate.gpus, job.link_gbps)
         if "refused" in sizes:
             raise ConfigError(sizes["refused"])
-        if (
-            cluster.gpu_memory_gb is not None
-            and sizes["gpu_bytes"] > cluster.gpu_memory_gb * MEMORY_UNIT
-        ):
-            rule = f"must hold {sizes['gpu_bytes'] / MEMORY_UNIT:.1f} GB and activations"
+        gigabytes = sizes["gpu_bytes"] / 1e9
+        if cluster.gpu_memory_gb is not None and gigabytes > cluster.gpu_memory_gb:
+            rule = f"must hold {gigabytes:.1f} GB and activations"
             got = f"{cluster.gpu_memory_gb:g}"
             raise ConfigError(f"cluster.gpu_memory_gb {rule}, got {got}; take larger groups")
         seconds = sizes["exchange"]["seconds"]
@@ -85,17 +82,8 @@ def _measure(
     config: Path, groups: int, ranks: int, link_gbps: float | None
 ) -> tuple[dict[str, Any], bool]:
     """Return the sizes, or why there are none; and whether another try would say the same."""
-    words = [
-        sys.executable,
-        "-m",
-        "titan_ft",
-        "launch",
-        str(config),
-        "--dry-run",
-        "--json",
-        "--run-dir",
-        "not-made",
-    ]
+    words = [sys.executable, "-m", "titan_ft", "launch", str(config), "--dry-run", "--json"]
+    words += ["--run-dir", "not-made"]
     words += ["--replicas", str(groups), "--ranks-per-replica", str(ranks)]
     if link_gbps is not None:
         words += ["--link-gbps", str(link_gbps)]
