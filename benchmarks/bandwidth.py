@@ -1,15 +1,15 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measure how many bytes of gradients an exchange sums in a second over Gloo, beside bare Gloo.
+"""Measure the rate at which an exchange sums gradients over Gloo, beside bare Gloo.
 
-Bare Gloo is torch's `ProcessGroupGloo` with all-reduces of buckets that are there already, four of
-them in flight. Ours is an exchange of the same bytes, whole: agreement on what travels, gradients
-into buckets, sums, rows. Each member is a process of its own; both ways take turns in it, behind
-links that are equally slow.
+Bare Gloo is torch's `ProcessGroupGloo` with all-reduces of existing buckets, four of them in
+flight. Ours is a whole exchange of the same bytes: the agreement on its members, gradients into
+buckets, sums, rows. Each member is a process of its own. In it both ways take turns, behind equally
+slow links.
 
     python -m benchmarks.bandwidth PORT RANK MEMBERS MBPS BUCKETS BYTES
 
-is a member, which meets the others in the store at that port; member 0 tells the seconds.
+is a member. The members meet in the store at that port. Member 0 prints the seconds.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _Membership:
         return self._quorum
 
     def watch_exchange(self) -> contextlib.AbstractContextManager[None]:
-        """Watch over nobody: the member's process ends if one fails."""
+        """Watch no member: the process of a member ends if another one fails."""
         return contextlib.nullcontext()
 
     def abort(self) -> None:

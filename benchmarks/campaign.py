@@ -3,9 +3,10 @@
 """A campaign of failures against torchtitan's own integration: a SIGKILL of a random group every 15
 seconds.
 
-It runs as it is meant to, with two ranks and more in a group (with one, no gradient ever crosses
-groups). It is treated mildly: only a group that has contributed since its last start is killed,
-never the last such group, and at the end all groups get the time to come back."""
+The integration runs as intended, with two or more ranks in a group. (With one, no gradient ever
+crosses groups.) The campaign is mild: only a group that has contributed since its last start is
+killed, never the last such group, and at the end all groups get the time to come back.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +46,10 @@ def run_campaign(
     """Run one campaign and return its figures.
 
     Args:
-        base: the config that the run derives its own from.
+        base: the config from which the run's config is derived.
 
     Raises:
-        BenchError: the groups did not even start to train together, or nothing was committed.
+        BenchError: the groups did not start to train together, or no step was committed.
     """
     job = Job(PEER, work_dir / "campaign-peer", num_groups, num_ranks, MAX_RESTARTS, OBSERVE_FLAGS)
     skipped, ended = 0, None
@@ -74,14 +75,13 @@ def run_campaign(
 
 
 def describe(job: Job, whole: RunRecord, span: tuple[float, float], skipped: int) -> dict[str, Any]:
-    """Return the figures of a campaign from `span[0]` to `span[1]`, in Unix seconds; what was
-    before does not count.
+    """Return the figures of a campaign from `span[0]` to `span[1]`, in Unix seconds.
 
-    `crashes` are ends of groups that nobody killed, `stall_seconds` are of the kills that a group
-    lived to see; `figures` is what the table shows.
+    `crashes` are ends of groups without a kill. `stall_seconds` are of the kills that a group
+    survived to see. `figures` has the figures of the table.
 
     Raises:
-        BenchError: nothing was committed in it.
+        BenchError: no step was committed in that time.
     """
     began, until = span
     # The starts before it say which attempts there were.

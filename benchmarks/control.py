@@ -1,14 +1,14 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measure what the control of a job costs: agreements of a group's ranks, changes of membership,
-and quorums.
+"""Measure the cost of a job's control: agreements of a group's ranks, changes of membership,
+quorums.
 
 An agreement goes through the group's control tree, and through one TCPStore. `meeting.py` and
 `lighthouse.py` measure the other two.
 
 The ranks are threads of some processes (`control_ranks.py`), and run the real code of both without
-a model. They agree again and again, so that the time of an agreement is that from one decision of
-rank 0 to the next. All of them share the cores of this machine.
+a model. They agree again and again. The time of an agreement is the time between two decisions of
+rank 0. All ranks share the cores of this machine.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ def fit(measured: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Fit `milliseconds = 2 x depth x delay + a x ranks` to the times of the tree.
 
     Returns:
-        `a`, in milliseconds: the mean over the numbers of ranks, without delay. Of `EXTRAPOLATED`
-        ranks: `depth`; milliseconds if all of them share these cores (`shared`), and if each inner
-        rank has a core of its own (`apart`), both without the links' delay.
+        `a`, in milliseconds: the mean over the numbers of ranks, without delay. For `EXTRAPOLATED`
+        ranks, without the links' delay: `depth`; `shared`, the milliseconds if all ranks share
+        these cores; and `apart`, the milliseconds if each inner rank has a core of its own.
     """
     plain = [figures for figures in measured if figures["delay_ms"] == 0]
     a = statistics.mean(figures["median"] / figures["ranks"] for figures in plain)

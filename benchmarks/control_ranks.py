@@ -4,9 +4,9 @@
 
     python -m benchmarks.control_ranks KIND PORT FOLDER PROCESS PROCESSES RANKS DELAY_MS AGREEMENTS
 
-Its ranks are PROCESS, PROCESS + PROCESSES, and so on. Those of a control tree find each other by
-the folder, and need no torch: there may be many such processes. The others meet at the TCPStore at
-that port. It prints its figures, a JSON object.
+Its ranks are PROCESS, PROCESS + PROCESSES, and so on. Ranks of a control tree find each other by
+the folder, and need no torch, so there may be many such processes. Ranks of a store meet at the
+TCPStore at that port. The process prints its figures as a JSON object.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ class Ranks:
         self._cpu: list[tuple[float, float]] = []  # of the process, and of the first rank
 
     def measure(self) -> dict[str, Any]:
-        """Agree.
+        """Measure the agreements after the warm-up.
 
         Returns:
             `seconds` of each agreement, `cpu` seconds of this process, and `root_cpu` of its first
-            rank; without those of the warm-up.
+            rank.
         """
         self._on_each(self._agree)
         (cpu, root_cpu), (cpu_end, root_cpu_end) = self._cpu

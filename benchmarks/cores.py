@@ -31,8 +31,7 @@ def split_cores(cores: Collection[int], num_groups: int) -> list[set[int]]:
 
 
 def pin_groups(run: Run, events: Sequence[Event]) -> None:
-    """Pin each group of a launch to its cores: its agent and all that this has started, or will
-    start.
+    """Pin each group of a launch to its cores: its agent, and all present and later children.
 
     Raises:
         BenchError: this is not Linux, the cores are too few, or a group has no process.

@@ -1,10 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A group one attempt of which dies by SIGKILL in the set-up of its process group with the other
-groups.
+"""Kill one attempt of a group by SIGKILL in the set-up of its process group with the other groups.
 
 Workers load this module as their `experimental.custom_import`. The attempt dies when the other
-groups already wait for it to connect."""
+groups already wait for its connections.
+"""
 
 from __future__ import annotations
 

@@ -3,9 +3,10 @@
 """torchtitan's own DiLoCo (torchft's) beside ours: two groups of two ranks, without failures and
 under the same kills.
 
-Both have the outer optimizer that torchtitan has fixed, and a group is killed at the same points:
-half a round behind the survivor's commits of some rounds. What breaks, hangs or does not come to an
-end is a result, told as `ended`."""
+Both have torchtitan's fixed outer optimizer. A group is killed at the same points: half a round
+after the survivor's commits of some rounds. A crash, a hang or a run without an end is a result,
+reported as `ended`.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def measure_diloco(
 
 
 def _kill_behind(run: Run, rounds: tuple[int, ...], until: float) -> None:
-    """Kill the victim in the midst of the rounds behind these."""
+    """Kill the victim in the middle of the round after each of these."""
     for number in rounds:
 
         def made(record: RunRecord, number: int = number) -> RunRecord | None:
@@ -74,9 +75,10 @@ def _kill_behind(run: Run, rounds: tuple[int, ...], until: float) -> None:
 def describe(record: RunRecord, losses: Mapping[int, float]) -> dict[str, Any]:
     """Return the figures of a run, however it ended.
 
-    `loss` is the survivor's at the end, `losses` all groups'; `steps_made` counts those of all
-    groups, and of them `steps_thrown_away` those that are in no model; `rounds_mixed` how often the
-    ranks of a group had different states."""
+    `loss` is the survivor's at the end, `losses` has all groups'. `steps_made` counts the steps of
+    all groups, `steps_thrown_away` those of them that are in no model. `rounds_mixed` counts the
+    rounds in which the ranks of a group had different states.
+    """
     tries = [event for event in record.events if isinstance(event, StepTried)]
     made, kept = (_steps_of_peer if tries else _steps_of_ours)(record)
     failed = [
@@ -103,16 +105,16 @@ def describe(record: RunRecord, losses: Mapping[int, float]) -> dict[str, Any]:
 
 
 def _steps_of_peer(record: RunRecord) -> tuple[float, float]:
-    """Return the steps that groups made, and those that are in the model; a rank's count as its
-    part of the group's.
+    """Return the steps that groups made, and the steps in the model; a rank counts as its part of
+    the group.
     """
     kept = sum(event.inner_steps for event in record.of(StepTried) if event.contributed)
     return len(record.of(InnerStepMade)) / RANKS_PER_GROUP, kept / RANKS_PER_GROUP
 
 
 def _steps_of_ours(record: RunRecord) -> tuple[float, float]:
-    """Return the same of a run of ours; of a group that died in its steps about so many as its time
-    allowed.
+    """Return the same of a run of ours. For a group that died in its steps, they are estimated from
+    its time.
     """
     told = [event for event in record.of(StepCommitted) if event.rank == 0]
     kept = sum(event.inner_steps or 0 for event in told if event.contributed)
@@ -125,8 +127,8 @@ def _steps_of_ours(record: RunRecord) -> tuple[float, float]:
 
 
 def num_mixed(tries: list[StepTried]) -> int:
-    """Count the rounds in which one rank of a group got another group's state, and another rank of
-    it did not.
+    """Count the rounds in which some ranks of a group got another group's state, and others did
+    not.
     """
     ranks: dict[tuple[int, int, int], set[bool]] = {}
     for event in tries:

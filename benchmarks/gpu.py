@@ -1,15 +1,15 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What only a machine with GPUs can show, in less than ten minutes on one GPU: what
-scripts/check_gpu.sh runs.
+"""The checks that need GPUs, in less than ten minutes on one GPU: scripts/check_gpu.sh runs them.
 
 On any number of GPUs: NCCL's collectives on one communicator, reconfigurations, pinned memory; two
 groups over Gloo beside stock torchtitan (the same steps, step times, waits of the host), SIGKILLs
-and heals, a recipe at size, the tests that need a GPU. With two GPUs all of the groups over NCCL
-too, and gradients in fewer bits; with four and more FSDP in each group beside the exchange.
+and heals, a recipe at size, the tests that need a GPU. With two GPUs also all of the groups over
+NCCL, and gradients in fewer bits. With four and more also FSDP in each group beside the exchange.
 
-Each part gives its rows of the table, also where another one fails. With --cpu the training runs
-are on the CPU, so that their logic can be tried anywhere."""
+Each part gives its rows of the table, even if another part fails. With --cpu the training runs are
+on the CPU, so that their logic can be tried anywhere.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def measure_collectives(what: str, plan: Plan, report: Report) -> None:
 
 
 def measure_reconfigurations(what: str, plan: Plan, report: Report) -> None:
-    """Build communicators one after the other, and look at what they leave behind."""
+    """Build communicators one after the other, and measure their remains."""
     found = run_probe("reconfigure", plan.num_gpus, LAST_COMMUNICATORS)
     grown = {
         name: max(each["after"][name] - each["before"][name] for each in found)

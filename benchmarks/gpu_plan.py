@@ -1,7 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What scripts/check_gpu.sh can do here: the GPUs that torch finds, which group runs on which, what
-each run reads.
+"""Plan scripts/check_gpu.sh: the GPUs that torch finds, the GPUs of each group, the config of each
+run.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ print(json.dumps({"names": names, "cuda": cuda, "nccl": ".".join(map(str, nccl))
 
 @dataclass(frozen=True)
 class Gpus:
-    """What torch can use here.
+    """The GPUs that torch can use here.
 
     Attributes:
-        names: of the GPUs.
+        names: names of the GPUs.
         cuda: the version that torch was built for; None for a CPU.
         nccl: the version; empty without NCCL.
-        memory_gb: of each GPU.
-        driver: the version; empty where nvidia-smi does not report it.
+        memory_gb: memory of each GPU.
+        driver: the version; empty if nvidia-smi does not report it.
     """
 
     names: list[str]
@@ -59,10 +59,10 @@ class Gpus:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which group runs where, and what can be between the two.
+    """The GPUs of each group, and the possible connections between two groups.
 
     Attributes:
-        num_gpus: that are used; on a CPU the ranks that stand for them.
+        num_gpus: GPUs in use; on a CPU the ranks that stand for them.
         small: fewer steps, less memory, and no run at size.
     """
 
@@ -77,7 +77,7 @@ class Plan:
         return max(1, self.num_gpus // NUM_GROUPS)
 
     def gpus(self, replica: int) -> list[str]:
-        """Return the GPUs of a group, among those that are used, as the launcher deals them out."""
+        """Return the GPUs of a group, among those in use, as the launcher assigns them."""
         devices = [str(index) for index in range(self.num_gpus)]
         return visible_devices(replica, self.num_ranks, devices) or []
 
@@ -97,7 +97,7 @@ class Plan:
         return [backend for backend in BACKENDS if not self.why_not(backend)]
 
     def describe(self) -> str:
-        """Return who runs where, in a line."""
+        """Return the plan in one line."""
         if self.on_cpu:
             return f"{NUM_GROUPS} groups x {self.num_ranks} ranks on the CPU: nothing of this says anything about a GPU"
         return "; ".join(
@@ -106,12 +106,12 @@ class Plan:
         )
 
     def stock(self, run_dir: Path, same_steps: bool) -> Job:
-        """Return the job of stock torchtitan that the groups are compared with: one of as many
-        ranks.
+        """Return the job of stock torchtitan for the comparison: one job with as many ranks.
 
-        But of one rank that does the work of both groups in turn where they share a GPU, and, where
-        each has one rank, if it must make the `same_steps`: torchtitan's DDP averages gradients
-        twice."""
+        In two cases it has one rank that does the work of both groups in turn: if they share a GPU,
+        and, if each has one rank, if the job must make the `same_steps` (torchtitan's DDP averages
+        gradients twice).
+        """
         alone = self._alone(same_steps)
         return Job(STOCK, run_dir, *((1, 1) if alone else (NUM_GROUPS, self.num_ranks)))
 
@@ -136,7 +136,7 @@ class Plan:
 
 
 def probe() -> Gpus:
-    """Ask torch for its GPUs, in a process that is gone before others use them.
+    """Ask torch for its GPUs, in a process of its own that leaves them free.
 
     Raises:
         ConfigError: torch cannot be loaded.
@@ -160,12 +160,12 @@ def _driver() -> str:
 
 
 def make_plan(wanted: int | None, on_cpu: bool, gpus: Gpus, small: bool = False) -> Plan:
-    """Return who runs where.
+    """Return the plan.
 
     Args:
         wanted: number of GPUs; None takes all.
         on_cpu: that many ranks in place of GPUs.
-        gpus: that are there.
+        gpus: the existing GPUs.
         small: see `Plan`.
 
     Raises:
@@ -190,11 +190,11 @@ def make_plan(wanted: int | None, on_cpu: bool, gpus: Gpus, small: bool = False)
 
 
 def base_config(given: Mapping[str, Any]) -> Config:
-    """Return what all runs derive their config from: data parallelism, one microbatch of a rank in
-    a step.
+    """Return the config that all runs derive theirs from: data parallelism, one microbatch a rank
+    and step.
 
     Raises:
-        ConfigError: it asks for more, which nothing here compares.
+        ConfigError: the config has another parallelism, which nothing here compares.
     """
     config = {
         table: {} for table in ("training", "parallelism", "fault_tolerance")
@@ -218,8 +218,8 @@ def base_config(given: Mapping[str, Any]) -> Config:
 
 
 def recipe_config(given: Mapping[str, Any]) -> Config:
-    """Return what the run of a recipe reads: on the packaged text, where its own tokenizer is not
-    on this machine.
+    """Return the config of a recipe's run, on the packaged text if the recipe's tokenizer is
+    missing here.
 
     Raises:
         ConfigError: see `base_config`.

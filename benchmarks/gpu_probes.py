@@ -1,10 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What scripts/check_gpu.sh looks at without a training run: NCCL's collectives and
-reconfigurations, pinned memory.
+"""The probes of scripts/check_gpu.sh without training: NCCL's collectives, reconfigurations, pinned
+memory.
 
-Each probe runs in processes of its own, a rank each, so that a crash or a hang of CUDA ends nothing
-else."""
+Each probe runs in processes of its own, one per rank, so that a crash or a hang of CUDA ends
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -117,11 +118,11 @@ class _Membership:
 
 
 def check_collectives(port: int, rank: int, num_ranks: int, numel: int) -> dict[str, Any]:
-    """Exchange gradients of `numel` numbers in each form that they travel in, on one communicator,
-    and check the sums.
+    """Exchange gradients of `numel` numbers in each wire format, on one communicator, and check the
+    sums.
 
-    A communicator of one rank has nobody to exchange with: there, and
-    everywhere else too, each collective of the exchange is called by itself as well.
+    A communicator of one rank has no peer. There, and everywhere else too, each collective of the
+    exchange is called by itself as well.
 
     Raises:
         BenchError: a collective failed, or has a wrong result; names it.
@@ -203,11 +204,10 @@ def reconfigure(port: int, rank: int, num_ranks: int, times: int) -> dict[str, A
 
 
 def pin_memory(port: int, rank: int, num_ranks: int, mebibytes: int) -> dict[str, float]:
-    """Pin memory and give it back as the product does, beside a thread that ticks.
+    """Pin memory and release it as the product does, beside a thread that ticks.
 
     Returns:
-        For each, the seconds that it took, and the longest time in which no other thread of Python
-        ran.
+        For each, its seconds, and the longest time without a tick of the other thread.
     """
     device.synchronize()  # opens the context
     num_bytes = mebibytes << 20

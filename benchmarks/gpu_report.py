@@ -1,8 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The table of scripts/check_gpu.sh: a row for each thing that was looked at, with its figure and
-its verdict.
-"""
+"""The table of scripts/check_gpu.sh: one row per check, with its figure and its verdict."""
 
 from __future__ import annotations
 
@@ -30,9 +28,9 @@ class Row:
     """One row of the table.
 
     Attributes:
-        what: was looked at.
-        verdict: empty for a figure that nothing is promised of.
-        why: more about a verdict that is a problem.
+        what: the check.
+        verdict: empty for a figure without a promise.
+        why: the reason of a bad verdict.
     """
 
     what: str
@@ -42,7 +40,7 @@ class Row:
 
     @property
     def problem(self) -> str:
-        """Return the row as a line if it keeps the exit status from 0; else an empty text."""
+        """Return the row as a line if it makes the exit status nonzero; empty otherwise."""
         if not self.verdict or self.verdict.startswith(_NO_PROBLEM):
             return ""
         return f"{self.what}: {self.verdict}; {self.why or self.figure}"
@@ -53,7 +51,7 @@ class Report:
     """The rows so far.
 
     Attributes:
-        kept_in: the file that has all rows after each part, whatever becomes of the next one.
+        kept_in: the file that gets all rows after each part, even if the next part crashes.
         about: the machine and the versions, for that file.
     """
 
@@ -71,7 +69,7 @@ class Report:
         self._add(Row(what, figure))
 
     def judge(self, what: str, verdict: str, figure: str = "", why: str = "") -> None:
-        """Enter a verdict: "holds", "does not hold", "cannot be told", or why the row was not
+        """Add a verdict: "holds", "does not hold", "cannot be told", or why the row was not
         measured.
         """
         self._add(Row(what, figure, verdict, why))

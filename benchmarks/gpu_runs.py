@@ -266,10 +266,10 @@ class StepTimes:
 
 
 def judge_ratio(ratio: Mapping[str, float], column: str, plan: Plan, report: Report) -> None:
-    """Judge a step's time beside stock torchtitan's; where the machine is noisier than the bar
-    nothing can be told.
+    """Judge a step's time beside stock torchtitan's; no verdict if the machine is noisier than the
+    bound.
 
-    Over Gloo all gradients go to the host and back: its ratio is a figure.
+    Over Gloo all gradients go to the host and back, so that ratio is a figure without a verdict.
     """
     what = f"{column}: step, ratio to stock torchtitan"
     if column != "nccl" or plan.small:
@@ -362,10 +362,10 @@ def measure_kills(plan: Plan, base: Config, backend: str, work_dir: Path, report
 
 
 def find_forks(run_dir: Path) -> str:
-    """Return "yes" if the workers of a run are forks, else "no" and the reason.
+    """Return "yes" if the workers of a run are forks, otherwise "no" and the reason.
 
-    Without forks each restart imports everything again: 17 of the 19.5 s of a rejoin on an
-    H100, where a thread of NVML was there.
+    Without forks each restart imports everything again. That took 17 of the 19.5 s of a rejoin on
+    an H100, where NVML had started a thread.
     """
     log = RunPaths(run_dir).agent_log(VICTIM)
     for line in log.read_text(errors="replace").splitlines():

@@ -1,12 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measure the CPU time of the lighthouse for the heartbeats of many groups, with a gate and without
-one.
+"""Measure the lighthouse's CPU time for the heartbeats of many groups, with and without a gate.
 
     python -m benchmarks.heartbeats
 
 The groups are torchft's own clients in this process, each with a connection of its own. Lighthouses
-with a gate and without one take turns, so that a busy machine is busy for both.
+with a gate and without one take turns, so that load on the machine affects both.
 """
 
 from __future__ import annotations

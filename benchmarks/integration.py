@@ -150,7 +150,7 @@ def own_flags(run: str, release: str) -> list[str]:
 
 
 def titan_flags(run: str, hf_folder: Path, schedule: Path) -> list[str]:
-    """Return a run's flags as torchtitan has them, without those in whose place `own_flags` stands.
+    """Return a run's flags as torchtitan has them, without those that `own_flags` replaces.
 
     Two groups double a global batch. `{hf}` and `{schedule}` are files that the test has made.
     """
@@ -174,8 +174,9 @@ def format_schedule(num_microbatches: int = MICROBATCHES) -> str:
     """Return the CSV of a schedule: two ranks with two stages each, all forwards before all
     backwards.
 
-    A cell is what a rank does in a time step. A stage begins with a microbatch after the stage
-    before it has sent that."""
+    A cell is the action of a rank in a time step. A stage begins a microbatch after the stage
+    before has sent it.
+    """
     last = 2 * num_microbatches
     begins = {"0F": 0, "1F": 1, "2F": num_microbatches, "3F": num_microbatches + 1}
     begins |= {

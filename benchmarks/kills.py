@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""SIGKILL a whole group again and again, and measure what each kill cost.
+"""SIGKILL a whole group again and again, and measure the cost of each kill.
 
-The survivor is group 0, the victim group 1. The victim is killed each time at another moment of the
-step. Its own launcher starts it again."""
+The survivor is group 0, the victim group 1. Each kill is at another moment of the step. The
+victim's own launcher restarts it.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +36,18 @@ OBSERVE_FLAGS = ("--observe-every=5",)
 
 
 def costs(record: RunRecord) -> list[dict[str, Any]]:
-    """Return what each kill cost.
+    """Return the cost of each kill.
 
-    `stall_seconds` is the survivor's stall, as history has it; `steps_lost` the steps that it
-    computed and did not commit, up to the next kill; `rejoin_seconds` is from the kill to the first
-    committed step to which the victim contributes (None if it never did); `rejoin_stall_seconds`
-    how late the survivor's commits were at most since the victim's next process was there, until it
-    contributed; `num_starts` the attempts that the return took.
+    - `stall_seconds`: the survivor's stall, as in the history.
+    - `steps_lost`: steps that the survivor computed and did not commit, up to the next kill.
+    - `rejoin_seconds`: from the kill to the first committed step with the victim's contribution;
+      None if there was none.
+    - `rejoin_stall_seconds`: the largest delay of the survivor's commits between the start of the
+      victim's next process and that step.
+    - `num_starts`: attempts until the return.
 
     Raises:
-        BenchError: the survivor did not go on after one.
+        BenchError: the survivor did not continue after a kill.
     """
     kills, usual = injected(record), usual_step(record)
     ends = [*(kill.time for kill in kills[1:]), float("inf")]
@@ -81,14 +84,15 @@ def kill_repeatedly(
     before_kill: Callable[[], None] = lambda: None,
     settle_steps: int = SETTLE_STEPS,
 ) -> None:
-    """Kill the victim `num_kills` times, and let it come back after each; no more once it does not.
+    """Kill the victim `num_kills` times, and wait for its return after each; stop if it does not
+    return.
 
     Args:
-        before_kill: called before each.
-        settle_steps: of both groups before each.
+        before_kill: called before each kill.
+        settle_steps: steps of both groups before each kill.
 
     Raises:
-        BenchError: it did not even start, or the run ended.
+        BenchError: the victim did not start, or the run ended.
     """
     run.wait_trained(settle_steps)
     for index in range(num_kills):

@@ -1,9 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measure quorums at a lighthouse of many groups, and at one that knows the names of many ended
-processes.
+"""Measure quorums at a lighthouse with many groups, and with the names of many ended processes.
 
-The groups are threads of this process, which ask torchft's lighthouse and train nothing.
+The groups are threads of this process, which send requests to torchft's lighthouse and train
+nothing.
 """
 
 from __future__ import annotations

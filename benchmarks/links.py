@@ -1,12 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Throttle the connections between the groups of a run on this host, and measure tokens per second
-behind them.
+"""Throttle the connections between the groups of a run on this host, and measure tokens per second.
 
-`SO_MAX_PACING_RATE` lets TCP itself send no faster, on loopback too; it needs no privilege and no
-kernel module. The sockets are the workers' own: this process, which started them, sets the option
-on copies of their descriptors (`pidfd_getfd`), so that nothing in the workers is other than
-without. A link has a rate in each direction and no further delay. Linux only."""
+`SO_MAX_PACING_RATE` makes TCP itself send no faster, on loopback too. It needs no privilege and no
+kernel module. The sockets are the workers' own: this process, which started the workers, sets the
+option on copies of their descriptors (`pidfd_getfd`), so that nothing in the workers changes. A
+link has a rate in each direction and no further delay. Linux only.
+"""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class Links:
         return found
 
     def throttle(self, mbps: float) -> None:
-        """Let each end send at most so many Mbit/s, or as fast as it goes.
+        """Limit each end to so many Mbit/s, or remove the limit.
 
         Raises:
-            BenchError: there is none, or the system does not let this process do it.
+            BenchError: there is no connection, or the system does not permit it.
         """
         rate = _NO_RATE if mbps == UNTHROTTLED else int(mbps * 1e6 / 8)
         found = self.find()
@@ -87,9 +87,7 @@ class Links:
             raise BenchError("no connection between the groups was found")
 
     def bytes_sent(self, group: int) -> dict[int, int]:
-        """Return the bytes that a group has sent to others so far on each connection that it has
-        now, by inode.
-        """
+        """Return the bytes that a group has sent to others on each present connection, by inode."""
         found = {}
         for inode, (sender, pid) in self.find().items():
             if sender == group:
@@ -109,13 +107,12 @@ def pace(connection: socket.socket, bytes_per_second: int) -> None:
 
 @contextlib.contextmanager
 def socket_of(pid: int, inode: int) -> Iterator[socket.socket | None]:
-    """Hold a socket of another process, for a moment: as long as it is held its connection does not
-    close.
+    """Hold a socket of another process for a moment, during which its connection does not close.
 
-    None if it is closed by now.
+    None if the socket is closed already.
 
     Raises:
-        BenchError: the system does not let this process have it.
+        BenchError: the system does not permit it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     pidfd = os.pidfd_open(pid)
@@ -140,8 +137,8 @@ def socket_of(pid: int, inode: int) -> Iterator[socket.socket | None]:
 
 
 def measure_rate(mbps: float, seconds: float = 2.0) -> float:
-    """Return the Mbit/s that a connection of this host really has when it is paced so: whether
-    pacing works here.
+    """Return the real Mbit/s of a paced connection of this host, which shows whether pacing works
+    here.
     """
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -170,10 +167,11 @@ def measure_rate(mbps: float, seconds: float = 2.0) -> float:
 
 
 def throughput(commits: Sequence[StepCommitted], since: float) -> list[tuple[float, int]]:
-    """Return seconds and tokens from one commit of a rank to the next, if its exchange was all of
-    it after `since`.
+    """Return seconds and tokens between consecutive commits of a rank whose whole exchange came
+    after `since`.
 
-    That of the synchronous mode begins in backward, so that all of a round's last step must be.
+    In the synchronous mode an exchange begins in the backward, so a round's whole last step must
+    come after `since`.
     """
     found = []
     for before, after in pairwise(commits):
@@ -186,10 +184,10 @@ def throughput(commits: Sequence[StepCommitted], since: float) -> list[tuple[flo
 def measure_links(
     base: Mapping[str, Any], work_dir: Path, done: Mapping[str, Any], cases: Sequence[Case] = MODES
 ) -> Iterator[tuple[str, Any]]:
-    """Measure each mode that is not `done` at all rates, slower and slower; yields its name and
+    """Measure each mode that is not `done` at all rates, from fast to slow; yields its name and
     figures.
 
-    First, as `paced`, what rates connections really have that are paced so.
+    First, as `paced`, the real rates of paced connections.
     """
     if "paced" not in done:
         yield "paced", {f"{mbps:g}": measure_rate(mbps) for mbps in RATES_MBPS}
@@ -206,8 +204,7 @@ def measure_links(
 
 
 def _measure(run: Run, mbps: float) -> dict[str, Any]:
-    """Train at a rate for a while. It begins right behind a commit that was seen, in time for the
-    next exchange.
+    """Train at a rate for a while, starting right after a commit, in time for the next exchange.
 
     Raises:
         BenchError: the groups did not keep their connections.

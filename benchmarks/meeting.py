@@ -4,8 +4,9 @@
 counterparts.
 
 The ranks are threads of some processes (`meeting_ranks.py`), and run the real code without a model.
-Groups die and return one after the other. All ranks share the cores of this machine, which those of
-a job do not."""
+Groups die and return one after the other. All ranks share the cores of this machine, unlike in a
+job.
+"""
 
 from __future__ import annotations
 
@@ -171,12 +172,11 @@ def measure(
 
 
 def fit(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Fit `seconds = a + b x groups x ranks` to the meetings of the product, which share these
-    cores.
+    """Fit `seconds = a + b x groups x ranks` to the product's meetings, which share these cores.
 
     Returns:
-        `a` and `b`, least squares of the relative errors, and the seconds of `EXTRAPOLATED` sizes
-        by them, of which `shared` is on these cores.
+        `a` and `b`, by least squares of the relative errors, and `shared`, the seconds of
+        `EXTRAPOLATED` sizes on these cores.
     """
     slower = [max(figures["death"], figures["return"]) for figures in measured]
     sizes = [figures["groups"] * figures["ranks"] for figures in measured]

@@ -4,11 +4,13 @@
 
     python -m benchmarks.meeting_ranks KIND RANKS
 
-It reads an order a line, a JSON object, and answers each with a line. {"start": [SLOT, ...]} starts
-groups of RANKS ranks, or starts them again, and is answered with their names. {"members": [NAME,
-...], "id": N, "at": SECONDS} gives its groups a quorum at that monotonic time. The answer is the
-time at which the last of their ranks had met the others, and the CPU seconds that the process took
-for it."""
+It reads orders as JSON objects, one a line, and answers each with a line:
+
+- {"start": [SLOT, ...]} starts or restarts groups of RANKS ranks; the answer has their names.
+- {"members": [NAME, ...], "id": N, "at": SECONDS} gives its groups a quorum at that monotonic time;
+  the answer has the time at which the last of their ranks had met the others, and the process's CPU
+  seconds for it.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ class NoProcessGroup:
 
 
 class GlooProcessGroup(BreakableGloo):
-    """A Gloo whose `abort` closes no socket: `BreakableGloo` would look for its own among those of
+    """A Gloo process group whose `abort` closes no socket: `BreakableGloo` would search those of
     all ranks here.
     """
 
@@ -101,7 +103,7 @@ class Rank:
         threading.Thread(target=self._run, daemon=True).start()
 
     def submit(self, order: dict[str, Any]) -> Future[float]:
-        """Let the rank meet the others; the future gets the time at which it has met them."""
+        """Let the rank meet the others; the future gets the time of the meeting's end."""
         done = Future[float]()
         self._orders.put((order, done))
         return done

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Facts of a member of an exchange that no protocol stands behind."""
+"""Facts of a member of an exchange, without a protocol behind them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What replica groups and stock torchtitan did alike, from what `benchmarks.witness` leaves of
-both; without torch.
+"""Compare replica groups with stock torchtitan by the files of `benchmarks.witness`;
+without torch.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ them in torch.
 
 @dataclass(frozen=True)
 class Witness:
-    """What a rank has seen of its run.
+    """The record of a rank about its run.
 
     Attributes:
         logged: by step, mean loss and gradient norm.
-        digest: of its final state, hex.
-        digest_seconds: that such a digest takes.
+        digest: digest of its final state, hex.
+        digest_seconds: duration of such a digest.
     """
 
     logged: dict[int, tuple[float, float]]
@@ -85,18 +85,18 @@ def read_witnesses(run_dir: Path, num_groups: int, num_ranks: int) -> list[Witne
 def compare_with_stock(stock: list[Witness], ours: list[Witness], num_ranks: int) -> Parity:
     """Compare two groups with stock torchtitan.
 
-    With up to two ranks in a group the final states (weights, optimizer) must be equal bit for bit,
-    and so must the losses but for their last bit: stock adds the ranks' losses in float32, replica
-    groups in float64. With more, what the order of additions may change is allowed for loss and
-    gradient norm.
+    With up to two ranks in a group the final states (weights, optimizer) must be equal bit for bit.
+    The losses must be equal except for their last bit: stock adds the ranks' losses in float32,
+    replica groups in float64. With more ranks, loss and gradient norm may differ by as much as
+    another order of additions causes.
 
     Args:
         stock: of HSDP with the same ranks, or of one rank that read the data of both groups.
         ours: all ranks, group by group.
-        num_ranks: of a group.
+        num_ranks: ranks of a group.
 
     Raises:
-        BenchError: they did not log the same steps.
+        BenchError: the runs did not log the same steps.
     """
     pairs = [(stock[index % len(stock)], witness) for index, witness in enumerate(ours)]
     loss = norm = excess = 0.0
@@ -138,10 +138,10 @@ def _relative(mine: float, theirs: float) -> float:
 
 
 def read_host_waits(run_dir: Path) -> tuple[float, float]:
-    """Return how often the host waited for the GPU in a step of rank 0; see `host_waits`.
+    """Return the host's waits for the GPU in a step of rank 0; see `host_waits`.
 
     Raises:
-        BenchError: there is no trace of it.
+        BenchError: there is no trace of the run.
     """
     # Torchtitan's default; the first group's.
     found = sorted(run_dir.glob("profile_traces/**/rank0_trace.json"))
@@ -151,17 +151,16 @@ def read_host_waits(run_dir: Path) -> tuple[float, float]:
 
 
 def host_waits(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
-    """Return how often the host waits for the GPU in a step: on all threads, and on the one that
-    trains.
+    """Return the host's waits for the GPU per step: on all threads, and on the training thread.
 
-    Counted from the begin of each marked step to its end: behind the last one the profiler itself
-        waits.
+    Waits count from the begin of each marked step to its end: after the last one the profiler
+    itself waits.
 
     Args:
-        events: of a Chrome trace, as torch's profiler writes it.
+        events: events of a Chrome trace, as torch's profiler writes it.
 
     Raises:
-        BenchError: no step is marked, or no call of CUDA was seen.
+        BenchError: no step is marked, or there is no call of CUDA.
     """
     spans = [event for event in events if event.get("ph") == "X"]
     steps = [

@@ -3,14 +3,14 @@
 """Run torchtitan's own fault-tolerant trainer, `torchtitan.experiments.ft.train`, as the
 benchmark's peer.
 
-The trainer is torchtitan's, unmodified. It gets from this project only what it cannot do without:
-the CPU seam (where there is no accelerator), the packaged text, and the models that ours train.
-Takes torchtitan's TOML and flags; run it under torchrun, as a module.
+The trainer is torchtitan's, unmodified. From this project it gets only the necessary parts: the CPU
+patches (without an accelerator), the packaged text, and the models that ours train. Takes
+torchtitan's TOML and flags; run it under torchrun, as a module.
 
-`--observe-every=N`, before all other flags, leaves an event after each step that was tried, with a
-digest of the weights at each N-th; it changes nothing in the training. With DiLoCo that is each
-round, and there are events of the steps in it; a validation is then made on the same text in each
-group."""
+`--observe-every=N`, before all other flags, writes an event after each tried step, with a digest of
+the weights at each N-th. It does not change the training. With DiLoCo the events are of each round
+and of its steps, and a validation is made on the same text in each group.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +57,16 @@ def main() -> None:
 
 
 def _take_observe_flag() -> int:
-    """Take the one flag that is not torchtitan's off the command line; return its number, or 0."""
+    """Remove this module's own flag from the command line; return its number, or 0."""
     if len(sys.argv) > 1 and sys.argv[1].startswith(OBSERVE_FLAG):
         return int(sys.argv.pop(1).removeprefix(OBSERVE_FLAG))
     return 0
 
 
 def _announce(run_dir: Path, replica: int) -> EventLog:
-    """Leave a `worker_started` event, which says whom to kill; return the log for further ones."""
+    """Write a `worker_started` event, which names the process to kill; return the log for further
+    events.
+    """
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     path = RunPaths(run_dir).worker_events(replica, rank, attempt, os.getpid())
     events = EventLog(path, replica=replica, rank=rank, attempt=attempt)
@@ -73,7 +75,7 @@ def _announce(run_dir: Path, replica: int) -> EventLog:
 
 
 def observed(trainer: Any, events: EventLog, digest_every: int) -> Any:
-    """Derive a trainer that trains the same, and tells of each step that it tried."""
+    """Derive a trainer that trains the same, and writes an event for each step that it tried."""
 
     class Observed(trainer):
         def __init__(self, job_config: Any) -> None:
@@ -112,8 +114,8 @@ def observed(trainer: Any, events: EventLog, digest_every: int) -> Any:
 
 
 def observed_rounds(trainer: Any, events: EventLog, digest_every: int) -> Any:
-    """Derive a trainer that trains the same with torchft's DiLoCo, and tells of each round that it
-    tried.
+    """Derive a trainer that trains the same with torchft's DiLoCo, and writes an event for each
+    tried round.
     """
 
     class Observed(trainer):

@@ -1,10 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Figures that others have published of runs under failures, and a campaign of ours beside them.
+"""Figures that others have published about runs under failures, and a campaign of ours beside them.
 
 Source: "Fault Tolerant Llama: training with 2000 synthetic failures every ~15 seconds and no
 checkpoints on Crusoe L40S" (PyTorch blog, 2025): torchft and torchtitan, Llama 3 1B, 300 L40S in 30
-groups of 10, a group killed at a time."""
+groups of 10, one group killed at a time.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def part_of(part: int, whole: int) -> str:
 
 
 def side_by_side(record: RunRecord) -> list[str]:
-    """Return a campaign beside the published run that its plan repeats, in Markdown; empty where it
+    """Return a campaign beside the published run that its plan repeats, in Markdown; empty if it
     repeats none.
     """
     plans = {event.plan for event in record.of(ChaosStarted)}

@@ -1,8 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the record of a run tells the benchmark.
+"""The benchmark's figures from the record of a run.
 
-A stall, a usual step and the time until a group is back are history's, the same as in reports.
+A stall, a usual step and the time until a return are defined by the history, as in reports.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def injected(record: RunRecord) -> list[Incident]:
 
 
 def num_crashes(record: RunRecord) -> int:
-    """Return how many attempts of groups ended although nobody had injected a fault."""
+    """Return the number of attempts of groups that ended without an injected fault."""
     incidents = [
         incident for incident in find_incidents(record) if incident.ended and not incident.injected
     ]
@@ -60,17 +60,19 @@ def survivor_gaps(record: RunRecord, begin: float, end: float) -> list[Gap]:
 
 
 def longest_delay(gaps: Iterable[Gap], usual: float) -> float:
-    """Return by how many seconds the latest of some commits was behind its time; 0 if none was."""
+    """Return the largest delay of the commits in seconds; 0 if none was late."""
     return max(
         (after - before - usual for before, after in gaps if after - before > usual), default=0.0
     )
 
 
 def steps_lost(record: RunRecord, replica: int, begin: float, end: float) -> int:
-    """Return how many steps a group computed and threw away in a time, instead of committing them.
+    """Return the number of steps that a group computed and threw away in a time, instead of
+    committing them.
 
-    That is so when it must heal or roll back; when it computed more forward passes than the step
-    has batches; and, with the peer, when a try was not committed."""
+    A step is lost if the group must heal or roll back, or computed more forward passes than the
+    step has batches, or, for the peer, if a try was not committed.
+    """
     lost = 0
     for event in record.events:
         if (event.replica, event.rank) == (replica, 0) and begin <= event.time < end:

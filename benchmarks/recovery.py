@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measure what recovery costs: a group that returns, one that leaves, and a lighthouse that dies.
+"""Measure the cost of recovery: a returning group, a leaving group, and a killed lighthouse.
 
-All on `titan-ft launch` with two groups, each on cores of its own, so that a group which is gone
-leaves none to the survivors."""
+All on `titan-ft launch` with two groups, each on cores of its own, so that an absent group leaves
+its cores idle.
+"""
 
 from __future__ import annotations
 
@@ -113,8 +114,7 @@ def _launched(
 
 
 def throttle(record: RunRecord) -> float:
-    """Return the Mbit/s at which the state that this record tells of takes `TRANSFER_STEPS` of
-    their steps.
+    """Return the Mbit/s at which this record's state takes `TRANSFER_STEPS` of its steps.
 
     Raises:
         BenchError: no group fetched a state.
@@ -149,10 +149,10 @@ def measure_outages(run: Run, number: int) -> list[Figures]:
 
 
 def _wait_over(run: Run, fault: FaultInjected, end: type[Event]) -> RunRecord:
-    """Wait until an event says that a fault is over, and the survivor has made some steps since;
-    return the record.
+    """Wait for the event that a fault is over, and for some steps of the survivor; return the
+    record.
 
-    The step under way may still pass: so what the fault costs may show in a later one.
+    The step under way may still succeed, so the cost of the fault may show in a later one.
     """
 
     def settled(record: RunRecord) -> RunRecord | None:
@@ -178,17 +178,19 @@ def _describe(
 
 
 def rejoin_after(record: RunRecord, kill: Incident) -> Figures:
-    """Return what the victim's return after a kill cost the survivor.
+    """Return the survivor's cost of the victim's return after a kill.
 
-    `transfer_seconds` (`transfer_steps` in usual steps) are from the begin of the heal until the
-    joiner has the state, with the replay; `steps_made` are the survivor's meanwhile, `step_ratio`
-    their median to a usual step (None with too few whole ones); `stall` is from the begin of the
-    heal until the joiner contributes, `return_stall` what is left of it around the moment at which
-    the joiner has the state; `replayed` counts updates, `replay_rate` how many of them in a usual
-    step from the end of the fetch on (None with too few).
+    - `transfer_seconds`, and `transfer_steps` in usual steps: from the begin of the heal until the
+      joiner has the state, with the replay.
+    - `steps_made`: the survivor's steps meanwhile. `step_ratio`: their median to a usual step; None
+      with too few whole ones.
+    - `stall`: from the begin of the heal until the joiner contributes. `return_stall`: the part of
+      it around the moment at which the joiner has the state.
+    - `replayed`: updates. `replay_rate`: updates per usual step from the end of the fetch on; None
+      with too few.
 
     Raises:
-        BenchError: it did not return.
+        BenchError: the victim did not return.
     """
     if kill.rejoin_seconds is None or kill.heal is None:
         raise BenchError("the group that was killed did not contribute again")
@@ -220,11 +222,11 @@ def _waited_through(gap: Gap, begin: float, end: float) -> bool:
 
 
 def drain_after(record: RunRecord, request: Incident) -> Figures:
-    """Return the survivor's stall when the victim is asked to leave, and the seconds until that had
-    left.
+    """Return the survivor's stall after a leave request to the victim, and the seconds until the
+    victim left.
 
     Raises:
-        BenchError: it did not say that it left.
+        BenchError: no event says that the victim left.
     """
     drained = first_after(record, Drained, request.time)
     if drained is None:

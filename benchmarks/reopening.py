@@ -31,8 +31,8 @@ def measure_reopenings(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield name and figures for each size of the buffer at each place of the stream.
 
-    Figures: seconds until the first example, examples that were read for it, bytes of the
-    state as JSON, and examples per second that the stream gives without a break.
+    The figures are: seconds until the first example, examples read for it, bytes of the state as
+    JSON, and the stream's examples per second without a break.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "examples.jsonl"

@@ -1,12 +1,13 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Semi-synchronous training beside the synchronous mode, with equal tokens: what it does to the
-loss, and its bytes.
+"""Semi-synchronous training beside the synchronous mode, with equal tokens: the loss, and the
+bytes.
 
 All runs train the same model for the same number of steps with the same tokens in each, from the
-same seed. What is compared is the loss at the end on validation text that is the same for all: that
-of the model that all groups agree on, so it is less noisy than losses of training, which with
-rounds are those of models that drift apart."""
+same seed. Their loss at the end is compared, on the same validation text. That is the loss of the
+model that all groups agree on. It is less noisy than training losses, which with rounds belong to
+models that drift apart.
+"""
 
 from __future__ import annotations
 
@@ -113,11 +114,11 @@ def measure_losses(
 def describe(run_dir: Path, case: Case, steps: int = STEPS) -> dict[str, Any]:
     """Return the figures of a run that has ended.
 
-    `loss` is that on the validation text at the end; `bytes_per_step` what a group sends to others,
-    per step of training; `tokens` those of all groups.
+    `loss` is the loss on the validation text at the end. `bytes_per_step` are the bytes that a
+    group sends to others per training step. `tokens` are those of all groups.
 
     Raises:
-        BenchError: it did not train as it was to.
+        BenchError: the run did not train as planned.
     """
     record = read_run(run_dir)
     commits = [event for event in record.commits if (event.replica, event.rank) == (SURVIVOR, 0)]
@@ -139,7 +140,7 @@ def describe(run_dir: Path, case: Case, steps: int = STEPS) -> dict[str, Any]:
 
 
 def final_losses(run_dir: Path, step: int) -> dict[int, float]:
-    """Return the validation loss behind a step, of each group that has told one in its logs."""
+    """Return the validation loss after a step, for each group whose logs have it."""
     found = {}
     for folder in run_dir.glob("logs/replica-*"):
         for path in sorted(folder.rglob("*.log")):
@@ -150,10 +151,10 @@ def final_losses(run_dir: Path, step: int) -> dict[int, float]:
 
 
 def num_parameters(run_dir: Path) -> int:
-    """Return how many parameters the model has, by torchtitan's log.
+    """Return the number of the model's parameters, by torchtitan's log.
 
     Raises:
-        BenchError: no log tells.
+        BenchError: no log has it.
     """
     for path in run_dir.glob("logs/replica-0/**/*.log"):
         if told := _SIZE.search(path.read_text(errors="replace")):
@@ -164,8 +165,9 @@ def num_parameters(run_dir: Path) -> int:
 def bytes_per_step(record: RunRecord, parameters: int, case: Case) -> float:
     """Return the bytes that a group of one rank sends for each step of training.
 
-    By `wire_bytes` of the events where they have it; else those of an all-reduce of fp32: each of n
-    members sends 2 (n - 1) / n of it."""
+    By `wire_bytes` of the events if they have it. Otherwise the bytes of a float32 all-reduce: each
+    of n members sends 2 (n - 1) / n of the gradients.
+    """
     commits = [
         event for event in record.of(StepCommitted) if (event.replica, event.rank) == (SURVIVOR, 0)
     ]

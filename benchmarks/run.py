@@ -1,7 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Start the processes of one job, watch it through its events, disturb it, and end exactly what was
-started.
+"""Start the processes of one job, follow its events, disturb it, and end exactly the started
+processes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Run:
     """The processes of one job; a context manager that ends them.
 
     Args:
-        config: what the system reads, as `derive_config` returns it.
+        config: the config of the system, as `derive_config` returns it.
     """
 
     def __init__(self, job: Job, config: Mapping[str, Any]) -> None:
@@ -170,10 +170,10 @@ class Run:
         what: str,
         timeout_seconds: float = RETURN_SECONDS,
     ) -> T:
-        """Look at the record until it shows something, and return it.
+        """Call `look` with the record until it returns a value, and return that value.
 
         Raises:
-            TooLateError: it does not in time.
+            TooLateError: `look` returned none in time.
             BenchError: the job ended.
         """
         deadline = time.monotonic() + timeout_seconds
@@ -212,7 +212,7 @@ class Run:
     def inject(
         self, fault: str, target: Target, pids: Iterable[int], signum: signal.Signals
     ) -> FaultInjected:
-        """Signal some processes; the run's events tell of it, as for any other fault."""
+        """Signal some processes, and write the event of this fault, as for any other fault."""
         if self._faults is None:
             self._faults = EventLog(self.paths.events_file(f"bench-{os.getpid()}"))
         event = FaultInjected(fault=fault, target=target, seed=None, shot=self._num_faults)

@@ -80,9 +80,10 @@ def compare(samples: Mapping[str, list[list[float]]], reference: str) -> dict[st
         samples: for each system and round, the seconds per step of each interval.
 
     Returns:
-        For each system the spread of `seconds`, the rounds' medians; of `ratio`, each to the
-        reference's in the same round; of `mean_ratio`, the same of the means, in which rare costs
-        count that a median hides; and the `rounds`.
+        For each system: `seconds`, the spread of the rounds' medians; `ratio`, the spread of the
+            medians'
+        ratios to the reference in the same round; `mean_ratio`, the same for the means, which
+        include rare costs that a median hides; and the `rounds`.
     """
     found = {}
     for system, rounds in samples.items():
@@ -102,9 +103,10 @@ def compare_processor(
     """Compare the processor time of a step, round by round, with that of the reference.
 
     Returns:
-        For each system the spread of `user` and `system`, the seconds of all ranks, and of
-        `others`, those of the job's other processes; of `processor_ratio`, the ranks' seconds
-        beside the reference's in the same round; and `processor`, the rounds.
+        For each system: the spread of `user` and `system`, the seconds of all ranks, and of
+            `others`, the
+        seconds of the job's other processes; `processor_ratio`, the ratio of the ranks' seconds to
+        the reference in the same round; and `processor`, the rounds.
     """
     found = {}
     for system, runs in samples.items():
@@ -125,7 +127,7 @@ def time_steps(job: Job, config: Mapping[str, Any], timeout_seconds: float) -> S
     """Run a job to its end, and measure its steps after the warm-up.
 
     Raises:
-        BenchError: it failed, took too long, or logged no such interval.
+        BenchError: the job failed, took too long, or logged no complete interval.
     """
     with Run(job, config) as run:
         clock = ProcessorClock(run.pids)
@@ -150,7 +152,7 @@ def measure_steady(
 ) -> dict[str, Any]:
     """Run all systems in turn, round by round, and compare their step times.
 
-    Every second round has the opposite order, so that a machine that gets slower favors no system.
+    Every second round has the opposite order, so that a machine that slows down favors no system.
     """
     samples: dict[str, list[SteadyRun]] = {system: [] for system in systems}
     for number in range(rounds):

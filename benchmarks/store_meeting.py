@@ -17,7 +17,7 @@ from titan_ft.system.threads import call_within
 
 
 class StoreMeeting:
-    """One rank's meetings: the requests and the threads are those of the former product.
+    """One rank's meetings by one store, with the requests and threads of an earlier version.
 
     Args:
         limit: seconds for each of the store's answers.

@@ -1,9 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The systems that are compared: what each reads as config, and what it starts.
+"""The compared systems: the config and the commands of each.
 
-All train the same model on the same data, as two groups of two ranks unless something else is asked
-for."""
+All train the same model on the same data, as two groups of two ranks by default.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def derive_config(base: Mapping[str, Any], job: Job, steps: int, log_freq: int) 
 
 
 def commands(job: Job) -> list[Command]:
-    """Return what to start for a job whose config is in its folder."""
+    """Return the commands of a job whose config is in its folder."""
     config = RunPaths(job.run_dir).config
     if job.system == STOCK:
         torchrun = _torchrun(job, 0, job.num_groups * job.num_ranks)

@@ -276,10 +276,10 @@ def _spread(figures: Mapping[str, float]) -> str:
 
 
 def _table(corner: str, columns: Mapping[str, str], rows: Mapping[str, Costs]) -> list[str]:
-    """Return a table of what was measured.
+    """Return a table of measured figures.
 
     Args:
-        columns: heads, and what is below them; see `_cell`.
+        columns: heads, and the form of the cells below; see `_cell`.
         rows: titles, and the cases of each.
     """
     body = [

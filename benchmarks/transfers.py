@@ -2,14 +2,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Measure how fast a joiner gets a state from several donors, whose links are slower than its own.
 
-Each donor is a process of its own, with the state server of a worker; `transfer_max_mbps` is its
-link, and all of theirs together are the joiner's. It also makes steps as a rank does that drives a
-GPU: the host runs Python for a tenth of each, and waits for the rest. What serving does to those,
-and the processor's time that it takes, is what a donor loses.
+Each donor is a process of its own, with the state server of a worker. `transfer_max_mbps` is its
+link, and all donors' links together are the joiner's. A donor also makes steps, like a rank that
+drives a GPU: the host runs Python for a tenth of each step, and waits for the rest. The cost of
+serving is the slowdown of these steps, and the processor time.
 
-    python -m benchmarks.transfers FILE MBPS [tls]: is a donor of the bytes of FILE, for the token
-        on its standard input; it tells its port, and for each further line, in JSON, the
-        processor's seconds that serving has taken, and those of each step since the last
+    python -m benchmarks.transfers FILE MBPS [tls]
+
+is a donor of the bytes of FILE. The first line of its standard input is the token. It prints its
+port, and, for each further line of input, as JSON: the processor seconds of serving so far, and the
+seconds of each step since the last line.
 """
 
 from __future__ import annotations
@@ -62,10 +64,10 @@ _TIMEOUT_SECONDS = 600.0
 def measure_transfers(
     work_dir: Path, size: int = STATE_BYTES, mbps: float = LINK_MBPS
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield name and figures of transfers from each number of donors, with one of them killed too,
-    and of copies.
+    """Yield name and figures of transfers from each number of donors, also with one of them killed.
 
-    And of one without a limit, where the processor is what limits it: without and with TLS.
+    Then of copies, and of a transfer without a limit, which the processor limits: without and with
+    TLS.
     """
     state = work_dir / "state"
     work_dir.mkdir(parents=True, exist_ok=True)
@@ -85,17 +87,17 @@ def measure(
     """Fetch the bytes of a file from so many donors.
 
     Args:
-        mbps: of each donor's link; 0 = no limit.
-        kill: one of them is killed by SIGKILL while it serves.
-        tls: encrypted.
+        mbps: rate of each donor's link; 0 = no limit.
+        kill: True kills one of them by SIGKILL while it serves.
+        tls: True encrypts.
 
     Returns:
-        Seconds, Mbit/s, their share of the donors' links together (None without a limit), the
-        donors that were lost; without a kill, else None, of the donor in the middle: the
-        processor's seconds for each GB that it gave, and the mean of its steps meanwhile / before.
+        Seconds; Mbit/s; the share of the donors' links together (None without a limit); the lost
+        donors. Without a kill (otherwise None), of the donor in the middle: processor seconds per
+        GB that it sent, and the ratio of its mean step meanwhile to before.
 
     Raises:
-        BenchError: other bytes came than were sent.
+        BenchError: the received bytes differ from the sent ones.
     """
     token, lost = secrets.token_hex(16), []
     size = state.stat().st_size
@@ -187,8 +189,8 @@ class _NoCounters:
 
 @dataclass(frozen=True)
 class _Usage:
-    """What a donor has used: the processor's seconds, but for those of its steps, and the mean of
-    its last steps.
+    """A donor's costs: processor seconds without those of its steps, and the mean of its last
+    steps.
     """
 
     cpu_seconds: float
@@ -231,9 +233,7 @@ class _Donor:
         self.port = int(self._read())
 
     def usage(self) -> _Usage:
-        """Return the processor's time that serving has taken, and how long its steps took since
-        this was asked last.
-        """
+        """Return the processor seconds of serving so far, and the mean step since the last call."""
         self._ask("")
         cpu_seconds, steps = json.loads(self._read())
         return _Usage(cpu_seconds, statistics.fmean(steps or [math.nan]))
@@ -261,14 +261,12 @@ def _donors(state: Path, number: int, mbps: float, token: str, tls: bool) -> Ite
 
 
 def _map(state: Path) -> torch.Tensor:
-    """Return the bytes of a file, whose memory all processes share."""
+    """Return the bytes of a file in memory that all processes share."""
     return torch.from_file(str(state), shared=True, size=state.stat().st_size, dtype=torch.uint8)
 
 
 def serve(state: Path, mbps: float, certificate: Certificate | None) -> None:
-    """Be a donor until standard input ends; its first line is the run's token, each other one asks
-    for figures.
-    """
+    """Serve as a donor until standard input ends; see this module."""
     token = sys.stdin.readline().strip()
     server = StateServer("127.0.0.1", token, _TIMEOUT_SECONDS, lambda *_: None, mbps, certificate)
     payload = _map(state)

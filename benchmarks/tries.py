@@ -1,9 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the peer tells of each step that it tried, and the same in this project's own events.
+"""The peer's events of tried steps, and their translation to this project's own events.
 
-Translated, a run of the peer is read by the same code as one of ours: one definition of a stall, of
-an exchange that was attempted, of effective training time."""
+After the translation the same code reads runs of the peer and ours, with one definition of a stall,
+of an attempted exchange, and of effective training time.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +25,18 @@ from titan_ft.run.events import (
 
 
 class StepTried(RankEvent, kw_only=True):
-    """The peer has tried a step: one forward and backward pass, and a vote. With DiLoCo it is a
-    round of such passes.
+    """The peer has tried a step: one forward and backward pass, and a vote. With DiLoCo, a round of
+    passes.
 
     Attributes:
         step: its number, from 1.
-        committed: whether it was committed.
-        contributed: whether it was, and what this group had trained counted: it was not healing.
+        committed: True if the step was committed.
+        contributed: True if it was committed with this group's gradients: the group was not
+            healing.
         inner_steps: passes of a round.
         own_loss: this rank's share of the mean loss of its group; torchtitan logs the sum over all
             groups.
-        digest: hash of this rank's part of the weights, hex; only every so many steps.
+        digest: hash of this rank's part of the weights, hex; only for some steps.
     """
 
     step: int
@@ -54,11 +56,12 @@ State = tuple[int, int]
 
 
 def translate(events: Sequence[Event]) -> list[Event]:
-    """Return events, in order of time, with what a peer's tries and restarts are in this project's
-    events.
+    """Return events, in order of time, with a peer's tries and restarts translated to this
+    project's events.
 
-    A try that was not committed becomes an exchange that failed. The peer's launcher tells nothing:
-    a group's attempt is taken to have ended when the next one says that it started."""
+    A try without a commit becomes a failed exchange. The peer's launcher reports nothing, so a
+    group's attempt ends at the start of the next one.
+    """
     tries = [event for event in events if isinstance(event, StepTried)]
     if not tries:
         return list(events)
@@ -90,8 +93,9 @@ def translate(events: Sequence[Event]) -> list[Event]:
 def _states(tries: Sequence[StepTried]) -> list[State]:
     """Return the state that each try made, or would have made.
 
-    A group that returns heals to the others' step before it commits. So a commit far below what was
-    committed means that nobody was left to heal from, and the job began anew."""
+    A group that returns heals to the others' step before it commits. So a commit far below the
+    committed steps means that no group was left to heal from, and the job began again.
+    """
     lost, top, states = 0, 0, []
     for event in tries:
         if event.committed:
@@ -103,7 +107,7 @@ def _states(tries: Sequence[StepTried]) -> list[State]:
 
 
 def _losses(tries: Sequence[StepTried], states: Sequence[State]) -> dict[State, float]:
-    """Return the mean loss of each state over the groups whose ranks have all told their shares."""
+    """Return the mean loss of each state over the groups with the shares of all ranks."""
     shares: dict[State, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for event, state in zip(tries, states, strict=True):
         if event.contributed and event.own_loss is not None:

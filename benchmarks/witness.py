@@ -1,12 +1,14 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What runs that are compared with stock torchtitan do not tell by themselves.
+"""Write the facts that a comparison with stock torchtitan needs and that runs do not write by
+themselves.
 
-Workers load it as their `experimental.custom_import`, stock ones too. At its end each rank leaves
-in the run's folder what it logged in full precision and the digest of its state.
+Workers load this module as their `experimental.custom_import`, stock ones too. At its end each rank
+writes to the run's folder the logged values in full precision and the digest of its state.
 
-A stock job of one rank that accumulates gradients reads in each step what as many groups of one
-rank would: a microbatch of each one's share of the data."""
+A stock job of one rank that accumulates gradients reads in each step the batches of as many groups
+of one rank: a microbatch of each group's share of the data.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Say from a run's events whether a group was lost and came back, and all groups ended with the same state.
+"""Check by a run's events that a group was lost and came back, and that all groups ended with the
+same state.
 
-Exit status: 0 all of it holds, 1 something does not (one line says what), 2 bad usage.
+Exit status: 0 all of it holds, 1 something does not (one line names it), 2 bad usage.
 """
 
 from __future__ import annotations
