@@ -199,9 +199,9 @@ def count():
     return 2
 torch.cuda._is_compiled, torch.cuda._device_count_nvml = lambda: True, lambda: -1
 {counter} = count
-from titan_ft.train import _gpus_left_alone
+from titan_ft.train import _gpus_counted_in_fork
 def preload(args):
-    with _gpus_left_alone():
+    with _gpus_counted_in_fork():
         assert torch.cuda.is_available() and torch.cuda.device_count() == 2
     assert torch.cuda._cached_device_count is None, "the workers would not count anew"
 """
