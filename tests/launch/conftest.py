@@ -121,9 +121,7 @@ class FakeRun:
         path.with_suffix(".tmp").rename(path)
 
     def finish(self, launcher: subprocess.Popen[str]) -> str:
-        """Let both groups of a launch finish, and with them the launch; returns what it has
-        printed.
-        """
+        """Let both groups finish, and so the launch; returns the launch's output."""
         for replica in (0, 1):
             self.order(replica, "any", "any", "exit 0")
         printed, errors = launcher.communicate(timeout=30)

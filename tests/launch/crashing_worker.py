@@ -1,10 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A worker of `titan_ft.train`'s entry in which training is replaced by what $CRASH says.
+"""A worker of `titan_ft.train`'s entry that runs the code in $CRASH in place of training.
 
-That is Python code, run with the names `replica`, `rank`, `attempt`, `paths`, `commit` (a function
-of a step), `inject` (of an event) and `mark_training`: what it raises ends the worker as any
-exception in training would. Without one it waits."""
+The code is Python, with the names `replica`, `rank`, `attempt`, `paths`, `commit` (a function of a
+step), `inject` (of an event) and `mark_training`. An exception of the code ends the worker as any
+exception in training would. Without one the worker waits.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Stand in for a worker that leaves in order at SIGTERM: the fake worker, with a word of
-farewell.
+"""Stand in for a worker that leaves in order at SIGTERM: the fake worker, which prints a
+last line.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Stand in for `titan_ft.train`: say who it is, then do as it is told through files.
+"""Stand in for `titan_ft.train`: announce itself, then follow orders from files.
 
-In $FAKE_WORKERS it writes `<replica>-<rank>-<attempt>.json` (pid, environment, command line) and
-then waits for the file `<replica>-<rank>-<attempt>.do`, or `<replica>-any-any.do`, that holds "exit
-CODE", "ignore" (from now on SIGTERM does nothing but leave a file
-`<replica>-<rank>-<attempt>.told`), "step N", "drain" (finish when SIGTERM comes) or "raise". What
-is done is acknowledged by removing the file, except for "any"."""
+In $FAKE_WORKERS it writes `<replica>-<rank>-<attempt>.json` (pid, environment, command line). Then
+it waits for the file `<replica>-<rank>-<attempt>.do`, or `<replica>-any-any.do`, with one of these
+orders: "exit CODE", "ignore" (from now on SIGTERM only makes a file
+`<replica>-<rank>-<attempt>.told`), "step N", "drain" (finish when SIGTERM comes) or "raise". The
+worker removes the file when the order is carried out, except for "any".
+"""
 
 from __future__ import annotations
 

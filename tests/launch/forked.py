@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Find the processes of a run that are forks of one that has imported everything, and that one."""
+"""Find a run's zygote, and the processes of the run that are its forks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from titan_ft.system.process import read_command
 
 
 def children(pid: int) -> list[int]:
-    """List the processes that a process started and that still are its children."""
+    """List the present children of a process."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -23,7 +23,5 @@ def zygote_of(pid: int) -> int | None:
 
 
 def is_main(pid: int) -> bool:
-    """Tell a process that was started from those that were forked from it, which have a name of
-    their own.
-    """
+    """Return True for a started process; its forks have names of their own."""
     return not Path(f"/proc/{pid}/comm").read_text().startswith("titan-ft")

@@ -16,7 +16,7 @@ from titan_ft.system.stop import StopRequests
 
 
 class Supervised:
-    """Replica 0, with real workers that are the test's own children; use as a context, which ends
+    """Replica 0, with real workers that are the test's own children. A context, whose end ends
     them.
     """
 

@@ -46,8 +46,8 @@ def start(run: Any, ranks: int, *further: str, max_restarts: int = 100) -> subpr
 
 
 def test_group_is_restarted_as_a_whole(run: Any) -> None:
-    """When one rank is killed, the others are ended, even if they ignore SIGTERM, and all are
-    started again.
+    """When one rank is killed, the agent ends the others, even if they ignore SIGTERM, and restarts
+    all.
     """
     agent = start(run, ranks=2)
     first = [run.worker(0, rank, 0) for rank in (0, 1)]
@@ -114,8 +114,8 @@ def test_group_is_restarted_as_a_whole(run: Any) -> None:
     ("bind", "reached"), [("127.0.0.1", False), ("0.0.0.0", True), ("::", True)]
 )
 def test_a_store_that_other_hosts_reach(run: Any, bind: str, reached: bool) -> None:
-    """It listens on loopback alone, or where --bind says; the group's own workers have an address
-    that they reach.
+    """The store listens on loopback alone, or at --bind's address; the group's workers get a usable
+    address.
     """
     agent = start(run, 1, f"--bind={bind}")
     env = run.worker(0, 0, 0)["env"]
@@ -186,7 +186,9 @@ def tell_all(run: Any, what: str, ranks: int = 2) -> list[dict[str, Any]]:
 
 
 def test_workers_drain(run: Any) -> None:
-    """Workers that finish their step when the agent is asked to stop make it end with status 0."""
+    """If workers finish their step when the agent is asked to stop, the agent ends with
+    status 0.
+    """
     with Supervised(run, 2) as supervised:
         tell_all(run, "drain")
         supervised.stop()
@@ -232,8 +234,8 @@ def test_no_time_to_drain_kills_at_once(run: Any) -> None:
 
 
 def test_rank_that_dies_in_a_drain_ends_it(run: Any) -> None:
-    """The others cannot finish the step without it: they get the short grace time, not the rest of
-    the drain's.
+    """The others cannot finish the step without that rank, so they get the short grace time
+    only.
     """
     with Supervised(run, 2, drain_seconds=600.0, grace_seconds=0.5) as supervised:
         workers = tell_all(run, "ignore")
@@ -269,9 +271,7 @@ def finish_elsewhere(run: Any) -> Path:
 
 
 def test_group_that_was_sent_away_comes_back(run: Any) -> None:
-    """Workers that were told to leave, by somebody who did not tell their agent, are started
-    again.
-    """
+    """Workers that got a leave request, without a request to their agent, are restarted."""
     with Supervised(run, 1, module="draining_worker") as supervised:
         os.kill(run.worker(0, 0, 0)["pid"], signal.SIGTERM)
         run.worker(0, 0, 1)
@@ -285,8 +285,8 @@ def test_group_that_was_sent_away_comes_back(run: Any) -> None:
 
 
 def test_group_that_comes_back_too_late_is_ended(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has not committed when the others have finished would train everything anew: status
-    0, no failure.
+    """A group without a commit when the others have finished would train the whole job again:
+    status 0.
     """
     monkeypatch.setattr(agent_module, "LATE_RETURN_SECONDS", 0.2)
     with Supervised(run, 1, module="draining_worker", drain_seconds=600.0) as supervised:
@@ -306,8 +306,8 @@ def test_group_that_comes_back_too_late_is_ended(run: Any, monkeypatch: pytest.M
 def test_finish_of_an_earlier_run_keeps_nobody_away(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a folder says of a run before this one does not end a group that comes back, however
-    often it does.
+    """Events of an earlier run in the folder do not end a returning group, however often it
+    returns.
     """
     monkeypatch.setattr(agent_module, "LATE_RETURN_SECONDS", 0.0)
     an_hour_ago = time.time() - 3600.0
@@ -320,7 +320,7 @@ def test_finish_of_an_earlier_run_keeps_nobody_away(
 
 
 def test_group_that_finished_is_not_restarted(run: Any) -> None:
-    """Workers that end well without having been told to leave are done: status 0."""
+    """Workers that end with status 0 without a leave request have finished: status 0."""
     with Supervised(run, 2) as supervised:
         for worker in tell_all(run, "drain"):
             os.kill(worker["pid"], signal.SIGTERM)
@@ -350,8 +350,8 @@ def test_drain_through_the_command_line(run: Any) -> None:
 
 
 def test_root_failure() -> None:
-    """Of workers found dead at once, the cause is a bad config, else a signal, else the lowest rank
-    that failed.
+    """Of workers found dead at once, the cause is a bad config, else a signal, else the lowest
+    failed rank.
     """
     finished, failed, killed, refused = (
         WorkerExit(rank, 1, code) for rank, code in enumerate((0, 1, -9, 2))
@@ -389,7 +389,9 @@ def test_a_peer_of_an_aborted_rank_is_not_the_cause() -> None:
 
 
 def test_a_rank_that_reports_another_one_as_lost_is_not_the_cause() -> None:
-    """Its host's clock may be behind, and the other rank's exception look later."""
+    """The reporting rank's host may have a slow clock, so that the other rank's exception looks
+    later.
+    """
     reports = WorkerExit(
         0, 1, 1, WorkerError("RankLostError: rank 1 is lost", transient=True, time=1.0)
     )
@@ -401,8 +403,8 @@ def test_a_rank_that_reports_another_one_as_lost_is_not_the_cause() -> None:
 
 
 def test_the_earliest_exception_is_the_cause() -> None:
-    """Of ranks that ended with exceptions the first counts, whatever its number; one that told of
-    none comes last.
+    """Of ranks that ended with exceptions the first counts, whatever its number; ranks without one
+    come last.
     """
     told = [
         WorkerExit(rank, 1, 1, WorkerError("E: x", transient=False, time=30.0 - rank))
@@ -419,7 +421,7 @@ def test_the_earliest_exception_is_the_cause() -> None:
 def test_a_rank_that_reports_a_loss_is_no_death_of_its_host(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its event names the rank that was lost, and counts as the end of a rank that was stopped."""
+    """Its event names the lost rank, and counts as the end of a stopped rank."""
     crash = """
 import time
 from titan_ft.protocol.errors import RankLostError

@@ -1,8 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The connection between two agents takes messages of an agent of the same group and run, and
-nothing else.
-"""
+"""The connection between two agents accepts messages of an agent of the same group and run only."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ def take(line: AgentConnection, *others: AgentConnection, number: int = 1) -> li
 
 
 def test_messages_arrive_in_order(sockets: Sockets) -> None:
-    """Of each kind, both ways, also those that were sent before the other end was there."""
+    """Messages of each kind, in both directions, also those sent before the other end existed."""
     leader, follower = (
         AgentConnection(end, "secret", 3, leads=leads)
         for end, leads in zip(sockets, (True, False), strict=True)
@@ -83,8 +81,8 @@ def test_the_last_messages_of_a_closed_line_arrive(sockets: Sockets) -> None:
 
 
 def test_the_last_messages_arrive_although_the_other_end_takes_none(sockets: Sockets) -> None:
-    """A leader that asks a follower, and ends its workers, just after that one has reported their
-    ends and is gone.
+    """A leader asks a follower, and ends its workers, just after the follower reported their ends
+    and ended.
     """
     leader, follower = (
         AgentConnection(end, "secret", 3, leads=leads)
@@ -108,7 +106,7 @@ def test_the_last_messages_arrive_although_the_other_end_takes_none(sockets: Soc
 def test_an_agent_of_another_run_or_group_is_refused(
     sockets: Sockets, token: str, slot: int
 ) -> None:
-    """No message of it is read, in either direction."""
+    """No message of that agent is read, in either direction."""
     leader, follower = (
         AgentConnection(sockets[0], "secret", 3, leads=True),
         AgentConnection(sockets[1], token, slot, leads=False),
@@ -146,7 +144,7 @@ def read_until_broken(
 def test_a_message_that_was_sent_before_or_changed_is_refused(
     sockets: Sockets, tamper: Callable[[bytes], bytes]
 ) -> None:
-    """Whoever is between the hosts can break the connection, and nothing more."""
+    """An attacker between the hosts can break the connection, and nothing more."""
     follower = AgentConnection(sockets[1], "secret", 3, leads=False)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         between = socket.create_connection(listener.getsockname(), timeout=10.0)
@@ -184,7 +182,7 @@ def test_what_echoes_an_end_is_not_the_other_end(sockets: Sockets) -> None:
     "sent", [b"x" * 3 * 2**20, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\n\n\n"]
 )
 def test_a_stranger_is_refused(sockets: Sockets, sent: bytes) -> None:
-    """Whatever it sends, and however much of it."""
+    """Any bytes of a stranger are refused, in any amount."""
     leader, stranger = AgentConnection(sockets[0], "secret", 3, leads=True), sockets[1]
     stranger.setblocking(False)
     rest = bytearray(sent)

@@ -36,7 +36,7 @@ class Agent:
 
 
 class Policy(RestartPolicy):
-    """A policy that keeps what it was asked."""
+    """A policy that records the questions it gets."""
 
     def decide(self, end: AttemptEnd) -> float | NoRestart:
         self.ends = [*getattr(self, "ends", []), end]
@@ -145,7 +145,9 @@ def test_end_that_an_event_explains_is_no_death(tmp_path: Path) -> None:
 
 
 def test_only_an_exception_of_this_agent_is_its_reason(tmp_path: Path) -> None:
-    """Neither the last line of its log nor an exception of an agent before it says why it ended."""
+    """Neither the last line of its log nor an exception of an earlier agent is the reason of its
+    end.
+    """
     kept = Kept(tmp_path)
     log = kept.paths.agent_log(1)
     log.parent.mkdir(parents=True)
@@ -235,8 +237,8 @@ def test_report_of_the_end_cancels_the_restart(tmp_path: Path) -> None:
 
 
 def test_agent_that_takes_over_has_a_life_of_its_own(tmp_path: Path) -> None:
-    """The death of the agent before, which was reported before it was judged, is not the next
-    one's.
+    """The death of the agent before, reported before its judgement, is not the death of the next
+    one.
     """
     kept = Kept(tmp_path)
     kept.agents[-1].code = -signal.SIGKILL
@@ -251,8 +253,8 @@ def test_agent_that_takes_over_has_a_life_of_its_own(tmp_path: Path) -> None:
 def test_agent_that_is_stopped_while_its_workers_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not notice their end, so that its group would be lost for good. One with living
-    workers is left alone.
+    """A stopped agent notices no end of its workers, so its group would be lost for good. An agent
+    with living workers is left alone.
     """
     living = True
     monkeypatch.setattr(agent_keeper, "_is_stopped", lambda pid: True)

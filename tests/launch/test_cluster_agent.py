@@ -41,7 +41,7 @@ def start(
 
 
 def test_a_wrong_config_is_not_started_again(run: Any) -> None:
-    """The status is that of the worker, and one line says why; the events have it too."""
+    """The exit status is the worker's. One line, and an event, give the reason."""
     crash = "from titan_ft.config import ConfigError\nif rank == 1: raise ConfigError('x must be y, got z')"
     process = start(run, crash)
     _, errors = process.communicate(timeout=60)
@@ -61,7 +61,9 @@ def test_a_wrong_config_is_not_started_again(run: Any) -> None:
 
 
 def test_a_mistake_ends_the_agent_before_any_worker(run: Any) -> None:
-    """One line, of the process that imports what the workers need; each rank found it by itself."""
+    """One line, of the process that imports for the workers. Before, each rank reported the
+    mistake.
+    """
     (run.orders.parent / "mistaken.py").write_text(
         "from titan_ft.config import ConfigError\n"
         "def check(args): raise ConfigError('x must be y, got z')\n"
@@ -136,7 +138,7 @@ raise SystemExit(2)
     "obstacle", ["off", "by the environment", pytest.param("threads", marks=pytest.mark.slow)]
 )
 def test_workers_that_cannot_be_forks_are_new_processes(run: Any, obstacle: str) -> None:
-    """By wish, or where their module starts threads when it is imported: one line says so, once."""
+    """By option, or if their module starts threads at its import; one line says so, once."""
     source = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
     source += "from crashing_worker import train\nif __name__ == '__main__': train.main()\n"
     (run.orders.parent / "threaded.py").write_text(source)
@@ -199,7 +201,7 @@ time.sleep(600)
 
 
 def test_an_agent_that_is_killed_takes_its_processes_along(run: Any) -> None:
-    """Nobody could end them later: they would hold the host's GPUs and ports."""
+    """No other process could end them later, and they would hold the host's GPUs and ports."""
     run.env["TITAN_FT_METRICS_PORT"] = "0"
     process = start(run, "import time; time.sleep(600)", ranks=2)
     run.wait_until(lambda: len(run.events("worker_started")) == 2, 60.0, "both ranks have begun")
@@ -212,7 +214,7 @@ def test_an_agent_that_is_killed_takes_its_processes_along(run: Any) -> None:
 
 @pytest.mark.slow
 def test_a_group_leaves_a_host_on_which_workers_die(run: Any) -> None:
-    """Its exit status is one of its own, and the events say which host it is."""
+    """The group ends with an exit status of its own, and the events name the host."""
     run.env |= {"TITAN_FT_HOST_DEATHS": "2", "SLURMD_NODENAME": "gpu7"}
     run.env.pop("SLURM_RESTART_COUNT", None)
     crash = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"

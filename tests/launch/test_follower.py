@@ -49,7 +49,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 def lead_once(listener: socket.socket, started: threading.Event) -> None:
-    """Give a follower an attempt to start, and be gone without a word once it has."""
+    """Give a follower an attempt to start, and end silently once it has started it."""
     leader = Hosts(listener, 2, "secret", 0, lambda text: None)
     (member,) = leader.wait_for_all(lambda: False) or []
     member.line.send(Start(0, 1, 2, 1, 2, "127.0.0.1", 1))
@@ -61,8 +61,8 @@ def lead_once(listener: socket.socket, started: threading.Event) -> None:
 def test_a_follower_waits_for_another_leader_no_longer_than_for_the_first(
     listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under Slurm nobody starts the leader's agent again: the job would keep its hosts until its
-    time limit.
+    """Under Slurm the leader's agent is not restarted: the job would hold its hosts until its time
+    limit.
     """
     started = threading.Event()
 
@@ -113,8 +113,8 @@ def test_another_server_at_the_rendezvous_is_not_waited_for_without_end(
 
 
 def test_workers_are_asked_to_leave_once(run: Any) -> None:
-    """By the leader or by the scheduler of their own host, whoever is first: a second SIGTERM ends
-    them at once.
+    """Either by the leader or by the scheduler of their own host: a second SIGTERM would end them
+    at once.
     """
     code = """
 import pathlib, signal, sys, time

@@ -1,8 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A module that runs in a fork is as one that `python -m` runs.
+"""A module runs in a fork as it runs by `python -m`.
 
-The process that forks is one of its own, because that of the tests has threads.
+The forking process is a process of its own, because the tests' process has threads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A launch whose disk is full: what its processes decide by events that come late, or never."""
+"""A launch whose disk is full: the decisions of its processes when events come late, or never."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def worker_files(run: Any, replica: int, attempt: int | str = "*") -> str:
 
 
 def test_run_goes_on_and_tells_all_when_there_is_room(run_on_disk: Any, small_disk: Any) -> None:
-    """Nobody dies of a full disk, whatever writes: workers, agents, launcher; a group that dies
-    meanwhile comes back; all events of those who live are there in the end, and the status is 0."""
+    """A full disk ends no process: workers, agents, launcher. A group that dies meanwhile comes
+    back. At the end all events of living processes are in the files, and the status is 0.
+    """
     run = run_on_disk
     launcher = run.launch(replicas=2)
     first = [run.worker(replica, 0, 0) for replica in (0, 1)]
@@ -79,8 +80,8 @@ def test_run_goes_on_and_tells_all_when_there_is_room(run_on_disk: Any, small_di
 
 
 def test_agent_that_is_killed_on_a_full_disk(run_on_disk: Any, small_disk: Any) -> None:
-    """No event can be written of it: the launcher knows by the exit status of its child, says so
-    and starts another.
+    """No event about it can be written. The launcher learns of it by its child's exit status,
+    reports it and starts another agent.
     """
     run = run_on_disk
     launcher = run.launch(replicas=2)
@@ -99,8 +100,9 @@ def test_agent_that_is_killed_on_a_full_disk(run_on_disk: Any, small_disk: Any) 
 
 
 def test_run_whose_disk_stays_full(run_on_disk: Any, small_disk: Any) -> None:
-    """The end of the run is that of its processes, and no event is needed for it: the status is 0,
-    and a line on the terminal says that events are missing."""
+    """The run ends with its processes, without any event: the status is 0, and a line on the
+    terminal says that events are missing.
+    """
     run = run_on_disk
     launcher = run.launch(replicas=2)
     for replica in (0, 1):
@@ -119,7 +121,7 @@ def test_run_whose_disk_stays_full(run_on_disk: Any, small_disk: Any) -> None:
 
 @pytest.mark.slow
 def test_lag_is_said_on_the_terminal(run_on_disk: Any, small_disk: Any) -> None:
-    """Whoever looks on learns why nothing seems to happen, and when all is written again."""
+    """The terminal says why nothing seems to happen, and when all events are written again."""
     run = run_on_disk
     launcher = run.launch(replicas=1)
     run.worker(0, 0, 0)
@@ -215,8 +217,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (own.stat().st_size, limit[1]))
 
 @pytest.mark.usefixtures("no_backoff")
 def test_crash_loop_of_which_no_commit_is_seen(run: Any) -> None:
-    """Attempts that came to something, of which nothing can be read, are no crash loop: one that
-    nobody can see into is given the benefit of the doubt."""
+    """Attempts with unreadable events are no crash loop: they may have made progress."""
     crash = f"{FULL}commit(1)\nif attempt == 3: time.sleep(600)\nraise RuntimeError('as always')"
     with Supervised(run, 1, module="crashing_worker", more_env={"CRASH": crash}) as supervised:
         run.wait_until(run.paths.logs(0, 3, 0).exists, 60.0, "the fourth attempt")
@@ -232,8 +233,9 @@ def test_crash_loop_of_which_no_commit_is_seen(run: Any) -> None:
 def test_group_that_was_sent_away_comes_back(
     run_on_disk: Any, small_disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its event cannot be written, and ends with it; a mark that takes no room says the same. A job
-    that is over keeps it away by a mark, too."""
+    """Its event cannot be written, and is lost with it. A mark that needs no room replaces it.
+    After the end of the job another mark keeps the group away.
+    """
     run = run_on_disk
     monkeypatch.setattr("titan_ft.run.log.FINISH_SECONDS", 0.1)
     with Supervised(run, 1, module="draining_worker") as supervised:
@@ -255,8 +257,9 @@ def test_group_of_which_nothing_is_known_stays_away(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Without its last event, and without a mark, a group that ended well may have finished: it
-    must not train the job again, alone."""
+    """Without its last event, and without a mark, a group that ended with status 0 may have
+    finished. It must not train the job again, alone.
+    """
     run = run_on_disk
     monkeypatch.setattr("titan_ft.run.log.FINISH_SECONDS", 0.1)
     with Supervised(run, 1) as supervised:
@@ -276,8 +279,8 @@ def test_group_of_which_nothing_is_known_stays_away(
 
 @pytest.mark.slow
 def test_crash_loop_beside_commits_that_are_not_seen(run: Any) -> None:
-    """A group that is given up ends no run in which another group trains, though no event tells of
-    that.
+    """A given-up group ends no run in which another group trains, even without an event of that
+    group.
     """
     run.env["CRASH"] = f"""
 if replica == 1: raise RuntimeError("as always")

@@ -125,8 +125,8 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def test_members_pass_and_strangers_do_not(start: Callable[..., Lighthouse]) -> None:
-    """With torchft's own client: heartbeats and quorums; the page needs the secret too, and nobody
-    kills by HTTP.
+    """With torchft's own client: heartbeats and quorums. The page needs the secret too, and HTTP
+    kills no group.
     """
     lighthouse = start()
     member = lighthouse.client()
@@ -270,8 +270,8 @@ def test_a_held_connection_shows_the_lighthouses_end(
 
 
 def test_without_a_token(tmp_path: Path) -> None:
-    """On loopback there is no gate, which the second line says; where others could come it is a
-    mistake.
+    """On loopback there is no gate, as the second line says; at an address for other hosts that is
+    a mistake.
     """
     environ = {name: value for name, value in os.environ.items() if name != "TITAN_FT_TOKEN"}
     command = [sys.executable, "-m", "titan_ft", "lighthouse", "--bind"]

@@ -137,7 +137,9 @@ def test_a_run_that_cannot_go_on_says_why(events: list[Event], saves: bool, line
 
 
 def test_a_second_launch_in_the_folder_counts_its_own_steps() -> None:
-    """What an earlier one saved is in the past, but for what this one has loaded."""
+    """The saves of an earlier launch do not count, except for the one that this launch has
+    loaded.
+    """
     again = event("launch_started", replicas=1, ranks_per_replica=1, spares=0, job_id="j")
     assert told(step(50), saved(50), again) == [
         "stopped before the first step; the same command starts it again"

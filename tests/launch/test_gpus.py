@@ -31,7 +31,7 @@ def test_visible_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVML counts; where it is missing, or refuses, nobody can tell."""
+    """NVML counts the GPUs. If it is missing or fails, the number is unknown."""
 
     def count(pointer: Any) -> int:
         pointer._obj.value = 3

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""First bytes of connections to the lighthouse: whose they are, and that no bytes at all do any
+"""The first bytes of connections to the lighthouse: they tell members from strangers, and none do
 harm.
 """
 
@@ -149,8 +149,8 @@ def request(
 
 
 def test_readers_of_the_page() -> None:
-    """With the secret a page is given, or the connection is held; nothing else, and never a second
-    request.
+    """With the secret a reader gets the page, or its connection is held; nothing else, and no
+    second request.
     """
     assert GREETING.judge(request()) is Reception.PASS
     assert GREETING.judge(request("GET / HTTP/1.1")) is Reception.PASS

@@ -1,7 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The agents of a group on several hosts; here all of them are on one, and the workers' entry is
-real, training is not.
+"""The agents of a group on several hosts. Here all of them are on one host; the workers' entry is
+real, and training is not.
 
 `tests/integration/test_two_hosts.py` has hosts that can vanish.
 """
@@ -39,7 +39,7 @@ def port() -> int:
 def start(
     run: Any, port: int, crash: str, ranks: int = 1, token: str = "secret", host: str = "127.0.0.1"
 ) -> subprocess.Popen[str]:
-    """Start the agent of one of two hosts, whose name is that of its pid."""
+    """Start the agent of one of two hosts, named after its pid."""
     run.env |= {"CRASH": crash, "TITAN_FT_TOKEN": token}
     command = [
         "-m",
@@ -61,7 +61,7 @@ def start(
 def lead_and_follow(
     run: Any, port: int, crash: str
 ) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
-    """Start the agent that leads, and then the one that follows it."""
+    """Start the leading agent, and then the following one."""
     leader = start(run, port, crash)
     run.wait_until(lambda: is_listening(port), 60.0, "the first agent leads")
     return leader, start(run, port, crash)
@@ -70,8 +70,8 @@ def lead_and_follow(
 def start_ranks_that_leave(
     run: Any, port: int
 ) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
-    """Start both agents of a group whose ranks end in order at SIGTERM, and wait until they
-    would.
+    """Start both agents of a group whose ranks end in order at SIGTERM, and wait until they are
+    ready to.
     """
     leave = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
     agents = lead_and_follow(run, port, f"{leave}(paths.root / f'ready-{{rank}}').touch()\n{WAIT}")
@@ -140,7 +140,7 @@ text = json.dumps([int(os.environ[name]) for name in names] + [os.environ["MASTE
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
 def test_a_group_meets_at_any_address_of_the_loopback(run: Any, port: int) -> None:
-    """Where localhost is ::1, the store is there, too: its address is the one at which the agents
+    """If localhost is ::1, the store is there, too: it listens at the address where the agents
     meet.
     """
     crash = """
@@ -155,8 +155,8 @@ os._exit(0)
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_restarts_the_group_on_both_hosts(run: Any, port: int, rank: int) -> None:
-    """Wherever it was: one agent decides, and the other follows; the event of the cause is that of
-    its end.
+    """On either host: one agent decides, and the other follows; the event of the cause is that of
+    the rank's end.
     """
     crash = f"import os, signal\nif attempt == 0 and rank == {rank}: os.kill(os.getpid(), signal.SIGKILL)\n{FINISH}"
     agents = [start(run, port, crash), start(run, port, crash)]
@@ -176,8 +176,8 @@ def test_a_rank_that_dies_restarts_the_group_on_both_hosts(run: Any, port: int, 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_group_that_must_not_come_back_ends_on_both_hosts(run: Any, port: int, rank: int) -> None:
-    """With the same status, for a scheduler looks at any of them; the exception is named, not what
-    follows from it.
+    """With the same status, because a scheduler reads either. The exception is named, not its
+    consequence.
     """
     crash = f"""
 from titan_ft.protocol.errors import DivergedError
@@ -228,8 +228,8 @@ def test_an_agent_that_dies_takes_its_workers_along_and_another_one_comes(
 def test_where_the_leading_agent_dies_the_group_goes_on_with_another_one(
     run: Any, port: int
 ) -> None:
-    """What remains ends its workers, and leads if the rendezvous is on its own host; attempts count
-    on.
+    """The remaining agent ends its workers, and leads if the rendezvous is on its own host;
+    attempts count on.
     """
     leader, follower = lead_and_follow(run, port, FINISH)
     first = wait_for_workers(run, 0, 2)
@@ -249,8 +249,8 @@ def test_where_the_leading_agent_dies_the_group_goes_on_with_another_one(
 
 
 def test_an_agent_that_is_stopped_lets_its_workers_leave(run: Any, port: int) -> None:
-    """The whole group leaves if its leader is asked to; both agents say so, and end as they do on
-    one host.
+    """The whole group leaves if its leader is stopped; both agents report it, and end as on one
+    host.
     """
     leader, follower = start_ranks_that_leave(run, port)
     leader.terminate()
@@ -298,7 +298,7 @@ def test_an_agent_without_the_token_takes_no_part(run: Any, port: int) -> None:
 
 
 def test_strangers_do_not_keep_files_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest of those that say nothing are dropped, and each of them after a while."""
+    """The oldest silent connections are dropped, and each of them after a while."""
     monkeypatch.setattr(hosts, "_MAX_STRANGERS", 3)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = Hosts(listener, 2, "secret", 0, print)
@@ -347,7 +347,9 @@ def test_a_host_that_does_not_end_its_workers_is_named(monkeypatch: pytest.Monke
 
 
 def test_who_leads(port: int) -> None:
-    """Whoever can listen at the rendezvous; nobody else on its host, and nobody on another one."""
+    """The agent that can listen at the rendezvous: no other one on its host, and none on another
+    host.
+    """
     listener = claim(f"127.0.0.1:{port}")
     assert listener is not None
     with listener:

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a launch starts, and what it refuses."""
+"""The processes that a launch starts, and the mistakes that it refuses."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def tell(paths: RunPaths, *names: str) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 def test_a_folder_of_another_user_is_refused(config: Path) -> None:
-    """He decides what is in it: the checkpoint that is loaded, the file that a log's name is a link
-    to.
+    """That user decides about its content: the checkpoint to load, the target of a log that is a
+    link.
     """
     root = config.parent / "run"
     root.mkdir()
@@ -81,7 +81,7 @@ def test_a_folder_of_another_user_is_refused(config: Path) -> None:
 
 @pytest.mark.parametrize("name", ["config.toml", "logs/lighthouse.log"])
 def test_nothing_is_written_through_a_link(config: Path, name: str) -> None:
-    """Who may write in the folder, such as the group, would have this user's own files
+    """Anyone who may write in the folder, such as its Unix group, could have this user's own files
     overwritten.
     """
     victim, link = config.parent / "bashrc", config.parent / "run" / name
@@ -186,7 +186,9 @@ def test_worker_flags_reach_the_lighthouse(config: Path) -> None:
 
 
 def test_the_lighthouse_waits_for_groups_in_the_midst_of_a_round(config: Path) -> None:
-    """A round may be longer than any step: nobody goes on without a group that is at work on it."""
+    """A round may be longer than any step: no group goes on without a group that is at work
+    on it.
+    """
     flags = ["--fault_tolerance.semi_sync_method=diloco", "--fault_tolerance.join_timeout_ms=300"]
     assert plan(config, worker_args=flags).lighthouse.join_timeout_ms == 24 * 3600 * 1000
 
@@ -213,8 +215,8 @@ def test_the_jobs_curves_stand_beside_its_groups(
 
 
 def test_a_resumed_run_keeps_the_name_of_its_first_launch(config: Path) -> None:
-    """For W&B, whose runs go on under it; the launches' own names differ, so that the groups of
-    each keep apart.
+    """For W&B, whose runs continue under that name. Names of launches differ, so that their groups
+    stay apart.
     """
     config.write_text(config.read_text() + "\n[checkpoint]\nenable = true\n")
     first = plan(config)
@@ -322,7 +324,7 @@ def test_the_command_that_goes_on_names_the_copy_of_a_made_toml(config: Path) ->
 
 
 def test_the_command_that_goes_on(config: Path) -> None:
-    """It is one for a shell, with the options and flags that hold for the whole run."""
+    """The command is one for a shell, with the options and flags that hold for the whole run."""
     usual = plan(config, worker_args=["--training.dataset_path=a b"])
     assert shlex.split(usual.resume_command)[:3] == ["titan-ft", "launch", str(config)]
     assert usual.resume_command.endswith(
@@ -351,9 +353,7 @@ def test_the_command_that_goes_on(config: Path) -> None:
     ],
 )
 def test_the_command_that_goes_on_does_not_go_back(config: Path, flags: list[str]) -> None:
-    """It leads to the latest checkpoint, which it names, and not to the step that this launch began
-    at.
-    """
+    """The command names the latest checkpoint, and not the step at which this launch began."""
     made = plan(config, worker_args=["--training.steps=40", *flags, "--optimizer.lr=1e-3"])
     assert made.resume_command.endswith(
         "--resume -- --training.steps=40 --optimizer.lr=1e-3 --checkpoint.load_step=-1"
@@ -379,7 +379,7 @@ def test_a_plan_knows_whether_the_run_saves(config: Path, flags: list[str], save
 
 
 def test_refusals(config: Path, tmp_path: Path) -> None:
-    """Each mistake is one line that names the field, the value and what to do."""
+    """Each mistake is one line with the field, the value and the remedy."""
     cases = [
         (lambda: plan(config, num_replicas=0), "--replicas must be >= 1, got 0"),
         (lambda: plan(config, max_restarts=-1), "--max-restarts must be >= 0, got -1"),
@@ -453,7 +453,7 @@ def test_resume_needs_an_earlier_run_and_a_checkpoint(config: Path) -> None:
 
 
 def test_fields_of_a_foreign_config_module_are_left_to_the_workers(config: Path) -> None:
-    """Only a config module that is known here has a table whose keys can be checked here."""
+    """Only the table of a known config module has keys that can be checked here."""
     text = config.read_text() + "mine = 1\n"
     config.write_text(text)
     with pytest.raises(ConfigError, match="mine"):
@@ -489,8 +489,8 @@ def test_report_needs_events(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_failed_start_keeps_nobody_out(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What ended before any step is set aside, with its logs, so that the next launch begins with
-    attempt 0.
+    """A run that ended before any step is set aside, with its logs, so that the next launch begins
+    at attempt 0.
     """
     paths = plan(config).paths
     for number in (1, 2):
@@ -508,8 +508,8 @@ def test_a_failed_start_keeps_nobody_out(config: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_two_launches_at_once(config: Path, resume: bool) -> None:
-    """The second one is refused and changes nothing, also where its plan was made before the first
-    one began.
+    """The second one is refused and changes nothing, even if its plan was made before the first one
+    began.
     """
     config.write_text(config.read_text() + "[checkpoint]\nenable = true\n")
     made = plan(config)
@@ -542,8 +542,8 @@ def test_two_launches_at_once(config: Path, resume: bool) -> None:
     ids=["may be going on", "has trained", "from torchrun"],
 )
 def test_other_runs_are_kept(config: Path, names: list[str]) -> None:
-    """A launch that may be going on, or has made a step, keeps its folder; so does a run that no
-    launcher started.
+    """A launch that may be alive, or has made a step, keeps its folder; so does a run without a
+    launcher.
     """
     paths = plan(config).paths
     tell(paths, *names)

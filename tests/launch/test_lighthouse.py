@@ -26,7 +26,7 @@ LIMITS = "lighthouse.MOST_FORMER_NAMES, lighthouse.FORMER_SECONDS, lighthouse._L
 
 
 class Page(StatusPage):
-    """A page that says what the test gave it."""
+    """A page with a text of the test."""
 
     def __init__(self) -> None:
         super().__init__("http://127.0.0.1:1")
@@ -77,9 +77,9 @@ def test_a_page_that_cannot_be_read_says_nothing(page: Page) -> None:
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[str]]:
-    """A lighthouse at a free port, which starts anew as soon as it knows 20 ended processes.
+    """A lighthouse at a free port, which restarts as soon as it knows 20 ended processes.
 
-    It starts anew without these limits: by then it has forgotten the names.
+    The new process has no such limit: it does not know the names.
     """
     code = f"import sys; from titan_ft.launch import lighthouse; {LIMITS}; from titan_ft.cli.main import main; main()"
     command = [sys.executable, "-c", code, "lighthouse", "--bind", "127.0.0.1:0"]
@@ -137,7 +137,9 @@ class NoStop:
 def test_a_lighthouse_that_starts_anew_keeps_its_token(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Inside its user namespace, a token file of root's would belong to nobody, and be refused."""
+    """Inside its user namespace, a token file of root's would belong to an unknown user, and be
+    refused.
+    """
     file = tmp_path / "token"
     file.write_text("0123456789abcdef\n")
     file.chmod(0o400)

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The lighthouse that comes back: its port, its start, and what counts as a crash loop."""
+"""The lighthouse that comes back: its port, its start, and its crash loops."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def poll_until(
 
 
 def test_port_is_held_while_nobody_listens(make_keeper: MakeKeeper) -> None:
-    """The port is nobody else's while the lighthouse is away, also with SO_REUSEADDR, and is given
-    back.
+    """While the lighthouse is away, no other process gets the port, even with SO_REUSEADDR; then it
+    is released.
     """
     keeper = make_keeper("")
     assert keeper.address == f"http://{HOST}:{keeper.port}"
@@ -98,7 +98,7 @@ def test_taken_port_is_a_mistake_in_the_command(make_keeper: MakeKeeper) -> None
 def test_lighthouse_that_cannot_start_is_not_started_again(
     make_keeper: MakeKeeper, tmp_path: Path
 ) -> None:
-    """If it ends before it ever listened, the reason is its settings: that is told at once."""
+    """If it ends before it ever listened, its settings are wrong, which is reported at once."""
     keeper = make_keeper("print('started'); raise SystemExit(2)")
     poll_until(keeper, lambda: keeper.failure)
     assert keeper.failure == "the lighthouse ended (exit status 2)"
@@ -132,8 +132,8 @@ def test_crash_loop_is_given_up(
 def test_a_lighthouse_that_answers_no_more_is_started_again(
     make_keeper: MakeKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchft's closes its door for good when it has no descriptor left, and its process lives
-    on.
+    """Without a free descriptor torchft's lighthouse stops accepting for good, and its process
+    lives on.
     """
     monkeypatch.setattr("titan_ft.launch.lighthouse_keeper._ASK_SECONDS", 0.2)
     monkeypatch.setattr("titan_ft.launch.lighthouse_keeper._ASK_PAUSE_SECONDS", 0.0)
@@ -155,7 +155,9 @@ def test_a_lighthouse_that_answers_no_more_is_started_again(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 def test_lighthouse_whose_log_is_full(make_keeper: MakeKeeper, tmp_path: Path) -> None:
-    """That it listens is seen without its log: on a full disk it comes back as on any other."""
+    """The keeper sees without the log that the lighthouse listens: on a full disk it comes back as
+    on any other.
+    """
     (tmp_path / "lighthouse.log").symlink_to("/dev/full")
     keeper = make_keeper("import sys; from titan_ft.cli.main import main; main()")
     keeper._command = [

@@ -36,14 +36,15 @@ def agents_of(pid: int) -> list[int]:
 
 
 def own_memory(pid: int) -> int:
-    """Return the MiB of a process that it shares with no other."""
+    """Return the MiB of a process that it shares with no other process."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) // 1024
 
 
 def test_killed_group_is_restarted_alone(run: Any) -> None:
-    """One group dies and comes back; the other is not touched; plain lines tell it, and where to
-    look; the job's curve has its step; status 0 when all finished."""
+    """One group dies and comes back, and the other is not touched. Plain lines report it, with the
+    log; the job's curve has its step; status 0 when all finished.
+    """
     launcher = run.launch(
         replicas=2, worker_args=["--metrics.enable-tensorboard", "--training.steps=3"]
     )
@@ -89,7 +90,7 @@ def test_killed_group_is_restarted_alone(run: Any) -> None:
 
 
 def test_terminal_is_left_with_the_end(run: Any) -> None:
-    """What stays on the terminal says how the run ended, and not that it is running."""
+    """The last lines on the terminal say how the run ended, and not that it is running."""
     terminal, run.stdout = pty.openpty()
     run.order(0, "any", "any", "exit 0")
     launcher = run.launch(replicas=1)
@@ -105,8 +106,8 @@ def test_terminal_is_left_with_the_end(run: Any) -> None:
 
 
 def test_signal_stops_everything_it_started(run: Any) -> None:
-    """Ctrl-C (SIGINT to the launcher's process group) ends lighthouse, agents, workers, and nothing
-    else.
+    """Ctrl-C (SIGINT to the launcher's process group) ends lighthouse, agents and workers, and
+    nothing else.
     """
     launcher = run.launch(replicas=2)
     stranger = run.start("-c", "import time; time.sleep(600)")
@@ -153,7 +154,7 @@ def test_a_plan_of_faults_is_carried_out(run: Any, tmp_path: Path) -> None:
 
 
 def test_killed_launcher_leaves_no_orphans(run: Any) -> None:
-    """After SIGKILL of the launcher all that it started ends within seconds, also workers that
+    """After SIGKILL of the launcher all of its processes end within seconds, even workers that
     ignore SIGTERM.
     """
     launcher = run.launch(replicas=2)
@@ -168,10 +169,9 @@ def test_killed_launcher_leaves_no_orphans(run: Any) -> None:
 
 
 def test_a_group_takes_little_memory_beside_its_workers(run: Any) -> None:
-    """Its agent and its store are forks of what has imported everything, and share that.
+    """Its agent and its store are forks of the zygote, and share its memory.
 
-    A store that answers has torch: measured before, it could be one that is still about to import
-        its own.
+    A store that answers has torch. Before that, it could still be about to import its own.
     """
     run.use_torch()
     launcher = run.launch(replicas=2, module="torch_worker")
@@ -213,7 +213,7 @@ def test_a_run_outlives_its_zygote(run: Any) -> None:
 
 
 def test_a_zygote_that_cannot_import_is_done_without(run: Any) -> None:
-    """Workers are new processes then, which meet the same error and tell of it."""
+    """Workers are new processes then, which meet the same error and report it."""
     (run.orders.parent / "broken.py").write_text("raise ImportError('told to fail')\n")
     run.env["PYTHONPATH"] += os.pathsep + str(run.orders.parent)
     launcher = run.launch(replicas=1, module="broken", max_restarts=0)
@@ -224,7 +224,7 @@ def test_a_zygote_that_cannot_import_is_done_without(run: Any) -> None:
 
 
 def test_workers_without_a_zygote_are_new_processes(run: Any) -> None:
-    """With --no-zygote each worker has the command line of its own, and a restart says that it
+    """With --no-zygote each worker has a command line of its own, and a restart says that it
     imports.
     """
     launcher = run.launch(replicas=1, no_zygote=True)
@@ -272,10 +272,10 @@ def lighthouse_of(pid: int) -> int | None:
 
 @pytest.mark.slow
 def test_killed_agent_fails_only_its_group(run: Any) -> None:
-    """A killed agent leaves no workers; the other group goes on, and so does the zygote: a spare is
+    """A killed agent leaves no workers. The other group goes on, and so does the zygote: a spare is
     its next fork.
 
-    Without a restart and a spare left the launcher says what happened.
+    Without a restart or a spare left the launcher reports the death.
     """
     launcher = run.launch(replicas=2, spares=1, max_restarts=0)
     workers = [run.worker(replica, 0, 0) for replica in (0, 1)]
@@ -313,8 +313,8 @@ def test_killed_agent_fails_only_its_group(run: Any) -> None:
 
 @pytest.mark.parametrize("zygote", [True, False])
 def test_killed_agent_is_replaced(run: Any, zygote: bool) -> None:
-    """Its group is started again under the next attempt, once its workers are gone, also one that
-    is stopped.
+    """Its group is restarted under the next attempt, once its workers are gone, even a
+    stopped one.
     """
     launcher = run.launch(replicas=2, no_zygote=not zygote)
     old, other = run.worker(0, 0, 0), run.worker(1, 0, 0)
@@ -348,8 +348,8 @@ def test_killed_agent_is_replaced(run: Any, zygote: bool) -> None:
 
 @pytest.mark.slow
 def test_stopped_agent_does_not_keep_its_group_away(run: Any) -> None:
-    """An agent that is stopped (SIGSTOP) when its worker ends is killed; the next one starts the
-    group again.
+    """An agent that is stopped (SIGSTOP) when its worker ends is killed, and the next one restarts
+    the group.
     """
     launcher = run.launch(replicas=2)
     old = run.worker(0, 0, 0)
@@ -364,7 +364,7 @@ def test_stopped_agent_does_not_keep_its_group_away(run: Any) -> None:
 
 @pytest.mark.slow
 def test_launch_does_not_wait_for_ever_for_a_lost_group(run: Any) -> None:
-    """A frozen group is killed once all others have finished; the launch says for whom it waits,
+    """A frozen group is killed once all others have finished. The launch names the awaited group,
     and then fails.
     """
     launcher = run.launch(replicas=2)
@@ -391,7 +391,7 @@ def test_launch_does_not_wait_for_ever_for_a_lost_group(run: Any) -> None:
 
 
 def test_agent_that_dies_while_all_groups_leave(run: Any) -> None:
-    """Nobody starts it again, and its death is told all the same."""
+    """It is not restarted, and its death is reported all the same."""
     launcher = run.launch(replicas=2, drain_timeout=60)
     for replica in (0, 1):
         run.worker(replica, 0, 0)
@@ -466,8 +466,8 @@ def test_lighthouse_that_keeps_dying_ends_the_run(run: Any) -> None:
 
 
 def test_first_signal_drains(run: Any) -> None:
-    """At Ctrl-C all groups get to leave in order, which is told; the status is that of a command
-    that it ended.
+    """At Ctrl-C all groups may leave in order, which is reported; the status is that of an
+    interrupted command.
     """
     launcher = run.launch(replicas=2, module="draining_worker", drain_timeout=60)
     about = [run.worker(replica, 0, 0) for replica in (0, 1)]
@@ -490,7 +490,9 @@ def test_first_signal_drains(run: Any) -> None:
 
 @pytest.mark.slow
 def test_second_signal_ends_at_once(run: Any) -> None:
-    """Workers that do not leave are waited for until a second signal; that one does not wait."""
+    """The launch waits for workers that do not leave until a second signal, which ends them at
+    once.
+    """
     launcher = run.launch(replicas=1, drain_timeout=600)
     worker = run.worker(0, 0, 0)
     run.order(0, 0, 0, "ignore")
@@ -549,8 +551,8 @@ def test_spare_takes_the_place_of_a_lost_group(run: Any) -> None:
 
 
 def test_what_a_spare_may_replace() -> None:
-    """A group out of restarts, of its workers or of its agent; not one that is final, wrong,
-    stopped or still there.
+    """A group out of restarts, of its workers or of its agent; not a final, wrong, stopped or
+    living one.
     """
     assert may_replace(1, gave_up=True)
     assert may_replace(-signal.SIGKILL, gave_up=True)
@@ -620,10 +622,9 @@ def crashing(run: Any, crash: str, replicas: int = 2, **settings: Any) -> tuple[
 
 
 def test_a_mistake_that_only_a_worker_finds(run: Any) -> None:
-    """It is one line, as if the launcher had found it: no group "died", and none is "not started
-    again".
+    """One line, as if the launcher had found it: no group "died", and none is "not started again".
 
-    A group that has not found it ends as well.
+    A group that has not found the mistake ends as well.
     """
     mistake = "training.dataset must have a batch for each rank, got 3; take fewer ranks"
     crash = f"""
@@ -700,7 +701,7 @@ def test_all_groups_crash_alike(run: Any) -> None:
 
 @pytest.mark.slow
 def test_one_group_crashes_while_others_train(run: Any) -> None:
-    """It is given up alone; the others train on to their end."""
+    """Only that group is given up; the others train on to their end."""
     # Group 0 goes on until group 1 has been given up.
     crash = """
 import time

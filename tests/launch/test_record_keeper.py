@@ -59,7 +59,7 @@ def test_a_short_run_has_no_record(kept: Kept) -> None:
 
 
 def test_each_growth_is_reduced_once(kept: Kept) -> None:
-    """One process at a time; what came meanwhile is for the next one."""
+    """One process at a time; later events are for the next one."""
     assert kept.num_after(100) == 1
     assert kept.num_after(250) == 1, "the first one runs"
     kept.started.processes[0].code = 0

@@ -199,8 +199,8 @@ def test_a_status_that_tells_of_a_kill(status: int) -> None:
     "end", [replace(FAILED, code=-signal.SIGABRT), replace(FAILED, code=7), raised("E: a")]
 )
 def test_the_same_step_again_and_again(end: AttemptEnd) -> None:
-    """Steps that lead to the same end each time are no progress: nobody else sees that on a
-    cluster.
+    """Steps that lead to the same end each time are no progress: on a cluster no launcher sees
+    that.
     """
     policy = RestartPolicy(max_restarts=100)
     ends = [replace(end, committed=True, step=80), end, replace(end, committed=True, step=80)]
@@ -294,8 +294,8 @@ def test_no_crash_loop(ends: list[AttemptEnd]) -> None:
     "between", [None, KILLED, AWAY], ids=["nothing", "kills", "a network error"]
 )
 def test_causes_in_turn(causes: list[AttemptEnd], between: AttemptEnd | None) -> None:
-    """Twice as many ends as of one cause, of which no two in a row need be alike; kills neither
-    count nor help.
+    """Twice as many ends as with one cause, with any causes in a row; kills neither count
+    nor help.
     """
     policy = RestartPolicy(max_restarts=100, run_trains=lambda: True)
     for number, end in zip(range(5), cycle(causes), strict=False):
@@ -319,7 +319,7 @@ def test_causes_in_turn_after_the_same_step() -> None:
 
 
 def test_a_commit_begins_the_row_anew() -> None:
-    """Also one of an attempt that ended otherwise; the end after it is the first of the next
+    """Also a commit of an attempt that ended otherwise; the end after it is the first of the next
     row.
     """
     policy = RestartPolicy(max_restarts=100)
@@ -402,8 +402,8 @@ def test_no_dead_network(ends: list[AttemptEnd], trains: bool) -> None:
 
 
 def test_a_run_that_began_to_train_meanwhile() -> None:
-    """Another group's first step comes just before this one would be given up; nobody looks again
-    afterwards.
+    """Another group's first step comes just before this group would be given up; there is no later
+    look.
     """
     clock, answers = Clock(), iter([False, False, True])
     policy = RestartPolicy(max_restarts=100, clock=clock, run_trains=lambda: next(answers))
@@ -507,8 +507,8 @@ def test_all_groups_end_alike_without_an_exception(
 
 
 def test_groups_that_are_gone_do_not_count() -> None:
-    """A group that was given up earlier, with another exception, does not hide what the others have
-    in common.
+    """A group that was given up earlier, with another exception, does not hide the others' common
+    cause.
     """
     gone = (exited(2, "E: its own"), 3)
     again = [(exited(replica, attempt=attempt), 80) for attempt in (0, 1) for replica in (0, 1)]
@@ -581,7 +581,7 @@ def test_no_common_end(ends: list[tuple[WorkerExited, int]]) -> None:
 
 
 def test_the_first_rank_counts() -> None:
-    """The end of a group is that of its first rank; others end of that."""
+    """The end of a group is that of its first rank; other ranks end as a consequence."""
     ends = [
         (exited(replica, error, attempt, rank=rank), 0)
         for attempt in (0, 1)

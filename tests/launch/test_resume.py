@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What may differ between a run's earlier launch and the one that goes on from it."""
+"""The differences that a run's earlier launch and its resume may have."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def changes(
     former_shape: tuple[int, int] = (2, 2),
     text: str = "",
 ) -> Mapping[str, ChangedField]:
-    """Return what differs from an earlier launch of `toml`; this one has further flags, or another
-    text.
+    """Return the differences from an earlier launch of `toml`; this one has further flags, or
+    another text.
     """
     now = toml
     if text:
@@ -124,8 +124,8 @@ def merged_schema() -> Any:
 
 
 def test_each_field_is_sorted() -> None:
-    """By its own name or with its table, so that a new field of torchtitan's or of ours is thought
-    about.
+    """By its own name or with its table, so that each new field of torchtitan's or ours gets a
+    decision.
     """
     names = list(all_fields(merged_schema()))
     assert len(names) > 150
@@ -163,7 +163,7 @@ def test_each_field_is_sorted() -> None:
     ],
 )
 def test_kind_of_a_field(name: str, kind: str) -> None:
-    """The longest name counts; nobody knows what a field of the user's does."""
+    """The longest name counts; the effect of a user's field is unknown."""
     assert kind_of_field(name) == kind
 
 
@@ -181,7 +181,7 @@ def test_kind_of_a_field(name: str, kind: str) -> None:
     ],
 )
 def test_the_same_value_is_no_change(toml: Path, flags: tuple[str, ...]) -> None:
-    """However it is written: in the TOML, as a flag, as a default, or as what it stands for."""
+    """Whether it is written in the TOML, as a flag, as a default, or as its resolved value."""
     assert changes(toml, *flags) == {}
     assert changes(toml, before=flags) == {}
 
@@ -243,7 +243,7 @@ def test_a_relative_path_starts_where_its_launch_was_given(
 def test_a_relative_path_of_an_earlier_version(
     toml: Path, tmp_path: Path, now: str, same: bool
 ) -> None:
-    """Nobody knows where that launch was given: the text counts."""
+    """The folder of that launch is unknown, so the text counts."""
     (tmp_path / "d.txt").write_text("a book")
     flag = f"--training.dataset_path={now.format(folder=tmp_path)}"
     earlier, later = (
@@ -413,7 +413,7 @@ def test_other_workers_of_the_loader_cannot_go_on(toml: Path, named: tuple[str, 
 
 
 def test_a_name_that_does_not_differ(toml: Path) -> None:
-    """It may be a mistyped one: whoever means a field is told that the launches agree on it."""
+    """The name may be mistyped, so the user learns that the launches agree on this field."""
     found = changes(toml, "--optimizer.lr=1e-3")
     assert message(found, "lrr") == (
         "--resume-with must name fields that differ from the earlier launch (optimizer.lr), got 'lrr'; did you mean "
@@ -450,7 +450,7 @@ def test_a_name_of_two_fields(toml: Path) -> None:
 def test_a_longer_run_has_another_lr_schedule(
     toml: Path, flags: tuple[str, ...], note: str
 ) -> None:
-    """It is no refusal, for that is what a resume is for, and not silent."""
+    """It is accepted, because a resume is for that, and reported."""
     command = Command(toml, 2, 2, flags)
     found, said = find_changes(Command(toml, 2, 2, ()), command, resolve=resolve_two)
     assert "training.steps" not in refused(found)
@@ -483,7 +483,7 @@ def test_fields_of_a_user_s_config_module(
 
 
 def test_the_earlier_launch_is_not_checked_again(toml: Path, tmp_path: Path) -> None:
-    """It has trained: that its tokenizer lies elsewhere by now is a difference, and no mistake."""
+    """That launch has trained, so a tokenizer that has moved is a difference, and no mistake."""
     gone = f"--model.hf_assets_path={tmp_path / 'gone'}"
     assert refused(changes(toml, before=(gone,))) == {"model.hf_assets_path": DATA}
     with pytest.raises(
@@ -578,7 +578,9 @@ def again(
 
 
 def test_the_command_of_the_earlier_launch(run: LaunchPlan) -> None:
-    """It is the first line of the run's config, with its flags, whatever characters are in them."""
+    """It is the first line of the run's config, with its flags, whatever characters they
+    contain.
+    """
     found = read_command(run.paths.config)
     assert found == Command(
         run.paths.config, 2, 2, ("--optimizer.lr=2e-3", "--metrics.log_freq", "5"), Path.cwd()
@@ -594,7 +596,7 @@ def test_the_command_of_the_earlier_launch(run: LaunchPlan) -> None:
 
 @pytest.mark.parametrize("text", [None, "", "[training]\n", "# a comment\n"])
 def test_a_folder_that_does_not_say_how_it_was_launched(run: LaunchPlan, text: str | None) -> None:
-    """Of groups that were started one by one, for example: nothing can be compared."""
+    """For example, one of groups that were started one by one: nothing can be compared."""
     run.paths.config.unlink()
     if text is not None:
         run.paths.config.write_text(text)
@@ -640,8 +642,8 @@ def test_each_resume_compares_with_the_launch_before(run: LaunchPlan) -> None:
 
 
 def test_a_folder_of_checkpoints_with_another_name(run: LaunchPlan) -> None:
-    """Where the workers look, there must be one: else training would begin anew beside the old
-    one.
+    """The workers' folder must have a checkpoint. Otherwise training would start over beside the
+    old one.
     """
     flags = [*run.worker_args, "--checkpoint.folder=kept"]
     with pytest.raises(ConfigError, match=r"--resume needs a checkpoint in .*/run/kept, got none"):

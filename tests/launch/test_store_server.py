@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 def test_a_store_serves_until_it_is_ended() -> None:
-    """At the socket that it was given; it asks no name server, which torch would for every
+    """At its given socket. It sends no query to a name server, which torch would do for every
     connection.
 
     It takes more connections than the usual limit of descriptors allows.
@@ -66,7 +66,7 @@ print("reached")
 
 
 def test_a_store_at_all_addresses_is_reached_where_ipv6_is_switched_off() -> None:
-    """A socket can listen at :: there, as in many a container and cluster, and nobody can connect
+    """In many containers and clusters a socket can listen at ::, and no process can connect
     to ::1.
     """
     command = 'ip link set lo up && echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6 && exec "$@"'

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Several lighthouses of one job: the file says which one serves it."""
+"""Several lighthouses of one job: the file decides which one serves it."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def test_a_standby_that_starts_anew_does_not_wait_for_itself(world: World) -> None:
-    """Its former announcement has the address at which it answers by itself. It would serve and
-    never know.
+    """Its former announcement has the address at which it answers itself. It would serve and never
+    know.
     """
     first = world.lighthouse("a", standby=True)
     while not first.serves:
@@ -72,9 +72,7 @@ def test_a_standby_that_starts_anew_does_not_wait_for_itself(world: World) -> No
 
 
 def test_a_standby_takes_over_from_one_that_is_silent(world: World) -> None:
-    """Not before it was silent for a while; the former one, which was only slow, then steps
-    down.
-    """
+    """Only after a time of silence; the former one, if it was only slow, then steps down."""
     first, second = world.lighthouse("a", standby=False), world.lighthouse("b", standby=True)
     assert first.poll()
     assert second.poll()
@@ -95,7 +93,7 @@ def test_a_standby_takes_over_from_one_that_is_silent(world: World) -> None:
 
 
 def test_a_standby_that_was_stopped_has_not_listened(world: World) -> None:
-    """One look that finds nobody, however long after the one before, is no reason to take over."""
+    """One look without an answer, however long after the look before, is no reason to take over."""
     first, second = world.lighthouse("a", standby=False), world.lighthouse("b", standby=True)
     assert first.poll()
     assert second.poll()
@@ -141,7 +139,7 @@ def test_of_two_that_take_over_at_once_one_remains(
 def test_a_file_that_cannot_be_read_is_no_silence(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A standby goes on asking the one that it knew."""
+    """A standby goes on asking the lighthouse that it knew."""
     first, second = world.lighthouse("a", standby=False), world.lighthouse("b", standby=True)
     first.poll()
     second.poll()
@@ -173,7 +171,7 @@ def test_a_standby_gives_a_successor_its_time(world: World) -> None:
 
 
 def test_a_lighthouse_that_serves_is_not_misled_by_a_file_that_cannot_be_read(world: World) -> None:
-    """Half of an announcement, or none, is nobody's."""
+    """Half of an announcement, or none, belongs to no lighthouse."""
     first = world.lighthouse("a", standby=False)
     first.poll()
     world.path.write_text("")
@@ -221,7 +219,7 @@ def wait_for(condition: Any, what: str) -> Any:
 def test_a_frozen_lighthouse_is_replaced_and_becomes_the_standby(
     lighthouses: Any, tmp_path: Path
 ) -> None:
-    """A stopped process still accepts connections. When it goes on it reads who serves, and waits
+    """A stopped process still accepts connections. When it continues it reads the file, and waits
     for its turn.
     """
     path = tmp_path / "lighthouse.json"
@@ -256,7 +254,9 @@ def test_a_frozen_lighthouse_is_replaced_and_becomes_the_standby(
 def test_a_lighthouse_on_a_full_disk_announces_itself_when_it_can(
     lighthouses: Any, small_disk: Any
 ) -> None:
-    """It does not end: the groups wait for it. A folder that is none is a mistake, as before."""
+    """It does not end, because the groups wait for it. A path that is no folder is a mistake, as
+    before.
+    """
     path = small_disk.folder / "lighthouse.json"
     small_disk.fill()
     started = lighthouses("--announce", str(path))
@@ -280,10 +280,10 @@ def test_a_lighthouse_on_a_full_disk_announces_itself_when_it_can(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 def test_a_lighthouse_lives_where_it_cannot_log() -> None:
-    """torchft's code panics where stderr takes nothing: the task that forms quorums would end, for
+    """torchft's code panics if stderr takes nothing: the task that forms quorums would end, for
     good.
 
-    It logs an error when nobody waits any more for the quorum that it has formed.
+    torchft logs an error when no client waits any more for a formed quorum.
     """
     from torchft._torchft import LighthouseClient
 

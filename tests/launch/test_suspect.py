@@ -74,7 +74,7 @@ def test_which_ends_count(event: WorkerExited, counts: bool) -> None:
 
 
 def test_deaths_are_counted_over_groups_and_restarts_within_the_window(tmp_path: Path) -> None:
-    """Each agent reads what all of them have announced, those of earlier lives too."""
+    """Each agent reads the events of all agents, also those of earlier lives."""
     for number, host in enumerate(("n1", "n1", "n2")):
         EventLog(tmp_path / f"supervisor-{number}-1.jsonl", replica=number).emit(
             ended(host, replica=number)
@@ -91,8 +91,8 @@ def test_deaths_are_counted_over_groups_and_restarts_within_the_window(tmp_path:
 
 
 def test_ranks_that_end_together_are_one_death(tmp_path: Path) -> None:
-    """The first of an attempt that ended by itself says why; the others may have ended because of
-    it.
+    """The first rank of an attempt that ended by itself gives the cause; the others may be
+    consequences.
     """
     log = EventLog(tmp_path / "supervisor-0-1.jsonl", replica=1)
     deaths = HostDeaths(tmp_path, "supervisor-*.jsonl", "n1", 60.0)
@@ -121,7 +121,7 @@ def test_an_end_of_a_disturbed_attempt_is_not_the_hosts(code: int) -> None:
 def test_the_policy_comes_from_the_environment(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The user's command gets host and reason; one that fails keeps nobody from leaving."""
+    """The user's command gets host and reason. If it fails, the group leaves all the same."""
     assert SuspectPolicy.of({}).deaths == 0
     file = tmp_path / "exclude-7"
     policy = SuspectPolicy.of(

@@ -37,8 +37,8 @@ OF_THE_GROUP = (
 
 
 def environments(run: Any, name: str, *command: str) -> list[dict[str, str]]:
-    """Run a command that starts two workers; return what their environment has and the command's
-    own has not.
+    """Run a command that starts two workers; return the variables that only their
+    environment has.
     """
     folder = Path(run.orders.parent / name)
     folder.mkdir()

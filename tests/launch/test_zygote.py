@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whoever asks a zygote for a fork gets a child of its own that runs, or none that ever runs."""
+"""A fork request to a zygote yields a running child of the asker, or a fork that never runs."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def asker(tmp_path: Path) -> Iterator[Asker]:
 
 
 def test_a_fork_is_the_asker_s_child(asker: Asker) -> None:
-    """With output where it was asked for; it outlives the zygote, and its end is waited for as any
+    """With output at the given place; it outlives the zygote, and its end is waited for as any
     child's.
     """
     zygote = asker.begin_forks()
@@ -101,8 +101,8 @@ def test_a_fork_is_the_asker_s_child(asker: Asker) -> None:
 
 
 def test_it_stops_after_the_check(asker: Asker) -> None:
-    """Nothing more is imported until it may proceed; from then on its output goes to the log that
-    it is given.
+    """The zygote imports nothing more until it may proceed; from then on its output goes to the
+    given log.
     """
     (asker.folder / "subject.py").write_text(
         "import sys\n"
@@ -119,7 +119,7 @@ def test_it_stops_after_the_check(asker: Asker) -> None:
 
 
 def test_a_mistake_ends_it(asker: Asker) -> None:
-    """It is known in one line, for whoever waits for the check, or for the imports."""
+    """The mistake is one line, for the process that waits for the check or for the imports."""
     (asker.folder / "subject.py").write_text(
         "from titan_ft.config import ConfigError\n"
         "def check(args): raise ConfigError(f'must be \"new\", got {args[0]}')\n"

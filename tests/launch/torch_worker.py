@@ -1,7 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A fake worker that has imported torch, as real workers have: so the zygote has imported it for
-all of its forks.
+"""A fake worker that has imported torch, as real workers have, so that the zygote has it for all
+forks.
 """
 
 from __future__ import annotations

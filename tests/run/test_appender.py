@@ -102,7 +102,7 @@ def test_records_wait_and_keep_their_order(
 def test_error_of_a_file_system_ends_nothing(
     make: MakeAppender, disk: Disk, stalls: list[Stall], name: str, tmp_path: Path
 ) -> None:
-    """Each error that a file system has for a write is one that is waited for."""
+    """After each error that a file system has for a write, the appender waits and tries again."""
     log, disk.room, disk.error = make(), 0, getattr(errno, name)
     log.append(b"1\n")
     assert log.stall is not None
@@ -124,8 +124,8 @@ def test_a_full_disk_is_no_error(tmp_path: Path) -> None:
 
 
 def test_limit_of_a_file(tmp_path: Path) -> None:
-    """A process that may write no larger file (RLIMIT_FSIZE) goes on; its file stays whole lines
-    and half of one.
+    """A process with a limit of its files' size (RLIMIT_FSIZE) continues; its file keeps whole
+    lines and half of one.
     """
     code = (
         "import resource, sys; from pathlib import Path; from titan_ft.run.appender import FileAppender\n"
@@ -149,7 +149,7 @@ def test_limit_of_a_file(tmp_path: Path) -> None:
 def test_what_memory_does_not_hold_is_counted(
     make: MakeAppender, disk: Disk, stalls: list[Stall]
 ) -> None:
-    """Beyond the limit records are dropped, all from the first one on, and told by kind and
+    """Beyond the limit records are dropped, all from the first one on, and reported by kind and
     time.
     """
     log, disk.room = make(limit=20), 0
@@ -171,9 +171,7 @@ def test_what_memory_does_not_hold_is_counted(
 
 
 def test_folder_that_cannot_be_made_is_waited_for(tmp_path: Path) -> None:
-    """The file cannot be opened at first: what was appended meanwhile is in it as soon as it
-    can.
-    """
+    """The file cannot be opened at first. Later it has all records that were appended meanwhile."""
     (tmp_path / "run").touch()
     log = FileAppender(tmp_path / "run" / "events" / "a.jsonl", is_json_lines=True)
     log.append(b"1\n")
@@ -189,8 +187,8 @@ def test_folder_that_cannot_be_made_is_waited_for(tmp_path: Path) -> None:
 def test_folder_that_vanishes_is_not_made_again(
     make: MakeAppender, disk: Disk, tmp_path: Path
 ) -> None:
-    """Who removes a run's folder finds it removed; where it comes back, the file has all lines that
-    waited, whole.
+    """A removed run folder stays removed. If it comes back, the file has all waiting lines,
+    whole.
     """
     log = make("events/a.jsonl")
     log.append(b"1\n")
@@ -209,8 +207,8 @@ def test_folder_that_vanishes_is_not_made_again(
 def test_file_of_a_former_process_is_mended_as_soon_as_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It could not be read when it was opened first; what is written later must not be glued to
-    half a line.
+    """The file could not be read when it was opened first; later lines must not be glued to half a
+    line.
     """
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": 1}\n{"b"')
@@ -231,7 +229,7 @@ def test_file_of_a_former_process_is_mended_as_soon_as_it_can_be(
 def test_file_server_that_was_started_again(
     make: MakeAppender, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stale handle stays stale: the file is opened anew, and goes on where it was."""
+    """A stale handle stays stale: the file is opened again, and continues at its place."""
     opened, open_file = [], os.open
     monkeypatch.setattr(
         os, "open", lambda path, *args: opened.append(path) or open_file(path, *args)
@@ -248,8 +246,8 @@ def test_file_server_that_was_started_again(
 
 
 def test_file_of_a_killed_process_is_cut(tmp_path: Path) -> None:
-    """What waited in memory at a SIGKILL is lost; the file shows it, also where no half line is in
-    it.
+    """Records that waited in memory at a SIGKILL are lost; the file shows it, even without half a
+    line in it.
     """
     code = (
         "import os, resource, signal, sys; from pathlib import Path; from titan_ft.run.appender import FileAppender\n"
@@ -276,7 +274,7 @@ def test_file_of_a_killed_process_is_cut(tmp_path: Path) -> None:
 def test_line_of_an_earlier_process_is_ended(
     tmp_path: Path, left: bytes, then: bytes | None
 ) -> None:
-    """A pid comes again: half a line of its former owner goes, a whole one gets its newline
+    """A pid is reused: half a line of its former owner is removed, a whole one gets its newline
     back.
     """
     path, cuts = tmp_path / "a.jsonl", []
@@ -289,7 +287,7 @@ def test_line_of_an_earlier_process_is_ended(
 
 
 def test_fork_leaves_to_its_parent_what_waits(tmp_path: Path, disk: Disk) -> None:
-    """A child that writes on, as one that a data loader forks, writes none of the parent's lines
+    """A writing child, such as a data loader's fork, writes none of its parent's waiting lines
     again.
     """
     path = tmp_path / "a.jsonl"
@@ -330,9 +328,7 @@ def test_fork_leaves_to_its_parent_what_waits(tmp_path: Path, disk: Disk) -> Non
 def test_end_of_a_process_waits_for_room(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last records get their time, and no more: they are written when there is room within
-    it.
-    """
+    """The last records get their time, and no more: they are written if there is room within it."""
     log, disk.room = FileAppender(tmp_path / "a.jsonl", is_json_lines=True), 0
     log.append(b"1\n")
     sleep, naps = appender_module.time.sleep, []
@@ -355,9 +351,7 @@ def test_end_of_a_process_waits_for_room(
 def test_disk_with_room_for_a_line_now_and_then_is_told_once(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Messages about a disk would take the room that it has; a stall that lasts is told in any
-    case.
-    """
+    """Messages about a disk would take its last room; a long stall is reported in any case."""
     now = 1000.0
     monkeypatch.setattr(appender_module.time, "monotonic", lambda: now)
     told: list[Stall] = []
@@ -399,8 +393,8 @@ def test_reader_that_goes_in_a_stall_ends_it_without_a_false_word(disk: Disk) ->
 
 
 def test_record_of_a_signal_handler_beside_the_end_of_a_write(make: MakeAppender) -> None:
-    """It comes right after the last look at what waits: nobody else would write it before the next
-    record.
+    """The record comes right after the last look at waiting ones. Otherwise it would wait for the
+    next record.
     """
     log = make()
 
@@ -422,7 +416,7 @@ def test_record_of_a_signal_handler_beside_the_end_of_a_write(make: MakeAppender
 
 
 def test_reader_that_is_gone_is_an_error() -> None:
-    """A broken pipe says nothing of a disk: whoever prints to it is to know."""
+    """A broken pipe is no error of a disk: the printing code must learn of it."""
     reads, writes = os.pipe()
     os.close(reads)
     with pytest.raises(BrokenPipeError):

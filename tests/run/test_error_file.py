@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The exception that ends a worker, on its way to whoever started it."""
+"""The exception that ends a worker, on its way to the worker's supervisor."""
 
 from __future__ import annotations
 
@@ -147,7 +147,9 @@ def test_a_file_that_is_none(path: Path, text: str | None) -> None:
 
 
 def test_a_file_that_cannot_be_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That must not hide the exception itself, and nothing is written where nobody asked."""
+    """The failed write must not hide the exception itself. Without an error file nothing is
+    written.
+    """
     monkeypatch.setenv(FILE_ENV, str(path / "no" / "folder"))
     write_error(ValueError())
     monkeypatch.delenv(FILE_ENV)
@@ -257,13 +259,15 @@ def test_what_may_go_by_itself(error: Exception) -> None:
     "error", [GaveUpError("too few groups came"), JobLostError("gone"), RankSilentError("frozen")]
 )
 def test_what_other_groups_and_hosts_may_mend(error: Exception) -> None:
-    """They may be in a queue for hours: their absence is no dead network, however long it lasts."""
+    """Other groups may be in a queue for hours: their absence is no dead network, however long it
+    lasts.
+    """
     assert is_transient(error)
     assert not is_network_error(error)
 
 
 def test_a_network_error_is_told_as_one(path: Path) -> None:
-    """It reaches whoever decides about the next start."""
+    """The supervisor learns of it before it decides about the next start."""
     for error, network in (
         (ConnectionRefusedError("no"), True),
         (GaveUpError("alone"), False),
@@ -305,9 +309,7 @@ def test_what_somebody_must_mend(error: Exception) -> None:
     "error", [JobLostError("gone"), RankSilentError("frozen"), GaveUpError("too few")]
 )
 def test_the_engine_says_itself_what_its_errors_are(error: Exception) -> None:
-    """A lost connection may be what it noticed them by; other groups and hosts are what it waits
-    for.
-    """
+    """A lost connection may be its symptom, while it waits for other groups and hosts."""
     assert not is_network_error(raised_from(error, ConnectionResetError()))
 
 

@@ -1,7 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The schema of events: its document is current, nobody else knows its names, and each event has
-its emitter.
+"""The schema of events: its document is current, no other module knows its names, and each event is
+emitted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def sources() -> list[tuple[Path, ast.Module]]:
 
 
 def test_document_is_current() -> None:
-    """docs/events.md is what the schema says, made by the command that stands in it."""
+    """docs/events.md is the schema's output, by the command that it names."""
     command = [sys.executable, "-m", "titan_ft.run.events"]
     process = subprocess.run(
         command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False
@@ -58,7 +58,7 @@ def test_document_has_every_event_and_field() -> None:
 
 
 def test_field_that_nobody_describes_is_refused() -> None:
-    """Each field has a comment that says what it means."""
+    """Each field has a comment with its meaning."""
 
     class Untold(Hung, kw_only=True):
         """An event of a test."""
@@ -74,7 +74,7 @@ def test_event_derived_from_an_event_hides_none() -> None:
     """A program may derive an event from another one; both are read."""
 
     class Stuck(Hung, kw_only=True):
-        """Derived from an event that is told."""
+        """Derived from an event that is emitted."""
 
     assert {Hung, Stuck} <= set(kinds())
     assert Hung in set(kinds(RankEvent))
@@ -85,8 +85,8 @@ FAULTS_OF_THAT_NAME = {"link_dead"}
 
 
 def test_nobody_else_spells_a_name() -> None:
-    """No module spells an event's name, or the field that holds it: they go by class, which a typo
-    cannot miss.
+    """No module spells an event's name, or the field that holds it. They use classes, in which a
+    typo shows.
 
     A name of one word may mean something else, such as a state: it is no offence.
     """

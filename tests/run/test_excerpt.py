@@ -35,9 +35,7 @@ def printed_by(program: str, tmp_path: Path) -> list[str]:
 
 
 def test_last_traceback_is_returned_without_what_was_printed_around_it(tmp_path: Path) -> None:
-    """Lines before the traceback, and those that exit handlers print after it, do not explain
-    anything.
-    """
+    """Lines before the traceback, and those of exit handlers after it, do not explain anything."""
     program = "import atexit; atexit.register(print, 'bye'); print('step 1', flush=True); {}['key']"
     assert explain_end(printed_by(program, tmp_path), 20)[-1] == "KeyError: 'key'"
     assert explain_end(printed_by(program, tmp_path), 20)[0] == "Traceback (most recent call last):"

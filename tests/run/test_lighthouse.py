@@ -29,8 +29,8 @@ def test_what_is_announced_is_read(tmp_path: Path) -> None:
 def test_a_prepared_announcement_needs_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A standby takes over on a full disk; what nobody needs any more goes, and a failed attempt
-    leaves nothing.
+    """A standby takes over on a full disk. Obsolete files are removed, and a failed attempt leaves
+    nothing.
     """
     path = tmp_path / "run" / "lighthouse.json"
     standby, late = Announcement("http://10.0.0.7:1234"), Announcement("http://10.0.0.8:1234")
@@ -69,9 +69,7 @@ def test_a_file_that_is_not_whole_says_nothing(tmp_path: Path, text: str) -> Non
 
 
 def test_a_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
-    """Groups may be there before the lighthouse; in the end they say for which file they have
-    waited.
-    """
+    """Groups may start before the lighthouse; if they give up, they name the awaited file."""
     path = tmp_path / "late" / "lighthouse.json"
     address = LighthouseAddress(f"file:{path}")
     with pytest.raises(TimeoutError, match=str(path)):
@@ -84,7 +82,7 @@ def test_a_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_successor_at_the_same_address_is_another_one(tmp_path: Path) -> None:
-    """It knows nobody, and counts quorums from the beginning."""
+    """It knows no group, and counts quorums from the beginning."""
     path = tmp_path / "lighthouse.json"
     address = LighthouseAddress(f"file:{path}")
     places = []
@@ -95,7 +93,7 @@ def test_a_successor_at_the_same_address_is_another_one(tmp_path: Path) -> None:
 
 
 def test_a_number_never_changes() -> None:
-    """Nothing is looked up, and nobody follows."""
+    """There is no lookup, and no change to follow."""
     address = LighthouseAddress("http://[::1]:29510")
     assert not address.may_change
     assert address.look() == address.place == Place("http://[::1]:29510")

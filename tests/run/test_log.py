@@ -45,8 +45,8 @@ def write(folder: Path, name: str, *lines: bytes | str) -> None:
 
 
 def test_line_has_header_and_fields(tmp_path: Path) -> None:
-    """Each line is a JSON object with its name, times, process, who it is about, and the event's
-    own fields.
+    """Each line is a JSON object with its name, times, process and subject, and the event's own
+    fields.
     """
     log = EventLog(tmp_path / "events" / "a.jsonl", replica=1, rank=0, attempt=None)
     before, mono = time.time(), round(time.monotonic(), 6)
@@ -80,7 +80,7 @@ def test_line_has_header_and_fields(tmp_path: Path) -> None:
 
 
 def test_event_comes_back(tmp_path: Path) -> None:
-    """What was emitted is what is read, with its parts; nothing is told of what is absent."""
+    """A read event equals the emitted one, with its parts; absent values have no field."""
     log = EventLog(tmp_path / "a.jsonl", replica=1, rank=0, attempt=2)
     data = {"slot": 1, "first_batch": 4, "num_batches": 2, "checksum": "c5"}
     told = build(
@@ -211,8 +211,8 @@ def limit() -> Iterator[Limit]:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 def test_full_disk_raises_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """A process whose events cannot be written goes on; it says so once, and once more when it
-    ends.
+    """A process whose events cannot be written continues; it reports that once, and again at the
+    end of the stall.
     """
     log = EventLog(Path("/dev/full"))
     for step in range(3):
@@ -230,8 +230,8 @@ def test_full_disk_raises_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_events_come_late_and_whole(
     tmp_path: Path, limit: Limit, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What waited is in the file in its order, with the times at which it happened; an event says
-    that it came late.
+    """Waiting events are written in order, with the times at which they happened; an event reports
+    the delay.
     """
     path = tmp_path / "a.jsonl"
     log = EventLog(path, replica=1, rank=0, attempt=2)
@@ -308,16 +308,16 @@ def test_disk_that_is_full_at_the_start(tmp_path: Path) -> None:
 
 
 def test_refused_launch_leaves_no_file(tmp_path: Path) -> None:
-    """A file is made for its first event: an empty one is always of a process that had something to
-    tell.
+    """A file is made for its first event: an empty one always belongs to a process that had
+    events.
     """
     EventLog(tmp_path / "events" / "a.jsonl").close()
     assert not (tmp_path / "events").exists()
 
 
 def test_events_of_a_killed_process_of_the_same_name(tmp_path: Path) -> None:
-    """A pid comes again in a container: the line that was cut is not glued to the next one, and the
-    loss is told.
+    """A pid is reused in a container: the next line is not glued to the cut one, and the loss is
+    reported.
     """
     log = EventLog(tmp_path / "a.jsonl", replica=0, rank=0, attempt=0)
     log.emit(Hung(step=1))
@@ -348,7 +348,7 @@ def test_events_are_sorted_by_time_across_files(tmp_path: Path) -> None:
     "tail", ['{"time": 2, "eve', '{"time": 2', "\x00\x00", "{", '{"time": 2, "event": "hung"}']
 )
 def test_cut_last_line_is_skipped(tmp_path: Path, tail: str) -> None:
-    """The last line of a writer that died in it counts for nothing; the lines before it stay."""
+    """The last line of a writer that died in it does not count; the lines before it stay."""
     whole = build(Hung, time=1.0)
     write(tmp_path, "a.jsonl", encode(whole), tail)
     assert read_events(tmp_path) == [whole]
@@ -429,9 +429,7 @@ def test_missing_or_empty_folder_has_no_events(tmp_path: Path) -> None:
 def test_report_names_a_line_of_another_version(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A history that cannot be read costs one line on stderr, which says where, what and what to
-    do, and status 1.
-    """
+    """An unreadable history is one line on stderr, with place, mistake and remedy, and status 1."""
     (tmp_path / "events").mkdir()
     write(tmp_path / "events", "a.jsonl", '{"event": "hung", "time": 1.0}\n')
     assert main(["report", str(tmp_path)]) == 1
@@ -495,7 +493,7 @@ def test_a_long_file_is_followed_by_another_one(
 def test_a_long_file_goes_on_where_no_other_can_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else events would wait without a word of it in any file."""
+    """Otherwise events would wait, without a report of it in any file."""
     monkeypatch.setattr("titan_ft.run.log.ROTATE_BYTES", 200)
     events = EventLog(tmp_path / "a.jsonl", replica=0, rank=1, attempt=2)
     (tmp_path / "a.2.jsonl").mkdir()

@@ -37,7 +37,7 @@ def test_the_last_word_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("room", [True, False])
 def test_a_worker_that_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool) -> None:
-    """Its event says so; only where that has to wait there is a mark, beside its log."""
+    """Its event says so. Only if the event must wait, there is a mark beside its log."""
     error_file = beside(tmp_path / "rank-0.log")
     monkeypatch.setenv(FILE_ENV, str(error_file))
     log = EventLog(
@@ -52,7 +52,7 @@ def test_a_worker_that_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
 def test_a_worker_whose_mark_is_not_possible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It leaves all the same, and so does one that nobody supervises."""
+    """The worker leaves all the same, and so does one without a supervisor."""
     log = EventLog(Path("/dev/full"), replica=0, rank=0, attempt=0)
     monkeypatch.setenv(FILE_ENV, str(tmp_path / "nowhere" / "error.json"))
     announce_left(log, Drained(step=3, reason="SIGTERM", in_order=True))
@@ -62,8 +62,8 @@ def test_a_worker_whose_mark_is_not_possible(
 
 
 def test_a_worker_that_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It removes the mark that it trains; one that is there after the end of a worker tells of an
-    early end, once.
+    """It removes its mark of training; a mark that is left after a worker's end shows an early end,
+    once.
     """
     error_file = beside(tmp_path / "rank-0.log")
     monkeypatch.setenv(FILE_ENV, str(error_file))

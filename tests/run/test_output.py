@@ -18,7 +18,7 @@ LIMIT = "import resource, sys\ndef limit(size): resource.setrlimit(resource.RLIM
 
 
 def run(code: str, stdout: Path, stderr: Path | None = None) -> tuple[int, str]:
-    """Run a program that prints into files; return its exit status and what went to the other
+    """Run a program that prints into files; return its exit status and the text of the other
     stream.
     """
     with stdout.open("ab") as out:
@@ -67,7 +67,7 @@ def test_lines_are_there_when_there_is_room_again(tmp_path: Path) -> None:
 
 
 def test_fork_with_other_outputs(tmp_path: Path) -> None:
-    """A process whose two outputs were one file may fork another one whose outputs are two."""
+    """A process with one file as both outputs may fork another one whose outputs are two."""
     code = (
         "import os\nif not os.fork():\n"
         "    os.dup2(os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY), 2)\n"

@@ -26,8 +26,8 @@ def steps(tail: EventTail) -> list[int]:
 
 
 def test_events_of_an_earlier_run_are_not_read(tmp_path: Path) -> None:
-    """What the folder holds when the tail is made was told by the earlier run; the rest of such a
-    file is new.
+    """Existing events in the folder belong to an earlier run; later lines of such a file
+    are new.
     """
     log = EventLog(tmp_path / "a.jsonl")
     log.emit(hung(1))
@@ -140,8 +140,8 @@ def test_lines_of_any_file(tmp_path: Path) -> None:
     ],
 )
 def test_why_a_worker_failed(tmp_path: Path, text: str | None, line: str) -> None:
-    """The last line that names an exception, else the last that says anything, else a note; before
-    a crash's stacks.
+    """The last line that names an exception, else the last non-empty one, else a note; before a
+    crash's stacks.
     """
     path = tmp_path / "rank-0.log"
     if text is not None:
@@ -161,8 +161,8 @@ def test_a_file_that_was_cut_begins_anew(tmp_path: Path) -> None:
 
 
 def test_shared_storage_that_lags_tells_no_event_twice(tmp_path: Path) -> None:
-    """Its caches may show a file as short as it was seconds ago, though this process has read more
-    of it already.
+    """Its caches may show a file with an old length, although this process has read more of it
+    already.
     """
     path = tmp_path / "a.jsonl"
     log = EventLog(path)
@@ -194,7 +194,7 @@ def test_bytes_that_have_yet_to_come_are_waited_for(tmp_path: Path) -> None:
 
 
 def test_another_file_of_the_same_name_is_read_from_its_beginning(tmp_path: Path) -> None:
-    """A launch that came to nothing is cleared away, and the next one may have its pid."""
+    """A failed launch is removed, and the next one may have its pid."""
     path = tmp_path / "a.jsonl"
     tail = EventTail(tmp_path, from_start=True)
     for step in (1, 2):

@@ -10,7 +10,7 @@ from titan_ft.run.workers import latest_attempts, latest_workers
 
 
 def test_the_workers_are_those_of_the_latest_attempt() -> None:
-    """Of each group by itself; what else a worker tells does not count."""
+    """For each group by itself; other events of workers do not count."""
     started = [(0, 0, 5), (1, 0, 6), (0, 1, 9), (0, 1, 7), (0, 0, 8)]
     events = [
         build(WorkerStarted, replica=replica, attempt=attempt, pid=pid)

@@ -1,8 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checkpoints of a fault-tolerant run, in one process: who saves when, what is in them, what is
-loaded.
-"""
+"""Checkpoints of a fault-tolerant run, in one process: writers, times, contents, loads."""
 
 from __future__ import annotations
 
@@ -272,7 +270,7 @@ def test_the_next_writer_takes_over_at_once(make_run: Callable[..., Run]) -> Non
 
 
 def test_pauses_are_foreseen(make_run: Callable[..., Run]) -> None:
-    """Steps of the interval, and those after them until somebody told of a checkpoint."""
+    """Steps of the interval, and those after them until a checkpoint is reported."""
     run = make_run(slot=1)
     run.is_writer = False
     assert [step for step in range(1, 8) if run.checkpoints.pauses_after(step)] == [5, 6, 7]
@@ -285,8 +283,8 @@ def test_pauses_are_foreseen(make_run: Callable[..., Run]) -> None:
 
 
 def test_one_save_at_a_time(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a save is under way none begins; it counts when it is complete; what became due
-    meanwhile follows.
+    """No save begins during another one. A save counts when it is complete; a step due meanwhile
+    follows.
     """
     gate = Gate(monkeypatch)
     run = make_run(async_mode="async").train(11)
@@ -373,7 +371,7 @@ def leave(run: Run, seconds: float = 20.0) -> bool:
 def test_the_last_group_to_leave_saves_the_whole_state(
     make_run: Callable[..., Run], mode: str, last: dict[str, Any]
 ) -> None:
-    """Whatever is asked of the last save, for training goes on from this one; it is complete at
+    """Whatever the last save is set to, because training resumes from this save; it is complete at
     once.
     """
     adapter = Exporter() if "last_save_in_hf" in last else None
@@ -434,7 +432,7 @@ def test_a_state_that_could_not_be_saved_before_is_tried_again_by_who_leaves(
 def test_a_save_of_a_group_that_leaves_may_fail(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is told, as ever, with the step that is left to go back to; a model alone would be no
+    """The failure is reported, with the step of the last checkpoint; a model alone would be of no
     use.
     """
     run = make_run().train(6)
@@ -484,8 +482,8 @@ def test_the_last_save_is_made_up_for_by_who_goes_on_from_the_last_step(
 def test_a_last_save_of_the_model_only_is_no_state_to_go_on_from(
     make_run: Callable[..., Run], last: dict[str, Any]
 ) -> None:
-    """Groups that have finished and are told to leave save the whole state: the next launch trained
-    steps again.
+    """Finished groups with a leave request save the whole state. Before, the next launch repeated
+    steps.
     """
     settings: dict[str, Any] = {"adapter": Exporter(), "last_save_model_only": True, **last}
     run, other = make_run(**settings), make_run(slot=1, **settings)
@@ -522,7 +520,7 @@ def test_the_same_state_by_whoever_is_found(make_run: Callable[..., Run]) -> Non
 def test_who_leaves_sees_whether_another_group_has_begun_to_save(
     make_run: Callable[..., Run],
 ) -> None:
-    """Its own folder does not count, nor what a writer that hangs had written before, nor other
+    """The group's own folder does not count, nor earlier files of a hanging writer, nor other
     steps.
     """
     run = make_run()
@@ -550,7 +548,7 @@ def test_who_leaves_sees_whether_another_group_has_begun_to_save(
 def test_close_waits_for_the_save_under_way(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A group that leaves in order completes what it has begun."""
+    """A group that leaves in order completes its running save."""
     gate = Gate(monkeypatch)
     run = make_run(async_mode="async").train(5)
     threading.Timer(0.2, gate.open.set).start()
@@ -627,8 +625,8 @@ def test_each_save_that_fails_says_what_is_left(
 def test_a_last_save_that_fails_ends_the_group_once_the_others_need_it_no_more(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error comes behind the rounds of the end, is not tried again there, and lets nobody start
-    the group again.
+    """The error comes after the last rounds, without another try there, and prevents a restart of
+    the group.
     """
     run = make_run().train(5)
     run.step()
@@ -644,7 +642,7 @@ def test_a_last_save_that_fails_ends_the_group_once_the_others_need_it_no_more(
 
 
 def test_the_last_save_in_hugging_faces_format(make_run: Callable[..., Run]) -> None:
-    """What is written is the model, converted once, as one file of that format."""
+    """The save holds the model, converted once, as one file of that format."""
     run = make_run(adapter=Exporter(), **EXPORT).train(6)
     run.checkpoints.save(6, last_step=True)
     run.checkpoints.finish(6)
@@ -664,8 +662,8 @@ IMPORT: dict[str, Any] = {"initial_load_in_hf": True, "initial_load_model_only":
 
 
 def test_a_model_of_hugging_faces_format_is_begun_with(make_run: Callable[..., Run]) -> None:
-    """The model of one run's last save is the first of another, whose optimizer and counters begin
-    anew.
+    """The model of one run's last save is the first of another run, whose optimizer and counters
+    start over.
     """
     run = make_run(adapter=Exporter(), **EXPORT).train(6)
     run.checkpoints.save(6, last_step=True)
@@ -735,8 +733,8 @@ def test_a_last_save_that_fails_in_one_format_is_made_in_the_other(
     breaks: Callable[[Run, pytest.MonkeyPatch], None],
     reason: str,
 ) -> None:
-    """The whole training state is there, to go on from or to convert; told once, by an end that is
-    no success.
+    """The save holds the whole training state, to resume or to convert. The failure is reported
+    once, and the run has not succeeded.
     """
     run = make_run(adapter=Exporter(), **EXPORT).train(6)
     with monkeypatch.context() as patch:
@@ -775,9 +773,7 @@ def test_a_disk_that_stays_full_ends_both_formats(
 def test_a_rank_that_cannot_merge_its_files_still_meets_the_others(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, fails: str | None
 ) -> None:
-    """A model in several files is merged by all ranks, which torch lets wait for one that has
-    failed.
-    """
+    """All ranks merge a model in several files. torch lets them wait for a failed rank."""
     exporter = Exporter()
     exporter.fqn_to_index_mapping = {"model.weight": 1, "model.bias": 2}
     run = make_run(adapter=exporter, **EXPORT).train(6)
@@ -841,7 +837,7 @@ def test_what_cannot_be_exported_is_told_at_the_start(make_run: Callable[..., Ru
 def test_an_export_that_fails_on_another_rank_fails_on_this_one(
     make_run: Callable[..., Run],
 ) -> None:
-    """Else this rank would go into a collective in which the other one never comes."""
+    """Otherwise this rank would enter a collective that the other one never joins."""
     run = make_run(adapter=Exporter(), **EXPORT).train(6)
     flags = [1]  # the other rank's, at the first agreement of the save: it could not convert
 
@@ -880,7 +876,7 @@ def test_a_save_that_keeps_the_others_waiting_too_long_is_warned_of(
 
 
 def test_an_incomplete_checkpoint_is_never_loaded(make_run: Callable[..., Run]) -> None:
-    """Neither what a writer left when it died, nor a step folder of stock torchtitan without its
+    """Neither the remains of a dead writer, nor a step folder of stock torchtitan without its
     metadata.
     """
     make_run().train(5)
@@ -906,9 +902,7 @@ def test_an_incomplete_checkpoint_is_never_loaded(make_run: Callable[..., Run]) 
 
 
 def test_partial_folders_are_overwritten_and_cleaned(make_run: Callable[..., Run]) -> None:
-    """A save takes the remains of its own group with it, and those that nobody has written for
-    long.
-    """
+    """A save removes the remains of its own group, and those without a writer for a long time."""
     run = make_run()
     for name in (
         "partial-3-group-0",
@@ -977,8 +971,8 @@ def test_a_step_can_be_saved_again(make_run: Callable[..., Run]) -> None:
 def test_what_was_saved_of_a_corrupt_state_is_withdrawn(
     make_run: Callable[..., Run], mode: str
 ) -> None:
-    """Only what was saved behind the last digest that all had alike goes, a save that is not
-    settled yet included.
+    """Only saves after the last digest on which all agreed are removed, also one that is not
+    settled yet.
     """
     run = make_run(async_mode=mode).train(5)
     run.checkpoints._settle(wait=True)
@@ -998,7 +992,7 @@ def test_what_was_saved_of_a_corrupt_state_is_withdrawn(
 
 
 def test_a_withdrawal_spares_what_another_group_has_saved(make_run: Callable[..., Run]) -> None:
-    """Another group has saved its own state of the step in place of the one that is withdrawn."""
+    """Another group has replaced the withdrawn save by its own state of the step."""
     run, other = make_run(), make_run(slot=1)
     run.train(5)
     run.position.saved_corrupt = True
@@ -1013,8 +1007,8 @@ def test_a_withdrawal_spares_what_another_group_has_saved(make_run: Callable[...
 def test_a_slow_save_of_a_corrupt_state_replaces_nothing(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another group has saved the step when the save ends; this one may save it again when it has
-    healed.
+    """Another group has saved the step when the save ends; this group may save it again after its
+    heal.
     """
     run, other = make_run(async_mode="async"), make_run(slot=1)
     with monkeypatch.context() as patch:
@@ -1109,7 +1103,7 @@ def test_a_rank_waits_for_a_checkpoint_that_it_does_not_see_yet(
 def test_a_checkpoint_that_one_rank_never_sees_is_refused_by_all(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is said which ranks do not, and what to do; nobody loads another one instead, or waits for
+    """The error names these ranks, and the remedy; no rank loads another checkpoint, or waits for
     the others.
     """
     make_run().train(10)
@@ -1200,10 +1194,11 @@ def test_a_checkpoint_that_vanishes_is_never_loaded(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """Another group purges the checkpoint right after the choice: the next one is taken, at once;
-    or all start again.
+    or all restart.
 
-    While the group joined the job it has told the others of the checkpoint, so that it cannot take
-    another one."""
+    When the group joined the job it announced the checkpoint to the others, so it cannot take
+    another one.
+    """
     make_run().train(10)
     ranks = Ranks(monkeypatch, make_run)
     vanish = functools.partial(shutil.rmtree, ranks.runs[0].folder / "step-10", ignore_errors=True)
@@ -1265,7 +1260,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded(
 
 
 def stale(path: object = "") -> OSError:
-    """Return what NFS answers when the server has replaced what this host had open."""
+    """Return NFS's error for an open file that the server has replaced."""
     return OSError(errno.ESTALE, "Stale file handle", str(path))
 
 
@@ -1317,7 +1312,7 @@ def test_a_stale_handle_in_the_listing_is_looked_at_again(
 def test_handles_that_stay_stale_end_all(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    """After a minute the line says what the file system says, on the rank that it says it to."""
+    """After a minute the line has the file system's message, on the rank that got it."""
     make_run().train(10)
     ranks = Ranks(monkeypatch, make_run)
     fingerprint = checkpoint_choice._fingerprint
@@ -1338,7 +1333,9 @@ def test_handles_that_stay_stale_end_all(
 def test_a_rank_that_cannot_read_what_was_chosen_ends_all(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank's host fails to read the folder: the others do not wait for it in the load."""
+    """One rank's host fails to read the folder: the others do not wait for that rank in the
+    load.
+    """
     make_run().train(5)
     ranks = Ranks(monkeypatch, make_run)
     read = Manifest.read
@@ -1398,8 +1395,8 @@ def test_another_model_is_refused(make_run: Callable[..., Run]) -> None:
 def test_what_is_saved_between_rounds_is_the_anchors(
     make_run: Callable[..., Run], mode: str
 ) -> None:
-    """Also at the end of a round in whose midst the save fell due, and whether or not the others
-    wait for that.
+    """Also at the end of a round in which the save fell due, and whether or not the others wait for
+    the save.
     """
     run = make_run(async_mode=mode, method={"semi_sync_method": "diloco", "sync_steps": 4})
     run.per_round = 4
@@ -1448,8 +1445,8 @@ def test_rounds_of_another_length_are_refused(
     now: dict[str, Any],
     lengths: tuple[int, int] | None,
 ) -> None:
-    """What was round 3 would be another one, and a round begin in the midst of one: one line says
-    what to do.
+    """Round 3 would get another number, and a round begin in the middle of one. One line gives the
+    remedy.
     """
     make_run(method=earlier).train(5)
     run = make_run(method=now)
@@ -1477,7 +1474,7 @@ def test_a_checkpoint_that_does_not_tell_its_rounds_is_taken(make_run: Callable[
 
 
 def test_another_number_of_shards_resets_the_data(make_run: Callable[..., Run]) -> None:
-    """The state goes on, the data begins anew, and both is told."""
+    """The state continues, the data starts over, and both are reported."""
     make_run().train(5)
     run = make_run(slots=3)
     assert run.checkpoints.load()
@@ -1563,7 +1560,7 @@ def test_a_model_alone_is_no_training_state(make_run: Callable[..., Run]) -> Non
 
 
 def test_a_run_that_was_lost_behind_its_last_save_comes_back(make_run: Callable[..., Run]) -> None:
-    """Though that is of the model only by torchtitan's default: the one before is loaded; alone it
+    """By torchtitan's default that save holds the model only. The save before is loaded; alone it
     is refused.
     """
     run = make_run(last_save_model_only=True, keep_latest_k=2).train(6)

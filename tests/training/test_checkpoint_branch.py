@@ -1,7 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""checkpoint.load_step: where a job begins, where it goes on, and what becomes of the steps that it
-turns away from.
+"""checkpoint.load_step: where a job begins and resumes, and the fate of the steps that it
+abandons.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def test_a_job_begins_at_load_step_once(make_run: MakeRun) -> None:
 def test_a_job_without_a_name_says_that_it_goes_on(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Started by hand, nobody knows whether it is the same one; the line says what to do if it is
-    not.
+    """A job started by hand may or may not be the same one; the line gives the remedy if it
+    is not.
     """
     said: list[str] = []
     monkeypatch.setattr(
@@ -164,7 +164,7 @@ def test_the_new_branch_is_not_purged_before_the_old_one(make_run: MakeRun) -> N
 
 
 def test_damaged_later_steps_do_not_count_for_keep_latest_k(make_run: MakeRun) -> None:
-    """A job that went back before them keeps as many sound ones as it was asked to."""
+    """A job that went back before them keeps the requested number of sound ones."""
     run = make_run(job_id="first").train(20)
     for step in (15, 20):
         (run.folder / f"step-{step}" / "__0_0.distcp").write_bytes(b"")
@@ -210,8 +210,8 @@ def test_a_step_that_cannot_be_read_just_now_pushes_out_no_sound_one(
 
 
 def test_a_group_that_comes_back_when_load_step_is_purged_heals(make_run: MakeRun) -> None:
-    """It was refused, and with it the run: the job's own later steps are there, and the others
-    train.
+    """The group was refused, and with it the run, although the job's own later steps exist and the
+    others train.
     """
     make_run(job_id="first").train(10)
     branch = {"job_id": "second", "load_step": 10, "keep_latest_k": 2}
@@ -225,7 +225,7 @@ def test_a_group_that_comes_back_when_load_step_is_purged_heals(make_run: MakeRu
 
 
 def test_a_damaged_step_of_the_branch_leaves_the_one_before(make_run: MakeRun) -> None:
-    """And in the end the step that the job began at; never one of the other branch."""
+    """And finally the job's first step; never one of the other branch."""
     make_run(job_id="first").train(20)
     branch = {"job_id": "second", "load_step": 10}
     run = begin(make_run, **branch)
@@ -241,7 +241,7 @@ def test_a_damaged_step_of_the_branch_leaves_the_one_before(make_run: MakeRun) -
 def test_a_step_that_has_lost_its_branch_is_not_passed_over_without_a_word(
     make_run: MakeRun, damage: str
 ) -> None:
-    """It may be this job's own; steps of the other branch are sound and none of its business."""
+    """The step may be this job's own; steps of the other branch are sound and not used."""
     make_run(job_id="first").train(20)
     branch = {"job_id": "second", "load_step": 10}
     run = begin(make_run, **branch)
@@ -263,7 +263,7 @@ def test_a_step_that_has_lost_its_branch_is_not_passed_over_without_a_word(
 
 @pytest.mark.parametrize("initial", ["", "some/model"])
 def test_load_step_in_a_new_folder_is_refused(make_run: MakeRun, initial: str) -> None:
-    """It trained from random weights without a word."""
+    """Before, the run silently trained from random weights."""
     run = make_run(load_step=50, initial_load_path=initial)
     with pytest.raises(
         ConfigError, match=r"load_step must name a complete .*got 50; there are none; leave it out"
@@ -307,8 +307,8 @@ def test_a_slow_save_sets_nothing_of_its_own_job_aside(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["", "{"])
 def test_later_steps_of_nobody_are_set_aside(tmp_path: Path, damage: str) -> None:
-    """Of stock torchtitan, or with a damaged manifest: a job that has begun before them does not go
-    on from them.
+    """Steps of stock torchtitan, or with a damaged manifest: a job that began before them does not
+    resume from them.
     """
     later = write_checkpoint(tmp_path / "step-15", None)
     if damage:

@@ -1,8 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Damaged checkpoints: the job goes on from the latest sound one, and says which it has passed
-over.
-"""
+"""Damaged checkpoints: the job resumes from the latest sound one, and names the skipped ones."""
 
 from __future__ import annotations
 
@@ -229,7 +227,7 @@ def test_a_table_that_breaks_the_plan_of_a_load_is_damage(
 
 
 def test_a_folder_that_has_lost_its_tables_is_not_begun_anew(make_run: MakeRun) -> None:
-    """It was passed over without a word, and training began at step 0."""
+    """Before, the folder was skipped silently, and training began at step 0."""
     run = make_run().train(5)
     for name in (MANIFEST, ".metadata"):
         (run.folder / "step-5" / name).unlink()
@@ -304,7 +302,7 @@ FOUND_BY_THE_LOAD: dict[str, tuple[Callable[[Run], Callable[[bytes], bytes]], st
 def test_damage_that_a_load_finds_is_passed_over_by_the_next_start(
     make_run: MakeRun, name: str
 ) -> None:
-    """Of every group: the step was announced by then, so this start takes no other one, and leaves
+    """Of every group: the step was announced already, so this start takes no other one, and leaves
     a note.
     """
     make, reason = FOUND_BY_THE_LOAD[name]
@@ -347,8 +345,8 @@ def test_damage_that_a_load_finds_is_passed_over_by_the_next_start(
 
 
 def test_a_note_does_not_hold_for_the_checkpoint_that_comes_in_its_place(make_run: MakeRun) -> None:
-    """The job saves the step again: it is sound now. And a note that comes late is of the former
-    one.
+    """The job saves the step again, and the new checkpoint is sound. A late note refers to the
+    former one.
     """
     run = make_run().train(10)
     rewrite(data_of(run.folder / "step-10"), _flip(run))
@@ -368,7 +366,7 @@ def test_a_note_does_not_hold_for_the_checkpoint_that_comes_in_its_place(make_ru
 
 @pytest.mark.parametrize("found_by", ["tables", "load"])
 def test_without_a_sound_one_the_job_ends_with_one_line(make_run: MakeRun, found_by: str) -> None:
-    """Neither does it begin anew, nor is it started again and again."""
+    """It neither starts over, nor restarts again and again."""
     run = make_run().train(10)
     rewrite(data_of(run.folder / "step-5"), lambda data: data[:-1])
     rewrite(
@@ -426,8 +424,8 @@ def test_a_group_that_comes_back_needs_no_checkpoint(make_run: MakeRun, step: in
 
 
 def test_a_group_whose_load_fails_alone_heals_from_the_others(make_run: MakeRun) -> None:
-    """Its memory may be bad: without another checkpoint it must not end for good while they go
-    on.
+    """Its memory may be bad. Without another checkpoint it must not end for good while the others
+    train.
     """
     run = make_run().train(5)
     rewrite(data_of(run.folder / "step-5"), _flip(run))
@@ -442,7 +440,7 @@ def test_a_group_whose_load_fails_alone_heals_from_the_others(make_run: MakeRun)
 def test_what_stock_torchtitan_has_saved_is_looked_through_too(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
-    """It has no manifest; DCP's table tells how long its files must be."""
+    """It has no manifest; DCP's table gives the lengths of its files."""
     run = make_run()
     stock = CheckpointManager(
         dataloader=None,
@@ -502,7 +500,7 @@ def test_more_bytes_than_the_table_names_are_no_damage(make_run: MakeRun) -> Non
 
 
 def test_other_settings_are_no_damage(make_run: MakeRun) -> None:
-    """A checkpoint that lacks a key of this run's optimizer is refused, and left as it is for
+    """A checkpoint without a key of this run's optimizer is refused, and left unchanged for
     others.
     """
     run = make_run().train(5)
@@ -592,8 +590,8 @@ def test_a_checkpoint_that_stays_unreadable_is_passed_over(
 def test_one_glance_does_not_make_damage(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another group replaces the checkpoint while this one looks at it: the first look sees half of
-    the files.
+    """Another group replaces the checkpoint during the inspection: the first look sees half of the
+    files.
     """
     make_run().train(10)
     looks = itertools.count()
@@ -731,7 +729,7 @@ def test_a_folder_that_will_never_do_is_refused_at_once(
 def test_damage_that_one_rank_finds_ends_all(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All ranks end alike, and one note is left."""
+    """All ranks end in the same way, and one note is left."""
     run = make_run().train(10)
     ranks = Ranks(monkeypatch, make_run)
     monkeypatch.setattr(
@@ -758,7 +756,7 @@ def _raise_damage(ranks: Ranks) -> None:
 def test_what_rank_0_finds_damaged_is_passed_over_by_all(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others load what it has chosen, whatever they see themselves."""
+    """The others load rank 0's choice, whatever they see themselves."""
     make_run().train(10)
     ranks = Ranks(monkeypatch, make_run)
     monkeypatch.setattr(
@@ -775,7 +773,7 @@ def test_what_rank_0_finds_damaged_is_passed_over_by_all(
 
 
 def test_a_damaged_model_to_begin_with_is_refused(make_run: MakeRun) -> None:
-    """There is no other one: the line names it."""
+    """There is no other model: the line names it."""
     run = make_run().train(5)
     source = run.folder / "step-5"
     cut = shutil.copytree(source, run.folder.parent / "cut")
@@ -824,7 +822,7 @@ def test_a_damaged_model_of_hugging_faces_format_is_refused(make_run: MakeRun) -
 def test_a_save_that_cannot_be_read_back_is_not_published(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A network file system may report an error of writing to nobody."""
+    """A network file system may report a write error to no process."""
     run = make_run().train(5)
     finish = FileSystemWriter.finish
 

@@ -91,7 +91,7 @@ def test_every_file_of_an_export_can_be_read(
     make_run: MakeRun, index: dict[str, int] | None, files: dict[str, list[str]]
 ) -> None:
     """It holds the tensors of the model, whatever the table names; the index of the export names
-    nothing else.
+    the same ones.
     """
     run = export(make_run, index)
     run.checkpoints.raise_last_failure()
@@ -208,8 +208,8 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_an_export_that_is_not_the_model_is_a_failed_save(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """It is told, the run does not end as if all were well, and the whole training state is saved
-    instead.
+    """The failure is reported, the run does not end as a success, and the whole training state is
+    saved instead.
     """
     change, reason = WRONG[name]
     _patch(monkeypatch, change)

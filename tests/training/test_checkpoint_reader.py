@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a checkpoint that somebody else has written can do: it is data, and no code."""
+"""A checkpoint by another author is data, and runs no code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from titan_ft.training.checkpoint.reader import (
 
 
 class Payload:
-    """Pickled, it is a call that makes a folder, by whoever unpickles it."""
+    """Its pickle is a call that makes a folder in the unpickling process."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -87,7 +87,7 @@ def poison_table(folder: Path, mark: Path) -> None:
 
 
 def test_a_poisoned_table_runs_nothing(tmp_path: Path) -> None:
-    """It is a damaged checkpoint, whose reason names the call."""
+    """It counts as a damaged checkpoint, whose reason names the call."""
     folder, mark = tmp_path / "step-10", tmp_path / "mark"
     save(folder)
     poison_table(folder, mark)

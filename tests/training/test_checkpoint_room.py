@@ -1,8 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Saves that find no room: they say so, and leave nothing behind that takes the room of the next
-one.
-"""
+"""Saves without room: they report it, and leave no remains that take the room of the next save."""
 
 from __future__ import annotations
 
@@ -146,7 +144,7 @@ def test_the_last_save_is_tried_in_another_way_with_all_room_there_is(
 def test_all_ranks_tell_the_same_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, errors: list[Exception | None], told: list[str]
 ) -> None:
-    """That of the first rank that has one: each may be the rank whose line is shown."""
+    """The reason of the first rank that has one: each rank's line may be the shown one."""
     given: list[str] = []
 
     def collect(_: list[str], own: str) -> None:
@@ -183,8 +181,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_real_disk_that_is_full(make_run: MakeRun, small_disk: Path, mode: str) -> None:
-    """One checkpoint fits and two do not: each save says it, the first one stays, and room made is
-    room used.
+    """One checkpoint fits and two do not: each save reports it, the first one stays, and freed room
+    is used.
     """
     run = make_run(folder=str(small_disk / "checkpoints"), async_mode=mode)
     run.model.extra = torch.nn.Parameter(torch.zeros(600_000))  # 2.4 MB

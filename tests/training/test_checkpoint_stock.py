@@ -98,7 +98,7 @@ def save_in_mid_data(make_run: MakeRun, read_of: dict[int, int]) -> tuple[Run, F
 
 
 def test_stock_goes_on_with_the_very_next_batches(make_run: MakeRun, tmp_path: Path) -> None:
-    """On as many data ranks as there are shards; with everything else, too."""
+    """On as many data ranks as there are shards; all other state continues, too."""
     run, feed = save_in_mid_data(make_run, {0: 3, 1: 4})
     for slot in (0, 1):
         other = make_run(slot=slot)
@@ -126,7 +126,7 @@ def test_stock_begins_the_data_of_a_slot_that_was_never_read(
 
 
 def test_stock_refuses_another_number_of_data_ranks(make_run: MakeRun, tmp_path: Path) -> None:
-    """As it does with checkpoints of its own; without the loader it goes on."""
+    """As it does with checkpoints of its own; without the loader it continues."""
     run, _ = save_in_mid_data(make_run, {0: 3, 1: 3})
     stock = make_stock(make_run(), tmp_path, make_loader(0, 4))
     with pytest.raises(AssertionError, match="dp_degree is inconsistent"):
@@ -140,8 +140,8 @@ def test_stock_refuses_another_number_of_data_ranks(make_run: MakeRun, tmp_path:
 
 
 def test_ours_reads_no_pickle(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever writes a checkpoint of stock's could run code here with it; our own keys have the
-    same states.
+    """The author of a stock checkpoint could run code here with it; our own keys have the same
+    states.
     """
     run, feed = save_in_mid_data(make_run, {0: 3, 1: 4})
 

@@ -109,7 +109,7 @@ def test_folder_of_a_group(
 
 
 def test_attempt_that_is_killed_leaves_all_its_points(tmp_path: Path) -> None:
-    """And the next one goes on where it has healed to; what a lost state had logged is dropped."""
+    """The next attempt continues at the step of its heal; points of a lost state are dropped."""
     attempt(tmp_path, (1, 5.0), (10, 4.0), (20, 3.0))
     assert read(tmp_path) == [(1, 5.0), (10, 4.0), (20, 3.0)]
     attempt(tmp_path, (40, 2.0), (50, 1.0))
@@ -120,8 +120,8 @@ def test_attempt_that_is_killed_leaves_all_its_points(tmp_path: Path) -> None:
 
 
 def test_step_that_is_made_again_by_one_process(tmp_path: Path) -> None:
-    """A group that healed back to a step shows what it made last; validation at a step does not
-    drop its training.
+    """A group that healed back to a step shows its last values; validation at a step does not drop
+    its training.
     """
     curves = GroupCurves(tmp_path)
     for step, loss in ((1, 3.0), (2, 2.0), (3, 9.0), (3, 1.0), (4, 0.5)):
@@ -133,7 +133,7 @@ def test_step_that_is_made_again_by_one_process(tmp_path: Path) -> None:
 
 
 def test_nothing_is_made_before_the_first_point(tmp_path: Path) -> None:
-    """An attempt that dies while it heals leaves no file that would show as a restart."""
+    """An attempt that dies during its heal leaves no file that would show as a restart."""
     GroupCurves(tmp_path / "folder").close()
     assert not (tmp_path / "folder").exists()
 
@@ -184,8 +184,8 @@ def test_training_has_no_thread_for_its_curves(tmp_path: Path) -> None:
 
 
 def test_wandb_run_is_the_same_for_every_attempt(tmp_path: Path) -> None:
-    """By the name that there is: the user's, the launcher's, the job's, else the folder's; groups
-    differ, jobs too.
+    """By the first existing name: the user's, the launcher's, the job's, the folder's; groups and
+    jobs differ.
     """
     first = wandb_environment({}, config(tmp_path / "a"), 0)
     assert first == wandb_environment({}, config(tmp_path / "a"), 0)

@@ -13,7 +13,7 @@ from titan_ft.training.finished import finished_step, mark_finished
 
 
 def test_the_job_finds_its_mark(tmp_path: Path) -> None:
-    """Left by several groups, one after the other, with nothing else beside it."""
+    """Several groups leave it, one after the other, and nothing else beside it."""
     mark = tmp_path / "finished.json"
     assert finished_step(mark, "c0ffee") is None
     for _ in range(2):
@@ -38,8 +38,8 @@ def test_a_mark_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
 
 
 def test_a_mark_takes_no_room(small_disk: Any) -> None:
-    """On a full disk, too, a group that comes back learns that the job is over; a later mark
-    replaces it.
+    """On a full disk, too, a returning group learns that the job is finished; a later mark replaces
+    it.
     """
     mark = small_disk.folder / "finished.json"
     small_disk.fill()

@@ -58,7 +58,7 @@ class Training:
 
     @property
     def states(self) -> dict[str, Any]:
-        """What a checkpoint has of it beside the weights."""
+        """Its states in a checkpoint beside the weights."""
         return {"optimizer": self.optimizers, "lr_scheduler": self.schedulers}
 
     @property
@@ -131,7 +131,7 @@ def test_nothing_changes_without_a_change(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_each_change_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where nobody launched it with --resume, as on a cluster."""
+    """Also without --resume, as on a cluster."""
     lines: list[str] = []
     monkeypatch.setattr(hyperparameters.logger, "warning", lines.append)
     _, now = resume(tmp_path, weight_decay=0.5)
@@ -151,7 +151,7 @@ def test_what_an_optimizer_of_the_user_s_keeps_stays_loaded() -> None:
 
 
 def test_a_scheduler_of_the_user_s_keeps_what_it_has_loaded() -> None:
-    """One without torchtitan's function of the step: nobody here knows what its LR follows from."""
+    """Without torchtitan's function of the step, the origin of its LR is unknown."""
     made = Training()
     optimizer = next(iter(made.optimizers))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)

@@ -19,9 +19,7 @@ CONFIG = Path(__file__).parents[2] / "configs" / "llama3_debug.toml"
 
 
 def test_a_config_is_read_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
-    """A fork finds it read; a worker that is started after the file was changed gets what it says
-    then.
-    """
+    """A fork inherits it; a worker that starts after a change of the file gets the new values."""
     file = tmp_path / "run.toml"
     text = CONFIG.read_text()
     file.write_text(text.replace("seed = 42", "seed = 1"))
@@ -37,9 +35,7 @@ def test_a_config_is_read_once_and_again_when_it_has_changed(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["llama3_debug", "llama3_debug_diloco"])
 def test_debug_runs_have_a_flight_recorder(name: str) -> None:
-    """They had none, so no test ran with torchtitan's default, and all groups wrote their records
-    to one path.
-    """
+    """They had none, so no test ran with torchtitan's default, and all groups wrote to one path."""
     assert read_config(f"--job.config_file={CONFIG.with_stem(name)}").comm.trace_buf_size > 0
 
 
@@ -88,7 +84,7 @@ def test_a_table_of_files_that_is_no_file_is_refused(tmp_path: Path) -> None:
     "text", ["{}", '{"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}']
 )
 def test_a_table_of_files_that_torchtitan_reads_is_taken(tmp_path: Path, text: str) -> None:
-    """Also an empty one, which it takes for none."""
+    """Also an empty one, which torchtitan takes for none."""
     (tmp_path / INDEX).write_text(text)
     config = read_config(f"--job.config_file={CONFIG}", f"--model.hf_assets_path={tmp_path}")
     assert config.model.hf_assets_path == str(tmp_path)

@@ -1,7 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a rank opens to the other groups: the shape that its group has, its address, its end when
-ranks are silent.
+"""A rank's links to the other groups: the shape of its group, its address, its end with silent
+ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _world() -> Iterator[None]:
 
 
 class TwoRanks(GroupCollectives):
-    """A group whose other rank tells `other`."""
+    """A group whose other rank reports `other`."""
 
     def __init__(self, other: int) -> None:
         self.other = other
@@ -78,7 +78,7 @@ def shape(*parts: nn.Module, group: GroupCollectives | None = None, **degrees: i
 
 
 def test_the_same_model_has_the_same_shape() -> None:
-    """It says how many ranks there are, how they are arranged, and what they run."""
+    """The shape includes the number of ranks, their arrangement and the model."""
     one, other = shape(nn.Linear(2, 3)), shape(nn.Linear(2, 3))
     assert one == other
     ranks, *facts = one.split(";")
@@ -91,7 +91,7 @@ def test_the_same_model_has_the_same_shape() -> None:
 
 
 def test_the_mesh_is_told() -> None:
-    """Degrees of 1 are not; the one that was -1 is, as it came out."""
+    """Without degrees of 1; with the resolved value of a -1."""
     assert shape(nn.Linear(2, 3), dp_shard=-1, tp=2, world_size=4).startswith("1r.dp_shard2.tp2;")
 
 
@@ -130,7 +130,7 @@ def test_load_balancing_is_part_of_the_shape() -> None:
 
 
 def test_every_rank_counts() -> None:
-    """Two groups whose ranks 0 are alike differ if their ranks 1 do."""
+    """Two groups with equal ranks 0 differ if their ranks 1 do."""
     model = nn.Linear(2, 3)
     assert (
         shape(model, group=TwoRanks(1))
@@ -226,7 +226,7 @@ def test_ranks_of_a_later_attempt_find_each_other(monkeypatch: pytest.MonkeyPatc
 
 
 def test_all_links_are_closed_although_one_cannot_be() -> None:
-    """Else the heartbeats would go on, or the port stay open, in a process that takes long to
+    """Otherwise heartbeats would continue, or the port stay open, in a process that takes long to
     end.
     """
     closed: list[str] = []
@@ -250,7 +250,7 @@ def test_a_group_with_a_silent_rank_says_why_before_it_falls_silent(
 ) -> None:
     """Without heartbeats the training thread's vote fails, and that may end the process first.
 
-    To the agent the end is one that may go by itself: the host of the silent rank is frozen.
+    For the agent this end is transient: the host of the silent rank is frozen.
     """
     error_file = tmp_path / "rank-0.error.json"
     monkeypatch.setenv(FILE_ENV, str(error_file))

@@ -117,7 +117,7 @@ class Reshuffling(Counting):
     """Shuffles each epoch of 12 batches; its state has the order and the place in it, but no
     generator.
 
-    Where it is opened in its first epoch, its generator happens to be right.
+    If it is opened in its first epoch, its generator happens to be right.
     """
 
     def __init__(self) -> None:
@@ -140,8 +140,8 @@ class Reshuffling(Counting):
 
 
 class LosesLaterEpochs(Counting):
-    """Begins again with its first batch where its state is of a later epoch than the first one, of
-    12 batches.
+    """Starts over with its first batch if its state is of a later epoch than the first one, of 12
+    batches.
     """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -250,7 +250,7 @@ class Opaque(IterableDataset):
 def text_loader(
     data: Any, of: type[HuggingFaceTextDataset] = HuggingFaceTextDataset, **options: Any
 ) -> Any:
-    """Return torchtitan's loader of text over `data`, which nobody reads."""
+    """Return torchtitan's unread loader of text over `data`."""
     dataset = of.__new__(of)
     dataset._data = data
     return ParallelAwareDataloader(dataset, dp_rank=0, dp_world_size=1, batch_size=1, **options)

@@ -105,8 +105,8 @@ class Mesh:
 
 
 def test_a_pipeline_s_loss_is_known_to_all_its_ranks() -> None:
-    """Only the last stage has one, all of whose tensor-parallel ranks hold the same; its tokens
-    count once.
+    """Only the last stage has one, the same on all of its tensor-parallel ranks; its tokens count
+    once.
     """
     # Of (stage, tensor-parallel rank).
     losses = {(0, 0): -2.0, (0, 1): -2.0, (1, 0): 0.25, (1, 1): 0.25}
@@ -134,7 +134,7 @@ def test_the_exchange_is_armed_before_the_last_backward(monkeypatch: pytest.Monk
     """Not before an earlier one, whose gradients are not final.
 
     The next batch is read while the device is at the last backward: before the host waits for the
-        loss.
+    loss.
     """
     order: list[str] = []
     item = torch.Tensor.item
@@ -197,8 +197,8 @@ def test_tokens_count_when_they_are_trained() -> None:
 
 
 def test_without_data_no_step_is_made() -> None:
-    """A round of a semi-synchronous method would count one that it has not, and wait for a gradient
-    of it for ever.
+    """A round of a semi-synchronous method would count a missing step, and wait for its gradient
+    for ever.
     """
 
     def read(slot: int, count: int, behind: int) -> Any:
@@ -272,9 +272,7 @@ def test_a_warm_up_is_short_where_no_shape_counts(
 
 @pytest.mark.parametrize("text", [True, False])
 def test_a_warm_up_is_taken_back(text: bool) -> None:
-    """Weights, moments and counters are those of before, and no gradient or random number is left
-    of it.
-    """
+    """Weights, moments and counters are as before, and no gradient or random number is left."""
     done: list[str] = []
     drawn = torch.random.get_rng_state()
     this = local(

@@ -95,7 +95,7 @@ def test_torchtitan_0_2_has_no_such_functions() -> None:
 
 
 def test_a_command_gets_a_toml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Which a child makes. Other words stay as they are; without --module all of them do."""
+    """A child makes it. Other words stay unchanged; without --module all of them do."""
     script = tmp_path / "reader.py"
     script.write_text(
         "import sys\nprint('[job]')\nprint(f'description = \"{sys.argv[1]}/{sys.argv[2]}\"')\n"

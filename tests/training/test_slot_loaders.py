@@ -1,7 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The loaders of the slots: which shard each reads, and what a loader's worker keeps of its
-rank.
+"""The loaders of the slots: the shard of each, and the parts of its rank that a loader's worker
+keeps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from titan_ft.training.slot_loaders import SlotLoaders
 def loaders(
     slot: int, group_size: int, shard: int = 0, num_shards: int = 1, workers: int = 0
 ) -> SlotLoaders:
-    """Return loaders whose own slot was built; a loader is a record of what it was built with."""
+    """Return loaders with the own slot built; a loader is a record of its build's arguments."""
     made = SlotLoaders(FaultTolerance(enable=True, group_size=group_size, replica_id=slot))
 
     def build(dp_world_size: int, dp_rank: int) -> Any:
@@ -43,8 +43,8 @@ def loaders(
 
 @pytest.mark.parametrize(("group_size", "num_shards"), [(1, 1), (2, 1), (3, 2), (2, 4)])
 def test_all_slots_together_read_each_shard_once(group_size: int, num_shards: int) -> None:
-    """Slot r and data rank i read what torchtitan's HSDP has rank r x degree + i read, whoever
-    reads the slot.
+    """Slot r and data rank i read the shard of torchtitan's HSDP rank r x degree + i, whichever
+    group reads it.
     """
     for reader in range(group_size):
         opened = [
@@ -57,9 +57,7 @@ def test_all_slots_together_read_each_shard_once(group_size: int, num_shards: in
 
 
 def test_the_loader_that_torchtitan_has_built_is_used_first() -> None:
-    """Once: a loader that was read from cannot go back to its beginning. Another slot never gets
-    it.
-    """
+    """Once: a read loader cannot go back to its beginning. Another slot never gets it."""
     made = loaders(1, 3)
     first = made._first
     assert made.open(1) is first
@@ -83,9 +81,7 @@ class _Unhurried:
 
 
 class _Tokens(IterableDataset[int]):
-    """Goes on changing, as torchtitan's text dataset does, the list that it has given as its
-    state.
-    """
+    """Keeps changing the list that it has given as its state, as torchtitan's text dataset does."""
 
     def __init__(self) -> None:
         self._read: list[int] = []

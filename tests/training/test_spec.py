@@ -108,7 +108,7 @@ def experts(*coeffs: float | None) -> torch.nn.Module:
 
 
 def test_token_counts_are_those_that_load_balancing_needs() -> None:
-    """A layer without it counts as well, for nobody; a layer without experts has none."""
+    """A layer without load balancing has unused counts; a layer without experts has none."""
     model = experts(1e-3, None, 1e-2)
     counts = spec.token_counts([model, torch.nn.Linear(2, 2)])
     layers = [model.get_submodule(f"layers.{number}.moe") for number in (0, 2)]

@@ -1,8 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The event of a step: written behind its commit, by a thread where a GPU still makes the
-update.
-"""
+"""The event of a step: written after its commit, by a thread if a GPU still makes the update."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ class Written:
         self.events.append((event.step, event.grad_norm))
 
     def should_log(self, step: int) -> bool:
-        """Say whether a step is logged."""
+        """Return True if a step is logged."""
         return step % 2 == 0
 
     def log(self, step: int, loss: float, max_loss: float, grad_norm: float, **_: Any) -> None:
@@ -55,7 +53,7 @@ class Written:
 
 
 class Norm:
-    """A number to which the device comes later: whoever reads it waits."""
+    """A number that the device computes later; reading it waits."""
 
     def __init__(self, value: float, is_there: bool = True) -> None:
         self.value, self.there = value, threading.Event()
@@ -86,7 +84,7 @@ def commit(log: StepLog, step: int, norm: Norm) -> None:
 
 
 def make_steps(written: Written) -> StepLog:
-    """Make steps whose norms are 1.0, 2.0, and so on."""
+    """Make steps with the norms 1.0, 2.0, and so on."""
     log = StepLog(written, written, 0)  # type: ignore[arg-type]  # stands in for both
     for step in range(1, STEPS + 1):
         commit(log, step, Norm(float(step)))
@@ -94,7 +92,7 @@ def make_steps(written: Written) -> StepLog:
 
 
 def test_on_a_cpu_it_is_there_at_once() -> None:
-    """What a process has committed is in its file, whatever becomes of it then."""
+    """A process's commit is in its file at once, whatever happens to the process then."""
     written = Written()
     make_steps(written)
     assert written.events == [(step, float(step)) for step in range(1, STEPS + 1)]

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Validation to the end of the data, on ranks whose shares of it are not equally long."""
+"""Validation to the end of the data, on ranks with shares of different lengths."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Ranks:
         return found
 
     def run(self, act: Callable[[int], Any]) -> list[Any]:
-        """Let each rank act; return what each returned, or the error that ended it."""
+        """Run `act` on each rank; return the ranks' results, or the errors that ended them."""
 
         def call(rank: int) -> Any:
             try:
@@ -132,7 +132,7 @@ def test_all_ranks_stop_where_the_first_share_ends(counts: tuple[int, ...], expe
 
 @pytest.mark.parametrize("counts", [(0, 4), (4, 0), (0, 0), (0,)])
 def test_a_rank_without_a_batch_is_a_mistake_of_the_config(counts: tuple[int, ...]) -> None:
-    """Of the same words on all ranks, so that none of them waits for one that has ended."""
+    """With the same words on all ranks, so that none of them waits for an ended one."""
     errors = validate([batches(count) for count in counts])
     assert {type(error) for error in errors} == {ConfigError}
     (text,) = {str(error) for error in errors}
@@ -147,14 +147,12 @@ def test_a_rank_without_a_batch_is_a_mistake_of_the_config(counts: tuple[int, ..
 
 @pytest.mark.parametrize(("whole", "expected"), [(None, 3), (2, 2)])
 def test_a_pipeline_takes_whole_batches_only(whole: int | None, expected: int) -> None:
-    """The last batch of a share may be a smaller one, which does not fit the buffers of its
-    stages.
-    """
+    """The last batch of a share may be smaller, and then does not fit the buffers of the stages."""
     assert validate([batches(3, last=1), batches(5)], whole=whole) == [[expected]] * 2
 
 
 def test_a_number_of_batches_is_left_to_torchtitan() -> None:
-    """It stops by itself: nobody is asked, and the loader goes on where it was."""
+    """torchtitan stops by itself: there is no collective, and the loader continues at its place."""
 
     def gather(value: int) -> list[int]:
         raise AssertionError("a collective that the other ranks do not call")
@@ -189,7 +187,7 @@ def test_the_watchdog_sees_each_batch(steps: int) -> None:
 def test_each_validation_is_of_the_same_batches(
     dataset: Callable[..., ParallelAwareDataloader], stream: bool, workers: dict[str, Any]
 ) -> None:
-    """torchtitan's dataset remembers that it is at its end: its second validation had no batch."""
+    """torchtitan's dataset stays at its end: its second validation had no batch."""
     # One rank after the other, in this thread: a worker that is forked by another thread may crash.
     for rank in (0, 1):
         loader = dataset([30, 50, 10, 20], rank, 2, stream=stream, **workers)
@@ -216,7 +214,7 @@ def test_a_share_without_a_document(dataset: Callable[..., ParallelAwareDataload
 
 
 def test_a_validator_of_the_user_s_finds_its_loader() -> None:
-    """What it reads of it beside its batches, and none of its worker processes keeps a rank's
+    """It finds the loader's other attributes, too, and no worker process of it keeps a rank's
     sockets.
     """
     loader = SimpleNamespace(
@@ -228,7 +226,7 @@ def test_a_validator_of_the_user_s_finds_its_loader() -> None:
 
 
 def test_an_error_of_the_loader_is_its_own() -> None:
-    """It ends this rank, and with it the group; it is not taken for the end of the data."""
+    """The error ends this rank, and with it the group; it is not taken for the end of the data."""
 
     def broken() -> Iterator[Any]:
         yield batches(1)[0]
@@ -302,11 +300,11 @@ def world() -> Iterator[None]:
 
 
 def test_the_state_after_a_validation_is_the_one_before_it(world: None) -> None:
-    """A validation that falls due in the midst of a round is made after it, with the weights of the
-    update.
+    """A validation that falls due during a round is made after it, with the weights of the update.
 
-    A forward without a backward leaves FSDP's root whole: a digest then, and a copy, would be of
-    other tensors."""
+    A forward without a backward leaves FSDP's root whole. A digest or a copy would be of other
+    tensors.
+    """
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 3))
     mesh = init_device_mesh("cpu", (1,))
     fully_shard(model[0], mesh=mesh)

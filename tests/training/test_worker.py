@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a worker tells of itself when it begins."""
+"""A worker's report about itself at its start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from titan_ft.training.worker import describe  # noqa: E402
 
 
 def test_setup_tells_model_data_machine_and_versions() -> None:
-    """A reader of the history learns what was trained, on what and with which software, without the
+    """A reader of the history finds the model, the data, the machine and the software, without the
     config.
     """
     config: Any = SimpleNamespace(
