@@ -662,7 +662,7 @@ def rounds(world: World, alpha: float = 0.0, **options: Any) -> Any:
                 )
                 training.model(tokens.to(rank.where)).backward()
                 training.optimizers.step()
-            outer.take_changes({0: 1.0 + number})
+            outer.compute_changes({0: 1.0 + number})
             exchange.give_fragments({0: 1.0 + number})
             sums = exchange_with(exchange, lambda quorum: ([0.0], b"")).sums
             (sums.copy() if number else sums).write()

@@ -36,7 +36,7 @@ _ROOT = Path(__file__).parents[2]
 _QUICK_SCENARIOS = ("train", "heal", "copy_beside_training")
 _QUICK_REMOVALS = (
     "gradients.flight.Flight._sum_and_gather:wait_for",
-    "engine.outer.OuterModel.take_changes:synchronize",
+    "engine.outer.OuterModel.compute_changes:synchronize",
     "transfer.snapshot.TrainState._await_running_copy:wait_for",
 )
 

@@ -805,7 +805,7 @@ def change_without_tokens(patch: Patch) -> None:
     ) -> None:
         former(self, dict.fromkeys(weights, 1 / 3))
 
-    around(patch, outer.OuterModel, "take_changes", take)
+    around(patch, outer.OuterModel, "compute_changes", take)
 
 
 @mutation(kinds=("none",), promises=("exact average",), mode="semi")

@@ -2,14 +2,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The outer model of a semi-synchronous method, on which the groups agree between two rounds.
 
-LocalSGD and DiLoCo (arXiv 2311.08105): all groups start a round with the same weights, the
-*anchors*. Each group trains `sync_steps` steps by itself. Then the groups exchange how far each has
-moved from the anchors. The outer optimizer makes one update of the anchors from the mean of these
-changes. With Streaming DiLoCo (arXiv 2501.18512), the groups do so for one fragment of the model
-after the other.
+One round of LocalSGD and DiLoCo (arXiv 2311.08105):
 
-The job's state consists of the anchors, the state of the outer optimizer, and the counters. The
-moments of the inner optimizer, and the distance from the anchors, are each group's own.
+1. All groups start with the same weights, the *anchors*.
+2. Each group trains `sync_steps` steps by itself, with its *inner* optimizer.
+3. The groups exchange their *changes*: anchors minus weights.
+4. The *outer* optimizer updates the anchors, with the mean of the changes as the gradient.
+
+With Streaming DiLoCo (arXiv 2501.18512), a round does steps 3 and 4 for one fragment of the model.
+
+The job's state consists of the anchors, the state of the outer optimizer, and the counters. Each
+group has its own moments of the inner optimizer, and its own weights during a round.
 
 See docs/semi_sync.md.
 """
@@ -39,7 +42,7 @@ _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 class OuterModel:
     """This rank's shards of the anchors in host memory, and the outer optimizer over them.
 
-    The memory is pinned if there is a GPU. `RoundStrategy` calls it. Training thread only.
+    `RoundStrategy` calls it, on the training thread. The memory is pinned if there is a GPU.
 
     Args:
         model_parts: as torchtitan's Trainer holds them. Their weights are the first anchors.
@@ -77,10 +80,10 @@ class OuterModel:
             for anchor in self.anchors:
                 zeros = torch.zeros_like(anchor, requires_grad=False)
                 self.optimizer.state[anchor]["momentum_buffer"] = zeros
-        self.take_model()
+        self.adopt_model()
 
     @torch.no_grad()
-    def take_model(self) -> None:
+    def adopt_model(self) -> None:
         """Set the anchors to the model's weights, for instance to those of a checkpoint."""
         for anchor, (_, parameter) in zip(self.anchors, self._named, strict=True):
             anchor.copy_(device.local_shard(parameter), non_blocking=True)
@@ -108,10 +111,8 @@ class OuterModel:
                 device.local_shard(parameter).copy_(weights)
 
     @torch.no_grad()
-    def take_changes(self, weights: Mapping[int, float]) -> None:
-        """Set the gradients of some fragments' anchors to the change of this group's weights.
-
-        The change is: anchor - weight of the model.
+    def compute_changes(self, weights: Mapping[int, float]) -> None:
+        """Set the gradients of some anchors to their changes: anchor - weight of the model.
 
         Args:
             weights: factor of the change, by fragment. Other fragments get no gradient.
@@ -138,11 +139,10 @@ class OuterModel:
 
     @torch.no_grad()
     def step(self, alpha: float = 0.0) -> float:
-        """Make the outer update of the anchors with a gradient, and set the model's weights to
-        them.
+        """Update the anchors that have a gradient, and set the model's weights to them.
 
         Args:
-            alpha: share of the model's own weights that it keeps (0 = none).
+            alpha: share of its own weights that the model keeps; 0 = none.
 
         Returns:
             The sum of squares of this rank's part of the gradients. If several ranks hold the same
@@ -157,7 +157,9 @@ class OuterModel:
             if anchor.grad is not None:
                 weights = anchor.to(parameter.device, non_blocking=True)
                 shard = device.local_shard(parameter)
-                shard.copy_(torch.lerp(weights, shard, alpha) if alpha else weights)
+                if alpha:
+                    weights = torch.lerp(weights, shard, alpha)
+                shard.copy_(weights)
         device.synchronize()
         return squares
 

@@ -201,7 +201,7 @@ class RoundStrategy(StepStrategy):
 
     def adopt_checkpoint(self) -> None:
         """Make the checkpoint's weights the anchors."""
-        self.outer.take_model()
+        self.outer.adopt_model()
         self._forget_work()
         super().adopt_checkpoint()
 
@@ -371,7 +371,7 @@ class RoundStrategy(StepStrategy):
             tokens = self._trained_tokens[fragment]
             self._given_tokens[fragment] = tokens
             weights[fragment] = tokens / self._training.nominal_tokens
-        self.outer.take_changes(weights)
+        self.outer.compute_changes(weights)
         self._exchange.give_fragments(weights)
 
     @property

@@ -70,27 +70,27 @@ class ControlConnection:
         self.is_accepted = False
         self.closed = False
         self._message_bytes = 0  # length of the next message of the handshake
-        self._take: Callable[[bytes], None] = _refuse
+        self._on_message: Callable[[bytes], None] = _refuse
 
     @property
     def num_missing(self) -> int:
         """Bytes that the next message of the handshake still lacks."""
         return self._message_bytes - len(self.received)
 
-    def expect_message(self, length: int, take: Callable[[bytes], None]) -> None:
-        """Have `take_message` call `take` with the next `length` bytes of the handshake."""
+    def expect_message(self, length: int, on_message: Callable[[bytes], None]) -> None:
+        """Let `handle_message` call `on_message` with the next `length` bytes of the handshake."""
         self._message_bytes = length
-        self._take = take
+        self._on_message = on_message
 
-    def take_message(self) -> None:
-        """Hand over the handshake message that has arrived completely.
+    def handle_message(self) -> None:
+        """Pass on the message of the handshake that has arrived completely.
 
         Raises:
             HandshakeError: the message does not come from a neighbour.
         """
         message = bytes(self.received)
         self.received.clear()
-        self._take(message)
+        self._on_message(message)
 
     def write_frame(self, frame: bytes) -> None:
         """Append a frame to the unsent bytes."""
@@ -99,7 +99,7 @@ class ControlConnection:
         self.unsent += frame
         self.unsent += self.own_seal.make(frame)
 
-    def take_frame(self) -> bytes | None:
+    def pop_frame(self) -> bytes | None:
         """Return the next frame, or None if it has not arrived completely.
 
         Raises:

@@ -219,7 +219,7 @@ class ControlSockets:
     def _run(self) -> None:
         try:
             while not self._closed:
-                self._take_turn()
+                self._run_turn()
         except Exception as error:
             # First the report: without it the rank waits for an answer for ever. The log may block.
             self._on_failure(error)
@@ -229,7 +229,7 @@ class ControlSockets:
                 self._closed = True
                 self._release()
 
-    def _take_turn(self) -> None:
+    def _run_turn(self) -> None:
         """Wait, serve the sockets that are ready, and do what is due."""
         wait_seconds = max(0.0, self._wakes_at - time.monotonic())
         ready = self._selector.select(min(wait_seconds, _MAX_WAIT_SECONDS))
@@ -313,7 +313,7 @@ class ControlSockets:
                 dialing.close()
             return False
         handshake = ChildHandshake(self._secret, self._rank, parent, self._own)
-        connection.expect_message(REPLY_BYTES, partial(self._take_reply, connection, handshake))
+        connection.expect_message(REPLY_BYTES, partial(self._handle_reply, connection, handshake))
         connection.unsent += handshake.hello
         self._watch_writes(connection)  # the socket is writable once it is connected
         return True
@@ -333,7 +333,7 @@ class ControlSockets:
                     self._pause_accepting(error)
                     return
                 continue  # the other end has already gone away
-            connection.expect_message(HELLO_BYTES, partial(self._take_hello, connection))
+            connection.expect_message(HELLO_BYTES, partial(self._handle_hello, connection))
             self._limit_strangers()
 
     def _pause_accepting(self, error: OSError) -> None:
@@ -367,15 +367,15 @@ class ControlSockets:
     def _close_late(self, now: float) -> None:
         late = [connection for connection, deadline in self._unproved.items() if now >= deadline]
         for connection in late:
-            self._end(connection, "the other end has not proved the run's token in time")
+            self._end_connection(connection, "the other end has not proved the run's token in time")
 
-    def _take_hello(self, connection: ControlConnection, hello: bytes) -> None:
+    def _handle_hello(self, connection: ControlConnection, hello: bytes) -> None:
         handshake = ParentHandshake(self._secret, self._rank, self._children, hello)
         connection.unsent += handshake.reply
-        connection.expect_message(ANSWER_BYTES, partial(self._take_answer, connection, handshake))
+        connection.expect_message(ANSWER_BYTES, partial(self._handle_answer, connection, handshake))
         self._flush(connection)
 
-    def _take_answer(
+    def _handle_answer(
         self,
         connection: ControlConnection,
         handshake: ParentHandshake,
@@ -385,7 +385,7 @@ class ControlSockets:
         connection.own_seal, connection.others_seal = handshake.seals()
         self._join(connection, handshake.child, identity)
 
-    def _take_reply(
+    def _handle_reply(
         self,
         connection: ControlConnection,
         handshake: ChildHandshake,
@@ -449,7 +449,7 @@ class ControlSockets:
         if events & selectors.EVENT_READ:
             self._read(connection)  # first: reading shows why a connection could not be made
         if events & selectors.EVENT_WRITE:
-            self._note_accepted(connection)
+            self._extend_handshake(connection)
             self._flush(connection)
 
     def _read(self, connection: ControlConnection) -> None:
@@ -462,28 +462,28 @@ class ControlSockets:
         except BlockingIOError:
             return
         except OSError as error:
-            self._end(connection, first_line(error))
+            self._end_connection(connection, first_line(error))
             return
         if not data:
-            self._end(connection, "the other end closed the connection")
+            self._end_connection(connection, "the other end closed the connection")
             return
         connection.received += data
         try:
             if connection.peer is not None:
-                self._take_frames(connection, connection.peer)
+                self._handle_frames(connection, connection.peer)
             elif connection.num_missing == 0:
-                connection.take_message()
+                connection.handle_message()
         except (HandshakeError, FrameError) as error:
-            self._end(connection, first_line(error))
+            self._end_connection(connection, first_line(error))
 
-    def _take_frames(self, connection: ControlConnection, peer: int) -> None:
+    def _handle_frames(self, connection: ControlConnection, peer: int) -> None:
         """Give the node each frame that has arrived completely.
 
         Raises:
             FrameError: the other end sends something else.
         """
         while not connection.closed:  # the node may close the connection because of a frame
-            frame = connection.take_frame()
+            frame = connection.pop_frame()
             if frame is None:
                 return
             self.call(partial(self._node.receive, peer, frame))
@@ -495,7 +495,7 @@ class ControlSockets:
         connection.send_unsent()
         self._watch_writes(connection)
 
-    def _note_accepted(self, connection: ControlConnection) -> None:
+    def _extend_handshake(self, connection: ControlConnection) -> None:
         """Give a parent more time to answer after its host has accepted the connection."""
         is_dial = connection.dialed is not None and connection in self._unproved
         if is_dial and not connection.is_accepted:
@@ -514,7 +514,7 @@ class ControlSockets:
         key = self._selector.get_key(connection.socket)
         self._selector.modify(connection.socket, events, key.data)
 
-    def _end(self, connection: ControlConnection, reason: str) -> None:
+    def _end_connection(self, connection: ControlConnection, reason: str) -> None:
         """Close a broken connection, and report the end to the node unless a stranger made it."""
         if connection.closed:
             return

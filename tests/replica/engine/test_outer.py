@@ -60,7 +60,7 @@ def move(of: nn.Module, *changes: float) -> None:
 def make_round(outer: OuterModel, of: nn.Module, *changes: float) -> float:
     """Make a round of a group that is alone."""
     move(of, *changes)
-    outer.take_changes({0: 1.0})
+    outer.compute_changes({0: 1.0})
     return outer.step()
 
 
@@ -115,8 +115,8 @@ def test_a_retry_has_the_same_change() -> None:
     group = model(1.0)
     outer = OuterModel([group], LOCAL_SGD)
     move(group, 0.25)
-    outer.take_changes({0: 2.0})
-    outer.take_changes({0: 2.0})
+    outer.compute_changes({0: 2.0})
+    outer.compute_changes({0: 2.0})
     assert outer.anchors[0].grad is not None
     assert outer.anchors[0].grad.item() == 0.5
     assert outer.anchors[0].item() == 1.0
@@ -155,7 +155,7 @@ def test_a_fragment_is_updated_alone() -> None:
     group = model(1.0, 2.0, 3.0)
     outer = OuterModel([group], DILOCO, fragments=[0, 1, 0])
     move(group, 0.5, 0.25, 1.0)
-    outer.take_changes({1: 1.0})
+    outer.compute_changes({1: 1.0})
     assert [anchor.grad is None for anchor in outer.anchors] == [True, False, True]
     assert outer.step() == 0.25**2
     first = 2.0 - 0.7 * 1.9 * 0.25
@@ -163,7 +163,7 @@ def test_a_fragment_is_updated_alone() -> None:
     assert weights(group) == pytest.approx([0.5, first, 2.0])
     assert [outer.momentum(anchor).item() for anchor in outer.anchors] == [0.0, 0.25, 0.0]
     move(group, 0.5, 0.0, 0.0)
-    outer.take_changes({0: 2.0, 1: 1.0})
+    outer.compute_changes({0: 2.0, 1: 1.0})
     assert [anchor.grad.item() for anchor in outer.anchors if anchor.grad is not None] == [
         2.0,
         0.0,
@@ -176,7 +176,7 @@ def test_a_group_keeps_a_share_of_its_own_weights() -> None:
     group = model(1.0)
     outer = OuterModel([group], LOCAL_SGD)
     move(group, 0.5)
-    outer.take_changes({0: 1.0})
+    outer.compute_changes({0: 1.0})
     move(group, 0.25)  # while the exchange was under way
     outer.step(alpha=0.25)
     assert outer.anchors[0].item() == 0.5
@@ -243,7 +243,7 @@ class Group:
         if self.tokens:
             move(self.model, change, 2 * change)
             weights = {0: self.tokens / NOMINAL}
-            self.outer.take_changes(weights)
+            self.outer.compute_changes(weights)
             self._exchange.give_fragments(weights)
         self._finish().sums.write()
         self.outer.step()
@@ -345,7 +345,7 @@ def test_training_continues_exactly_after_a_save() -> None:
     saved = {name: tensor.clone() for name, tensor in outer.state_dict().items()}
     resumed.load_state_dict(group.state_dict())
     again.load_state_dict(saved)
-    again.take_model()
+    again.adopt_model()
     for _ in range(2):
         make_round(outer, group, 0.7, -0.1)
         make_round(again, resumed, 0.7, -0.1)
@@ -407,7 +407,7 @@ class Training:
 
     def make_round(self) -> None:
         self.inner.train(2)
-        self.outer.take_changes({0: 1.0})
+        self.outer.compute_changes({0: 1.0})
         self.outer.step()
 
 

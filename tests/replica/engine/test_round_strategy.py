@@ -94,7 +94,7 @@ class Round:
             _position=SimpleNamespace(step=2, mark_leaving=lambda: None),
             _group=SimpleNamespace(gather=lambda value: [value, False]),
             work=RoundWork(9, lr=0.1),
-            outer=SimpleNamespace(take_changes=self.changes.append),
+            outer=SimpleNamespace(compute_changes=self.changes.append),
             _make_step=self._make_step,
         )
 
