@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Write the job's curves of a run that no launcher watches over: `titan-ft curves`."""
+"""Write the job's curves of a run without a launcher: `titan-ft curves`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ from titan_ft.system.stop import StopRequests
 from titan_ft.system.whole_file import write_whole
 
 POLL_SECONDS = 1.0
-_LEAST_BYTES = 8192  # of room, or the command is refused: a few points
+_LEAST_BYTES = 8192
+"""Free space without which the command is refused; enough for a few points."""
 
 
 def write_curves(run_dir: Path, folder: Path | None = None) -> int:
-    """Write the curves of a run until it is over, or a signal ends it; return 0, or 1 if some of them are lost.
+    """Write the curves of a run until it is over, or until a signal.
 
-    A signal makes it 128 + its number.
+    The curves are made anew from the run's events, and replace the files of an earlier call. If the
+    disk is full, the writer waits for room.
 
-    They are made anew from the run's events: what an earlier call has written goes. A disk that becomes full while the
-    run goes on is waited for.
+    Returns:
+        0; 1 if points were lost; after a signal 128 plus its number.
 
     Raises:
-        ConfigError: there is no such run, its launcher writes them, or the folder cannot be written.
+        ConfigError: there is no such run, the launcher writes its curves, or the folder cannot be
+            written.
     """
     check_folder("RUN_DIR", run_dir)
     paths, status = RunPaths(run_dir), RunStatus()
@@ -43,8 +46,8 @@ def write_curves(run_dir: Path, folder: Path | None = None) -> int:
         status.observe(event)
     if status.fold.launched and not status.end and folder.exists():
         raise ConfigError(
-            f"--out must be a folder that nobody else writes, got {folder}; the run's launcher does, or did until it "
-            "was killed: give another one"
+            f"--out must be a folder that nobody else writes, got {folder}; the run's launcher "
+            "does, or did until it was killed: give another one"
         )
     try:
         _clear(folder)
@@ -73,7 +76,7 @@ def write_curves(run_dir: Path, folder: Path | None = None) -> int:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what an earlier call has written, and make sure that there is room for something.
+    """Remove the files of an earlier call, and check that there is room for a few points.
 
     Raises:
         OSError: the folder cannot be written.

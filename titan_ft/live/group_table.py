@@ -41,8 +41,6 @@ COLORS = {
 }
 SHOWN = {JOINED: "waiting", HEALING: "recovering", DRAINING: "leaving", DRAINED: "left"}
 """States by the words of a run's page; the others have the same word."""
-# Heading, and how much it matters: the least important columns go first where the width does not do
-# for all.
 _COLUMNS = {
     "group": 11,
     "state": 10,
@@ -57,12 +55,14 @@ _COLUMNS = {
     "waits for": 7.5,
     "last fault": 7,
 }
+"""Heading and priority of each column. On a narrow terminal the lowest priorities go first."""
 EXPLAINED = {
     "group": "number of the replica group",
     "state": (
-        "training; waiting (for other groups); recovering (it fetches the state from another group); starting; lost "
-        "(not heard of: dead, or its host is); died (about to be restarted); failed (not started again); leaving, left "
-        "(asked to); finished; stopped (by the launcher or its agent)"
+        "training; waiting (for other groups); recovering (it fetches the state from another "
+        "group); starting; lost (not heard of: dead, or its host is); died (about to be "
+        "restarted); failed (not started again); leaving, left (asked to); finished; stopped (by "
+        "the launcher or its agent)"
     ),
     "step": "last step that it committed",
     "own loss": "mean loss of its own tokens in that step",
@@ -72,15 +72,23 @@ EXPLAINED = {
     "donor": "group that it fetched the state from last",
     "attempt": "number of its start, from 0; logs are in logs/replica-GROUP/attempt-ATTEMPT",
     "host": "host of its rank 0",
-    "waits for": "group that it waited for longest in its last step, or waits for now; how long; what that group did",
+    "waits for": (
+        "group that it waited for longest in its last step, or waits for now; how long; what that "
+        "group did"
+    ),
     "last fault": "fault that was injected into it last, and how long ago",
 }
-"""What each column says, for whoever presses `?`."""
+"""The meaning of each column. `top` shows it after the key `?`."""
 _LEFT = ("state", "host", "waits for", "last fault")
+"""Columns of text; numbers are aligned to the right."""
+_MAY_BE_EMPTY = ("waits for", "donor", "last fault")
+"""Columns that are left out if no group has a value."""
 _FLEXIBLE = "last fault"
+"""The last column. It may be narrower than its text."""
 MIN_FLEXIBLE = 16
-"""Least width of the last column, which takes what is left."""
+"""Least width of the flexible column."""
 GAP = 2
+"""Blanks between two columns."""
 
 
 def group_table(
@@ -102,28 +110,51 @@ def group_table(
     from rich.text import Text
 
     ratios = _ratios(groups)
-    shown = list(groups.values()) if shown is None else shown
-    cells = [_cells(group, ratios.get(group.replica), now) for group in shown]
+    if shown is None:
+        shown = list(groups.values())
+    rows = [_cells(group, ratios.get(group.replica), now) for group in shown]
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold underline")
-    names = _fitting(cells, width)
-    for name, least in names.items():
-        cut, side = ("crop" if ascii_only else "ellipsis"), ("left" if name in _LEFT else "right")
-        table.add_column(name, justify=side, no_wrap=True, overflow=cut, min_width=least)  # type: ignore[arg-type]
-    for group, row in zip(shown, cells, strict=True):
-        slow = ratios.get(group.replica, 0.0) > straggler.FACTOR
-        styles = {
-            "state": "yellow" if shown_state(group) == "waiting" else COLORS.get(group.state, ""),
-            "x others": "yellow" if slow else "",
-        }
-        table.add_row(*(Text(row[name], style=styles.get(name, "")) for name in names))
+    widths = _fitting(rows, width)
+    for name, least in widths.items():
+        table.add_column(
+            name,
+            justify="left" if name in _LEFT else "right",
+            no_wrap=True,
+            overflow="crop" if ascii_only else "ellipsis",
+            min_width=least,
+        )
+    for group, row in zip(shown, rows, strict=True):
+        styles = _styles(group, ratios.get(group.replica))
+        table.add_row(*(Text(row[name], style=styles.get(name, "")) for name in widths))
     return table
 
 
+def _styles(group: GroupStatus, ratio: float | None) -> dict[str, str]:
+    """Return the colours of a group's row, by column."""
+    styles = {"state": COLORS.get(group.state, "")}
+    if shown_state(group) == "waiting":
+        styles["state"] = "yellow"
+    if ratio is not None and ratio > straggler.FACTOR:
+        styles["x others"] = "yellow"
+    return styles
+
+
 def _cells(group: GroupStatus, ratio: float | None, now: float) -> dict[str, str]:
-    own_loss = group.own_loss if group.own_loss is not None else group.loss
-    step = None if group.step is None else group.unit.step_after(group.step)
-    # The age is never cut off.
-    fault = f"-{clock(now - group.fault_time)} {group.fault}" if group.fault else "-"
+    """Return the text of each column.
+
+    Args:
+        ratio: the group's own seconds as a multiple of the other groups'; None if unknown.
+    """
+    own_loss = group.own_loss
+    if own_loss is None:
+        own_loss = group.loss
+    step = None
+    if group.step is not None:
+        step = group.unit.step_after(group.step)
+    fault = "-"
+    if group.fault:
+        # The age comes first, because a narrow column cuts off the end.
+        fault = f"-{clock(now - group.fault_time)} {group.fault}"
     return {
         "group": str(group.replica),
         "state": shown_state(group),
@@ -141,52 +172,61 @@ def _cells(group: GroupStatus, ratio: float | None, now: float) -> dict[str, str
 
 
 def shown_state(group: GroupStatus) -> str:
-    """Return the state in words: of a lost group, since when."""
+    """Return the state in words; for a lost group with its last step."""
     if group.state == LOST and group.step is not None:
         return f"lost since {group.unit.name(group.step)}"
     if group.state == TRAINING and group.waited is not None and not group.waited.seconds:
-        return "waiting"  # the step under way cannot be committed
+        # A wait of 0 s is one that still goes on: the current step cannot be committed yet.
+        return "waiting"
     return SHOWN.get(group.state, group.state)
 
 
 def _waits_for(group: GroupStatus) -> str:
-    """Return the group that a group waited for in its last step, or waits for now."""
-    if group.waited is None or group.state not in (JOINED, TRAINING, DRAINING):
-        return "-"
+    """Return the group that this group waited for in its last step, or waits for now."""
     waited = group.waited
+    may_wait = group.state in (JOINED, TRAINING, DRAINING)
+    if waited is None or not may_wait:
+        return "-"
     seconds = f" {waited.seconds:.2f} s" if waited.seconds else ""
     return f"{waited.slot}{seconds} {waited.why.replace('_', ' ')}"
 
 
-def _fitting(cells: Sequence[dict[str, str]], width: int) -> dict[str, int]:
-    """Return the columns that fit, in order, with their widths; the flexible one may be narrower
-    than its text.
-    """
-    needed = {name: max([len(name), *(len(row[name]) for row in cells)]) for name in _COLUMNS}
+def _fitting(rows: Sequence[dict[str, str]], width: int) -> dict[str, int]:
+    """Return the columns that fit into the width, in order, with the width that each needs."""
+    needed = {}
+    for name in _COLUMNS:
+        lengths = [len(row[name]) for row in rows]
+        needed[name] = max([len(name), *lengths])
     needed[_FLEXIBLE] = min(needed[_FLEXIBLE], MIN_FLEXIBLE)
-    # A column in which no group has anything would only take room.
-    empty = {
-        name
-        for name in ("waits for", "donor", "last fault")
-        if all(row[name] == "-" for row in cells)
-    }
-    kept = sorted(_COLUMNS.keys() - empty, key=lambda name: -_COLUMNS[name])
-    while len(kept) > 1 and sum(needed[name] + GAP for name in kept) - GAP > width:
+    kept = []
+    for name in sorted(_COLUMNS, key=lambda name: -_COLUMNS[name]):
+        is_empty = all(row[name] == "-" for row in rows)
+        if name in _MAY_BE_EMPTY and is_empty:
+            continue
+        kept.append(name)
+    while len(kept) > 1:
+        total = sum(needed[name] for name in kept) + GAP * (len(kept) - 1)
+        if total <= width:
+            break
         kept.pop()
     return {name: needed[name] for name in _COLUMNS if name in kept}
 
 
 def _ratios(groups: Groups) -> dict[int, float]:
-    """Return each training group's own seconds of its last step / median of the others', as for
-    stragglers.
+    """Return each training group's own seconds as a multiple of the other groups' median.
+
+    `titan_ft.protocol.straggler` computes the same ratio to name a slow group.
     """
-    own = {
-        r: g.own_seconds
-        for r, g in groups.items()
-        if g.own_seconds and g.state in (TRAINING, DRAINING)
-    }
-    others = {replica: [own[other] for other in own if other != replica] for replica in own}
-    return {replica: own[replica] / median(values) for replica, values in others.items() if values}
+    own = {}
+    for slot, group in groups.items():
+        if group.own_seconds and group.state in (TRAINING, DRAINING):
+            own[slot] = group.own_seconds
+    ratios = {}
+    for slot, seconds in own.items():
+        others = [own[other] for other in own if other != slot]
+        if others:
+            ratios[slot] = seconds / median(others)
+    return ratios
 
 
 def number(value: float | None, form: str = "") -> str:

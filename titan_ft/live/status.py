@@ -15,14 +15,16 @@ from titan_ft.history.fold.run import RunFold
 from titan_ft.history.fold.unit import STEP, Unit
 from titan_ft.run import events as ev
 
-WAITING, STARTING, JOINED, HEALING, TRAINING = (
-    "waiting",
-    "starting",
-    "joined",
-    "healing",
-    "training",
-)
-DIED, DRAINING, DRAINED, FINISHED, FAILED = "died", "draining", "drained", "finished", "failed"
+WAITING = "waiting"
+STARTING = "starting"
+JOINED = "joined"
+HEALING = "healing"
+TRAINING = "training"
+DIED = "died"
+DRAINING = "draining"
+DRAINED = "drained"
+FINISHED = "finished"
+FAILED = "failed"
 STOPPED = "stopped"
 """The launcher or the agent ended the group before it could leave in order."""
 LOST = "lost"
@@ -136,9 +138,14 @@ def _own_seconds(commit: ev.StepCommitted) -> float | None:
     return (commit.compute_seconds + commit.apply_seconds) / num_steps
 
 
-def _run_line(event: ev.Event, unit: Unit) -> str | None:
-    """Return the line of an event about the run; None for events about a group."""
+def _describe(event: ev.Event, name: str, unit: Unit) -> str | None:
+    """Return the line of an event; None for events without one.
+
+    Args:
+        name: the group that wrote the event, such as "group 2". Lines about the run leave it out.
+    """
     match event:
+        # About the run:
         case ev.LighthouseRestarted():
             return f"{event.reason}; it is back at the same address after {event.seconds:.2f} s"
         case ev.StrangerRefused():
@@ -172,65 +179,64 @@ def _run_line(event: ev.Event, unit: Unit) -> str | None:
         case ev.GradientExcluded():
             without = f"{unit.name(event.step)} goes without group {_listed(event.slots)}"
             return f"{without}: gradient not finite; the batch is trained again"
-    return None
-
-
-def _group_line(event: ev.RankEvent, unit: Unit) -> str | None:
-    """Return the line of an event of a group's rank 0, without the group's name; None for others."""
-    match event:
+        # About the group, by its rank 0:
         case ev.HealStarted():
-            return f"healing from group {event.donor} at {unit.name(event.from_step)}"
+            return f"{name} healing from group {event.donor} at {unit.name(event.from_step)}"
         case ev.HealFinished():
-            return f"healed in {event.seconds:.2f} s"
+            return f"{name} healed in {event.seconds:.2f} s"
         case ev.HealFailed():
-            return f"got no state from group {event.donor}: {_first_line(event.error)}"
+            return f"{name} got no state from group {event.donor}: {_first_line(event.error)}"
         case ev.RolledBack():
             lost = f"{unit.noun}s lost with their groups: {event.lost}"
-            return f"goes on from {unit.name(event.step)}: {lost}"
+            return f"{name} goes on from {unit.name(event.step)}: {lost}"
         case ev.CheckpointFailed():
             error = f"{_first_line(event.error)}{_latest_checkpoint(event.latest)}"
-            return f"could not save the checkpoint of step {event.step}: {error}"
+            return f"{name} could not save the checkpoint of step {event.step}: {error}"
         case ev.DigestMismatch():
             minority = _listed(event.minority) or "none, a tie"
-            return f"sees different digests at {unit.name(event.step)} (minority: {minority})"
+            where = f"at {unit.name(event.step)} (minority: {minority})"
+            return f"{name} sees different digests {where}"
         case ev.Waiting():
-            return f"waits after {unit.name(event.step)}: {event.reason or 'too few groups'}"
+            return f"{name} waits after {unit.name(event.step)}: {event.reason or 'too few groups'}"
         case ev.CatchUpRenewed():
             state = f"the state of {unit.name(event.from_step)}"
-            return f"gives up {state} for a newer one{_because(event.reason)}"
+            return f"{name} gives up {state} for a newer one{_because(event.reason)}"
         case ev.CatchUpWaiting():
             until = f"until it has {unit.name(event.step)}"
-            return f"lets the others wait {until}{_because(event.reason)}"
+            return f"{name} lets the others wait {until}{_because(event.reason)}"
         case ev.Drained():
-            return f"left after {unit.name(event.step)}{_because(event.reason)}"
+            return f"{name} left after {unit.name(event.step)}{_because(event.reason)}"
         case ev.ForeignMember():
-            return f"leaves {event.member} aside{_because(event.reason)}"
+            return f"{name} leaves {event.member} aside{_because(event.reason)}"
         case ev.StartedAnew():
-            return "starts anew from step 0: no group holds the state of its earlier attempt"
+            reason = "no group holds the state of its earlier attempt"
+            return f"{name} starts anew from step 0: {reason}"
         case ev.CheckpointSkipped():
             damage = f"that of step {event.step} is damaged{_because(event.reason)}"
-            return f"goes on from the checkpoint of step {event.instead}, because {damage}"
+            return f"{name} goes on from the checkpoint of step {event.instead}, because {damage}"
         case ev.CheckpointSetAside():
-            return f"renames an outdated checkpoint to {event.folder}: the job went back before it"
+            reason = "the job went back before it"
+            return f"{name} renames an outdated checkpoint to {event.folder}: {reason}"
         case ev.CheckpointLoaded():
-            return f"goes on from the checkpoint of step {event.step}"
+            return f"{name} goes on from the checkpoint of step {event.step}"
         case ev.CheckpointSaved():
-            return f"saved the checkpoint of step {event.step} in {event.seconds:.1f} s"
+            return f"{name} saved the checkpoint of step {event.step} in {event.seconds:.1f} s"
         case ev.SavingBeforeLeaving():
             warning = _because(event.shortage)
-            return f"saves the checkpoint of step {event.step} before it leaves{warning}"
+            return f"{name} saves the checkpoint of step {event.step} before it leaves{warning}"
         case ev.LoaderChecked() if not event.exact:
             fault = "does not go on exactly where its state was saved"
-            return f"has a data loader that {fault}: {event.reason} ({event.loader})"
+            return f"{name} has a data loader that {fault}: {event.reason} ({event.loader})"
         case ev.DataOpened() if event.exact is False:
             place = f"slot {event.slot} at batch {event.first_batch}"
-            return f"opened {place} and got another batch than follows there: data are lost or repeated"
+            fault = "got another batch than follows there: data are lost or repeated"
+            return f"{name} opened {place} and {fault}"
         case ev.DataReset():
-            return f"starts its data anew{_because(event.reason)}"
+            return f"{name} starts its data anew{_because(event.reason)}"
         case ev.TrainingFinished():
-            return f"finished at {unit.name(event.step)}"
+            return f"{name} finished at {unit.name(event.step)}"
         case ev.CameTooLate():
-            return f"came when the job had finished, at {unit.name(event.step)}, and ends"
+            return f"{name} came when the job had finished, at {unit.name(event.step)}, and ends"
     return None
 
 
@@ -262,7 +268,7 @@ def describe(before: Mapping[int, str], run: RunFold, event: ev.Event) -> str | 
     if isinstance(event, ev.FaultEvent) and event.rank and _hits_groups(event):
         return None
     if not isinstance(event, ev.RankEvent):
-        line = _run_line(event, STEP)
+        line = _describe(event, "", STEP)
         if line is not None:
             return line
     replica = event.replica
@@ -300,11 +306,7 @@ def describe(before: Mapping[int, str], run: RunFold, event: ev.Event) -> str | 
         return f"{name} joined: {len(group.participants)} of {len(run.groups)} groups are there"
     if isinstance(event, _SEEN_BY_ALL) and not _is_first_to_train(run, replica):
         return None
-    line = _run_line(event, run.unit)
-    if line is not None:
-        return line
-    line = _group_line(event, run.unit)
-    return None if line is None else f"{name} {line}"
+    return _describe(event, name, run.unit)
 
 
 def _describe_death(name: str, event: ev.WorkerExited) -> str:

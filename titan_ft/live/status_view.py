@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Show the live status of a run: a table on a terminal, plain lines otherwise; and keep its lines in a file."""
+"""The launcher's output: a table on a terminal, plain lines elsewhere, and a file of all lines."""
 
 from __future__ import annotations
 
@@ -14,38 +14,36 @@ from titan_ft.run.appender import FileAppender
 
 
 class PlainView:
-    """Print one line per change, and one on the progress every few seconds."""
+    """Prints a line for each change, and every few seconds a line with the progress."""
 
     def __init__(self, progress_seconds: float = 5.0) -> None:
         self._progress_seconds = progress_seconds
         self._start = time.monotonic()
         self._next_progress = self._start
         self._shown = 0
-        """Committed steps when the progress was shown last."""
+        """Number of committed steps in the last line with the progress."""
 
     def line(self, text: str) -> None:
         """Show one change."""
         print(f"[{time.monotonic() - self._start:7.1f} s] {text}", flush=True)
 
     def update(self, run: RunStatus) -> None:
-        """Show how far the run is, if that is due; called often. Once all groups have left, its last step is due."""
+        """Print the progress if it is due: after some seconds, or once all groups have left."""
         now = time.monotonic()
         if run.step is None or run.fold.steps.num_committed == self._shown:
             return
         if now < self._next_progress and not run.all_left:
             return
-        self._shown, self._next_progress = (
-            run.fold.steps.num_committed,
-            now + self._progress_seconds,
-        )
+        self._shown = run.fold.steps.num_committed
+        self._next_progress = now + self._progress_seconds
         self.line(run.progress(time.time()) or "")
 
     def close(self) -> None:
-        """Nothing is left to show."""
+        """Do nothing: every line has been printed already."""
 
 
 class TableView:
-    """Keep what `titan-ft top` shows at the bottom of the terminal; changes scroll by above it."""
+    """Keeps the frame of `titan-ft top` at the bottom of the terminal; changes scroll above it."""
 
     def __init__(self, run: RunStatus) -> None:
         from rich.live import Live
@@ -70,13 +68,14 @@ class TableView:
 
 
 class LaunchView:
-    """The launcher's lines: each is shown, and appended to a file with its date.
+    """The launcher's lines: each is shown on the terminal, and appended with its date to a file.
 
-    A launcher's terminal may be gone when somebody asks why a run ended. The lines on the progress are shown only: in
-    weeks of training they would bury the others.
+    The launcher calls it from its main thread. The file outlives the terminal, and still says why
+    a run ended. Lines with the progress are shown only: in weeks of training they would bury the
+    other lines of the file.
 
     Args:
-        run: what the view shows.
+        run: status that the view shows.
         log: the file; a full disk delays its lines, and does not end the launcher.
     """
 
@@ -95,17 +94,17 @@ class LaunchView:
         print(f"titan-ft launch: {text}", file=sys.stderr, flush=True)
 
     def refuse(self, mistake: str) -> None:
-        """Name a mistake of the user's on stderr, as every command does."""
+        """Report a mistake of the user on stderr, in the form that every command uses."""
         self._append(f"mistake: {mistake}")
         print(f"titan-ft: {mistake}", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
-        """Show a line whole, which a terminal's width would cut; only after `close`."""
+        """Show a whole line, which the table would cut at the width. Only after `close`."""
         self._append(text)
         print(text, flush=True)
 
     def update(self, run: RunStatus) -> None:
-        """Show how far the run is; called often."""
+        """Show the progress of the run; called often."""
         self._view.update(run)
 
     def close(self) -> None:
@@ -113,7 +112,7 @@ class LaunchView:
         self._view.close()
 
     def close_log(self) -> None:
-        """Wait a moment for a file that cannot be written, and close it."""
+        """Close the file without waiting: a full disk must not delay the end of the launcher."""
         self._log.close(0.0)
 
     def _append(self, text: str) -> None:
