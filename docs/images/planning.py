@@ -14,21 +14,21 @@ from titan_ft.config import load_toml
 from titan_ft.forecast.choice import Forecast, compare
 from titan_ft.forecast.scenario import read_scenarios
 from titan_ft.forecast.simulation import PARTS
-from titan_ft.forecast.table import NAMES, percentages
+from titan_ft.forecast.table import percentages
 
 FOLDER = Path(__file__).parents[1]
 STALLS = ["180 s", "20 s", "2 s"]
-COLOURS = (
-    "#2b66ab",
-    "#9c1c12",
-    "#f5cf4e",
-    "#b6bdc5",
-    "#cdb7ea",
-    "#2fb18c",
-    "#e2e5e9",
-    "#87909b",
-    "#d23f31",
-)
+COLOURS = {
+    "steps": "#2b66ab",
+    "stall": "#9c1c12",
+    "slower": "#f5cf4e",
+    "exchange": "#b6bdc5",
+    "checkpoints": "#cdb7ea",
+    "lost": "#2fb18c",
+    "waiting": "#e2e5e9",
+    "away": "#87909b",
+    "nodes": "#d23f31",
+}
 LEFT, WIDTH, HEIGHT, BAR = 250, 560, 46, 26
 
 
@@ -62,14 +62,14 @@ def draw() -> Iterator[str]:
         yield f'<text x="{LEFT - 12}" y="{top + 18}" text-anchor="end">{name}</text>'
         for part in shown:
             width = WIDTH * shares[part] / 100
-            colour = COLOURS[PARTS.index(part)]
+            colour = COLOURS[part]
             yield f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{BAR}" fill="{colour}"/>'
             x += width
         yield f'<text x="{LEFT + WIDTH + 8}" y="{top + 18}">{shares["steps"]:.1f} %</text>'
     for place, part in enumerate(shown):
         x, top = LEFT + 110 * place - 200, HEIGHT * len(rows) + 14
-        yield f'<rect x="{x}" y="{top}" width="12" height="12" fill="{COLOURS[PARTS.index(part)]}"/>'
-        yield f'<text x="{x + 18}" y="{top + 11}">{NAMES[part]}</text>'
+        yield f'<rect x="{x}" y="{top}" width="12" height="12" fill="{COLOURS[part]}"/>'
+        yield f'<text x="{x + 18}" y="{top + 11}">{PARTS[part]}</text>'
     yield "</svg>"
 
 

@@ -20,15 +20,16 @@ from titan_ft.config import ConfigError
 from titan_ft.forecast.candidate import Candidate
 from titan_ft.forecast.choice import (
     Case,
+    Forecast,
     compare,
     find_turn,
     half_interval,
-    percentile,
     scaled,
     sensitivity,
 )
 from titan_ft.forecast.closed_forms import estimate, standbys
 from titan_ft.forecast.scenario import read_scenarios
+from titan_ft.forecast.simulation import Account
 from titan_ft.forecast.table import case_figures, case_notes, percentages
 
 NODES = {
@@ -187,7 +188,8 @@ def test_percentages_add_up_exactly(values: list[float], digits: int) -> None:
 
 def test_intervals() -> None:
     assert half_interval([1.0, 3.0]) == pytest.approx(12.71 * 2**0.5 / 2**0.5, rel=1e-6)
-    assert percentile([3.0, 1.0, 2.0], 0.25) == 1.5
+    runs = tuple(Account(1.0, 1, parts={"steps": share}) for share in (0.3, 0.1, 0.2))
+    assert Forecast(candidate(), 0.0, runs).spread() == pytest.approx((0.11, 0.29))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from statistics import fmean, stdev
+from statistics import fmean, quantiles, stdev
 from typing import Any
 
 from titan_ft.config import ConfigError
@@ -63,7 +63,8 @@ class Forecast:
     def spread(self, value_of: ValueOf = attrgetter("effective")) -> tuple[float, float]:
         """Return the 5th and the 95th percentile of one run."""
         values = [value_of(each) for each in self.accounts]
-        return percentile(values, 0.05), percentile(values, 0.95)
+        twentieths = quantiles(values, n=20, method="inclusive")
+        return twentieths[0], twentieths[-1]
 
     def shares(self) -> dict[str, float]:
         """Return where the time went, as shares that add up to 1."""
@@ -94,15 +95,6 @@ def half_interval(values: Sequence[float]) -> float:
     freedom = len(values) - 1
     factor = _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.5 / freedom
     return factor * stdev(values) / math.sqrt(len(values))
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return a percentile, between the two nearest values."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
 @dataclass(frozen=True)

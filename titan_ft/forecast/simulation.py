@@ -32,10 +32,21 @@ from titan_ft.forecast.failures import (
 )
 from titan_ft.forecast.scenario import Kind, Maintenance, to_length
 
-PARTS = ("steps", "stall", "slower", "exchange", "checkpoints", "lost", "waiting", "away", "nodes")
-"""Where the time of the groups goes. "steps" is the effective training time. "slower" is the time
-that stragglers, groups away and groups that return add to steps. "lost" was computed in vain.
-"waiting" groups are fewer than min_replica_size. "nodes" is the wait for nodes."""
+PARTS = {
+    "steps": "training",
+    "stall": "stalled",
+    "slower": "slower steps",
+    "exchange": "exchange",
+    "checkpoints": "checkpoints",
+    "lost": "lost work",
+    "waiting": "too few groups",
+    "away": "away",
+    "nodes": "no nodes",
+}
+"""Where the time of the groups goes, with the name that people read. "steps" is the effective
+training time. "slower" is the time that stragglers, groups away and groups that return add to
+steps. "lost" was computed in vain. "waiting" groups are fewer than min_replica_size. "nodes" is
+the wait for nodes."""
 POLL_SECONDS = 0.1
 """So often a chaos runner tries again to inject a fault that was refused."""
 MAX_SAVES = 1000

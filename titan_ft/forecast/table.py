@@ -22,17 +22,6 @@ from titan_ft.forecast.simulation import PARTS
 if TYPE_CHECKING:
     from rich.table import Table
 
-NAMES = {
-    "steps": "training",
-    "stall": "stalled",
-    "slower": "slower steps",
-    "exchange": "exchange",
-    "checkpoints": "checkpoints",
-    "lost": "lost work",
-    "waiting": "too few groups",
-    "away": "away",
-    "nodes": "no nodes",
-}
 TEXTS = ("candidate", "notes")
 """The columns of text; the others are numbers."""
 NOTES = (
@@ -68,14 +57,14 @@ def case_rows(case: Case) -> list[dict[str, str]]:
             "spares": "any" if candidate.spares is None else f"{candidate.spares}",
             "effective": f"{100 * each.estimate:.1f} %",
             "one run": "",
-            **{NAMES[name]: "" for name in parts},
+            **{PARTS[name]: "" for name in parts},
         }
         if each.accounts:
             low, high = each.spread()
             shares = percentages(each.shares())
             row["effective"] = f"{100 * each.effective:.2f} ±{100 * each.half_interval:.2f} %"
             row["one run"] = f"{100 * low:.1f} to {100 * high:.1f} %"
-            row |= {NAMES[name]: f"{shares[name]:.1f}" for name in parts}
+            row |= {PARTS[name]: f"{shares[name]:.1f}" for name in parts}
         row["GPU-hours lost"] = f"{each.lost_gpu_hours:,.0f}"
         if candidate.scenario.cluster.price_per_gpu_hour:
             row["money lost"] = f"{each.lost_money:,.0f}"
