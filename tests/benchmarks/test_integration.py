@@ -81,6 +81,20 @@ def test_the_flags_of_a_run() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("run", "sequences"),
+    [
+        ("--parallelism.tensor_parallel_degree 2", 2),
+        ("--parallelism.pipeline_parallel_degree 2", 8),
+        ("--training.local_batch_size 8 --training.global_batch_size 32", 8),
+    ],
+    ids=["plain", "pipeline", "accumulation"],
+)
+def test_batches_are_small_where_the_test_allows_it(run: str, sequences: int) -> None:
+    """A pipeline needs a microbatch for each stage, and a global batch is a multiple of 8."""
+    assert f"--training.local_batch_size={sequences}" in integration.own_flags(run, "0.2")
+
+
 def test_the_schedule_is_one_of_torch() -> None:
     from torch.distributed.pipelining.schedules import _Action, _validate_schedule
 
@@ -107,6 +121,24 @@ def test_a_test_that_holds_is_resumed_and_checked(judge) -> None:
     assert "--resume" in second
     assert f"--training.steps={integration.RESUMED_STEPS}" in second
     assert check.endswith("run-0")
+
+
+def test_a_second_try_begins_anew(tmp_path: Path) -> None:
+    """A launch refuses the folder of another run."""
+    test = Case("one", 2, ["--a.b 2"])
+    run = Trial(test, tmp_path, "0.2").folder / "run-0"
+    run.mkdir()
+    Trial(test, tmp_path, "0.2")
+    assert not run.exists()
+
+
+def test_a_resume_says_what_it_changes(judge) -> None:
+    """Without that a resume in another layout is refused, which torchtitan's test makes on
+    purpose.
+    """
+    runs = ["--checkpoint.enable", "--checkpoint.enable --a.b 2"]
+    _, _, calls = judge(Case("full", 2, runs, resume_with="b"))
+    assert ["--resume-with b" in call for call in calls] == [False, True, False]
 
 
 def test_another_run_gets_another_folder_and_is_checked(judge) -> None:
