@@ -156,9 +156,16 @@ def find_fatal_fault(
     """
     if not attempt.failed or attempt.exit_us is None:
         return None
-    hits = [
-        f for f in faults if f.replica == attempt.replica and since <= f.time_us <= attempt.exit_us
-    ]
-    last = attempt.committed_us
-    fatal = [f for f in hits if f.deadly] or [f for f in hits if (f.undone_us or f.time_us) >= last]
-    return fatal[-1] if fatal else None
+    fatal = None
+    not_survived = None
+    for fault in faults:
+        is_in_time = since <= fault.time_us <= attempt.exit_us
+        if fault.replica != attempt.replica or not is_in_time:
+            continue
+        if fault.deadly:
+            fatal = fault
+        # A commit after the end of a fault shows that the attempt survived it.
+        end_us = fault.undone_us or fault.time_us
+        if end_us >= attempt.committed_us:
+            not_survived = fault
+    return fatal or not_survived

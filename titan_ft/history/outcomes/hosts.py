@@ -20,19 +20,23 @@ def find_hosts(record: RunRecord) -> list[HostFigures]:
 
 def worth_a_table(hosts: Sequence[HostFigures]) -> bool:
     """Return True if there are several hosts, or deaths; otherwise the groups say the same."""
-    return len(hosts) > 1 or any(figures.deaths for figures in hosts)
+    if len(hosts) > 1:
+        return True
+    return any(figures.deaths for figures in hosts)
 
 
 def name_range(groups: Sequence[int]) -> str:
     """Return sorted groups in few words, with a range for consecutive ones."""
-    parts: list[list[int]] = []
+    runs: list[list[int]] = []
     for group in groups:
-        if parts and group == parts[-1][-1] + 1:
-            parts[-1].append(group)
+        if runs and group == runs[-1][-1] + 1:
+            runs[-1].append(group)
         else:
-            parts.append([group])
-    return ", ".join(_name_part(part) for part in parts) or "none"
-
-
-def _name_part(part: Sequence[int]) -> str:
-    return f"{part[0]}-{part[-1]}" if len(part) > 2 else ", ".join(map(str, part))
+            runs.append([group])
+    parts = []
+    for run in runs:
+        if len(run) > 2:
+            parts.append(f"{run[0]}-{run[-1]}")
+        else:
+            parts += [str(group) for group in run]
+    return ", ".join(parts) or "none"

@@ -42,30 +42,34 @@ def find_odd_ranks(record: RunRecord) -> list[RankFigures]:
         commits[event.replica, event.rank].append(event)
     for started in record.of(WorkerStarted):
         hosts[started.replica, started.rank][started.node] = None
-    computing = {
-        rank: median(event.compute_seconds for event in made) for rank, made in commits.items()
-    }
-    memory = {
-        rank: max((event.memory_bytes or 0 for event in made), default=0)
-        for rank, made in commits.items()
-    }
-    usual, usual_memory = (
-        median(values.values()) if values else 0 for values in (computing, memory)
-    )
-    figures = [
-        RankFigures(
-            *rank,
-            hosts=", ".join(hosts[rank]),
+    computing: dict[tuple[int, int], float] = {}
+    memory: dict[tuple[int, int], int] = {}
+    for key, made in commits.items():
+        computing[key] = median(event.compute_seconds for event in made)
+        memory[key] = max(event.memory_bytes or 0 for event in made)
+    if not commits:
+        return []
+    usual = median(computing.values())
+    usual_memory = median(memory.values())
+    odd = []
+    for key, seconds in computing.items():
+        times_others = 1.0
+        if usual:
+            times_others = seconds / usual
+        memory_times_others = None
+        if usual_memory:
+            memory_times_others = memory[key] / usual_memory
+        is_slow = times_others > SLOWER
+        holds_more = (memory_times_others or 1.0) > MORE_MEMORY
+        if not is_slow and not holds_more:
+            continue
+        figures = RankFigures(
+            *key,
+            hosts=", ".join(hosts[key]),
             compute_seconds=seconds,
-            times_others=seconds / usual if usual else 1.0,
-            memory_bytes=memory[rank] or None,
-            memory_times_others=memory[rank] / usual_memory if usual_memory else None,
+            times_others=times_others,
+            memory_bytes=memory[key] or None,
+            memory_times_others=memory_times_others,
         )
-        for rank, seconds in computing.items()
-    ]
-    odd = [
-        each
-        for each in figures
-        if each.times_others > SLOWER or (each.memory_times_others or 1.0) > MORE_MEMORY
-    ]
+        odd.append(figures)
     return sorted(odd, key=lambda each: -each.times_others)
