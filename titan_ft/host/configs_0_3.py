@@ -37,11 +37,12 @@ _SAME_FIELDS = {
 }
 """Tables whose fields have the names of a part of the config, and that part."""
 _OURS = ("training.disable_cuda_graphs", "debug.enable_structured_logging")
-"""Fields that keep this package's value, whatever F says: see their reasons in `tables_0_3`."""
+"""Fields that keep this package's value, even if F has another. `tables_0_3` has the reasons."""
 _IGNORED = (*_OURS, "validator.dataloader.infinite", "checkpoint.initial_load_model_only")
 """Fields that are not compared. A validator of 0.3 sets its `infinite` itself. `translate` leaves
 the last one out where it has no effect, because 0.3 would warn of it."""
-_LONGEST = 120  # letters of a value in a message
+_MAX_CHARACTERS = 120
+"""Most characters of a value in a message."""
 _AC_MODES = {
     SelectiveAC.Config: "selective",
     FullAC.Config: "full",
@@ -81,12 +82,12 @@ def read_module(
     spec = spec_of(config.model_spec.name, config.model_spec.flavor)
     made = translate(fill_tables(tables), spec, getattr(spec.model, "vocab_size", None))
     for part in fields(Trainer.Config):
+        value = getattr(config, part.name)
+        kept = getattr(made, part.name)
         try:
-            found = _find_difference(
-                part.name, getattr(config, part.name), getattr(made, part.name)
-            )
+            found = _find_difference(part.name, value, kept)
         except RecursionError:
-            # Of a function that refers to itself: both of its copies cannot be told to be equal.
+            # A function refers to itself. No comparison can show that both copies are equal.
             found = part.name, "a value that contains itself", "another one"
         if found is not None:
             name, value, kept = found
@@ -122,10 +123,11 @@ def _read_tables(config: Trainer.Config) -> dict[str, Any]:
 
 
 def _read_table(table: type, source: Any) -> dict[str, Any]:
-    """Return the values of a config that a table has, and that are not the table's defaults."""
+    """Return the values of a config that differ from a table's defaults."""
     if source is None:
         return {}
-    default, found = table(), {}
+    default = table()
+    found = {}
     names = {each.name for each in fields(source)}
     for each in fields(table):
         if each.name not in names or each.name == "dataloader":
@@ -137,9 +139,7 @@ def _read_table(table: type, source: Any) -> dict[str, Any]:
 
 
 def _read_loader(table: str, config: Any) -> dict[str, Any]:
-    """Return the data fields of a table. For another kind of loader, the later comparison refuses
-    them.
-    """
+    """Return the data fields of a table. The later comparison refuses other kinds of loaders."""
     found = {name: getattr(config, name, None) for name in ("dataset", "dataset_path")}
     if isinstance(config, HuggingFaceTextDataLoader.Config):
         found["dataloader"] = _read_table(type(TABLES[table]().dataloader), config)
@@ -173,11 +173,10 @@ def _read_activation_checkpoint(config: Any) -> dict[str, Any]:
 
 
 def _find_difference(name: str, given: Any, made: Any) -> tuple[str, Any, Any] | None:
-    """Return the name of the first field that differs between two configs, and both values; None if
-    equal.
+    """Return the first difference of two configs: field, first value, second value. None if equal.
 
-    Functions are compared by their names, code, defaults and closures: each call of F makes new
-    ones.
+    Each call of F makes new functions, so functions are compared by their names, code, defaults and
+    closures.
     """
     if name in _IGNORED or given is made:
         return None
@@ -202,25 +201,23 @@ def _find_difference(name: str, given: Any, made: Any) -> tuple[str, Any, Any] |
                 return found
         return None
     if isinstance(given, functools.partial) and isinstance(made, functools.partial):
-        parts = ("func", "args", "keywords")
-        return _find_difference(
-            name, [getattr(given, p) for p in parts], [getattr(made, p) for p in parts]
-        )
+        given_parts = [given.func, given.args, given.keywords]
+        made_parts = [made.func, made.args, made.keywords]
+        return _find_difference(name, given_parts, made_parts)
     if callable(given) and callable(made):
         if _name_of(given) != _name_of(made) or _code_of(given) != _code_of(made):
             return name, _name_of(given), _name_of(made)
-        # Functions that one factory made have the same name and the same code.
+        # Functions of one factory have the same name and code, but other captured values.
         return _find_difference(f"{name}()", _captured_by(given), _captured_by(made))
     equal = given == made
-    if not isinstance(equal, bool):  # of tensors and arrays: one truth for each element
+    if not isinstance(equal, bool):
+        # Tensors and arrays compare each element.
         equal = repr(given) == repr(made)
     return None if equal else (name, given, made)
 
 
 def _code_of(function: Any) -> tuple[bytes, str]:
-    """Return a function's code, which identifies it beside its name; equal for all functions not in
-    Python.
-    """
+    """Return a function's code and constants. The result is equal for all functions in C."""
     code = getattr(function, "__code__", None)
     if code is None:
         return b"", ""
@@ -231,18 +228,18 @@ def _code_of(function: Any) -> tuple[bytes, str]:
 def _captured_by(function: Any) -> list[Any]:
     """Return the values of a function's defaults and closure."""
     cells = getattr(function, "__closure__", None) or ()
-    return [
-        *(getattr(function, "__defaults__", None) or ()),
-        *(cell.cell_contents for cell in cells),
-    ]
+    defaults = getattr(function, "__defaults__", None) or ()
+    return [*defaults, *(cell.cell_contents for cell in cells)]
 
 
 def _shorten(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    if len(text) > _MAX_CHARACTERS:
+        return f"{text[:_MAX_CHARACTERS]}..."
+    return text
 
 
 def _name_of(function: Any) -> str:
-    return (
-        f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
-    )
+    module = getattr(function, "__module__", "")
+    name = getattr(function, "__qualname__", repr(function))
+    return f"{module}.{name}"

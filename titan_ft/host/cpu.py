@@ -25,11 +25,12 @@ from titan_ft.config import ConfigError
 
 
 def prepare() -> None:
-    """Make torchtitan importable and runnable on a CPU; no effect if there is an accelerator."""
+    """Make torchtitan importable and runnable on a CPU. No effect with an accelerator."""
     if not device.on_cpu():
         return
     torch._utils._get_available_device_type = lambda: "cpu"
-    # torchtitan's memory monitor asks its device module for these five; torch.cpu has none of them.
+    # torchtitan's memory monitor calls these five functions of its device module. torch.cpu has
+    # none of them.
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cpu: Any = torch.cpu
     cpu.get_device_name = lambda device=None: "CPU"
@@ -52,7 +53,7 @@ def _barrier_without_device_ids(barrier: Any) -> Any:
     def wrapped(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
         return barrier(group=group, async_op=async_op)
 
-    # marks the wrapper, so prepare() is idempotent
+    # The mark keeps a second `prepare` from wrapping the wrapper.
     wrapped.without_device_ids = True  # type: ignore[attr-defined]
     return wrapped
 
@@ -63,24 +64,24 @@ def adapt_model(model: torch.nn.Module) -> torch.nn.Module:
     On a CPU, FSDP reduces by a plain sum: Gloo has no pre-multiplied sum for the divide factor that
     torchtitan sets. Mixtures of experts use torchtitan's code paths without its kernels.
     """
-    if device.on_cpu():
-        from torch.distributed.fsdp import FSDPModule
+    if not device.on_cpu():
+        return model
+    from torch.distributed.fsdp import FSDPModule
 
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
-            if hasattr(module, "use_grouped_mm"):
-                module.use_grouped_mm = False  # type: ignore[assignment]  # a bool, no module
-                _replace_expert_kernels()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+        if hasattr(module, "use_grouped_mm"):
+            module.use_grouped_mm = False  # type: ignore[assignment]  # a bool, no module
+            _replace_expert_kernels()
     return model
 
 
 def adapt_attention(model: torch.nn.Module, load_balancer: str | None) -> None:
-    """Let context parallelism work on a CPU, whose attention kernel torch's ring attention does not
-    support.
+    """Let context parallelism work on a CPU.
 
-    Each rank gathers the keys and values of the whole sequence. No effect if there is an
-    accelerator.
+    torch's ring attention does not support the CPU's attention kernel. So each rank gathers the
+    keys and values of the whole sequence. No effect with an accelerator.
 
     Args:
         load_balancer: `parallelism.context_parallel_load_balancer`, by which torchtitan splits the
@@ -125,18 +126,25 @@ def _attend_gathered(
             of n.
     """
     mesh = q.device_mesh
-    # Each rank's loss depends on all keys and values: the gradients are partial sums.
-    keys, values = (
-        x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()]) for x in (k, v)
-    )
-    size, rank = mesh.size(), mesh.get_local_rank()
-    positions = torch.arange(keys.shape[2])
-    if balanced:
-        pieces = positions.chunk(2 * size)
-        positions = torch.cat(
-            [piece for i in range(size) for piece in (pieces[i], pieces[2 * size - 1 - i])]
-        )
-    mask = positions.chunk(size)[rank][:, None] >= positions if is_causal else None
+
+    def gather(shard: DTensor) -> torch.Tensor:
+        # Each rank's loss depends on all keys and values, so the gradients are partial sums.
+        return shard.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+
+    keys = gather(k)
+    values = gather(v)
+    mask = None
+    if is_causal:
+        size = mesh.size()
+        positions = torch.arange(keys.shape[2])
+        if balanced:
+            pieces = positions.chunk(2 * size)
+            order: list[torch.Tensor] = []
+            for number in range(size):
+                order += [pieces[number], pieces[2 * size - 1 - number]]
+            positions = torch.cat(order)
+        own_positions = positions.chunk(size)[mesh.get_local_rank()]
+        mask = own_positions[:, None] >= positions
     out = F.scaled_dot_product_attention(
         q.to_local(), keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
     )
@@ -147,15 +155,16 @@ def _replace_expert_kernels() -> None:
     """Route tokens to experts without CUDA."""
     from torchtitan.models.moe import kernels as expert_kernels
 
-    # A Triton kernel otherwise.
+    # torchtitan's wrapper calls a Triton kernel.
     expert_kernels.fill_indices_wrapper = expert_kernels.fill_indices_cpu
     if not hasattr(torch.histc, "counts_integers"):
         torch.histc = _histc_of_integers(torch.histc)
 
 
 def _histc_of_integers(histc: Any) -> Any:
-    """Count integers too: routers count the tokens of each expert so, which torch does on GPUs
-    only.
+    """Let `histc` count integers too, as torch does on GPUs only.
+
+    A router counts the tokens of each expert in this way.
     """
 
     def wrapped(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -163,6 +172,6 @@ def _histc_of_integers(histc: Any) -> Any:
             return histc(values, *args, **kwargs)
         return histc(values.double(), *args, **kwargs).to(values.dtype)
 
-    # marks the wrapper, so that there is only one
+    # The mark keeps a second call from wrapping the wrapper.
     wrapped.counts_integers = True  # type: ignore[attr-defined]
     return wrapped

@@ -23,10 +23,10 @@ _Transform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def attend_densely() -> None:
-    """Let torchtitan's two kinds of attention use a dense mask, and build the sparse one without a
-    compiler.
+    """Let torchtitan's two kinds of attention use a dense mask.
 
-    models/common/attention.py. Test: host/test_titan_0_3.py.
+    The sparse mask is built without a compiler. models/common/attention.py. Test:
+    host/test_titan_0_3.py.
     """
     attention._compiled_create_block_mask = create_block_mask
     attention.FlexAttention.forward = _attend_by_blocks
@@ -60,20 +60,21 @@ def _attend_packed(
     attention_masks: attention.VarlenMetadata,
     **settings: Any,
 ) -> torch.Tensor:
-    """Attend as `VarlenAttention.forward` does: within a document, and within the window before a
-    token.
+    """Attend as `VarlenAttention.forward` does: within a document, and within a token's window.
+
+    Shapes are [batch, sequence, head, dim].
     """
     batch, length = q_BLNH.shape[:2]
     packed = torch.arange(batch * length, device=q_BLNH.device)
     document = torch.searchsorted(attention_masks.cu_seq_q, packed, right=True).view(batch, length)
-    before, behind = self.window_size
+    before, after = self.window_size
     place = torch.arange(length, device=q_BLNH.device)
     distance = place[:, None] - place
     mask = document[:, :, None] == document[:, None, :]
     if before >= 0:
         mask &= distance <= before
-    if behind >= 0:
-        mask &= distance >= -behind
+    if after >= 0:
+        mask &= distance >= -after
     return _attend(q_BLNH, k_BLNH, v_BLNH, mask[:, None], **settings)
 
 
@@ -92,7 +93,7 @@ def _attend(
 
     Args:
         mask: [batch, 1, query, key].
-        out_transform: makes the result of the output and the logarithm of the sum of its weights.
+        out_transform: computes the result from the output and the logarithm of the weights' sum.
     """
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     if out_transform is None:
@@ -103,14 +104,16 @@ def _attend(
     if enable_gqa:
         repeats = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    scores = query @ key.transpose(-2, -1) * scale
     scores = scores.float().masked_fill(~mask, float("-inf"))
     out = (scores.softmax(dim=-1).to(value.dtype) @ value).transpose(1, 2)
     return out_transform(out, scores.logsumexp(dim=-1).transpose(1, 2))
 
 
 def _dense(mask: BlockMask) -> torch.Tensor:
-    """Return a mask as a tensor, [batch, 1, query, key]; made once for all layers."""
+    """Return a mask as a tensor, [batch, 1, query, key]. It is built once for all layers."""
     kept: dict[str, Any] = vars(mask)
     if "titan_ft_dense" not in kept:
         batch, where = mask.kv_num_blocks.shape[0], mask.kv_num_blocks.device

@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A patch of torch's writer of Hugging Face's format: a failed rank must not leave others in a
-collective.
+"""A patch of torch's writer of Hugging Face's format.
+
+A rank that fails must not leave the other ranks in a collective.
 """
 
 from __future__ import annotations
@@ -12,14 +13,11 @@ from typing import Any
 from torch.distributed.checkpoint import _consolidate_hf_safetensors
 
 MERGING = ("_consolidate_safetensors_files", "_write_overall_metadata_file")
-"""What may fail on one rank between torch's collectives when files of Hugging Face's format are
-merged.
-"""
+"""torch's functions that may fail on one rank, between collectives, while files are merged."""
 
 
 def merge_together(save: Callable[[], Any]) -> None:
-    """Save in Hugging Face's format; a rank that cannot merge its files still joins torch's
-    collectives.
+    """Save in Hugging Face's format. A rank that cannot merge its files still joins collectives.
 
     torch/distributed/checkpoint/_consolidate_hf_safetensors.py: each rank merges its own files
     between two collectives. A rank whose merge raises leaves the other ranks waiting. Tests:
@@ -35,7 +33,8 @@ def merge_together(save: Callable[[], Any]) -> None:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             try:
                 return act(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001  # raised below
+            except Exception as error:  # noqa: BLE001
+                # Raised below, when this rank has joined all collectives.
                 failures.append(error)
                 return {}
 

@@ -1,10 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The worker processes of torchdata's loaders: the sockets that a fork releases, and the states
-that it sends.
+"""The worker processes of torchdata's loaders.
 
 A rank may use `training.dataloader.num_workers` processes for each slot. They are forks of the
-rank.
+rank. At its start, each of them releases the rank's sockets, and copies the states that it sends.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from titan_ft.system.process import borrowed_socket, own_sockets
 
 
 def prepare_workers(loader: Any) -> None:
-    """Prepare each worker process of `loader` at its start; a loader without workers stays as it
-    is.
-    """
+    """Let each worker process of `loader` call `prepare_worker` at its start."""
     if getattr(loader, "num_workers", 0):
         loader.worker_init_fn = functools.partial(prepare_worker, loader.worker_init_fn)
 
@@ -35,7 +32,8 @@ def prepare_worker(init: Callable[[int], None] | None, number: int) -> None:
     """Prepare this worker process, then call the loader's own `init`.
 
     Slurm and Kubernetes send SIGTERM to all processes of a job. A group that leaves in order still
-    reads batches, so its workers ignore the signal."""
+    reads batches, so its workers ignore the signal.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _release_connections()
     _copy_states()
@@ -44,7 +42,7 @@ def prepare_worker(init: Callable[[int], None] | None, number: int) -> None:
 
 
 def _copy_states() -> None:
-    """Send with each batch the state right after that batch.
+    """Send a copy of the state right after each batch.
 
     torchdata/stateful_dataloader/worker.py: `try_to_serialize` returns the dataset's own objects,
     and the thread of the worker's queue pickles them while the worker reads on. torchtitan's text
@@ -56,11 +54,10 @@ def _copy_states() -> None:
 
 
 def _release_connections() -> None:
-    """Replace the rank's network sockets in this fork. Otherwise peers would wait for an unused
-    connection.
+    """Replace the rank's network sockets in this fork.
 
-    A descriptor is replaced and not closed: the next file would get its number while torch still
-    writes to it.
+    Otherwise peers of a dead rank would wait for connections that this process keeps open. The
+    descriptors are not closed: the next file would get such a number, and torch still writes to it.
     """
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in _inet_sockets():
@@ -69,8 +66,9 @@ def _release_connections() -> None:
 
 
 def _inet_sockets() -> list[int]:
-    """Return the descriptors of this process's network sockets; none if the system does not list
-    them.
+    """Return the descriptors of this process's network sockets.
+
+    Empty if the system does not list them.
     """
     found = []
     for descriptor, inode in own_sockets():

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The release of the torchtitan that Python finds here, and whether this package can train with it.
+"""The release of torchtitan that Python finds, and a check that this package can train with it.
 
 `python -m` looks in the working folder first. In a checkout of torchtitan it finds the checkout. A
 checkout of another version made workers end with ImportErrors, and restart for half a minute.
@@ -17,7 +17,7 @@ from pathlib import Path
 from titan_ft.config import ConfigError
 
 RELEASES = ("0.2.2", "0.3.0")
-"""The releases of torchtitan that this package is made for. The last one is `titan_0_3`'s."""
+"""The releases of torchtitan that this package supports. The last one belongs to `titan_0_3`."""
 _INSTALL = f"pip install torchtitan=={RELEASES[0]}"
 _OFFERED = {
     "0.2": {
@@ -34,20 +34,24 @@ _OFFERED = {
         "torchtitan.trainer": ("Trainer",),
     },
 }
-"""Modules, with the names in them, by which a checkout is judged: not by its version, which later
-commits share.
+"""Modules and names that a supported torchtitan has.
+
+A checkout is judged by them. Its version says too little, because later commits share it.
 """
 
 
 def series() -> str:
-    """Return the series of the installed torchtitan, "0.2" or "0.3", without importing it; "0.2" if
-    none is.
+    """Return the series of the installed torchtitan, "0.2" or "0.3", without importing it.
 
-    0.3 has its Trainer in a module of its own.
+    Without torchtitan, "0.2".
     """
     found = importlib.util.find_spec("torchtitan")
     folders = found.submodule_search_locations if found is not None else None
-    return "0.3" if any(Path(folder, "trainer.py").exists() for folder in folders or ()) else "0.2"
+    for folder in folders or ():
+        # Only 0.3 has its Trainer in a module of its own.
+        if Path(folder, "trainer.py").exists():
+            return "0.3"
+    return "0.2"
 
 
 def check_torchtitan() -> None:
@@ -57,9 +61,11 @@ def check_torchtitan() -> None:
         ConfigError: torchtitan is missing, or lacks these parts, or torch is too old for it.
     """
     if series() == "0.3":
-        import torch.distributed  # not above: an agent loads this module, and most need no torch
+        # Imported here: an agent loads this module, and most agents need no torch.
+        import torch.distributed
 
-        if not hasattr(torch.distributed, "set_timeout"):  # 0.3.0 calls it after its first step
+        # 0.3.0 calls this function after its first step.
+        if not hasattr(torch.distributed, "set_timeout"):
             raise ConfigError(
                 f"torch must be release 2.14 with torchtitan {RELEASES[1]}, got "
                 f"{torch.__version__}; pip install torch==2.14.1"
@@ -73,7 +79,7 @@ def check_torchtitan() -> None:
 
 @contextlib.contextmanager
 def expect_torchtitan() -> Iterator[None]:
-    """Turn the failure of an import, in which torchtitan is loaded, into one line.
+    """Turn a failed import of torchtitan inside the block into one line.
 
     Raises:
         ConfigError: an import failed.
@@ -88,12 +94,11 @@ def _explain(error: Exception) -> ConfigError:
     found = importlib.util.find_spec("torchtitan")
     if found is None:
         return ConfigError(f"torchtitan must be installed, got none; {_INSTALL}")
-    folder = (
-        Path(found.origin).parent
-        if found.origin
-        else Path(next(iter(found.submodule_search_locations or ["?"])))
-    )
-    # The text of an ImportError ends with the path of a module, which is in `folder`.
+    if found.origin:
+        folder = Path(found.origin).parent
+    else:
+        folder = Path(next(iter(found.submodule_search_locations or ["?"])))
+    # The text of an ImportError ends with the path of a module. The line names `folder` already.
     why = " ".join(str(error).partition(" (/")[0].split())
     remedy = _INSTALL
     if folder.absolute().is_relative_to(Path.cwd()) and "site-packages" not in folder.parts:

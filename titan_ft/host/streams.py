@@ -28,7 +28,8 @@ import torch.utils.data
 from datasets import Dataset, IterableDataset
 
 State = dict[str, Any]
-_DRAW_SIZE = 1000  # as upstream: draws of another size would give other indices
+_DRAW_SIZE = 1000
+"""Upstream's size. Draws of another size would give other indices."""
 
 _upstream_load_state_dict = IterableDataset.load_state_dict
 _upstream_set_epoch = IterableDataset.set_epoch
@@ -86,8 +87,7 @@ def _load_state_and_epoch(self: IterableDataset, state_dict: State) -> None:
 
 
 def _set_own_epoch(self: IterableDataset, epoch: int) -> None:
-    """Set the epoch, in a data loader's worker of this worker alone; replaces
-    `IterableDataset.set_epoch`.
+    """Set the epoch of this process alone; replaces `IterableDataset.set_epoch`.
 
     Upstream keeps the epoch in memory that all workers share. torchtitan's dataset adds one to it
     in each worker that reaches the end of its files. With two workers every second epoch was left
@@ -118,12 +118,12 @@ def _shift_generators(ex_iterable: Any, value: int) -> Any:
 
 # The shuffle buffer
 #
-# Upstream's state has the position in the source but not the examples in the buffer: a stream that
-# was opened again never gave those. They follow from the source and the seed, so the state need not
-# hold them. It holds an *anchor*: a position in the source after which every slot of the buffer was
-# refilled. Reading from the anchor to the present position therefore makes the whole buffer again.
-# With B slots the anchor lies about B (ln B + 2) examples back (coupon collector), and a stream
-# that is opened reads that many examples again.
+# Upstream's state has the position in the source, but not the examples in the buffer. A reopened
+# stream never gave those examples. They follow from the source and the seed, so the state need not
+# hold them. Instead it holds an *anchor*: a position in the source after which every slot of the
+# buffer was refilled. Reading from the anchor to the present position restores the whole buffer.
+# With B slots the anchor lies about B (ln B + 2) examples back (coupon collector). A reopened
+# stream reads that many examples again.
 
 
 def _init_shuffle_state(self: Any) -> State:
@@ -157,22 +157,24 @@ def _iterate_tables(self: Any) -> Iterator[Any]:
 
 def _shuffle(self: Any, open_source: Callable[[], Iterable[Any]]) -> Iterator[Any]:
     """Give the examples of the source in upstream's order, from the position of the state on."""
-    size, generator = self.buffer_size, copy.deepcopy(self.generator)
+    size = self.buffer_size
+    generator = copy.deepcopy(self.generator)
     if self._state_dict is None:
-        # nobody saves this stream; the code below counts in a state all the same
+        # This stream is never saved, but the code below counts in a state.
         self._init_state_dict()
     state: State = self._state_dict
     start = self._source_start if state["anchor"] is None else state["anchor"]
     self.ex_iterable.load_state_dict(copy.deepcopy(start))
-    # After an anchor, every slot is refilled before an example that was not given yet is read from
-    # it.
+    # From an anchor on, the replay refills every slot before the first new example is given. So the
+    # slots may begin empty.
     buffer: list[Any] = [] if state["anchor"] is None else [None] * size
-    num_given = state["at_anchor"]  # examples of this epoch, those that are replayed included
-    # `num_given` at which the replay ends.
+    num_given = state["at_anchor"]  # Examples of this epoch, with those of the replay.
+    # The replay ends at this `num_given`.
     num_replayed = state["at_anchor"] + state["since_anchor"]
     indices = _draw_indices(generator, size, skip=num_given)
-    refilled_at = [num_given] * size  # per slot: `num_given` at its last refill
-    # For the anchor: `num_given` and the state of the source.
+    # `num_given` at the last refill of each slot.
+    refilled_at = [num_given] * size
+    # Candidates for the anchor: `num_given` and the state of the source.
     candidates: deque[tuple[int, State]] = deque()
 
     for example in open_source():
@@ -184,18 +186,20 @@ def _shuffle(self: Any, open_source: Callable[[], Iterable[Any]]) -> Iterator[An
         if num_given > num_replayed:
             state["since_anchor"] = num_given - state["at_anchor"]
             yield buffer[slot]
-        buffer[slot], refilled_at[slot] = example, num_given
-        # Move the anchor to the latest candidate after which every slot was refilled. Once in
-        # `size` examples: `min` and the state of the source take time.
+        buffer[slot] = example
+        refilled_at[slot] = num_given
+        # Move the anchor to the latest candidate after which every slot was refilled. Only once in
+        # `size` examples, because `min` and the state of the source take time.
         if num_given % size == 0:
             oldest_refill = min(refilled_at)
             while candidates and candidates[0][0] < oldest_refill:
                 state["at_anchor"], state["anchor"] = candidates.popleft()
-                # In a replay fewer examples have come by than the stream had given.
+                # During a replay, `num_given` is less than the stream had given before.
                 state["since_anchor"] = max(num_given, num_replayed) - state["at_anchor"]
             candidates.append((num_given, self.ex_iterable.state_dict()))
 
-    generator.shuffle(buffer)  # as upstream: what is left when the source ends
+    # At the end of the source, upstream shuffles the rest of the buffer.
+    generator.shuffle(buffer)
     for example in buffer:
         num_given += 1
         if num_given > num_replayed:
@@ -204,9 +208,7 @@ def _shuffle(self: Any, open_source: Callable[[], Iterable[Any]]) -> Iterator[An
 
 
 def _draw_indices(generator: np.random.Generator, size: int, skip: int) -> Iterator[int]:
-    """Draw the slots that the buffer is emptied from, as upstream does, without the first `skip`
-    ones.
-    """
+    """Draw the slots of the next examples, as upstream does, without the first `skip` draws."""
     for _ in range(skip // _DRAW_SIZE):
         generator.integers(0, size, size=_DRAW_SIZE)
     draw = upstream.BufferShuffledExamplesIterable._iter_random_indices
@@ -223,9 +225,8 @@ def _format_row_by_row(self: Any, ex_iterable: Any, *args: Any, **kwargs: Any) -
     Upstream's state counts whole Arrow tables. A stream that was reopened within a table repeated
     its first rows or skipped its last ones.
     """
-    if ex_iterable.iter_arrow and not isinstance(
-        ex_iterable, upstream.RebatchedArrowExamplesIterable
-    ):
+    is_rebatched = isinstance(ex_iterable, upstream.RebatchedArrowExamplesIterable)
+    if ex_iterable.iter_arrow and not is_rebatched:
         ex_iterable = upstream.RebatchedArrowExamplesIterable(ex_iterable, batch_size=1)
     _upstream_init_formatted(self, ex_iterable, *args, **kwargs)
 
@@ -242,7 +243,7 @@ def _rebatch(self: Any) -> Iterator[Any]:
     for table in _upstream_rebatch(self):
         if is_within_chunk and state and state["num_chunks_since_previous_state"]:
             state["num_chunks_since_previous_state"] -= 1
-        is_within_chunk = False  # after the first table upstream sets the number anew
+        is_within_chunk = False  # After the first table, upstream resets the number.
         yield table
 
 
@@ -259,8 +260,6 @@ def _map(self: Any) -> Iterator[Any]:
     state: State | None = self._state_dict
     num_given = 0
     if state and state["previous_state"] and inspect.iscoroutinefunction(self.function):
-        num_given, state["num_examples_since_previous_state"] = (
-            state["num_examples_since_previous_state"],
-            0,
-        )
+        num_given = state["num_examples_since_previous_state"]
+        state["num_examples_since_previous_state"] = 0
     yield from islice(_upstream_map(self), num_given, None)

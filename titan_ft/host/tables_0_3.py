@@ -1,10 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The TOML of a job on torchtitan 0.3, which has none: the tables of 0.2, with the fields and
-defaults of 0.3.
+"""The TOML of a job on torchtitan 0.3, which reads no TOML itself.
 
-A field of 0.2 without a counterpart in 0.3 may have its default in the TOML, so that one file
-serves both releases. Any other value is refused by its name. `translate` fills 0.3's config.
+The tables are those of 0.2, with the fields and defaults of 0.3. A field of 0.2 without a
+counterpart in 0.3 may have its default in the TOML, so that one file serves both releases. Any
+other value is refused by its name. `translate` fills 0.3's config.
 """
 
 from __future__ import annotations
@@ -59,15 +59,11 @@ def _table(
             made = field(default_factory=each.default_factory)
         found[each.name] = (each.name, hints[each.name], made)
     for own_name, kind, default in own:
-        found[own_name] = (
-            own_name,
-            kind,
-            field(default_factory=default) if callable(default) else default,
-        )
+        value = field(default_factory=default) if callable(default) else default
+        found[own_name] = (own_name, kind, value)
     table = make_dataclass(name, found.values())
-    table.__module__ = (
-        __package__  # tyro parses the module of each class, and `types` takes it 0.05 s
-    )
+    # tyro parses the module of each class. For the module `types`, that would take 0.05 s.
+    table.__module__ = __package__
     return table
 
 
@@ -117,8 +113,8 @@ TABLES: dict[str, Any] = {
         ("dataset", str, "c4_test"),
         ("dataset_path", str | None, None),
         ("dataloader", _DataLoader, _DataLoader),
-        # 0.3's default is false. A replayed graph calls no hooks of gradients: nothing would be
-        # exchanged.
+        # 0.3's default is false. A replayed graph calls no hooks of gradients, so no gradient would
+        # be exchanged.
         ("disable_cuda_graphs", bool, True),
     ),
     "parallelism": _table(
@@ -156,7 +152,7 @@ TABLES: dict[str, Any] = {
         Validator.Config,
         ("dataset", str, "c4_validation"),
         ("dataset_path", str | None, None),
-        # None is that of [training], as in 0.3.
+        # None takes the value of [training], as in 0.3.
         ("local_batch_size", int | None, None),
         ("seq_len", int | None, None),
         ("dataloader", _DataLoader, _DataLoader),
@@ -164,9 +160,10 @@ TABLES: dict[str, Any] = {
     "debug": _table(
         "Debug",
         DebugConfig,
-        # Its files are named by the rank alone: all groups have a rank 0, and would write one file.
+        # The files are named by the rank alone. All groups have a rank 0, and would write one file.
         ("enable_structured_logging", bool, False),
-        without=("print_config", "save_config_file"),  # they are in [job]
+        # 0.2 has these fields in [job].
+        without=("print_config", "save_config_file"),
     ),
 }
 
@@ -191,18 +188,19 @@ _ONE_VALUE = {
     "experimental.custom_args_module": "0.3 has none",
     "debug.enable_structured_logging": "all groups would write to the same files",
 }
-"""Fields of the TOML with one value on 0.3, which is their default, and the reason."""
-_BLOCK = 128  # tokens of a block in a mask of attention
+"""Fields that must have their default on 0.3, with the reason."""
+_BLOCK = 128
+"""Tokens of a block in a mask of attention."""
 _KNOWN_MODULES = ("", "titan_ft.config", "torchtitan.components.ft.config")
 """Values of `job.custom_config_module` that only add the table [fault_tolerance]."""
 
 
 class _JobConfig:
-    """What 0.2's `JobConfig` offers besides its tables."""
+    """The methods of 0.2's `JobConfig`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all tables, as plain values."""
-        # the dataclass is made of it
+        # The schema, a dataclass, derives from this class.
         return dataclasses.asdict(self)  # type: ignore[call-overload]
 
     def maybe_log(self) -> None:
@@ -223,8 +221,9 @@ class Reader:
     """Reads a TOML and flags into the schema, as 0.2's ConfigManager does."""
 
     def __init__(self, schema: Any, values: Mapping[str, Any]) -> None:
-        self._schema, self._values = schema, values
-        ConfigManager()  # registers how tyro reads a list of names
+        self._schema = schema
+        self._values = values
+        ConfigManager()  # Its constructor teaches tyro to read a list of names.
 
     def parse_args(self, args: list[str]) -> Any:
         """Return the config of the TOML's values, with the flags over them.
@@ -277,15 +276,16 @@ def build_schema(
 
 
 def fill_tables(values: Mapping[str, Any]) -> Any:
-    """Return a job with these torchtitan tables, which are checked already and exclude this
-    package's tables.
+    """Return a job with these torchtitan tables, which are checked already.
+
+    The job has no tables of this package.
     """
     tables = [(name, table, field(default_factory=table)) for name, table in TABLES.items()]
     return _fill(make_dataclass("Tables", tables, bases=(_JobConfig,)), values)
 
 
 def _find(values: Mapping[str, Any], arguments: Sequence[str], table: str, name: str) -> Any:
-    """Return a value of the flags, or of the TOML; an empty one without either."""
+    """Return a value from the flags, or else from the TOML, or else an empty text."""
     given = values.get(table)
     found = given.get(name, "") if isinstance(given, Mapping) else ""
     for flag, value in read_flags(arguments):
@@ -295,14 +295,14 @@ def _find(values: Mapping[str, Any], arguments: Sequence[str], table: str, name:
 
 
 def _fill(schema: Any, values: Mapping[str, Any]) -> Any:
-    """Return an instance of a dataclass with the values of a TOML, which have been checked."""
+    """Return an instance of a dataclass with the values of a TOML, which are checked already."""
     kinds = {each.name: each.type for each in fields(schema)}
     made = {}
     for name, value in values.items():
         kind = kinds[name]
         if is_dataclass(kind):
             made[name] = _fill(kind, value)
-        elif kind is int and isinstance(value, float):  # 1e4 for a whole number
+        elif kind is int and isinstance(value, float):  # A TOML may have 1e4 for 10000.
             made[name] = int(value)
         else:
             made[name] = value
@@ -310,10 +310,10 @@ def _fill(schema: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _refuse(job_config: Any) -> None:
-    """Refuse by its name what torchtitan 0.3 has no counterpart for.
+    """Refuse by its name each value without a counterpart in torchtitan 0.3.
 
     Raises:
-        ConfigError: there is such a value.
+        ConfigError: the job has such a value.
     """
     for full, reason in _ONE_VALUE.items():
         table, _, name = full.partition(".")
@@ -323,13 +323,14 @@ def _refuse(job_config: Any) -> None:
             raise ConfigError(
                 f"{full} must be {only!r} with torchtitan 0.3 ({reason}), got {value!r}; remove it"
             )
-    for rule in (_refuse_sequences, _refuse_validation):
-        rule(job_config)
+    _refuse_sequences(job_config)
+    _refuse_validation(job_config)
 
 
 def _refuse_sequences(job_config: Any) -> None:
-    """Refuse sequences that context parallelism cannot split. torch reports this only in the first
-    step.
+    """Refuse sequences that context parallelism cannot split.
+
+    torch reports this only in the first step.
     """
     cp = job_config.parallelism.context_parallel_degree
     tables = ("training", "validation") if job_config.validation.enable else ("training",)
@@ -344,7 +345,7 @@ def _refuse_sequences(job_config: Any) -> None:
 
 
 def _refuse_validation(job_config: Any) -> None:
-    """Refuse what a pipeline of 0.3 cannot validate."""
+    """Refuse a validation that a pipeline of 0.3 cannot make."""
     parallel = job_config.parallelism
     if not job_config.validation.enable or parallel.pipeline_parallel_degree == 1:
         return
@@ -369,8 +370,8 @@ def translate(
     """Return 0.3's config of a job.
 
     Args:
-        model_spec: the model; without one the values are checked and nothing can be built.
-        vocab_size: of the model.
+        model_spec: the model. Without it, the values are checked, but nothing can be built.
+        vocab_size: the model's number of tokens.
 
     Raises:
         ValueError: 0.3 refuses a value.
@@ -418,9 +419,8 @@ class _TrainerConfig(Trainer.Config):
 
 def _made_of(kind: Any, table: Any, **others: Any) -> Any:
     """Return one of 0.3's configs, with the values of the fields that a table shares with it."""
-    names = {each.name for each in fields(kind)} & {each.name for each in fields(table)} - set(
-        others
-    )
+    shared = {each.name for each in fields(kind)} & {each.name for each in fields(table)}
+    names = shared - set(others)
     return kind(**{name: getattr(table, name) for name in names}, **others)
 
 
@@ -447,7 +447,7 @@ def optimizer_config(table: Any) -> OptimizersContainer.Config:
 
 
 def _checkpoint(table: Any) -> CheckpointManager.Config:
-    # 0.3 warns of a value that has no effect, which is its own default, at each start.
+    # At each start, 0.3 warns of a value without effect, even of its own default.
     begins = bool(table.initial_load_path or table.initial_load_in_hf)
     return _made_of(
         CheckpointManager.Config,
@@ -460,8 +460,11 @@ def _activation_checkpoint(table: Any) -> Any:
     if table.mode == "selective":
         shapes = table.per_op_sac_force_recompute_mm_shapes_by_fqns
         return _made_of(SelectiveAC.Config, table, force_recompute_mm_shapes_by_fqns=shapes)
-    kind = {"full": FullAC.Config, "memory_budget": MemoryBudgetAC.Config}.get(table.mode)
-    return None if kind is None else _made_of(kind, table)
+    if table.mode == "full":
+        return _made_of(FullAC.Config, table)
+    if table.mode == "memory_budget":
+        return _made_of(MemoryBudgetAC.Config, table)
+    return None
 
 
 def _compile(job_config: Any) -> CompileConfig:

@@ -124,17 +124,17 @@ ADAM_BUILDERS = (build_optimizers, build_optimizers_with_moe_load_balancing)
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
 """The dimensions of `ParallelDims`."""
 LOADERS = (ParallelAwareDataloader,)
-"""torchtitan's data loaders, each of which only adds a format of its state to torchdata's."""
+"""torchtitan's data loaders. Each of them only adds a format of its state to torchdata's loader."""
 LOSSES_GO_BACKWARD = False
-"""A loss only goes backward when the trainer says so."""
+"""A loss goes backward only when the trainer starts the backward."""
 PIPELINES_SUM_LOSSES = True
 """A pipeline goes backward from the sum of the losses, and divides only the loss that it
 reports.
 """
 TOKEN_COUNTS = "tokens_per_expert"
-"""The buffer in which a mixture of experts counts."""
+"""Name of the buffer in which a mixture of experts counts tokens."""
 TRAINER_FILE = "train.py"
-"""Where a model's package has a trainer of its own."""
+"""File of a model's package that may define a trainer of its own."""
 
 
 class HostTrainer(Trainer):
@@ -206,8 +206,9 @@ def packages_of_model(name: str) -> list[str]:
 
 
 def file_in_package(package: str, file: str) -> Path | None:
-    """Return a file of one of torchtitan's packages, without importing the package; None if there
-    is none.
+    """Return the path of a file of one of torchtitan's packages; None if there is no such file.
+
+    Does not import the package.
     """
     for folder in torchtitan.__path__:
         path = Path(folder, *package.split(".")[1:], file)
@@ -232,7 +233,8 @@ def build_schema(
     manager = ConfigManager(ConfigManager._merge_configs(JobConfig, own))
     schema = manager._maybe_add_custom_config(list(arguments), dict(values))
     _name_small_module(schema, schema.__module__)
-    manager._maybe_add_custom_config = lambda *_: schema  # else `parse_args` merges them once more
+    # `parse_args` would merge the tables once more.
+    manager._maybe_add_custom_config = lambda *_: schema
     return manager, schema
 
 
@@ -250,14 +252,15 @@ def _name_small_module(schema: type, module: str) -> None:
             _name_small_module(cast(type, table.type), module)
 
 
-# What the other release does in another way
+# Functions that differ between the releases
 
 
 def read_batches(
     trainer: Trainer, loader: Iterable[Any]
 ) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """Yield a loader's batches as torchtitan does, without counting their tokens: they count once
-    trained.
+    """Yield a loader's batches as torchtitan does, without counting their tokens.
+
+    Tokens count when the batches are trained.
     """
     for inputs, labels in trainer.batch_generator(loader):
         trainer.ntokens_seen -= labels.numel()
@@ -273,11 +276,10 @@ def batches_per_call(trainer: Trainer) -> int:
 def forward_backward(
     trainer: Trainer, batches: Sequence[tuple[dict[str, Any], torch.Tensor]], tokens: int
 ) -> torch.Tensor:
-    """Return the loss of the batches, which are on the device, over `tokens`; adds to the
-    gradients.
+    """Add the gradients of the batches; return their summed loss divided by `tokens`.
 
     Args:
-        batches: `batches_per_call` batches.
+        batches: `batches_per_call` batches, on the device.
     """
     ((inputs, labels),) = batches
     return trainer.forward_backward_step(
@@ -298,8 +300,9 @@ def attends_by_flex(trainer: Trainer) -> bool:
 
 
 def use_validation_loader(validator: Any, wrap: Callable[[Any], Any]) -> None:
-    """Let a validator read from `wrap(loader)`; a user's validator with data of its own stays
-    unchanged.
+    """Let a validator read from `wrap(loader)`.
+
+    A user's validator with data of its own stays unchanged.
     """
     loader = getattr(validator, "validation_dataloader", None)
     if loader is not None:
@@ -314,7 +317,7 @@ def validation_batch_size(job_config: JobConfig) -> int:
 def build_model(job_config: JobConfig) -> tuple[torch.nn.Module, Any]:
     """Return the model of `job_config`, whole and on the meta device, and its arguments."""
     spec = get_train_spec(job_config.model.name)
-    # A run writes the sequence length into its own.
+    # A copy, because a run writes its sequence length into the arguments.
     arguments = copy.deepcopy(spec.model_args[job_config.model.flavor])
     arguments.update_from_config(job_config)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
@@ -333,9 +336,8 @@ def build_parts(
     job_config = copy.deepcopy(job_config)
     job_config.activation_checkpoint.mode = "none"
     job_config.compile.enable = job_config.parallelism.enable_async_tensor_parallel = False
-    job_config.optimizer.implementation = (
-        "for-loop"  # the others want memory; all hold the same state
-    )
+    # The other implementations need real memory. All of them have the same state.
+    job_config.optimizer.implementation = "for-loop"
     job_config.model.converters = []
     parallel, spec = job_config.parallelism, get_train_spec(job_config.model.name)
     dims = ParallelDims(
@@ -371,24 +373,22 @@ def register_flavors(model: str) -> None:
     """Add the flavors of a torchtitan model that this release lacks. An existing flavor stays."""
     if model != "llama3":
         return
-    # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json. torchtitan's class has
-    # an output layer where that model uses its embedding once more.
+    # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json. That model uses its
+    # embedding as its output layer as well. torchtitan's class has a separate output layer.
     flavor = TransformerModelArgs(
         dim=2048,
         n_layers=16,
         n_heads=32,
         n_kv_heads=8,
-        ffn_dim_multiplier=1.5,  # 8192 wide
+        ffn_dim_multiplier=1.5,  # The hidden dimension is then 8192.
         multiple_of=1024,
         rope_theta=500000,
         rope_scaling_args=RoPEScalingArgs(scaling_factor=32.0),
     )
     llama3_args.setdefault("1B", flavor)
-    # torchtitan's debug model halved: thirty groups of it train on two cores, with a step of a
-    # second.
-    llama3_args.setdefault(
-        "debugmodel_half", replace(llama3_args["debugmodel"], dim=128, n_layers=3, n_heads=8)
-    )
+    # Half of torchtitan's debug model: thirty groups of it train on two cores in steps of a second.
+    half = replace(llama3_args["debugmodel"], dim=128, n_layers=3, n_heads=8)
+    llama3_args.setdefault("debugmodel_half", half)
 
 
 # Seams: what this package replaces inside torchtitan
@@ -423,10 +423,9 @@ def _use_model_converters(build: Callable[..., ModelConvertersContainer]) -> Non
 
 
 def _silence_pipeline_loss_warning() -> None:
-    """Drop torchtitan's warning that most ranks of a pipeline do not know the loss: here all ranks
-    know it.
+    """Drop torchtitan's warning that most ranks of a pipeline do not know the loss.
 
-    train.py: `ensure_pp_loss_visible`.
+    Here all ranks know it. train.py: `ensure_pp_loss_visible`.
     """
     _train.ensure_pp_loss_visible = lambda *_: None
 
@@ -446,11 +445,10 @@ def use_curve_loggers(
 def wrap_profilers(
     wrap: Callable[[Callable[..., Any]], Callable[..., AbstractContextManager[Any]]],
 ) -> None:
-    """Let torchtitan's training loop profile by `wrap(f)` in place of `f`, for traces and memory
-    snapshots.
+    """Let torchtitan's training loop profile by `wrap(f)` in place of `f`.
 
-    train.py: imports both functions by name. An OSError inside them ended the group. Test:
-    training/test_curves.py.
+    `f` is the function for traces, then the function for memory snapshots. train.py imports both by
+    name. An OSError inside them ended the group. Test: training/test_curves.py.
     """
     _train.maybe_enable_profiling = wrap(_profiling.maybe_enable_profiling)
     _train.maybe_enable_memory_snapshot = wrap(_profiling.maybe_enable_memory_snapshot)
@@ -470,7 +468,7 @@ def take_off_record() -> None:
 
 
 def purge(folders: Queue[Any]) -> None:
-    """Remove folders of checkpoints until the queue gives a `Terminate`; for a thread of its own.
+    """Remove folders of checkpoints until the queue gives a `Terminate`. A thread runs this.
 
     components/checkpoint.py: `purge_thread`, which torchtitan starts with `keep_latest_k` only.
     """

@@ -120,15 +120,15 @@ __all__ = [
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 """The dimensions of `ParallelDims`."""
 LOADERS = (ParallelAwareDataloader, HuggingFaceTextDataLoader)
-"""torchtitan's data loaders, each of which only adds a format of its state to torchdata's."""
+"""torchtitan's data loaders. Each of them only adds a format of its state to torchdata's loader."""
 LOSSES_GO_BACKWARD = True
 """The chunked loss goes backward through the output layer inside the forward."""
 PIPELINES_SUM_LOSSES = False
 """A pipeline divides each microbatch's loss before it goes backward."""
 TOKEN_COUNTS = "tokens_per_expert_E"
-"""The buffer in which a mixture of experts counts."""
+"""Name of the buffer in which a mixture of experts counts tokens."""
 TRAINER_FILE = "trainer.py"
-"""Where a model's package has a trainer of its own."""
+"""File of a model's package that may define a trainer of its own."""
 JobConfig = Any
 """A job's config; `build_schema` makes its class."""
 
@@ -172,26 +172,30 @@ class TrainSpec:
 
 
 class _Flavors(Mapping[str, Arguments]):
-    """The flavors of a module with a function `model_registry`, each built when it is asked for."""
+    """The flavors of a module with a function `model_registry`. Each is built at its first use."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
-        tables = (table for name, table in vars(module).items() if name.endswith("_configs"))
-        self._names = next((list(table) for table in tables if isinstance(table, dict)), [])
+        self._names: list[str] = []
+        for name, table in vars(module).items():
+            if name.endswith("_configs") and isinstance(table, dict):
+                self._names = list(table)
+                break
 
     def __getitem__(self, flavor: str) -> Arguments:
         spec = self._module.model_registry(flavor)
         attention = getattr(spec.model, "first_attention", None)
         heads = getattr(attention, "n_heads", None)
-        experts = next((config for _, config, _, _ in spec.model.traverse(MoE.Config)), None)
+        expert_configs = [config for _, config, _, _ in spec.model.traverse(MoE.Config)]
         layers = getattr(spec.model, "layers", None)
+        rope = getattr(attention, "rope", None)
         return Arguments(
             spec=spec,
             n_layers=None if layers is None else len(layers),
             n_heads=heads,
             n_kv_heads=getattr(attention, "n_kv_heads", None) or heads,
-            moe_args=experts,
-            max_seq_len=getattr(getattr(attention, "rope", None), "max_seq_len", None),
+            moe_args=expert_configs[0] if expert_configs else None,
+            max_seq_len=getattr(rope, "max_seq_len", None),
         )
 
     def __iter__(self) -> Iterator[str]:
@@ -238,8 +242,9 @@ def model_names() -> set[str]:
 
 
 def read_module(module: str, function: str, flags: Sequence[str]) -> dict[str, Any]:
-    """Return the tables of a TOML that describe the job of `--module M --config F`; see
-    `configs_0_3.read_module`.
+    """Return the tables of a TOML for the job of `--module M --config F`.
+
+    See `configs_0_3.read_module`.
     """
     from titan_ft.host import configs_0_3
 
@@ -262,8 +267,9 @@ def packages_of_model(name: str) -> list[str]:
 
 
 def file_in_package(package: str, file: str) -> Path | None:
-    """Return a file of one of torchtitan's packages, without importing the package; None if there
-    is none.
+    """Return the path of a file of one of torchtitan's packages; None if there is no such file.
+
+    Does not import the package.
     """
     for folder in torchtitan.__path__:
         path = Path(folder, *package.split(".")[1:], file)
@@ -273,11 +279,11 @@ def file_in_package(package: str, file: str) -> Path | None:
 
 
 def register_flavors(model: str) -> None:
-    """Nothing: 0.3's llama3 has the flavor 1B, with a tied output layer."""
+    """Do nothing: 0.3's llama3 has the flavor 1B, with a tied output layer."""
 
 
 def _model_of(job_config: Any) -> Any:
-    """Return a ModelSpec of the job's flavor that belongs to the caller."""
+    """Return a new ModelSpec of the job's flavor, which the caller may change."""
     return get_train_spec(job_config.model.name).model_args[job_config.model.flavor].spec
 
 
@@ -311,8 +317,8 @@ def build_text_dataloader(
         tokenizer=tokenizer,
         seq_len=training.seq_len,
         local_batch_size=size,
-        # The ledger takes the state after each batch. torchtitan asks for one at each checkpoint
-        # only, and torchdata would give the state of then.
+        # The ledger takes a state after each batch. torchtitan takes one at each checkpoint only,
+        # and torchdata would return an older state in between.
         snapshot_every_n_steps=1,
     )
 
@@ -333,7 +339,10 @@ ADAM_BUILDERS = (_build_optimizers,)
 
 
 def _build_validator(*, job_config: Any, **parts: Any) -> Any:
-    """Build the validator. 0.3 gives it the batches of the training; a TOML may ask for others."""
+    """Build the validator, with batches of the sizes in the TOML.
+
+    0.3 itself would give it batches of the training's sizes.
+    """
     sizes = {
         "seq_len": job_config.validation.seq_len,
         "local_batch_size": job_config.validation.local_batch_size,
@@ -378,9 +387,8 @@ def build_parts(
     job_config.activation_checkpoint.mode = "none"
     job_config.compile.enable = job_config.compile.enable_async_tensor_parallel = False
     job_config.parallelism.enable_async_tensor_parallel = False
-    job_config.optimizer.implementation = (
-        "for-loop"  # the others want memory; all hold the same state
-    )
+    # The other implementations need real memory. All of them have the same state.
+    job_config.optimizer.implementation = "for-loop"
     spec, config = get_train_spec(job_config.model.name), translate(job_config)
     dims = ParallelDims.from_config(config.parallelism, num_ranks)
     set_spmd_backend(config.parallelism.spmd_backend)
@@ -420,12 +428,12 @@ class HostTrainer(Trainer):
 
     def __init__(self, job_config: Any, checkpoints: Callable[..., CheckpointManager]) -> None:
         self.job_config = job_config
-        # All ranks of a pipeline know the loss here.
+        # Drop the warning that most ranks of a pipeline do not know the loss: here all know it.
         _trainer.ensure_pp_loss_visible = lambda **_: None
         super().__init__(_to_config(job_config, checkpoints))
 
     def refresh_converters(self) -> None:
-        """Nothing: 0.3 converts a model's config, and its float8 keeps nothing of the weights."""
+        """Do nothing: 0.3 converts a model's config, and its float8 caches no weights."""
 
 
 class HostCheckpoints(CheckpointManager):
@@ -444,7 +452,8 @@ class HostCheckpoints(CheckpointManager):
     def _async_wait(self) -> None:
         super()._wait_for_saving()
 
-    def _wait_for_saving(self) -> None:  # 0.3's name
+    def _wait_for_saving(self) -> None:
+        # 0.3's name of `_async_wait`.
         self._async_wait()
 
 
@@ -499,8 +508,9 @@ def _built_by(config: Any, build: Callable[..., Any]) -> Any:
 def read_batches(
     trainer: Trainer, loader: Iterable[Any]
 ) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """Yield a loader's batches as torchtitan does, without counting their tokens: they count once
-    trained.
+    """Yield a loader's batches as torchtitan does, without counting their tokens.
+
+    Tokens count when the batches are trained.
     """
     for inputs, labels in trainer.batch_generator(loader):
         trainer.metrics_processor.ntokens_since_last_log -= labels.numel()
@@ -508,8 +518,9 @@ def read_batches(
 
 
 def batches_per_call(trainer: Trainer) -> int:
-    """Return the number of a loader's batches for one `forward_backward`; a pipeline's are
-    microbatches.
+    """Return the number of a loader's batches for one `forward_backward`.
+
+    A pipeline's loader gives microbatches.
     """
     return int(trainer.num_pipeline_parallel_microbatches)
 
@@ -517,14 +528,13 @@ def batches_per_call(trainer: Trainer) -> int:
 def forward_backward(
     trainer: Trainer, batches: Sequence[tuple[dict[str, Any], torch.Tensor]], tokens: int
 ) -> torch.Tensor:
-    """Return the loss of the batches, which are on the device, over `tokens`; adds to the
-    gradients.
+    """Add the gradients of the batches; return their summed loss divided by `tokens`.
 
     Args:
-        batches: `batches_per_call` batches.
+        batches: `batches_per_call` batches, on the device.
     """
-    # 0.3 counts what goes forward; here tokens count once they are committed.
-    seen = trainer.ntokens_seen
+    # 0.3 counts the tokens of each forward. Here tokens count when their update is committed.
+    ntokens_seen = trainer.ntokens_seen
     inputs: Any = [inputs for inputs, _ in batches]
     labels: Any = [labels for _, labels in batches]
     if not trainer.parallel_dims.pp_enabled:
@@ -534,7 +544,7 @@ def forward_backward(
             input_dict=inputs, labels=labels, global_valid_tokens=tokens
         )
     finally:
-        trainer.ntokens_seen = seen
+        trainer.ntokens_seen = ntokens_seen
 
 
 def make_up_batches(
@@ -553,12 +563,12 @@ def attends_by_flex(trainer: Trainer) -> bool:
 
 
 def adapt_attention(model: torch.nn.Module, load_balancer: str | None) -> None:
-    """No effect: 0.3's context parallelism splits the attention mask on every device."""
+    """Do nothing: 0.3's context parallelism splits the attention mask on every device."""
 
 
 @dataclass
 class _ValidationLoader:
-    """In place of the config of a validator's loader, from which each validation builds one."""
+    """Stands in for the config of a validator's loader. Each validation builds a loader from it."""
 
     config: Any
     wrap: Callable[[Any], Any]
@@ -568,8 +578,9 @@ class _ValidationLoader:
 
 
 def use_validation_loader(validator: Any, wrap: Callable[[Any], Any]) -> None:
-    """Let a validator read from `wrap(loader)`; a user's validator with data of its own stays
-    unchanged.
+    """Let a validator read from `wrap(loader)`.
+
+    A user's validator with data of its own stays unchanged.
     """
     config = getattr(validator, "dl_config", None)
     if config is not None:
@@ -577,16 +588,11 @@ def use_validation_loader(validator: Any, wrap: Callable[[Any], Any]) -> None:
 
 
 def validation_batch_size(job_config: Any) -> int:
-    """Return the sequences in a batch of a validation's loader, which is a pipeline's
-    microbatch.
-    """
+    """Return the sequences in a batch of a validation's loader. A pipeline's has microbatches."""
     parallel = job_config.parallelism
-    is_cut = parallel.pipeline_parallel_degree > 1
-    return int(
-        parallel.pipeline_parallel_microbatch_size
-        if is_cut
-        else job_config.validation.local_batch_size
-    )
+    if parallel.pipeline_parallel_degree > 1:
+        return int(parallel.pipeline_parallel_microbatch_size)
+    return int(job_config.validation.local_batch_size)
 
 
 # Seams: what this package replaces inside torchtitan
@@ -637,18 +643,20 @@ def take_off_record() -> None:
 
 
 def purge(folders: Queue[Any]) -> None:
-    """Remove folders of checkpoints until the queue gives None; for a thread of its own.
+    """Remove folders of checkpoints until the queue gives None. A thread runs this.
 
     components/checkpointer/base.py: `purge_thread`, which torchtitan starts with `keep_latest_k`
-    only."""
+    only.
+    """
     purge_thread(folders, filesystem.rmtree)
 
 
 class _Parsed:
-    """In place of the config that `main` has parsed: its values, and another trainer."""
+    """Stands in for the config that `main` has parsed: the same values, and another trainer."""
 
     def __init__(self, config: Any, build: Callable[[], Any]) -> None:
-        self._config, self.build = config, build
+        self._config = config
+        self.build = build
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._config, name)
@@ -666,8 +674,12 @@ def run(trainer: type[Trainer], job_config: Any) -> None:
 
         def parse_args(self) -> _Parsed:
             config = _to_config(job_config)
-            is_ours = issubclass(trainer, HostTrainer)
-            return _Parsed(config, lambda: trainer(job_config) if is_ours else trainer(config))
+
+            def build() -> Any:
+                is_replica = issubclass(trainer, HostTrainer)
+                return trainer(job_config if is_replica else config)
+
+            return _Parsed(config, build)
 
     _train.ConfigManager = ParsedConfig
     _train.main()
