@@ -10,16 +10,10 @@ with a gate and without one take turns, so that load on the machine affects both
 
 from __future__ import annotations
 
-import contextlib
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 from titan_ft.launch.gate import raise_descriptor_limit
-from titan_ft.run.lighthouse import LighthouseAddress
 from titan_ft.system.threads import call_for_each
 
 SIZES = (300, 1_000)
@@ -28,38 +22,15 @@ BEATS = 4_000
 _ROUNDS = 2
 _THREADS = 4
 _LIMIT = timedelta(seconds=120)
-_TOKEN = "0123456789abcdef" * 2
-_ROOT = Path(__file__).parents[1]
-
-
-@contextlib.contextmanager
-def lighthouse(has_gate: bool) -> Iterator[tuple[int, str]]:
-    """Run a lighthouse; yields its process id and the URL for torchft's clients."""
-    command = [sys.executable, "-m", "titan_ft", "lighthouse", "--bind", "127.0.0.1:0"]
-    token = _TOKEN if has_gate else ""
-    process = subprocess.Popen(
-        command,
-        cwd=_ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TITAN_FT_TOKEN": token},
-    )
-    try:
-        assert process.stdout is not None
-        address = process.stdout.readline().split()[-1]
-        yield process.pid, LighthouseAddress(address, token).url_for_client(address)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def measure_beats(num_groups: int, has_gate: bool) -> float:
     """Return the milliseconds of CPU that a heartbeat costs the lighthouse's process."""
     from torchft.coordination import LighthouseClient
 
-    from benchmarks.lighthouse import read_cpu
+    from benchmarks.lighthouse import read_cpu, run_lighthouse
 
-    with lighthouse(has_gate) as (pid, url):
+    with run_lighthouse(has_gate) as (pid, url):
         clients = [LighthouseClient(url, _LIMIT) for _ in range(num_groups)]
         for slot, client in enumerate(clients):
             client.heartbeat(f"group {slot}", _LIMIT)

@@ -52,6 +52,7 @@ def format_report(report: Mapping[str, Any], parts: Sequence[str]) -> str:
         lines += ["", *_control_table(report["control"])]
         lines += ["", *_meeting_table(report["control"])]
         lines += ["", *_lighthouse_table(report["control"])]
+        lines += ["", *_lighthouse_kill_table(report["control"])]
     if "campaign_table" in report:
         lines += ["", *report["campaign_table"]]
     return "\n".join(lines)
@@ -255,6 +256,23 @@ def _lighthouse_table(control: Mapping[str, Any]) -> list[str]:
         size = [f"{figures['groups']:,}", f"{figures['former']:,}"]
         rows.append([*size, *times, *page, "-" if memory is None else f"{memory:.0f}"])
     return markdown(rows)
+
+
+def _lighthouse_kill_table(control: Mapping[str, Any]) -> list[str]:
+    """Return a row for each number of groups that survive a kill; empty if none was measured."""
+    head = ["groups that go on"]
+    for way in ("without the gate", "with it"):
+        head += [f"new quorum {way} (ms)", "longest", "quorum without a change (ms)"]
+    rows = [head]
+    for figures in control.values():
+        if "survivors" not in figures:
+            continue
+        row = [f"{figures['survivors']:,}"]
+        for way in ("open", "gate"):
+            times = figures[way]
+            row += [f"{times['median']:.0f}", f"{times['longest']:.0f}", f"{times['steady']:.1f}"]
+        rows.append(row)
+    return markdown(rows) if len(rows) > 1 else []
 
 
 def _control_time(figures: Mapping[str, Any] | None) -> str:
