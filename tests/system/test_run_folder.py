@@ -14,9 +14,11 @@ import pytest
 
 from titan_ft.config import ConfigError
 from titan_ft.run.appender import FileAppender
+from titan_ft.run.curve_file import CurveFile
 from titan_ft.run.lighthouse import Announcement
 from titan_ft.system.ownership import no_follow, write_for_owner_only
 from titan_ft.system.run_folder import check_run_folder
+from titan_ft.system.whole_file import write_whole
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
@@ -189,3 +191,30 @@ def test_nobody_else_may_write_what_a_run_makes(
     os.umask(given)
     write_for_owner_only()
     assert os.umask(0o022) == expected
+
+
+@as_root
+@pytest.mark.parametrize("owner", [0, NOBODY])
+def test_nothing_is_written_through_a_folder_that_is_anothers_link(
+    folder: Path, tmp_path: Path, owner: int
+) -> None:
+    """Such as TensorBoard's folder, which a member of the group can plant. A user may put it on
+    other storage by a link of his own.
+    """
+    home = tmp_path / "home"
+    home.mkdir()
+    (folder / "tb").symlink_to(home)
+    os.chown(folder / "tb", owner, owner, follow_symlinks=False)
+    said: list[str] = []
+    curves = CurveFile(folder / "tb" / "replica_0", said.append)
+    curves.add(1, {"loss": 2.0}, 0.0, anew=False)
+    curves.close()
+    if owner == NOBODY:
+        with pytest.raises(OSError, match=f"a link that belongs to user {NOBODY}"):
+            write_whole(folder / "tb" / "index.html", b"")
+        assert list(home.iterdir()) == []
+        assert f"a link that belongs to user {NOBODY}" in said[0]
+    else:
+        write_whole(folder / "tb" / "index.html", b"")
+        assert sorted(path.name for path in home.iterdir()) == ["index.html", "replica_0"]
+        assert said == []

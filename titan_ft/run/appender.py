@@ -24,6 +24,8 @@ from itertools import islice
 from pathlib import Path
 from weakref import WeakSet
 
+from titan_ft.system.ownership import check_links
+
 WAITING_BYTES = 16 * 2**20
 """Memory for the waiting records of one file.
 
@@ -342,6 +344,7 @@ class FileAppender(Appender):
 
     def _open(self) -> int:
         if not self._was_open:
+            check_links(self.path.parent)
             self.path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         file = os.open(self.path, flags, 0o644)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
@@ -23,6 +24,23 @@ def no_follow(path: str, flags: int) -> int:
         OSError: the last part of the path is a link (ELOOP).
     """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def check_links(folder: Path) -> None:
+    """Refuse a folder whose path leads through a link of another user.
+
+    `no_follow` looks at the last part of a path only. Through a folder that is a link, new files
+    would come into a folder that the other user has chosen, and replace files of the same name.
+
+    Raises:
+        OSError: a part of the path is such a link (ELOOP).
+    """
+    for part in (folder, *folder.parents):
+        if not part.is_symlink():
+            continue
+        owner = part.lstat().st_uid
+        if owner not in find_own_users(part.parent, owner):
+            raise OSError(errno.ELOOP, f"a link that belongs to user {owner}", str(part))
 
 
 def write_for_owner_only() -> None:
