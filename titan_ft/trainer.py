@@ -178,7 +178,7 @@ class ReplicaTrainer(HostTrainer):
         check_replicate(dims.dp_replicate, dims.dp_shard, dims.cp)
         self._end_if_finished()
         config = self.job_config.fault_tolerance
-        self._control = connect_control(config, self.setup)
+        self._control = connect_control(config, self.setup, self._events)
         self._drain = Drain(
             self._control,
             rank=self.setup.rank,

@@ -44,13 +44,17 @@ ATTACKED_STEP = 4
 
 @pytest.fixture
 def attack(make_job: Callable[..., Job]) -> Callable[..., Job]:
-    """Run a job of two groups, attack it during one of its steps, and check that the attack cost
+    """Run a job of two groups, attack it during some of its steps, and check that the attack cost
     nothing.
     """
 
-    def attack(make: Callable[[Job, int], None]) -> Job:
-        delays = [{"replica": replica, "step": ATTACKED_STEP, "seconds": 2} for replica in (0, 1)]
-        job = make_job(groups=2, ranks=1, steps=10, hooks={"delays": delays})
+    def attack(make: Callable[[Job, int], None], ranks: int = 1, num_steps: int = 1) -> Job:
+        delays = [
+            {"replica": replica, "step": ATTACKED_STEP + number, "seconds": 2}
+            for replica in (0, 1)
+            for number in range(num_steps)
+        ]
+        job = make_job(groups=2, ranks=ranks, steps=10, hooks={"delays": delays})
         job.start()
         job.wait_until(
             lambda: any(e["step"] == ATTACKED_STEP - 1 for e in job.events("step_committed")),
@@ -183,9 +187,9 @@ def test_f4_f5_f10_heartbeats_idle_connections_and_long_names(attack: Callable[.
     assert {"crowd", "no_secret"} <= set(refused)
 
 
-def test_f19_half_open_connections_at_the_state_servers(attack: Callable[..., Job]) -> None:
-    """Hundreds of silent connections, noise and replayed bytes at the state servers slow no
-    step.
+def test_f19_half_open_connections_at_all_ports_of_the_workers(attack: Callable[..., Job]) -> None:
+    """Hundreds of silent connections, noise and replayed bytes at the state servers and the control
+    trees slow no step. Each kind of refusal is one event of each port.
     """
 
     def make(job: Job, port: int) -> None:
@@ -198,7 +202,17 @@ def test_f19_half_open_connections_at_the_state_servers(attack: Callable[..., Jo
                 for _ in range(50):
                     strangers.send_garbage(own, chance)
 
-    attack(make)
+    job = attack(make, ranks=2, num_steps=5)
+    refused = [
+        (event["replica"], event["rank"], event["port"], event["kind"])
+        for event in job.events("stranger_refused")
+    ]
+    assert len(set(refused)) == len(refused), "one event for each kind"
+    for replica in (0, 1):
+        for rank in (0, 1):
+            assert (replica, rank, "state server", "crowd") in refused
+        assert (replica, 0, "control tree", "crowd") in refused
+        assert (replica, 0, "control tree", "no_secret") in refused
 
 
 def free_port() -> int:

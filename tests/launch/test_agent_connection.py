@@ -178,11 +178,22 @@ def test_what_echoes_an_end_is_not_the_other_end(sockets: Sockets) -> None:
         read_until_broken(leader, echo)
 
 
+HELLO = b' {"type": "Hello", "host": "n1", "num_ranks": 2}\n'
+
+
 @pytest.mark.parametrize(
-    "sent", [b"x" * 3 * 2**20, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\n\n\n"]
+    ("sent", "reason"),
+    [
+        (b"x" * 3 * 2**20, "is no agent"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "is no agent"),
+        (b"\n\n\n", "is no agent"),
+        (b"0" * 32 + b"\n" + b"0" * 64 + HELLO, "does not know this run's token"),
+        (b"0" * 32 + b"\n" + HELLO, "does not know this run's token"),
+    ],
+    ids=["endless", "http", "empty lines", "forged", "unsealed"],
 )
-def test_a_stranger_is_refused(sockets: Sockets, sent: bytes) -> None:
-    """Any bytes of a stranger are refused, in any amount."""
+def test_a_stranger_is_refused(sockets: Sockets, sent: bytes, reason: str) -> None:
+    """Whatever it sends, and however much of it: no message of it is taken."""
     leader, stranger = AgentConnection(sockets[0], "secret", 3, leads=True), sockets[1]
     stranger.setblocking(False)
     rest = bytearray(sent)
@@ -191,5 +202,5 @@ def test_a_stranger_is_refused(sockets: Sockets, sent: bytes) -> None:
         with contextlib.suppress(BlockingIOError):
             del rest[: stranger.send(rest)]
 
-    with pytest.raises(ConnectionError, match="is no agent"):
+    with pytest.raises(ConnectionError, match=reason):
         read_until_broken(leader, send)

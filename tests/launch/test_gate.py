@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from titan_ft.launch.gate import Gate, Refusal
+from titan_ft.launch.gate import Gate
 from titan_ft.launch.lighthouse import ANNOUNCEMENT
 from titan_ft.membership.follow import LighthouseFollower
 from titan_ft.membership.pulse import StatusPage
@@ -32,6 +32,7 @@ from titan_ft.run.events import StrangerRefused
 from titan_ft.run.lighthouse import Announcement, LighthouseAddress, answers
 from titan_ft.run.tail import EventTail
 from titan_ft.system.namespace import allow_namespaces
+from titan_ft.system.refusal import Refusal
 from titan_ft.system.seal import lighthouse_secret
 from titan_ft.system.threads import call_aside
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import random
 import re
 import socket
 import subprocess
@@ -21,11 +22,18 @@ from typing import Any, cast
 import pytest
 from torch.distributed import TCPStore
 
+from tests import strangers
 from tests.launch.forked import children
 from titan_ft.launch.group import hosts
-from titan_ft.launch.group.agent_connection import GONE_SECONDS, AgentConnection, Hello
+from titan_ft.launch.group.agent_connection import (
+    GONE_SECONDS,
+    AgentConnection,
+    Hello,
+    WorkersState,
+)
 from titan_ft.launch.group.hosts import GroupWorkers, Hosts, claim
 from titan_ft.launch.group.worker_group import Share
+from titan_ft.system.refusal import Refusal
 
 WAIT = "while not (paths.root / f'go-{attempt}').exists(): __import__('time').sleep(0.02)\n"
 
@@ -304,6 +312,8 @@ def test_strangers_do_not_keep_files_open(monkeypatch: pytest.MonkeyPatch) -> No
         ours = Hosts(listener, 2, "secret", 0, print)
         knocking = [socket.create_connection(listener.getsockname()) for _ in range(5)]
         deadline = time.monotonic() + 10.0
+        refusals: list[Refusal] = []
+        ours.on_refusal = refusals.append
         while len(ours.descriptors()) != 1 + 3:
             assert time.monotonic() < deadline
             ours.poll()
@@ -311,8 +321,57 @@ def test_strangers_do_not_keep_files_open(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(time, "monotonic", lambda: later)
         ours.poll()
         assert ours.descriptors() == [listener.fileno()]
+        assert [refusal.kind for refusal in refusals] == ["crowd", "silent"]
         for connection in knocking:
             connection.close()
+
+
+@strangers.numbers_of_strangers
+def test_fuzzed_lines_cost_an_agent_nothing(number_of_strangers: int) -> None:
+    """Whatever comes at the port: another agent's messages arrive in between, and one refusal of
+    each kind is reported.
+    """
+    said: list[str] = []
+    refusals: list[Refusal] = []
+    hello = b"0" * 32 + b"\n" + b"0" * 64 + b' {"type": "Hello", "host": "n1", "num_ranks": 1}\n'
+    chance = random.Random(38)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = Hosts(listener, 2, "secret", 0, said.append)
+        ours.on_refusal = refusals.append
+        follower = AgentConnection(
+            socket.create_connection(listener.getsockname()), "secret", 0, leads=False
+        )
+        follower.send(Hello("n1", 1))
+        with strangers.bounded_cost():
+            for number in range(number_of_strangers):
+                strangers.knock(listener.getsockname(), (hello, hello[:40], b"GET / HTTP"), chance)
+                follower.send(WorkersState(number, {}, [], [], False, 0))
+                follower.poll()
+                ours.poll()
+        (member,) = ours.wait_for_all(lambda: False) or []
+        deadline = time.monotonic() + 10.0
+        while member.state is None or member.state.attempt < number_of_strangers - 1:
+            assert time.monotonic() < deadline
+            follower.poll()
+            ours.poll()
+        follower.close()
+    assert [refusal.kind for refusal in refusals] == ["no_secret"]
+    assert len(said) == 1, "said once"
+
+
+def test_a_stranger_fills_no_memory() -> None:
+    """An end that has not proved the token may send a few kilobytes, and is closed then."""
+    refusals: list[Refusal] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = Hosts(listener, 2, "secret", 0, print)
+        ours.on_refusal = refusals.append
+        with socket.create_connection(listener.getsockname()) as stranger:
+            stranger.sendall(b"x" * 10_000)
+            deadline = time.monotonic() + 10.0
+            while not refusals:
+                assert time.monotonic() < deadline
+                ours.poll()
+    assert [refusal.kind for refusal in refusals] == ["no_secret"]
 
 
 def test_a_host_that_does_not_end_its_workers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from titan_ft.run.events import (
     LaunchStopping,
     ReplicaRestarted,
     SpareTookOver,
+    StrangerRefused,
     WorkerStarted,
     kinds,
 )
@@ -600,6 +601,29 @@ def test_lost_events_are_a_line() -> None:
         == "the launcher lost events that it could not write: No space left on device"
     )
     assert len(run.lines) == 2
+
+
+def test_a_stranger_at_many_ports_is_one_line() -> None:
+    """Each rank has ports of its own. The first refusal of a kind has a line, and names its port;
+    the next launch begins anew.
+    """
+    run = RunStatus(2)
+    refused = {"kind": "crowd", "source": "10.6.6.6", "reason": "too many connections"}
+
+    def refuse(rank: int, port: str, **others: Any) -> str | None:
+        of_rank = {"replica": 1, "rank": rank, "attempt": 0, "port": port}
+        return run.observe(build(StrangerRefused, **{**of_rank, **refused, **others}))
+
+    first = "the state server of group 1, rank 0, refused too many connections, from 10.6.6.6; said once"
+    assert refuse(0, "state server") == first
+    assert refuse(1, "state server") is None
+    assert refuse(0, "control tree") is not None
+    assert refuse(0, "state server", kind="silent") is not None
+    at_the_gate = run.observe(build(StrangerRefused, **refused))
+    assert at_the_gate == "the lighthouse refused too many connections, from 10.6.6.6; said once"
+    assert len(run.lines) == 4
+    run.observe(build(named("launch_started"), time=9.0, replicas=2))
+    assert refuse(1, "state server") is not None
 
 
 def test_whom_a_group_waits_for() -> None:

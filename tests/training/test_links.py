@@ -35,6 +35,7 @@ from titan_ft.membership.group_collectives import GroupCollectives  # noqa: E402
 from titan_ft.protocol.control.node import Lose  # noqa: E402
 from titan_ft.run.error_file import FILE_ENV, read_error  # noqa: E402
 from titan_ft.run.events import Event, RankSilent  # noqa: E402
+from titan_ft.run.log import EventLog  # noqa: E402
 from titan_ft.system.threads import call_aside  # noqa: E402
 from titan_ft.training import links  # noqa: E402
 from titan_ft.training.links import _group_shape  # noqa: E402
@@ -211,7 +212,7 @@ def test_ranks_of_a_later_attempt_find_each_other(monkeypatch: pytest.MonkeyPatc
         launch: Any = SimpleNamespace(
             rank=rank, store=("127.0.0.1", store.port), token="token", attempt=attempt
         )
-        return call_aside(partial(links.connect_control, config, launch), "connect")
+        return call_aside(partial(links.connect_control, config, launch, EventLog(None)), "connect")
 
     trees = [connect(rank, 0).result(DEADLINE) for rank in range(2)]
     rank_one = connect(1, 1)

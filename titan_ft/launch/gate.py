@@ -20,10 +20,9 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from titan_ft.launch.greeting import MAX_BYTES, Greeting, Reception
+from titan_ft.system.refusal import Refusal, RefusalKind, Refusals
 
 MAX_UNKNOWN = 512
 """Connections that have not shown the secret; fewer where the process may have few descriptors,
@@ -40,32 +39,8 @@ _BLOCK_BYTES = 65536
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_SECONDS = 0.01  # of a process without descriptors
 
-RefusalKind: TypeAlias = Literal["no_secret", "silent", "crowd", "no_descriptors"]
-_TEXTS: dict[RefusalKind, str] = {
-    "no_secret": "a connection that does not show the run's secret (another TITAN_FT_TOKEN?)",
-    "silent": f"a connection that has not shown the run's secret within {PATIENCE_SECONDS:g} s",
-    "crowd": "too many connections at once that do not show the run's secret",
-    "no_descriptors": "connections that do not show the run's secret, because they take all descriptors",
-}
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 """Seconds, seconds, probes. The connections of hosts that vanished would stay for ever."""
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """The first refused connection of a kind.
-
-    Attributes:
-        source: numeric address of the other end.
-    """
-
-    kind: RefusalKind
-    source: str
-
-    @property
-    def text(self) -> str:
-        """Describe the refused connection."""
-        return _TEXTS[self.kind]
 
 
 _GONE = "the lighthouse behind the gate listens no more"
@@ -115,13 +90,13 @@ class Gate:
         secret: str,
         report: Callable[[Refusal], None],
     ) -> None:
-        self._listener, self._inner, self._report = listener, inner, report
+        self._listener, self._inner = listener, inner
         self._greeting = Greeting(secret)
         self._max_unknown = min(MAX_UNKNOWN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
         self._poll = select.epoll()
         self._ends: dict[int, _End] = {}  # by descriptor
         self._unknown: dict[_End, None] = {}  # the oldest first
-        self._reported: set[RefusalKind] = set()
+        self._refusals = Refusals(PATIENCE_SECONDS, report)
         self._wakeup, self._wakes = os.pipe()
         listener.setblocking(False)
         self._poll.register(listener, select.EPOLLIN)
@@ -196,12 +171,8 @@ class Gate:
         self._refuse(next(iter(self._unknown)), kind)
 
     def _refuse(self, end: _End, kind: RefusalKind) -> None:
-        """Close a connection. Each kind is reported once, because a stranger may come a thousand
-        times a second.
-        """
-        if kind not in self._reported:
-            self._reported.add(kind)
-            self._report(Refusal(kind, end.who))
+        """Close a connection of a stranger, and count it."""
+        self._refusals.add(kind, end.who)
         self._drop(end)
 
     def _greet(self, end: _End) -> None:

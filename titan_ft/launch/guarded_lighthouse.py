@@ -12,8 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from titan_ft.launch.gate import Gate, Refusal
+from titan_ft.launch.gate import Gate
 from titan_ft.system.namespace import enter_network_namespace
+from titan_ft.system.refusal import Refusal
 from titan_ft.system.seal import lighthouse_secret
 from titan_ft.system.token import TOKEN_ENV
 

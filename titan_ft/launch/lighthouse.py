@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_ft.config import ConfigError
-from titan_ft.launch.gate import BACKLOG, Refusal, raise_descriptor_limit
+from titan_ft.launch.gate import BACKLOG, raise_descriptor_limit
 from titan_ft.launch.guarded_lighthouse import GuardedLighthouse, OpenLighthouse
 from titan_ft.launch.succession import Succession
 from titan_ft.membership.pulse import StatusPage
@@ -39,6 +39,7 @@ from titan_ft.system.address import (
     usable_bind,
 )
 from titan_ft.system.namespace import allow_namespaces
+from titan_ft.system.refusal import Refusal
 from titan_ft.system.stop import StopRequests
 from titan_ft.system.threads import call_aside
 from titan_ft.system.token import TOKEN_ENV, check_token, read_token
@@ -327,12 +328,12 @@ def _write_refusal(command: Lighthouse, refusal: Refusal) -> None:
         return
     # Imported now: the groups of a run wait for a lighthouse that starts again, and nearly none
     # refuses anybody.
-    from titan_ft.run.events import StrangerRefused
     from titan_ft.run.log import EventLog
+    from titan_ft.run.refused import emit_refusal
 
     host = socket.gethostname().partition(".")[0]
     log = EventLog(RunPaths(folder).lighthouse_events(host, os.getpid()))
-    log.emit(StrangerRefused(kind=refusal.kind, source=refusal.source, reason=refusal.text))
+    emit_refusal(log, None, refusal)
 
 
 def _say(text: str) -> None:

@@ -122,6 +122,8 @@ class RunStatus:
         """Number of processes whose events cannot be written, as on a full disk."""
         self._seen_cut = (0, 0.0)
         """The same number at the last look, and the monotonic seconds since which it holds."""
+        self._refusals: set[tuple[str | None, str]] = set()
+        """Ports and kinds of the refusals that have a line."""
 
     @property
     def groups(self) -> status.Groups:
@@ -182,12 +184,24 @@ class RunStatus:
         line = status.describe(states_before, self.fold, event)
         if line is not None:
             line = printable(line)
+        if isinstance(event, ev.StrangerRefused) and not self._is_new(event):
+            return None
         if isinstance(event, ev.StepCommitted):
             line = self._take_step(commit_before)
         shown = _line_of_launch(event) or line
         if shown:
             self.lines.append(StatusLine(event.time, shown, event.severity))
         return line
+
+    def _is_new(self, event: ev.StrangerRefused) -> bool:
+        """True for the first refusal of its kind at ports of its kind.
+
+        Each rank has ports of its own. A stranger at all of them would fill the terminal.
+        """
+        refusal = (event.port, event.kind)
+        is_new = refusal not in self._refusals
+        self._refusals.add(refusal)
+        return is_new
 
     def observe_cut(self, files: set[str], now: float) -> str | None:
         """Take in the names of the cut files of events; return a line for a lasting change.

@@ -149,7 +149,10 @@ def _describe(event: ev.Event, name: str, unit: Unit) -> str | None:
         case ev.LighthouseRestarted():
             return f"{event.reason}; it is back at the same address after {event.seconds:.2f} s"
         case ev.StrangerRefused():
-            return f"the lighthouse refused {event.reason}, from {event.source}; said once"
+            port = "the lighthouse"
+            if event.port is not None:
+                port = f"the {event.port} of {_writer(event)}"
+            return f"{port} refused {event.reason}, from {event.source}; said once"
         case ev.ChaosStarted():
             return f"chaos begins: {event.plan}, seed {event.seed}: {event.schedule}"
         case ev.ChaosFinished():
@@ -390,8 +393,8 @@ def _fault(event: ev.FaultEvent) -> str:
     return f"{text}, rank {target.rank}"
 
 
-def _writer(event: ev.LogEvent) -> str:
-    """Name the process that wrote an event about its own file."""
+def _writer(event: ev.Event) -> str:
+    """Name the process that wrote an event about itself."""
     if event.replica is None:
         return "the launcher"
     rank = "" if event.rank is None else f", rank {event.rank},"

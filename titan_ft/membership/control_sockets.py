@@ -50,6 +50,7 @@ from titan_ft.protocol.control.node import Action, Close, Connect, Node, Send
 from titan_ft.protocol.errors import first_line
 from titan_ft.system.address import split_address
 from titan_ft.system.process import Process
+from titan_ft.system.refusal import Refusal, RefusalKind, Refusals
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class ControlSockets:
             held; must not block.
         on_turn: called after each turn of the thread, without the lock; may take a moment.
         on_failure: called without the lock with an unexpected error that ends the thread.
+        on_refusal: takes the first refused stranger of each kind, without the lock; must not block.
 
     Attributes:
         address: host and port that the children connect to; None = this rank has no children.
@@ -126,6 +128,7 @@ class ControlSockets:
         on_action: Callable[[Action], None],
         on_turn: Callable[[], None],
         on_failure: Callable[[Exception], None],
+        on_refusal: Callable[[Refusal], None] | None = None,
     ) -> None:
         self._node = node
         self._changed = changed
@@ -148,6 +151,8 @@ class ControlSockets:
         self._wakes_at = -math.inf  # when the thread's wait ends; -inf during a turn
         self._closed = False
         self._warnings: deque[str] = deque()  # logged after the turn, without the lock
+        self._refused: deque[tuple[RefusalKind, str]] = deque()  # counted after the turn, likewise
+        self._refusals = Refusals(HANDSHAKE_SECONDS, on_refusal)
         self.last_error = ""
         # epoll, because it heeds a socket that another thread registers during the wait.
         self._selector = selectors.EpollSelector()
@@ -242,6 +247,8 @@ class ControlSockets:
         while self._warnings:
             # Without the lock: a log that nobody reads blocks, and the training thread would wait.
             logger.warning("%s", self._warnings.popleft())
+        while self._refused:
+            self._refusals.add(*self._refused.popleft())
         self._on_turn()
 
     def _do_due(self, now: float) -> None:
@@ -344,6 +351,9 @@ class ControlSockets:
         """
         assert self._listener is not None
         self._warnings.append(f"no child of this rank can connect now: {first_line(error)}")
+        strangers = self._list_strangers()
+        if strangers:
+            self._refuse_one(strangers, "no_descriptors")
         self._selector.unregister(self._listener)
         self._accepts_again_at = time.monotonic() + _ACCEPT_PAUSE_SECONDS
 
@@ -353,20 +363,29 @@ class ControlSockets:
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _limit_strangers(self) -> None:
-        """If too many connections are unproved, close one of the host that has most of them.
+        strangers = self._list_strangers()
+        if len(strangers) > MAX_UNPROVED:
+            self._refuse_one(strangers, "crowd")
 
-        That host's oldest connection is closed. The oldest connection of all hosts may be a child's
-        whose handshake takes some trips.
+    def _list_strangers(self) -> list[ControlConnection]:
+        """Return the connections from outside without a proof, the oldest first."""
+        return [connection for connection in self._unproved if connection.dialed is None]
+
+    def _refuse_one(self, strangers: list[ControlConnection], kind: RefusalKind) -> None:
+        """Close the oldest connection of the host that has most of them.
+
+        The oldest connection of all hosts may be a child's whose handshake takes some trips.
         """
-        strangers = [connection for connection in self._unproved if connection.dialed is None]
-        if len(strangers) <= MAX_UNPROVED:
-            return
         num_by_host = Counter(connection.source for connection in strangers)
-        self._shut(max(strangers, key=lambda connection: num_by_host[connection.source]))
+        refused = max(strangers, key=lambda connection: num_by_host[connection.source])
+        self._refused.append((kind, refused.source))
+        self._shut(refused)
 
     def _close_late(self, now: float) -> None:
         late = [connection for connection, deadline in self._unproved.items() if now >= deadline]
         for connection in late:
+            if connection.dialed is None:
+                self._refused.append(("silent", connection.source))
             self._end_connection(connection, "the other end has not proved the run's token in time")
 
     def _handle_hello(self, connection: ControlConnection, hello: bytes) -> None:
@@ -474,6 +493,8 @@ class ControlSockets:
             elif connection.num_missing == 0:
                 connection.handle_message()
         except (HandshakeError, FrameError) as error:
+            if connection.peer is None and connection.dialed is None:
+                self._refused.append(("no_secret", connection.source))
             self._end_connection(connection, first_line(error))
 
     def _handle_frames(self, connection: ControlConnection, peer: int) -> None:

@@ -45,6 +45,7 @@ from titan_ft.protocol.control.tree import FAN_OUT, find_children, find_parent
 from titan_ft.protocol.errors import LighthouseError, RankLostError, first_line
 from titan_ft.system.address import join_address
 from titan_ft.system.process import Process, node_name
+from titan_ft.system.refusal import Refusal
 from titan_ft.system.seal import UnsealedError, add_seal, remove_seal
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class ControlTree:
         patience: seconds without a heartbeat after which a child of a rank is lost. The same on all
             ranks; math.inf = nobody watches.
         fan_out: number of children of a rank; the same on all ranks.
+        on_refusal: see `ControlSockets`.
 
     Attributes:
         num_agreements: agreements that this rank has joined.
@@ -121,6 +123,7 @@ class ControlTree:
         host_name: str = "",
         patience: float = math.inf,
         fan_out: int = FAN_OUT,
+        on_refusal: Callable[[Refusal], None] | None = None,
     ) -> None:
         assert store is not None or num_ranks == 1, "ranks find each other by the group's store"
         self._rank = rank
@@ -163,6 +166,7 @@ class ControlTree:
             on_action=self._handle_action,
             on_turn=self._run_callbacks,
             on_failure=self._fail,
+            on_refusal=on_refusal,
         )
         self._has_thread = True
         try:

@@ -74,7 +74,7 @@ class GroupEvent(Event, kw_only=True):
 
 
 class LaunchEvent(Event, kw_only=True):
-    """Written by the launcher; `stranger_refused` by the lighthouse."""
+    """Written by the launcher; `stranger_refused` by the process that listens at the port."""
 
 
 class ChaosEvent(Event, kw_only=True):
@@ -819,14 +819,17 @@ class LighthouseRestarted(LaunchEvent, kw_only=True):
 
 
 class StrangerRefused(LaunchEvent, kw_only=True):
-    """The lighthouse's gate has closed a connection without the run's secret; once for each kind
-    and lighthouse."""
+    """A port of the run has closed a connection without the run's secret; once for each kind and
+    port."""
 
     # "no_secret": it shows another secret or none; "silent": it shows nothing in time; "crowd": too
-    # many such connections at once; "no_descriptors": they take all descriptors of the lighthouse
+    # many such connections at once; "no_descriptors": they take all descriptors of the process
     kind: str
     source: str  # numeric address of its other end
     reason: str  # in words
+    # "state server" or "control tree" of a rank, or "agent" of a group on several hosts; the lighthouse's gate if
+    # left out
+    port: str | None = None
 
 
 # Chaos

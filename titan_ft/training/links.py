@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch import nn
@@ -40,7 +41,10 @@ from titan_ft.run.error_file import write_error
 from titan_ft.run.events import RankSilent, StateServed
 from titan_ft.run.lighthouse import LighthouseAddress
 from titan_ft.run.log import EventLog
+from titan_ft.run.refused import emit_refusal
 from titan_ft.system.address import find_source_address, is_loopback, join_address, split_address
+from titan_ft.system.refusal import Refusal
+from titan_ft.system.threads import call_aside
 from titan_ft.system.token import check_token
 from titan_ft.training import spec
 from titan_ft.training.worker import WorkerSetup
@@ -104,6 +108,7 @@ class Links:
             self._report_served,
             config.transfer_max_mbps,
             _make_certificate() if config.transfer_tls else None,
+            partial(report_refusal, events, "state server"),
         )
         if setup.rank == 0:
             # Before this group joins: the other groups then wait for it, even if one of its ranks
@@ -234,7 +239,7 @@ class Links:
         )
 
 
-def connect_control(config: FaultTolerance, setup: WorkerSetup) -> ControlTree:
+def connect_control(config: FaultTolerance, setup: WorkerSetup, events: EventLog) -> ControlTree:
     """Connect this rank to the control tree of its group. A collective of the group.
 
     Raises:
@@ -256,7 +261,14 @@ def connect_control(config: FaultTolerance, setup: WorkerSetup) -> ControlTree:
         store=store,
         key=f"titan_ft/control/{config.replica_id}/{setup.attempt}",
         patience=SILENT_BEATS * config.heartbeat_timeout_ms / 1000,
+        on_refusal=partial(report_refusal, events, "control tree"),
     )
+
+
+def report_refusal(events: EventLog, port: str, refusal: Refusal) -> None:
+    """Write an event, on a thread of its own: no peer waits for storage that hangs."""
+    with contextlib.suppress(RuntimeError):  # no thread can be started, as when the process ends
+        call_aside(partial(emit_refusal, events, port, refusal), "titan_ft_refusal")
 
 
 def _describe_silence(config: FaultTolerance, hosts: dict[int, str], seconds: float) -> str:

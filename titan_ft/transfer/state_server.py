@@ -11,17 +11,20 @@ state the rank holds now. The state of an offer is copied only when a joiner ask
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import socket
 import socketserver
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from titan_ft import device
 from titan_ft.system.address import join_address
+from titan_ft.system.refusal import Refusal, RefusalKind, Refusals, StrangerError
 from titan_ft.transfer.pace import Pace
 from titan_ft.transfer.reach import answer_probe
 from titan_ft.transfer.snapshot import WHOLE, Part, Snapshot
@@ -49,6 +52,9 @@ only cost CPU."""
 _JOINER_SECONDS = 60.0
 """A joiner that takes no bytes for this time is dropped, because the snapshot's memory is
 needed."""
+
+_NO_DESCRIPTOR_LEFT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_ACCEPT_PAUSE_SECONDS = 0.1  # after one of these errors
 
 SendBytes = Callable[[socket.socket, memoryview], None]
 """Sends all of some bytes to a connection."""
@@ -94,6 +100,7 @@ class StateServer:
         on_completed: called on the thread of the connection when a joiner has its whole state.
         max_mbps: limit for all joiners together in 10**6 bits per second; 0 = no limit.
         certificate: for TLS; None = no TLS.
+        on_refusal: takes the first refused stranger of each kind, on a thread of this server.
 
     Attributes:
         address: host:port that joiners dial. Their proof covers it.
@@ -108,6 +115,7 @@ class StateServer:
         on_completed: Callable[[CompletedTransfer], None],
         max_mbps: float = 0.0,
         certificate: Certificate | None = None,
+        on_refusal: Callable[[Refusal], None] | None = None,
     ) -> None:
         self._certificate = certificate
         self._token = token
@@ -127,7 +135,8 @@ class StateServer:
         self._num_readers = 0  # connections that read the snapshot
         self._is_pinned = False
         self._wanted_part: Part | None = None
-        self._unproved = _UnprovedConnections()
+        self._refusals = Refusals(_HANDSHAKE_SECONDS, on_refusal)
+        self._unproved = _UnprovedConnections(self._refusals)
         self._server = _ConnectionServer((host, 0), self._handle, self._unproved.close_late)
         self.address = join_address(host, self.port)
         threading.Thread(
@@ -234,15 +243,22 @@ class StateServer:
 
     # On the thread of a connection
 
-    def _handle(self, connection: socket.socket) -> None:
+    def _handle(self, connection: socket.socket, source: str) -> None:
         self._select_device()
         connection.settimeout(_HANDSHAKE_SECONDS)
         # The end of an answer must not wait for a delayed acknowledgement.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         user_timeout = int(_JOINER_SECONDS * 1000)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, user_timeout)
-        with self._unproved.track(connection):
-            stream = check_joiner(connection, self.address, self._token, self._certificate)
+        with self._unproved.track(connection, source):
+            try:
+                stream = check_joiner(connection, self.address, self._token, self._certificate)
+            except StrangerError:
+                self._refusals.add("no_secret", source)
+                raise
+            except TimeoutError:
+                self._refusals.add("silent", source)
+                raise
         with contextlib.closing(stream.connection):
             self._serve(stream)
 
@@ -444,6 +460,14 @@ def _read_part(request: Message) -> Part:
     return Part(index, count)
 
 
+@dataclass(frozen=True)
+class _Accepted:
+    """When a connection was accepted (monotonic seconds), and the address of its other end."""
+
+    at: float
+    source: str
+
+
 class _UnprovedConnections:
     """The connections whose other end has not proved yet that it knows the token.
 
@@ -453,41 +477,56 @@ class _UnprovedConnections:
     connections.
 
     The thread of each connection calls `track`. The thread that listens calls `close_late`.
+
+    Args:
+        refusals: counts the connections that this class ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, refusals: Refusals) -> None:
+        self._refusals = refusals
         self._lock = threading.Lock()
-        # When each connection was accepted, the oldest first. The keys are duplicates: TLS takes
-        # over the descriptor of the connection itself.
-        self._accepted_at: dict[socket.socket, float] = {}
+        # When and from where each connection was accepted, the oldest first. The keys are
+        # duplicates: TLS takes over the descriptor of the connection itself.
+        self._accepted: dict[socket.socket, _Accepted] = {}
 
     @contextlib.contextmanager
-    def track(self, connection: socket.socket) -> Iterator[None]:
+    def track(self, connection: socket.socket, source: str) -> Iterator[None]:
         """Count a connection as unproved during its handshake."""
         duplicate = connection.dup()
         with self._lock:
-            self._accepted_at[duplicate] = time.monotonic()
-            if len(self._accepted_at) > _MAX_UNPROVED:
-                oldest = next(iter(self._accepted_at))
-                self._shut_down(oldest)
+            self._accepted[duplicate] = _Accepted(time.monotonic(), source)
+            if len(self._accepted) > _MAX_UNPROVED:
+                self._shut_down(self._choose_crowded(), "crowd")
         try:
             yield
         finally:
             with self._lock:
-                self._accepted_at.pop(duplicate, None)
+                self._accepted.pop(duplicate, None)
                 duplicate.close()
+
+    def _choose_crowded(self) -> socket.socket:
+        """Return the oldest connection of the host that has most of them.
+
+        The oldest connection of all hosts may be a joiner's whose handshake takes some trips.
+        """
+        num_by_source = Counter(accepted.source for accepted in self._accepted.values())
+        return max(
+            self._accepted,
+            key=lambda connection: num_by_source[self._accepted[connection].source],
+        )
 
     def close_late(self) -> None:
         """End the handshakes that have taken too long."""
         now = time.monotonic()
         with self._lock:
-            for connection, accepted_at in list(self._accepted_at.items()):
-                if now - accepted_at >= _HANDSHAKE_SECONDS:
-                    self._shut_down(connection)
+            for connection, accepted in list(self._accepted.items()):
+                if now - accepted.at >= _HANDSHAKE_SECONDS:
+                    self._shut_down(connection, "silent")
 
-    def _shut_down(self, connection: socket.socket) -> None:
+    def _shut_down(self, connection: socket.socket, kind: RefusalKind) -> None:
         """Wake the connection's thread with an end of file. That thread closes the connection."""
-        del self._accepted_at[connection]
+        accepted = self._accepted.pop(connection)
+        self._refusals.add(kind, accepted.source)
         with contextlib.suppress(OSError):  # the other end has gone
             connection.shutdown(socket.SHUT_RDWR)
 
@@ -496,7 +535,7 @@ class _ConnectionServer(socketserver.ThreadingTCPServer):
     """Accepts connections, and handles each one on a thread of its own.
 
     Args:
-        handle: serves a connection.
+        handle: serves a connection from a numeric address.
         on_poll: called after each poll and each connection, on the thread that listens.
     """
 
@@ -507,7 +546,7 @@ class _ConnectionServer(socketserver.ThreadingTCPServer):
     def __init__(
         self,
         address: tuple[str, int],
-        handle: Callable[[socket.socket], None],
+        handle: Callable[[socket.socket, str], None],
         on_poll: Callable[[], None],
     ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -518,8 +557,18 @@ class _ConnectionServer(socketserver.ThreadingTCPServer):
     def service_actions(self) -> None:
         self._on_poll()
 
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in _NO_DESCRIPTOR_LEFT:
+                # The listening socket stays readable. Without the pause this thread would turn as
+                # fast as it can, and take Python's lock from the training thread.
+                time.sleep(_ACCEPT_PAUSE_SECONDS)
+            raise
+
     def finish_request(self, request: Any, client_address: Any) -> None:
         # The joiner has gone, or speaks another protocol. A real joiner asks again, here or at
         # another donor.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            self._handle(request)
+            self._handle(request, client_address[0])

@@ -61,6 +61,7 @@ import torch
 from msgspec import Meta
 
 from titan_ft.protocol.errors import RefusedError
+from titan_ft.system.refusal import StrangerError
 from titan_ft.system.seal import authenticate
 from titan_ft.transfer import tls
 
@@ -299,7 +300,9 @@ def check_joiner(
         certificate: the donor's certificate; None = no TLS.
 
     Raises:
-        ConnectionError: the joiner was refused, and the answer had the reason.
+        StrangerError: the other end was refused. It got an answer with the reason if it speaks this
+            protocol.
+        OSError: the other end has closed the connection, or was silent for too long.
     """
     greeting = Message(nonce=secrets.token_hex(16), version=VERSION)
     if certificate is not None:
@@ -311,29 +314,45 @@ def check_joiner(
         connection = certificate.accept(connection)
         fingerprint = certificate.fingerprint
     try:
-        stream = open_stream(connection)
-        hello = read_line(stream)
-        handshake = Handshake(
-            token,
-            greeting["nonce"],
-            hello.get("nonce", ""),
-            address,
-            fingerprint,
-        )
-        reason = ""
-        if not is_proof(handshake.proof("joiner"), hello.get("proof")):
-            rule = "the donor does not accept this group's token, or not at this address"
-            reason = f"{rule}; {TOKEN_REMEDY}"
-        if hello.get("version") != VERSION:
-            # After the proof, whose error would mislead: version 1 has another proof.
-            reason = f"the donor speaks another version of the transfer; {_VERSION_REMEDY}"
-        if reason:
-            write_line(stream, {"refused": reason})
-            raise ConnectionError(reason)
-        write_line(stream, {"proof": handshake.proof("donor")})
+        return _check_hello(connection, greeting["nonce"], address, token, fingerprint)
+    except (ValueError, RecursionError) as error:
+        connection.close()
+        raise StrangerError("the other end speaks another protocol") from error
     except BaseException:
         connection.close()
         raise
+
+
+def _check_hello(
+    connection: socket.socket,
+    nonce: str,
+    address: str,
+    token: str,
+    fingerprint: str,
+) -> SealedStream:
+    """Read the joiner's first line, and answer it.
+
+    Raises:
+        StrangerError, OSError: see `check_joiner`.
+        ValueError, RecursionError: the line is no message.
+    """
+    stream = open_stream(connection)
+    hello = read_line(stream)
+    handshake = Handshake(token, nonce, hello.get("nonce", ""), address, fingerprint)
+    reason = ""
+    if not is_proof(handshake.proof("joiner"), hello.get("proof")):
+        rule = "the donor does not accept this group's token, or not at this address"
+        reason = f"{rule}; {TOKEN_REMEDY}"
+    if hello.get("version") != VERSION:
+        # After the proof, whose error would mislead: version 1 has another proof.
+        reason = f"the donor speaks another version of the transfer; {_VERSION_REMEDY}"
+    if reason:
+        write_line(stream, {"refused": reason})
+        if not hello:
+            # A joiner that was killed is no stranger.
+            raise ConnectionError("the other end closed the connection before it said anything")
+        raise StrangerError(reason)
+    write_line(stream, {"proof": handshake.proof("donor")})
     return SealedStream(connection, stream, handshake, "donor")
 
 

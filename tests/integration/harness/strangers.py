@@ -195,9 +195,13 @@ class Campaign:
         return 4
 
     def _flood(self) -> int:
-        with idle_connections(self._lighthouse, 600):
+        with contextlib.ExitStack() as held:
+            held.enter_context(idle_connections(self._lighthouse, 600))
+            ports = self._ports_of_workers()
+            for port in ports:
+                held.enter_context(idle_connections(port, 100))
             time.sleep(1.0)
-        return 600
+        return 600 + 100 * len(ports)
 
     def _replay(self) -> int:
         ports = [self._lighthouse, *self._ports_of_workers()]

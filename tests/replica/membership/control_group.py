@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from titan_ft.membership.control_tree import ControlTree
 from titan_ft.system.address import join_address, split_address
+from titan_ft.system.refusal import Refusal
 from titan_ft.system.seal import add_seal, remove_seal
 
 T = TypeVar("T")
@@ -136,6 +137,7 @@ class ControlGroup:
         trees: by rank.
         notes: topics that each rank has heard of, in order.
         losses: ranks that each rank has lost.
+        refusals: reports of all ranks.
     """
 
     def __init__(
@@ -150,11 +152,18 @@ class ControlGroup:
         self.store = Store() if store is None else store
         self.notes: list[list[str]] = [[] for _ in range(num_ranks)]
         self.losses: list[list[int]] = [[] for _ in range(num_ranks)]
+        self.refusals: list[Refusal] = []
         self._pool = ThreadPoolExecutor(num_ranks + 4)
 
         def build(rank: int) -> ControlTree:
             tree = make_tree(
-                rank, num_ranks, self.store, key=key, fan_out=fan_out, patience=patience
+                rank,
+                num_ranks,
+                self.store,
+                key=key,
+                fan_out=fan_out,
+                patience=patience,
+                on_refusal=self.refusals.append,
             )
             tree.listen("", self.notes[rank].append)
             tree.listen_for_losses(lambda loss: self.losses[rank].append(loss.rank))

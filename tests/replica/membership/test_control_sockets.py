@@ -11,6 +11,7 @@ import errno
 import itertools
 import math
 import os
+import random
 import shutil
 import signal
 import socket
@@ -24,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from tests import strangers
 from tests.replica.membership.control_group import (
     DEADLINE,
     HOST,
@@ -274,6 +276,52 @@ def test_a_thousand_strangers(group: ControlGroup) -> None:
         check_nothing_has_changed(group)
 
 
+@strangers.numbers_of_strangers
+def test_fuzzed_lines_cost_a_child_nothing(group: ControlGroup, number_of_strangers: int) -> None:
+    """Whatever comes at the port: the group agrees in between, and one refusal of each kind is
+    reported.
+    """
+    said = (chunk for chunk in relay_of(group).chunks if len(chunk) >= HELLO_BYTES)
+    beginnings = list(itertools.islice(said, 3))  # handshakes of real children
+    chance = random.Random(38)
+    sockets = group.trees[0]._sockets
+    assert sockets is not None
+    with strangers.bounded_cost():
+        for number in range(number_of_strangers):
+            strangers.knock(parent_address(group), beginnings, chance)
+            if number % 100 == 0:
+                check_nothing_has_changed(group)
+        wait_until(lambda: not sockets._unproved, "all strangers are gone")
+    kinds = [refusal.kind for refusal in group.refusals]
+    assert "no_secret" in kinds
+    assert len(set(kinds)) == len(kinds), "one report of each kind"
+
+
+def test_each_kind_of_stranger_is_reported_once(
+    group: ControlGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child is no stranger, whether it comes back or ends during its handshake."""
+    monkeypatch.setattr(control_sockets, "HANDSHAKE_SECONDS", 0.2)
+    sockets = group.trees[0]._sockets
+    assert sockets is not None
+    check_nothing_has_changed(group)
+    with socket.create_connection(parent_address(group)) as killed:
+        killed.shutdown(socket.SHUT_WR)
+        assert is_closed(killed)
+    assert group.refusals == []
+    for _ in range(2):
+        with socket.create_connection(parent_address(group)) as stranger:
+            stranger.sendall(b"\xff" * HELLO_BYTES)
+            assert is_closed(stranger)
+        with contextlib.ExitStack() as held:
+            for _ in range(3 * MAX_UNPROVED):
+                held.enter_context(socket.create_connection(parent_address(group)))
+            wait_until(lambda: not sockets._unproved, "all are late")
+    wait_until(lambda: len(group.refusals) == 3, "the reports")
+    assert sorted(each.kind for each in group.refusals) == ["crowd", "no_secret", "silent"]
+    check_nothing_has_changed(group)
+
+
 TAMPERED: dict[str, Callable[[bytes], bytes]] = {
     "changed": lambda chunk: chunk.replace(b"aye", b"nay"),
     "repeated": lambda chunk: chunk + chunk,
@@ -484,8 +532,12 @@ class Exhausted:
     """A listening socket of a process that has no descriptor left for a while."""
 
     def __init__(self, listener: socket.socket, seconds: float) -> None:
-        self._listener, self._ends = listener, time.monotonic() + seconds
+        self._listener = listener
         self.num_refusals = 0
+        self.fail_for(seconds)
+
+    def fail_for(self, seconds: float) -> None:
+        self._ends = time.monotonic() + seconds
 
     def accept(self) -> Any:
         if time.monotonic() < self._ends:
@@ -507,8 +559,14 @@ def test_a_process_without_descriptors(group: ControlGroup) -> None:
         sockets._selector.unregister(sockets._listener)
         sockets._listener = listener  # type: ignore[assignment]  # stands in for it
         sockets._selector.register(listener, 1, sockets._accept)  # type: ignore[arg-type]
+    with socket.create_connection(parent_address(group)) as stranger:
+        wait_until(lambda: sockets._unproved, "it is accepted")
+        listener.fail_for(0.3)
+        with socket.create_connection(parent_address(group)):
+            assert is_closed(stranger), "its descriptor is for a child"
     check_nothing_has_changed(group)
-    assert 1 <= listener.num_refusals < 10
+    assert 1 <= listener.num_refusals < 20
+    assert [each.kind for each in group.refusals] == ["no_descriptors"]
 
 
 class Sleeper:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from titan_ft.system.refusal import Refusal
 from titan_ft.transfer import state_fetch
 from titan_ft.transfer.snapshot import Snapshot
 from titan_ft.transfer.state_fetch import fetch
@@ -43,7 +44,15 @@ class Donor:
         self.served: list[tuple[str, int]] = []
         self.given = 0  # bytes, to the last of them
         self.told = threading.Event()
-        self.server = StateServer("127.0.0.1", token, wait_seconds, self._on_completed, max_mbps)
+        self.refusals: list[Refusal] = []
+        self.server = StateServer(
+            "127.0.0.1",
+            token,
+            wait_seconds,
+            self._on_completed,
+            max_mbps,
+            on_refusal=self.refusals.append,
+        )
         self.address = f"127.0.0.1:{self.server.port}"
 
     def _on_completed(self, transfer: CompletedTransfer) -> None:

@@ -7,10 +7,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import errno
 import inspect
 import json
 import logging
+import os
+import random
 import socket
+import socketserver
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +24,7 @@ from typing import Any
 import pytest
 from state_donor import CHUNK, DEADLINE, TOKEN, Donor, check_equal, make_snapshot, wait_until
 
+from tests import strangers
 from titan_ft.protocol.errors import RefusedError
 from titan_ft.transfer import pace, state_fetch, state_server, wire
 from titan_ft.transfer.snapshot import Snapshot
@@ -329,6 +334,90 @@ def test_the_oldest_of_many_strangers_is_dropped(donor: Donor) -> None:
             streams[-1].readline()  # it is counted
         assert read_rest(streams[0]) == b""
         check_equal(donor.fetch(5), sent)
+
+
+def test_a_crowd_of_one_host_takes_no_place_of_another(donor: Donor) -> None:
+    """A joiner's handshake takes some trips, and a stranger's host connects many times meanwhile."""
+    address = ("127.0.0.1", donor.server.port)
+    with contextlib.ExitStack() as crowd:
+        joiner = socket.create_connection(address, DEADLINE, source_address=("127.0.0.2", 0))
+        crowd.callback(joiner.close)
+        joiner.makefile("rb").readline()  # it is counted, as the oldest
+        streams = []
+        for _ in range(state_server._MAX_UNPROVED + 5):
+            stranger = socket.create_connection(address, DEADLINE)
+            crowd.callback(stranger.close)
+            streams.append(stranger.makefile("rb"))
+            streams[-1].readline()
+        assert all(read_rest(stream) == b"" for stream in streams[:5])
+        joiner.sendall(b"no proof\n")
+        wait_until(lambda: "no_secret" in [refusal.kind for refusal in donor.refusals])
+        assert ("no_secret", "127.0.0.2") in [(each.kind, each.source) for each in donor.refusals]
+
+
+def test_a_process_without_descriptors(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A joiner waits in the kernel's queue. The thread that listens does not spin meanwhile."""
+    sent = donor.publish(make_snapshot(5, CHUNK))
+    accept, num_refusals = donor.server._server.socket.accept, 0
+    end = time.monotonic() + 0.3
+
+    def fail(server: socketserver.TCPServer) -> Any:
+        nonlocal num_refusals
+        if time.monotonic() < end:
+            num_refusals += 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return accept()
+
+    monkeypatch.setattr(socketserver.TCPServer, "get_request", fail)
+    check_equal(donor.fetch(5), sent)
+    assert 1 <= num_refusals < 10
+
+
+@strangers.numbers_of_strangers
+def test_fuzzed_lines_cost_a_joiner_nothing(donor: Donor, number_of_strangers: int) -> None:
+    """Whatever comes at the port: joiners are served in between, and one refusal of each kind is
+    reported.
+    """
+    sent = donor.publish(make_snapshot(5, CHUNK))
+    hello = json.dumps({"nonce": "00" * 16, "proof": "00" * 32, "version": VERSION}).encode()
+    beginnings = (hello, hello[:40], b" " * 500, b"GET / HTTP/1.1\r\n", b'{"nonce": [[[[[[')
+    chance = random.Random(38)
+    with strangers.bounded_cost():
+        for number in range(number_of_strangers):
+            strangers.knock(("127.0.0.1", donor.server.port), beginnings, chance)
+            if number % 100 == 0:
+                check_equal(donor.fetch(5), sent)
+        wait_until(lambda: not donor.server._unproved._accepted)
+    kinds = [refusal.kind for refusal in donor.refusals]
+    assert "no_secret" in kinds
+    assert len(set(kinds)) == len(kinds), "one report of each kind"
+    assert {refusal.source for refusal in donor.refusals} == {"127.0.0.1"}
+
+
+def test_each_kind_of_stranger_is_reported_once(
+    start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Joiners are no strangers, and neither is one that is killed before it says anything."""
+    monkeypatch.setattr(state_server, "_HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr(state_server, "_POLL_SECONDS", 0.1)
+    donor = start_donor()
+    sent = donor.publish(make_snapshot(5, CHUNK))
+    check_equal(donor.fetch(5), sent)
+    with socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as killed:
+        killed.makefile("rb").readline()
+        killed.shutdown(socket.SHUT_WR)
+        read_rest(killed.makefile("rb"))
+    assert donor.refusals == []
+    for _ in range(2):
+        with contextlib.ExitStack() as held:
+            for _ in range(state_server._MAX_UNPROVED + 1):
+                held.enter_context(
+                    socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE)
+                )
+            wait_until(lambda: {each.kind for each in donor.refusals} >= {"crowd", "silent"})
+        with pytest.raises(RefusedError):
+            donor.fetch(5, token="another secret")
+    assert sorted(each.kind for each in donor.refusals) == ["crowd", "no_secret", "silent"]
 
 
 def test_a_throttled_donor_keeps_to_the_rate(

@@ -103,7 +103,9 @@ TEXTS: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.LighthouseRestarted: lambda e, u: (
         f"a new lighthouse listened after {e.seconds:.1f} s: {e.reason}"
     ),
-    ev.StrangerRefused: lambda e, u: f"the lighthouse refused {e.reason}, first from {e.source}",
+    ev.StrangerRefused: lambda e, u: (
+        f"the {e.port or 'lighthouse'} refused {e.reason}, first from {e.source}"
+    ),
     ev.CameTooLate: lambda e, u: f"came when {u.name(e.step, ',')}, the last, was made, and ended",
     ev.LighthouseMoved: lambda e, u: f"followed the lighthouse from {e.former} to {e.address}",
     ev.HostLeft: lambda e, u: (

@@ -89,6 +89,7 @@ from titan_ft.run.log import EventLog
 from titan_ft.run.orphan import PARENT_PID_ENV, end_with_parent
 from titan_ft.run.output import protect_output
 from titan_ft.run.paths import RunPaths
+from titan_ft.run.refused import emit_refusal
 from titan_ft.run.tail import EventTail, last_error_line
 from titan_ft.system.process import node_name
 from titan_ft.system.stop import StopRequests
@@ -214,6 +215,8 @@ class Agent:
         self._events = EventLog(
             spec.paths.agent_events(spec.replica, os.getpid()), replica=spec.replica
         )
+        if hosts is not None:
+            hosts.on_refusal = partial(emit_refusal, self._events, "agent")
         self._group: GroupWorkers | None = None
         # Only new events count: a finish of an earlier run in the folder must keep nobody away.
         self._finishes = EventTail(

@@ -24,12 +24,15 @@ from typing import TypeAlias
 import msgspec
 
 from titan_ft.launch.group.worker_exit import WorkerExit
+from titan_ft.system.refusal import StrangerError
 from titan_ft.system.seal import authenticate
 
 GONE_SECONDS = 10
 """A host that answers nothing for so long is gone."""
-# Far more than the ends of all ranks of a host; what a stranger may send at most.
+# Far more than the ends of all ranks of a host.
 _MAX_LINE_BYTES = 2**20
+# Of an end that has not proved the token. With the limit above, 256 strangers could fill 256 MiB.
+_MAX_UNPROVED_BYTES = 4096
 _NONCE_BYTES = 16
 # Seconds, seconds, probes.
 _KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 4))
@@ -145,13 +148,13 @@ class AgentConnection:
         """Return the messages that have arrived.
 
         Raises:
-            ConnectionError: the other end closed the connection, its host is gone, or it lacks the
-                token.
+            StrangerError: the other end lacks the token, or is no agent.
+            ConnectionError: the other end closed the connection, or its host is gone.
         """
         problem = self._try_flush()
-        while len(self._incoming) <= _MAX_LINE_BYTES:
+        while len(self._incoming) <= self._max_bytes:
             try:
-                block = self._socket.recv(1 << 16)
+                block = self._socket.recv(self._max_bytes + 1 - len(self._incoming))
             except BlockingIOError:
                 break
             except OSError as error:  # a timeout of keep-alive is a TimeoutError
@@ -171,19 +174,24 @@ class AgentConnection:
     def close(self) -> None:
         self._socket.close()
 
+    @property
+    def _max_bytes(self) -> int:
+        """Most bytes of a line, and of the lines that wait to be taken."""
+        return _MAX_LINE_BYTES if self._num_received else _MAX_UNPROVED_BYTES
+
     def _take_messages(self) -> list[Message]:
         messages = []
         while b"\n" in self._incoming:
             line, _, self._incoming = self._incoming.partition(b"\n")
             if not self._other_nonce:
                 if len(line) != len(self._nonce):
-                    raise ConnectionError(_NO_AGENT)
+                    raise StrangerError(_NO_AGENT)
                 self._other_nonce = line
                 continue
             mac, _, text = line.partition(b" ")
             expected = self._mac(self._other_role, self._num_received, text)
             if not hmac.compare_digest(expected, mac):
-                raise ConnectionError(
+                raise StrangerError(
                     "the other end does not know this run's token, or is of another group"
                 )
             self._num_received += 1
@@ -193,8 +201,8 @@ class AgentConnection:
                 raise ConnectionError(
                     f"the other end has another version of titan-ft ({error})"
                 ) from error
-        if len(self._incoming) > _MAX_LINE_BYTES:
-            raise ConnectionError(_NO_AGENT)
+        if len(self._incoming) > self._max_bytes:
+            raise StrangerError(_NO_AGENT)
         return messages
 
     def _try_flush(self) -> ConnectionError | None:

@@ -39,6 +39,7 @@ from titan_ft.launch.group.agent_connection import (
 from titan_ft.launch.group.worker_exit import WorkerExit
 from titan_ft.launch.group.worker_group import AttemptStore, Share, WorkerGroup
 from titan_ft.system.address import ALL_HOSTS, split_address
+from titan_ft.system.refusal import Refusal, Refusals, StrangerError
 
 MEETING_SECONDS = 600.0
 """Time for the hosts of a group to meet, as in torchrun's rendezvous: a queue may start them one by
@@ -50,6 +51,7 @@ most.
 """
 _PARTING_SECONDS = 2.0
 _MAX_STRANGERS = 256  # connections at once that have not shown the token yet
+_ACCEPTED_AT_ONCE = 64  # then the other agents get their turn
 _POLL_SECONDS = 0.01
 _SIGKILL = -9
 _NOT_HERE = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENODEV)
@@ -95,6 +97,8 @@ class HostAgent:
     """The agent of another host of the group, as the leader knows it."""
 
     line: AgentConnection
+    source: str
+    """Numeric address of its host."""
     host: str = ""
     num_ranks: int = 0
     """0 until the agent has introduced itself (`Hello`)."""
@@ -119,6 +123,9 @@ class Hosts:
         token: the run's secret.
         slot: the group's number in the job.
         say: prints a line.
+
+    Attributes:
+        on_refusal: takes the first refused stranger of each kind. The agent sets it.
     """
 
     def __init__(
@@ -135,6 +142,8 @@ class Hosts:
         self._token = token
         self._slot = slot
         self._say = say
+        self.on_refusal: Callable[[Refusal], None] = lambda refusal: None
+        self._refusals = Refusals(GONE_SECONDS, lambda refusal: self.on_refusal(refusal))
         self._members: list[HostAgent] = []
         """In the order in which they came."""
         self._has_refused = False
@@ -198,11 +207,10 @@ class Hosts:
     def _accept(self) -> None:
         # Nobody comes, has gone again, or there are too many open files.
         with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                self._members.append(
-                    HostAgent(AgentConnection(connection, self._token, self._slot, leads=True))
-                )
+            for _ in range(_ACCEPTED_AT_ONCE):
+                connection, address = self._listener.accept()
+                line = AgentConnection(connection, self._token, self._slot, leads=True)
+                self._members.append(HostAgent(line, address[0]))
 
     def _drop_strangers(self) -> None:
         """Drop connections without the token, which would use up this process's open files."""
@@ -211,7 +219,9 @@ class Hosts:
         ]
         too_many = strangers[:-_MAX_STRANGERS]
         for member in strangers:
-            if member in too_many or time.monotonic() - member.since > GONE_SECONDS:
+            is_late = time.monotonic() - member.since > GONE_SECONDS
+            if is_late or member in too_many:
+                self._refusals.add("silent" if is_late else "crowd", member.source)
                 member.lost_because = "it has not shown the run's token"
                 member.line.close()
 
@@ -223,6 +233,8 @@ class Hosts:
                 elif isinstance(message, WorkersState):
                     member.state = message
         except ConnectionError as error:
+            if isinstance(error, StrangerError) and not member.num_ranks:
+                self._refusals.add("no_secret", member.source)
             self.give_up(member, str(error))
 
     def give_up(self, member: HostAgent, reason: str) -> None:
