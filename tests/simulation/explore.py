@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import collections
 import gc
-import importlib
 import multiprocessing
 import os
 import re
@@ -91,7 +90,6 @@ def run_all(
     ]
     for warm_mode in MODES[:2]:  # what torch loads at its first use is there before the forks
         _explore_apart((range(1), (), warm_mode))
-    importlib.import_module("networkx")  # the engine's, when a link is dead
     gc.collect()
     gc.freeze()
     with multiprocessing.get_context("fork").Pool(

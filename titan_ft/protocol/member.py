@@ -31,6 +31,7 @@ from titan_ft.protocol.errors import (
     ReplacedError,
     UnknownTokenError,
 )
+from titan_ft.protocol.independent import find_heaviest
 from titan_ft.protocol.shape import Difference, shape_differences
 from titan_ft.system.seal import is_seal, seal
 from titan_ft.system.text import printable
@@ -361,31 +362,27 @@ def largest_clique(members: Sequence[Member], dead: set[frozenset[Member]]) -> t
         members: in the order of their slots.
         dead: pairs of members. Both members of each pair have a report.
     """
-    # Imported here, because the import takes a tenth of a second, and hardly any run needs it.
-    import networkx  # type: ignore[import-untyped]  # networkx has no types
-
-    cut_off = [member for member in members if any(member in link for link in dead)]
+    ends_of_links: set[Member] = set().union(*dead)
+    cut_off = [member for member in members if member in ends_of_links]
     steps: dict[Member, int] = {}
     for member in cut_off:
         if member.report is not None:
             steps[member] = member.report.step
     latest, count = max(steps.values()), len(cut_off)
-    links = networkx.Graph()
-    for place, member in enumerate(cut_off):
+    weights = []
+    for member in cut_off:
         step = steps[member]
         holds = step >= latest - 1 and (step > 0 or latest == 0)
-        # The four rules are the digits of one number. Each digit has room for the sum over all
-        # members, so the first digit that differs decides.
-        weight = ((holds * (count + 1) + 1) * (count + 1) + (step == latest)) << count
-        links.add_node(member, weight=weight + (1 << (count - 1 - place)))
-    links.add_edges_from(tuple(link) for link in dead)
-    chosen: set[Member] = set()
-    # Component by component: on the whole graph, the complement has an edge for nearly every pair.
-    for part in networkx.connected_components(links):
-        reach = networkx.complement(links.subgraph(part))
-        reach.add_nodes_from(links.subgraph(part).nodes(data=True))
-        chosen.update(networkx.max_weight_clique(reach, "weight")[0])
-    return tuple(member for member in members if member in chosen or member not in links)
+        # The first three rules are the digits of one number. Each digit has room for the sum over
+        # all members, so the first digit that differs decides.
+        weights.append((holds * (count + 1) + 1) * (count + 1) + (step == latest))
+    places = {member: place for place, member in enumerate(cut_off)}
+    ends: dict[int, set[int]] = {place: set() for place in range(count)}
+    for one, other in dead:
+        ends[places[one]].add(places[other])
+        ends[places[other]].add(places[one])
+    chosen = {cut_off[place] for place in find_heaviest(weights, ends)}
+    return tuple(member for member in members if member in chosen or member not in places)
 
 
 def _check_token(own: Member, groups: Sequence[Member], unsealed: Iterable[str]) -> None:

@@ -5,17 +5,19 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import networkx  # type: ignore[import-untyped]  # it has no types of its own
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_ft.membership.partition import Partition
+from titan_ft.protocol.independent import find_heaviest
 from titan_ft.protocol.member import Admission, LostLinks, Member, admit, dead_links, largest_clique
 from titan_ft.system.seal import seal
 
@@ -172,13 +174,48 @@ def test_a_report_that_is_none(said: str) -> None:
         Member.parse(f"{text}/{seal('', 'member', text)}", "")
 
 
-def test_networkx_costs_nothing_until_a_link_is_dead() -> None:
-    """Its import takes a tenth of a second at each start, and hardly any run needs it."""
-    code = (
-        "import sys; from titan_ft.protocol.member import Member, admit; own = Member(0, 1.0, 'u', 'c');"
-        "admit(own, [own.replica_id]); assert 'networkx' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+def ring(num_groups: int) -> set[Link]:
+    return {(slot, (slot + 1) % num_groups) for slot in range(num_groups)}
+
+
+def halves(num_groups: int) -> set[Link]:
+    half = num_groups // 2
+    return set(itertools.product(range(half), range(half, num_groups)))
+
+
+def mesh(num_groups: int) -> set[Link]:
+    return set(itertools.combinations(range(num_groups), 2))
+
+
+@pytest.mark.parametrize(
+    ("dead_of", "num_groups", "size"), [(ring, 300, 150), (halves, 60, 30), (mesh, 60, 1)]
+)
+def test_many_groups_decide_in_time(
+    dead_of: Callable[[int], set[Link]], num_groups: int, size: int
+) -> None:
+    """A search that tries all sets would not end, nor would networkx's for the ring."""
+    members = members_with([7] * num_groups, dead_of(num_groups))
+    chosen = largest_clique(members, dead_links(members))
+    assert len(chosen) == size
+    assert chosen[0] == members[0]
+
+
+@given(st.integers(2, 24), st.randoms(use_true_random=False), st.floats(0.02, 0.9))
+def test_the_search_finds_the_set_that_networkx_finds(
+    count: int, random: Random, density: float
+) -> None:
+    """Also for more groups than all subsets can be tried of."""
+    pairs = itertools.combinations(range(count), 2)
+    alive = networkx.Graph(pair for pair in pairs if random.random() > density)
+    weights = [random.choice([1, 50, 51]) for _ in range(count)]
+    for place, weight in enumerate(weights):
+        alive.add_node(place, weight=weight)
+    dead = {place: {*alive} - {place} - {*alive[place]} for place in range(count)}
+    found = find_heaviest(weights, dead)
+    # A further digit, so that networkx prefers the lowest places.
+    for place, weight in enumerate(weights):
+        alive.nodes[place]["weight"] = (weight << count) + (1 << (count - 1 - place))
+    assert found == sorted(networkx.max_weight_clique(alive, "weight")[0])
 
 
 def test_a_report_names_the_groups_that_report_this_one() -> None:
