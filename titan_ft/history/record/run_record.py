@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -62,7 +62,7 @@ class ProcessHistory:
     pid: int
     events: list[ev.Event] = field(default_factory=list)
     exit: ev.WorkerExited | ev.AgentEnded | None = None
-    """What its agent wrote of its end, or the launcher of the end of both."""
+    """The event of its end, by its agent, or by the launcher if the agent died too."""
 
     @property
     def name(self) -> str:
@@ -71,9 +71,10 @@ class ProcessHistory:
     @cached_property
     def config(self) -> ev.WorkerConfig | None:
         """The process's config; None if no event has it."""
-        return next(
-            (event.config for event in self.events if isinstance(event, ev.WorkerStarted)), None
-        )
+        for event in self.events:
+            if isinstance(event, ev.WorkerStarted):
+                return event.config
+        return None
 
     @cached_property
     def ended_in_order(self) -> bool:
@@ -157,8 +158,8 @@ class RunRecord:
             found, cut = read_reduced(folder)
             record = cls(found.events, cut, firsts=found.firsts)
             if not record.usual <= record.on_chain:
-                # Nobody said that training went back over usual steps: each of their commits
-                # counts.
+                # Training went back over usual steps, and no event reports it: each of their
+                # commits counts.
                 return cls.read(folder, whole=True)
         if not _goes_on(record, RunPaths(folder.parent), now):
             return record
@@ -180,15 +181,14 @@ class RunRecord:
         Wall clocks may be set while a run goes on. If all events are of one host and one launch,
         its monotonic clock gives the time that really passed.
         """
+        if not self.written:
+            return self.written
         offsets = [event.time - event.mono for event in self.written]
+        is_steady = max(offsets) - min(offsets) < STEADY_SECONDS
         hosts = {event.host for event in self.written if isinstance(event, ev.WorkerStarted)}
-        launches = sum(isinstance(event, ev.LaunchStarted) for event in self.written)
-        if (
-            not offsets
-            or max(offsets) - min(offsets) < STEADY_SECONDS
-            or len(hosts) != 1
-            or launches > 1
-        ):
+        num_launches = sum(isinstance(event, ev.LaunchStarted) for event in self.written)
+        has_one_clock = len(hosts) == 1 and num_launches <= 1
+        if is_steady or not has_one_clock:
             return self.written
         first = min(self.written, key=lambda event: event.mono)
         begin = first.time - first.mono
@@ -215,30 +215,29 @@ class RunRecord:
 
     @cached_property
     def num_omitted(self) -> int:
-        """How many commits of usual steps, of all processes together, are not among the events."""
+        """The commits of usual steps, by all processes, that are not among the events."""
         return sum(event.num_steps for event in self.of(UsualSteps))
 
     @cached_property
     def num_usual_comparisons(self) -> int:
-        """Pairs of a usual step and a rank of which all groups have the same digest."""
-        # The processes of a rank commit the same steps as usual, and take a digest of the same
-        # ones.
-        each = {(event.parent, event.rank): event.num_digests for event in self.of(UsualSteps)}
-        return sum(each.values())
+        """Pairs of a usual step and a rank for which all groups have the same digest."""
+        # The same usual steps of a rank are in one event of each group: count them once.
+        digests = {(event.parent, event.rank): event.num_digests for event in self.of(UsualSteps)}
+        return sum(digests.values())
 
     @property
     def num_events(self) -> int:
-        """How many events the processes wrote."""
+        """Number of events that the processes wrote."""
         return len(self.events) - len(self.of(UsualSteps)) + self.num_omitted
 
     @cached_property
-    def _told_commits(self) -> list[ev.StepCommitted]:
-        """The commits of all ranks, of each usual step the first one, in order of time."""
+    def _known_commits(self) -> list[ev.StepCommitted]:
+        """The commits of all ranks, in order of time; for a usual step only the first one."""
         return sorted([*self.of(ev.StepCommitted), *self.firsts], key=lambda event: event.time)
 
     @cached_property
     def fold(self) -> RunFold:
-        """What is known of the run after its last event."""
+        """The state of the run after its last event."""
         return fold_events(self.events)
 
     # Processes and groups
@@ -252,7 +251,7 @@ class RunRecord:
                 key = (event.replica or 0, event.rank or 0, event.attempt or 0, event.pid)
                 found.setdefault(key, ProcessHistory(*key)).events.append(event)
         for process in found.values():
-            # The wall clock may have been set meanwhile; the other one cannot be.
+            # The wall clock may have been set meanwhile; the monotonic one cannot be.
             process.events.sort(key=lambda event: event.mono)
         for exit in self.of(ev.WorkerExited):
             ended = found.get((exit.replica, exit.rank, exit.attempt, exit.worker_pid))
@@ -284,27 +283,27 @@ class RunRecord:
     @cached_property
     def groups(self) -> list[int]:
         """The groups that were launched, and those that have events."""
-        launch = self.fold.launch
-        return sorted({*range(launch.replicas if launch else 0), *self.attempts})
+        found = set(self.attempts)
+        if self.fold.launch is not None:
+            found.update(range(self.fold.launch.replicas))
+        return sorted(found)
 
     @cached_property
     def group_size(self) -> int:
-        """How many groups the job has when all are there; 0 if unknown."""
-        sizes = [
-            process.config.group_size for process in self.processes if process.config is not None
-        ]
-        return max([*sizes, *(event.replicas for event in self.of(ev.LaunchStarted))], default=0)
+        """Number of the job's groups when all are present; 0 if unknown."""
+        configs = [process.config for process in self.processes if process.config is not None]
+        sizes = [config.group_size for config in configs]
+        sizes += [event.replicas for event in self.of(ev.LaunchStarted)]
+        return max(sizes, default=0)
 
     @property
     def unit(self) -> Unit:
-        """What one commit of the run stands for, as the latest config says: a step, or a round of
-        several.
-        """
+        """The meaning of one commit, by the latest config: a step, or a round of several."""
         return self.fold.unit
 
     @cached_property
     def hang_us(self) -> int | None:
-        """After how many microseconds without progress a worker ends itself; None if unknown."""
+        """Microseconds without progress after which a worker ends itself; None if unknown."""
         configs = [event.config for event in self.of(ev.WorkerStarted) if event.config is not None]
         return round(configs[-1].hang_timeout_seconds * 1e6) if configs else None
 
@@ -316,11 +315,16 @@ class RunRecord:
 
         `launch_started` and `launch_finished`, or else the first and the last event.
         """
-        first, last = (self.events[place].time_us for place in (0, -1)) if self.events else (0, 0)
+        if not self.events:
+            return 0, 0
+        begin, end = self.events[0].time_us, self.events[-1].time_us
         starts, ends = self.of(ev.LaunchStarted), self.of(ev.LaunchFinished)
-        begin = starts[0].time_us if starts else first
-        closed = bool(ends) and (not starts or ends[-1].time >= starts[-1].time)
-        return begin, max(begin, ends[-1].time_us if closed else last)
+        if starts:
+            begin = starts[0].time_us
+        # The last launch may have no event of its end yet.
+        if ends and (not starts or ends[-1].time >= starts[-1].time):
+            end = ends[-1].time_us
+        return begin, max(begin, end)
 
     @property
     def begin(self) -> float:
@@ -338,46 +342,53 @@ class RunRecord:
 
     @cached_property
     def outages_us(self) -> list[tuple[int, int]]:
-        """From when to when there was no lighthouse."""
-        outages = [
-            (e.time_us - round(e.seconds * 1e6), e.time_us) for e in self.of(ev.LighthouseRestarted)
-        ]
-        return outages + [
-            (f.time_us, f.undone_us or self.span_us[1]) for f in self.faults if f.lighthouse
-        ]
+        """Begin and end of each time without a lighthouse, in Unix microseconds."""
+        outages = []
+        for event in self.of(ev.LighthouseRestarted):
+            away_us = round(event.seconds * 1e6)
+            outages.append((event.time_us - away_us, event.time_us))
+        for fault in self.faults:
+            if not fault.lighthouse:
+                continue
+            # A fault that is not undone lasts to the end of the job.
+            end_us = fault.undone_us or self.span_us[1]
+            outages.append((fault.time_us, end_us))
+        return outages
 
     def last_fault_us(self, start: int, end: int) -> int:
-        """Return when the last fault from `start` to `end` was; `start` if there was none."""
+        """Return the time of the last fault from `start` to `end`; `start` if there was none."""
         place = bisect_right(self.faults, end, key=lambda fault: fault.time_us) - 1
-        return max(start, self.faults[place].time_us) if place >= 0 else start
+        if place < 0:
+            return start
+        return max(start, self.faults[place].time_us)
 
     # Steps and states
 
     @cached_property
     def curve(self) -> list[Point]:
-        """The loss curve, a point for each step of the trajectory, as far back as the history
-        goes.
-        """
-        commits = [self.commits_of[state.lineage] for state in self.chain]
-        # In older histories only the ranks of a pipeline's last stage know the loss.
-        losses = [
-            next((event.loss for event in events if event.loss is not None), None)
-            for events in commits
-        ]
-        totals = accumulate(events[0].tokens for events in commits)
-        return [
-            Point(events[0].step, total, loss, self._is_whole(events), events[0])
-            for events, loss, total in zip(commits, losses, totals, strict=True)
-        ]
+        """The loss curve: a point for each step of the trajectory in the history."""
+        points = []
+        tokens = 0
+        for state in self.chain:
+            commits = self.commits_of[state.lineage]
+            first = commits[0]
+            tokens += first.tokens
+            # In older histories only the ranks of a pipeline's last stage know the loss.
+            losses = [commit.loss for commit in commits if commit.loss is not None]
+            loss = losses[0] if losses else None
+            points.append(Point(first.step, tokens, loss, self._is_whole(commits), first))
+        return points
 
-    def _is_whole(self, events: list[ev.StepCommitted]) -> bool:
-        step, unit = events[0].step, self.unit
-        length = unit.step_after(step) - unit.step_after(step - 1)
-        if unit.method and any(
-            event.inner_steps is not None and event.inner_steps < length for event in events
-        ):
-            return False  # a group has joined in the midst of the round
-        return len(events[0].participants) >= self.group_size
+    def _is_whole(self, commits: list[ev.StepCommitted]) -> bool:
+        """Return True if all groups took part in a step, and made all steps of a round."""
+        if self.unit.method:
+            step = commits[0].step
+            length = self.unit.step_after(step) - self.unit.step_after(step - 1)
+            for commit in commits:
+                # A group that joins during a round makes fewer steps.
+                if commit.inner_steps is not None and commit.inner_steps < length:
+                    return False
+        return len(commits[0].participants) >= self.group_size
 
     @cached_property
     def commits(self) -> list[ev.StepCommitted]:
@@ -386,7 +397,7 @@ class RunRecord:
 
     @cached_property
     def commits_by_group(self) -> dict[int, list[ev.StepCommitted]]:
-        """The same by group, in order of time."""
+        """The commits by group, in order of time."""
         found: dict[int, list[ev.StepCommitted]] = defaultdict(list)
         for event in self.commits:
             found[event.replica].append(event)
@@ -394,15 +405,15 @@ class RunRecord:
 
     @cached_property
     def commits_of(self) -> dict[str, list[ev.StepCommitted]]:
-        """The commits of all ranks by the state that they made; of a usual step only the first."""
+        """The commits of all ranks by the state they made; for a usual step only the first."""
         found: dict[str, list[ev.StepCommitted]] = defaultdict(list)
-        for event in self._told_commits:
+        for event in self._known_commits:
             found[event.lineage].append(event)
         return found
 
     @cached_property
     def _states(self) -> tuple[dict[str, JobState], list[str]]:
-        return read_states(self._told_commits, self.usual)
+        return read_states(self._known_commits, self.usual)
 
     @property
     def states(self) -> dict[str, JobState]:
@@ -411,7 +422,7 @@ class RunRecord:
 
     @property
     def conflicts(self) -> list[str]:
-        """Where events contradict each other about a state."""
+        """Contradictions between events about a state."""
         return self._states[1]
 
     @cached_property
@@ -446,10 +457,11 @@ class RunRecord:
 
         Steps below a cut of the history are left out, because nothing is known of them.
         """
-        known = {
-            state.lineage for state in self.states.values() if state.step >= self.chain[0].step
-        }
-        return frozenset(known - self.on_chain)
+        lineages = set()
+        for state in self.states.values():
+            if state.step >= self.chain[0].step:
+                lineages.add(state.lineage)
+        return frozenset(lineages - self.on_chain)
 
     @cached_property
     def kept(self) -> list[ev.StepCommitted]:
@@ -465,18 +477,16 @@ class RunRecord:
                 continue
             makers = state.participants
             if not makers:
-                # All makers died after the exchange, and a group without weight tells of the step.
-                # Its time would count as wasted.
-                makers = frozenset().union(
-                    *(commit.participants for commit in self.commits_of[state.lineage])
-                )
-            known = found.get(state.step)
-            found[state.step] = makers if known is None else known | makers
+                # All makers died after the exchange, and only a group without weight reports the
+                # step. Without this, its time would count as wasted.
+                for commit in self.commits_of[state.lineage]:
+                    makers = makers.union(commit.participants)
+            found[state.step] = found.get(state.step, frozenset()) | makers
         return found
 
     @cached_property
     def first_commits(self) -> dict[int, ev.StepCommitted]:
-        """For each step of the job the commit that came first."""
+        """For each step of the job, its first commit."""
         return {event.step: event for event in (*reversed(self.kept), *self.firsts)}
 
     @cached_property
@@ -488,28 +498,34 @@ class RunRecord:
         such. All costs in time refer to the usual step: stalls, effective training time, a joiner's
         price.
         """
-        most = max((len(event.participants) for event in self.commits), default=0)
-        troubled = {
-            event.step
-            for event in self.kept
-            if len(event.participants) < most or event.exchanges != 1
-        }
-        times = {step: event.time_us for step, event in self.first_commits.items()}
-        gaps = {
-            step: time - times[step - 1]
-            for step, time in times.items()
-            if time > times.get(step - 1, time)
-        }
-        quiet = [gap for step, gap in gaps.items() if not {step, step - 1} & troubled]
-        return round(median(quiet or gaps.values())) if gaps else 0
+        num_all = max((len(event.participants) for event in self.commits), default=0)
+        troubled = set()
+        for event in self.kept:
+            if len(event.participants) < num_all or event.exchanges != 1:
+                troubled.add(event.step)
+        gaps, quiet_gaps = [], []
+        for step, event in self.first_commits.items():
+            before = self.first_commits.get(step - 1)
+            if before is None or event.time_us <= before.time_us:
+                continue
+            gap = event.time_us - before.time_us
+            gaps.append(gap)
+            # A gap has trouble if one of the steps at its ends has.
+            if step not in troubled and step - 1 not in troubled:
+                quiet_gaps.append(gap)
+        if not gaps:
+            return 0
+        return round(median(quiet_gaps or gaps))
 
     @cached_property
     def usual_rest_seconds(self) -> float:
         """The usual `rest_seconds`: the median over all groups; 0 without any."""
-        made = [list(process.commits()) for process in self.processes if process.rank == 0]
-        rests = [
-            rest_seconds(before, after) for commits in made for before, after in pairwise(commits)
-        ]
+        rests = []
+        for process in self.processes:
+            if process.rank != 0:
+                continue
+            for before, after in pairwise(process.commits()):
+                rests.append(rest_seconds(before, after))
         return median(rests) if rests else 0.0
 
     @property
@@ -530,10 +546,10 @@ def _goes_on(record: RunRecord, paths: RunPaths, now: float) -> bool:
     held = is_held(paths) if fold.launched else None
     if held:
         return True
-    # A lock that nobody holds is no proof: some file systems keep a launcher's lock on its own
-    # host.
+    # A free lock is no proof: some file systems keep a launcher's lock on its own host.
     least = RECENT_SECONDS if held is None else SILENT_SECONDS
-    return now - record.written[-1].time < max(least, 2 * (record.usual_step_seconds or 0.0))
+    age = now - record.written[-1].time
+    return age < max(least, 2 * (record.usual_step_seconds or 0.0))
 
 
 def rest_seconds(before: ev.StepCommitted, after: ev.StepCommitted) -> float:
