@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.systems import NUM_GROUPS, OURS, STOCK, Config, Job, derive_config
 from titan_ft.config import ConfigError
-from titan_ft.launch.group.worker_group import visible_devices
+from titan_ft.launch.group.worker_group import choose_devices
 from titan_ft.training.divisions import DEGREES
 
 BACKENDS = ("gloo", "nccl")
@@ -79,7 +79,7 @@ class Plan:
     def gpus(self, replica: int) -> list[str]:
         """Return the GPUs of a group, among those in use, as the launcher assigns them."""
         devices = [str(index) for index in range(self.num_gpus)]
-        return visible_devices(replica, self.num_ranks, devices) or []
+        return choose_devices(replica, self.num_ranks, devices) or []
 
     def why_not(self, backend: str) -> str:
         """Say why a process group cannot be between the groups; empty if it can."""

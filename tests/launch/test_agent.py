@@ -20,9 +20,9 @@ from tests.event_builder import event as make
 from titan_ft.history.fold.hosts import HostsFold
 from titan_ft.launch import restart_policy
 from titan_ft.launch.group import agent as agent_module
-from titan_ft.launch.group.agent import SENT_AWAY, point_to
+from titan_ft.launch.group.agent import ASKED_TO_LEAVE, replace_link
 from titan_ft.launch.group.worker_exit import WorkerExit, root_failure
-from titan_ft.launch.group.worker_group import visible_devices
+from titan_ft.launch.group.worker_group import choose_devices
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
@@ -316,7 +316,7 @@ def test_finish_of_an_earlier_run_keeps_nobody_away(
         for attempt in (0, 1):
             os.kill(run.worker(0, 0, attempt)["pid"], signal.SIGTERM)
         run.worker(0, 0, 2)
-    assert [event["reason"] for event in run.events("replica_restarted")] == [SENT_AWAY] * 2
+    assert [event["reason"] for event in run.events("replica_restarted")] == [ASKED_TO_LEAVE] * 2
 
 
 def test_group_that_finished_is_not_restarted(run: Any) -> None:
@@ -602,14 +602,14 @@ def test_gpus_are_dealt_out_in_turn() -> None:
     changes nothing.
     """
     four = ["0", "1", "2", "3"]
-    assert [visible_devices(replica, 2, four) for replica in range(3)] == [
+    assert [choose_devices(replica, 2, four) for replica in range(3)] == [
         ["0", "1"],
         ["2", "3"],
         ["0", "1"],
     ]
-    assert visible_devices(1, 1, ["7"]) == ["7"]
-    assert visible_devices(0, 2, ["7"]) is None
-    assert visible_devices(0, 1, []) is None
+    assert choose_devices(1, 1, ["7"]) == ["7"]
+    assert choose_devices(0, 2, ["7"]) is None
+    assert choose_devices(0, 1, []) is None
 
 
 @pytest.mark.parametrize(("flag", "status"), [("--help", 0), ("--no-such-flag", 2)])
@@ -629,7 +629,7 @@ def test_link_to_the_latest_logs(tmp_path: Path) -> None:
     for attempt in (0, 1):
         folder = paths.logs(0, attempt, 0).parent
         folder.mkdir(parents=True)
-        point_to(folder, paths.latest_logs(0))
+        replace_link(folder, paths.latest_logs(0))
         assert paths.latest_logs(0).resolve() == folder
     assert sorted(path.name for path in paths.latest_logs(0).parent.iterdir()) == [
         "attempt-0",
@@ -638,4 +638,4 @@ def test_link_to_the_latest_logs(tmp_path: Path) -> None:
     ]
     assert paths.next_attempt(0) == 2
     (tmp_path / "file").touch()
-    point_to(tmp_path / "file" / "attempt-0", tmp_path / "file" / "latest")
+    replace_link(tmp_path / "file" / "attempt-0", tmp_path / "file" / "latest")

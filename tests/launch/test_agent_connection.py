@@ -13,10 +13,10 @@ import pytest
 
 from titan_ft.launch.group.agent_connection import (
     AgentConnection,
-    End,
+    EndOrder,
+    GroupOver,
     Hello,
     Message,
-    Over,
     Ping,
     WorkersState,
 )
@@ -58,10 +58,10 @@ def test_messages_arrive_in_order(sockets: Sockets) -> None:
     state = WorkersState(4, {2: 77}, [exit], [], is_collected=True, answered=0)
     follower.send(Hello("n1", 2))
     follower.send(state)
-    leader.send(End(3.0))
-    leader.send(Over(2, "given up"))
+    leader.send(EndOrder(3.0))
+    leader.send(GroupOver(2, "given up"))
     assert take(leader, follower, number=2) == [Hello("n1", 2), state]
-    assert take(follower, number=2) == [End(3.0), Over(2, "given up")]
+    assert take(follower, number=2) == [EndOrder(3.0), GroupOver(2, "given up")]
     assert leader.own_address == "127.0.0.1"
 
 
@@ -71,7 +71,7 @@ def test_the_last_messages_of_a_closed_line_arrive(sockets: Sockets) -> None:
         AgentConnection(end, "secret", 3, leads=leads)
         for end, leads in zip(sockets, (True, False), strict=True)
     )
-    leader.send(End(0.0))
+    leader.send(EndOrder(0.0))
     take(follower, leader)
     follower.send(Hello("n1", 2))
     follower.close()
@@ -88,7 +88,7 @@ def test_the_last_messages_arrive_although_the_other_end_takes_none(sockets: Soc
         AgentConnection(end, "secret", 3, leads=leads)
         for end, leads in zip(sockets, (True, False), strict=True)
     )
-    leader.send(End(0.0))
+    leader.send(EndOrder(0.0))
     take(follower, leader)
     follower.send(Hello("n1", 2))
     follower.close()
@@ -167,7 +167,7 @@ def test_a_message_that_was_sent_before_or_changed_is_refused(
 def test_what_echoes_an_end_is_not_the_other_end(sockets: Sockets) -> None:
     """Each direction has messages of its own: those of the leader are none of a follower."""
     leader, mirror = AgentConnection(sockets[0], "secret", 3, leads=True), sockets[1]
-    leader.send(Over(0, ""))
+    leader.send(GroupOver(0, ""))
     mirror.setblocking(False)
 
     def echo() -> None:

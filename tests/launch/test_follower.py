@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import pytest
 
 from titan_ft.launch.group import agent, follower
-from titan_ft.launch.group.agent import GroupSpec, _Main
-from titan_ft.launch.group.agent_connection import Start
+from titan_ft.launch.group.agent import GroupSpec, _AgentProcess
+from titan_ft.launch.group.agent_connection import StartOrder
 from titan_ft.launch.group.follower import Follower
 from titan_ft.launch.group.hosts import Hosts
 from titan_ft.launch.group.worker_group import MeetingPoint, PlainStarter, Share, WorkerGroup
@@ -30,7 +30,7 @@ class NoWorkers:
     def exits(self) -> list[Any]:
         return []
 
-    def raised(self) -> list[int]:
+    def ranks_that_raised(self) -> list[int]:
         return []
 
     def end(self, grace_seconds: float) -> list[Any]:
@@ -52,10 +52,10 @@ def lead_once(listener: socket.socket, started: threading.Event) -> None:
     """Give a follower an attempt to start, and end silently once it has started it."""
     leader = Hosts(listener, 2, "secret", 0, lambda text: None)
     (member,) = leader.wait_for_all(lambda: False) or []
-    member.line.send(Start(0, 1, 2, 1, 2, "127.0.0.1", 1))
+    member.connection.send(StartOrder(0, 1, 2, 1, 2, "127.0.0.1", 1))
     assert started.wait(30.0)
     listener.close()
-    member.line.close()
+    member.connection.close()
 
 
 def test_a_follower_waits_for_another_leader_no_longer_than_for_the_first(
@@ -75,7 +75,7 @@ def test_a_follower_waits_for_another_leader_no_longer_than_for_the_first(
         return Follower(stop, token, slot, num_ranks, start, **settings)
 
     monkeypatch.setattr(agent, "MEETING_SECONDS", 1.0)
-    monkeypatch.setattr(agent, "claim", lambda address: None)
+    monkeypatch.setattr(agent, "listen_if_own_address", lambda address: None)
     monkeypatch.setattr(agent, "Follower", make_follower)
     monkeypatch.setenv("TITAN_FT_TOKEN", "secret")
     leader = threading.Thread(target=lead_once, args=(listener, started), daemon=True)
@@ -84,7 +84,7 @@ def test_a_follower_waits_for_another_leader_no_longer_than_for_the_first(
     stop = StopRequests()
     timer = threading.Timer(20.0, stop)
     timer.start()
-    assert _Main(spec, stop)._lead_or_follow("") == 1
+    assert _AgentProcess(spec, stop)._lead_or_follow("") == 1
     timer.cancel()
     assert started.is_set()
     assert not stop
@@ -105,7 +105,7 @@ def test_another_server_at_the_rendezvous_is_not_waited_for_without_end(
     stop = StopRequests()
     timer = threading.Timer(20.0, stop)
     timer.start()
-    assert _Main(spec, stop)._lead_or_follow("") == 1
+    assert _AgentProcess(spec, stop)._lead_or_follow("") == 1
     timer.cancel()
     assert not stop
     said = capsys.readouterr().err
@@ -163,6 +163,6 @@ def test_a_port_at_which_this_user_may_not_listen_is_a_mistake(
 
     monkeypatch.setattr(socket, "create_server", refuse)
     spec = GroupSpec(tmp_path, 1, hosts=2, rendezvous="127.0.0.1:80", zygote=False, cluster=True)
-    assert _Main(spec, StopRequests()).run_on_cluster() == 2
+    assert _AgentProcess(spec, StopRequests()).run_on_cluster() == 2
     rule = "titan_ft: --rendezvous must have a port at which this user may listen, got 127.0.0.1:80; take one above"
     assert capsys.readouterr().err.startswith(rule)

@@ -31,7 +31,7 @@ from titan_ft.launch.group.agent_connection import (
     Hello,
     WorkersState,
 )
-from titan_ft.launch.group.hosts import GroupWorkers, Hosts, claim
+from titan_ft.launch.group.hosts import GroupWorkers, Hosts, listen_if_own_address
 from titan_ft.launch.group.worker_group import Share
 from titan_ft.system.refusal import Refusal
 
@@ -409,12 +409,12 @@ def test_who_leads(port: int) -> None:
     """The agent that can listen at the rendezvous: no other one on its host, and none on another
     host.
     """
-    listener = claim(f"127.0.0.1:{port}")
+    listener = listen_if_own_address(f"127.0.0.1:{port}")
     assert listener is not None
     with listener:
         assert listener.getsockname()[0] == "127.0.0.1"
-        assert claim(f"127.0.0.1:{port}") is None
-    assert claim("203.0.113.1:29400") is None
+        assert listen_if_own_address(f"127.0.0.1:{port}") is None
+    assert listen_if_own_address("203.0.113.1:29400") is None
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_a_name_may_have_addresses_at_which_nobody_can_listen(
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **settings: found)
     if not scope:
         monkeypatch.setattr(socket, "socket", without_ipv6)
-    listener = claim(f"host-a:{port}")
+    listener = listen_if_own_address(f"host-a:{port}")
     assert listener is not None
     listener.close()
 

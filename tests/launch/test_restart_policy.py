@@ -15,7 +15,7 @@ import pytest
 
 from tests.event_builder import build
 from titan_ft.history.fold.run import RunFold
-from titan_ft.launch.group.own_end import OWN_SIGNALS, kind_of_end
+from titan_ft.launch.group.own_end import OWN_SIGNALS, cause_of_end
 from titan_ft.launch.restart_policy import (
     CRASH_LOOP,
     FINAL_CODE,
@@ -182,7 +182,7 @@ def test_an_end_from_outside_never_counts(code: int) -> None:
     """Kills by a person, Slurm, the OOM killer, chaos: such a group has all of its restarts, and no
     row is ended.
     """
-    assert kind_of_end(code, None) == ""
+    assert cause_of_end(code, None) == ""
     policy = RestartPolicy(max_restarts=1000)
     assert all(isinstance(policy.decide(replace(KILLED, code=code)), float) for _ in range(1000))
     assert isinstance(policy.decide(replace(KILLED, code=code)), NoRestart)

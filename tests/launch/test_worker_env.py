@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_ft import device
-from titan_ft.launch.group.worker_group import usual_env
+from titan_ft.launch.group.worker_group import default_env
 
 LEFT_OUT = {
     # torchtitan writes it when a group's process group is made, whatever it was; `device` says what
@@ -92,5 +92,5 @@ def test_the_new_backend_of_nccl_is_off_before_torch_is_imported() -> None:
     """In the environment of the zygote, too: its forks have torch.distributed already. A user's
     value stays.
     """
-    assert usual_env({})["TORCH_DIST_USE_NCCL2"] == "0"
-    assert usual_env({"TORCH_DIST_USE_NCCL2": "1"})["TORCH_DIST_USE_NCCL2"] == "1"
+    assert default_env({})["TORCH_DIST_USE_NCCL2"] == "0"
+    assert default_env({"TORCH_DIST_USE_NCCL2": "1"})["TORCH_DIST_USE_NCCL2"] == "1"

@@ -52,14 +52,14 @@ class Asker:
         with open(self.folder / "log", "wb") as log:
             zygote.proceed(log.fileno())
         self.wait(zygote, lambda: zygote.ready)
-        assert not zygote.lost
+        assert not zygote.is_lost
         return zygote
 
     @staticmethod
     def wait(zygote: Zygote, condition: Callable[[], bool]) -> None:
         """Wait until the zygote has come so far, or is lost."""
         deadline = time.monotonic() + 30.0
-        while not (condition() or zygote.lost):
+        while not (condition() or zygote.is_lost):
             assert time.monotonic() < deadline
             time.sleep(0.01)
             zygote.poll()
@@ -110,7 +110,7 @@ def test_it_stops_after_the_check(asker: Asker) -> None:
         "def preload(args): print('preloads', args, flush=True)\n"
     )
     zygote = asker.begin("--a=1")
-    assert not zygote.lost
+    assert not zygote.is_lost
     assert not zygote.ready
     with open(asker.folder / "log", "wb") as log:
         zygote.proceed(log.fileno())
@@ -151,7 +151,7 @@ def test_a_fork_that_nobody_knows_of_never_runs(
     zygote = asker.begin_forks()
     lose(zygote, asker, monkeypatch)
     assert asker.fork(zygote) is None
-    assert zygote.lost.startswith("the zygote did not answer")
+    assert zygote.loss_reason.startswith("the zygote did not answer")
     assert asker.processes[0].wait(10.0) == -signal.SIGKILL, "a frozen one would go on some day"
     time.sleep(0.5)
     assert asker.printed() == ""

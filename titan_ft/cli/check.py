@@ -54,6 +54,6 @@ def _reread(record: RunRecord, run_dir: Path) -> Reread:
 
     try:
         return reread(record, run_dir)
-    except Exception as error:  # noqa: BLE001  # of the user's own loader, a file server, a missing module
+    except Exception as error:  # noqa: BLE001  # of the user's loader, or a missing module
         text = " ".join(f"{type(error).__name__}: {error}".split())
         return Reread(unknown=[f"the data cannot be read again: {text}"])

@@ -38,7 +38,10 @@ def parse(argv: Sequence[str]) -> Any:
 
     def unknown(written: str) -> str:
         if "." in written and issubclass(command, TAKES_FLAGS):
-            return f"{written} must come after a --, as all of torchtitan's flags: titan-ft {name} ... -- {written}=..."
+            return (
+                f"{written} must come after a --, as all of torchtitan's flags: titan-ft {name} "
+                f"... -- {written}=..."
+            )
         hint = closest(written, [known for option in options for known in option.names])
         return f"{written} is no option of titan-ft {name}; {hint}see titan-ft {name} --help"
 
@@ -105,7 +108,8 @@ def _check_aliases(options: Sequence[Option], args: Sequence[str]) -> None:
             first, earlier = given[0]
             if written != first and value != earlier:
                 raise ConfigError(
-                    f"{written} must be the same as {first} ({earlier}), got {value}; give one of the two"
+                    f"{written} must be the same as {first} ({earlier}), got {value}; give one of "
+                    "the two"
                 )
 
 
@@ -124,7 +128,8 @@ def _split_name(argv: Sequence[str]) -> tuple[str, list[str]]:
         known, got = _names(first), " ".join(argv[:2])
         hint = closest(got, known)
         raise ConfigError(
-            f"titan-ft {first} must be one of {', '.join(known)}, got {got!r}; {hint}see titan-ft --help"
+            f"titan-ft {first} must be one of {', '.join(known)}, got {got!r}; {hint}see titan-ft "
+            "--help"
         )
     known = [*dict.fromkeys(name.partition(" ")[0] for name in COMMANDS)]
     hint = closest(first, known)

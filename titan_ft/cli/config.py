@@ -68,7 +68,10 @@ def run(command: ShowConfig, worker_args: Sequence[str]) -> int:
 
 def _lines(config: Any) -> Iterator[str]:
     if not config.fault_tolerance.enable:
-        yield f"# {TABLE}.enable is false: this is plain torchtitan, and no rule about the table was checked"
+        yield (
+            f"# {TABLE}.enable is false: this is plain torchtitan, and no rule about the table was "
+            "checked"
+        )
     for table in (TABLE, *_SHOWN):
         values = getattr(config, table)
         yield f"[{table}]"

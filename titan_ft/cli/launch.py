@@ -19,11 +19,13 @@ def run(command: Launch, worker_args: Sequence[str]) -> int:
     """Check everything, then start the run, or with --dry-run describe it."""
     if command.chaos is None and command.chaos_seed is not None:
         raise ConfigError(
-            f"--chaos-seed must come with --chaos FILE, got {command.chaos_seed} alone; give the plan too"
+            f"--chaos-seed must come with --chaos FILE, got {command.chaos_seed} alone; give the "
+            "plan too"
         )
     if command.json and not command.dry_run:
         raise ConfigError(
-            "--json must come with --dry-run, got it alone; titan-ft report RUN_DIR --json has a run's figures"
+            "--json must come with --dry-run, got it alone; titan-ft report RUN_DIR --json has a "
+            "run's figures"
         )
     chaos = None
     if command.chaos is not None:

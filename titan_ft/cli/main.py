@@ -80,7 +80,8 @@ def _run(argv: list[str]) -> int:
     if argv[end:] and not isinstance(command, TAKES_FLAGS):
         got = " ".join(argv[end:])
         raise ConfigError(
-            f"titan-ft {own[0]} must be without torchtitan's flags, got {got!r}; it starts no workers"
+            f"titan-ft {own[0]} must be without torchtitan's flags, got {got!r}; it starts no "
+            "workers"
         )
     name = next(name for name, kind in COMMANDS.items() if type(command) is kind)
     module = importlib.import_module(f"titan_ft.cli.{name.replace(' ', '_')}")

@@ -40,8 +40,9 @@ def place_toml(own: Sequence[str]) -> list[str]:
         )
     if words[:1] in (["slurm"], ["group"]):
         raise ConfigError(
-            f"--module must be left out with titan-ft {words[0]}, got {module!r}: each restart reads the TOML again; "
-            f"make it by python -m {_READER} {module} {function} > {function}.toml"
+            f"--module must be left out with titan-ft {words[0]}, got {module!r}: each restart "
+            f"reads the TOML again; make it by python -m {_READER} {module} {function} > "
+            f"{function}.toml"
         )
     made = subprocess.run(
         [sys.executable, "-m", _READER, module, function],

@@ -98,7 +98,8 @@ def _check(command: Planning) -> None:
         raise ConfigError(f"{name} must come with {takers}, got {asked[0]}; leave it out")
     if command.chaos is not None and not command.from_runs:
         raise ConfigError(
-            "--chaos must come with --from RUN_DIR, got it alone; a run's record has the costs of failures"
+            "--chaos must come with --from RUN_DIR, got it alone; a run's record has the costs of "
+            "failures"
         )
     if command.minutes is not None and not 0 < command.minutes < math.inf:
         remedy = "the default is that of the runs"

@@ -36,7 +36,8 @@ def read_record(run_dir: Path, *, whole: bool = False) -> RunRecord:
         if any(run_dir.glob("*.jsonl")):
             below = f"the folder above, {run_dir.absolute().parent}"
         raise ConfigError(
-            f"RUN_DIR must be the folder of a run, got {run_dir}; it has no events (events/*.jsonl): give {below}"
+            f"RUN_DIR must be the folder of a run, got {run_dir}; it has no events "
+            f"(events/*.jsonl): give {below}"
         )
     return record
 

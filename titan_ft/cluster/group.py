@@ -38,7 +38,7 @@ from titan_ft.system.address import ALL_HOSTS, is_loopback, split_address
 from titan_ft.system.run_folder import check_run_folder
 from titan_ft.system.token import check_token, read_token
 
-AGENT = "titan_ft.launch.group.agent"
+AGENT_MODULE = "titan_ft.launch.group.agent"
 _OWN_FLAGS = {
     "job.config_file": "CONFIG",
     "job.dump_folder": "--run-dir",
@@ -91,7 +91,7 @@ def plan_group(options: Group, flags: Sequence[str], environ: Mapping[str, str])
     check_token(read_token(environ), is_local=is_local)
     table = {**load_toml(config).get(TABLE, {}), **table_overrides(flags)}
     command = [
-        *(sys.executable, "-m", AGENT, "--cluster"),
+        *(sys.executable, "-m", AGENT_MODULE, "--cluster"),
         *(
             f"--run-dir={options.run_dir.absolute()}",
             f"--replica={replica}",
@@ -168,7 +168,8 @@ def check_flags(flags: Sequence[str]) -> None:
     """
     if flags and not flags[0].startswith("-"):
         raise ConfigError(
-            f"torchtitan's flags must begin with --, got {flags[0]!r}; for example --training.steps=60"
+            f"torchtitan's flags must begin with --, got {flags[0]!r}; for example "
+            "--training.steps=60"
         )
     for name, value in read_flags(flags):
         # Given last, they would win: two groups with one number, or events outside of --run-dir.
@@ -195,8 +196,8 @@ def split_options(name: str, text: str) -> list[str]:
 def _check_not_in_use(run_dir: Path) -> None:
     if is_held(RunPaths(run_dir.absolute())):
         raise ConfigError(
-            f"--run-dir must not be in use by titan-ft launch, got {run_dir}, where one is going on; wait for its end, "
-            "or give another folder"
+            f"--run-dir must not be in use by titan-ft launch, got {run_dir}, where one is going "
+            "on; wait for its end, or give another folder"
         )
 
 
@@ -221,8 +222,8 @@ def _find_number(options: Group, environ: Mapping[str, str]) -> tuple[int, int |
     check_at_least("--replicas", replicas, 1)
     if replica >= replicas:
         raise ConfigError(
-            f"--replica must be below --replicas ({replicas}), got {replica}; groups count from 0, and so does an "
-            f"array of Slurm: --array=0-{replicas - 1}"
+            f"--replica must be below --replicas ({replicas}), got {replica}; groups count from "
+            f"0, and so does an array of Slurm: --array=0-{replicas - 1}"
         )
     return replica, replicas
 
@@ -236,8 +237,8 @@ def _find_lighthouse(options: Group, environ: Mapping[str, str], config: Path) -
         name, address = LIGHTHOUSE_VARIABLE, environ.get(LIGHTHOUSE_VARIABLE, "")
     if not address:
         raise ConfigError(
-            f"--lighthouse must be given, got nothing, and {LIGHTHOUSE_VARIABLE} is not set; give the address that "
-            "titan-ft lighthouse prints"
+            f"--lighthouse must be given, got nothing, and {LIGHTHOUSE_VARIABLE} is not set; give "
+            "the address that titan-ft lighthouse prints"
         )
     check_lighthouse(name, address)
     return address
@@ -258,7 +259,8 @@ def _find_shape(options: Group, environ: Mapping[str, str]) -> tuple[int, int]:
         ranks = slurm_env.find_ranks_per_node(environ)
     if ranks is None:
         raise ConfigError(
-            "--ranks-per-node must be given, got nothing, and Slurm names no GPUs or tasks of a node; for example 8"
+            "--ranks-per-node must be given, got nothing, and Slurm names no GPUs or tasks of a "
+            "node; for example 8"
         )
     return nodes, ranks
 
@@ -279,8 +281,8 @@ def find_ranks_per_node(
     check_at_least("--ranks-per-replica", ranks_per_replica, 1)
     if ranks_per_node is not None and ranks_per_node * nodes != ranks_per_replica:
         raise ConfigError(
-            f"--ranks-per-replica must be --ranks-per-node ({ranks_per_node}) x --nodes ({nodes}), got "
-            f"{ranks_per_replica}; give one of the two"
+            f"--ranks-per-replica must be --ranks-per-node ({ranks_per_node}) x --nodes "
+            f"({nodes}), got {ranks_per_replica}; give one of the two"
         )
     if ranks_per_replica % nodes:
         raise ConfigError(
@@ -296,8 +298,8 @@ def _find_rendezvous(options: Group, environ: Mapping[str, str], nodes: int) -> 
     rendezvous = options.rendezvous or slurm_env.find_rendezvous(environ)
     if not rendezvous:
         raise ConfigError(
-            f"--rendezvous must be given for {nodes} nodes, got nothing, and SLURM_JOB_NODELIST is not set; give "
-            "HOST:PORT, a free port of one of them"
+            f"--rendezvous must be given for {nodes} nodes, got nothing, and SLURM_JOB_NODELIST "
+            "is not set; give HOST:PORT, a free port of one of them"
         )
     try:
         host, port = split_address(rendezvous)
@@ -306,7 +308,8 @@ def _find_rendezvous(options: Group, environ: Mapping[str, str], nodes: int) -> 
     # At port 0 each host would be given a port of its own.
     if not host or not port or "/" in rendezvous:
         raise ConfigError(
-            f"--rendezvous must be HOST:PORT, got {rendezvous!r}; give a free port of one of the nodes"
+            f"--rendezvous must be HOST:PORT, got {rendezvous!r}; give a free port of one of the "
+            "nodes"
         )
     return rendezvous
 
@@ -328,7 +331,7 @@ def _environment(options: Group, lighthouse: str, environ: Mapping[str, str]) ->
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONUNBUFFERED": environ.get("PYTHONUNBUFFERED", "1"),
         "RUST_LOG": choose_native_log(environ),
-        # See `usual_env` of the agent, whose module takes torch.
+        # See `default_env` of the agent, whose module takes torch.
         "TORCH_DIST_USE_NCCL2": environ.get("TORCH_DIST_USE_NCCL2", "0"),
     }
     if options.metrics_port:

@@ -45,7 +45,8 @@ def render(options: Kubernetes, flags: Sequence[str]) -> str:
     ranks = find_ranks_per_node(options.ranks_per_node, options.ranks_per_replica, options.nodes)
     if ranks is None:
         raise ConfigError(
-            "--ranks-per-node must be given, got nothing; give as many as a pod has GPUs, for example 8"
+            "--ranks-per-node must be given, got nothing; give as many as a pod has GPUs, for "
+            "example 8"
         )
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,30}[a-z0-9])?", options.name):
         rule = "lower-case letters, digits and -, at most 32, from a letter on"

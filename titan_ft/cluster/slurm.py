@@ -76,7 +76,8 @@ def plan_submission(options: SlurmSubmit, flags: Sequence[str]) -> Submission:
     ranks = find_ranks_per_node(options.ranks_per_node, options.ranks_per_replica, options.nodes)
     if ranks is None:
         raise ConfigError(
-            "--ranks-per-node must be given, got nothing; give as many as a node has GPUs, for example 8"
+            "--ranks-per-node must be given, got nothing; give as many as a node has GPUs, for "
+            "example 8"
         )
     root = options.run_dir.resolve()
     logs = root / "logs"
@@ -180,7 +181,8 @@ def _is_going_on(job: str) -> bool:
     if listed.returncode != 0 and _FORGOTTEN not in listed.stderr:
         why = " ".join(listed.stderr.split()) or f"status {listed.returncode}"
         raise ConfigError(
-            f"squeue must say whether job {job} of --run-dir is over, got no answer ({why}); try again"
+            f"squeue must say whether job {job} of --run-dir is over, got no answer ({why}); try "
+            "again"
         )
     return bool(listed.stdout.strip())
 

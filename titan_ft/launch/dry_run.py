@@ -48,6 +48,12 @@ def describe(plan: LaunchPlan) -> str:
         job = _job_lines(plan)
     port = str(options.lighthouse_port or "PORT")
     chosen = "" if options.lighthouse_port else " (the system chooses PORT)"
+    faults = "none"
+    if plan.chaos is not None:
+        faults = f"{options.chaos}, seed {plan.chaos.seed}"
+    end = "with the last step"
+    if options.minutes:
+        end = f"after {options.minutes:g} minutes"
     lines = [
         f"run folder   {paths.root}",
         f"config       {plan.config}, copied to {paths.config}",
@@ -57,9 +63,9 @@ def describe(plan: LaunchPlan) -> str:
         f"restarts     {options.max_restarts} of each group at most",
         f"lighthouse   http://{HOST}:{port}{chosen}",
         f"metrics      {options.metrics_port or 'none'}",
-        f"faults       {'none' if plan.chaos is None else f'{options.chaos}, seed {plan.chaos.seed}'}",
+        f"faults       {faults}",
         f"checkpoints  {'on' if plan.saves else CHECKPOINTS_OFF.removeprefix('checkpoints are ')}",
-        f"ends         {f'after {options.minutes:g} minutes' if options.minutes else 'with the last step'}",
+        f"ends         {end}",
         "",
         *job,
         "",
@@ -182,7 +188,10 @@ def _measure(config: Any, num_ranks: int) -> JobSizes:
             return measure(config, num_ranks)
         except (AssertionError, ImportError, NotImplementedError, ValueError) as error:
             model = f"{config.model.name} {config.model.flavor}"
-            rule = f"must be something that torchtitan can build, cut for {num_ranks} ranks as [parallelism] says"
+            rule = (
+                f"must be something that torchtitan can build, cut for {num_ranks} ranks as "
+                "[parallelism] says"
+            )
             reason = " ".join(str(error).split()).rstrip(".")
             raise ConfigError(f"model {rule}, got {model}: {reason}; change either") from error
         finally:
@@ -203,10 +212,12 @@ def _batch_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
     own = _own_batch(config, sizes)
     total = own * plan.num_replicas
     lines = [
-        f"model        {config.model.name} {config.model.flavor}, {sizes.num_parameters:,} parameters",
+        f"model        {config.model.name} {config.model.flavor}, {sizes.num_parameters:,} "
+        "parameters",
         f"ranks        {plan.num_replicas * plan.num_ranks} in all; a group is {cut}",
-        f"batch        {own} sequences of a group ({training.local_batch_size} x {dims.dp_replicate * dims.dp_shard} "
-        f"ranks that read data x {sizes.accumulation} microbatches), {total} in all",
+        f"batch        {own} sequences of a group ({training.local_batch_size} x "
+        f"{dims.dp_replicate * dims.dp_shard} ranks that read data x {sizes.accumulation} "
+        f"microbatches), {total} in all",
         f"tokens       {total * training.seq_len:,} per step ({total} x {training.seq_len}), "
         f"{total * training.seq_len * training.steps:,} in {training.steps} steps",
     ]
@@ -266,8 +277,8 @@ def _memory_lines(plan: LaunchPlan, config: Any, sizes: JobSizes, imported: int)
         )
     if not ft.catch_up_max_gb:
         lines.append(
-            f"             and {_size(rank.exchange)} for each update that it queues while it heals, in half of what "
-            "is free then, shared out among the host's ranks, at most"
+            f"             and {_size(rank.exchange)} for each update that it queues while it "
+            "heals, in half of what is free then, shared out among the host's ranks, at most"
         )
     return lines
 
@@ -300,9 +311,10 @@ def _move_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
         *_exchange_lines(traffic, ft, plan.num_replicas),
         f"a heal moves {_size(rank.state)} for each rank, {_size(sizes.group_state)} for the group",
         f"             {traffic.copy_seconds:.2g} s of copying, in which the donors stand still; "
-        f"{traffic.fetch_seconds:.2g} s of transfer, beside training; {traffic.copy_seconds:.2g} s to load",
-        f"links        {traffic.link_gbps:g} Gbit/s from rank to rank between groups, {traffic.host_link_gbps:g} "
-        "between GPU and host (--link-gbps, --host-link-gbps)",
+        f"{traffic.fetch_seconds:.2g} s of transfer, beside training; {traffic.copy_seconds:.2g} "
+        "s to load",
+        f"links        {traffic.link_gbps:g} Gbit/s from rank to rank between groups, "
+        f"{traffic.host_link_gbps:g} between GPU and host (--link-gbps, --host-link-gbps)",
     ]
 
 
@@ -316,10 +328,11 @@ def _exchange_lines(traffic: Traffic, ft: FaultTolerance, groups: int) -> list[s
         ]
     length, delay = steps_per_round(ft), ft.fragment_sync_delay
     return [
-        f"a round moves {_size(moved)} of each rank's changes: {ring}, {_size(sent // length)} for each of its "
-        f"{length} steps",
+        f"a round moves {_size(moved)} of each rank's changes: {ring}, {_size(sent // length)} "
+        f"for each of its {length} steps",
         f"             {seconds:.2g} s and the outer optimizer on the host, in "
-        f"which training stands still{f', but for the transfer, beside {delay} steps' if delay else ''}",
+        "which training stands "
+        f"still{f', but for the transfer, beside {delay} steps' if delay else ''}",
     ]
 
 

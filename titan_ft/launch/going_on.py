@@ -9,8 +9,8 @@ from __future__ import annotations
 from titan_ft.live.run_status import RunStatus
 
 CHECKPOINTS_OFF = (
-    "checkpoints are off (checkpoint.enable): if all groups are stopped or lost, training starts anew; "
-    "--checkpoint.enable after a -- turns them on"
+    "checkpoints are off (checkpoint.enable): if all groups are stopped or lost, training starts "
+    "anew; --checkpoint.enable after a -- turns them on"
 )
 
 
@@ -49,4 +49,7 @@ def _why(run: RunStatus, drain_seconds: float) -> str:
         return f" ({checkpoints.save_error})"
     if checkpoints.saving is None:
         return ""
-    return f" (that of step {checkpoints.saving} was not in time: raise --drain-timeout, {drain_seconds:g} s now)"
+    return (
+        f" (that of step {checkpoints.saving} was not in time: raise --drain-timeout, "
+        f"{drain_seconds:g} s now)"
+    )

@@ -82,13 +82,15 @@ class GuardedLighthouse:
         def serve() -> None:
             try:
                 gate, server = start()
-            except Exception as error:  # noqa: BLE001  # without it, the other thread would wait for ever
+            except Exception as error:  # noqa: BLE001
+                # Without the error, the other thread would wait for ever.
                 started.set_exception(error)
                 return
             started.set_result((gate, server))
             try:
                 gate.run()
-            except Exception:  # noqa: BLE001  # a lighthouse that nobody reaches must not seem to live
+            except Exception:  # noqa: BLE001
+                # A lighthouse that no group reaches must not seem to live.
                 traceback.print_exc()
                 os._exit(1)
 
@@ -102,8 +104,8 @@ class GuardedLighthouse:
         if not self._refusal:
             return f"only processes with this run's {TOKEN_ENV} reach it"
         return (
-            f"only processes with this run's {TOKEN_ENV} reach it, and other users of this host by port "
-            f"{self._inner_port}: the system allows no network namespace ({self._refusal})"
+            f"only processes with this run's {TOKEN_ENV} reach it, and other users of this host "
+            f"by port {self._inner_port}: the system allows no network namespace ({self._refusal})"
         )
 
     def close(self) -> None:

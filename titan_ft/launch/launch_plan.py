@@ -155,8 +155,8 @@ class LaunchPlan:
         ):
             # torchtitan trains on without; only the log of a rank said so.
             self.notes.append(
-                "metrics.enable_wandb is true and wandb is not installed: nothing is written for W&B; pip install "
-                "wandb, or set it to false"
+                "metrics.enable_wandb is true and wandb is not installed: nothing is written for "
+                "W&B; pip install wandb, or set it to false"
             )
         self.check_not_in_use()
         check_run_folder(self.paths.root)
@@ -165,12 +165,13 @@ class LaunchPlan:
             self._check_resume(values)
         elif options.resume_with:
             raise ConfigError(
-                f"--resume-with must come with --resume, got {options.resume_with} alone; add it, or leave this out"
+                f"--resume-with must come with --resume, got {options.resume_with} alone; add it, "
+                "or leave this out"
             )
         elif self.paths.has_events() and not self._replaces_failed_start:
             raise ConfigError(
-                f"--run-dir must hold no events of an earlier run, got {options.run_dir}; give another folder, remove "
-                "it, or go on from its last checkpoint with --resume"
+                f"--run-dir must hold no events of an earlier run, got {options.run_dir}; give "
+                "another folder, remove it, or go on from its last checkpoint with --resume"
             )
 
     def _resolve_drain_timeout(self, table: Mapping[str, Any]) -> float:
@@ -221,22 +222,24 @@ class LaunchPlan:
         """Check that no flag contradicts the launcher's own flags for the workers."""
         if {"-h", "--help"} & set(self.worker_args):
             raise ConfigError(
-                "--help must come without a launch, got it after the --; titan-ft config CONFIG -- --help shows "
-                "torchtitan's flags"
+                "--help must come without a launch, got it after the --; titan-ft config CONFIG "
+                "-- --help shows torchtitan's flags"
             )
         if self.worker_args and not self.worker_args[0].startswith("-"):
             raise ConfigError(
-                f"torchtitan's flags must begin with --, got {self.worker_args[0]!r}; for example --training.steps=60"
+                f"torchtitan's flags must begin with --, got {self.worker_args[0]!r}; for example "
+                "--training.steps=60"
             )
         for name, value in read_flags(self.worker_args):
             if name in OWN_FLAGS:
                 raise ConfigError(
-                    f"--{name} must be left to titan-ft launch, got {value!r}; {OWN_FLAGS[name]} says it"
+                    f"--{name} must be left to titan-ft launch, got {value!r}; {OWN_FLAGS[name]} "
+                    "says it"
                 )
         if not _is_enabled(f"{TABLE}.enable", {TABLE: {"enable": True, **table}}, self.worker_args):
             raise ConfigError(
-                f"{TABLE}.enable must be true for titan-ft launch, got false; set it, or start plain training with "
-                "torchrun -m titan_ft.train"
+                f"{TABLE}.enable must be true for titan-ft launch, got false; set it, or start "
+                "plain training with torchrun -m titan_ft.train"
             )
         size = table.get("group_size", 0)
         if size not in (0, self.num_replicas):
@@ -258,49 +261,53 @@ class LaunchPlan:
             return
         if ranks > gpus:
             raise ConfigError(
-                f"--ranks-per-replica must be <= the GPUs of this host ({gpus}), got {ranks}; lower it, or set "
-                "CUDA_VISIBLE_DEVICES to nothing to train on the CPU"
+                f"--ranks-per-replica must be <= the GPUs of this host ({gpus}), got {ranks}; "
+                "lower it, or set CUDA_VISIBLE_DEVICES to nothing to train on the CPU"
             )
         if process_group == "nccl":
             raise ConfigError(
                 f"--replicas x --ranks-per-replica must be <= the GPUs of this host ({gpus}) with "
-                f'{TABLE}.process_group = "nccl", got {replicas} x {ranks}; lower one, or set "gloo", with '
+                f'{TABLE}.process_group = "nccl", got {replicas} x {ranks}; lower one, or set '
+                '"gloo", with '
                 "which groups share GPUs"
             )
         self.notes.append(
-            f"{replicas} groups x {ranks} ranks share the {gpus} GPUs of this host, and their memory"
+            f"{replicas} groups x {ranks} ranks share the {gpus} GPUs of this host, and their "
+            "memory"
         )
 
     def _check_table(self, table: Mapping[str, Any]) -> None:
         """Check values that only the launcher knows to be wrong; the workers check the rest."""
         if table.get("lighthouse"):
             raise ConfigError(
-                f"{TABLE}.lighthouse must be empty for titan-ft launch, which starts its own lighthouse, "
-                f"got {table['lighthouse']!r}; remove it, or start the groups with torchrun"
+                f"{TABLE}.lighthouse must be empty for titan-ft launch, which starts its own "
+                f"lighthouse, got {table['lighthouse']!r}; remove it, or start the groups with "
+                "torchrun"
             )
         smallest = table.get("min_replica_size", FaultTolerance.min_replica_size)
         if smallest > self.num_replicas:
             raise ConfigError(
-                f"{TABLE}.min_replica_size must be <= --replicas ({self.num_replicas}), got {smallest}; lower it"
+                f"{TABLE}.min_replica_size must be <= --replicas ({self.num_replicas}), got "
+                f"{smallest}; lower it"
             )
 
     def _check_resume(self, values: Mapping[str, Any]) -> None:
         """Check that the folder has a run that can continue from a checkpoint."""
         if not self.paths.has_events():
             raise ConfigError(
-                f"--resume needs an earlier run in --run-dir, got {self.options.run_dir}, which holds none; correct "
-                "the folder, or leave --resume out to begin a run there"
+                f"--resume needs an earlier run in --run-dir, got {self.options.run_dir}, which "
+                "holds none; correct the folder, or leave --resume out to begin a run there"
             )
         if not self.saves:
             raise ConfigError(
-                "--resume needs checkpoint.enable = true, got false; without checkpoints training would start anew "
-                f"in {self.paths.root}: give another --run-dir"
+                "--resume needs checkpoint.enable = true, got false; without checkpoints "
+                f"training would start anew in {self.paths.root}: give another --run-dir"
             )
         folder = self.paths.root / self._checkpoint_folder(values)
         if not any(folder.glob("step-*")):
             raise ConfigError(
-                f"--resume needs a checkpoint in {folder}, got none; training would start anew in this "
-                "folder: give another --run-dir, or remove this one"
+                f"--resume needs a checkpoint in {folder}, got none; training would start anew in "
+                "this folder: give another --run-dir, or remove this one"
             )
         now = Command(
             self.config, self.num_replicas, self.num_ranks, tuple(self.worker_args), self._folder
@@ -337,7 +344,8 @@ class LaunchPlan:
             if self._replaces_failed_start:
                 folder = set_aside(self.paths)
                 print(
-                    f"a launch that ended before any step was in {self.paths.root}; it is in {folder.name} now"
+                    f"a launch that ended before any step was in {self.paths.root}; it is in "
+                    f"{folder.name} now"
                 )
             self.paths.events.mkdir(parents=True, exist_ok=True)
             given = without_headers(self.config)
@@ -384,7 +392,9 @@ class LaunchPlan:
         try:
             self.paths.root.mkdir(parents=True, exist_ok=True)
             # `write` keeps the file, and so the lock on it.
-            held = open(self.paths.config, "a", encoding="utf-8", opener=no_follow)  # noqa: SIM115  # closed below
+            held = open(  # noqa: SIM115  # closed below
+                self.paths.config, "a", encoding="utf-8", opener=no_follow
+            )
         except OSError as error:
             raise self._unwritable(error) from error
         with held:
@@ -403,8 +413,8 @@ class LaunchPlan:
 
     def _in_use(self) -> ConfigError:
         return ConfigError(
-            f"--run-dir must not be in use by another launch, got {self.options.run_dir}, where one is going on; wait "
-            "for its end, or give another folder"
+            f"--run-dir must not be in use by another launch, got {self.options.run_dir}, where "
+            "one is going on; wait for its end, or give another folder"
         )
 
     def _unwritable(self, error: OSError) -> ConfigError:
@@ -532,7 +542,8 @@ def _check_options(options: Launch) -> None:
         split_address(options.metrics_port)
     if options.lighthouse_port > 65535:
         raise ConfigError(
-            f"--lighthouse-port must be <= 65535, got {options.lighthouse_port}; 0 lets the system choose"
+            f"--lighthouse-port must be <= 65535, got {options.lighthouse_port}; 0 lets the "
+            "system choose"
         )
 
 

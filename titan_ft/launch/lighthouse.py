@@ -66,7 +66,8 @@ def check_settings(settings: LighthouseSettings) -> None:
         value = getattr(settings, field.name)
         if value <= 0:
             raise ConfigError(
-                f"the lighthouse's {field.name} must be > 0, got {value}; the default is {field.default}"
+                f"the lighthouse's {field.name} must be > 0, got {value}; the default is "
+                f"{field.default}"
             )
 
 
@@ -92,7 +93,8 @@ def split_bind(bind: str) -> tuple[str, int]:
         host, port = "", 0
     if not host or "/" in bind:
         raise ConfigError(
-            f"--bind must be HOST:PORT, got {bind!r}; for example [::]:29510, port 0 to have one chosen"
+            f"--bind must be HOST:PORT, got {bind!r}; for example [::]:29510, port 0 to have one "
+            "chosen"
         )
     # A name stands for several addresses, of which torchft would take one, and the groups another.
     _check_numeric("--bind", host, "[::] listens at all addresses of this host")
@@ -201,7 +203,8 @@ def _serve(
             time.sleep(0.1)
     if not stop and crowd.was_due:
         _say(
-            f"{crowd.num_former} processes of groups have ended: this lighthouse starts anew, and forgets their names"
+            f"{crowd.num_former} processes of groups have ended: this lighthouse starts anew, and "
+            "forgets their names"
         )
         return join_address(host, served.port)
     if not stop and command.standby:
@@ -293,7 +296,8 @@ def _take_turns(path: Path, succession: Succession, stop: StopRequests, crowd: C
             if not waits:  # the groups wait for it: it serves as soon as they can know
                 waits = True
                 _say(
-                    f"{path} cannot be written ({error.strerror}): this lighthouse announces itself when it can"
+                    f"{path} cannot be written ({error.strerror}): this lighthouse announces "
+                    "itself when it can"
                 )
             time.sleep(0.1)
             continue
@@ -301,7 +305,8 @@ def _take_turns(path: Path, succession: Succession, stop: StopRequests, crowd: C
         if not turn:
             assert other is not None, "it steps down for another one"
             _say(
-                f"{other.address} (on {other.host}) is announced in {path}: this lighthouse steps down"
+                f"{other.address} (on {other.host}) is announced in {path}: this lighthouse steps "
+                "down"
             )
             return
         if succession.serves and not served:
@@ -345,7 +350,8 @@ def _say(text: str) -> None:
 def _check_announcement(command: Lighthouse) -> None:
     if command.announce is None and command.standby:
         raise ConfigError(
-            "--standby must come with --announce FILE, got it alone; give the file that the groups read"
+            "--standby must come with --announce FILE, got it alone; give the file that the "
+            "groups read"
         )
     if command.advertise:
         _check_numeric(

@@ -173,7 +173,10 @@ class LighthouseKeeper:
         reason = f"the {child.describe_end()}"
         if self._silent:
             self._silent = False
-            reason = f"the lighthouse was killed: it did not answer {MAX_SILENCES} times, {_ASK_SECONDS:g} s each"
+            reason = (
+                f"the lighthouse was killed: it did not answer {MAX_SILENCES} times, "
+                f"{_ASK_SECONDS:g} s each"
+            )
         if self._up_since is None:
             self.failure = (
                 reason  # it could not even start: its settings or its installation are wrong

@@ -20,10 +20,10 @@ from titan_ft.history.fold.group import GroupFold
 from titan_ft.history.outcomes.notes import name_groups
 from titan_ft.launch.agent_keeper import AgentKeeper
 from titan_ft.launch.going_on import CHECKPOINTS_OFF, describe_stop
-from titan_ft.launch.group.agent import AGENT, GRACE_SECONDS
-from titan_ft.launch.group.children import Child, Children, Process
-from titan_ft.launch.group.worker_group import open_log, usual_env
-from titan_ft.launch.group.zygote import IMPORT_SECONDS, Zygote, is_possible
+from titan_ft.launch.group.agent import AGENT_MODULE, GRACE_SECONDS
+from titan_ft.launch.group.children import Child, ChildProcess, Children
+from titan_ft.launch.group.worker_group import default_env, open_log
+from titan_ft.launch.group.zygote import IMPORT_SECONDS, Zygote, can_fork
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import LighthouseKeeper
 from titan_ft.launch.record_keeper import RecordKeeper
@@ -123,8 +123,8 @@ class LocalRun:
         self._agents: dict[int, AgentKeeper] = {}
         self._num_spares = plan.options.spares
         self._zygote: Zygote | None = None
-        self._early_log: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
-        """What the zygote prints before there is a folder for its log."""
+        self._early_log: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115  # open until the end
+        """Output of the zygote from before there is a folder for its log."""
         self._trains_since: float | None = None
         self._time_is_up = False
         self._only_lost_since: float | None = None
@@ -213,10 +213,12 @@ class LocalRun:
             self._lighthouse.poll()
         address = self._lighthouse.address
         self.view.line(
-            f"lighthouse at {address}; {shape(plan.num_replicas, plan.num_ranks)}; {plan.paths.root}"
+            f"lighthouse at {address}; {shape(plan.num_replicas, plan.num_ranks)}; "
+            f"{plan.paths.root}"
         )
         self.view.line(
-            f"watch it: titan-ft top {plan.paths.root}; logs: {plan.paths.root}/logs/replica-*/latest/"
+            f"watch it: titan-ft top {plan.paths.root}; logs: "
+            f"{plan.paths.root}/logs/replica-*/latest/"
         )
         if not plan.saves:
             self.view.line(CHECKPOINTS_OFF)
@@ -247,8 +249,8 @@ class LocalRun:
         """
         log = self.plan.paths.zygote_log
 
-        def start(command: list[str], descriptor: int) -> Process:
-            env, output = usual_env(), self._early_log
+        def start(command: list[str], descriptor: int) -> ChildProcess:
+            env, output = default_env(), self._early_log
             child = self._children.start(
                 "the zygote", command, log, env=env, pass_fds=[descriptor], output=output
             )
@@ -257,7 +259,7 @@ class LocalRun:
         self._zygote = Zygote(start, self.plan.module, self.plan.check_flags())
         deadline = time.monotonic() + IMPORT_SECONDS
         while (
-            not (self._zygote.checked or self._zygote.lost or self.stop)
+            not (self._zygote.checked or self._zygote.is_lost or self.stop)
             and time.monotonic() < deadline
         ):
             time.sleep(TICK_SECONDS / 10)
@@ -281,7 +283,7 @@ class LocalRun:
             self._early_log.seek(0)
             shutil.copyfileobj(self._early_log, log)
             log.flush()
-            if not self.plan.options.no_zygote and is_possible():
+            if not self.plan.options.no_zygote and can_fork():
                 self._zygote.proceed(log.fileno())
                 return
         self._zygote.close()
@@ -294,10 +296,10 @@ class LocalRun:
         if self._zygote is None:
             return
         self._zygote.poll()
-        if self._zygote.lost:
+        if self._zygote.is_lost:
             self.view.line(
-                f"{self._zygote.lost}; groups started from now on import everything themselves "
-                f"({self.plan.paths.zygote_log})"
+                f"{self._zygote.loss_reason}; groups started from now on import everything "
+                f"themselves ({self.plan.paths.zygote_log})"
             )
             self._zygote = None
 
@@ -326,16 +328,17 @@ class LocalRun:
             with open_log(log, "ab") as output:
                 files = (output.fileno(), output.fileno())
                 forked = self._zygote.fork(
-                    AGENT, args, self._children.env, files, f"titan-ft {replica}"
+                    AGENT_MODULE, args, self._children.env, files, f"titan-ft {replica}"
                 )
             if forked is not None:
                 return self._children.add(Child(name, forked, log))
             self._watch_zygote()
             if self._zygote is not None:
                 self.view.line(
-                    f"{name} cannot be forked, and imports everything itself ({self.plan.paths.zygote_log})"
+                    f"{name} cannot be forked, and imports everything itself "
+                    f"({self.plan.paths.zygote_log})"
                 )
-        return self._children.start(name, [sys.executable, "-m", AGENT, *args], log)
+        return self._children.start(name, [sys.executable, "-m", AGENT_MODULE, *args], log)
 
     def _watch(self) -> _RunEnd:
         """Follow the run to its end."""
@@ -521,7 +524,10 @@ class LocalRun:
     def _finished(self) -> _RunEnd:
         failed = [replica for replica, agent in self._agents.items() if agent.code != 0]
         if failed:
-            reason = f"{len(failed)} of {self.plan.num_replicas} groups failed: {', '.join(map(str, failed))}"
+            reason = (
+                f"{len(failed)} of {self.plan.num_replicas} groups failed: "
+                f"{', '.join(map(str, failed))}"
+            )
             self.view.error(f"{reason}; logs below {self.plan.paths.root / 'logs'}")
             return _RunEnd(1, reason)
         drained = [slot for slot, state in self.status.states.items() if state == status.DRAINED]
@@ -564,7 +570,10 @@ class LocalRun:
             return _RunEnd(0, "all groups left when the time was up")
         if self.stop:  # somebody did not want to wait for them
             return self._stopped()
-        reason = f"when the time was up, {len(late)} groups did not leave in order: {', '.join(map(str, late))}"
+        reason = (
+            f"when the time was up, {len(late)} groups did not leave in order: "
+            f"{', '.join(map(str, late))}"
+        )
         self.view.error(f"{reason}; logs below {self.plan.paths.root / 'logs'}")
         return _RunEnd(1, reason)
 
@@ -578,7 +587,8 @@ class LocalRun:
 def _allow_private_network() -> None:
     if refusal := allow_namespaces():
         raise ConfigError(
-            f"--private-network needs a network namespace, got {refusal}; leave it out, or let this user make one"
+            f"--private-network needs a network namespace, got {refusal}; leave it out, or let "
+            "this user make one"
         )
 
 

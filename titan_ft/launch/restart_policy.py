@@ -15,7 +15,13 @@ from pathlib import Path
 
 from titan_ft.history.fold.group import GroupFold
 from titan_ft.history.fold.run import RunFold
-from titan_ft.launch.group.own_end import EARLY_END, code_of, kind_of_end, may_be_the_host, name_end
+from titan_ft.launch.group.own_end import (
+    EARLY_END,
+    cause_of_end,
+    describe_code,
+    exit_code_of,
+    may_come_from_host,
+)
 from titan_ft.run.appender import any_is_cut
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.events import (
@@ -110,7 +116,7 @@ class AttemptEnd:
         """Text that ends of the same cause share; empty if the end does not count."""
         if self.disturbed or (self.error is not None and self.error.transient):
             return ""
-        return kind_of_end(self.code, None if self.error is None else self.error.text)
+        return cause_of_end(self.code, None if self.error is None else self.error.text)
 
     @property
     def is_network_error(self) -> bool:
@@ -324,7 +330,7 @@ class RestartPolicy:
             return None
         what = "the same exception"
         if end.error is None:
-            what = f"the same end ({name_end(end.code)})"
+            what = f"the same end ({describe_code(end.code)})"
         elif end.code == 0:
             what = f"the same end ({EARLY_END})"
         return NoRestart(CRASH_LOOP, f"{what} {self._num_same} times in a row, {where}")
@@ -338,7 +344,7 @@ class RestartPolicy:
         text = kind = None
         if end.error is not None:
             text, kind = end.error.text, end.error.type_name
-        return self._most_crashes if may_be_the_host(text, kind) else MAX_SAME_ENDS
+        return self._most_crashes if may_come_from_host(text, kind) else MAX_SAME_ENDS
 
     @property
     def _most_crashes(self) -> int:
@@ -392,7 +398,7 @@ class CommonEnd:
         # that it could not.
         if event.transient or event.code in (CONFIG_ERROR_CODE, FINAL_CODE):
             return ""
-        kind = kind_of_end(code_of(event), event.error)
+        kind = cause_of_end(exit_code_of(event), event.error)
         if not kind:
             return ""
         self._latest[event.replica] = end = (step, kind)
@@ -403,7 +409,10 @@ class CommonEnd:
         if self._rounds[end] < MAX_SAME_ROUNDS:
             return ""
         where = f"after step {step}" if step else "before any step"
-        return f"all groups end with {_describe_cause(event)} ({where}, {self._rounds[end]} times; see {event.log})"
+        return (
+            f"all groups end with {_describe_cause(event)} ({where}, {self._rounds[end]} times; "
+            f"see {event.log})"
+        )
 
     @staticmethod
     def observe_loss(event: ReplicaGaveUp, any_committed: bool) -> str:
@@ -414,7 +423,10 @@ class CommonEnd:
         """
         if any_committed or event.cause not in (CRASH_LOOP, NETWORK):
             return ""
-        line = f"group {event.replica} ends with {event.error} ({event.reason} by any group; see {event.log})"
+        line = (
+            f"group {event.replica} ends with {event.error} ({event.reason} by any group; see "
+            f"{event.log})"
+        )
         # Which has a remedy of its own.
         if event.cause == NETWORK and event.error_kind != LIGHTHOUSE_ERROR:
             line += (
@@ -429,7 +441,7 @@ def _describe_cause(event: WorkerExited) -> str:
     """
     if event.error is not None:
         return event.error
-    name = name_end(code_of(event))
+    name = describe_code(exit_code_of(event))
     return name if event.log is None else f"{name} ({last_error_line(Path(event.log))})"
 
 

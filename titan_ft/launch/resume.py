@@ -73,7 +73,7 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         "training.gc_debug": _WATCHING,
         "training.dataloader.persistent_workers": _SPEED,
         "training.dataloader.pin_memory": _SPEED,
-        "training.dataloader.prefetch_factor": "how far workers read ahead of the batch that is trained",
+        "training.dataloader.prefetch_factor": "how far workers read ahead of the trained batch",
         "parallelism.fsdp_reshard_after_forward": _SPEED,
         "parallelism.tensor_parallel_degree": _ROUNDING,
         "parallelism.disable_loss_parallel": _ROUNDING,
@@ -274,9 +274,9 @@ def read_command(config: Path) -> Command:
         header, rest = "", []
     if not is_header(header):
         raise ConfigError(
-            f"--resume needs the command of the earlier launch as the first line of {config}, got none; "
-            "titan-ft launch writes it, and resumes its own runs only: give another --run-dir, with "
-            "checkpoint.initial_load_path"
+            f"--resume needs the command of the earlier launch as the first line of {config}, got "
+            "none; titan-ft launch writes it, and resumes its own runs only: give another "
+            "--run-dir, with checkpoint.initial_load_path"
         )
     folder = None
     if rest and rest[0].startswith(_RECORD):
@@ -336,7 +336,8 @@ def resolve_in_child(earlier: Sequence[str], now: Sequence[str]) -> tuple[Values
     except ValueError:
         said = child.stderr.strip().splitlines() or [f"exit status {child.returncode}"]
         raise ConfigError(
-            f"--resume must be able to read both configs, got: {said[-1]}; install what is missing, or correct the name"
+            f"--resume must be able to read both configs, got: {said[-1]}; install what is "
+            "missing, or correct the name"
         ) from None
     if "error" in answer:
         raise ConfigError(answer["error"])
@@ -368,7 +369,7 @@ def _find_paths(
     for name in _PATHS:
         old, new = before[name], after[name]
         if old == new and (earlier is None or now is None):
-            continue  # of an earlier version, which did not say where it was started: the text counts
+            continue  # an earlier version recorded no folder: the text counts
         before[name], after[name] = _real_path(old, earlier), _real_path(new, now)
 
 
@@ -442,10 +443,13 @@ def lr_schedule_note(before: Values, now: Values) -> str:
     remedy = f"{_TOTAL_STEPS} = {old} keeps the former schedule"
     if new > old:
         # Past its end torchtitan's LR goes on below zero: updates would climb the loss.
-        remedy = f"the former schedule ends at step {old}; set {_TOTAL_STEPS} at the first launch of a run that may grow"
+        remedy = (
+            f"the former schedule ends at step {old}; set {_TOTAL_STEPS} at the first launch of a "
+            "run that may grow"
+        )
     return (
-        f"{_STEPS} was {old}, is {new}, and the LR schedule follows it ({_TOTAL_STEPS} is not set): the LR is another "
-        f"one from here on; {remedy}"
+        f"{_STEPS} was {old}, is {new}, and the LR schedule follows it ({_TOTAL_STEPS} is not "
+        f"set): the LR is another one from here on; {remedy}"
     )
 
 
@@ -461,9 +465,9 @@ def check_allowed(changes: Changes, named: Sequence[str]) -> None:
     workers = changes.get(_WORKERS)
     if workers is not None:  # every rank would refuse its loader's state, at each start again
         raise ConfigError(
-            f"--resume must keep {_WORKERS}, got {workers.now} (was {workers.before}): the state of a loader fits no "
-            "other number of workers, whatever --resume-with names; set it back, or begin a new run in another "
-            "--run-dir"
+            f"--resume must keep {_WORKERS}, got {workers.now} (was {workers.before}): the state "
+            "of a loader fits no other number of workers, whatever --resume-with names; set it "
+            "back, or begin a new run in another --run-dir"
         )
     allowed: set[str] = set()
     for name in named:
@@ -477,8 +481,8 @@ def check_allowed(changes: Changes, named: Sequence[str]) -> None:
     names = ",".join(dict.fromkeys([*named, *(_short(name, changes) for name in refused)]))
     them = "it" if len(refused) == 1 else "them"
     raise ConfigError(
-        f"--resume must keep the arithmetic and the data of the earlier launch, got {got}; set {them} back, "
-        f"or go on with the change by --resume-with {names}"
+        f"--resume must keep the arithmetic and the data of the earlier launch, got {got}; set "
+        f"{them} back, or go on with the change by --resume-with {names}"
     )
 
 
@@ -497,15 +501,16 @@ def _find_named(given: str, changes: Changes) -> list[str]:
         found = [field for field in changes if field.rpartition(".")[2] == name]
         if len(found) > 1:
             raise ConfigError(
-                f"--resume-with must name one of {', '.join(found)}, got {given!r}; give its full name"
+                f"--resume-with must name one of {', '.join(found)}, got {given!r}; give its full "
+                "name"
             )
     if found:
         return found
     differing = ", ".join(changes) or "none does"
     shorts = [_short(field, changes) for field in changes]
     raise ConfigError(
-        f"--resume-with must name fields that differ from the earlier launch ({differing}), got {given!r}; "
-        f"{closest(name, [*changes, *shorts])}leave it out"
+        f"--resume-with must name fields that differ from the earlier launch ({differing}), got "
+        f"{given!r}; {closest(name, [*changes, *shorts])}leave it out"
     )
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_ft.config import ConfigError
-from titan_ft.launch.group.own_end import may_be_the_host
+from titan_ft.launch.group.own_end import may_come_from_host
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 from titan_ft.run.events import WorkerExited
 from titan_ft.run.tail import EventTail
@@ -61,7 +61,8 @@ class SuspectPolicy:
             value = environ.get(name) or default
             if not value.isdecimal():
                 raise ConfigError(
-                    f"{name} must be a whole number, at least 0, got {value!r}; correct it, or unset it"
+                    f"{name} must be a whole number, at least 0, got {value!r}; correct it, or "
+                    "unset it"
                 )
             numbers[name] = int(value)
         file = environ.get("TITAN_FT_SUSPECTED_HOSTS")
@@ -108,7 +109,7 @@ def counts_against_host(event: WorkerExited) -> bool:
     """
     if event.stopped or event.transient or event.code in (0, CONFIG_ERROR_CODE, FINAL_CODE):
         return False
-    return may_be_the_host(event.error, event.error_kind)
+    return may_come_from_host(event.error, event.error_kind)
 
 
 class HostDeaths:

@@ -47,7 +47,13 @@ import tyro
 from titan_ft.config import LIGHTHOUSE_VARIABLE, ConfigError, FaultTolerance
 from titan_ft.launch.group.follower import STOPPED, Follower
 from titan_ft.launch.group.forks import check, preload
-from titan_ft.launch.group.hosts import MEETING_SECONDS, GroupWorkers, HostAgent, Hosts, claim
+from titan_ft.launch.group.hosts import (
+    MEETING_SECONDS,
+    GroupWorkers,
+    HostAgent,
+    Hosts,
+    listen_if_own_address,
+)
 from titan_ft.launch.group.worker_exit import WorkerExit, root_failure
 from titan_ft.launch.group.worker_group import (
     LOOPBACK,
@@ -59,7 +65,7 @@ from titan_ft.launch.group.worker_group import (
     Starter,
     WorkerGroup,
     attempt_env,
-    usual_env,
+    default_env,
     worker_env,
 )
 from titan_ft.launch.restart_policy import (
@@ -97,23 +103,22 @@ from titan_ft.system.token import read_token
 
 POLL_SECONDS = 0.02
 RETRY_SECONDS = 0.2
-"""Between two attempts to find the agent that leads."""
+"""Pause between two attempts to find the agent that leads."""
 GRACE_SECONDS = 3.0
-CAUSE_SECONDS = 1.0
+"""Time for the other ranks of a group to end after one rank failed; then they are killed."""
+EXCEPTION_EXIT_SECONDS = 1.0
 """Time for a rank that reported an exception to end by itself."""
-AGENT = "titan_ft.launch.group.agent"
+AGENT_MODULE = "titan_ft.launch.group.agent"
 """This module."""
 DEFAULT_MODULE = "titan_ft.train"
 LATE_RETURN_SECONDS = 10.0
-"""A group that came back, and has not committed so long after another group finished, has come too
-late.
-"""
-SENT_AWAY = "its workers were told to leave"
+"""A restarted group that has committed nothing this long after another group finished gives up."""
+ASKED_TO_LEAVE = "its workers were told to leave"
 ZYGOTE_ENV = "TITAN_FT_ZYGOTE"
-"""0: workers are new processes, as with --no-zygote."""
+"""Environment variable; with the value 0, workers are new processes, as with --no-zygote."""
 NEW_PROCESSES = "its workers are new processes"
-"""Ends an agent's line that says why it makes no forks."""
-METRICS = "titan_ft.live.group_metrics"
+"""End of the line in which an agent reports why its workers are no forks."""
+METRICS_MODULE = "titan_ft.live.group_metrics"
 NO_LOG = "the output of its group"
 
 
@@ -123,13 +128,14 @@ class GroupSpec:
 
     run_dir: Path
     ranks: int
-    """Number of its ranks on this host."""
+    """Number of the group's ranks on this host."""
     lighthouse: str = ""
-    """Its address; empty: TORCHFT_LIGHTHOUSE of the environment."""
+    """Address of the lighthouse; empty: TORCHFT_LIGHTHOUSE of the environment."""
     replica: int = 0
+    """Slot of the group."""
     bind: str = LOOPBACK
-    """Numeric address at which the group's store listens; groups on other hosts must reach it; ::
-    for all.
+    """Numeric address at which the group's store listens. Groups on other hosts must reach it. ::
+    stands for all addresses.
     """
     takeover: str = ""
     """Why the first attempt is a restart, if it is one."""
@@ -144,12 +150,13 @@ class GroupSpec:
     grace_seconds: float = GRACE_SECONDS
     """How long the other ranks of a rank that failed may take to end."""
     zygote: bool = True
-    """Import what the workers need here, and fork them; else they are new processes, which import
-    it themselves.
+    """Import everything that workers need in this process, and fork them. Without it, workers are
+    new processes, and each imports everything itself.
     """
     cluster: bool = False
-    """No launcher has started this agent. It counts attempts itself, checks the config, and its
-    output and exit status are those of the group's command."""
+    """No launcher has started this agent. The agent counts attempts and checks the config itself.
+    Its output and exit status are those of the group's command.
+    """
     hosts: int = 1
     """Number of hosts of the group."""
     rendezvous: str = ""
@@ -161,7 +168,7 @@ class GroupSpec:
     def paths(self) -> RunPaths:
         return RunPaths(self.run_dir)
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         print(f"titan_ft: group {self.replica}: {text}", file=sys.stderr, flush=True)
 
     def start_workers(
@@ -170,7 +177,7 @@ class GroupSpec:
         """Start the workers of an attempt on this host."""
         logs = {rank: self.paths.logs(self.replica, attempt, rank) for rank in share.ranks}
         if not self.cluster:
-            point_to(logs[share.first_rank].parent, self.paths.latest_logs(self.replica))
+            replace_link(logs[share.first_rank].parent, self.paths.latest_logs(self.replica))
         return WorkerGroup(
             starter,
             self.module,
@@ -187,11 +194,12 @@ class GroupSpec:
 
 
 class Agent:
-    """Runs one group until it finishes, its restarts are used up, or a stop is requested. See
-    docs/agents.md.
+    """Runs one group until it finishes, its restarts are used up, or a stop is requested.
 
-    It has one thread, because it forks. If it dies, its workers end with it, and its keeper starts
-    another agent.
+    `_AgentProcess` makes it in each agent's process and calls `run`, on the process's only thread.
+    There is no other thread, because a fork would lose it. `kill_workers` is the one exception: the
+    thread that notices the launcher's death calls it. If this process dies, its workers end with
+    it, and the launcher's `AgentKeeper` starts another agent. See docs/agents.md.
 
     Args:
         stop: counts the requests to stop.
@@ -225,24 +233,25 @@ class Agent:
         self._finish_time: float | None = None
         """Unix seconds at which the first group finished."""
         self._attempt_events = self._follow(spec.attempt)
-        self._too_late = False
-        """Whether the others have finished while the group was coming back."""
+        self._returned_too_late = False
+        """Whether the other groups finished while this group was coming back."""
         self._deaths: dict[str, HostDeaths] = {}
         """Deaths of workers, by host."""
 
     def kill_workers(self) -> None:
-        """Kill the workers at once; for the end of a process that is orphaned."""
+        """Kill the workers at once. Any thread may call this when the process's parent is gone."""
         self._stop()
         if self._group is not None:
             self._group.kill()
 
     def run(self) -> int:
-        """Return 0 when the group finished or was drained, 2, 3 or 4 as in `restart_policy`, else
-        1.
+        """Run attempts until none must follow, and return the exit status of this agent.
+
+        Returns:
+            0 if the group finished or was drained. 2, 3 or 4 as in `restart_policy`. Else 1.
 
         Raises:
-            Exception: this process failed (no file, no fork). The group's workers have ended with
-                it.
+            Exception: this process failed (no file, no fork). The group's workers have ended.
         """
         try:
             status = self._run_attempts()
@@ -252,7 +261,7 @@ class Agent:
         finally:
             self._events.close()
 
-    def refuse(self, mistake: str) -> int:
+    def give_up_for_config_error(self, mistake: str) -> int:
         """Give the group up for a mistake in its config, found before any worker was started."""
         error = f"{CONFIG_ERROR}: {mistake}"
         why = NoRestart(CONFIG, "the configuration is wrong")
@@ -266,51 +275,59 @@ class Agent:
         restarted_because = self.spec.takeover
         came_back = False
         while not self._stop:
-            members = self._meet(attempt)
+            members = self._wait_for_hosts(attempt)
             if members is None:
                 return 1
             started = time.monotonic()
             failure = self._run_attempt(attempt, restarted_because, members, came_back=came_back)
             self._attempt_events.poll()
-            if self._too_late:
+            if self._returned_too_late:
                 return 0
-            if failure is None and (self._stop or not self._was_sent_away()):
+            if failure is None and (self._stop or not self._must_return()):
                 return 0
             if self._stop:
                 return 1
             decision = self._policy.decide(
                 self._describe_attempt(failure, time.monotonic() - started)
             )
-            status = exit_status(0 if failure is None else failure.code)
-            suspicion = (
-                ""
-                if failure is None or isinstance(decision, NoRestart)
-                else self._suspect(attempt, failure.host)
-            )
-            if suspicion:
-                decision, status = NoRestart(HOST, suspicion), HOST_SUSPECTED_CODE
-            if isinstance(decision, NoRestart):
-                if failure is None:
+            if failure is None:
+                if isinstance(decision, NoRestart):
                     return 0
-                self._give_up(attempt, failure, decision)
-                return status
+                restarted_because = ASKED_TO_LEAVE
+                came_back = True
+            else:
+                status = exit_status(failure.code)
+                if not isinstance(decision, NoRestart):
+                    suspicion = self._suspect(attempt, failure.host)
+                    if suspicion:
+                        decision = NoRestart(HOST, suspicion)
+                        status = HOST_SUSPECTED_CODE
+                if isinstance(decision, NoRestart):
+                    self._give_up(attempt, failure, decision)
+                    return status
+                restarted_because = failure.describe()
+                came_back = False
             self._pause(decision)
             attempt += 1
-            came_back = failure is None
-            restarted_because = SENT_AWAY if failure is None else failure.describe()
         return 1
 
-    def _meet(self, attempt: int) -> Sequence[HostAgent] | None:
-        """Wait for the agents of the group's other hosts; None if they do not come, or a stop was
-        requested.
+    def _wait_for_hosts(self, attempt: int) -> Sequence[HostAgent] | None:
+        """Wait for the agents of the group's other hosts.
+
+        Returns:
+            The agents, without this one. None if they did not come in time, which is announced, or
+            if a stop was requested.
         """
         if self._hosts is None:
             return []
         members = self._hosts.wait_for_all(lambda: bool(self._stop))
         if members is None and not self._stop:
-            why = f"the agents of its {self._hosts.num_hosts} hosts did not meet within {MEETING_SECONDS:.0f} s"
+            why = (
+                f"the agents of its {self._hosts.num_hosts} hosts did not meet within "
+                f"{MEETING_SECONDS:.0f} s"
+            )
             self._announce_give_up(attempt, None, NoRestart(NETWORK, why), "", why)
-            self.spec.say(why)
+            self.spec.report(why)
         return members
 
     def _run_attempt(
@@ -336,24 +353,25 @@ class Agent:
         try:
             exits = self._wait_for_end(group, came_back=came_back)
             if root_failure(exits):
-                group.settle(CAUSE_SECONDS)
+                group.wait_for_cause(EXCEPTION_EXIT_SECONDS)
                 exits = group.exits()
             first = root_failure(exits)
             self._attempt_events.poll()
-            # Before the others are ended, which may take the grace time: the event's time is that
-            # of the failure.
+            # Announced before the other ranks are ended: that may take the grace time, and the
+            # event must have the time of the failure.
             for exit in sorted(exits, key=lambda exit: exit is not first):
                 cause = ""
-                if first is not None and exit is not first and exit.follows:
-                    # The rank reports the loss of another one. It is no death of its own host.
+                if first is not None and exit is not first and exit.reports_lost_rank:
+                    # Without a cause, the exit of a rank that only reports the loss of another one
+                    # would count against the rank's own host.
                     cause = first.describe()
                 self._emit_exit(attempt, exit, cause)
                 announced.add(exit.rank)
             if self._stop and first is None and self.spec.drain_seconds > 0:
                 group.drain(self.spec.drain_seconds, self._stop.must_end_at_once)
         finally:
-            # A rank cannot finish without the one that failed; after a drain, there was time
-            # enough.
+            # The grace time is for ranks that lost another rank: they notice and end by themselves.
+            # After a drain, they have had time enough.
             sibling_failed = (
                 root_failure(group.exits()) is not None and not self._stop.must_end_at_once()
             )
@@ -369,8 +387,9 @@ class Agent:
 
     def _start_group(self, attempt: int, members: Sequence[HostAgent]) -> GroupWorkers:
         spec = self.spec
-        address = members[0].line.own_address if members else ""
-        # The rendezvous may be at another address of the loopback: localhost is ::1 as a rule.
+        address = members[0].connection.own_address if members else ""
+        # The followers reach this host at `address`, which may be ::1 (localhost): a store that
+        # listens at 127.0.0.1 would not answer there.
         bind = address if address and spec.bind == LOOPBACK else spec.bind
         store = AttemptStore(self._starter, bind, address)
         share = Share(
@@ -386,31 +405,43 @@ class Agent:
         return GroupWorkers(attempt, share, store, local, self._hosts, members)
 
     def _wait_for_end(self, group: GroupWorkers, came_back: bool) -> list[WorkerExit]:
-        """Wait until all finished, one failed, or the group must end; return the workers that ended
-        by themselves.
+        """Wait until all workers finished, one failed, or the group must end.
+
+        Returns:
+            The workers that ended by themselves.
         """
-        looked = time.monotonic()
+        last_look = time.monotonic()
         while True:
             exits = group.exits()
             if self._stop or len(exits) == group.num_ranks or any(exit.failed for exit in exits):
                 return exits
             now = time.monotonic()
-            if now - looked > 1.0:
-                looked = now
+            if now - last_look > 1.0:
+                last_look = now
                 retry_waiting()
                 self._attempt_events.poll()
                 came_back = came_back and not self._attempt_events.committed
                 if came_back and self._job_is_over(LATE_RETURN_SECONDS):
-                    self._too_late = True  # it would train everything anew, alone
+                    # Alone, the group would train the whole finished job again.
+                    self._returned_too_late = True
                     return exits
             time.sleep(POLL_SECONDS)
 
     def _describe_attempt(self, failure: WorkerExit | None, alive_seconds: float) -> AttemptEnd:
-        """Return how the attempt has ended, by the worker that was the cause."""
-        code, error = (0, None) if failure is None else (failure.code, failure.error)
-        told = self._attempt_events
-        disturbed = told.disturbed or self._events.is_stalled
-        return AttemptEnd(code, alive_seconds, told.committed, error, disturbed, told.step)
+        """Describe the end of the latest attempt for the restart policy.
+
+        Args:
+            failure: the worker that failed first; None if all workers ended well.
+        """
+        events = self._attempt_events
+        return AttemptEnd(
+            0 if failure is None else failure.code,
+            alive_seconds,
+            committed=events.committed,
+            error=None if failure is None else failure.error,
+            disturbed=events.disturbed or self._events.is_stalled,
+            step=events.step,
+        )
 
     def _emit_exit(self, attempt: int, exit: WorkerExit, stopped_because: str = "") -> None:
         disturbed, log = self._attempt_events.disturbed, self._log(attempt, exit.rank)
@@ -422,31 +453,30 @@ class Agent:
     def _follow(self, attempt: int) -> AttemptEvents:
         return AttemptEvents(self.spec.paths, self.spec.replica, attempt)
 
-    def _was_sent_away(self) -> bool:
-        """True if the workers were asked to leave while other groups train: then the group must
-        return.
+    def _must_return(self) -> bool:
+        """True if the workers were asked to leave while other groups train.
 
-        A request to this process too means that the group must stay away, and no group returns to a
-        finished job.
-
-        Without the last events and without a mark the group stays away, because it may have
-        finished. A group that returned to a finished job would train all of it again, alone.
+        The group then returns. It stays away if this process was asked to stop as well, which the
+        caller checks. It also stays away if the job has finished, because it would train all of it
+        again, alone. If the last events of the attempt are missing, and no mark shows that the
+        workers left, the group may have finished. So it stays away, and a line says so.
         """
-        told = self._attempt_events
-        if told.is_cut and not told.drained and not self._job_is_over():
-            self.spec.say(
-                "it is not started again: its last events could not be written, and it may have finished"
+        events = self._attempt_events
+        if self._job_is_over():
+            return False
+        if events.is_cut and not events.drained:
+            self.spec.report(
+                "it is not started again: its last events could not be written, and it may have "
+                "finished"
             )
-        return told.drained and not self._job_is_over()
+        return events.drained
 
     def _job_is_over(self, seconds: float = 0.0) -> bool:
-        """Return whether a group has finished since this process was started, at least so long
-        ago.
-        """
+        """True if a group finished since the start of this process, at least `seconds` ago."""
         if self._finish_time is None:
             self._finish_time = next((event.time for event in self._finishes.poll()), None)
         if self._finish_time is None:
-            # The mark that is there also where no event can be written.
+            # On a full disk the event is missing, but the mark is there.
             with contextlib.suppress(OSError):
                 self._finish_time = os.lstat(self.spec.paths.finished).st_mtime
         return self._finish_time is not None and self._finish_time <= time.time() - seconds
@@ -462,7 +492,10 @@ class Agent:
         deaths = self._deaths[host].count()
         if deaths < self._suspects.deaths:
             return ""
-        reason = f"{deaths} deaths of workers on host {host} within {seconds:g} s: the group is to go on elsewhere"
+        reason = (
+            f"{deaths} deaths of workers on host {host} within {seconds:g} s: the group is to go "
+            "on elsewhere"
+        )
         self._events.emit(HostLeft(attempt=attempt, host=host, deaths=deaths, reason=reason))
         self._suspects.act(host, reason)
         return reason
@@ -470,7 +503,7 @@ class Agent:
     def _give_up(self, attempt: int, failure: WorkerExit, why: NoRestart) -> None:
         log = self._log(attempt, failure.rank)
         line = "" if failure.error is None or failure.is_early else failure.error.text
-        # The log of a rank that was killed just stops: its last line is no reason.
+        # The log of a rank that was killed just stops. Its last line would be a wrong reason.
         if not line and log is not None and failure.code != -signal.SIGKILL:
             line = last_error_line(log)
         reason = f"{failure.describe()}; {why.reason}"
@@ -487,7 +520,7 @@ class Agent:
             error,
             kind,
         )
-        self.spec.say(f"{reason}; {where}")
+        self.spec.report(f"{reason}; {where}")
 
     def _announce_give_up(
         self,
@@ -511,10 +544,12 @@ class Agent:
         )
 
     def _describe_end(self, status: int) -> str:
-        """Return why the agents of the other hosts end; empty if the group finished."""
+        """Return the reason that the other hosts' agents print; empty if the group finished."""
         if self._stop:
             return f"it was stopped on host {node_name()}"
-        return f"it was given up; see the output of host {node_name()}" if status else ""
+        if status:
+            return f"it was given up; see the output of host {node_name()}"
+        return ""
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -522,22 +557,24 @@ class Agent:
             time.sleep(POLL_SECONDS)
 
 
-def point_to(folder: Path, link: Path) -> None:
-    """Let a link lead to a folder beside it; without links, as on some file systems, there is
-    none.
+def replace_link(folder: Path, link: Path) -> None:
+    """Let a symbolic link lead to a folder beside it. Does nothing on a file system without links.
+
+    The link is replaced in one operation, so that a reader always finds the old or the new one.
     """
     new = link.with_name(f".{link.name}-{os.getpid()}")
     with contextlib.suppress(OSError):
         link.parent.mkdir(parents=True, exist_ok=True)
         new.unlink(missing_ok=True)
         new.symlink_to(folder.name, target_is_directory=True)
-        new.replace(link)  # in one piece: there is no moment without it
+        new.replace(link)
 
 
 def main() -> int:
-    """Keep the group that the command line describes."""
+    """Run the agent of the group that the command line describes; return its exit status."""
     protect_output()
-    # A parent that ignores it would hide the ends of the workers.
+    # An ignored SIGCHLD is inherited, and the kernel would then reap the workers: their exit
+    # statuses would be lost.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signums = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     # A signal that is ignored stays so: SIGHUP after nohup, SIGINT in a shell's background.
@@ -548,23 +585,28 @@ def main() -> int:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     spec = tyro.cli(GroupSpec, args=arguments[:end], config=(tyro.conf.FlagCreatePairsOff,))
     spec.args = arguments[end + 1 :]
-    main_process = _Main(spec, stop)
+    main_process = _AgentProcess(spec, stop)
     try:
         return main_process.run_on_cluster() if spec.cluster else main_process.run_under_launcher()
-    except Exception:  # noqa: BLE001  # process edge: the launcher must know that the group was not given up
+    except Exception:  # noqa: BLE001  # process edge
+        # With another exit status, the launcher would take the group for given up.
         traceback.print_exc()
         main_process.kill_workers()
         return AGENT_CRASHED_CODE
 
 
-class _Main:
-    """The process of an agent."""
+class _AgentProcess:
+    """The process of an agent: chooses how to start workers, and whether to lead or to follow.
+
+    `main` makes it and calls one of the two `run_...` methods, on the process's only thread. The
+    thread that notices the launcher's death calls `kill_workers`.
+    """
 
     def __init__(self, spec: GroupSpec, stop: StopRequests) -> None:
         self.spec = spec
         self._stop = stop
         self._mistake = ""
-        """A mistake in the config; empty if none was found."""
+        """The mistake that was found in the config; empty if none was found."""
         self._starter: Starter = PlainStarter()
         self._agent: Agent | None = None
         self._hosts: Hosts | None = None
@@ -592,23 +634,22 @@ class _Main:
         except ConfigError as error:
             print(f"titan_ft: {error}", file=sys.stderr)
             return CONFIG_ERROR_CODE
-        # The workers end by themselves after their drain_timeout_seconds: they are not killed in
-        # the middle of a save.
+        # Workers end by themselves after drain_timeout_seconds. Without this margin, they could be
+        # killed at that moment in the middle of a save.
         spec.drain_seconds += spec.grace_seconds
         spec.zygote = spec.zygote and os.environ.get(ZYGOTE_ENV) != "0"
-        spec.env = usual_env()
+        spec.env = default_env()
         if spec.lighthouse:
             spec.env[LIGHTHOUSE_VARIABLE] = spec.lighthouse
         self._choose_starter()
         if self._mistake:
-            _count_on(spec)
-            return Agent(spec, self._stop, self._starter).refuse(self._mistake)
+            _number_first_attempt(spec)
+            return Agent(spec, self._stop, self._starter).give_up_for_config_error(self._mistake)
         try:
-            status = (
-                self._lead(metrics_place)
-                if spec.hosts == 1
-                else self._lead_or_follow(metrics_place)
-            )
+            if spec.hosts == 1:
+                status = self._lead(metrics_place)
+            else:
+                status = self._lead_or_follow(metrics_place)
         except ConfigError as error:
             print(f"titan_ft: {error}", file=sys.stderr, flush=True)
             return CONFIG_ERROR_CODE
@@ -618,19 +659,21 @@ class _Main:
                 file=sys.stderr,
                 flush=True,
             )
-            return _status_of_stop(self._stop)
+            return _exit_status_of_stop(self._stop)
         return status
 
     def _choose_starter(self) -> None:
-        """Import everything that the workers need, if they are to be forks; else they are new
-        processes.
+        """Import everything that workers need and fork them later, if that is possible and wanted.
+
+        Otherwise the starter stays `PlainStarter`, which starts new processes.
         """
         spec = self.spec
         if not spec.zygote or sys.platform != "linux":  # macOS's own libraries do not bear a fork
             return
-        os.environ.update(usual_env())  # what is read when a library is loaded must be there before
-        self._stop.on_request = self._end_at_once
-        if spec.cluster:  # under a launcher, the zygote has checked it
+        # Some libraries read these variables when they are loaded, so they are set before.
+        os.environ.update(default_env())
+        self._stop.on_request = self._exit_during_imports
+        if spec.cluster:  # under a launcher, the zygote has checked the config
             try:
                 check(spec.module, spec.args)
             except ConfigError as error:
@@ -639,22 +682,25 @@ class _Main:
         obstacle = preload(spec.module, spec.args)
         self._stop.on_request = None
         if obstacle:
-            spec.say(f"{obstacle}: {NEW_PROCESSES}")
+            spec.report(f"{obstacle}: {NEW_PROCESSES}")
         else:
             self._starter = ForkStarter(self._private_descriptors)
 
-    def _end_at_once(self) -> None:
+    def _exit_during_imports(self) -> None:
         """End during the imports, which take seconds: there are no workers yet."""
         if self.spec.cluster and self._stop.signum is not None:
             os.write(2, f"titan_ft: this group was stopped by {self._stop.signum.name}\n".encode())
-            os._exit(_status_of_stop(self._stop))
+            os._exit(_exit_status_of_stop(self._stop))
         os._exit(1)
 
     def _private_descriptors(self) -> list[int]:
-        descriptors = [] if self._hosts is None else self._hosts.descriptors()
-        return (
-            descriptors if self._follower is None else [*descriptors, *self._follower.descriptors()]
-        )
+        """List the descriptors that no fork of this process may keep; see `ForkStarter`."""
+        descriptors: list[int] = []
+        if self._hosts is not None:
+            descriptors += self._hosts.descriptors()
+        if self._follower is not None:
+            descriptors += self._follower.descriptors()
+        return descriptors
 
     def _lead_or_follow(self, metrics_place: str) -> int:
         """Lead the group if its rendezvous is on this host, else follow the leading agent."""
@@ -668,15 +714,15 @@ class _Main:
             partial(spec.start_workers, self._starter),
             drain_seconds=spec.drain_seconds,
             grace_seconds=spec.grace_seconds,
-            say=spec.say,
+            report=spec.report,
         )
         deadline = time.monotonic() + MEETING_SECONDS
         while not self._stop and time.monotonic() < deadline:
             listener = None
-            with contextlib.suppress(OSError):  # its name is not known yet
-                listener = claim(spec.rendezvous)
+            with contextlib.suppress(OSError):  # the name server does not know the host yet
+                listener = listen_if_own_address(spec.rendezvous)
             if listener is not None:
-                self._hosts = Hosts(listener, spec.hosts, token, spec.replica, spec.say)
+                self._hosts = Hosts(listener, spec.hosts, token, spec.replica, spec.report)
                 return self._lead(metrics_place)
             status = self._follower.follow(spec.rendezvous)
             if status is not None:
@@ -685,18 +731,20 @@ class _Main:
                 deadline = time.monotonic() + MEETING_SECONDS
             time.sleep(RETRY_SECONDS)
         if not self._stop:
-            spec.say(f"no agent of this group was at {spec.rendezvous} for {MEETING_SECONDS:.0f} s")
+            spec.report(
+                f"no agent of this group was at {spec.rendezvous} for {MEETING_SECONDS:.0f} s"
+            )
         return 1
 
     def _lead(self, metrics_place: str) -> int:
         spec = self.spec
-        _count_on(spec)
+        _number_first_attempt(spec)
         self._agent = Agent(spec, self._stop, self._starter, self._hosts)
         metrics = None
         if metrics_place:
             arguments = [metrics_place, str(spec.run_dir), str(spec.replica)]
             env = {**os.environ, PARENT_PID_ENV: str(os.getpid())}
-            metrics = self._starter.start(METRICS, arguments, env, None, "titan-ft metric")
+            metrics = self._starter.start(METRICS_MODULE, arguments, env, None, "titan-ft metric")
         try:
             return self._agent.run()
         finally:
@@ -706,7 +754,10 @@ class _Main:
 
 
 def _read_environment() -> str:
-    """Return where the group's figures are served; empty: nowhere.
+    """Check the environment variables of an agent on a cluster.
+
+    Returns:
+        Address at which the group's metrics are served; empty: none are served.
 
     Raises:
         ConfigError: a variable is wrong.
@@ -721,11 +772,11 @@ def _read_environment() -> str:
     return place
 
 
-def _count_on(spec: GroupSpec) -> None:
+def _number_first_attempt(spec: GroupSpec) -> None:
     """Number the first attempt of a group without a launcher, and record why it is a restart.
 
-    A group that Slurm requeued, or that was started again by hand, is a restart like any other. Two
-    attempts with one number would be taken for one.
+    A group that Slurm requeued, or that a person started again, is a restart like any other. With
+    one number, the events of two attempts would be taken for those of one.
     """
     known = spec.paths.next_attempt(spec.replica)
     requeued = os.environ.get("SLURM_RESTART_COUNT", "")
@@ -735,11 +786,11 @@ def _count_on(spec: GroupSpec) -> None:
         spec.takeover = "Slurm requeued it" if num_requeued else "started by hand"
 
 
-def _status_of_stop(stop: StopRequests) -> int:
-    """Return the exit status of a stopped group's command.
+def _exit_status_of_stop(stop: StopRequests) -> int:
+    """Return the exit status of a stopped group's command: 130 after SIGINT, else 1.
 
-    It is not 0 after SIGTERM, although the workers left in order: Kubernetes would take the group
-    for finished.
+    The status after SIGTERM is not 0, although the workers left in order: Kubernetes would take the
+    group for finished.
     """
     return stop.status if stop.signum == signal.SIGINT else 1
 

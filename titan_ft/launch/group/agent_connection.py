@@ -28,13 +28,13 @@ from titan_ft.system.refusal import StrangerError
 from titan_ft.system.seal import authenticate
 
 GONE_SECONDS = 10
-"""A host that answers nothing for so long is gone."""
-# Far more than the ends of all ranks of a host.
+"""A host that has answered nothing for this long is gone."""
+# The ends of all ranks of a host take far less. A stranger could fill the memory without a limit.
 _MAX_LINE_BYTES = 2**20
 # Of an end that has not proved the token. With the limit above, 256 strangers could fill 256 MiB.
 _MAX_UNPROVED_BYTES = 4096
 _NONCE_BYTES = 16
-# Seconds, seconds, probes.
+# Idle seconds before the first probe, seconds between probes, number of probes.
 _KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 4))
 _NO_AGENT = "the other end is no agent"
 _LEADER, _FOLLOWER = b"leader", b"follower"
@@ -47,11 +47,12 @@ class Hello(msgspec.Struct, tag=True):
     num_ranks: int
 
 
-class Start(msgspec.Struct, tag=True):
-    """Tells a follower to start the workers of an attempt."""
+class StartOrder(msgspec.Struct, tag=True):
+    """Orders a follower to start the workers of an attempt; fields as in `Share`."""
 
     attempt: int
     host: int
+    """Index of the follower's host in the group."""
     num_hosts: int
     first_rank: int
     world_size: int
@@ -60,26 +61,29 @@ class Start(msgspec.Struct, tag=True):
 
 
 class LeaveOrder(msgspec.Struct, tag=True):
-    """Tells a follower to ask its workers to leave in order."""
+    """Orders a follower to ask its workers to leave in order."""
 
 
-class End(msgspec.Struct, tag=True):
-    """Tells a follower to end its workers, at once or after a grace time."""
+class EndOrder(msgspec.Struct, tag=True):
+    """Orders a follower to end its workers."""
 
     grace_seconds: float
+    """0 kills them at once."""
 
 
 class Ping(msgspec.Struct, tag=True):
-    """Asks a follower for an answer, which shows that its host is there."""
+    """Asks a follower for an answer, which shows that its host still runs."""
 
     number: int
 
 
-class Over(msgspec.Struct, tag=True):
-    """Tells a follower that the group is not restarted, and which exit status to end with."""
+class GroupOver(msgspec.Struct, tag=True):
+    """Tells a follower that the group is not restarted, and that it must end."""
 
     status: int
+    """Exit status for the follower."""
     reason: str
+    """Line for the follower to print; empty if the group finished."""
 
 
 class WorkersState(msgspec.Struct, tag=True):
@@ -87,20 +91,25 @@ class WorkersState(msgspec.Struct, tag=True):
 
     attempt: int
     pids: dict[int, int]
+    """Process ids by rank."""
     exits: list[WorkerExit]
     raised: list[int]
+    """Ranks that still run although an exception has ended their training."""
     is_collected: bool
-    """Whether all workers were ended and collected."""
+    """Whether all workers have ended and were reaped."""
     answered: int
     """Number of the last `Ping`."""
 
 
-Message: TypeAlias = Hello | Start | LeaveOrder | End | Ping | Over | WorkersState
+Message: TypeAlias = Hello | StartOrder | LeaveOrder | EndOrder | Ping | GroupOver | WorkersState
 _decoder = msgspec.json.Decoder(Message)
 
 
 class AgentConnection:
-    """One end of a connection between two agents; used by one thread.
+    """One end of a connection between two agents.
+
+    `Hosts` owns the leader's ends, `Follower` owns the other ones; each uses it from its agent's
+    only thread. After a ConnectionError the connection is of no use: close it.
 
     Args:
         connection: socket; closed with this object.
@@ -131,7 +140,7 @@ class AgentConnection:
 
     @property
     def has_answered(self) -> bool:
-        """Whether the other end has sent its nonce, which an agent does at once."""
+        """Whether the other end has sent its nonce; an agent sends it at once."""
         return bool(self._other_nonce)
 
     @property
@@ -140,9 +149,9 @@ class AgentConnection:
         return str(self._socket.getsockname()[0]).removeprefix("::ffff:").partition("%")[0]
 
     def send(self, message: Message) -> None:
-        """Send a message, at the latest with the next `poll`."""
+        """Send a message, at the latest with the next `poll`. Never raises."""
         self._waiting.append(message)
-        self._try_flush()  # the next `poll` raises what is wrong
+        self._try_flush()  # the next `poll` raises the error
 
     def poll(self) -> list[Message]:
         """Return the messages that have arrived.
@@ -166,7 +175,8 @@ class AgentConnection:
             self._incoming += block
         messages = self._take_messages()
         problem = self._try_flush() or problem
-        # What came before the end is taken first: it may be how the other host's workers ended.
+        # Messages from before the end are returned first, and the next `poll` raises. They may say
+        # how the other host's workers ended.
         if problem is not None and not messages:
             raise problem
         return messages

@@ -19,21 +19,21 @@ from titan_ft.launch.group.worker_group import open_log
 from titan_ft.run.orphan import PARENT_PID_ENV
 
 LAST_SECONDS = 2.0
-"""Time for an end at once, before SIGKILL."""
+"""Time between the second SIGTERM and SIGKILL."""
 
 
-Process: TypeAlias = subprocess.Popen[bytes] | ForkedProcess
+ChildProcess: TypeAlias = subprocess.Popen[bytes] | ForkedProcess
 
 
 @dataclass(frozen=True)
 class Child:
-    """A process started here."""
+    """A process that the launcher started, or that the zygote started for it."""
 
     name: str
-    process: Process
+    process: ChildProcess
     log: Path
     needed_by_others: bool = False
-    """Ends after all others."""
+    """Whether the process must be ended after all others."""
 
     @property
     def code(self) -> int | None:
@@ -48,11 +48,14 @@ class Child:
 
 
 class Children:
-    """The processes started by one launcher, in the order of their start."""
+    """The processes of one launcher, in the order of their start.
+
+    `LocalRun` owns it, and uses it on its only thread. `stop` leaves no process behind.
+    """
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.env = {**os.environ, **env, PARENT_PID_ENV: str(os.getpid())}
-        """Environment of all of them."""
+        """Environment of all children."""
         self._children: list[Child] = []
 
     def start(
@@ -89,17 +92,18 @@ class Children:
         return child
 
     def stop(self, grace_seconds: float, *, hurry: Callable[[], bool] = lambda: False) -> None:
-        """End all running processes: SIGTERM; after `grace_seconds`, or when `hurry`, a second one
-        ("at once"); SIGKILL.
+        """End all running processes, those that others need last.
 
-        Processes that others need end last. `hurry` is called every few moments during the wait.
+        Each gets SIGTERM. After `grace_seconds`, or as soon as `hurry` returns True, it gets a
+        second SIGTERM, which means "at once". After `LAST_SECONDS` more it gets SIGKILL.
+
+        Args:
+            hurry: called every few moments during the waits.
         """
-        self._end(
-            [child for child in self._children if not child.needed_by_others], grace_seconds, hurry
-        )
-        self._end(
-            [child for child in self._children if child.needed_by_others], LAST_SECONDS, hurry
-        )
+        needed = [child for child in self._children if child.needed_by_others]
+        others = [child for child in self._children if not child.needed_by_others]
+        self._end(others, grace_seconds, hurry)
+        self._end(needed, LAST_SECONDS, hurry)
 
     def _end(self, children: list[Child], grace_seconds: float, hurry: Callable[[], bool]) -> None:
         for seconds, may_hurry in ((grace_seconds, True), (LAST_SECONDS, False)):

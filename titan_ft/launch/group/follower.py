@@ -1,7 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The agent on a further host of a group: it starts and ends workers there as the leader says (see
-`hosts`).
+"""The agent on a further host of a group: it starts and ends the workers there on the leader's
+orders (see `hosts`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from copy import copy
 
 from titan_ft.launch.group.agent_connection import (
     AgentConnection,
-    End,
+    EndOrder,
+    GroupOver,
     Hello,
     LeaveOrder,
     Message,
-    Over,
     Ping,
-    Start,
+    StartOrder,
     WorkersState,
 )
 from titan_ft.launch.group.hosts import MEETING_SECONDS
@@ -37,7 +37,11 @@ signal.
 
 
 class Follower:
-    """Follows one leader as long as the connection to it lasts. The agent's only thread runs it.
+    """Follows one leader as long as the connection to it lasts.
+
+    The agent's only thread calls all methods; `kill_workers` is safe from any thread. When the
+    leader is lost, `follow` ends the workers and returns None, and the caller looks for another
+    leader. See docs/agents.md.
 
     Args:
         stop: counts the requests to stop.
@@ -47,7 +51,7 @@ class Follower:
         start: starts this host's workers of an attempt, by its number.
         drain_seconds: time for the workers to leave when this agent is stopped.
         grace_seconds: time for the workers to end when the leader is gone.
-        say: prints a line.
+        report: prints a line for people.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class Follower:
         *,
         drain_seconds: float,
         grace_seconds: float,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         self._stop = stop
         self._token = token
@@ -69,23 +73,23 @@ class Follower:
         self._start = start
         self._drain_seconds = drain_seconds
         self._grace_seconds = grace_seconds
-        self._say = say
-        self._line: AgentConnection | None = None
+        self._report = report
+        self._connection: AgentConnection | None = None
         self._group: WorkerGroup | None = None
         self._state = WorkersState(-1, {}, [], [], is_collected=True, answered=0)
         self._sent: WorkersState | None = None
         self._problem = ""
-        """Why the last leader was lost; said once."""
+        """Why the last leader was lost. A reason that repeats is printed once."""
         self.has_met = False
         """Whether the latest leader has given this host an attempt to start."""
         self._leave_by: float | None = None
-        """Monotonic seconds until which the workers may leave; None if this agent was not asked to
-        stop.
+        """Monotonic seconds; the deadline for the workers to leave. None before a request to stop
+        this agent.
         """
 
     def descriptors(self) -> list[int]:
         """Return the descriptors that no fork of this process may keep."""
-        return [] if self._line is None else [self._line.descriptor]
+        return [] if self._connection is None else [self._connection.descriptor]
 
     def kill_workers(self) -> None:
         """Kill the workers at once."""
@@ -97,58 +101,62 @@ class Follower:
         stopped.
 
         Returns:
-            The exit status of this agent; None if there is no leader (any more).
+            The exit status of this agent; None if no leader is at the address, or it was lost.
         """
         self.has_met = False
         try:
             connection = socket.create_connection(split_address(address), _CONNECT_SECONDS)
         except OSError:
             return None
-        self._line = AgentConnection(connection, self._token, self._slot, leads=False)
-        self._line.send(Hello(node_name(), self._num_ranks))
+        self._connection = AgentConnection(connection, self._token, self._slot, leads=False)
+        self._connection.send(Hello(node_name(), self._num_ranks))
         self._sent = None
         silent_until = time.monotonic() + MEETING_SECONDS
         try:
             while True:
-                over = self._obey(self._line.poll())
-                if not self._line.has_answered and time.monotonic() > silent_until:
+                group_over = self._obey(self._connection.poll())
+                if not self._connection.has_answered and time.monotonic() > silent_until:
                     raise ConnectionError("the other end says nothing")
-                if over is not None:
-                    return over.status
-                self._report()
+                if group_over is not None:
+                    return group_over.status
+                self._send_state()
                 if self._stop and self._has_left():
                     return STOPPED
                 time.sleep(_POLL_SECONDS)
         except ConnectionError as error:
             problem = f"no agent leads this group at {address}: {error}"
             if problem != self._problem:
-                self._say(problem)
+                self._report(problem)
             self._problem = problem
             return None
         finally:
             self._end(0.0 if self._stop.must_end_at_once() else self._grace_seconds)
-            self._line.close()
-            self._line = None
+            self._connection.close()
+            self._connection = None
 
-    def _obey(self, messages: Sequence[Message]) -> Over | None:
-        """Do as the leader says; return its last message once the group is over."""
+    def _obey(self, messages: Sequence[Message]) -> GroupOver | None:
+        """Carry out the leader's orders.
+
+        Returns:
+            The leader's last message once the group is over; else None.
+        """
         for message in messages:
             match message:
-                case Start():
+                case StartOrder():
                     self._start_workers(message)
                 case LeaveOrder() if self._group is not None:
                     self._group.ask_to_leave()
-                case End():
+                case EndOrder():
                     self._end(message.grace_seconds)
                 case Ping():
                     self._state.answered = message.number
-                case Over():
+                case GroupOver():
                     if message.reason:
-                        self._say(message.reason)
+                        self._report(message.reason)
                     return message
         return None
 
-    def _start_workers(self, order: Start) -> None:
+    def _start_workers(self, order: StartOrder) -> None:
         self._end(0.0)
         self.has_met, self._problem = True, ""
         share = Share(
@@ -161,19 +169,23 @@ class Follower:
             order.attempt, self._group.pids, [], [], is_collected=False, answered=0
         )
 
-    def _report(self) -> None:
-        """Send the state, if it has changed."""
-        assert self._line is not None, "there is a leader"
+    def _send_state(self) -> None:
+        """Send the state to the leader, if it has changed."""
+        assert self._connection is not None, "there is a leader"
         if self._group is not None:
-            self._state.exits, self._state.raised = self._group.exits(), self._group.raised()
-        state = copy(self._state)  # `_state` changes in place, and the line may send this one later
+            self._state.exits = self._group.exits()
+            self._state.raised = self._group.ranks_that_raised()
+        # The connection may encode the message later, and `_state` changes in place meanwhile.
+        state = copy(self._state)
         if state != self._sent:
-            self._line.send(state)
+            self._connection.send(state)
             self._sent = state
 
     def _has_left(self) -> bool:
-        """Let the workers leave in order after a request to this agent; return whether the agent
-        may end.
+        """Let the workers leave in order after a request to stop this agent.
+
+        Returns:
+            True once the workers have ended, so that this agent may end.
         """
         if self._group is None:
             return True
@@ -185,7 +197,7 @@ class Follower:
         if has_time and len(self._group.exits()) < self._num_ranks:
             return False
         self._end(0.0)
-        self._report()
+        self._send_state()
         return True
 
     def _end(self, grace_seconds: float) -> None:

@@ -32,25 +32,25 @@ from titan_ft.run.orphan import PARENT_PID_ENV, end_with_parent
 from titan_ft.run.output import protect_output
 
 PRELOAD = "preload"
-"""A function of a worker's module, of its command line, that does before the fork what each fork
-would do again.
+"""Name of an optional function of a worker's module. It gets the workers' command line, and does
+once, before the forks, the work that each fork would repeat.
 """
 
 CHECK = "check"
-"""A function of a worker's module, of its command line, that raises ConfigError for a mistake in
-it.
+"""Name of an optional function of a worker's module. It gets the workers' command line, and raises
+ConfigError for a mistake there.
 """
 
-MAX_ANSWER = 4096
-"""Bytes that a pipe takes in one piece."""
+MAX_ANSWER_BYTES = 4096
+"""A pipe takes a write of up to this size as a whole (PIPE_BUF)."""
 
-THREADS_THAT_MAY_BE = {"jemalloc_bg_thd"}
-"""Of Arrow's allocator, which sees to forks itself (pthread_atfork)."""
+FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
+"""Threads that do not prevent forks: that of Arrow's allocator handles forks (pthread_atfork)."""
 
 
 class ForkedProcess:
-    """A child of this process that was not started by `subprocess`, with the needed part of Popen's
-    interface.
+    """A forked child of this process, with the part of `subprocess.Popen`'s interface that is
+    needed here.
     """
 
     def __init__(self, pid: int) -> None:
@@ -103,14 +103,18 @@ def check(module: str, args: Sequence[str]) -> None:
             function(args)
     except ConfigError:
         raise
-    except Exception:  # noqa: BLE001  # no mistake that has a name: `preload` meets it again, and reports it
+    except Exception:  # noqa: BLE001  # of a model's own code
+        # No known mistake in the config. `preload` meets the exception again, and reports it.
         return
 
 
 def ask_fork(question: Callable[[], str]) -> str | None:
-    """Return a fork's answer, a line; empty if the fork failed, None if the question called exit.
+    """Call a function in a fork, and return its answer.
 
-    Everything that the question imports, starts or breaks is gone with the fork.
+    Everything that the function imports, starts or breaks is gone with the fork.
+
+    Returns:
+        The answer, one line; empty if the function raised; None if it ended the process.
     """
     reads, writes = os.pipe()
     sys.stdout.flush()
@@ -121,7 +125,7 @@ def ask_fork(question: Callable[[], str]) -> str | None:
             os.close(reads)
             os.environ[PARENT_PID_ENV] = str(os.getppid())
             end_with_parent()
-            os.write(writes, question().encode(errors="replace")[: MAX_ANSWER - 1] + b"\n")
+            os.write(writes, question().encode(errors="replace")[: MAX_ANSWER_BYTES - 1] + b"\n")
         except BaseException:  # noqa: BLE001  # process edge
             traceback.print_exc()
             os.write(writes, b"\n")
@@ -131,8 +135,8 @@ def ask_fork(question: Callable[[], str]) -> str | None:
             os._exit(0)
     os.close(writes)
     with open(reads, "rb", buffering=0) as pipe:
-        # One read, not to the end: a process that the fork has started may keep the other end open.
-        answer = pipe.read(MAX_ANSWER) or b""
+        # One read, not until the end: a process that the fork started may keep the other end open.
+        answer = pipe.read(MAX_ANSWER_BYTES) or b""
     _, status = os.waitpid(pid, 0)
     if not answer and os.WIFEXITED(status):
         return None
@@ -149,13 +153,15 @@ def preload(module: str, args: Sequence[str]) -> str:
     Returns:
         Why no fork may be made; empty if forks are possible.
     """
-    # numpy's OpenBLAS starts its threads when it is loaded. It is used for next to nothing.
+    # numpy's OpenBLAS starts its threads when it is loaded, and a fork would lose them. OpenBLAS
+    # does almost none of the work here.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         prepare = getattr(importlib.import_module(module), PRELOAD, None)
         if prepare is not None:
             prepare(args)
-    except Exception:  # noqa: BLE001  # whatever a model's own code may raise; a worker meets it again, and tells of it
+    except Exception:  # noqa: BLE001  # of a model's own code
+        # A worker meets the exception again, and reports it.
         traceback.print_exc()
         return f"{module} could not be imported beforehand"
     torch = sys.modules.get("torch")
@@ -180,7 +186,7 @@ def _other_threads() -> list[str]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             if int(thread) != os.getpid():
                 names.append(Path(f"/proc/self/task/{thread}/comm").read_text().strip())
-    return sorted(set(names) - THREADS_THAT_MAY_BE)
+    return sorted(set(names) - FORK_SAFE_THREADS)
 
 
 def fork_module(
@@ -191,7 +197,7 @@ def fork_module(
     *,
     title: str = "",
     close: Collection[int] = (),
-    begins: int | None = None,
+    start_pipe: int | None = None,
 ) -> ForkedProcess:
     """Run a module in a fork, which leads a session of its own, and return when it has begun.
 
@@ -200,38 +206,40 @@ def fork_module(
         output: descriptors above 2 for its output and its errors; None for this process's own.
         title: its name in `ps` and `top`, of which Linux keeps 15 bytes.
         close: descriptors of this process that the fork must not have.
-        begins: a descriptor above 2. The fork begins after it has read a byte there, and ends if
-            the pipe is closed.
+        start_pipe: a descriptor above 2. The module begins after the fork has read a byte there.
+            The fork ends if the pipe is closed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    leads, tells = os.pipe()
-    # A signal that comes before the fork has its own handlers would be taken by this process's, and
-    # be lost.
+    session_reader, session_writer = os.pipe()
+    # Until the fork has its own handlers, this process's handlers would run in the fork, and the
+    # signal would be lost.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()
         if pid == 0:
-            _become(
+            _run_as_new_process(
                 module,
                 args,
                 env,
                 output=output,
                 title=title,
-                close=(leads, *close),
-                tells=tells,
+                close=(session_reader, *close),
+                session_writer=session_writer,
                 signal_mask=before,
-                begins=begins,
+                start_pipe=start_pipe,
             )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.close(tells)
-    with open(leads, "rb", buffering=0) as pipe:
-        pipe.read()  # until then its process group does not exist, and could not be signalled
+        os.close(session_writer)
+    with open(session_reader, "rb", buffering=0) as pipe:
+        # The fork closes the pipe when it leads a session. Before, its process group does not
+        # exist, and a signal to the group would fail.
+        pipe.read()
     return ForkedProcess(pid)
 
 
-def _become(
+def _run_as_new_process(
     module: str,
     args: Sequence[str],
     env: Mapping[str, str],
@@ -239,9 +247,9 @@ def _become(
     output: tuple[int, int] | None,
     title: str,
     close: Collection[int],
-    tells: int,
+    session_writer: int,
     signal_mask: Collection[int],
-    begins: int | None,
+    start_pipe: int | None,
 ) -> None:
     """Turn the fork into a process as `python -m` makes one; never returns.
 
@@ -251,7 +259,7 @@ def _become(
     code = 1
     try:
         os.setsid()
-        os.close(tells)
+        os.close(session_writer)
         for descriptor in close:
             os.close(descriptor)
         _reset_signals(signal_mask)
@@ -259,12 +267,12 @@ def _become(
         protect_output()  # anew: these may be other files than this process's
         os.environ.clear()
         os.environ.update(env)
-        _draw_anew()
+        _reseed_numpy()
         if title and sys.platform == "linux":
             Path("/proc/self/comm").write_bytes(title.encode()[:15])
-        if begins is not None:
-            may_begin = os.read(begins, 1)
-            os.close(begins)
+        if start_pipe is not None:
+            may_begin = os.read(start_pipe, 1)
+            os.close(start_pipe)
             if not may_begin:
                 os._exit(1)
         code = _run(module, args)
@@ -288,7 +296,7 @@ def _reset_signals(mask: Collection[int]) -> None:
 
 
 def _redirect(output: tuple[int, int] | None) -> None:
-    """Read from nothing, and print to these files."""
+    """Let this process read from /dev/null, and print to the given descriptors."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -299,9 +307,10 @@ def _redirect(output: tuple[int, int] | None) -> None:
             os.close(file)
 
 
-def _draw_anew() -> None:
-    """Reseed numpy, from which all forks would draw alike. Python's own `random` and `tempfile`
-    reseed themselves.
+def _reseed_numpy() -> None:
+    """Reseed numpy. Without it, all forks would draw the same numbers.
+
+    Python's own `random` and `tempfile` reseed themselves after a fork.
     """
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -310,9 +319,9 @@ def _draw_anew() -> None:
 
 def _run(module: str, args: Sequence[str]) -> int:
     """Run the module as the main program; return its exit status."""
-    sys.argv = [module, *args]  # the first is replaced by the module's file
-    # It is imported already, and run once more under another name, as any module that -m runs and
-    # others import.
+    sys.argv = [module, *args]  # runpy replaces the first by the module's file
+    # The module is imported already, and now runs once more as __main__. runpy warns of that, but
+    # it is harmless here, as for any module that `python -m` runs and others import.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
     code, interrupted = 0, False
     try:
@@ -328,7 +337,8 @@ def _run(module: str, args: Sequence[str]) -> int:
     except BaseException as error:  # noqa: BLE001  # process edge
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
-    threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does at its end: other threads first
+    # The interpreter's own order at its end: other threads first, then the exit functions.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -28,12 +28,12 @@ from titan_ft.config import ConfigError
 from titan_ft.launch.group.agent_connection import (
     GONE_SECONDS,
     AgentConnection,
-    End,
+    EndOrder,
+    GroupOver,
     Hello,
     LeaveOrder,
-    Over,
     Ping,
-    Start,
+    StartOrder,
     WorkersState,
 )
 from titan_ft.launch.group.worker_exit import WorkerExit
@@ -49,21 +49,25 @@ _COLLECT_SECONDS = 15.0
 """Time beyond the grace time for a follower to collect its workers; `WorkerGroup.end` takes 10 s at
 most.
 """
-_PARTING_SECONDS = 2.0
+_CLOSE_SECONDS = 2.0
 _MAX_STRANGERS = 256  # connections at once that have not shown the token yet
 _ACCEPTED_AT_ONCE = 64  # then the other agents get their turn
 _POLL_SECONDS = 0.01
 _SIGKILL = -9
-_NOT_HERE = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENODEV)
-"""Another agent listens there, or the address is none of this host, which may have no IPv6."""
+_OTHER_AGENT_OR_HOST = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENODEV)
+"""Errors of a listen at an address that another agent has, or that is not this host's. A host
+without IPv6 has no IPv6 address.
+"""
 
 
-def claim(address: str) -> socket.socket | None:
-    """Listen at a port if the address is one of this host, and no other agent listens there; else
-    return None.
+def listen_if_own_address(address: str) -> socket.socket | None:
+    """Listen at HOST:PORT if HOST is this host, and no other agent listens there.
 
     The socket listens at all addresses of this host, because the name may resolve to another
     interface on the other hosts.
+
+    Returns:
+        The listening socket; None if the address is another host's, or another agent leads.
 
     Raises:
         ConfigError: this user may not listen at that port.
@@ -85,9 +89,10 @@ def claim(address: str) -> socket.socket | None:
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM):
                 raise ConfigError(
-                    f"--rendezvous must have a port at which this user may listen, got {address}; take one above 1023"
+                    f"--rendezvous must have a port at which this user may listen, got {address}; "
+                    "take one above 1023"
                 ) from error
-            if error.errno not in _NOT_HERE:
+            if error.errno not in _OTHER_AGENT_OR_HOST:
                 raise
     return None
 
@@ -96,33 +101,50 @@ def claim(address: str) -> socket.socket | None:
 class HostAgent:
     """The agent of another host of the group, as the leader knows it."""
 
-    line: AgentConnection
+    connection: AgentConnection
     source: str
     """Numeric address of its host."""
     host: str = ""
     num_ranks: int = 0
     """0 until the agent has introduced itself (`Hello`)."""
     state: WorkersState | None = None
-    """The latest."""
-    lost_because: str = ""
+    """The latest state that the agent reported; None before the first."""
+    loss_reason: str = ""
     """Why the connection is gone; empty while it stands."""
-    since: float = field(default_factory=time.monotonic)
-    """Monotonic seconds at which it connected."""
+    connected_at: float = field(default_factory=time.monotonic)
+    """Monotonic seconds."""
+
+    @property
+    def is_lost(self) -> bool:
+        return bool(self.loss_reason)
+
+    @property
+    def has_introduced_itself(self) -> bool:
+        return self.num_ranks > 0
+
+    @property
+    def is_unproved(self) -> bool:
+        """True if the other end may be a stranger: it has not shown the run's token yet."""
+        return not self.has_introduced_itself and not self.is_lost
 
     @property
     def is_present(self) -> bool:
-        return self.num_ranks > 0 and not self.lost_because
+        return self.has_introduced_itself and not self.is_lost
 
 
 class Hosts:
     """Accepts the agents of a group's other hosts, and exchanges messages with them.
 
+    The agent that leads owns it and calls all methods, on its only thread. Nothing blocks except
+    `wait_for_all` and `close`. An agent that is lost stays out: its host is counted again when
+    another agent connects. See docs/agents.md.
+
     Args:
         listener: the socket at which they connect.
         num_hosts: number of hosts of the group, this one included.
         token: the run's secret.
-        slot: the group's number in the job.
-        say: prints a line.
+        slot: slot of the group.
+        report: prints a line.
 
     Attributes:
         on_refusal: takes the first refused stranger of each kind. The agent sets it.
@@ -134,35 +156,39 @@ class Hosts:
         num_hosts: int,
         token: str,
         slot: int,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         self._listener = listener
         self._listener.setblocking(False)
         self.num_hosts = num_hosts
         self._token = token
         self._slot = slot
-        self._say = say
+        self._report = report
         self.on_refusal: Callable[[Refusal], None] = lambda refusal: None
         self._refusals = Refusals(GONE_SECONDS, lambda refusal: self.on_refusal(refusal))
         self._members: list[HostAgent] = []
-        """In the order in which they came."""
-        self._has_refused = False
-        """Whether it was said that an agent was refused; a stranger who knocks without end must not
+        """Agents in the order in which they connected."""
+        self._has_reported_refusal = False
+        """Whether a refused agent was reported. A stranger that connects again and again must not
         fill the output.
         """
-        self._is_over = False
-        """Whether the agents were told to end."""
+        self._is_closing = False
+        """Whether the agents were told to end, so that a lost connection is no failure."""
 
     def descriptors(self) -> list[int]:
         """Return the descriptors that no fork of this process may keep."""
-        lines = [member.line.descriptor for member in self._members if not member.lost_because]
+        lines = [member.connection.descriptor for member in self._members if not member.is_lost]
         return [self._listener.fileno(), *lines]
 
     def wait_for_all(self, is_stopped: Callable[[], bool]) -> list[HostAgent] | None:
-        """Return the other hosts once all are connected; None if the group is stopped, or after
-        `MEETING_SECONDS`.
+        """Wait until the agents of all other hosts are connected.
 
-        The latest connections count: that of a vanished host may still stand when the host is back.
+        The latest connections count: the former connection of a vanished host may still stand when
+        the host is back.
+
+        Returns:
+            The agents, sorted by host name; None if the group was stopped, or after
+            `MEETING_SECONDS`.
         """
         wanted = self.num_hosts - 1
         deadline = time.monotonic() + MEETING_SECONDS
@@ -174,9 +200,8 @@ class Hosts:
                 return sorted(present[-wanted:], key=lambda member: member.host)
             if time.monotonic() >= remind_at:
                 remind_at += 60.0
-                self._say(
-                    f"waits for the agents of {wanted - len(present)} of its {self.num_hosts} hosts"
-                )
+                missing = wanted - len(present)
+                self._report(f"waits for the agents of {missing} of its {self.num_hosts} hosts")
             time.sleep(_POLL_SECONDS)
         return None
 
@@ -184,28 +209,30 @@ class Hosts:
         """Accept agents, read their messages, drop those that are gone. Does not block."""
         self._accept()
         for member in self._members:
-            if not member.lost_because:
+            if not member.is_lost:
                 self._read(member)
         self._drop_strangers()
-        self._members = [member for member in self._members if not member.lost_because]
+        self._members = [member for member in self._members if not member.is_lost]
 
     def close(self, status: int, reason: str) -> None:
-        """Let all followers end with this status, and wait for it: a scheduler may end a job with
-        its first task.
+        """Let all followers end with this status, and wait until they have.
+
+        A scheduler may end a whole job with its first task, so this process must not end before the
+        followers have read the message.
         """
-        self._is_over = True
+        self._is_closing = True
         for member in self._members:
-            member.line.send(Over(status, reason))
-        deadline = time.monotonic() + _PARTING_SECONDS
+            member.connection.send(GroupOver(status, reason))
+        deadline = time.monotonic() + _CLOSE_SECONDS
         while any(member.is_present for member in self._members) and time.monotonic() < deadline:
             self.poll()
             time.sleep(_POLL_SECONDS)
         self._listener.close()
         for member in self._members:
-            member.line.close()
+            member.connection.close()
 
     def _accept(self) -> None:
-        # Nobody comes, has gone again, or there are too many open files.
+        # Nothing connects, the other end has closed again, or there are too many open files.
         with contextlib.suppress(OSError):
             for _ in range(_ACCEPTED_AT_ONCE):
                 connection, address = self._listener.accept()
@@ -214,20 +241,18 @@ class Hosts:
 
     def _drop_strangers(self) -> None:
         """Drop connections without the token, which would use up this process's open files."""
-        strangers = [
-            member for member in self._members if not (member.num_ranks or member.lost_because)
-        ]
+        strangers = [member for member in self._members if member.is_unproved]
         too_many = strangers[:-_MAX_STRANGERS]
         for member in strangers:
-            is_late = time.monotonic() - member.since > GONE_SECONDS
-            if is_late or member in too_many:
-                self._refusals.add("silent" if is_late else "crowd", member.source)
-                member.lost_because = "it has not shown the run's token"
-                member.line.close()
+            is_silent = time.monotonic() - member.connected_at > GONE_SECONDS
+            if is_silent or member in too_many:
+                self._refusals.add("silent" if is_silent else "crowd", member.source)
+                member.loss_reason = "it has not shown the run's token"
+                member.connection.close()
 
     def _read(self, member: HostAgent) -> None:
         try:
-            for message in member.line.poll():
+            for message in member.connection.poll():
                 if isinstance(message, Hello):
                     member.host, member.num_ranks = message.host, message.num_ranks
                 elif isinstance(message, WorkersState):
@@ -238,57 +263,59 @@ class Hosts:
             self.give_up(member, str(error))
 
     def give_up(self, member: HostAgent, reason: str) -> None:
-        """Close the connection to an agent, and report the loss; after `close` such an end is
-        expected.
-        """
-        member.lost_because = reason
-        member.line.close()
-        if self._is_over:
+        """Close the connection to an agent, and report the loss unless this group is closing."""
+        member.loss_reason = reason
+        member.connection.close()
+        if self._is_closing:
             return
-        if member.num_ranks:
-            self._say(f"the agent of host {member.host} is gone: {reason}")
-        elif not self._has_refused:
-            self._has_refused = True
-            self._say(f"an agent was refused: {reason}")
+        if member.has_introduced_itself:
+            self._report(f"the agent of host {member.host} is gone: {reason}")
+        elif not self._has_reported_refusal:
+            self._has_reported_refusal = True
+            self._report(f"an agent was refused: {reason}")
 
 
 class _RemoteWorkers:
-    """The workers of one attempt on another host."""
+    """The workers of one attempt on another host, as far as its agent has reported them."""
 
-    def __init__(self, member: HostAgent, start: Start) -> None:
+    def __init__(self, member: HostAgent, start: StartOrder) -> None:
         self.member = member
         self._start = start
         self._ranks = range(start.first_rank, start.first_rank + member.num_ranks)
-        member.line.send(start)
+        member.connection.send(start)
 
     @property
     def _state(self) -> WorkersState | None:
-        """The latest state of this attempt; None before it is known."""
+        """The latest state of this attempt; None before the first report on it."""
         state = self.member.state
-        return state if state is not None and state.attempt == self._start.attempt else None
+        if state is None or state.attempt != self._start.attempt:
+            return None
+        return state
 
     @property
-    def is_over(self) -> bool:
-        """Whether all were collected, or are lost."""
-        return bool(self.member.lost_because) or (
-            self._state is not None and self._state.is_collected
-        )
+    def have_ended(self) -> bool:
+        """True if all workers were collected, or their host is lost."""
+        if self.member.is_lost:
+            return True
+        return self._state is not None and self._state.is_collected
 
     def has_answered(self, number: int) -> bool:
-        state = self._state
-        return bool(self.member.lost_because) or (state is not None and state.answered >= number)
+        """True if the agent has answered this `Ping`, or is lost, so that no answer can come."""
+        if self.member.is_lost:
+            return True
+        return self._state is not None and self._state.answered >= number
 
-    def raised(self) -> list[int]:
-        state = self._state
-        return [] if state is None or self.member.lost_because else state.raised
+    def ranks_that_raised(self) -> list[int]:
+        """List the ranks that still run although an exception has ended their training."""
+        if self._state is None or self.member.is_lost:
+            return []
+        return self._state.raised
 
     def exits(self) -> list[WorkerExit]:
-        """List the workers that ended. A lost host's workers count as ended: they end with their
-        agent.
-        """
+        """List the workers that ended. Those of a lost host count: they end with their agent."""
         state = self._state
         exits = [] if state is None else list(state.exits)
-        if self.member.lost_because:
+        if self.member.is_lost:
             pids = {} if state is None else state.pids
             seen = {exit.rank for exit in exits}
             for rank in self._ranks:
@@ -301,7 +328,10 @@ class _RemoteWorkers:
 
 
 class GroupWorkers:
-    """The workers of one attempt of a group, on all of its hosts. The leading agent owns it.
+    """The workers of one attempt of a group, on all of its hosts.
+
+    `Agent` makes it for each attempt and calls all methods on the agent's only thread; `kill` is
+    safe from any thread. After `end` all workers were collected or are lost, also if one failed.
 
     Args:
         share: the ranks of this host.
@@ -324,12 +354,12 @@ class GroupWorkers:
         self._store = store
         self._local = local
         self._hosts = hosts
-        self._remote: list[_RemoteWorkers] = []
+        self._remote_workers: list[_RemoteWorkers] = []
         self._num_pings = 0
         point = store.meeting_point
         first_rank = share.num_ranks
         for number, member in enumerate(members, start=1):
-            start = Start(
+            start = StartOrder(
                 attempt,
                 number,
                 share.num_hosts,
@@ -338,23 +368,25 @@ class GroupWorkers:
                 point.host,
                 point.port,
             )
-            self._remote.append(_RemoteWorkers(member, start))
+            self._remote_workers.append(_RemoteWorkers(member, start))
             first_rank += member.num_ranks
 
     def exits(self) -> list[WorkerExit]:
-        """List the workers that ended, those of other hosts as far as known here.
+        """List the workers that ended, those of other hosts as far as their agents reported them.
 
-        They are not reaped: until `end` their process groups keep their ids.
+        The workers are not reaped: until `end` their process groups keep their ids.
         """
         self._poll()
         exits = self._local.exits()
-        for workers in self._remote:
+        for workers in self._remote_workers:
             exits += workers.exits()
         return sorted(exits, key=lambda exit: exit.rank)
 
-    def settle(self, seconds: float) -> None:
-        """Wait until ranks that raised an exception have ended, and until each other host has shown
-        that it is there.
+    def wait_for_cause(self, seconds: float) -> None:
+        """Wait until the cause of the group's end can be known.
+
+        That is when ranks that raised an exception have ended, or `seconds` are over, and each
+        other host has shown that it is there.
 
         The cause of a group's end must be known before it is announced. A rank that raised the
         first exception may end after a peer that only lost its connection. And if a host vanishes,
@@ -363,31 +395,33 @@ class GroupWorkers:
         nothing, because the group cannot start again before the host is known to be gone.
         """
         self._num_pings += 1
-        for workers in self._remote:
-            workers.member.line.send(Ping(self._num_pings))
+        for workers in self._remote_workers:
+            workers.member.connection.send(Ping(self._num_pings))
         deadline = time.monotonic() + seconds
         last_deadline = deadline + GONE_SECONDS
         while time.monotonic() < last_deadline:
             self._poll()
-            has_raised = bool(self._local.raised()) or any(
-                workers.raised() for workers in self._remote
-            )
-            have_answered = all(workers.has_answered(self._num_pings) for workers in self._remote)
-            if have_answered and (not has_raised or time.monotonic() >= deadline):
+            has_raised = bool(self._local.ranks_that_raised())
+            have_answered = True
+            for workers in self._remote_workers:
+                has_raised = has_raised or bool(workers.ranks_that_raised())
+                have_answered = have_answered and workers.has_answered(self._num_pings)
+            is_settled = not has_raised or time.monotonic() >= deadline
+            if have_answered and is_settled:
                 return
             time.sleep(_POLL_SECONDS)
 
-    def drain(self, seconds: float, impatient: Callable[[], bool]) -> None:
-        """Ask all workers to finish their step and leave (SIGTERM), and wait `seconds` for it.
+    def drain(self, seconds: float, must_end_at_once: Callable[[], bool]) -> None:
+        """Ask all workers to finish their step and leave (SIGTERM), and wait up to `seconds`.
 
-        Returns early when one of them failed, since the others cannot finish without it, or when
-        `impatient` says so.
+        Returns early when a worker failed, because the others cannot finish without it, or when
+        `must_end_at_once` returns True.
         """
-        for workers in self._remote:
-            workers.member.line.send(LeaveOrder())
+        for workers in self._remote_workers:
+            workers.member.connection.send(LeaveOrder())
         self._local.ask_to_leave()
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not impatient():
+        while time.monotonic() < deadline and not must_end_at_once():
             exits = self.exits()
             if len(exits) == self.num_ranks or any(exit.failed for exit in exits):
                 return
@@ -396,19 +430,22 @@ class GroupWorkers:
     def end(self, grace_seconds: float) -> list[WorkerExit]:
         """End the running workers, reap all, and return how each ended.
 
-        Workers get SIGTERM, and SIGKILL after `grace_seconds`; with 0 they get SIGKILL at once.
+        Workers get SIGTERM, and SIGKILL after `grace_seconds`; with 0 they get SIGKILL at once. A
+        host whose agent does not collect its workers in time counts as lost.
         """
-        for workers in self._remote:
-            workers.member.line.send(End(grace_seconds))
+        for workers in self._remote_workers:
+            workers.member.connection.send(EndOrder(grace_seconds))
         self._local.end(grace_seconds)
         deadline = time.monotonic() + grace_seconds + _COLLECT_SECONDS
-        while not all(workers.is_over for workers in self._remote) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            if all(workers.have_ended for workers in self._remote_workers):
+                break
             self._poll()
             time.sleep(_POLL_SECONDS)
-        for workers in self._remote:
-            if self._hosts is not None and not workers.is_over:
-                # Its agent is stopped (SIGSTOP), or a worker cannot be killed. The group continues
-                # without this host.
+        for workers in self._remote_workers:
+            if self._hosts is not None and not workers.have_ended:
+                # The agent there is stopped (SIGSTOP), or a worker cannot be killed. Waiting longer
+                # would keep the whole group from starting again.
                 self._hosts.give_up(workers.member, "it does not end its workers")
         exits = self.exits()
         self._store.close()

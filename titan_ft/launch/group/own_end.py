@@ -23,30 +23,33 @@ OWN_SIGNALS = frozenset(
         signal.SIGXFSZ,
     }
 )
-"""Signals that a process gets for an act of its own, so that another start may get it again.
+"""Signals that a process causes itself, so that the next start may cause them again.
 
-Any other signal may be sent by somebody else: by a person, Slurm, Kubernetes, a fault of chaos, the
+Any other signal may come from outside: from a person, Slurm, Kubernetes, an injected fault, or the
 kernel's OOM killer (SIGKILL). A group that is killed every few seconds is no crash loop, so an end
-by such a signal never counts. A signal that is in neither list here is taken for one from outside:
-a restart too many costs less than a group that is given up.
+by such a signal never counts. A signal that is not listed here counts as one from outside, because
+a needless restart costs less than a group that is given up.
 """
 EARLY_END = "exit status 0 before the last step"
-"""What a worker ended with whose code ended the process in mid-training, as if all were done."""
+"""The end of a worker whose own code called exit during training, as if all were done."""
 _SHELL_OFFSET = 128
 """A shell, and a rank that ends at SIGTERM, report signal N as exit status 128 + N."""
 _BROKEN_GPU = re.compile(
-    r"CUDA error: .*(ECC|NVLink|hardware|busy or unavailable|no CUDA-capable device)|No CUDA GPUs are available",
+    r"CUDA error: .*(ECC|NVLink|hardware|busy or unavailable|no CUDA-capable device)"
+    r"|No CUDA GPUs are available",
     re.IGNORECASE,
 )
 """PyTorch's words for a GPU that is broken or gone.
 
-A mistake in the code raises the same class, with another CUDA error: c10/cuda/CUDAException.cpp.
-The second text is in c10/cuda/CUDAFunctions.cpp and torch/csrc/cuda/Module.cpp. """
+A mistake in the code raises the same class with another text, so the class alone shows nothing. The
+first text is from c10/cuda/CUDAException.cpp, the second from c10/cuda/CUDAFunctions.cpp and
+torch/csrc/cuda/Module.cpp.
+"""
 _HANG = "HungError"
 """`titan_ft.protocol.errors.HungError`, which needs torch. A GPU or a disk may cause a hang."""
 
 
-def may_be_the_host(error: str | None, kind: str | None) -> bool:
+def may_come_from_host(error: str | None, kind: str | None) -> bool:
     """True if the host may have caused an end.
 
     Args:
@@ -56,7 +59,7 @@ def may_be_the_host(error: str | None, kind: str | None) -> bool:
     return error is None or kind == _HANG or _BROKEN_GPU.search(error) is not None
 
 
-def kind_of_end(code: int, error: str | None) -> str:
+def cause_of_end(code: int, error: str | None) -> str:
     """Return a text that ends of the same cause share; empty if the worker did not cause the end.
 
     Args:
@@ -68,16 +71,16 @@ def kind_of_end(code: int, error: str | None) -> str:
     signum = _signal_of(code)
     if code == 0 or (signum is not None and signum not in OWN_SIGNALS):
         return ""
-    return name_end(code)
+    return describe_code(code)
 
 
-def name_end(code: int) -> str:
+def describe_code(code: int) -> str:
     """Return an end in words: "SIGABRT", "exit status 7"."""
     signum = _signal_of(code)
     return f"exit status {code}" if signum is None else signum.name
 
 
-def code_of(event: WorkerExited) -> int:
+def exit_code_of(event: WorkerExited) -> int:
     """Return the exit status of an event; negative: the signal."""
     if event.signal is None:
         return event.code or 0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_ft.launch.group.own_end import EARLY_END, kind_of_end
+from titan_ft.launch.group.own_end import EARLY_END, cause_of_end
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE
 from titan_ft.protocol.errors import RankLostError
 from titan_ft.run.error_file import WorkerError
@@ -28,13 +28,13 @@ class WorkerExit:
     error: WorkerError | None = None
     """The exception that ended it, as far as it is known; `EARLY_END` of an early end."""
     has_left: bool = False
-    """Whether it has left a mark that it was asked to leave, because its event could not be
-    written.
+    """Whether the worker was asked to leave and left a mark in a file. It leaves the mark because
+    its event may not be written on a full disk.
     """
     host: str = ""
-    """Name of its host."""
+    """Name of the worker's host; empty: this host."""
     is_lost: bool = False
-    """Whether the agent of its host is gone, or its whole host. Then nobody saw the end, and `code`
+    """Whether the worker's host, or the agent there, is gone. Then nobody saw the end, and `code`
     is SIGKILL.
     """
 
@@ -44,18 +44,19 @@ class WorkerExit:
 
     @property
     def is_early(self) -> bool:
-        """Whether it ended with status 0 during training, neither after the last step nor by
-        leaving.
+        """True if the worker ended with status 0 during training, as if all were done.
+
+        It neither made the last step nor was asked to leave: a model's own code called exit.
         """
         return self.code == 0 and self.error is not None
 
     @property
-    def follows(self) -> bool:
-        """True if it ended because another rank of its group was lost."""
+    def reports_lost_rank(self) -> bool:
+        """True if the worker ended because another rank of its group was lost."""
         return self.error is not None and self.error.type_name == RankLostError.__name__
 
     def describe(self) -> str:
-        """Say it in words, such as "rank 1 was killed by SIGKILL"."""
+        """Return the end in words, such as "rank 1 was killed by SIGKILL"."""
         if self.is_lost:
             return f"rank {self.rank} was lost with its host {self.host}, or with the agent there"
         if self.is_early:
@@ -87,7 +88,7 @@ class WorkerExit:
             event.code = self.code
         else:
             event.signal = signal.Signals(-self.code).name
-        if log is not None and (self.is_early or kind_of_end(self.code, None)):
+        if log is not None and (self.is_early or cause_of_end(self.code, None)):
             event.log = str(log)
         if self.error is not None:
             event.error = self.error.text
@@ -103,8 +104,9 @@ ENDED_EARLY = WorkerError(EARLY_END, transient=False, time=0.0)
 
 
 def root_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
-    """Return the worker whose end most likely caused the others', among ends found at the same
-    poll.
+    """Return the failed worker whose end most likely caused the others'; None if none failed.
+
+    The ends were all found at the same poll, so their order of arrival is no evidence.
 
     A killed rank breaks its peers' connections before the next poll, and not the other way round.
     Of ranks with exceptions the earliest counts, as in torch elastic's `ChildFailedError`: later
@@ -118,24 +120,25 @@ def root_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
     errors = [
         exit.error
         for exit in exits
-        if exit.error is not None and not (exit.is_early or exit.follows)
+        if exit.error is not None and not (exit.is_early or exit.reports_lost_rank)
     ]
     earliest = min(errors, key=lambda error: error.time, default=None)
     is_explained = earliest is not None and not earliest.transient
 
-    def place(exit: WorkerExit) -> int:
-        if exit.follows:
+    def implausibility(exit: WorkerExit) -> int:
+        """Rank the ends: 0 for the most likely cause."""
+        if exit.reports_lost_rank:
             return 4
         if exit.code < 0 and exit.code != -signal.SIGABRT:
             return 0
         if exit.error is not None and not exit.is_early:
             return 1 if is_explained else 2
-        if exit.is_early or kind_of_end(exit.code, None):
+        if exit.is_early or cause_of_end(exit.code, None):
             return 2 if is_explained else 1
-        return 3  # a rank that was told to end, and could not do so in order
+        return 3  # the rank was asked to end, and could not do so in order
 
-    def order(exit: WorkerExit) -> tuple[bool, int, float, int]:
+    def sort_key(exit: WorkerExit) -> tuple[bool, int, float, int]:
         when = exit.error.time if exit.error is not None else float("inf")
-        return exit.code != CONFIG_ERROR_CODE, place(exit), when, exit.rank
+        return exit.code != CONFIG_ERROR_CODE, implausibility(exit), when, exit.rank
 
-    return min((exit for exit in exits if exit.failed), key=order, default=None)
+    return min((exit for exit in exits if exit.failed), key=sort_key, default=None)

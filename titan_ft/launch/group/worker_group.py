@@ -31,35 +31,41 @@ from titan_ft.system.process import node_name
 
 LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.01
+_KILL_SECONDS = 10.0
+"""Time for killed workers to end."""
 
 
 class Starter(Protocol):
-    """A way to start the processes of a group."""
+    """A way to start the processes of a group; `Agent` uses it on its only thread."""
 
     forks: bool
-    """Whether its workers have imported everything when they begin."""
+    """Whether the workers are forks, which have imported everything when they begin."""
 
     def start(
         self, module: str, args: list[str], env: Mapping[str, str], log: Path | None, title: str
     ) -> subprocess.Popen[bytes] | ForkedProcess:
-        """Run a Python module in a session of its own. Without a log it inherits this process's
-        output.
+        """Run a Python module in a session of its own.
+
+        Args:
+            env: the whole environment of the process.
+            log: file for the output; None for the output of this process.
+            title: name of a fork in `ps`.
+
+        Raises:
+            OSError: there are too many processes, or too little memory.
         """
 
     def serve_store(self, listener: socket.socket) -> Store:
-        """Serve a store for the workers of one attempt at a socket. The store owns the socket
-        afterwards.
-        """
+        """Serve a store for the workers of one attempt at a socket, which the store then owns."""
 
 
 class Store(Protocol):
     """The store at which the workers of one attempt meet."""
 
     pid: int
-    """Of the process that serves it."""
+    """Process that serves the store."""
 
-    def close(self) -> None:
-        """End it."""
+    def close(self) -> None: ...
 
 
 class PlainStarter:
@@ -81,10 +87,12 @@ class PlainStarter:
             )
 
     def serve_store(self, listener: socket.socket) -> Store:
-        return _StoreHere(store_server.serve(listener))
+        return _InProcessStore(store_server.serve(listener))
 
 
-class _StoreHere:
+class _InProcessStore:
+    """A store that threads of torch serve in this process."""
+
     def __init__(self, store: Any) -> None:
         self.store, self.pid = store, os.getpid()
 
@@ -124,10 +132,12 @@ class ForkStarter:
             process = fork_module(
                 store_server.__name__, arguments, env, None, title="titan-ft store", close=close
             )
-            return _StoreFork(process)
+            return _ForkedStore(process)
 
 
-class _StoreFork:
+class _ForkedStore:
+    """A store that a fork serves, because a process that forks must have no threads."""
+
     def __init__(self, process: ForkedProcess) -> None:
         self.process, self.pid = process, process.pid
 
@@ -208,6 +218,10 @@ class AttemptStore:
 class WorkerGroup:
     """The workers of one attempt of one group on this host: started together, and ended together.
 
+    `GroupWorkers` or `Follower` owns it, and calls all methods on the agent's only thread; `kill`
+    is safe from any thread. If a worker cannot be started, those that were started are ended, and
+    the constructor raises. See docs/agents.md.
+
     Args:
         starter: starts the processes.
         module: Python module that the workers run.
@@ -248,10 +262,12 @@ class WorkerGroup:
         }
         self._error_files = {rank: error_file.beside(logs[rank]) for rank in share.ranks}
         self._exits: dict[int, WorkerExit] = {}
-        """Those that were seen; a mark that a worker trains shows only once how it ended."""
+        """The ends that `exits` has seen, by rank. They are kept, because reading the mark of a
+        training worker also removes it.
+        """
         self._workers: dict[int, subprocess.Popen[bytes] | ForkedProcess] = {}
         self._reaped = False
-        self._were_asked = False
+        self._asked_to_leave = False
         """Whether the workers were asked to leave."""
         try:
             for local_rank, rank in enumerate(share.ranks):
@@ -259,7 +275,8 @@ class WorkerGroup:
                 own[error_file.FILE_ENV] = str(self._error_files[rank])
                 log = logs[rank] if has_logs else None
                 if log is None:
-                    # Then the worker's exception stands in its output only.
+                    # Without the folder there is no error file, and the worker's exception is in
+                    # its output only.
                     with contextlib.suppress(OSError):
                         self._error_files[rank].parent.mkdir(parents=True, exist_ok=True)
                 self._workers[rank] = starter.start(
@@ -275,8 +292,10 @@ class WorkerGroup:
         return {rank: worker.pid for rank, worker in self._workers.items()}
 
     def exits(self) -> list[WorkerExit]:
-        """List the workers that ended, without reaping them: until `end` their process groups keep
-        their ids.
+        """List the workers that ended, by rank.
+
+        They are not reaped. Until `end` their process groups keep their ids, so that a signal never
+        reaches a younger process with the same id.
         """
         for rank, worker in self._workers.items():
             if rank in self._exits:
@@ -295,7 +314,7 @@ class WorkerGroup:
             error = read_error(file)
         return WorkerExit(rank, pid, code, error, has_left(file), node_name())
 
-    def raised(self) -> list[int]:
+    def ranks_that_raised(self) -> list[int]:
         """List the ranks that still run although an exception has ended their training."""
         ended = {exit.rank for exit in self.exits()}
         return [
@@ -303,13 +322,13 @@ class WorkerGroup:
         ]
 
     def ask_to_leave(self) -> None:
-        """Ask all workers once to finish their step and leave (SIGTERM). A second SIGTERM would end
-        them at once.
+        """Ask all workers to finish their step and leave (SIGTERM). Further calls do nothing.
 
-        The leader of a group and this host's own scheduler may ask seconds apart.
+        A second SIGTERM would end the workers at once, and the leader of a group and this host's
+        own scheduler may ask seconds apart.
         """
-        if not self._were_asked:
-            self._were_asked = True
+        if not self._asked_to_leave:
+            self._asked_to_leave = True
             self._signal_running(signal.SIGTERM)
 
     def end(self, grace_seconds: float) -> list[WorkerExit]:
@@ -319,13 +338,13 @@ class WorkerGroup:
         """
         if grace_seconds > 0:
             self._signal_running(signal.SIGTERM)
-            # A worker that is stopped would sit the grace time out.
+            # A stopped worker (SIGSTOP) would not see SIGTERM before the grace time is over.
             self._signal_running(signal.SIGCONT)
             self._wait(grace_seconds)
         self.kill()
-        # A process in uninterruptible sleep (a hung driver) cannot be killed: do not wait for it
-        # for ever.
-        self._wait(10.0)
+        # A process in uninterruptible sleep (a hung driver) cannot be killed. Without a limit, this
+        # wait would last for ever.
+        self._wait(_KILL_SECONDS)
         exits = self.exits()
         self._reaped = True
         for worker in self._workers.values():
@@ -336,13 +355,13 @@ class WorkerGroup:
         """Kill every worker together with the processes it started; safe from another thread."""
         if not self._reaped:
             for worker in self._workers.values():
-                _signal_group(worker.pid, signal.SIGKILL)
+                _signal_process_group(worker.pid, signal.SIGKILL)
 
     def _signal_running(self, signum: signal.Signals) -> None:
         ended = {exit.pid for exit in self.exits()}
         for worker in self._workers.values():
             if worker.pid not in ended:
-                _signal_group(worker.pid, signum)
+                _signal_process_group(worker.pid, signum)
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -376,7 +395,7 @@ def attempt_env(attempt: int) -> dict[str, str]:
     return {"TITAN_FT_ATTEMPT": str(attempt), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
 
 
-def visible_devices(replica: int, num_ranks: int, devices: list[str]) -> list[str] | None:
+def choose_devices(replica: int, num_ranks: int, devices: list[str]) -> list[str] | None:
     """Choose the GPUs of a group among those of the host; groups share them in turn when there are
     too few.
 
@@ -391,25 +410,25 @@ def visible_devices(replica: int, num_ranks: int, devices: list[str]) -> list[st
 
 def worker_env(replica: int, num_ranks: int, lighthouse: str) -> dict[str, str]:
     """Return the environment that all attempts of a group's workers share."""
-    env = {"TORCHFT_LIGHTHOUSE": lighthouse, **usual_env()}
-    # Counted without torch, which would initialize CUDA here, and so for good in all forks of this
-    # process.
-    listed = listed_gpus()
-    devices = listed if listed is not None else [str(index) for index in range(num_gpus() or 0)]
-    chosen = visible_devices(replica, num_ranks, devices)
+    env = {"TORCHFT_LIGHTHOUSE": lighthouse, **default_env()}
+    # torch would initialize CUDA to count the GPUs, and no fork of this process could use CUDA.
+    devices = listed_gpus()
+    if devices is None:
+        devices = [str(index) for index in range(num_gpus() or 0)]
+    chosen = choose_devices(replica, num_ranks, devices)
     if chosen is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
     return env
 
 
-def usual_env(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment that all workers share. A user's own value stays."""
+def default_env(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the defaults of the workers' environment. Values that the user set stay."""
     usual = {
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
-        # torch 2.15 takes its new NCCL backend inside a group by default, for which the settings of
-        # `device.nccl_environment` are not tested. torch reads this when torch.distributed is
-        # imported: in a worker, a fork of a process that has imported it, it would come too late.
+        # By default torch 2.15 uses its new NCCL backend, for which the settings of
+        # `device.nccl_environment` are not tested. torch reads the variable when torch.distributed
+        # is imported. Set in a forked worker, it would come too late.
         "TORCH_DIST_USE_NCCL2": "0",
     }
     chosen = {name: environ.get(name, value) for name, value in usual.items()}
@@ -417,8 +436,9 @@ def usual_env(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def open_log(path: Path, mode: Literal["wb", "ab"] = "wb") -> BinaryIO:
-    """Open a log, whose folder others may write. If that fails, its lines go to this process's
-    stderr.
+    """Open a log in a folder that other users may write to; follows no link there.
+
+    If the log cannot be opened, a line says so, and the returned file is this process's stderr.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -432,8 +452,8 @@ def open_log(path: Path, mode: Literal["wb", "ab"] = "wb") -> BinaryIO:
         return open(os.dup(2), mode)
 
 
-def _signal_group(pid: int, signum: signal.Signals) -> None:
+def _signal_process_group(pid: int, signum: signal.Signals) -> None:
     """Signal the process group that a worker leads."""
-    # Gone, or only a zombie is left of it (macOS).
+    # The group is gone, or only a zombie is left (macOS).
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signum)

@@ -1,10 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The zygote: a process of the host that imports everything that workers need once. Workers are its
-forks.
+"""The zygote: a process that imports, once for the host, everything that agents and workers need.
 
-A launcher has one for its groups. Their agents are forks of it, and fork their workers themselves,
-so that only the start of further groups depends on the zygote.
+A launcher has one zygote for its groups. The agents are forks of the zygote, and fork their workers
+themselves. So only the start of further agents depends on the zygote.
 
 Each fork is handed over: it becomes the requesting process's own child, which waits for it as for
 any other child, and it outlives the zygote.
@@ -36,14 +35,14 @@ from titan_ft.run.orphan import end_with_parent
 from titan_ft.run.output import protect_output
 
 FORK_SECONDS = 30.0
-"""Without an answer for so long the zygote counts as lost; a fork takes milliseconds."""
+"""A zygote that has not answered for this long counts as lost; a fork takes milliseconds."""
 IMPORT_SECONDS = 600.0
-"""For its imports, of a cold network file system at worst."""
+"""Time for the imports, in the worst case from a cold network file system."""
 NO_FORKS = "no process can be forked: "
-"""In its log, before the reason."""
+"""Begins the line in the zygote's log that says why."""
 
 
-class Started(Protocol):
+class ZygoteProcess(Protocol):
     """The zygote's process, as the requester of forks sees it."""
 
     def poll(self) -> int | None:
@@ -54,20 +53,23 @@ class Started(Protocol):
 
 
 class Zygote:
-    """The requesting end of a zygote.
+    """The requesting end of a zygote. The launcher makes it, and calls all methods on one thread.
+
+    If the zygote is lost, `fork` returns None, and the launcher starts new processes instead. The
+    forks live on.
 
     Args:
-        start: starts the process: its command line, and a descriptor of this process that it
-            inherits.
-        module: Python module that is imported beforehand.
-        args: the part of its command line that all workers share.
+        start: starts the zygote's process. Gets the command line, and a descriptor of this process
+            that the zygote inherits.
+        module: Python module of the workers, which the zygote imports.
+        args: the part of the workers' command line that is the same for all groups.
 
     Raises:
         OSError: there are too many processes or files, or too little memory.
     """
 
     def __init__(
-        self, start: Callable[[list[str], int], Started], module: str, args: Sequence[str]
+        self, start: Callable[[list[str], int], ZygoteProcess], module: str, args: Sequence[str]
     ) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as on_failure:
@@ -84,17 +86,21 @@ class Zygote:
             on_failure.pop_all()
         self._received = b""
         self.checked = False
-        """Whether it has found no mistake in the config."""
+        """Whether the zygote has checked the config and found no mistake."""
         self.mistake = ""
-        """The mistake in the config, in one line; then it is lost as well."""
+        """The mistake in the config, in one line; a zygote that finds one ends."""
         self.ready = False
-        """Whether it has imported everything."""
-        self.lost = ""
-        """Why there is none any more; empty as long as there is."""
+        """Whether the zygote has imported everything."""
+        self.loss_reason = ""
+        """Why the zygote is gone; empty while it runs."""
+
+    @property
+    def is_lost(self) -> bool:
+        return bool(self.loss_reason)
 
     def poll(self) -> None:
         """Notice that the zygote is ready, or that it has ended. Call this every few moments."""
-        if self.lost:
+        if self.is_lost:
             return
         code = self._process.poll()
         if not self.ready:
@@ -111,7 +117,7 @@ class Zygote:
         Args:
             log: descriptor of the file that gets its output from now on.
         """
-        if self.lost:
+        if self.is_lost:
             return
         try:
             self._socket.settimeout(FORK_SECONDS)
@@ -121,7 +127,7 @@ class Zygote:
 
     def close(self) -> None:
         """End the zygote. Its forks live on."""
-        if not self.lost:
+        if not self.is_lost:
             self._lose("closed")
 
     def fork(
@@ -132,11 +138,16 @@ class Zygote:
         output: tuple[int, int],
         title: str,
     ) -> ForkedProcess | None:
-        """Run a module as `fork_module` does, in a child of this process; return None if that is
-        impossible (by now).
+        """Run a module as `fork_module` does. The fork becomes a child of this process.
+
+        Args:
+            output: descriptors for the output and the errors of the fork.
+
+        Returns:
+            The fork; None if the zygote is not ready, is lost, or cannot fork.
         """
         self.poll()
-        if self.lost or not self.ready:
+        if self.is_lost or not self.ready:
             return None
         request = (
             json.dumps({"module": module, "args": args, "env": dict(env), "title": title}).encode()
@@ -175,14 +186,14 @@ class Zygote:
         return line
 
     def _lose(self, why: str) -> None:
-        self.lost = why
+        self.loss_reason = why
         self._socket.close()
-        self._process.kill()  # one that is frozen would stay
+        self._process.kill()  # a frozen zygote does not notice the closed socket
         self._process.poll()
 
 
-def is_possible() -> bool:
-    """True if processes can be forked and handed over here, which takes Linux."""
+def can_fork() -> bool:
+    """True if this system can hand forks over to another parent. Only Linux can."""
     if sys.platform != "linux":
         return False
     with contextlib.suppress(OSError), adopting():
@@ -192,9 +203,10 @@ def is_possible() -> bool:
 
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
-    """Become the parent of descendants whose own parent ends meanwhile.
+    """Make this process, within the context, the parent of descendants whose own parent ends.
 
-    This is temporary: the system must reap the orphans that workers leave later.
+    Only for the time of one fork: later orphans that workers leave must go to the system, which
+    reaps them.
 
     Raises:
         OSError: the system does not permit it.
@@ -215,7 +227,7 @@ def _set_subreaper(value: bool) -> None:
 
 
 def serve(connection: socket.socket) -> None:
-    """Fork at each request of the other end, until it is gone."""
+    """Fork at each request of the launcher, until it closes the connection or ends."""
     connection.sendall(b"ready\n")
     while True:
         line, given = b"", []
@@ -225,20 +237,22 @@ def serve(connection: socket.socket) -> None:
                 return
             line += block
             given += descriptors
-        pid = _fork_away(json.loads(line), given, connection)
+        pid = _fork_for_requester(json.loads(line), given, connection)
         for descriptor in given:
             os.close(descriptor)
         connection.sendall(b"%d\n" % pid)
 
 
-def _fork_away(request: dict[str, Any], given: Sequence[int], connection: socket.socket) -> int:
+def _fork_for_requester(
+    request: dict[str, Any], given: Sequence[int], connection: socket.socket
+) -> int:
     """Fork through a process that ends at once, so that the fork is not this process's child.
 
     Returns:
         The fork's pid; 0 if there are too many processes or too little memory.
     """
     reads, writes = os.pipe()
-    out, errors, begins = given
+    out, errors, start_pipe = given
     try:
         between = os.fork()
     except OSError:
@@ -256,10 +270,11 @@ def _fork_away(request: dict[str, Any], given: Sequence[int], connection: socket
                 (out, errors),
                 title=request["title"],
                 close=[connection.fileno(), writes],
-                begins=begins,
+                start_pipe=start_pipe,
             )
             os.write(writes, b"%d" % child.pid)
-        except BaseException:  # noqa: BLE001  # process edge: the other end gets no pid, and what is printed says why
+        except BaseException:  # noqa: BLE001  # process edge
+            # The other end gets no pid, and this traceback in the zygote's log says why.
             traceback.print_exc()
         finally:
             sys.stderr.flush()
@@ -267,14 +282,16 @@ def _fork_away(request: dict[str, Any], given: Sequence[int], connection: socket
     os.close(writes)
     with open(reads, "rb", buffering=0) as pipe:
         pid = int(pipe.read() or 0)
-    os.waitpid(between, 0)  # only then the fork is a child of whoever asked
+    # The fork becomes the requester's child at the end of the process between. Answered earlier,
+    # the requester could wait for a process that is not its child yet.
+    os.waitpid(between, 0)
     return pid
 
 
 def main() -> int:
     protect_output()
     end_with_parent()
-    # Ignored, as who started this may leave it, no fork is waited for.
+    # The starter's process may ignore SIGCHLD, which is inherited: `waitpid` would then fail.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     descriptor, module, *worker_args = sys.argv[1:]
     with socket.socket(fileno=int(descriptor)) as connection:
@@ -295,7 +312,11 @@ def main() -> int:
 
 
 def _await_log(connection: socket.socket) -> bool:
-    """Wait for the file that gets the output from now on; return False if the other end is gone."""
+    """Wait for the file that gets the output from now on.
+
+    Returns:
+        False if the launcher is gone.
+    """
     block, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     if not block:
         return False
