@@ -19,6 +19,8 @@ from titan_ft.launch import lighthouse
 from titan_ft.launch.lighthouse import ANNOUNCEMENT, FORMER_SECONDS, MOST_FORMER_NAMES, Crowd
 from titan_ft.membership.pulse import LighthouseStatus, StatusPage
 from titan_ft.options import Lighthouse
+from titan_ft.run.events import LighthouseRenewed
+from titan_ft.run.tail import EventTail
 
 DEADLINE = 30.0  # seconds; only ever reached by a bug
 CONNECT = timedelta(seconds=10)
@@ -76,13 +78,14 @@ def test_a_page_that_cannot_be_read_says_nothing(page: Page) -> None:
 
 
 @pytest.fixture
-def process() -> Iterator[subprocess.Popen[str]]:
+def process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A lighthouse at a free port, which restarts as soon as it knows 20 ended processes.
 
     The new process has no such limit: it does not know the names.
     """
     code = f"import sys; from titan_ft.launch import lighthouse; {LIMITS}; from titan_ft.cli.main import main; main()"
-    command = [sys.executable, "-c", code, "lighthouse", "--bind", "127.0.0.1:0"]
+    options = ["--bind", "127.0.0.1:0", "--run-dir", str(tmp_path)]
+    command = [sys.executable, "-c", code, "lighthouse", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         yield process
         process.terminate()
@@ -103,9 +106,11 @@ def read_address(process: subprocess.Popen[str]) -> str:
     raise AssertionError("the lighthouse has ended")
 
 
-def test_a_lighthouse_forgets_ended_processes(process: subprocess.Popen[str]) -> None:
-    """It did not: a run of many restarts had longer and longer quorums. Process and address
-    stay.
+def test_a_lighthouse_forgets_ended_processes(
+    process: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """It did not: a run of many restarts had longer and longer quorums. Process and address stay,
+    and an event reports it.
     """
     address = read_address(process)
     page = StatusPage(address)
@@ -125,6 +130,10 @@ def test_a_lighthouse_forgets_ended_processes(process: subprocess.Popen[str]) ->
         lambda: (found := page.read(1.0)) is not None and list(found.heartbeats) == ["group-30"]
     )
     assert process.poll() is None
+    (event,) = EventTail(tmp_path / "events", from_start=True).poll()
+    assert isinstance(event, LighthouseRenewed)
+    assert event.address == address
+    assert 20 < event.num_ended <= 30
 
 
 class NoStop:

@@ -134,6 +134,7 @@ def story(replicas: int = 4, steps: int = 30) -> RunStatus:
         ),
         event("replica_restarted", 1, None, 33.0, attempt=1, reason="", standby=True),
         event("heal_started", 1, 0, 34.0, attempt=1, donor=3, from_step=30),
+        event("lighthouse_renewed", None, None, 34.5, num_ended=1001, address="[::]:1"),
         event(
             "lighthouse_restarted",
             None,
@@ -253,10 +254,11 @@ def test_figures_of_the_run() -> None:
         "lighthouse restarts 1",
     ):
         assert figure in text
-    assert lines[-4:] == [
+    assert lines[-5:] == [
         "    0:32  group 1 died: rank 0 was killed by SIGABRT",
         "    0:33  group 1 restarting (attempt 1)",
         "    0:34  group 1 healing from group 3 at step 30",
+        "    0:34  the lighthouse starts anew, and forgets 1,001 ended processes",
         "    0:35  the lighthouse ended (SIGKILL); it is back at the same address after 0.50 s",
     ]
 

@@ -12,11 +12,12 @@ import signal
 import socket
 import sys
 import time
+from concurrent.futures import wait
 from dataclasses import fields
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_ft.config import ConfigError
 from titan_ft.launch.gate import BACKLOG, raise_descriptor_limit
@@ -44,6 +45,9 @@ from titan_ft.system.stop import StopRequests
 from titan_ft.system.threads import call_aside
 from titan_ft.system.token import TOKEN_ENV, check_token, read_token
 
+if TYPE_CHECKING:  # imported when there is an event: a lighthouse must start fast
+    from titan_ft.run.log import EventLog
+
 ANNOUNCEMENT = "lighthouse listening at "
 LISTENER_VARIABLE = "TITAN_FT_LISTENER"
 """Descriptor of a listening socket that the launcher hands over, in place of --bind."""
@@ -58,6 +62,7 @@ FORMER_SECONDS = 60.0
 """Without a heartbeat. A process that is alive after all only comes back under its name."""
 _LOOK_SECONDS = 10.0
 _PAGE_SECONDS = 1.0  # of this very process
+_EVENT_SECONDS = 1.0  # for an event before the lighthouse starts anew
 
 
 def check_settings(settings: LighthouseSettings) -> None:
@@ -202,10 +207,7 @@ def _serve(
             retry_waiting()
             time.sleep(0.1)
     if not stop and crowd.was_due:
-        _say(
-            f"{crowd.num_former} processes of groups have ended: this lighthouse starts anew, and "
-            "forgets their names"
-        )
+        _report_renewal(command, crowd.num_former, address)
         return join_address(host, served.port)
     if not stop and command.standby:
         return command.bind  # without a shutdown: this process becomes the standby of the other one
@@ -328,17 +330,46 @@ def _report(command: Lighthouse, refusal: Refusal) -> None:
 def _write_refusal(command: Lighthouse, refusal: Refusal) -> None:
     """Write a line, and an event of the run if its folder is known."""
     _say(f"refused {refusal.text}, from {refusal.source}; said once")
-    folder = command.run_dir or (command.announce and command.announce.parent)
+    folder = _find_run_dir(command)
     if folder is None:
         return
     # Imported now: the groups of a run wait for a lighthouse that starts again, and nearly none
     # refuses anybody.
-    from titan_ft.run.log import EventLog
     from titan_ft.run.refused import emit_refusal
 
+    emit_refusal(_open_log(folder), None, refusal)
+
+
+def _report_renewal(command: Lighthouse, num_ended: int, address: str) -> None:
+    """Report that this lighthouse starts anew. Groups do not wait for storage that hangs."""
+    _say(
+        f"{num_ended} processes of groups have ended: this lighthouse starts anew, and forgets "
+        "their names"
+    )
+    folder = _find_run_dir(command)
+    if folder is None:
+        return
+
+    def write() -> None:
+        from titan_ft.run.events import LighthouseRenewed
+
+        _open_log(folder).emit(LighthouseRenewed(num_ended=num_ended, address=address))
+
+    wait([call_aside(write, "titan_ft_renewal")], _EVENT_SECONDS)
+
+
+def _find_run_dir(command: Lighthouse) -> Path | None:
+    """Return the run's folder; None if it is not known."""
+    if command.run_dir is None and command.announce is not None:
+        return command.announce.parent
+    return command.run_dir
+
+
+def _open_log(folder: Path) -> EventLog:
+    from titan_ft.run.log import EventLog
+
     host = socket.gethostname().partition(".")[0]
-    log = EventLog(RunPaths(folder).lighthouse_events(host, os.getpid()))
-    emit_refusal(log, None, refusal)
+    return EventLog(RunPaths(folder).lighthouse_events(host, os.getpid()))
 
 
 def _say(text: str) -> None:

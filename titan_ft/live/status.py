@@ -148,6 +148,8 @@ def _describe(event: ev.Event, name: str, unit: Unit) -> str | None:
         # About the run:
         case ev.LighthouseRestarted():
             return f"{event.reason}; it is back at the same address after {event.seconds:.2f} s"
+        case ev.LighthouseRenewed():
+            return f"the lighthouse starts anew, and forgets {event.num_ended:,} ended processes"
         case ev.StrangerRefused():
             port = "the lighthouse"
             if event.port is not None:

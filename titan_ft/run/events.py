@@ -74,7 +74,9 @@ class GroupEvent(Event, kw_only=True):
 
 
 class LaunchEvent(Event, kw_only=True):
-    """Written by the launcher; `stranger_refused` by the process that listens at the port."""
+    """Written by the launcher; `lighthouse_renewed` by the lighthouse, `stranger_refused` by the
+    process that listens at the port.
+    """
 
 
 class ChaosEvent(Event, kw_only=True):
@@ -815,6 +817,13 @@ class LighthouseRestarted(LaunchEvent, kw_only=True):
 
     reason: str  # how the lighthouse before ended
     seconds: float  # time without a lighthouse
+    address: str  # http://host:port, unchanged
+
+
+class LighthouseRenewed(LaunchEvent, kw_only=True):
+    """The lighthouse starts anew at its address by itself, to forget processes that have ended."""
+
+    num_ended: int  # processes of groups that it forgets
     address: str  # http://host:port, unchanged
 
 

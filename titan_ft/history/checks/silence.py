@@ -34,6 +34,7 @@ NOTED: tuple[type[ev.Event], ...] = (
     ev.ReplicaGaveUp,
     ev.LighthouseRestarted,
     ev.LighthouseMoved,
+    ev.LighthouseRenewed,
     ev.HostLeft,
     ev.EventsDelayed,
     ev.EventsDropped,

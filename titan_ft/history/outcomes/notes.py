@@ -103,6 +103,9 @@ TEXTS: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.LighthouseRestarted: lambda e, u: (
         f"a new lighthouse listened after {e.seconds:.1f} s: {e.reason}"
     ),
+    ev.LighthouseRenewed: lambda e, u: (
+        f"the lighthouse started anew and forgot {e.num_ended:,} processes that had ended"
+    ),
     ev.StrangerRefused: lambda e, u: (
         f"the {e.port or 'lighthouse'} refused {e.reason}, first from {e.source}"
     ),
