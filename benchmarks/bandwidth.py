@@ -140,7 +140,7 @@ def take_part(
     before = set(own_sockets())
     bare: Any = ProcessGroupGloo(PrefixStore("bare", store), rank, num_members, _TIMEOUT)
     group = build_process_group("gloo", _TIMEOUT)
-    group.configure(f"127.0.0.1:{port}/ours", f"member {rank}", rank, num_members)
+    group.configure(f"127.0.0.1:{port}/ours", rank, num_members)
     if mbps != UNTHROTTLED:
         for link in set(own_sockets()) - before:
             with borrowed_socket(*link) as connection:

@@ -259,9 +259,7 @@ def _ticking(found: dict[str, float], what: str) -> Iterator[None]:
 
 def _configure(group: Any, port: int, number: int, rank: int, num_ranks: int) -> None:
     ranks = list(range(num_ranks))
-    group.configure(
-        f"127.0.0.1:{port}/{number}", f"member {rank}", rank, num_ranks, number, 0, 1, ranks
-    )
+    group.configure(f"127.0.0.1:{port}/{number}", rank, num_ranks, number, 0, 1, ranks)
 
 
 def _usage() -> dict[str, int]:

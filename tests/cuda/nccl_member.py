@@ -105,7 +105,7 @@ def configure(state: State, name: str, members: list[int], seconds: float = 20.0
     error = ""
     try:
         nccl.configure(
-            f"127.0.0.1:{PORT}/{name}", "group", members.index(RANK), len(members), 1, 0, 1, members
+            f"127.0.0.1:{PORT}/{name}", members.index(RANK), len(members), 1, 0, 1, members
         )
     except (RuntimeError, TimeoutError) as problem:
         error = f"{type(problem).__name__}: {problem}"

@@ -69,7 +69,7 @@ class _ProcessGroup:
             if not self._works:
                 self._number += 1
                 self._group.configure(
-                    f"{self._address}/{self._number}", "0", self._rank, NUM_MEMBERS, self._number
+                    f"{self._address}/{self._number}", self._rank, NUM_MEMBERS, self._number
                 )
                 self._works = True
 

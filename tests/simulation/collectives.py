@@ -200,7 +200,6 @@ class ProcessGroup:
     def configure(
         self,
         store_addr: str,
-        replica_id: str,
         rank: int,
         world_size: int,
         quorum_id: int | None = None,

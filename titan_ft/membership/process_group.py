@@ -172,7 +172,6 @@ class Reconfigurable:
     def configure(
         self,
         store_addr: str,
-        replica_id: str,
         rank: int,
         world_size: int,
         quorum_id: int | None = None,
@@ -180,7 +179,7 @@ class Reconfigurable:
         group_world_size: int | None = None,
         global_ranks: list[int] | None = None,
     ) -> None:
-        """Build the process group of a quorum. torchft's process groups have the same arguments.
+        """Build the process group of a quorum.
 
         Args:
             store_addr: host:port/prefix of the store at which the members meet. No other quorum has
@@ -410,7 +409,6 @@ class AbortableNccl(Reconfigurable):
     def configure(
         self,
         store_addr: str,
-        replica_id: str,
         rank: int,
         world_size: int,
         quorum_id: int | None = None,

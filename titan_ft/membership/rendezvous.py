@@ -265,7 +265,6 @@ class Rendezvous:
         global_ranks = [member.slot * size + self._group_rank for member in members]
         self.process_group.configure(
             f"{leader.store}/{self._column_prefix}/pg",
-            own.replica_id,
             members.index(own),
             len(members),
             quorum_id,

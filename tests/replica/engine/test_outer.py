@@ -204,7 +204,7 @@ class Seat:
     def __init__(self, store: str, rank: int, members: int) -> None:
         self.timeout = timedelta(seconds=DEADLINE)
         self.process_group = build_process_group("gloo", self.timeout)
-        self.process_group.configure(store, f"m{rank}", rank, members)
+        self.process_group.configure(store, rank, members)
         everybody = tuple(Member(slot, 1.0, f"u{slot}", "c") for slot in range(members))
         self._quorum = Quorum("1/test", rank, everybody, max_step=0)
 

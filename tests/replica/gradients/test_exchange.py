@@ -173,7 +173,7 @@ class Ring:
             if rank.seat.quorum.done():
                 rank.seat.quorum = Future()
             group = rank.seat.process_group
-            group.configure(f"127.0.0.1:{self._store.port}/{key}", f"m{number}", number, len(ranks))
+            group.configure(f"127.0.0.1:{self._store.port}/{key}", number, len(ranks))
             rank.seat.quorum.set_result(Quorum(key, number, members, max_step=0))
 
         self.together(*[lambda n=n, r=r: configure(n, r) for n, r in enumerate(ranks)])

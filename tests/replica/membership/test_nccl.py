@@ -187,7 +187,7 @@ def configure(
     """Build a communicator as `Rendezvous.configure` does."""
     nccl.set_timeout(timedelta(seconds=seconds))
     try:
-        nccl.configure(f"127.0.0.1:{store.port}/{name}", "group", 0, world_size, 1, 0, 1, [])
+        nccl.configure(f"127.0.0.1:{store.port}/{name}", 0, world_size, 1, 0, 1, [])
     finally:
         nccl.set_timeout(TIMEOUT)
 
@@ -520,7 +520,7 @@ def run_rank(port: int, when: str, rank: int) -> None:
         assert time.monotonic() - began < DEADLINE
     else:
         nccl.set_timeout(timedelta(seconds=60))
-        nccl.configure(f"127.0.0.1:{port}/both", "group", rank, 2, 1, 0, 1, [])
+        nccl.configure(f"127.0.0.1:{port}/both", rank, 2, 1, 0, 1, [])
         with device.side_stream(ones.device):
             nccl.allreduce([ones], AllreduceOptions()).wait()
             assert ones.sum().item() == 2 * ones.numel()
@@ -537,7 +537,7 @@ def run_rank(port: int, when: str, rank: int) -> None:
             ones.sum().item()
         assert nccl.errored() is not None
     nccl.set_timeout(timedelta(seconds=60))
-    nccl.configure(f"127.0.0.1:{port}/alone", "group", 0, 1, 2, 0, 1, [])
+    nccl.configure(f"127.0.0.1:{port}/alone", 0, 1, 2, 0, 1, [])
     with device.side_stream(ones.device):
         again = torch.ones(1 << 20, device="cuda")
         nccl.allreduce([again], AllreduceOptions()).wait()

@@ -203,7 +203,7 @@ def be_rank(order: dict[str, Any]) -> None:
 
     opened, collective = open_meanwhile(), COLLECTIVES[order["collective"]]
     group = BreakableGloo(TIMEOUT, host_of(rank))
-    group.configure(f"127.0.0.1:{order['port']}/{name}", "r", rank, order["ranks"])
+    group.configure(f"127.0.0.1:{order['port']}/{name}", rank, order["ranks"])
     tell("first", collective(group))
     if rank == order["sender"]:
         shrink_send_buffers()
@@ -230,9 +230,7 @@ def be_rank(order: dict[str, Any]) -> None:
     tell("spared", listeners <= listening())
     tell(
         "alone",
-        [group.configure(f"127.0.0.1:{order['port']}/{name}{rank}", "r", 0, 1), all_reduce(group)][
-            1
-        ],
+        [group.configure(f"127.0.0.1:{order['port']}/{name}{rank}", 0, 1), all_reduce(group)][1],
     )
     del kept
     os._exit(0)
