@@ -173,8 +173,13 @@ class Node:
         A link's grace begins when a connection ends. So a child that has never connected is not
         lost.
         """
-        times = [min(link.grace_end, link.next_dial) for link in self._links.values()]
-        return min(times, default=math.inf)
+        next_tick = math.inf
+        for link in self._links.values():
+            # A connected link waits for no time. This is read twice in each turn of the loop: with
+            # a time for each of 17 links it took a fifth of a rank's CPU.
+            if not link.connected:
+                next_tick = min(next_tick, link.grace_end, link.next_dial)
+        return next_tick
 
     @property
     def num_kept(self) -> int:
