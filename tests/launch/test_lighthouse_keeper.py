@@ -4,23 +4,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from titan_ft.config import ConfigError
+from titan_ft.launch import lighthouse_keeper
 from titan_ft.launch.group.children import Children
 from titan_ft.launch.lighthouse import LISTENER_VARIABLE
 from titan_ft.launch.lighthouse_keeper import HOST, LighthouseKeeper
+from titan_ft.run.lighthouse import LighthouseAddress, answers
 from titan_ft.run.log import EventLog
+from titan_ft.system.threads import call_aside, call_for_each
 from titan_ft.system.token import TOKEN_ENV
 
 TOKEN = "0123456789abcdef"
@@ -151,6 +158,86 @@ def test_a_lighthouse_that_answers_no_more_is_started_again(
     )
     assert event["event"] == "lighthouse_restarted"
     assert event["reason"] == "the lighthouse was killed: it did not answer 3 times, 0.2 s each"
+
+
+LIGHTHOUSE = """
+import sys
+from titan_ft.cli.main import main
+sys.argv = ["titan-ft", "lighthouse", "--bind", f"127.0.0.1:{sys.argv[1]}"]
+sys.argv += ["--min-replicas", "30"]  # else the first quorum leaves out the last groups
+sys.exit(main())
+"""
+GROUPS, QUESTIONS = 30, 20
+
+
+@contextlib.contextmanager
+def busy_cores() -> Iterator[None]:
+    """Run twice as many processes as there are cores."""
+    command = [sys.executable, "-c", "while True: pass"]
+    spinning = [subprocess.Popen(command) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        yield
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def training_groups(address: str) -> Iterator[list[int]]:
+    """Let `GROUPS` clients heartbeat and ask for quorums; yields the numbers of the quorums."""
+    from torchft.coordination import LighthouseClient
+
+    url = LighthouseAddress(address, TOKEN).url_for_client(address)
+    limit = timedelta(seconds=60)
+    clients = [LighthouseClient(url, limit) for _ in range(GROUPS)]
+    stop = threading.Event()
+    quorums: list[int] = []
+
+    def beat() -> None:
+        while not stop.wait(0.1):
+            for slot, client in enumerate(clients):
+                client.heartbeat(f"group {slot}", limit)
+
+    def ask() -> None:
+        while not stop.is_set():
+            found = call_for_each(
+                lambda slot: clients[slot].quorum(f"group {slot}", limit).quorum_id,
+                range(GROUPS),
+                "ask",
+                GROUPS,
+            )
+            quorums.append(found[0])
+
+    ended = [call_aside(beat, "beat"), call_aside(ask, "ask")]
+    try:
+        yield quorums
+    finally:
+        stop.set()
+        for each in ended:
+            each.result(60.0)
+
+
+@pytest.mark.slow
+def test_thirty_groups_on_busy_cores_restart_no_lighthouse(
+    make_keeper: MakeKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lighthouse that is slow, because others have the cores, answers in time and stays."""
+    answered: list[bool] = []
+
+    def record_answer(*arguments: Any) -> bool:
+        answered.append(answers(*arguments))
+        return answered[-1]
+
+    monkeypatch.setattr(lighthouse_keeper, "answers", record_answer)
+    keeper = make_keeper(LIGHTHOUSE)
+    poll_until(keeper, lambda: keeper.listens)
+    process, answered[:] = keeper.pid, []
+    with busy_cores(), training_groups(keeper.address) as quorums:
+        poll_until(keeper, lambda: len(answered) >= QUESTIONS, 180.0)
+    assert keeper.pid == process
+    assert len(quorums) > 1
+    assert "lighthouse_restarted" not in (tmp_path / "events" / "launcher-1.jsonl").read_text()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
