@@ -25,7 +25,7 @@ def state(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _small_slices_and_little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_fetch, "_CHUNK", 1 << 15)
+    monkeypatch.setattr(state_fetch, "_SLICE_BYTES", 1 << 15)
     monkeypatch.setattr(transfers, "USUAL_SECONDS", 0.5)
 
 

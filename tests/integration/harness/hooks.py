@@ -116,10 +116,11 @@ SETTINGS: dict[str, Any] = json.loads(os.environ["TITAN_FT_TEST_HOOKS"])
 _HOLD_SECONDS = 60.0
 
 flavor.register()
-state_fetch._CHUNK = 1 << 18  # a tiny state, too, takes several requests
-for constant, value in SETTINGS.get("constants", {}).items():  # by their full names
+# With small slices, a tiny state takes several requests, too.
+CONSTANTS = {"titan_ft.transfer.state_fetch._SLICE_BYTES": 1 << 18, **SETTINGS.get("constants", {})}
+for constant, value in CONSTANTS.items():
     module, _, name = constant.rpartition(".")
-    getattr(sys.modules[module], name)  # it is there
+    getattr(sys.modules[module], name)  # fails after a rename, which a mere assignment would hide
     setattr(sys.modules[module], name, value)
 
 
@@ -487,7 +488,7 @@ def install_breaks() -> None:
     """Break a donor's connection in the middle of a piece of the state, once."""
 
     def send(original: Any, pace: Any, connection: socket.socket, data: memoryview) -> None:
-        if data.nbytes == state_fetch._CHUNK:
+        if data.nbytes == state_fetch._SLICE_BYTES:
             WORKER.answers += 1
             if any(
                 WORKER.is_target(what) and what["answer"] == WORKER.answers
