@@ -297,7 +297,7 @@ def test_causes_in_turn(causes: list[AttemptEnd], between: AttemptEnd | None) ->
     """Twice as many ends as with one cause, with any causes in a row; kills neither count
     nor help.
     """
-    policy = RestartPolicy(max_restarts=100, run_trains=lambda: True)
+    policy = RestartPolicy(max_restarts=100, has_run_trained=lambda: True)
     for number, end in zip(range(5), cycle(causes), strict=False):
         assert isinstance(policy.decide(end), float), number
         assert between is None or isinstance(policy.decide(between), float)
@@ -395,7 +395,7 @@ def test_no_dead_network(ends: list[AttemptEnd], trains: bool) -> None:
     Groups that are missing may be in a queue for hours.
     """
     clock = Clock()
-    policy = RestartPolicy(max_restarts=1000, clock=clock, run_trains=lambda: trains)
+    policy = RestartPolicy(max_restarts=1000, clock=clock, has_run_trained=lambda: trains)
     for end in ends:
         clock.now += NETWORK_SECONDS
         assert isinstance(policy.decide(end), float)
@@ -406,7 +406,7 @@ def test_a_run_that_began_to_train_meanwhile() -> None:
     look.
     """
     clock, answers = Clock(), iter([False, False, True])
-    policy = RestartPolicy(max_restarts=100, clock=clock, run_trains=lambda: next(answers))
+    policy = RestartPolicy(max_restarts=100, clock=clock, has_run_trained=lambda: next(answers))
     for _ in range(9):
         clock.now += NETWORK_SECONDS
         assert isinstance(policy.decide(AWAY), float)

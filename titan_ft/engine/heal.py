@@ -79,7 +79,9 @@ _MIN_REPLAYED = 2
 one update in a round, so the queue becomes shorter."""
 _MAX_SLOW_ROUNDS = 3
 """After this many rounds in a row in which a replay took longer than an update, the joiner asks the
-others to wait, if more than this many updates are queued."""
+others to wait."""
+_MAX_SHORT_QUEUE = 3
+"""The others need not wait for a joiner with at most this many queued updates."""
 _LOAD_TIMES_IN_RESERVE = 4
 """A load takes one load time, and the digest after it about another one. The others must not wait
 if both take twice as long as last time."""
@@ -229,9 +231,6 @@ class Heal:
         self._least_step = 1
         if self._rounds.last_round is not None:
             self._update_least_step(self._rounds.last_round)
-        # This value counts if the heal ends before its first round. The round that this group
-        # missed may have been an update, so assume that it was.
-        self.ended_on_update = True
         if self._offer is not None:
             offer = self._offer
             self._offer = None
@@ -295,7 +294,7 @@ class Heal:
         self._pace.start_step()
         if others_repeat and not self._is_worth_a_wait():
             return
-        while self._is_in(Phase.ASKING) and self._may_ask():
+        while self._is_in(Phase.ASKING) and self._next_round_confirms():
             self._ask()
             if self._is_in(Phase.FETCHING):
                 self._rounds.mark_busy()
@@ -381,8 +380,8 @@ class Heal:
         """Wait for a newcomer's first quorum, and compare its state with the fetched one.
 
         Returns:
-            True if the others have made no update since the fetch began. They then repeat the
-            exchange that this group's former process broke.
+            True if a fetch has begun, and the others have made no update since. They then repeat
+            the exchange that this group's former process broke.
         """
         quorum = self._rounds.get_quorum()
         self._least_step = max(self._group.gather(quorum.max_step))
@@ -395,7 +394,7 @@ class Heal:
         self._rounds.mark_busy()
         return True
 
-    def _may_ask(self) -> bool:
+    def _next_round_confirms(self) -> bool:
         """Return True if the next round will confirm a state that is fetched before it.
 
         It does if the holders show their digests in it. They do so for a group that is new to them,
@@ -662,7 +661,7 @@ class Heal:
         all of them.
         """
         num_remaining = self._healing.num_remaining
-        if num_remaining > _MAX_SLOW_ROUNDS and not self._healing.others_wait:
+        if num_remaining > _MAX_SHORT_QUEUE and not self._healing.others_wait:
             self._let_others_wait(
                 f"to replay {num_remaining} queued updates takes longer than to make as many",
             )
@@ -850,7 +849,7 @@ class _Pace:
     def adopt_times(self, offer: Offer) -> None:
         """Note how long a donor's last step took, and when the step under way began.
 
-        A lone group admits a joiner in the middle of a step. If this rank counted from the joiner's
+        A lone group admits a joiner in the middle of a step. If this rank counted from its own
         quorum, the step would seem to begin later, and the joiner would load too late.
         """
         self.set_update_seconds(offer.milliseconds / 1000)
@@ -859,8 +858,8 @@ class _Pace:
     def find_load_deadline(self, load_seconds: float) -> float:
         """Return until when a load or a replay may begin without delaying the others' step.
 
-        The deadline is the half of the step. If the step is long enough for a load in its second
-        half, the deadline is `_LOAD_TIMES_IN_RESERVE` load times before the end of the step.
+        The deadline is the middle of the step, or `_LOAD_TIMES_IN_RESERVE` load times before its
+        end if that is later. Until a load has been measured, it is the middle.
 
         Args:
             load_seconds: duration of the last load; 0 = unknown.

@@ -54,9 +54,9 @@ may not have as much memory again. NCCL should choose the same algorithm for all
 
 
 class HookCalls(enum.Enum):
-    """How often autograd calls a gradient's hook in one backward, if the number is not fixed."""
+    """How a gradient's hook finds its last call in one backward; an int is a known number."""
 
-    ONE = enum.auto()  # there is no pipeline: the first call is the last one
+    ONE = enum.auto()  # there is no pipeline: the first call is the last, and nothing is counted
     # The number differs between parameters. The first backward counts the calls, and its gradients
     # travel only after it. From then on, a gradient travels with its last call.
     COUNTED = enum.auto()
@@ -87,8 +87,9 @@ class GradientExchange:
     `Rounds` launches an exchange by one of `arm`, `launch` and `launch_with`, and completes it by
     `finish`.
 
-    Threads: all methods run on the training thread. The collectives of each exchange run on a
-    thread of its own (`Flight`).
+    Threads: the training thread calls all methods but `rehearse`, which runs on the thread of the
+    quorum. Autograd calls the hooks while the training thread waits in the backward. The
+    collectives of each exchange run on a thread of its own (`Flight`).
 
     After `ExchangeError` the process group is aborted and the local gradients are untouched. The
     exchange can then be launched again.

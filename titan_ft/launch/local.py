@@ -305,7 +305,7 @@ class LocalRun:
 
     def _keep_agent(self, replica: int) -> AgentKeeper:
         policy = RestartPolicy(
-            self.plan.options.max_restarts, run_trains=lambda: has_trained(self.plan.paths)
+            self.plan.options.max_restarts, has_run_trained=lambda: has_trained(self.plan.paths)
         )
         start = partial(self._start_agent, replica)
         read_group = partial(self._read_group, replica)

@@ -1,7 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Decide whether and when an ended replica group is restarted, and when no restart of any group
-helps the run.
+"""Decide whether and when an ended replica group is restarted, and when no restart helps the run.
+
+An *attempt* is one start of a group's workers, or of a group's agent. A group's agent applies
+`RestartPolicy` to its workers (`group/agent.py`), the launcher to its agents (`agent_keeper.py`,
+`local.py`). The launcher alone uses `CommonEnd`. All calls are on the main thread of the process.
 """
 
 from __future__ import annotations
@@ -46,33 +49,28 @@ took its place.
 HOST_SUSPECTED_CODE = 4
 """Exit status of a group's agent that leaves a suspected host: the group should go on elsewhere."""
 AGENT_CRASHED_CODE = 5
-"""Exit status of a group's agent that an exception of its own has ended; it has given nothing
-up.
-"""
+"""Exit status of an agent that crashed. Its group has not been given up."""
 WINDOW_SECONDS = 24 * 3600.0
-"""Restarts before it are forgotten when the group commits: a run of weeks does not end of what has
-happened in all.
+"""Once the group has committed, restarts longer ago than this no longer count. Otherwise a run of
+weeks would use up its restarts.
 """
 MAX_SAME_ENDS = 3
-"""Ends of a group in a row of the same cause, without progress between, after which it is given
-up.
-"""
+"""A group is given up after this many ends in a row with the same cause, without progress."""
 MAX_OWN_ENDS_FACTOR = 2
-"""So many times more ends in a row without progress, whatever their causes, and the group is given
-up.
-
-Two causes in turn would else use up all restarts: 101 ends, and 19 minutes.
+"""A group is also given up after this many times as many ends in a row, whatever their causes,
+without progress. Otherwise two causes in turn would use up all 100 restarts, in 19 minutes.
 """
 MAX_SAME_ROUNDS = 2
-"""How often all groups may end of the same cause after the same step."""
+"""The run stops when all groups have ended this often with the same cause after the same step."""
 MAX_NETWORK_ENDS = 3
-"""Ends of a group with a network error before the run's first step; see `NETWORK_SECONDS`."""
+"""A group is given up after this many network errors before the run's first step, if
+`NETWORK_SECONDS` have passed as well."""
 NETWORK_SECONDS = 120.0
-"""What a network gets to come up, from the start of a group's first attempt.
+"""Time for a network to come up, from the start of a group's first attempt.
 
-A file server or a lighthouse may take a minute to be there, and three attempts can be over within
-seconds. A network that is not there after both was named wrong, or is cut off: no start mends that.
-"""
+A file server or a lighthouse may need a minute to start, and three attempts can be over within
+seconds. A network that is missing after three errors and this time has a wrong name or is cut off.
+A restart does not help. """
 
 # Why a group is given up: `ReplicaGaveUp.cause`.
 CONFIG, FINAL, CRASH_LOOP, NETWORK, RESTARTS = (
@@ -86,7 +84,7 @@ HOST = "host"
 
 
 def backoff_seconds(streak: int) -> float:
-    """Return the wait before a restart after `streak` restarts without success.
+    """Return the seconds before a restart after `streak` restarts without success.
 
     0 for the first (a killed group should be back at once), then 0.5 s, doubling up to 10 s.
     """
@@ -101,32 +99,31 @@ class AttemptEnd:
     """Exit status of the worker whose end caused the others' (negative: the signal)."""
     alive_seconds: float
     committed: bool = False
-    """Whether it contributed to a step."""
+    """True if the attempt contributed to a step."""
     error: WorkerError | None = None
-    """The exception of that worker; None where a signal ended it, or it left none."""
+    """The exception of that worker; None if a signal ended it, or if it left none."""
     disturbed: bool = False
-    """Whether a fault was injected into it, or its events are cut, so that its end says nothing
-    about the run.
-    """
+    """True if a fault was injected into it, or if its events are cut. Its end then shows nothing
+    about the run. """
     step: int | None = None
-    """Last step that it contributed to; None without any, or where nobody knows."""
+    """Last step that it contributed to; None if there is none, or if it is unknown."""
 
     @property
-    def kind(self) -> str:
-        """Text that ends of the same cause share; empty if the end does not count."""
+    def cause(self) -> str:
+        """Text that ends with the same cause share; empty if the end does not count."""
         if self.disturbed or (self.error is not None and self.error.transient):
             return ""
         return cause_of_end(self.code, None if self.error is None else self.error.text)
 
     @property
     def is_network_error(self) -> bool:
-        """Whether a network, a file server or the lighthouse did not answer."""
+        """True if a network, a file server or the lighthouse did not answer."""
         return self.error is not None and self.error.network and not self.disturbed
 
 
 @dataclass(frozen=True)
 class NoRestart:
-    """A group is not started again."""
+    """A group is not restarted."""
 
     cause: str
     """One of the causes above."""
@@ -177,7 +174,7 @@ class AttemptEvents:
 
     @property
     def is_cut(self) -> bool:
-        """Whether events of the attempt are missing. Only valid after its end."""
+        """True if events of the attempt are missing. Only valid after its end."""
         return any_is_cut(self._folder, self._pattern)
 
     @property
@@ -197,12 +194,11 @@ class AttemptEvents:
 def has_trained(paths: RunPaths) -> bool:
     """True if any group of the run has made a step.
 
-    For a run of `titan-ft launch`, its latest launch counts: a resumed run without network has not
-    begun. Groups that are started one by one share one history without launches.
+    In a run of `titan-ft launch`, steps of earlier launches do not count. Groups that are started
+    one by one share one history without launches.
 
-    This reads each worker's file up to its first commit, and folds nothing: an agent on a cluster
-    asks it, and the events of all groups may be gigabytes.
-    """
+    This reads each worker's file up to its first commit only. An agent on a cluster calls it, and
+    the events of all groups may be gigabytes."""
     launches = EventTail(
         paths.events, LaunchStarted, pattern="launcher-*.jsonl", from_start=True
     ).poll()
@@ -225,16 +221,20 @@ def _has_commit(path: Path, since: float) -> bool:
 
 
 def exit_status(code: int) -> int:
-    """Return the agent's exit status for giving a group up, by that of the worker that was the
-    cause.
+    """Return the agent's exit status when it gives a group up.
+
+    Args:
+        code: exit status of the worker that was the cause.
     """
     return code if code in (CONFIG_ERROR_CODE, FINAL_CODE) else 1
 
 
 @dataclass
 class RestartPolicy:
-    """Counts the restarts of one group. After success (see `decide`) a group is restarted without
-    delay again.
+    """Counts the restarts of one group, and decides about the next one.
+
+    After an attempt that committed, or that lived for `healthy_seconds`, the next restart has no
+    delay.
     """
 
     max_restarts: int
@@ -242,28 +242,28 @@ class RestartPolicy:
     that is longer.
     """
     healthy_seconds: float = 60.0
-    """An attempt that lived this long had got going."""
+    """An attempt that lived this long counts as a success."""
     clock: Callable[[], float] = time.monotonic
-    run_trains: Callable[[], bool] = lambda: False
-    """Tells whether any group of the run has made a step; asked after a network error only."""
+    has_run_trained: Callable[[], bool] = lambda: False
+    """Returns True if any group of the run has made a step; called after a network error only."""
     host_deaths: int = 0
     """Deaths on a host after which the group leaves it (`suspect`); 0 = it never does."""
     streak: int = 0
-    """Restarts since the last attempt that had got going."""
+    """Restarts since the last success."""
     _restarts: deque[float] = field(default_factory=deque)
-    _last_kind: str = ""
+    _last_cause: str = ""
     _last_step: int | None = None
-    """Last step before the last end that had made one."""
+    """Last step of the latest attempt that contributed to one."""
     _num_same: int = 0
-    """Ends of the kind `_last_kind`, without progress between."""
-    _num_own: int = 0
-    """Ends of any kind, without progress between."""
+    """Ends in a row with the cause `_last_cause`, without progress."""
+    _num_ends: int = 0
+    """Ends in a row that count, with any cause, without progress."""
     _num_network: int = 0
     """Ends with a network error."""
     _first_start: float | None = None
     """When the first attempt began, by `clock`."""
-    _trains: bool = False
-    """Whether the run is known to have made a step."""
+    _run_has_trained: bool = False
+    """True if the run is known to have made a step."""
 
     def decide(self, end: AttemptEnd) -> float | NoRestart:
         """Return the seconds to wait before the group's restart, or why it is not restarted.
@@ -284,12 +284,10 @@ class RestartPolicy:
         hopeless = self._find_loop(end) or self._find_dead_network(end)
         if hopeless is not None:
             return hopeless
-        # Not without a commit: attempts that each wait long for what never comes (a file server)
-        # would go on for ever.
-        while (
-            end.committed and self._restarts and self._restarts[0] <= self.clock() - WINDOW_SECONDS
-        ):
-            self._restarts.popleft()
+        # Forget old restarts only after a commit. Otherwise attempts that each wait long for a file
+        # server that never comes would go on for ever.
+        if end.committed:
+            self._forget_old_restarts()
         if len(self._restarts) >= self.max_restarts:
             hours = WINDOW_SECONDS / 3600
             return NoRestart(
@@ -303,6 +301,11 @@ class RestartPolicy:
         self.streak += 1
         return delay
 
+    def _forget_old_restarts(self) -> None:
+        oldest = self.clock() - WINDOW_SECONDS
+        while self._restarts and self._restarts[0] <= oldest:
+            self._restarts.popleft()
+
     def _find_loop(self, end: AttemptEnd) -> NoRestart | None:
         """Return why the group is given up if it ends repeatedly for one cause, else None.
 
@@ -312,19 +315,25 @@ class RestartPolicy:
         A kill, an injected fault and a transient error neither count nor end the row, because they
         do not show that the earlier cause is gone.
         """
-        if end.committed and (end.step is None or end.step != self._last_step):
-            self._last_kind, self._last_step, self._num_same, self._num_own = "", end.step, 0, 0
-        if not end.kind:
+        is_same_step = end.step is not None and end.step == self._last_step
+        if end.committed and not is_same_step:
+            self._last_cause = ""
+            self._last_step = end.step
+            self._num_same = 0
+            self._num_ends = 0
+        if not end.cause:
             return None
-        self._num_same = self._num_same + 1 if end.kind == self._last_kind else 1
-        self._num_own += 1
-        self._last_kind = end.kind
+        if end.cause != self._last_cause:
+            self._num_same = 0
+        self._num_same += 1
+        self._num_ends += 1
+        self._last_cause = end.cause
         where = (
             f"each time after step {end.step}" if end.committed else "and no step committed between"
         )
-        if self._num_own >= MAX_OWN_ENDS_FACTOR * self._most_crashes:
+        if self._num_ends >= MAX_OWN_ENDS_FACTOR * self._most_crashes:
             return NoRestart(
-                CRASH_LOOP, f"{self._num_own} ends of its own in a row, without progress"
+                CRASH_LOOP, f"{self._num_ends} ends of its own in a row, without progress"
             )
         if self._num_same < self._most_ends(end):
             return None
@@ -341,14 +350,14 @@ class RestartPolicy:
         The host may be the cause of a crash. If the group leaves suspected hosts, it must die there
         often enough to do so before it is given up.
         """
-        text = kind = None
+        text = type_name = None
         if end.error is not None:
-            text, kind = end.error.text, end.error.type_name
-        return self._most_crashes if may_come_from_host(text, kind) else MAX_SAME_ENDS
+            text, type_name = end.error.text, end.error.type_name
+        return self._most_crashes if may_come_from_host(text, type_name) else MAX_SAME_ENDS
 
     @property
     def _most_crashes(self) -> int:
-        return max(MAX_SAME_ENDS, self.host_deaths + 1) if self.host_deaths else MAX_SAME_ENDS
+        return max(MAX_SAME_ENDS, self.host_deaths + 1)
 
     def _find_dead_network(self, end: AttemptEnd) -> NoRestart | None:
         """Return why the group is given up if there is no network, else None.
@@ -356,13 +365,14 @@ class RestartPolicy:
         This applies only before the run's first step: later the group may be a late one that the
         training others wait for.
         """
-        self._trains = self._trains or end.committed
-        if not end.is_network_error or self._trains:
+        if end.committed:
+            self._run_has_trained = True
+        if not end.is_network_error or self._run_has_trained:
             return None
-        self._trains = self.run_trains()
-        if self._trains:
+        self._run_has_trained = self.has_run_trained()
+        if self._run_has_trained:
             return None
-        assert self._first_start is not None, "it was set when this end was taken"
+        assert self._first_start is not None, "`decide` has set it"
         self._num_network += 1
         seconds = self.clock() - self._first_start
         if self._num_network < MAX_NETWORK_ENDS or seconds < NETWORK_SECONDS:
@@ -374,12 +384,12 @@ class RestartPolicy:
 
 
 class CommonEnd:
-    """Notice, in the launcher, that starting groups again does not help the run."""
+    """Notices that restarts of groups do not help the run; for the launcher."""
 
     def __init__(self) -> None:
         self._latest: dict[int, tuple[int, str]] = {}
-        """By group: step and kind of its last end, since the last time that these were the same for
-        all.
+        """Step and cause of each group's latest end. Emptied when they are the same in all
+        groups.
         """
         self._rounds: Counter[tuple[int, str]] = Counter()
 
@@ -394,14 +404,15 @@ class CommonEnd:
             step: last committed step of the group.
             groups: groups that are still in the run.
         """
-        # Who is not started again anyway says nothing of starts: others may yet save the last step
-        # that it could not.
+        # A group that is not restarted anyway does not show that restarts are useless. Other groups
+        # may still save the last step.
         if event.transient or event.code in (CONFIG_ERROR_CODE, FINAL_CODE):
             return ""
-        kind = cause_of_end(exit_code_of(event), event.error)
-        if not kind:
+        cause = cause_of_end(exit_code_of(event), event.error)
+        if not cause:
             return ""
-        self._latest[event.replica] = end = (step, kind)
+        end = (step, cause)
+        self._latest[event.replica] = end
         if {self._latest.get(replica) for replica in groups} != {end}:
             return ""
         self._latest = {}
@@ -427,7 +438,7 @@ class CommonEnd:
             f"group {event.replica} ends with {event.error} ({event.reason} by any group; see "
             f"{event.log})"
         )
-        # Which has a remedy of its own.
+        # An error of the lighthouse names its own remedy.
         if event.cause == NETWORK and event.error_kind != LIGHTHOUSE_ERROR:
             line += (
                 "; check the network, or name data that are on this host (training.dataset_path)"

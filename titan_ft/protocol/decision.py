@@ -33,9 +33,9 @@ ALONE_SECONDS = 5.0
 """After this time without a holder of the job's state, the job goes on from the latest state that
 is left, even if it is an older one."""
 MAX_EXCHANGE_RETRIES = 10
-"""After more broken rounds of one step in a row, the group with the highest slot restarts, because
-it may be at fault itself. The others restart later (`_find_retry_limit`). A passing failure breaks
-two or three rounds."""
+"""After more than this many broken rounds of one step in a row, the group with the highest slot
+restarts, because it may be at fault itself. The others restart later (`_find_retry_limit`). A
+passing failure breaks two or three rounds."""
 MAX_EXCLUSIONS = 3
 """A group restarts after this many steps in a row in which its gradients were not finite, and those
 of others were."""
@@ -356,7 +356,9 @@ def releases_held_back(made: Round, config: FaultTolerance) -> bool:
 
 
 def find_uncovered(made: Round, config: FaultTolerance) -> list[int]:
-    """Return the slots whose data is missing in the round's gradients, against `batch_policy`."""
+    """Return the slots whose data is missing in the round's gradients although `batch_policy`
+    requires it.
+    """
     # Do not let another group train the data of an excluded group. If the data itself makes NaNs,
     # one group after the other would be excluded.
     if config.batch_policy == "shrink" or made.verdict.excluded:
@@ -450,8 +452,8 @@ def find_last_to_leave(position: Position, left: Collection[int], own: int) -> L
 
     Args:
         position: this group's position. The group leaves.
-        left: slots of the groups whose rows showed `leaving`. The ranks of this group may have seen
-            different rows in their last round, and have joined them.
+        left: slots of the groups whose rows showed `leaving`. The ranks of this group may have read
+            different rows in their last round; this is the union.
         own: slot of this group.
 
     Returns:

@@ -176,6 +176,7 @@ class Links:
         The connections to a frozen rank stay open, so nothing else would end the group. Runs on the
         control tree's thread.
         """
+        # 0: the rank's connection has closed, so the agent sees its end and ends the group.
         if loss.silent_seconds:
             silent = [found for found in self._control.losses if found.silent_seconds]
             self._end_without(silent)
@@ -196,6 +197,7 @@ class Links:
             # A thread that hangs may hold the lock of sys.stderr.
             lambda: os.write(2, line.encode()),
         ]
+        # The constructor may still be joining.
         if "membership" in vars(self):
             # Last: this breaks the training thread's vote or request, which ends this process.
             last_words.append(self.membership.stop_heartbeats)

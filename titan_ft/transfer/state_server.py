@@ -124,8 +124,8 @@ class StateServer:
         self._pace = Pace(max_mbps)
         self.send: SendBytes = self._pace.send
         self._select_device = device.for_thread()
-        # Guards the fields from here to `_wanted_part`. It is notified when the snapshot or the
-        # offer changes, and by `close`.
+        # Guards changes of the fields from here to `_wanted_part`. Single reads, and `pin`, do
+        # without it. It is notified when the snapshot or the offer changes, and by `close`.
         self._changed = threading.Condition()
         self._snapshot: Snapshot | None = None
         self._offer: Message | None = None
@@ -178,7 +178,7 @@ class StateServer:
         self._is_pinned = is_pinned
 
     def withdraw(self) -> Snapshot | None:
-        """Stop serving.
+        """Drop the snapshot. The offer stays.
 
         Returns:
             The snapshot, whose memory is free; None if a joiner still reads it, or if there is

@@ -217,7 +217,7 @@ class Agent:
         self._suspects = SuspectPolicy.of(os.environ) if spec.cluster else SuspectPolicy()
         self._policy = RestartPolicy(
             spec.max_restarts,
-            run_trains=lambda: has_trained(spec.paths),
+            has_run_trained=lambda: has_trained(spec.paths),
             host_deaths=self._suspects.deaths,
         )
         self._events = EventLog(
