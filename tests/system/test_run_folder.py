@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from titan_ft.config import ConfigError
+from titan_ft.launch.group.worker_group import open_log
 from titan_ft.run.appender import FileAppender
 from titan_ft.run.curve_file import CurveFile
 from titan_ft.run.lighthouse import Announcement
@@ -218,3 +219,34 @@ def test_nothing_is_written_through_a_folder_that_is_anothers_link(
         write_whole(folder / "tb" / "index.html", b"")
         assert sorted(path.name for path in home.iterdir()) == ["index.html", "replica_0"]
         assert said == []
+
+
+@as_root
+def test_a_link_above_the_users_own_folders_is_followed(tmp_path: Path) -> None:
+    """Such as /scratch. With the links of all parents refused, a run there lost every event."""
+    (tmp_path / "storage").mkdir()
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "scratch").symlink_to(tmp_path / "storage")
+    for path in (others, others / "scratch"):
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    (tmp_path / "storage" / "run").mkdir()
+    write_whole(others / "scratch" / "run" / "index.html", b"page")
+    assert (tmp_path / "storage" / "run" / "index.html").read_bytes() == b"page"
+
+
+@as_root
+def test_no_log_is_written_through_a_folder_that_is_anothers_link(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its lines go to this process's own output, which says so."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (folder / "logs").symlink_to(home)
+    os.chown(folder / "logs", NOBODY, NOBODY, follow_symlinks=False)
+    with open_log(folder / "logs" / "replica-0" / "rank-0.log") as log:
+        log.write(b"a line\n")
+    assert list(home.iterdir()) == []
+    said = capfd.readouterr().err
+    assert "cannot be written" in said
+    assert said.endswith("a line\n")

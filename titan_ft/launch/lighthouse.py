@@ -355,7 +355,9 @@ def _report_renewal(command: Lighthouse, num_ended: int, address: str) -> None:
 
         _open_log(folder).emit(LighthouseRenewed(num_ended=num_ended, address=address))
 
-    wait([call_aside(write, "titan_ft_renewal")], _EVENT_SECONDS)
+    # Without a thread for the event, the lighthouse must start anew all the same.
+    with contextlib.suppress(RuntimeError):
+        wait([call_aside(write, "titan_ft_renewal")], _EVENT_SECONDS)
 
 
 def _find_run_dir(command: Lighthouse) -> Path | None:

@@ -836,8 +836,8 @@ class StrangerRefused(LaunchEvent, kw_only=True):
     kind: str
     source: str  # numeric address of its other end
     reason: str  # in words
-    # "state server" or "control tree" of a rank, or "agent" of a group on several hosts; the lighthouse's gate if
-    # left out
+    # "state server" or "control tree" of a rank, or "agent" of a group on several hosts; the
+    # lighthouse's gate if left out
     port: str | None = None
 
 

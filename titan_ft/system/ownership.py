@@ -27,16 +27,21 @@ def no_follow(path: str, flags: int) -> int:
 
 
 def check_links(folder: Path) -> None:
-    """Refuse a folder whose path leads through a link of another user.
+    """Refuse a path through a link that another user has put into a folder of this user.
 
     `no_follow` looks at the last part of a path only. Through a folder that is a link, new files
     would come into a folder that the other user has chosen, and replace files of the same name.
+
+    A link in a folder of another user, such as /scratch or a link of a storage's administrator, is
+    followed: the user chose this path, and that folder's owner decides about its links anyway.
 
     Raises:
         OSError: a part of the path is such a link (ELOOP).
     """
     for part in (folder, *folder.parents):
         if not part.is_symlink():
+            continue
+        if part.parent.stat().st_uid != os.geteuid():
             continue
         owner = part.lstat().st_uid
         if owner not in find_own_users(part.parent, owner):

@@ -219,8 +219,9 @@ def _model_rules(config: Any, spec: Any) -> Iterator[SettingRule]:
         )
     cp = parallel.context_parallel_degree
     yield from _sequence_rules("training.seq_len", config.training.seq_len, cp, tp)
-    experts = num_experts(arguments)
-    if ep > 1 and experts:
+    # A user's own model may have no number of experts. Without expert parallelism it needs none.
+    experts = num_experts(arguments) if ep > 1 else 0
+    if experts:
         yield SettingRule(
             holds=experts % ep == 0,
             field="parallelism.expert_parallel_degree",

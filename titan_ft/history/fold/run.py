@@ -128,7 +128,8 @@ class RunFold:
             self.checkpoints.observe(event)
         self.started = event.time if self.started is None else min(self.started, event.time)
         self.last_event = max(self.last_event, event.time)
-        if event.replica is None:
+        # An event of the run says nothing of a group, even if a process of a group wrote it.
+        if event.replica is None or isinstance(event, ev.LaunchEvent):
             return
         if event.replica not in self.groups:
             self._add_slots([event.replica])

@@ -462,9 +462,12 @@ class Agent:
         workers left, the group may have finished. So it stays away, and a line says so.
         """
         events = self._attempt_events
+        # First: at a normal end, no agent need read the events of all groups.
+        if not (events.drained or events.is_cut):
+            return False
         if self._job_is_over():
             return False
-        if events.is_cut and not events.drained:
+        if not events.drained:
             self.spec.report(
                 "it is not started again: its last events could not be written, and it may have "
                 "finished"

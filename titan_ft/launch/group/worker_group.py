@@ -26,7 +26,7 @@ from titan_ft.run.marks import has_left, remove_training_mark
 from titan_ft.run.orphan import PARENT_PID_ENV
 from titan_ft.run.output import choose_native_log
 from titan_ft.system.address import is_unspecified, usable_bind
-from titan_ft.system.ownership import no_follow
+from titan_ft.system.ownership import check_links, no_follow
 from titan_ft.system.process import node_name
 
 LOOPBACK = "127.0.0.1"
@@ -436,11 +436,12 @@ def default_env(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def open_log(path: Path, mode: Literal["wb", "ab"] = "wb") -> BinaryIO:
-    """Open a log in a folder that other users may write to; follows no link there.
+    """Open a log in a folder that other users may write to; follows no link of theirs.
 
     If the log cannot be opened, a line says so, and the returned file is this process's stderr.
     """
     try:
+        check_links(path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         return open(path, mode, opener=no_follow)
     except OSError as error:
