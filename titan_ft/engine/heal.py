@@ -147,7 +147,8 @@ class Heal:
         self._search = OfferSearch(rounds.find_holders, token, max_asked)
         self._holder_watch = HolderWatch(position, rounds, group)
         self._pace = _Pace()
-        self._healing = Healing(Phase.READY)
+        # `await_offer` searches before the heal begins. It asks the slots after this group's own first.
+        self._healing = Healing(Phase.READY, last_donor=config.replica_id)
         self._attempt: CatchUp | None = None
         # Slots of donors that serve this rank no more. The fetch's thread adds to it.
         self._lost_donors: set[int] = set()

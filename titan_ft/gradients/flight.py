@@ -271,8 +271,9 @@ class Flight:
         """
         given = [False] * self._num_fragments
         if self._contributes:
-            for fragment in self._given:
-                given[fragment] = True
+            # `_given` may name more fragments than this rank has: a stage of a pipeline may lack the
+            # last ones.
+            given = [fragment in self._given for fragment in range(self._num_fragments)]
         own = torch.tensor([self._may_update, self._contributes, *given], dtype=torch.int32)
         gathered = self._operations.gather(own.to(self._where, non_blocking=True))
         (read,) = self._operations.read(gathered)

@@ -222,11 +222,13 @@ def write_line(stream: Stream, message: Message) -> None:
 def read_line(stream: Stream) -> Message:
     """Read one line without a seal. Returns an empty message at the end of the connection.
 
+    A probe of a link sends blanks before its line. If it ends early, only the blanks arrive.
+
     Raises:
         ValueError: the line is no message, or a field has another type.
     """
     line = stream.readline(_MAX_LINE)
-    if not line:
+    if not line.strip():
         return {}
     return msgspec.json.decode(line, type=Message)
 

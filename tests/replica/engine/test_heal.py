@@ -82,6 +82,7 @@ class Search:
     def __init__(self, world: World) -> None:
         self.world = world
         self.least_steps: list[int] = []
+        self.first_after: int | None = None  # slot after which the first search begins
         self.pauses: list[float] = []  # seconds
 
     def restart(self, after_seconds: float = 0.0) -> None:
@@ -95,6 +96,7 @@ class Search:
 
     def poll(self, least_step: int, after: int) -> Offer:
         self.least_steps.append(least_step)
+        self.first_after = after if self.first_after is None else self.first_after
         offer = self.world.find_offer()
         return offer if offer.slots and offer.step >= least_step else NO_OFFER
 
@@ -883,6 +885,7 @@ def test_a_newcomer_during_a_round_gets_the_state_at_once(make: Callable[..., Wo
     """It makes no exchange for that, because no other group is there."""
     world = mid_round(make)
     assert world.heal.await_offer(4)
+    assert world.search.first_after == 2, "else newcomers would all ask the lowest slots"
     assert world.position.seen_step == 5, (
         "should its holder die now, the state is lost, and not begun anew"
     )

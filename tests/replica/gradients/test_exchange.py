@@ -778,6 +778,18 @@ def test_only_given_fragments_travel(ring: Ring, given: list[int], kept: bool) -
         check_gradients(rank, totals)
 
 
+def test_a_stage_that_lacks_a_given_fragment_sends_rows(ring: Ring) -> None:
+    """A stage of a pipeline may have fewer fragments than the model. Its exchange works."""
+    ranks = fragmented(ring)
+    before = [rank.gradients() for rank in ranks]
+    for rank in ranks:
+        rank.exchange.give_fragments({3: 1.0})
+    told = ring.together(*[rank.finish for rank in ranks])
+    for rank, reduced, own in zip(ranks, told, before, strict=True):
+        assert [row[0] for row in reduced.rows] == [0.0, 1.0]
+        check_gradients(rank, own)
+
+
 def test_a_mean_is_by_the_weights_that_were_given(ring: Ring) -> None:
     """Each fragment has its own weight: a group may have trained more on one than on the other."""
     ranks = fragmented(ring)

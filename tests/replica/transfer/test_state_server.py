@@ -403,10 +403,12 @@ def test_each_kind_of_stranger_is_reported_once(
     donor = start_donor()
     sent = donor.publish(make_snapshot(5, CHUNK))
     check_equal(donor.fetch(5), sent)
-    with socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as killed:
-        killed.makefile("rb").readline()
-        killed.shutdown(socket.SHUT_WR)
-        read_rest(killed.makefile("rb"))
+    for begun in (b"", b" " * 3000):  # the second is a probe of the link
+        with socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as killed:
+            killed.makefile("rb").readline()
+            killed.sendall(begun)
+            killed.shutdown(socket.SHUT_WR)
+            read_rest(killed.makefile("rb"))
     assert donor.refusals == []
     for _ in range(2):
         with contextlib.ExitStack() as held:
