@@ -21,6 +21,7 @@ from titan_ft.forecast.candidate import Candidate
 from titan_ft.forecast.choice import (
     Case,
     Forecast,
+    advise,
     compare,
     find_turn,
     half_interval,
@@ -112,6 +113,17 @@ def test_an_input_that_would_turn_the_choice() -> None:
     assert 3 < factor <= 16
     before, after = (estimate(scaled(groups, "stall", factor * share)) for share in (0.9, 1.1))
     assert before > estimate(job) > after
+
+
+def test_no_input_is_named_where_the_closed_forms_are_off() -> None:
+    """An advantage that they get wrong by 2 % of it all would turn at a false factor."""
+    (case,) = cases(job={"step": 20.0, "groups": [6, 48]})
+    best, other = case.forecasts
+    assert "which would be better if" in case.advice or "turns that" in case.advice
+    wrong = replace(best, estimate=best.estimate - 0.02)
+    assert advise([wrong, other]).endswith(
+        "; the closed forms are too far off here to name an input that would turn that."
+    )
 
 
 def test_a_difference_of_chance_is_called_none() -> None:

@@ -66,6 +66,8 @@ MISTAKES = [
     ("failure[0].mtbf_of_each", 5, "failure[0].mtbf must be alone of per_1000_node_days, mtbf,"),
     ("failure[0].domain", "rack", "failure[0].domain rack is not a valid key; valid keys: none"),
     ("failure[0].effect", "slow", 'failure[0].factor must be > 1 with effect = "slow", got 1'),
+    ("failure[0].effect", "corrupt", 'failure[0].found_after must be > 0 with effect = "corrupt", got 0'),
+    ("failure[0].breaks", 0.4, "failure[0].repair must be > 0 with breaks, got 0; set it"),
     ("failure[0].breaks", 2, "failure[0].breaks must be a share from 0 to 1, got 2"),
     ("failure[0].first_node", 12288, "failure[0].first_node must be < the 12288 nodes of the cluster, got 12288"),
     ("failure", [{"name": "a", "chaos": "no_such"}], "chaos plan must be the path of a TOML file or one of blog_15s,"),

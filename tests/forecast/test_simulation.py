@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -348,6 +349,50 @@ def test_nobody_left_goes_back_to_the_checkpoint() -> None:
     assert (account.restarts, account.steps) == (1, 450 + 24)
     assert account.parts["away"] == pytest.approx(12 * 100)
     assert account.parts["lost"] == pytest.approx(12 * (1000 + 20))
+
+
+def test_the_last_group_that_is_ready_takes_the_state_with_it(tmp_path: Path) -> None:
+    """All three must be there. Group 0 is back and waits for the others when they have died, and
+    dies too: back to the checkpoint of 60 s.
+    """
+    lines = ["time,fault,target", "100.5,kill_group,0", "105,kill_group,1", "151,kill_group,2"]
+    job = {"step": 1.0, "groups": 3, "min_replica_size": 3}
+    common: dict[str, Any] = {
+        "cluster": {"gpus": 3, "gpus_per_node": 1},
+        "job": job,
+        "failure": [{"name": "kills", "trace": "kills.csv"}],
+        "checkpoint": {"save": 0.0, "interval": 60.0},
+        "groups": {"stall": 0.0, "away": 50.0},
+    }
+    (tmp_path / "kills.csv").write_text("\n".join(lines))
+    lives = simulate(candidate(tmp_path, **common), 0, 300.5)
+    (tmp_path / "kills.csv").write_text("\n".join([*lines, "152,kill_group,0"]))
+    dies = simulate(candidate(tmp_path, **common), 0, 300.5)
+    assert (lives.restarts, dies.restarts) == (0, 1)
+    # Both go on when the last group is back, at 201 and at 202 s.
+    assert (lives.steps, dies.steps) == (100 + 99, 60 + 98)
+
+
+@pytest.mark.parametrize(("time", "stall"), [(5.0, 0.0), (11.0, 5.0), (20.0, 0.0)])
+def test_only_a_death_in_the_exchange_stalls_a_round(
+    tmp_path: Path, time: float, stall: float
+) -> None:
+    """A round trains for 10 s, exchanges for 3 s, and then saves for 20 s."""
+    (tmp_path / "kills.csv").write_text(f"time,fault,target\n{time},kill_group,0\n")
+    found = candidate(
+        tmp_path,
+        cluster={"gpus": 2, "gpus_per_node": 1},
+        job={"step": 1.0, "groups": 2},
+        failure=[{"name": "kills", "trace": "kills.csv"}],
+        checkpoint={"save": 20.0, "interval": 30.0},
+        groups={"stall": 5.0, "away": 1000.0},
+        rounds={"steps": 10, "exchange": 3.0},
+    )
+    rounds = Candidate(
+        **{**vars(found), "strategy": "rounds", "step": 10.0, "exchange": 3.0, "save_every": 1}
+    )
+    account = simulate(rounds, 0, 100.0)
+    assert account.parts["stall"] == pytest.approx(stall)
 
 
 def test_a_chaos_plan_keeps_its_limits() -> None:

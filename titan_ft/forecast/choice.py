@@ -77,6 +77,11 @@ class Forecast:
         return self.effective * self.candidate.value_of_time
 
     @property
+    def closed_worth(self) -> float:
+        """Return `worth` by closed forms."""
+        return self.estimate * self.candidate.value_of_time
+
+    @property
     def lost_gpu_hours(self) -> float:
         """Return GPU-hours of a month (30 days) that are paid for and not used."""
         candidate = self.candidate
@@ -232,7 +237,14 @@ def advise(ranked: Sequence[Forecast]) -> str:
         said += f" (restarts from checkpoints: {100 * restart.effective:.1f} %)"
     if not is_better(best, other):
         return f"{said}, which is no difference: its 95 % interval holds 0."
-    turn = find_turn(best.candidate, other.candidate, best.worth - other.worth)
+    advantage = best.worth - other.worth
+    closed_advantage = best.closed_worth - other.closed_worth
+    if abs(advantage - closed_advantage) > ACCURACY * best.worth:
+        # They would carry their error over to other values of an input, and name a false one.
+        return (
+            f"{said}; the closed forms are too far off here to name an input that would turn that."
+        )
+    turn = find_turn(best.candidate, other.candidate, advantage)
     if turn is None:
         return f"{said}, and no input, changed by itself up to 16 times, turns that."
     name, factor = turn

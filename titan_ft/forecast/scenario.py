@@ -475,6 +475,14 @@ def _check_kind(kind: Kind, name: str) -> None:
                 raise ConfigError(
                     f"{name}.{field} must be left out {why}, got {value!r}; remove it"
                 )
+    # A forgotten field must not mean "found at once" or "mended at once": it would hide most of the
+    # cost.
+    if kind.effect in ("slow", "corrupt") and kind.found_after == 0:
+        rule = f'must be > 0 with effect = "{kind.effect}"'
+        raise ConfigError(f"{name}.found_after {rule}, got 0; set it")
+    # A log has the repair of each failure.
+    if kind.breaks > 0 and kind.repair == 0 and kind.log is None:
+        raise ConfigError(f"{name}.repair must be > 0 with breaks, got 0; set it")
 
 
 def _check(scenario: Scenario) -> None:

@@ -149,6 +149,10 @@ class _Simulation:
         self._idle_since: float | None = None
         self._resumed = self.env.event()
         self._step_end = self._step_due = self._stalled_until = 0.0
+        """Of the step under way: when it ends, when it would end without stalls, and until when its
+        stalls so far last."""
+        self._exchange_due = 0.0
+        """When the exchange of the step under way would end without stalls. A save comes after it."""
         self._step_lost = self._interrupted = False
         self._saves: deque[tuple[float, float, float, int]] = deque([(0.0, 0.0, 0.0, 0)])
         """Of each checkpoint its time, and the useful seconds, contributions and steps in it."""
@@ -272,7 +276,9 @@ class _Simulation:
         saves = bool(candidate.save_every) and self._unsaved + 1 >= candidate.save_every
         save = candidate.save if saves else 0.0
         usual = self._step_seconds()
-        self._step_due = self._stalled_until = begin + usual + max(late, -usual) + save
+        # A measured lateness may be below 0, but no step is shorter than 0.
+        self._exchange_due = begin + usual + max(late, -usual)
+        self._step_due = self._stalled_until = self._exchange_due + save
         self._step_end, self._step_lost = self._step_due, False
         self.account.votes += 1
         while self.env.now < self._step_end:
@@ -470,15 +476,18 @@ class _Simulation:
         group.stops += 1
         self._slow_factors.pop(group.number, None)
         group.luck = luck
+        is_training = group.number in self._training_groups
+        holds_state = is_training or group.number in self._ready_groups
+        self._training_groups.pop(group.number, None)
         self._ready_groups.discard(group.number)
         if self.candidate.spares is not None and broken:
             group.lacks += broken
             self.env.process(self._repair_nodes(broken, repair))
         self._change_state(group, "nodes" if group.lacks else "away")
-        if group.number in self._training_groups:
-            del self._training_groups[group.number]
-            if not self._training_groups and not self._ready_groups:
-                self._lose_all(good_until, in_order=in_order)
+        # A group that is ready to join holds the job's state, too. It may be the last one.
+        if holds_state and not self._training_groups and not self._ready_groups:
+            self._lose_all(good_until, in_order=in_order)
+        if is_training:
             self._react_to_loss(luck, in_order=in_order)
         if not group.lacks:
             self.env.process(self._come_back(group, group.stops))
@@ -513,7 +522,7 @@ class _Simulation:
         if candidate.loses:
             self._step_lost = True
             end = max(self._step_end, max(now, self._step_due) + stall)
-        elif candidate.strategy == "rounds" and now < self._step_due - candidate.exchange:
+        elif candidate.strategy == "rounds" and not self._exchange_is_under_way():
             return
         else:  # the exchange at the step's end breaks; stalls that overlap count once
             begin = max(now, self._step_due)
@@ -522,6 +531,11 @@ class _Simulation:
             self.account.votes += 1
         self._clock_stood += end - self._step_end
         self._step_end = end
+
+    def _exchange_is_under_way(self) -> bool:
+        begin = self._exchange_due - self.candidate.exchange
+        stalled = self._step_end - self._step_due
+        return begin <= self.env.now < self._exchange_due + stalled
 
     # Nodes
 

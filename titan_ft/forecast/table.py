@@ -109,7 +109,8 @@ def notes_of(forecast: Forecast) -> list[str]:
         notes.append(f"BEYOND THE RECORD: {times} the pressure that was measured")
     rounds = candidate.scenario.rounds
     if candidate.strategy == "rounds" and rounds is not None:
-        notes.append(f"a token counts {rounds.value_of_a_token:g}, your own judgement")
+        value = rounds.value_of_a_token
+        notes.append(f"a token counts {value:g} (rounds.value_of_a_token), which nothing here measures")
     has_restarted = any(account.restarts for account in forecast.accounts)
     if has_restarted and not candidate.save_every:
         notes.append("no checkpoints: all was lost when no group was left")
