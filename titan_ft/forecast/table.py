@@ -110,7 +110,9 @@ def notes_of(forecast: Forecast) -> list[str]:
     rounds = candidate.scenario.rounds
     if candidate.strategy == "rounds" and rounds is not None:
         value = rounds.value_of_a_token
-        notes.append(f"a token counts {value:g} (rounds.value_of_a_token), which nothing here measures")
+        notes.append(
+            f"a token counts {value:g} (rounds.value_of_a_token), which nothing here measures"
+        )
     has_restarted = any(account.restarts for account in forecast.accounts)
     if has_restarted and not candidate.save_every:
         notes.append("no checkpoints: all was lost when no group was left")

@@ -187,6 +187,15 @@ def mesh(num_groups: int) -> set[Link]:
     return set(itertools.combinations(range(num_groups), 2))
 
 
+def test_a_mesh_of_dead_links_is_no_deep_recursion() -> None:
+    """No group of 500 reaches another one, as behind a wrong firewall: the first one goes on alone.
+
+    A recursion for each group exceeded Python's limit, in all groups at once.
+    """
+    groups = set(range(500))
+    assert find_heaviest([1] * 500, {group: groups - {group} for group in groups}) == [0]
+
+
 @pytest.mark.parametrize(
     ("dead_of", "num_groups", "size"), [(ring, 300, 150), (halves, 60, 30), (mesh, 60, 1)]
 )
