@@ -120,7 +120,8 @@ def _kill_on(run: Run, seed: int, minutes: float) -> Iterator[bool]:
     for number in range(1, int((60.0 * minutes - quiet) / KILL_EVERY_SECONDS) + 1):
         after = number * KILL_EVERY_SECONDS
         run.sleep(began + after - time.time())
-        # Also for a kill that is skipped, so that a seed says what comes next.
+        # A skipped kill takes a number as well. Otherwise one skip would change all later kills of
+        # the seed.
         draw = choice.random()
         up = sorted(groups_up(run, run.record()))
         if len(up) < 2:

@@ -64,7 +64,7 @@ _TIMEOUT_SECONDS = 600.0
 def measure_transfers(
     work_dir: Path, size: int = STATE_BYTES, mbps: float = LINK_MBPS
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield name and figures of transfers from each number of donors, also with one of them killed.
+    """Yield name and figures of each transfer: each number of donors, with and without a kill.
 
     Then of copies, and of a transfer without a limit, which the processor limits: without and with
     TLS.

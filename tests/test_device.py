@@ -174,8 +174,8 @@ def test_gloo_buckets_live_in_host_memory() -> None:
 
 
 def test_nothing_is_written_into_a_bucket_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deterministic algorithms fill what is made, on the stream that is current there; the exchange
-    has another.
+    """With deterministic algorithms torch fills new memory on the current stream. The exchange uses
+    another stream, which would not wait for that.
     """
     seen: list[bool] = []
 

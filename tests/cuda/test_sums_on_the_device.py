@@ -37,8 +37,8 @@ def leave_room(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 
 
 def test_sums_stay_on_the_device_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums for half of the free memory stay; the others go to host memory until one that stayed is
-    replayed.
+    """Sums stay up to half of the free memory. Later sums go to host memory until a replay frees
+    some.
     """
     world = World("nccl")
     ranks = [Rank(world, number) for number in range(NUM_MEMBERS)]

@@ -496,7 +496,7 @@ def test_the_mean_is_weighted(good_run: Any, weighted: bool) -> None:
 
 
 def _wait(run: Any, seconds: float, why: str = "catching_up", steps: int = 12) -> None:
-    """Let the others wait for the joiner for this long in total."""
+    """Add steps in which the others wait for the joiner for `seconds` in total."""
     run.steps(steps, [0, 1], waits=[(2, seconds / steps, why)])
 
 

@@ -82,7 +82,9 @@ def test_a_rank_without_a_batch(make_job: Callable[..., Job], tmp_path: Path) ->
     (codes,) = job.groups[0].ended
     assert 2 in codes
     # The other may get SIGTERM first.
-    for rank in (rank for rank, code in enumerate(codes) if code == 2):
+    for rank, code in enumerate(codes):
+        if code != 2:
+            continue
         (line,) = [
             line for line in job.output(0, rank).splitlines() if line.startswith("titan_ft: ")
         ]

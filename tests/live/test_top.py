@@ -379,8 +379,8 @@ def test_for_whom_a_group_waits() -> None:
 
 
 def test_ranks_are_shown_on_demand() -> None:
-    """Each rank has step, process, memory, host and last event; of many, those that are behind or
-    ended.
+    """A row has step, process, memory, host and last event. With too many ranks, the late and ended
+    ones have rows.
     """
     run = RunStatus()
     events = [launched(2)]

@@ -456,7 +456,7 @@ class LighthouseDies(Fault):
 
 @dataclass(frozen=True)
 class DrainGroup(Fault):
-    """SIGTERM to all ranks of a group, some milliseconds apart, or to one of them. The group may
+    """A scheduler sends SIGTERM to one rank, or to all ranks within milliseconds. The group may
     restart.
 
     Attributes:

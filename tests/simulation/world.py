@@ -1340,9 +1340,9 @@ class World(standins.World):
         if group.ended == "drained":
             self._judge_left(group)
         if self.final is None and group.ended == "finished":
-            # Who is not with the group that finishes first, or cannot reach it, has been given up
-            # and is too late. So has who has come since: after a freeze that group's last round may
-            # be one of long ago.
+            # The first group to finish has given up each group that was not in its last round, or
+            # that it cannot reach: those are too late. So is a group that came after that round,
+            # which may be long ago if the finishing group was frozen.
             self.final = {
                 other for other in group.members if other.stays and self._linked(group, other)
             }

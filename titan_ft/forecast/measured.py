@@ -3,10 +3,11 @@
 """Measure the costs of failures in runs of one's own, each with its number of observations.
 
 The costs: a calm step, a step with a death, steps while groups are away, a step in which a group
-returns, and the time that a group is away. A stall alone is about half of the bill where groups
-share a machine: the others are slower while a group starts beside them.
+returns, and the time that a group is away. If groups share a machine, stalls are only about half of
+the cost of failures: the others are also slower while a group starts beside them.
 
-`titan-ft plan --from` and `--like` measure here; `choice` draws other records that are as likely.
+`titan-ft plan --from` and `--like` measure here. `choice` resamples the measured costs, to show how
+certain a forecast is.
 """
 
 from __future__ import annotations
@@ -37,16 +38,21 @@ class Measured:
     drag: float
     """By how much each group that is away makes a step longer."""
     num_away: int
+    """Steps that `drag` rests on: groups were away, and nothing else happened."""
     stall: Samples | None
+    """By how much a step is late in which a group dies."""
     away: Samples | None
+    """How long a group is away until it could join a step."""
     rejoin: Samples | None
+    """By how much a step is late in which a group returns."""
     pace: tuple[float, ...]
-    """Means of the steps without trouble, in each tenth of the record: a machine is now faster and
-    now slower."""
+    """Means of the steps without trouble, in each stretch of about a tenth of them, in order. A
+    machine is faster at one time and slower at another."""
     mtbf: float | None
     fit: Fit | None
     """Of the gaps between failures."""
     seconds: float
+    """Observed time: of each record from its first commit to its end, summed."""
     kinds: dict[str, int] = field(default_factory=dict)
     """Failures by their cause."""
     stalls: dict[str, Samples] = field(default_factory=dict)
@@ -61,7 +67,7 @@ class Measured:
         return (late + self.away.mean / self.groups) / self.mtbf
 
     def observations(self) -> list[tuple[str, str, str]]:
-        """Return the inputs of the record: name, value, and the observations that it rests on."""
+        """Return the inputs that a forecast takes from the records: name, value, observations."""
         found = [
             _observation("step without trouble", self.step, self.num_steps),
             _observation("longer for each group away", self.drag, self.num_away),
@@ -115,7 +121,7 @@ class _Step:
         return not (self.absent or self.deaths or self.returns)
 
     @property
-    def is_quiet(self) -> bool:
+    def has_only_absences(self) -> bool:
         """True if groups were away and nothing else happened."""
         return bool(self.absent) and not (self.deaths or self.returns)
 
@@ -145,7 +151,8 @@ def measure(records: Sequence[RunRecord], until: float | None = None) -> Measure
     Each step is compared with the calm steps of its own record: two runs may have different steps.
 
     Args:
-        until: Unix seconds after which nothing counts, of one record: to predict its rest.
+        until: Unix seconds after which nothing of the record counts, so that its rest can be
+            predicted. Only with one record.
     """
     found = _Observations()
     for record in records:
@@ -154,6 +161,7 @@ def measure(records: Sequence[RunRecord], until: float | None = None) -> Measure
         return None
     calm = found.calm
     if not calm:
+        # Every step had trouble: the shortest one had the least.
         calm = [min(step.seconds for step, _ in found.steps)]
     drag = _fit_slope(found.absences)
     stalls: dict[str, list[float]] = defaultdict(list)
@@ -166,12 +174,13 @@ def measure(records: Sequence[RunRecord], until: float | None = None) -> Measure
         elif step.returns:
             rejoins.append(late)
     number = found.kinds.total()
+    # About ten stretches of equally many calm steps. What is left at the end is left out.
     tenth = max(1, len(calm) // 10)
     tenths = range(0, len(calm) - tenth + 1, tenth)
     return Measured(
         step=fmean(calm),
         num_steps=len(found.calm),
-        groups=max(_groups_of(record) for record in records),
+        groups=max(_num_groups(record) for record in records),
         drag=drag,
         num_away=len(found.absences),
         stall=_samples(all_stalls, found.stalls_cut),
@@ -187,9 +196,9 @@ def measure(records: Sequence[RunRecord], until: float | None = None) -> Measure
 
 
 def resample(measured: Measured, seed: int) -> Measured:
-    """Return another record that was as likely, so that a forecast shows how little is known.
+    """Return costs that another record might have shown, drawn from the observed ones.
 
-    The pace of a run is that of one tenth of the record.
+    The pace is that of one tenth of the record.
     """
     rng = random.Random(f"{seed}/record")
 
@@ -205,7 +214,8 @@ def resample(measured: Measured, seed: int) -> Measured:
     )
 
 
-def _groups_of(record: RunRecord) -> int:
+def _num_groups(record: RunRecord) -> int:
+    """Return how many groups the job has when all are present; if unknown, those with events."""
     return record.group_size or len(record.groups)
 
 
@@ -231,12 +241,13 @@ def _add_record(record: RunRecord, found: _Observations, until: float | None) ->
         return
     first, last = commits[0].time, commits[-1].time
     end = until or record.events[-1].time
+    # A broken exchange that was repeated with all groups took no group away.
     failures = [each for each in find_failures(record) if each.away and first <= each.time <= end]
     is_stalled = any(each.time > last for each in failures)
     if not is_stalled:
         # A run goes on for a while after its last step, to save and to leave.
         end = last
-    steps = _steps_of(commits, failures, _groups_of(record))
+    steps = _steps_of(commits, failures, _num_groups(record))
     calm = [step.seconds for step in steps if step.is_calm]
     if calm:
         usual = fmean(calm)
@@ -244,7 +255,9 @@ def _add_record(record: RunRecord, found: _Observations, until: float | None) ->
         usual = min((step.seconds for step in steps), default=0.0)
     found.calm += calm
     found.steps += [(step, usual) for step in steps]
-    found.absences += [(step.absent, step.seconds - usual) for step in steps if step.is_quiet]
+    for step in steps:
+        if step.has_only_absences:
+            found.absences.append((step.absent, step.seconds - usual))
     if is_stalled:
         found.stalls_cut.append(max(0.0, end - last - usual))
     ends = [event.time for event in commits]
@@ -281,7 +294,8 @@ def _add_absence(
 ) -> None:
     """Add how long a group was away until it could join.
 
-    That was half a step, on average, before its first step began.
+    A group becomes ready during a step, and joins the next one: on average half a step before that
+    one begins.
 
     Args:
         ends: when the steps were committed; each is the begin of the next.
@@ -295,5 +309,7 @@ def _add_absence(
     if back is None or back > end or joined < 2:
         found.away_cut.append(max(0.0, end - failure.time))
         return
+    # `ends[joined]` is the end of its first step, and `ends[joined - 1]` its begin. During the step
+    # before that, which began at `ends[joined - 2]`, it became ready.
     half = (ends[joined - 1] - ends[joined - 2]) / 2
     found.away.append(max(0.0, ends[joined - 1] - half - failure.time))

@@ -3,8 +3,8 @@
 """Simulate a job under failures, event by event, and account for each second of each group.
 
 A step is counted as `titan_ft.history.timing.goodput` counts it: its usual time, for each group
-that contributed. A simulated run, written as events, has the same effective training time in a
-report. `choice` and published.py simulate candidates here.
+that contributed. So a report on a simulated run that is written as events shows the same effective
+training time as its account. `choice` and published.py simulate candidates here.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ training time. "slower" is the time that stragglers, groups away and groups that
 steps. "lost" was computed in vain. "waiting" groups are fewer than min_replica_size. "nodes" is
 the wait for nodes."""
 POLL_SECONDS = 0.1
-"""So often a chaos runner tries again to inject a fault that was refused."""
+"""A chaos runner tries a refused fault again after this time."""
 MAX_SAVES = 1000
-"""Checkpoints to which wrong numbers that are found late may send a job back."""
+"""The newest checkpoints that a run remembers. Wrong numbers that are found late may send a job
+back to any of them."""
 Events = Generator[simpy.Event, Any, None]
 Commit = Callable[[float, frozenset[int]], None]
 """Called with the time of each step and the groups in it."""
@@ -66,14 +67,15 @@ class Account:
     steps: int = 0
     """Committed steps (rounds) that are in the job's state at the end."""
     votes: int = 0
-    """Exchanges that were attempted for steps."""
+    """Attempted exchanges. The groups vote at the end of each. A step counts every attempt."""
     contributions: float = 0.0
+    """Committed steps, summed over the groups that made them. A part of a round counts as a part."""
     failures: int = 0
-    """Those that hit a group, or the job."""
+    """Failures that hit at least one group. One on a node without a group does not count."""
     skipped: int = 0
     """Faults of a chaos plan that could not be injected in time."""
     restarts: int = 0
-    """How often no group was left."""
+    """Times at which no group was left."""
 
     @property
     def effective(self) -> float:
@@ -89,17 +91,19 @@ class Account:
 class _Group:
     number: int
     state: str = "training"
-    """A part of the account; the time in training is divided at the end."""
+    """"training", or the key of PARTS that gets its time. `run` divides the time in training among
+    the other keys."""
     since: float = 0.0
     """When the state began."""
     joined: float = 0.0
     """When its part in steps began."""
     stops: int = 0
-    """A process that waits for this group compares it: another stop has made its wait void."""
+    """How often it was stopped. A process that waits for this group remembers the number. If it has
+    changed, another stop made the wait void."""
     lacks: int = 0
     """Nodes that it waits for."""
     luck: Luck = USUAL_LUCK
-    """Of its last stop."""
+    """Of its last stop: uniform numbers from 0 to 1, the quantiles of what that stop costs."""
 
 
 def simulate(
@@ -134,7 +138,8 @@ class _Simulation:
         self.account = Account(seconds, candidate.groups)
         self.env = simpy.Environment()
         self.groups = [_Group(number) for number in range(candidate.groups)]
-        # A dict keeps its order in every process, unlike a set.
+        # A dict as an ordered set: sums over the groups have one order, so that equal seeds give
+        # equal results.
         self._training_groups = dict.fromkeys(range(candidate.groups), True)
         self._ready_groups: set[int] = set()
         """Groups that wait for the next step to begin."""
@@ -145,7 +150,8 @@ class _Simulation:
         self._slow_factors: dict[int, float] = {}
         """Factors of the groups that have a straggler."""
         self._clock_stood = 0.0
-        """Seconds in which the clock of failures stood, with clock = "training"."""
+        """Seconds in which the clock of failures stood still. With clock = "training" it does so in
+        stalls and while too few groups are there."""
         self._idle_since: float | None = None
         self._resumed = self.env.event()
         self._step_end = self._step_due = self._stalled_until = 0.0
@@ -158,6 +164,7 @@ class _Simulation:
         """Of each checkpoint its time, and the useful seconds, contributions and steps in it."""
         self._unsaved = 0
         self._keeps_saves = any(kind.effect == "corrupt" for kind in self.scenario.failures)
+        """True if wrong numbers may send the job back beyond its last checkpoint."""
         self._repairs = {
             kind.name: to_length(kind.repair, candidate.gpus) for kind in self.scenario.failures
         }
@@ -166,8 +173,8 @@ class _Simulation:
         for kind in self.scenario.failures:
             if kind.name in self.scenario.plans:
                 self.env.process(self._run_plan(kind, self.scenario.plans[kind.name], seed))
-        for stop in self.scenario.maintenance:
-            self.env.process(self._maintain(stop))
+        for maintenance in self.scenario.maintenance:
+            self.env.process(self._maintain(maintenance))
 
     def run(self) -> Account:
         account = self.account
@@ -217,6 +224,7 @@ class _Simulation:
             group.joined = self.env.now
             self._training_groups[group.number] = True
             self._change_state(group, "training")
+            # A round is not late for a group that returns: groups join it at any time.
             if self.candidate.strategy != "rounds":
                 late = max(late, self.candidate.costs.rejoin.draw(group.luck.rejoin))
         self._ready_groups.clear()
@@ -235,6 +243,7 @@ class _Simulation:
             self._change_state(self.groups[number], "training")
 
     def _step_seconds(self) -> float:
+        """Return how long a step takes now. The slowest straggler, and each absent group, slow it."""
         candidate = self.candidate
         away = candidate.groups - len(self._training_groups)
         slow = max(self._slow_factors.values()) if self._slow_factors else 1.0
@@ -243,8 +252,7 @@ class _Simulation:
     def _skip_steps(self) -> Events:
         """Make at once the steps that end before anything else happens, but for the last one.
 
-        That holds only because this process is the last one to act at this moment: any other event
-        is one that `peek` sees.
+        Nothing can happen in between: `peek` sees every other event, those of this moment too.
         """
         candidate, step = self.candidate, self._step_seconds()
         free = min(self.env.peek(), self.account.seconds) - self.env.now
@@ -293,9 +301,9 @@ class _Simulation:
             self._save()
 
     def _contribution(self, begin: float) -> float:
-        """Return how many groups made the step since `begin`; of a round a group may make a part.
+        """Return how many groups made the step since `begin`; a part of a round counts as a part.
 
-        Groups join every step at its begin, but a round at any time.
+        Groups join a step only at its begin, but a round at any time.
         """
         if self.candidate.strategy != "rounds":
             return len(self._training_groups)
@@ -309,7 +317,7 @@ class _Simulation:
         """Count committed steps.
 
         Args:
-            slower: seconds beyond their usual ones.
+            slower: seconds beyond the usual ones, of all these steps together.
             present: groups that made them.
         """
         candidate, account = self.candidate, self.account
@@ -390,14 +398,16 @@ class _Simulation:
             return
         if repair is None:
             repair = self._repairs[kind.name].draw(luck.repair)
+        # `luck.breaks` is uniform from 0 to 1, `kind.breaks` the share of failures that break nodes.
         is_broken = luck.breaks < kind.breaks
         self._stop(group, nodes if is_broken else 0, repair, luck, in_order=kind.effect == "drain")
 
     def _wait_until_found(self, group: _Group, kind: Kind, luck: Luck) -> Events:
         """Let a straggler slow all groups down, or wrong numbers go unseen, until they are found.
 
-        Then the group leaves in order, and heals from the others. A job without other groups goes
-        back to a checkpoint before its wrong numbers.
+        Then the group leaves in order, and heals from the others, which are assumed to have taken
+        over nothing wrong. A job without other groups goes back to a checkpoint before its wrong
+        numbers.
         """
         since, stops = self.env.now, group.stops
         if kind.effect == "slow" and group.number in self._training_groups:
@@ -410,19 +420,24 @@ class _Simulation:
             good_until = since if kind.effect == "corrupt" else math.inf
             self._stop(group, 0, 0.0, luck, in_order=True, good_until=good_until)
 
-    def _maintain(self, stop: Maintenance) -> Events:
+    def _maintain(self, maintenance: Maintenance) -> Events:
+        """Take nodes away at each interval: those after the last ones, round and round."""
         first, total = 0, self.candidate.groups * self.candidate.group_nodes
         while True:
-            yield self.env.timeout(stop.every)
-            nodes = [(first + place) % total for place in range(min(stop.nodes, total))]
+            yield self.env.timeout(maintenance.every)
+            num_nodes = min(maintenance.nodes, total)
+            nodes = [(first + place) % total for place in range(num_nodes)]
             first = (nodes[-1] + 1) % total
             counts = Counter(node // self.candidate.group_nodes for node in nodes)
             for number, count in counts.items():
-                self._stop(self.groups[number], count, stop.lasts, USUAL_LUCK, in_order=True)
+                lasts = maintenance.lasts
+                self._stop(self.groups[number], count, lasts, USUAL_LUCK, in_order=True)
 
     def _run_plan(self, kind: Kind, plan: Plan, seed: int) -> Events:
         """Carry out a chaos plan as its runner does: the same shots, groups and limits."""
         rng = random.Random(f"{seed}/{kind.name}/luck")
+        # A refused shot tries again in its own process, so that the next one is not late. The loop
+        # waits too, because shots may be without end.
         for shot in shots(plan):
             self.env.process(self._inject_when_allowed(kind, plan, shot, Luck.draw(rng)))
             yield from self._wait_for_clock(plan.start_seconds + shot.time)
@@ -443,18 +458,21 @@ class _Simulation:
     def _view(self) -> View:
         groups = {}
         for number in range(self.candidate.groups):
-            groups[number] = GroupView(number, 1, number in self._training_groups)
+            is_up = number in self._training_groups
+            groups[number] = GroupView(number, num_ranks=1, up=is_up)
+        # A simulated job meets every need of a fault.
         return View(groups, frozenset(Need))
 
     def _inject(self, kind: Kind, aimed: Injection, luck: Luck) -> None:
-        of_fault = as_fault(kind, aimed.shot.fault)
+        kind_of_fault = as_fault(kind, aimed.shot.fault)
         replicas = [target.replica for target in aimed.targets]
         hit = [self.groups[replica] for replica in replicas if replica is not None]
-        if of_fault is None or not hit:
+        # The fault costs its group nothing, or its target is a lighthouse: no failure here.
+        if kind_of_fault is None or not hit:
             return
         self.account.failures += 1
         for group in hit:
-            self._hit_group(group, of_fault, luck, 1)
+            self._hit_group(group, kind_of_fault, luck, 1)
 
     def _stop(
         self,
@@ -480,6 +498,7 @@ class _Simulation:
         holds_state = is_training or group.number in self._ready_groups
         self._training_groups.pop(group.number, None)
         self._ready_groups.discard(group.number)
+        # With spares = None there is always another node, and no group waits for one.
         if self.candidate.spares is not None and broken:
             group.lacks += broken
             self.env.process(self._repair_nodes(broken, repair))
@@ -519,14 +538,16 @@ class _Simulation:
             return
         candidate, now = self.candidate, self.env.now
         stall = candidate.costs.stall.draw(luck.stall)
-        if candidate.loses:
+        if candidate.loses:  # a death loses the step under way
             self._step_lost = True
+            # The others notice at the step's end, or now if that is later, and then stall.
             end = max(self._step_end, max(now, self._step_due) + stall)
         elif candidate.strategy == "rounds" and not self._exchange_is_under_way():
             return
         else:  # the exchange at the step's end breaks; stalls that overlap count once
             begin = max(now, self._step_due)
-            end = self._step_end + max(0.0, begin + stall - max(begin, self._stalled_until))
+            beyond_others = begin + stall - max(begin, self._stalled_until)
+            end = self._step_end + max(0.0, beyond_others)
             self._stalled_until = max(self._stalled_until, begin + stall)
             self.account.votes += 1
         self._clock_stood += end - self._step_end

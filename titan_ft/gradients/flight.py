@@ -263,11 +263,11 @@ class Flight:
         self._gathered = self._gather(quorum, row, message)
 
     def _agree_on_fragments(self) -> frozenset[int]:
-        """Return the fragments that travel: those that all members with gradients give.
+        """Return the fragments to sum: those that all members with gradients give.
 
-        No fragment travels in two cases. If no member expects an update, nobody would use the sums.
-        If the members with gradients give different fragments, they are not at the same update, and
-        the rows will show it.
+        None is summed in two cases. If no member expects an update, no member would use the sums. If
+        the members with gradients give different fragments, they are not at the same update, and the
+        rows will show it.
         """
         given = [False] * self._num_fragments
         if self._contributes:

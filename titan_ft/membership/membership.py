@@ -781,8 +781,9 @@ class Membership:
         return _Missing(_Lack.LIVING, sorted(slots.difference(present)))
 
     def _find_expected_donors(self, present: Collection[int]) -> set[int]:
-        """Return the groups for which a newcomer waits (see `remember_donors`); none if one of them
-        has asked.
+        """Return the donors that a newcomer's quorum must wait for (see `remember_donors`).
+
+        Empty if one of the donors is in the quorum's request already.
 
         Only rank 0 uses the donors. The training thread may set them while the quorum thread waits
         for a reply, on each rank at another moment.

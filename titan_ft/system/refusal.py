@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 RefusalKind: TypeAlias = Literal["no_secret", "silent", "crowd", "no_descriptors"]
 _TEXTS: dict[RefusalKind, str] = {
-    "no_secret": "a connection that does not show the run's secret (another TITAN_FT_TOKEN?)",
+    "no_secret": "a connection that does not show the run's secret (another TITAN_FT_TOKEN, or another version?)",
     "silent": "a connection that has not shown the run's secret within {patience:g} s",
     "crowd": "too many connections at once that do not show the run's secret",
     "no_descriptors": "connections that do not show the run's secret, because they take all descriptors",

@@ -558,8 +558,7 @@ def test_a_bystander_takes_the_newer_process(seats: Any) -> None:
     for seat in (bystander, old):
         seat.vote(0, True)
     new = seats.take(0)
-    # All three ask, and the older one of them stays, as a process does that hangs after its
-    # question.
+    # All three request a quorum. The older process stays in it, as if it hung after its request.
     new.request_quorum(0)
 
     def ask_until_the_newer_one_is_there() -> None:

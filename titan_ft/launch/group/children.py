@@ -92,7 +92,7 @@ class Children:
         return child
 
     def stop(self, grace_seconds: float, *, hurry: Callable[[], bool] = lambda: False) -> None:
-        """End all running processes, those that others need last.
+        """End all running processes. Processes that others need end last.
 
         Each gets SIGTERM. After `grace_seconds`, or as soon as `hurry` returns True, it gets a
         second SIGTERM, which means "at once". After `LAST_SECONDS` more it gets SIGKILL.
