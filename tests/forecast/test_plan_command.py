@@ -21,9 +21,22 @@ from titan_ft.config import ConfigError
 from titan_ft.forecast import published, sizes
 from titan_ft.forecast.candidate import make_candidates
 from titan_ft.forecast.choice import compare
+from titan_ft.forecast.inputs import LENGTHS, describe_seconds
 from titan_ft.forecast.page import draw_charts
 from titan_ft.forecast.published import read_cases
-from titan_ft.forecast.scenario import load_scenarios
+from titan_ft.forecast.scenario import (
+    UNITS,
+    Checkpoint,
+    Cluster,
+    Groups,
+    Job,
+    Kind,
+    Maintenance,
+    Restart,
+    Rounds,
+    Spread,
+    load_scenarios,
+)
 from titan_ft.history.report.interactive import figure
 from titan_ft.history.report.layers import Curve
 from titan_ft.run.log import encode
@@ -97,7 +110,7 @@ def test_a_scenario_is_a_table_a_sentence_and_a_page(
     assert round(sum(parts), 1) == 100.0
     page = (scenario.parent / "cluster-plan" / "index.html").read_text()
     for part in (
-        "Forecast of cluster.toml",
+        f"Forecast of {scenario}",
         "Size of a group",
         "Spare nodes",
         "Half of it",
@@ -139,6 +152,49 @@ def test_the_charts_are_plotlys(scenario: Path) -> None:
     assert "22 nodes at most" in charts["spares"].caption
 
 
+def test_the_page_lists_the_inputs_as_the_scenario_writes_them(
+    scenario: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = scenario.read_text().replace('"10 h"', '{ median = "6 h", p99 = "2 d" }\nfirst_node = 8')
+    job = '[[failure]]\nname = "job"\nscope = "job"\nmtbf = "10 d"\nspacing = "even"\n'
+    scenario.write_text(f"{text}{job}")
+    assert main(["plan", str(scenario), "--seeds", "2"]) == 0
+    page = (scenario.parent / "cluster-plan" / "index.html").read_text()
+    listed = page.partition("where they are from")[2]
+    assert "{ median = 6 h, p99 = 2 d }" in listed
+    assert "per_1000_node_days = 6.5" in listed
+    assert "first_node = 8" in listed
+    assert "mtbf = 10 d" in listed
+    assert "gpus = 98,304" in listed
+    assert "Spread(" not in page
+    assert "(the record" not in listed
+
+
+def test_inputs_are_shown_in_units_that_a_scenario_takes() -> None:
+    for seconds in (0.0, 0.0004, 0.25, 1.0, 59.0, 60.0, 5400.0, 86400.0, 8.64e7):
+        number, unit = describe_seconds(seconds).split()
+        assert float(number) * UNITS[unit] == pytest.approx(seconds)
+
+
+def test_every_length_of_a_scenario_is_shown_with_its_unit() -> None:
+    """A field that is missing from the list would be shown as a bare number."""
+    tables = (Spread, Cluster, Kind, Maintenance, Job, Checkpoint, Restart, Groups, Rounds)
+    for table in tables:
+        for name, annotation in table.__annotations__.items():
+            holds_seconds = re.search(r"Seconds|Amount|Interval", annotation) is not None
+            assert holds_seconds == (name in LENGTHS), f"{table.__name__}.{name}"
+
+
+def test_a_cost_that_nobody_gives_is_one_line_with_the_file(
+    scenario: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [line for line in scenario.read_text().splitlines() if not line.startswith("stall")]
+    scenario.write_text("\n".join(lines))
+    assert main(["plan", str(scenario), "--seeds", "2"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"titan-ft: {scenario}: groups.stall must be set, got nothing; give it")
+
+
 def test_a_log_is_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The page says which distribution fits the gaps of a log, with the interval of its shape."""
     draw = random.Random(2)
@@ -154,7 +210,7 @@ def test_a_log_is_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     )
     assert main(["plan", str(path), "--seeds", "2"]) == 0
     page = (tmp_path / "logged-plan" / "index.html").read_text()
-    found = re.search(r"399 gaps, mean \S+ s, shape (\S+) \((\S+) to (\S+)\)", page)
+    found = re.search(r"399 gaps, mean [\d.]+ min, shape (\S+) \((\S+) to (\S+)\)", page)
     assert found is not None
     shape, low, high = map(float, found.groups())
     assert low < 0.7 < high

@@ -60,9 +60,8 @@ def run(command: Planning, worker_args: Sequence[str]) -> int:
         return _forecast_campaign(command, command.chaos, measured, _least(records))
     if command.scenario is not None:
         folder = command.scenario.with_name(f"{command.scenario.stem}-plan")
-        return _compare(
-            command, load_scenarios(command.scenario), measured, folder, command.scenario.name
-        )
+        scenarios = load_scenarios(command.scenario)
+        return _compare(command, scenarios, measured, folder, str(command.scenario))
     assert command.like is not None, "one of the four was asked for"
     assert measured is not None, "--like is a run"
     scenarios = scenarios_like(measured, _least(records))
@@ -152,7 +151,11 @@ def _compare(
     folder: Path,
     source: str,
 ) -> int:
-    """Compare the candidates of scenarios; print them, and write their page into a folder."""
+    """Compare the candidates of scenarios; print them, and write their page into a folder.
+
+    Args:
+        source: the scenario's file or the run, for the page's title and for errors.
+    """
     from titan_ft.forecast.page import write_page
     from titan_ft.forecast.sizes import Sizes
     from titan_ft.forecast.table import (
@@ -169,7 +172,11 @@ def _compare(
         print(f"trace: {command.trace_out}, {number} faults")
         return 0
     folder = command.out or folder
-    cases = compare(scenarios, measured, command.seeds, Sizes(folder / "sizes.json").bound)
+    bound = Sizes(folder / "sizes.json").bound
+    try:
+        cases = compare(scenarios, measured, command.seeds, bound)
+    except ConfigError as error:  # a cost that neither the scenario nor a record has
+        raise ConfigError(f"{source}: {error}") from error
     if command.json:
         figures: dict[str, Any] = {"cases": [case_figures(case) for case in cases]}
         if measured is not None:

@@ -6,18 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from titan_ft.config import unwritable
 from titan_ft.forecast.candidate import Candidate
 from titan_ft.forecast.choice import Case, Forecast, scaled, sensitivity
 from titan_ft.forecast.closed_forms import estimate, standbys
-from titan_ft.forecast.lengths import fit_weibull
-from titan_ft.forecast.logs import LoggedFailure
+from titan_ft.forecast.inputs import describe_inputs
 from titan_ft.forecast.measured import Measured
 from titan_ft.forecast.table import NOTES, TEXTS, case_notes, case_rows
 from titan_ft.history.report.layers import Axis, Band, Chart, Curve, Layer
@@ -47,7 +43,7 @@ def write_page(folder: Path, cases: Sequence[Case], measured: Measured | None, s
         cases=[_case_parts(case) for case in cases],
         sensitivities=_sensitivity_rows(first),
         observations=[] if measured is None else measured.observations(),
-        inputs=_inputs(first),
+        inputs=describe_inputs(first.forecasts[0].candidate) if first.forecasts else [],
         notes=NOTES,
     ).encode()
     try:
@@ -76,43 +72,6 @@ def _sensitivity_rows(case: Case) -> list[tuple[str, ...]]:
         return []
     rows = sensitivity(case.forecasts[0].candidate)
     return [(name, *(f"{100 * value:.2f} %" for value in values)) for name, *values in rows]
-
-
-def _inputs(case: Case) -> list[tuple[str, str]]:
-    """Return the inputs of the best candidate as the scenario has them."""
-    if not case.forecasts:
-        return []
-    candidate = case.forecasts[0].candidate
-    scenario, costs = candidate.scenario, candidate.costs
-    cluster = scenario.cluster
-    lengths = [costs.stall, costs.away, costs.rejoin]
-    clock = "goes on while the job waits"
-    if scenario.clock == "training":
-        clock = "only while the job trains"
-    rows = [
-        ("GPUs", f"{cluster.gpus:,} on {cluster.nodes:,} nodes"),
-        ("clock of failures", clock),
-        ("stall, away, late at a return", ", ".join(f"{each.mean:.3g} s" for each in lengths)),
-    ]
-    for kind in scenario.failures:
-        given = []
-        for name, value in msgspec.structs.asdict(kind).items():
-            if name != "name" and value not in (None, 0.0):
-                given.append(f"{name} {value}")
-        rows.append((f"failures: {kind.name}", ", ".join(given)))
-        if kind.name in scenario.listed:
-            name = f"gaps between the failures of {kind.name}"
-            rows.append((name, _describe_fit(scenario.listed[kind.name])))
-    return rows
-
-
-def _describe_fit(listed: Sequence[LoggedFailure]) -> str:
-    """Return the Weibull distribution that fits the gaps of a file's failures."""
-    fit = fit_weibull([after.time - before.time for before, after in pairwise(listed)])
-    if fit is None:
-        return f"{len(listed)} failures, too few to fit"
-    shape = f"shape {fit.shape:.2f} ({fit.low:.2f} to {fit.high:.2f})"
-    return f"{fit.number} gaps, mean {fit.mean:.3g} s, {shape}"
 
 
 # Charts

@@ -34,8 +34,9 @@ LONGEST = 1e10
 MAX_CASES = 2000
 MAX_EVENTS = 10_000_000
 """Events of one simulated run; so many take about a minute."""
-_UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": DAY}
-_LENGTH = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
+UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": DAY}
+"""The units of a length of time, in seconds; the shortest is first."""
+_LENGTH = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})")
 _A_LENGTH = 'a length of time, such as 20 (seconds) or "18 min"'
 _UNITS_TEXT = "units: ms, s, min, h, d; at most 1e10 s"
 
@@ -381,7 +382,7 @@ def _multiply(
 def _in_seconds(value: Any) -> Any:
     """Return the number of seconds in a text such as "18 min", and any other value as it is."""
     found = _LENGTH.fullmatch(value) if isinstance(value, str) else None
-    return value if found is None else float(found[1]) * _UNITS[found[2]]
+    return value if found is None else float(found[1]) * UNITS[found[2]]
 
 
 def _read_case(values: dict[str, Any], folder: Path, swept: dict[str, Any]) -> Scenario:
