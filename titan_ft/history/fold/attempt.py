@@ -56,33 +56,38 @@ class Attempt:
         return self.end is not None
 
     @property
-    def reason(self) -> str:
-        """The reason of its end: the exception, or else the signal or the exit code; empty if it
-        has not failed.
-        """
+    def cause(self) -> str:
+        """The exception, or else the signal or the exit code; empty if it has not failed."""
         if self.end is None:
             return ""
-        error = self.end.error if isinstance(self.end, ev.WorkerExited) else None
-        return error or self.end.cause or ""
+        if isinstance(self.end, ev.WorkerExited) and self.end.error:
+            return self.end.error
+        return self.end.cause or ""
 
     @property
     def category(self) -> str | None:
         """The category of its end (`titan_ft.faults.fault.Category`); None if it did not fail."""
         if self.end is None:
             return None
-        return "process killed" if self.end.signal else "error raised"
+        if self.end.signal:
+            return "process killed"
+        return "error raised"
 
     @property
-    def cause(self) -> str:
-        """What ended it, in words: the fault, the exception, the signal or the exit code."""
-        return self.reason if self.fault is None else f"{self.fault.name} ({self.reason})"
+    def why_ended(self) -> str:
+        """The fault that ended it, if one did, and the cause; empty if it has not failed."""
+        if self.fault is None:
+            return self.cause
+        return f"{self.fault.name} ({self.cause})"
 
     @property
     def died_us(self) -> int | None:
         """The time of its end: the time of the fatal fault if known, or else the time when the end
         was noticed.
         """
-        if self.exit_us is None or self.fault is None or not self.fault.deadly:
+        if self.exit_us is None:
+            return None
+        if self.fault is None or not self.fault.deadly:
             return self.exit_us
         return max(self.fault.time_us, self.alive_us)
 
@@ -125,7 +130,8 @@ class Attempt:
         """
         if self.failed:
             return
-        self.exit_us = time if self.exit_us is None else self.exit_us
+        if self.exit_us is None:
+            self.exit_us = time
         self.end = event
         self.stopped = False
 
@@ -133,14 +139,19 @@ class Attempt:
         """Take the end of a worker. The first failure is the attempt's: the other workers die as a
         consequence.
         """
-        self.exit_us = time if self.exit_us is None else self.exit_us
-        if event.stopped:
-            self.stopped = self.stopped or not self.failed
+        if self.exit_us is None:
+            self.exit_us = time
+        if self.failed:
             return
+        if event.stopped:
+            self.stopped = True
+            return
+        # A group that is asked to leave may be killed by the very signal that asked it.
         was_asked = self.drained_us is not None and event.cause == "SIGTERM"
-        if event.cause is not None and not self.failed and not was_asked:
-            self.end = event
-            self.stopped = False
+        if event.cause is None or was_asked:
+            return
+        self.end = event
+        self.stopped = False
 
 
 def find_fatal_fault(

@@ -87,12 +87,11 @@ class InjectedFaults:
             self._shots.clear()
         if isinstance(event, ev.LaunchStarted):
             # Its line may be read after those of its first faults.
-            since = {
-                fault.number: fault.name
-                for fault in self.injected
-                if fault.time_us >= event.time_us
-            }
-            self.by_kind = Counter(since.values())
+            name_of: dict[int, str] = {}
+            for fault in self.injected:
+                if fault.time_us >= event.time_us:
+                    name_of[fault.number] = fault.name
+            self.by_kind = Counter(name_of.values())
         if isinstance(event, ev.FaultUndone | ev.LighthouseRestarted):
             for fault in self._lasting.pop(_lasting_key(event), []):
                 fault.undone_us = event.time_us
@@ -109,8 +108,11 @@ class InjectedFaults:
         return is_new
 
     def _add(self, event: ev.FaultInjected, number: int) -> None:
-        target, seconds = event.target, seconds_of(event)
-        planned_end_us = event.time_us + round(seconds * 1e6) if seconds else None
+        target = event.target
+        seconds = seconds_of(event)
+        planned_end_us = None
+        if seconds:
+            planned_end_us = event.time_us + round(seconds * 1e6)
         fault = RecordedFault(
             event.time_us,
             event.fault,
@@ -137,8 +139,11 @@ def expected_outcome(fault: str) -> str:
 
 def seconds_of(fault: ev.FaultInjected) -> float:
     """Return how long a fault lasts by its parameters; 0 where they do not say."""
-    seconds = (fault.params or {}).get("seconds", 0.0)
-    return seconds if isinstance(seconds, int | float) else 0.0
+    params = fault.params or {}
+    seconds = params.get("seconds")
+    if not isinstance(seconds, int | float):
+        return 0.0
+    return seconds
 
 
 def _lasting_key(event: ev.FaultInjected | ev.FaultUndone | ev.LighthouseRestarted) -> object:

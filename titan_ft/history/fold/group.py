@@ -59,10 +59,12 @@ class Reason:
 
     def describe(self) -> str:
         """Return one line: "RuntimeError: boom, rank 0 of group 1, mybug.py:15"."""
-        place = "" if self.slot is None else f"group {self.slot}"
-        if place and self.rank is not None:
-            place = f"rank {self.rank} of {place}"
-        return ", ".join(part for part in (self.text, place, self.where) if part)
+        place = ""
+        if self.slot is not None:
+            place = f"group {self.slot}"
+            if self.rank is not None:
+                place = f"rank {self.rank} of {place}"
+        return ", ".join(filter(None, (self.text, place, self.where)))
 
 
 def group_alike(reasons: Iterable[Reason]) -> dict[str, list[Reason]]:
@@ -114,7 +116,9 @@ class RankFold:
     @property
     def host(self) -> str:
         """The name of the host, Slurm's if it has one; empty if unknown."""
-        return "" if self.started is None else self.started.node
+        if self.started is None:
+            return ""
+        return self.started.node
 
 
 @dataclass
@@ -211,10 +215,11 @@ class GroupFold:
     @property
     def workers(self) -> list[ev.WorkerStarted]:
         """The starts of the workers of the attempt that started last, by rank."""
-        ranks = [
-            rank for _, rank in sorted(self.ranks.items()) if rank.attempt == self.started_attempt
-        ]
-        return [rank.started for rank in ranks if rank.started is not None]
+        workers = []
+        for _, rank in sorted(self.ranks.items()):
+            if rank.attempt == self.started_attempt and rank.started is not None:
+                workers.append(rank.started)
+        return workers
 
     def began_after(self, time: float) -> bool:
         """Return whether the workers were seen to start last after a time in Unix seconds."""
@@ -243,9 +248,10 @@ class GroupFold:
             return None
         # Even a group that starts right now is too late to finish with the others.
         if isinstance(event, ev.GroupLost):
-            starts = self.state in ("not started", "starting", "died")
             # A group that is cut off from the lighthouse, but still writes events, is not lost.
-            least_seconds = MAX_START_SECONDS if starts else event.seconds / 2
+            least_seconds = event.seconds / 2
+            if self.state in ("not started", "starting", "died"):
+                least_seconds = MAX_START_SECONDS
             if event.time - self.last_event < least_seconds:
                 return None
         text = f"not heard of for {event.seconds:.0f} s"
@@ -255,13 +261,12 @@ class GroupFold:
         """Take an event that a worker of the group wrote."""
         attempt = event.attempt or 0
         known = self.ranks.get(rank)
-        is_start = isinstance(event, ev.WorkerStarted)
-        if known is None or attempt > known.attempt or is_start:
-            if known is not None and attempt < known.attempt:
-                return
-            known = self.ranks[rank] = RankFold(rank, attempt, event.pid, event)
-        if attempt < known.attempt:
+        if known is not None and attempt < known.attempt:
             return
+        is_start = isinstance(event, ev.WorkerStarted)
+        if known is None or is_start or attempt > known.attempt:
+            known = RankFold(rank, attempt, event.pid, event)
+            self.ranks[rank] = known
         known.last = event
         if isinstance(event, ev.StepCommitted):
             known.step = event.step
@@ -291,7 +296,9 @@ class GroupFold:
                 self.held_step = event.step
                 self.commit = event
                 self.participants = tuple(event.participants)
-                self.waited = event.waits[0] if event.waits else None
+                self.waited = None
+                if event.waits:
+                    self.waited = event.waits[0]
             case ev.Joined():
                 self.participants = tuple(event.participants)
                 if self.state in ("not started", "starting"):

@@ -35,9 +35,7 @@ class HostsFold:
     @property
     def figures(self) -> list[HostFigures]:
         """The hosts, those with the most deaths first."""
-        return sorted(
-            self._found.values(), key=lambda figures: (-figures.deaths, _by_number(figures.host))
-        )
+        return sorted(self._found.values(), key=_most_deaths_first)
 
     def note_start(self, event: WorkerStarted) -> None:
         """Count the start of a worker."""
@@ -50,7 +48,8 @@ class HostsFold:
 
     def note_exit(self, event: WorkerExited) -> None:
         """Count the end of a worker if it is a death."""
-        if event.host is not None and event.cause and not event.stopped:
+        is_death = bool(event.cause) and not event.stopped
+        if is_death and event.host is not None:
             self._at(event.host).deaths += 1
 
     def note_left(self, event: HostLeft) -> None:
@@ -62,9 +61,11 @@ class HostsFold:
         return self._found.setdefault(name, HostFigures(name))
 
 
-def _by_number(host: str) -> list[tuple[int, str]]:
-    """Return the sort key of a host's name, by which n2 stands before n10."""
-    return [
-        (int(part or 0), "") if place % 2 else (0, part)
-        for place, part in enumerate(re.split(r"(\d+)", host))
-    ]
+def _most_deaths_first(figures: HostFigures) -> tuple[int, list[tuple[int, str]]]:
+    """Return a sort key: hosts with most deaths come first, and of the others n2 before n10."""
+    name: list[tuple[int, str]] = []
+    # The pattern has a group, so that texts and numbers alternate, and a text comes first.
+    for place, part in enumerate(re.split(r"(\d+)", figures.host)):
+        is_number = place % 2 == 1
+        name.append((int(part), "") if is_number else (0, part))
+    return -figures.deaths, name

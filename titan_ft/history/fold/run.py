@@ -126,7 +126,8 @@ class RunFold:
             self._apply_run_event(event)
             self.faults.observe(event)
             self.checkpoints.observe(event)
-        self.started = event.time if self.started is None else min(self.started, event.time)
+        if self.started is None or event.time < self.started:
+            self.started = event.time
         self.last_event = max(self.last_event, event.time)
         # An event of the run says nothing of a group, even if a process of a group wrote it.
         if event.replica is None or isinstance(event, ev.LaunchEvent):
@@ -136,7 +137,8 @@ class RunFold:
         key = (event.replica, event.attempt or 0)
         attempt = self.attempts.get(key)
         if attempt is None:
-            attempt = self.attempts[key] = Attempt(*key, begin_us=event.time_us)
+            attempt = Attempt(*key, begin_us=event.time_us)
+            self.attempts[key] = attempt
         attempt.observe(event)
         group = self.groups[event.replica]
         if isinstance(event, ev.FaultEvent):
@@ -180,9 +182,9 @@ class RunFold:
                 # A fault of a plan has a seed of its own, which follows from the plan's.
                 if self.plan is None and event.seed is not None:
                     self.fault_seed = event.seed
-                hit = self.groups.get(-1 if event.target.replica is None else event.target.replica)
-                if hit is not None:
-                    hit.last_fault = event
+                target = event.target.replica
+                if target is not None and target in self.groups:
+                    self.groups[target].last_fault = event
             case ev.WorkerStarted():
                 self.hosts.note_start(event)
                 if event.config is not None:
@@ -251,9 +253,13 @@ class RunFold:
 
     def _add_slots(self, slots: Iterable[int]) -> None:
         missing = set(slots) - self.groups.keys()
-        if missing:
-            groups = self.groups | {slot: GroupFold(slot) for slot in missing}
-            self.groups = dict(sorted(groups.items()))
+        if not missing:
+            return
+        groups = dict(self.groups)
+        for slot in missing:
+            groups[slot] = GroupFold(slot)
+        # A new dictionary, because a view may walk through the old one.
+        self.groups = dict(sorted(groups.items()))
 
     def _apply_silence(
         self, event: ev.GroupLost | ev.GroupBack | ev.EndedWithout, slot: int
@@ -264,18 +270,14 @@ class RunFold:
             return
         was_silent = group.silence is not None
         group.silence = group.find_silence(event)
-        if (
-            group.silence is not None
-            and isinstance(event, ev.GroupLost)
-            and event.last_step is not None
-        ):
+        last_step: int | None = None
+        if isinstance(event, ev.GroupLost):
+            last_step = event.last_step
+        if group.silence is not None and last_step is not None:
             # The group's own event of its last update may be missing.
-            group.held_step = max(group.held_step or 0, event.last_step)
-        if (
-            was_silent
-            and isinstance(event, ev.GroupBack)
-            and group.state in ("healing", "training")
-        ):
+            group.held_step = max(group.held_step or 0, last_step)
+        is_back = was_silent and isinstance(event, ev.GroupBack)
+        if is_back and group.state in ("healing", "training"):
             group.state = "joined"
 
     def _apply_rank_event(self, group: GroupFold, event: ev.Event) -> None:
@@ -285,12 +287,12 @@ class RunFold:
         if not isinstance(event, ev.WorkerStarted) or event.attempt < group.attempt:
             return
         # A trainer without this project's agent may start again under the same number.
-        is_another = (
-            before is not None and before.attempt == event.attempt and before.pid != event.pid
-        )
-        if group.started_attempt != event.attempt or is_another:
-            if is_another:
-                group.ranks = {rank: group.ranks[rank]}
+        starts_again = False
+        if before is not None and before.attempt == event.attempt:
+            starts_again = before.pid != event.pid
+        if starts_again:
+            group.ranks = {rank: group.ranks[rank]}
+        if starts_again or group.started_attempt != event.attempt:
             group.started_attempt = event.attempt
             group.num_starts += 1
             group.begin_attempt(event.attempt)
@@ -327,7 +329,7 @@ class RunFold:
                 group.give_up = event
                 group.is_ending = True
                 if group.reason is None:
-                    group.reason = group.last_reason = Reason(
+                    group.reason = Reason(
                         event.error or event.reason,
                         group.slot,
                         event.rank,
@@ -336,6 +338,7 @@ class RunFold:
                         log=event.log,
                         time=event.time,
                     )
+                    group.last_reason = group.reason
                 self.first_ends.setdefault((group.slot, group.attempt), group.reason)
 
     def _apply_exit(self, group: GroupFold, event: ev.WorkerExited) -> None:
@@ -412,11 +415,8 @@ class RunFold:
         """Apply a commit of any attempt to all groups, when the first group announces it."""
         if not self.steps.observe(event):
             return
-        if (
-            self.commit is not None
-            and event.step <= self.commit.step
-            and event.time < self.commit.time
-        ):
+        latest = self.commit
+        if latest is not None and event.step <= latest.step and event.time < latest.time:
             return  # the event waited for room on the disk, and training has gone on since
         self.step = event.step
         self.commit = event
@@ -433,12 +433,15 @@ class RunFold:
         for other in missing:
             if other.slot not in excluded:
                 self._drop_out(other, event.time)
+        if broken is None or missing:
+            return
         # A group that fails or leaves breaks exchanges, and its failure is counted already.
-        is_explained = bool(missing) or any(other.is_away for other in self.groups.values())
-        if broken is not None and not is_explained:
-            self.failures.append(
-                FailureSpan(None, event.attempt, broken, broken, away=False, back=event.time)
-            )
+        for other in self.groups.values():
+            if other.is_away:
+                return
+        self.failures.append(
+            FailureSpan(None, event.attempt, broken, broken, away=False, back=event.time)
+        )
 
     def _drop_out(self, group: GroupFold, time: float, *, died: bool = False) -> None:
         """Note a failure of a group.
@@ -448,10 +451,11 @@ class RunFold:
         """
         group.contributes = False
         earlier = group.failure
-        is_another_death = earlier is not None and died and earlier.died
-        if earlier is not None and not is_another_death:
-            earlier.died = earlier.died or died
-            return
+        if earlier is not None:
+            is_another_death = died and earlier.died
+            if not is_another_death:
+                earlier.died = earlier.died or died
+                return
         since = group.last_contribution or time
         group.failure = FailureSpan(group.slot, group.attempt, time, since, died=died)
         self.failures.append(group.failure)
@@ -481,7 +485,9 @@ class RunFold:
 
 def _if_after(since: float, event: E | None) -> E | None:
     """Return an event if it was after `since`, in Unix seconds."""
-    return event if event is not None and event.time > since else None
+    if event is None or event.time <= since:
+        return None
+    return event
 
 
 def fold_events(events: Iterable[ev.Event]) -> RunFold:

@@ -31,14 +31,15 @@ class CommittedSteps:
         differs.
         """
         key = (event.step, event.lineage)
-        known = self._exchanges.get(key)
-        exchanges = max(1, event.exchanges)
-        self.num_attempted += max(0, exchanges - (known or 0))
-        self._exchanges[key] = max(exchanges, known or 0)
+        is_known = key in self._exchanges
+        known = self._exchanges.get(key, 0)
+        exchanges = max(1, event.exchanges, known)
+        self.num_attempted += exchanges - known
+        self._exchanges[key] = exchanges
         if len(self._exchanges) > MAX_REMEMBERED:
             oldest = next(iter(self._exchanges))
             del self._exchanges[oldest]
-        if known is not None:
+        if is_known:
             return False
         self.num_committed += 1
         self.num_tokens += event.tokens

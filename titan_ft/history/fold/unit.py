@@ -36,7 +36,8 @@ class Unit:
             return cls()
         between = config.sync_steps or 1
         length = config.round_steps or between
-        return cls(config.semi_sync_method or "", length, config.steps, fragments=between // length)
+        method = config.semi_sync_method or ""
+        return cls(method, length, config.steps, fragments=between // length)
 
     @property
     def noun(self) -> str:
@@ -45,7 +46,9 @@ class Unit:
     def step_after(self, commits: int) -> int:
         """Return torchtitan's step after so many commits."""
         step = commits * self.steps
-        return min(step, self.last) if self.last else step
+        if self.last:
+            return min(step, self.last)
+        return step
 
     def commits_after(self, step: int) -> int:
         """Return the number of commits up to a step of torchtitan's, such as the step of a
@@ -58,7 +61,9 @@ class Unit:
         40)".
         """
         step = f"step {self.step_after(number):{form}}"
-        return f"round {number:{form}} ({step})" if self.method else step
+        if not self.method:
+            return step
+        return f"round {number:{form}} ({step})"
 
     def count(self, number: int) -> str:
         """Return so many of them in words: "4 steps", "1 round"."""

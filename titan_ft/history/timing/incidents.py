@@ -431,7 +431,7 @@ def _draft_end(
             if attempt.silent_us is not None:
                 begin = min(end, attempt.silent_us)
             groups = {attempt.replica}
-            draft = _IncidentDraft(begin, end, groups, end, attempt.cause, attempt.category)
+            draft = _IncidentDraft(begin, end, groups, end, attempt.why_ended, attempt.category)
             drafts.append(draft)
     elif attempt.drained_us is not None:
         draft = _find_request_to_leave(attempt, attempt.drained_us, draft_of_fault)
@@ -598,7 +598,7 @@ def _price(
                 attempt.replica,
                 attempt.number,
                 draft.seconds,
-                attempt.reason,
+                attempt.cause,
                 stall_seconds,
                 absence.seconds,
                 absence.heal,

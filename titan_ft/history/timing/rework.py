@@ -245,9 +245,11 @@ def _explain(
         was_asked = attempt.drained_us is not None
         if was_asked or attempt.fault is not None:
             is_explained = True
-        cause = attempt.cause or ("left" if was_asked else "ended")
-        groups_of.setdefault(cause, []).append(replica)
-    texts = [f"{_name_groups(groups)}: {cause}" for cause, groups in groups_of.items()]
+        why = attempt.why_ended
+        if not why:
+            why = "left" if was_asked else "ended"
+        groups_of.setdefault(why, []).append(replica)
+    texts = [f"{_name_groups(groups)}: {why}" for why, groups in groups_of.items()]
     return ", ".join(texts) or "no event tells why", is_explained
 
 

@@ -464,7 +464,7 @@ class GroupCutter:
             return
         hung_since = self._find_hung_since(attempt, self._strip.cursor)
         until = died if hung_since is None else hung_since
-        self._fill_unfinished(until, attempt.cause or "stopped")
+        self._fill_unfinished(until, attempt.why_ended or "stopped")
         self._strip.fill(died, "hung", "deadlocked")
 
     def _find_hung_since(self, attempt: Attempt, cursor: int) -> int | None:
@@ -486,7 +486,7 @@ class GroupCutter:
         strip = self._strip
         stopping = self._record.fold.stopping
         if last.gave_up_us is not None:
-            strip.fill(last.gave_up_us, "restart", last.cause)
+            strip.fill(last.gave_up_us, "restart", last.why_ended)
             strip.fill(strip.end, "idle", "gave up")
             return
         for event in self._events_of(last):
@@ -499,7 +499,7 @@ class GroupCutter:
         if last.failed:
             # The begin of the restart is not in the history.
             until = last.last_us if stopping is None else stopping.time_us
-            strip.fill(until, "restart", last.cause)
+            strip.fill(until, "restart", last.why_ended)
             if stopping is not None:
                 strip.fill(strip.end, "idle", "stopped")
         elif last.exit_us is not None:
@@ -516,8 +516,8 @@ class GroupCutter:
 
 def _name_end(attempt: Attempt) -> str:
     """Return why an attempt ended; the detail of the restart that follows."""
-    if attempt.cause:
-        return attempt.cause
+    if attempt.why_ended:
+        return attempt.why_ended
     return "its end is not told" if attempt.exit_us is None else "ended"
 
 
