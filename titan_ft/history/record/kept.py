@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 import msgspec
 
@@ -87,16 +87,20 @@ class _Chunk(msgspec.Struct):
 
 
 class _KeptRun(msgspec.Struct):
-    """What is kept of a run, or was reduced just now."""
+    """The kept events of a run, or events that were reduced just now."""
 
     sources: dict[str, _Source]
     memory: Memory
     events: list[Any]
     firsts: list[StepCommitted]
-    num_bytes: int = (
-        0  # of the file, up to the end of the last whole frame; 0 where the file is to be made anew
-    )
-    inode: int = 0  # of the file
+    # of the kept file, up to the end of its last whole frame; 0 if the file is to be written anew
+    num_bytes: int = 0
+    inode: int = 0  # of the kept file
+
+    @property
+    def known_bytes(self) -> dict[str, int]:
+        """The number of reduced bytes of each file of events."""
+        return {name: source.place.num_bytes for name, source in self.sources.items()}
 
 
 class _VersionHeader(msgspec.Struct):
@@ -128,11 +132,7 @@ def follow(folder: Path) -> tuple[list[Event], EventTail]:
     if kept is None:
         tail = EventTail(folder, from_start=True)
         return tail.poll(), tail
-    tail = EventTail(
-        folder,
-        from_start=True,
-        known={name: each.place.num_bytes for name, each in kept.sources.items()},
-    )
+    tail = EventTail(folder, from_start=True, known=kept.known_bytes)
     events = [*kept.events, *kept.firsts, *tail.poll()]
     return sorted(events, key=lambda event: event.time), tail
 
@@ -148,7 +148,8 @@ def read_reduced(folder: Path) -> tuple[Reduction, list[str]]:
     if kept is None:
         events, cut = read_history(folder)
         return Reduction(events), cut
-    later, cut = read_history(folder, {name: source.place for name, source in kept.sources.items()})
+    places = {name: source.place for name, source in kept.sources.items()}
+    later, cut = read_history(folder, places)
     return Reduction([*kept.events, *later], kept.firsts), cut
 
 
@@ -163,15 +164,13 @@ def _bring_up_to_date(folder: Path, *, with_events: bool = True) -> _KeptRun | N
         OSError, ValueError: see `read_reduced`.
     """
     kept = _load(folder, with_events=with_events)
-    sizes = {path: path.stat().st_size for path in event_files(folder)}
-    known = (
-        {}
-        if kept is None
-        else {name: source.place.num_bytes for name, source in kept.sources.items()}
-    )
-    if sum(sizes.values()) - sum(known.values()) < MIN_BYTES:
+    paths = event_files(folder)
+    num_new_bytes = sum(path.stat().st_size for path in paths)
+    if kept is not None:
+        num_new_bytes -= sum(kept.known_bytes.values())
+    if num_new_bytes < MIN_BYTES:
         return kept
-    found = _reduce(list(sizes), kept)
+    found = _reduce(paths, kept)
     # A full or read-only disk: the next command reduces them again.
     with contextlib.suppress(OSError):
         _store(folder, found)
@@ -185,62 +184,80 @@ def _reduce(paths: list[Path], kept: _KeptRun | None) -> _KeptRun:
     """Reduce the events that are not kept yet; reduce all events again if training went back to
     kept ones.
     """
-    known = {} if kept is None else kept.sources
-    # A file that is read early lacks what one that is read late has, such as the fault that is felt
-    # there.
+    if kept is None:
+        kept = _KeptRun({}, Memory(), [], [])
+    known = kept.sources
+    num_bytes = kept.num_bytes
+    # The files are read one after the other. A file that is read early may lack an event, such as a
+    # fault, whose effects are in a file that is read late.
     until = time.time() - SETTLED_SECONDS
-    reducer = Reducer(None if kept is None else kept.memory, until)
-    num_bytes, inode = (0, 0) if kept is None else (kept.num_bytes, kept.inode)
+    reducer = Reducer(kept.memory, until)
     while True:
         places = {path: _copy(known.get(path.name)) for path in paths}
         modified = {path: path.stat().st_mtime_ns for path in paths}
-        merged = heapq.merge(
-            *(stream(path, place) for path, place in places.items()), key=lambda event: event.time
-        )
+        streams = [stream(path, place) for path, place in places.items()]
         try:
-            for event in merged:
+            for event in heapq.merge(*streams, key=lambda event: event.time):
                 reducer.take(event)
         except WentBackError as error:
             unusual = [*reducer.memory.unusual, (error.step, reducer.memory.furthest)]
-            known, num_bytes, reducer = {}, 0, Reducer(Memory(unusual=unusual), until)
+            reducer = Reducer(Memory(unusual=unusual), until)
+            known = {}
+            num_bytes = 0
             continue
         found = reducer.finish()
         sources = {}
         for path, place in places.items():
             is_all = path.stat().st_size == place.num_bytes
             sources[path.name] = _Source(place, modified[path] if is_all else 0)
-        return _KeptRun(sources, reducer.memory, found.events, found.firsts, num_bytes, inode)
+        return _KeptRun(sources, reducer.memory, found.events, found.firsts, num_bytes, kept.inode)
 
 
 def _copy(source: _Source | None) -> Place:
-    return Place() if source is None else msgspec.structs.replace(source.place)
+    """Return a copy, because `stream` moves the place on."""
+    if source is None:
+        return Place()
+    return msgspec.structs.replace(source.place)
 
 
 def _load(folder: Path, *, with_events: bool = True) -> _KeptRun | None:
     """Return what is kept, if it can be relied on."""
     try:
         with (folder / FILE).open("rb") as file:
-            data, inode = file.read(), os.fstat(file.fileno()).st_ino
+            data = file.read()
+            inode = os.fstat(file.fileno()).st_ino
         if not data.startswith(_head()):
             return None
         frames = list(_frames(memoryview(data)))
         if not frames:
             return None
-        index = _index_decoder().decode(frames[-1][0])
-        if not all(_is_unchanged(folder / name, source) for name, source in index.sources.items()):
-            return None
-        num_bytes = len(_head()) + len(frames) * _NUM_NUMBERS * _NUMBER_BYTES
-        num_bytes += sum(len(each) for frame in frames for each in frame)
-        kept = _KeptRun(index.sources, index.memory, [], [], num_bytes, inode)
+        latest = frames[-1]
+        index = _index_decoder().decode(latest.encoded_index)
+        for name, source in index.sources.items():
+            if not _is_unchanged(folder / name, source):
+                return None
+        kept = _KeptRun(index.sources, index.memory, [], [], latest.end, inode)
         if with_events:
-            _add_events(kept, [part for _, part in frames])
+            _add_events(kept, [frame.encoded_part for frame in frames])
         return kept
     except (OSError, msgspec.DecodeError, ValueError):
         return None
 
 
-def _frames(data: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
-    """Yield index and part of each frame, up to an incomplete one: its writer was killed."""
+class _Frame(NamedTuple):
+    """A frame of the kept file.
+
+    Attributes:
+        end: number of the byte after the frame in the file.
+    """
+
+    encoded_index: memoryview
+    encoded_part: memoryview
+    end: int
+
+
+def _frames(data: memoryview) -> Iterator[_Frame]:
+    """Yield the frames of a file, up to an incomplete one: its writer was killed."""
     position = len(_head())
     while True:
         numbers = []
@@ -248,10 +265,13 @@ def _frames(data: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
             numbers.append(int.from_bytes(data[position : position + _NUMBER_BYTES], "big"))
             position += _NUMBER_BYTES
         index_bytes, part_bytes, crc = numbers
-        end = position + index_bytes + part_bytes
-        if not index_bytes or end > len(data) or zlib.crc32(data[position:end]) != crc:
+        begin_of_part = position + index_bytes
+        end = begin_of_part + part_bytes
+        if not index_bytes or end > len(data):
             return
-        yield data[position : position + index_bytes], data[position + index_bytes : end]
+        if zlib.crc32(data[position:end]) != crc:
+            return
+        yield _Frame(data[position:begin_of_part], data[begin_of_part:end], end)
         position = end
 
 
@@ -301,8 +321,10 @@ class _Pool:
                 known[event.lineage] = event
                 continue
             first = known[event.lineage]
-            event.lineage, event.parent = first.lineage, first.parent
-            event.participants, event.batches = first.participants, first.batches
+            event.lineage = first.lineage
+            event.parent = first.parent
+            event.participants = first.participants
+            event.batches = first.batches
         for event in chunk.firsts:
             self._share_small(event)
             self._share_lists(event)
@@ -360,17 +382,20 @@ def _is_unchanged(path: Path, source: _Source) -> bool:
         OSError: the file is gone, or cannot be read.
     """
     status = path.stat()
-    if status.st_size < source.place.num_bytes:
+    num_bytes = source.place.num_bytes
+    if status.st_size < num_bytes:
         return False
-    if status.st_size == source.place.num_bytes and status.st_mtime_ns == source.modified_ns:
+    if status.st_size == num_bytes and status.st_mtime_ns == source.modified_ns:
         return True
-    crc, left = 0, source.place.num_bytes
+    crc = 0
+    num_left = num_bytes
     with path.open("rb") as file:
-        while left:
-            data = file.read(min(left, 1 << 20))
+        while num_left:
+            data = file.read(min(num_left, 1 << 20))
             if not data:
                 return False
-            crc, left = zlib.crc32(data, crc), left - len(data)
+            crc = zlib.crc32(data, crc)
+            num_left -= len(data)
     return crc == source.place.crc
 
 
@@ -381,8 +406,9 @@ def _store(folder: Path, found: _KeptRun) -> None:
         OSError: the file cannot be written.
     """
     index = msgspec.msgpack.encode(_Index(found.sources, found.memory))
-    body = index + msgspec.msgpack.encode(_pack(found.events, found.firsts))
-    numbers = (len(index), len(body) - len(index), zlib.crc32(body))
+    part = msgspec.msgpack.encode(_pack(found.events, found.firsts))
+    body = index + part
+    numbers = (len(index), len(part), zlib.crc32(body))
     frame = b"".join(number.to_bytes(_NUMBER_BYTES, "big") for number in numbers) + body
     path = folder / FILE
     if not found.num_bytes:
@@ -393,8 +419,10 @@ def _store(folder: Path, found: _KeptRun) -> None:
         file.seek(found.num_bytes)
         # Another process may have made the file anew meanwhile, or have appended a frame of the
         # same events.
-        is_another = os.fstat(file.fileno()).st_ino != found.inode
-        if is_another or any(_frames(memoryview(bytes(len(_head())) + file.read()))):
+        if os.fstat(file.fileno()).st_ino != found.inode:
+            return
+        appended = memoryview(bytes(len(_head())) + file.read())
+        if any(_frames(appended)):
             return
         file.truncate(found.num_bytes)
         file.seek(found.num_bytes)
@@ -406,8 +434,9 @@ def _head() -> bytes:
     """Return the beginning of a file that this version can read: its version, and the fields of all
     events.
     """
-    fields = repr([(str(kind.__struct_config__.tag), kind.__struct_fields__) for kind in kinds()])
-    version = f"{versions()['titan_ft']} {FORMAT} {zlib.crc32(fields.encode()):08x}"
+    fields = [(str(kind.__struct_config__.tag), kind.__struct_fields__) for kind in kinds()]
+    crc = zlib.crc32(repr(fields).encode())
+    version = f"{versions()['titan_ft']} {FORMAT} {crc:08x}"
     return msgspec.msgpack.encode(_VersionHeader(version))
 
 

@@ -103,7 +103,11 @@ def final_states(
         return tip.step, len(groups), tip.time
 
     tips.sort(key=likelihood, reverse=True)
-    likeliest = tips[0] if tips else max(states.values(), key=lambda state: state.step)
+    if tips:
+        likeliest = tips[0]
+    else:
+        # A damaged history may have a cycle, in which each state is the parent of another.
+        likeliest = max(states.values(), key=lambda state: state.step)
     newer = _find_newer(likeliest, tips, states, restarts)
     while newer is not None:
         likeliest = newer
@@ -116,12 +120,11 @@ def final_states(
         # that went back, or of a process that was frozen and woke up.
         if tip.step == likeliest.step or tip.time > likeliest.time:
             finals.append(tip)
-    unknown += [
-        f"no event tells of the commit of the final state {event.lineage}"
-        for event in finished
-        if event.lineage not in states and event.step >= likeliest.step
-    ]
-    finished_lineages = {event.lineage for event in finished}
+    finished_lineages = set()
+    for event in finished:
+        finished_lineages.add(event.lineage)
+        if event.lineage not in states and event.step >= likeliest.step:
+            unknown.append(f"no event tells of the commit of the final state {event.lineage}")
     announced = [final for final in finals if final.lineage in finished_lineages]
     return announced or finals
 
@@ -146,8 +149,10 @@ def _supersedes(
     restarts: Iterable[Restart],
 ) -> bool:
     """Return whether the job announced, after it made `old`, a restart where `new` branches off."""
+    if new is old:
+        return False
     between = [event for event in restarts if old.time < event.time <= new.time]
-    if new is old or not between:
+    if not between:
         return False
     before = {state.lineage for state in chain_to(states, old)}
     before.add(ROOT)

@@ -104,10 +104,9 @@ class Memory(msgspec.Struct):
     last_usual: int = 0  # the last step that was taken for usual
     unusual: list[tuple[int, int]] = []  # first and last of steps in a row none of which is usual
     unusual_until: float = 0.0  # Unix seconds until which an injected fault may have effects
-    fault_steps: dict[
-        str, int
-    ] = {}  # for each injected fault, the highest step that was committed before it
-    # by how much each process's wall clock was ahead of its monotonic clock at first
+    # for each injected fault, the highest step that was committed before it
+    fault_steps: dict[str, int] = {}
+    # seconds by which the wall clock of each process was ahead of its monotonic clock at first
     offsets: dict[Process, float] = {}
 
 
@@ -166,16 +165,15 @@ class Reducer:
     def _take_other(self, event: ev.Event) -> None:
         memory = self.memory
         if isinstance(event, ev.FaultInjected):
-            memory.unusual_until = max(
-                memory.unusual_until, event.time + max(EFFECT_SECONDS, seconds_of(event))
-            )
-            memory.fault_steps[_fault(event)] = memory.furthest
+            effect_end = event.time + max(EFFECT_SECONDS, seconds_of(event))
+            memory.unusual_until = max(memory.unusual_until, effect_end)
+            memory.fault_steps[_name_shot(event)] = memory.furthest
         elif isinstance(event, ev.FaultUndone):
             # The event of its beginning may be missing.
-            before = memory.fault_steps.get(_fault(event), 0)
+            before = memory.fault_steps.get(_name_shot(event), 0)
             if memory.last_usual > before:
-                # It lasted for longer than anything said, and the steps meanwhile were no usual
-                # ones.
+                # The fault lasted for longer than its parameters said, and the steps meanwhile were
+                # taken for usual.
                 raise WentBackError(before + 1)
         self.found.events.append(event)
 
@@ -184,7 +182,9 @@ class Reducer:
         as usual.
         """
         newest = self._rows[-1]
-        before = self._rows[-2] if len(self._rows) > 1 else self._before
+        before = self._before
+        if len(self._rows) > 1:
+            before = self._rows[-2]
         if before and not self._is_usual(before, newest):
             return False
         self._num_quiet += 1
@@ -202,58 +202,32 @@ class Reducer:
     def _settle_oldest(self) -> None:
         """Decide about the oldest row: all that may make it unusual is known now."""
         row = self._rows.popleft()
-        is_far_enough = self._num_quiet > 2 * MARGIN and self._may_be_usual(row[0].step)
-        if is_far_enough and self._before and _digests_agree(row):
-            self._add(row)
+        if self._can_replace(row):
+            self._replace(row)
         else:
             self._close()
             self.found.events += row
         self._before = row
 
-    def _may_be_usual(self, step: int) -> bool:
-        return not any(first <= step <= last for first, last in self.memory.unusual)
+    def _can_replace(self, row: list[ev.StepCommitted]) -> bool:
+        """Return True if the oldest row, and the `MARGIN` rows on both sides of it, are usual."""
+        if not self._before or self._num_quiet <= 2 * MARGIN:
+            return False
+        for first, last in self.memory.unusual:
+            if first <= row[0].step <= last:
+                return False
+        return _digests_agree(row)
 
-    def _add(self, row: list[ev.StepCommitted]) -> None:
+    def _replace(self, row: list[ev.StepCommitted]) -> None:
+        """Keep the first commit of a usual step, and add the others to each process's event."""
         self.memory.last_usual = row[0].step
-        self.found.firsts.append(next(commit for commit in row if commit.rank == 0))
+        self.found.firsts.append(_first_of_rank_0(row))
         before = {_process(commit): commit for commit in self._before}
         for commit in row:
             process = _process(commit)
-            productive_us, exchange_us = _split(before[process], commit)
-            assert commit.data is not None, "a usual step has data"
-            known = self._open.get(process)
-            if known is None:
-                known = self._open[process] = UsualSteps(
-                    replica=commit.replica,
-                    rank=commit.rank,
-                    attempt=commit.attempt,
-                    pid=commit.pid,
-                    first_step=commit.step,
-                    step=commit.step,
-                    parent=commit.parent,
-                    lineage=commit.lineage,
-                    forward_passes=0,
-                    wire_bytes=0,
-                    memory_bytes=None,
-                    slot=commit.data.slot,
-                    next_batch=0,
-                    num_digests=0,
-                    productive_us=0,
-                    exchange_us=0,
-                )
-            known.time, known.mono = commit.time, commit.mono
-            known.step, known.lineage = commit.step, commit.lineage
-            known.forward_passes += commit.forward_passes
-            if known.wire_bytes is not None:
-                known.wire_bytes = (
-                    None if commit.wire_bytes is None else known.wire_bytes + commit.wire_bytes
-                )
-            if commit.memory_bytes is not None:
-                known.memory_bytes = max(known.memory_bytes or 0, commit.memory_bytes)
-            known.next_batch = commit.data.first_batch + commit.data.num_batches
-            known.num_digests += bool(commit.digest)
-            known.productive_us += productive_us
-            known.exchange_us += exchange_us
+            if process not in self._open:
+                self._open[process] = _begin_usual_steps(commit)
+            _extend(self._open[process], before[process], commit)
 
     def _close(self) -> None:
         self.found.events += self._open.values()
@@ -263,52 +237,111 @@ class Reducer:
         """Return True if a step was usual, by the commits of all processes and those of the step
         before it.
         """
-        first, previous = row[0], before[0]
-        if (
-            len(row) != len(before)
-            or first.step != previous.step + 1
-            or first.parent != previous.lineage
-        ):
+        first = row[0]
+        previous = before[0]
+        if len(row) != len(before):
             return False
-        if not self.memory.unusual_until < first.time <= self._until:
+        if first.step != previous.step + 1 or first.parent != previous.lineage:
+            return False
+        # A fault may have effects, or files that are read later may still lack events.
+        if first.time <= self.memory.unusual_until or first.time > self._until:
             return False
         if first.exchanges != 1 or first.inner_steps not in (None, 1):
             return False
         processes = {_process(commit) for commit in row}
-        if len(processes) != len(row) or processes != {_process(commit) for commit in before}:
+        if len(processes) != len(row):
             return False
-        if not all(_agrees(commit, first) and self._is_sound(commit) for commit in row):
+        if processes != {_process(commit) for commit in before}:
             return False
-        if {commit.replica for commit in row if commit.rank == 0} != set(first.participants):
+        groups = set()
+        for commit in row:
+            if not _agrees(commit, first) or not self._is_sound(commit):
+                return False
+            if commit.rank == 0:
+                groups.add(commit.replica)
+        if groups != set(first.participants):
             return False
         return _follows(previous.batches, first.batches) and _sums_up(row)
 
     def _is_sound(self, commit: ev.StepCommitted) -> bool:
         """Return whether a commit says by itself that all went as usual."""
-        if (
-            not commit.contributed
-            or commit.extra_data
-            or commit.data is None
-            or commit.waits is None
-        ):
-            return False
         data = commit.data
+        if not commit.contributed or data is None or commit.extra_data:
+            return False
+        if commit.waits is None:
+            return False
         if commit.batches.get(data.slot) != (data.first_batch, data.num_batches):
             return False
         if data.num_batches != commit.forward_passes or data.slot != commit.replica:
             return False
         offset = commit.time - commit.mono
-        if abs(offset - self.memory.offsets.setdefault(_process(commit), offset)) >= STEADY_SECONDS:
+        first_offset = self.memory.offsets.setdefault(_process(commit), offset)
+        if abs(offset - first_offset) >= STEADY_SECONDS:
             return False
         return all(wait.why in HARMLESS_WAITS for wait in commit.waits)
 
 
-def _fault(event: ev.FaultInjected | ev.FaultUndone) -> str:
+def _name_shot(event: ev.FaultInjected | ev.FaultUndone) -> str:
     return f"{event.fault} {event.shot}"
 
 
 def _process(commit: ev.StepCommitted) -> Process:
     return commit.replica, commit.rank, commit.attempt, commit.pid
+
+
+def _first_of_rank_0(row: list[ev.StepCommitted]) -> ev.StepCommitted:
+    for commit in row:
+        if commit.rank == 0:
+            return commit
+    raise AssertionError("every group of a usual step has a commit of its rank 0")
+
+
+def _begin_usual_steps(commit: ev.StepCommitted) -> UsualSteps:
+    """Return an event of no usual step yet, which begins with the step of `commit`."""
+    assert commit.data is not None, "a usual step has data"
+    return UsualSteps(
+        replica=commit.replica,
+        rank=commit.rank,
+        attempt=commit.attempt,
+        pid=commit.pid,
+        first_step=commit.step,
+        step=commit.step,
+        parent=commit.parent,
+        lineage=commit.lineage,
+        forward_passes=0,
+        wire_bytes=0,
+        memory_bytes=None,
+        slot=commit.data.slot,
+        next_batch=0,
+        num_digests=0,
+        productive_us=0,
+        exchange_us=0,
+    )
+
+
+def _extend(usual: UsualSteps, before: ev.StepCommitted, commit: ev.StepCommitted) -> None:
+    """Add a commit of a usual step to the event of its process.
+
+    Args:
+        before: the commit of the same process for the step before.
+    """
+    assert commit.data is not None, "a usual step has data"
+    usual.time = commit.time
+    usual.mono = commit.mono
+    usual.step = commit.step
+    usual.lineage = commit.lineage
+    usual.forward_passes += commit.forward_passes
+    if usual.wire_bytes is None or commit.wire_bytes is None:
+        usual.wire_bytes = None
+    else:
+        usual.wire_bytes += commit.wire_bytes
+    if commit.memory_bytes is not None:
+        usual.memory_bytes = max(usual.memory_bytes or 0, commit.memory_bytes)
+    usual.next_batch = commit.data.first_batch + commit.data.num_batches
+    usual.num_digests += bool(commit.digest)
+    productive_us, exchange_us = _split(before, commit)
+    usual.productive_us += productive_us
+    usual.exchange_us += exchange_us
 
 
 def _agrees(commit: ev.StepCommitted, first: ev.StepCommitted) -> bool:
@@ -332,32 +365,43 @@ def _digests_agree(row: list[ev.StepCommitted]) -> bool:
     """Return whether no process took a digest, or several groups have the same one of each rank."""
     if not any(commit.digest for commit in row):
         return True
-    digests: dict[int, list[str | None]] = {}
+    digests_of_rank: dict[int, list[str | None]] = {}
     for commit in row:
-        digests.setdefault(commit.rank, []).append(commit.digest)
-    return all(each[0] and len(each) > 1 and set(each) == {each[0]} for each in digests.values())
+        digests_of_rank.setdefault(commit.rank, []).append(commit.digest)
+    for digests in digests_of_rank.values():
+        if not digests[0] or len(digests) == 1:
+            return False
+        if digests.count(digests[0]) != len(digests):
+            return False
+    return True
 
 
 def _follows(before: dict[int, tuple[int, int]], batches: dict[int, tuple[int, int]]) -> bool:
     """Return whether each slot goes on with the batch after those of the step before."""
     if before.keys() != batches.keys():
         return False
-    return all(first == before[slot][0] + before[slot][1] for slot, (first, _) in batches.items())
+    for slot, (first, _) in batches.items():
+        first_before, num_before = before[slot]
+        if first != first_before + num_before:
+            return False
+    return True
 
 
 def _sums_up(row: list[ev.StepCommitted]) -> bool:
     """Return whether tokens and loss of a step are those of its participants."""
     tokens: dict[int, int] = {}
     losses: dict[int, float] = {}
+    loss = row[0].loss
+    total = row[0].tokens
     for commit in row:
-        if commit.own_loss is None or commit.loss is None or commit.own_tokens <= 0:
+        if commit.loss is None or commit.own_loss is None or commit.own_tokens <= 0:
             return False
         tokens.setdefault(commit.replica, commit.own_tokens)
         losses.setdefault(commit.replica, commit.own_loss)
-    loss, total = row[0].loss, row[0].tokens
     if loss is None or sum(tokens.values()) != total:
         return False
-    mean = sum(losses[replica] * tokens[replica] for replica in losses) / total
+    weighted = sum(loss_of_group * tokens[group] for group, loss_of_group in losses.items())
+    mean = weighted / total
     return math.isclose(loss, mean, rel_tol=LOSS_TOLERANCE, abs_tol=LOSS_TOLERANCE)
 
 
