@@ -37,12 +37,9 @@ class Crash:
         when = f"{self.first - start:.1f} s"
         if self.count > 1:
             when = f"from {when} to {self.last - start:.1f} s"
-        parts = [
-            self.where,
-            f"{count(self.count, 'time')}, {name_groups(self.replicas)}, {when}",
-            self.log or "",
-        ]
-        return f"{self.error} ({'; '.join(part for part in parts if part)})"
+        who = f"{count(self.count, 'time')}, {name_groups(self.replicas)}, {when}"
+        parts = filter(None, (self.where, who, self.log))
+        return f"{self.error} ({'; '.join(parts)})"
 
 
 @view
@@ -51,17 +48,20 @@ def find_crashes(record: RunRecord) -> list[Crash]:
 
     The exception of an attempt is that of its first failed rank; other ranks fail as a consequence.
     """
-    exceptions = (reason for reason in record.fold.first_ends.values() if reason.exception)
-    return [
-        Crash(
-            error=ends[0].text,
+    exceptions = [reason for reason in record.fold.first_ends.values() if reason.exception]
+    crashes = []
+    for ends in group_alike(exceptions).values():
+        first = ends[0]
+        last = ends[-1]
+        crash = Crash(
+            error=first.text,
             count=len(ends),
             replicas=sorted({end.slot for end in ends if end.slot is not None}),
-            first=ends[0].time,
-            last=ends[-1].time,
+            first=first.time,
+            last=last.time,
             transient=all(end.transient for end in ends),
-            log=ends[-1].log or None,
-            where=ends[-1].where,
+            log=last.log or None,
+            where=last.where,
         )
-        for ends in group_alike(exceptions).values()
-    ]
+        crashes.append(crash)
+    return crashes

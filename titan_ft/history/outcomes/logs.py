@@ -87,7 +87,9 @@ def find_log(reason: Reason, run_dir: Path) -> Path | None:
     if usual.is_file():
         return usual
     named = Path(reason.log)
-    return named if reason.log and named.is_file() else None
+    if reason.log and named.is_file():
+        return named
+    return None
 
 
 def show_logs(record: RunRecord, run_dir: Path, slot: int | None, limit: int) -> list[str]:

@@ -7,7 +7,7 @@ The report shows the notes, and `titan_ft.history.checks.silence` counts them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,96 +34,120 @@ class Note:
     count: int = 1
 
 
-# The text of each event. Groups report one happening in the same words, so a text has no figures
-# that differ between groups. An event with an empty text gives no note.
-TEXTS: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
-    ev.FaultSkipped: lambda e, u: f"fault skipped: {e.fault} ({e.reason})",
-    ev.DonorLost: lambda e, u: (
-        f"lost group {e.donor}, which it fetched a part of the state from: {e.error}"
-    ),
-    ev.HealFailed: lambda e, u: (
-        f"could not fetch the state from group {e.donor}, another donor is asked: {e.error}"
-    ),
-    ev.DigestMismatch: lambda e, u: (
-        f"after {u.name(e.step, ',')} the state of {name_groups(e.minority)} was not that of the others"
-        if e.minority
-        else f"after {u.name(e.step, ',')} the groups' states differed, and no majority told which one is right"
-    ),
-    ev.GradientExcluded: lambda e, u: (
-        f"left out of {u.name(e.step, ',')}, as not finite: the gradient of {name_groups(e.slots)}"
-    ),
-    ev.Straggler: lambda e, u: (
-        f"group {e.slot} became slower than the others ({e.factor:.1f} times their step)"
-    ),
-    ev.StragglerRecovered: lambda e, u: f"group {e.slot} is as fast as the others again",
-    ev.Hung: lambda e, u: f"made no progress after {u.name(e.step, ',')}, and ended itself",
-    ev.RankSilent: lambda e, u: (
-        f"ranks {_list(e.ranks)} (on {_list(e.hosts)}) fell silent, and the group ended itself"
-    ),
-    ev.ForeignMember: lambda e, u: (
-        f"the lighthouse named {e.member}, which was left aside: {e.reason}"
-    ),
-    ev.RolledBack: lambda e, u: (
-        f"the latest state was lost with its groups: back to {u.name(e.step, ',')}, by {e.lost:,} {u.noun}s"
-    ),
-    ev.StartedAnew: lambda e, u: "nobody held a state any more: training began again with step 1",
-    ev.LoaderChecked: lambda e, u: (
-        ""
-        if e.exact
-        else f"the data loader does not go on exactly where its state was saved: {e.reason} ({e.loader})"
-    ),
-    ev.DataOpened: lambda e, u: (
-        f"slot {e.slot}, opened at batch {e.first_batch}, gave another batch than the one that follows there"
-        if e.exact is False
-        else ""
-    ),
-    ev.DataReset: lambda e, u: (
-        f"the data began anew behind the checkpoint of step {e.step:,}: {e.reason}"
-    ),
-    ev.CheckpointLoaded: lambda e, u: f"went on from the checkpoint of step {e.step:,}",
-    ev.SavingBeforeLeaving: lambda e, u: (
-        f"the job's state left with the last groups, and was to be saved as the checkpoint of step {e.step:,}"
-        + (f", perhaps not in time: {e.shortage}" if e.shortage else "")
-    ),
-    ev.CheckpointFailed: lambda e, u: (
-        f"the checkpoint of step {e.step:,} could not be written: {e.error}"
-    ),
-    ev.CheckpointSkipped: lambda e, u: (
-        f"the checkpoint of step {e.step:,} is damaged, and that of step {e.instead:,} was loaded instead: {e.reason}"
-    ),
-    ev.CheckpointSetAside: lambda e, u: (
-        f"a checkpoint of another job is {e.folder} now, for the job went back before it (saved: step {e.step:,})"
-    ),
-    ev.CheckpointWithdrawn: lambda e, u: (
-        f"the checkpoint of step {e.step:,} was removed: its state was corrupt"
-    ),
-    ev.AgentEnded: lambda e, u: f"ended: {e.reason}",
-    ev.ReplicaGaveUp: lambda e, u: f"was not started again: {e.reason}",
-    ev.SpareTookOver: lambda e, u: "a spare took its place",
-    ev.LighthouseRestarted: lambda e, u: (
-        f"a new lighthouse listened after {e.seconds:.1f} s: {e.reason}"
-    ),
-    ev.LighthouseRenewed: lambda e, u: (
-        f"the lighthouse started anew and forgot {e.num_ended:,} processes that had ended"
-    ),
-    ev.StrangerRefused: lambda e, u: (
-        f"the {e.port or 'lighthouse'} refused {e.reason}, first from {e.source}"
-    ),
-    ev.CameTooLate: lambda e, u: f"came when {u.name(e.step, ',')}, the last, was made, and ended",
-    ev.LighthouseMoved: lambda e, u: f"followed the lighthouse from {e.former} to {e.address}",
-    ev.HostLeft: lambda e, u: (
-        f"left host {e.host}, on which {e.deaths} workers had died, to be started elsewhere"
-    ),
-    ev.Waiting: lambda e, u: f"{u.name(e.step + 1, ',')} had to wait: {e.reason}",
-    ev.LaunchStarted: lambda e, u: (
-        f"went on with other values: {'; '.join(e.allowed)}" if e.allowed else ""
-    ),
-    ev.EventsDelayed: lambda e, u: (
-        f"could not write its events for a while ({e.error}): they came late"
-    ),
-    ev.EventsDropped: lambda e, u: f"lost events that it could not write ({e.error})",
-    ev.LaunchStopping: lambda e, u: f"all groups were asked to leave: {e.reason}",
-}
+def _describe(event: ev.Event, unit: Unit) -> str:
+    """Return the text of an event; empty for an event that gives no note.
+
+    Groups report one happening in the same words, so a text has no figures that differ between
+    groups.
+    """
+    match event:
+        case ev.StepCommitted():
+            return ""  # nearly all events of a long run
+        # Faults
+        case ev.FaultSkipped():
+            return f"fault skipped: {event.fault} ({event.reason})"
+        # Heals
+        case ev.DonorLost():
+            part = "which it fetched a part of the state from"
+            return f"lost group {event.donor}, {part}: {event.error}"
+        case ev.HealFailed():
+            failed = f"could not fetch the state from group {event.donor}"
+            return f"{failed}, another donor is asked: {event.error}"
+        # The groups' states and gradients
+        case ev.DigestMismatch():
+            step = unit.name(event.step, ",")
+            if event.minority:
+                return f"after {step} the state of {name_groups(event.minority)} was not that of the others"
+            differ = "the groups' states differed, and no majority told which one is right"
+            return f"after {step} {differ}"
+        case ev.GradientExcluded():
+            gradient = f"the gradient of {name_groups(event.slots)}"
+            return f"left out of {unit.name(event.step, ',')}, as not finite: {gradient}"
+        case ev.RolledBack():
+            lost = "the latest state was lost with its groups"
+            return f"{lost}: back to {unit.name(event.step, ',')}, by {event.lost:,} {unit.noun}s"
+        case ev.StartedAnew():
+            return "nobody held a state any more: training began again with step 1"
+        # Slow, hung and silent groups
+        case ev.Straggler():
+            times = f"{event.factor:.1f} times their step"
+            return f"group {event.slot} became slower than the others ({times})"
+        case ev.StragglerRecovered():
+            return f"group {event.slot} is as fast as the others again"
+        case ev.Hung():
+            return f"made no progress after {unit.name(event.step, ',')}, and ended itself"
+        case ev.RankSilent():
+            ranks = f"ranks {_list(event.ranks)} (on {_list(event.hosts)})"
+            return f"{ranks} fell silent, and the group ended itself"
+        case ev.Waiting():
+            return f"{unit.name(event.step + 1, ',')} had to wait: {event.reason}"
+        # Data
+        case ev.LoaderChecked() if not event.exact:
+            fault = "the data loader does not go on exactly where its state was saved"
+            return f"{fault}: {event.reason} ({event.loader})"
+        case ev.DataOpened() if event.exact is False:
+            place = f"slot {event.slot}, opened at batch {event.first_batch}"
+            return f"{place}, gave another batch than the one that follows there"
+        case ev.DataReset():
+            checkpoint = f"the checkpoint of step {event.step:,}"
+            return f"the data began anew behind {checkpoint}: {event.reason}"
+        # Checkpoints
+        case ev.CheckpointLoaded():
+            return f"went on from the checkpoint of step {event.step:,}"
+        case ev.SavingBeforeLeaving():
+            text = (
+                "the job's state left with the last groups, and was to be saved as the checkpoint"
+            )
+            text += f" of step {event.step:,}"
+            if event.shortage:
+                text += f", perhaps not in time: {event.shortage}"
+            return text
+        case ev.CheckpointFailed():
+            return f"the checkpoint of step {event.step:,} could not be written: {event.error}"
+        case ev.CheckpointSkipped():
+            instead = f"that of step {event.instead:,} was loaded instead"
+            damaged = f"the checkpoint of step {event.step:,} is damaged"
+            return f"{damaged}, and {instead}: {event.reason}"
+        case ev.CheckpointSetAside():
+            why = f"for the job went back before it (saved: step {event.step:,})"
+            return f"a checkpoint of another job is {event.folder} now, {why}"
+        case ev.CheckpointWithdrawn():
+            return f"the checkpoint of step {event.step:,} was removed: its state was corrupt"
+        # Ends and restarts of groups
+        case ev.AgentEnded():
+            return f"ended: {event.reason}"
+        case ev.ReplicaGaveUp():
+            return f"was not started again: {event.reason}"
+        case ev.SpareTookOver():
+            return "a spare took its place"
+        case ev.CameTooLate():
+            return f"came when {unit.name(event.step, ',')}, the last, was made, and ended"
+        case ev.HostLeft():
+            deaths = f"on which {event.deaths} workers had died"
+            return f"left host {event.host}, {deaths}, to be started elsewhere"
+        # The lighthouse, strangers and the launcher
+        case ev.ForeignMember():
+            return f"the lighthouse named {event.member}, which was left aside: {event.reason}"
+        case ev.LighthouseRestarted():
+            return f"a new lighthouse listened after {event.seconds:.1f} s: {event.reason}"
+        case ev.LighthouseRenewed():
+            ended = f"{event.num_ended:,} processes that had ended"
+            return f"the lighthouse started anew and forgot {ended}"
+        case ev.LighthouseMoved():
+            return f"followed the lighthouse from {event.former} to {event.address}"
+        case ev.StrangerRefused():
+            port = event.port or "lighthouse"
+            return f"the {port} refused {event.reason}, first from {event.source}"
+        case ev.LaunchStarted() if event.allowed:
+            return f"went on with other values: {'; '.join(event.allowed)}"
+        case ev.LaunchStopping():
+            return f"all groups were asked to leave: {event.reason}"
+        # Events
+        case ev.EventsDelayed():
+            return f"could not write its events for a while ({event.error}): they came late"
+        case ev.EventsDropped():
+            return f"lost events that it could not write ({event.error})"
+    return ""
 
 
 @dataclass
@@ -143,15 +167,14 @@ def find_notes(record: RunRecord) -> list[Note]:
     reports: dict[tuple[str, str], _Report] = {}
     notes: list[Note] = []
     for event in record.events:
-        describe = TEXTS.get(type(event))
-        text = "" if describe is None else describe(event, record.unit)
+        text = _describe(event, record.unit)
         if not text:
             continue
         time = event.time - record.begin
         target = ""
         if isinstance(event, ev.FaultSkipped) and event.target is not None:
             target = name_target(event.target)
-        where = target or _where(event)
+        where = target or _name_writer(event)
         known = reports.get((event.name, text))
         if known is not None:
             is_soon = time - known.note.time <= SAME_SECONDS
@@ -174,17 +197,24 @@ def name_groups(replicas: Iterable[int | None], rank: int | None = None) -> str:
     """Return groups, and their rank if one is given, in words."""
     known = sorted(replica for replica in replicas if replica is not None)
     noun = "group" if len(known) == 1 else "groups"
-    groups = f"{noun} {', '.join(map(str, known))}"
-    return groups if rank is None else f"{groups}, rank {rank}"
+    groups = f"{noun} {_list(known)}"
+    if rank is None:
+        return groups
+    return f"{groups}, rank {rank}"
 
 
 def name_target(target: ev.Target) -> str:
     """Return the target of a fault in words."""
-    return "lighthouse" if target.lighthouse else name_groups((target.replica,), target.rank)
+    if target.lighthouse:
+        return "lighthouse"
+    return name_groups((target.replica,), target.rank)
 
 
-def _where(event: ev.Event) -> str:
-    return "job" if event.replica is None else f"group {event.replica}"
+def _name_writer(event: ev.Event) -> str:
+    """Return the group of an event's writer in words; the job if the writer has none."""
+    if event.replica is None:
+        return "job"
+    return f"group {event.replica}"
 
 
 def _list(values: Iterable[Any]) -> str:

@@ -104,7 +104,7 @@ def decide_outcome(fold: RunFold, *, goes_on: bool) -> Outcome:
     kind = _find_kind(fold, goes_on=goes_on)
     reasons = _find_reasons(fold)
     reason = None
-    if reasons and _needs_reason(fold, kind):
+    if _needs_reason(fold, kind) and reasons:
         reason = reasons[0]
     stopped_by = ""
     # A launch that was stopped may also end as "finished" or "never began": keep who stopped it.
@@ -127,9 +127,10 @@ def decide_outcome(fold: RunFold, *, goes_on: bool) -> Outcome:
 
 
 def _find_kind(fold: RunFold, *, goes_on: bool) -> Kind:
-    # A launcher that is gone without an event of its end leaves the outcome unknown.
     if not _is_over(fold, goes_on=goes_on):
-        return "running" if goes_on else "unknown"
+        if goes_on:
+            return "running"
+        return "unknown"  # the launcher is gone, and no event reports its end
     end = fold.launch_end
     states = {group.state for group in fold.groups.values()}
     # One group that made the last step finishes the run, whatever became of the others.
@@ -140,13 +141,16 @@ def _find_kind(fold: RunFold, *, goes_on: bool) -> Kind:
     has_trained = fold.step is not None
     if fold.stopping is not None:
         # A user who stops a launch that cannot begin wants to see why it cannot.
-        has_failed_to_begin = not has_trained and bool(_find_reasons(fold))
-        return "never began" if has_failed_to_begin else "stopped"
+        if not has_trained and _find_reasons(fold):
+            return "never began"
+        return "stopped"
     if end.code != 0:
         return "failed" if has_trained else "never began"
     # Exit status 0. On a full disk the groups' last events are missing: the exit status counts,
     # even if no group wrote any event. But groups that wrote events and no update did not finish.
-    return "finished" if has_trained or not states else "unknown"
+    if states and not has_trained:
+        return "unknown"
+    return "finished"
 
 
 def _is_over(fold: RunFold, *, goes_on: bool) -> bool:
@@ -209,16 +213,19 @@ def _priority(reason: Reason, latest: float) -> tuple[bool, bool, bool, float]:
 def _find_lost_groups(fold: RunFold, kind: Kind) -> list[LostGroup]:
     lost = []
     for group in fold.groups.values():
-        if _is_lost(fold, group, kind):
-            # `silence`: what the other groups reported of a group that wrote no event of its end.
-            reason = group.reason or group.silence
-            lost.append(LostGroup(group.slot, _last_step(fold, group), reason))
+        if not _is_lost(fold, group, kind):
+            continue
+        reason = group.reason
+        if reason is None:
+            # The group wrote no event of its end, and another group reported its silence.
+            reason = group.silence
+        lost.append(LostGroup(group.slot, _find_last_step(fold, group), reason))
     return lost
 
 
-def _last_step(fold: RunFold, group: GroupFold) -> int | None:
-    """Return torchtitan's step number at a group's last update; None if the group made none."""
-    # `step`: the group's own last commit. `took_part`: the last update that others shared with it.
+def _find_last_step(fold: RunFold, group: GroupFold) -> int | None:
+    """Return torchtitan's step after a group's last update; None if the group made none."""
+    # The group's own event of its last update may be missing: the others name it as a participant.
     updates = [update for update in (group.step, group.took_part) if update is not None]
     if not updates:
         return None
@@ -254,7 +261,10 @@ def _find_stopped_by(fold: RunFold) -> str:
         return ""  # a launch that is still stopping says at its end who asked
     # Without a launcher, each group that left says who asked; groups that died know nothing of it.
     left = [group for group in fold.groups.values() if group.state == "left"]
-    return max(left, key=lambda group: group.last_event).leave_reason if left else ""
+    if not left:
+        return ""
+    last = max(left, key=lambda group: group.last_event)
+    return last.leave_reason
 
 
 def _headline(
@@ -303,7 +313,9 @@ def _describe_progress(fold: RunFold, step: int) -> str:
 def _failed_step(fold: RunFold, step: int) -> int:
     """Return the step that the run did not complete: its last step plus 1, at most the target."""
     next_step = step + 1
-    return min(next_step, fold.target) if fold.target else next_step
+    if fold.target:
+        return min(next_step, fold.target)
+    return next_step
 
 
 def _count_failures(fold: RunFold, reason: Reason | None) -> str:
@@ -312,7 +324,9 @@ def _count_failures(fold: RunFold, reason: Reason | None) -> str:
         return ""
     # Only of that group: others may have failed more often, for other reasons.
     num_failures = fold.groups[reason.slot].num_failed_attempts
-    return f", {num_failures} times" if num_failures > 1 else ""
+    if num_failures <= 1:
+        return ""
+    return f", {num_failures} times"
 
 
 def _describe_finish(fold: RunFold, step: int, *, has_lost: bool) -> str:
@@ -332,7 +346,7 @@ def _describe_finish(fold: RunFold, step: int, *, has_lost: bool) -> str:
 
 def _describe_without_group(reason: Reason) -> str:
     rank = "" if reason.rank is None else f"rank {reason.rank}"
-    return ", ".join(part for part in (reason.text, rank, reason.where) if part)
+    return ", ".join(filter(None, (reason.text, rank, reason.where)))
 
 
 def _find_colour(fold: RunFold, kind: Kind, step: int, lost: Sequence[LostGroup]) -> Colour:
@@ -343,16 +357,18 @@ def _find_colour(fold: RunFold, kind: Kind, step: int, lost: Sequence[LostGroup]
     if kind == "finished" and _misses_last_events(fold, step):
         return "amber"
     end = fold.launch_end
-    has_failed = end is not None and _has_failed(end)
-    return "amber" if has_failed else "green"
+    if end is not None and _has_failed(end):
+        return "amber"
+    return "green"
 
 
 def _misses_last_events(fold: RunFold, step: int) -> bool:
     """Return whether a finished run has no events of its last steps, as on a full disk."""
     # An agent may announce the exit of a worker whose own last events were lost: no proof of a
     # step.
-    if any(group.has_announced_end for group in fold.groups.values()):
-        return False
+    for group in fold.groups.values():
+        if group.has_announced_end:
+            return False
     return fold.target is not None and step < fold.target
 
 
