@@ -12,7 +12,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from titan_ft.history.batches.audit import audit
-from titan_ft.history.digests import DigestVerdict, compare_digests
+from titan_ft.history.digests import DigestComparison, DigestVerdict, compare_digests
 from titan_ft.history.fold.hosts import HostFigures
 from titan_ft.history.fold.unit import STEP, Unit
 from titan_ft.history.judgement import Verdict, count
@@ -153,7 +153,8 @@ class RunSummary:
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain dictionaries, lists and numbers, for JSON."""
         figures = asdict(self)
-        figures["unit"], figures["rework"] = self.unit.noun, self.rework.to_dict()
+        figures["unit"] = self.unit.noun
+        figures["rework"] = self.rework.to_dict()
         figures["outcome"] = self.outcome.to_dict()
         figures["losses"] = [{"step": step, "loss": loss} for step, loss in self.losses]
         return figures
@@ -162,29 +163,21 @@ class RunSummary:
 @view
 def summarize(record: RunRecord) -> RunSummary:
     """Return the figures of a run."""
-    events, commits = record.events, record.commits
-    restarts, finished = record.of(ReplicaRestarted), record.of(TrainingFinished)
+    commits = record.commits
+    restarts = record.of(ReplicaRestarted)
     attempted, committed = count_exchanges(record)
     wire_bytes, wire_bytes_per_step = count_wire_bytes(record)
-    last = {(event.replica, event.rank): event for event in finished or _last_to_leave(record)}
-    told = (((e.step, e.lineage, e.rank), e.replica, e.digest) for e in record.of(StepCommitted))
-    compared = compare_digests(told, record.num_usual_comparisons)
+    final_digests, finished_groups = _compare_final_digests(record)
+    step_digests = _compare_step_digests(record)
     audited = audit(record)
-    # Workers that died before their first event are known by their exits alone.
-    ranks = [process.rank for process in record.processes] + [
-        end.rank for end in record.of(WorkerExited)
-    ]
     effective, effective_in_training = effective_training_time(record)
     return RunSummary(
         outcome=find_outcome(record),
         start=record.begin,
         num_groups=len(record.attempts),
-        ranks_per_group=max(ranks, default=-1) + 1,
-        seconds=events[-1].time - events[0].time if events else 0.0,
-        tokens=max(
-            [*(event.tokens for event in finished), *(point.tokens for point in record.curve[-1:])],
-            default=0,
-        ),
+        ranks_per_group=_count_ranks_per_group(record),
+        seconds=_measure_seconds(record),
+        tokens=_count_tokens(record),
         unit=record.unit,
         rounds=find_rounds(record),
         steps_committed=max((event.step for event in commits), default=0),
@@ -196,7 +189,7 @@ def summarize(record: RunRecord) -> RunSummary:
         effective_training_time=effective,
         effective_training_time_in_training=effective_in_training,
         rework=find_rework(record),
-        recomputed_forward_passes=sum(_recomputed(event) for event in commits),
+        recomputed_forward_passes=sum(_count_recomputed(event) for event in commits),
         num_restarts=len(restarts),
         num_standby_restarts=sum(event.standby for event in restarts),
         num_lighthouse_restarts=len(record.of(LighthouseRestarted)),
@@ -211,28 +204,68 @@ def summarize(record: RunRecord) -> RunSummary:
         hosts=find_hosts(record),
         heals=find_heals(record),
         transfers=find_transfers(record),
-        losses=_losses(record),
-        final_digests=compare_digests(
-            (rank, replica, e.digest) for (replica, rank), e in last.items()
-        ).verdict,
-        finished_replicas=sorted({replica for replica, _ in last}),
-        step_digests=compared.verdict,
-        num_step_digests=compared.num_compared,
-        differing_steps=sorted({step for step, _, _ in compared.differing}),
+        losses=_sample_losses(record),
+        final_digests=final_digests,
+        finished_replicas=finished_groups,
+        step_digests=step_digests.verdict,
+        num_step_digests=step_digests.num_compared,
+        differing_steps=sorted({step for step, _, _ in step_digests.differing}),
         every_batch_once=audited.verdict,
         batches=audited.counts() if commits else "",
     )
+
+
+def _count_ranks_per_group(record: RunRecord) -> int:
+    ranks = [process.rank for process in record.processes]
+    # Workers that died before their first event are known by their exits alone.
+    ranks += [end.rank for end in record.of(WorkerExited)]
+    return max(ranks, default=-1) + 1
+
+
+def _measure_seconds(record: RunRecord) -> float:
+    if not record.events:
+        return 0.0
+    return record.events[-1].time - record.events[0].time
+
+
+def _count_tokens(record: RunRecord) -> int:
+    tokens = [event.tokens for event in record.of(TrainingFinished)]
+    if record.curve:
+        tokens.append(record.curve[-1].tokens)
+    return max(tokens, default=0)
+
+
+def _compare_step_digests(record: RunRecord) -> DigestComparison[tuple[int, str, int]]:
+    """Compare the digests that were taken on the way, by step, lineage and rank."""
+    digests = []
+    for event in record.of(StepCommitted):
+        key = (event.step, event.lineage, event.rank)
+        digests.append((key, event.replica, event.digest))
+    return compare_digests(digests, record.num_usual_comparisons)
+
+
+def _compare_final_digests(record: RunRecord) -> tuple[DigestVerdict, list[int]]:
+    """Compare the digests at the end, by rank; return the verdict and the groups that were
+    there.
+    """
+    last: dict[tuple[int, int], TrainingFinished | Drained] = {}
+    for event in record.of(TrainingFinished) or _last_to_leave(record):
+        last[event.replica, event.rank] = event
+    digests = [(event.rank, event.replica, event.digest) for event in last.values()]
+    groups = sorted({event.replica for event in last.values()})
+    return compare_digests(digests).verdict, groups
 
 
 def find_transfers(record: RunRecord) -> list[Transfer]:
     """Return the transfers of state from donors, the ranks of a group together, in order of
     time.
     """
-    ranks: dict[tuple[int, int, int], list[StateServed]] = defaultdict(list)
+    served_by_ranks: dict[tuple[int, int, int], list[StateServed]] = defaultdict(list)
     for event in record.of(StateServed):
-        ranks[event.replica, event.joiner, event.step].append(event)
-    transfers = [
-        Transfer(
+        served_by_ranks[event.replica, event.joiner, event.step].append(event)
+    transfers = []
+    for (donor, joiner, step), served in served_by_ranks.items():
+        transfer = Transfer(
             time=max(event.time for event in served),
             donor=donor,
             joiner=joiner,
@@ -241,27 +274,27 @@ def find_transfers(record: RunRecord) -> list[Transfer]:
             copy_seconds=max(event.copy_seconds for event in served),
             serve_seconds=max(event.serve_seconds for event in served),
         )
-        for (donor, joiner, step), served in ranks.items()
-    ]
+        transfers.append(transfer)
     return sorted(transfers, key=lambda transfer: transfer.time)
 
 
-def _recomputed(commit: StepCommitted) -> int:
+def _count_recomputed(commit: StepCommitted) -> int:
     """Return the repeated forward passes of a step; 0 for a group without weight, whose batch
     waits.
     """
     if commit.data is None or not commit.contributed:
         return 0
-    return max(0, commit.forward_passes - sum(data.num_batches for data in commit.readings()))
+    num_batches = sum(data.num_batches for data in commit.readings())
+    return max(0, commit.forward_passes - num_batches)
 
 
-def _losses(record: RunRecord) -> list[tuple[int, float | None]]:
+def _sample_losses(record: RunRecord) -> list[tuple[int, float | None]]:
     """Return the loss of the first, the last and the quartile steps."""
     points = record.curve
-    places = (
-        sorted({round(quarter * (len(points) - 1) / 4) for quarter in range(5)}) if points else []
-    )
-    return [(points[place].step, points[place].loss) for place in places]
+    if not points:
+        return []
+    places = {round(quarter * (len(points) - 1) / 4) for quarter in range(5)}
+    return [(points[place].step, points[place].loss) for place in sorted(places)]
 
 
 def _last_to_leave(record: RunRecord) -> list[Drained]:
@@ -269,129 +302,161 @@ def _last_to_leave(record: RunRecord) -> list[Drained]:
     step.
     """
     left = [event for event in record.of(Drained) if event.digest]
-    last = max(left, key=lambda event: event.step, default=None)
-    return [event for event in left if last is not None and event.lineage == last.lineage]
+    if not left:
+        return []
+    last = max(left, key=lambda event: event.step)
+    return [event for event in left if event.lineage == last.lineage]
 
 
 def summary_table(summary: RunSummary) -> Group:
     """Return the figures for the terminal: what became of the run, why, and a short table."""
     from rich.console import Group
 
-    s = summary
-    standby = f" ({s.num_standby_restarts} without imports)" if s.num_standby_restarts else ""
+    rows = _describe_training(summary)
+    rows += _describe_failures(summary)
+    rows += _describe_hosts(summary.hosts)
+    rows += _describe_recoveries(summary)
+    rows += _describe_state(summary)
+    return Group(*headline(summary.outcome, summary.outcome.colour), "", grid(rows))
+
+
+_Row = tuple[str, str]
+"""The name and the text of a figure in the table."""
+
+
+def _describe_training(s: RunSummary) -> list[_Row]:
+    noun = s.unit.noun
+    committed = str(s.steps_committed)
+    if s.rounds is not None:
+        committed = s.rounds.describe()
     rows = [
         ("groups", f"{s.num_groups} x {count(s.ranks_per_group, 'rank')}"),
-        ("time", f"{s.seconds:.1f} s, {_seconds(s.step_seconds)} a {s.unit.noun} (median)"),
-        (f"{s.unit.noun}s committed", s.rounds.describe() if s.rounds else str(s.steps_committed)),
-        *([("made again", s.rework.describe())] if s.rework.describe() else []),
-        ("goodput", _goodput(s)),
-        ("exchanges", f"{s.exchanges_attempted} attempted, {s.exchanges_committed} committed"),
-        *([("gradients sent", describe_sent(s))] if s.wire_bytes else []),
-        ("steps recomputed by survivors", f"{s.recomputed_forward_passes} (forward passes)"),
-        (
-            "batches",
-            f"{s.batches}: every batch once {s.every_batch_once}" if s.batches else "unknown",
-        ),
-        *([("faults injected", str(s.num_faults))] if s.num_faults else []),
-        ("failures", f"{len(s.failures)}, {count(s.num_restarts, 'restart')}{standby}"),
-        *(
-            (f"  {_name(failure)}", _describe(failure))
-            for failure in s.failures[:MAX_FAILURES_SHOWN]
-        ),
+        ("time", f"{s.seconds:.1f} s, {_seconds(s.step_seconds)} a {noun} (median)"),
+        (f"{noun}s committed", committed),
     ]
-    if len(s.failures) > MAX_FAILURES_SHOWN:
-        rows.append(("  ...", f"{len(s.failures) - MAX_FAILURES_SHOWN} more"))
+    if s.rework.describe():
+        rows.append(("made again", s.rework.describe()))
+    rows.append(("goodput", _describe_goodput(s)))
+    exchanges = f"{s.exchanges_attempted} attempted, {s.exchanges_committed} committed"
+    rows.append(("exchanges", exchanges))
+    if s.wire_bytes:
+        rows.append(("gradients sent", describe_sent(s)))
+    recomputed = f"{s.recomputed_forward_passes} (forward passes)"
+    rows.append(("steps recomputed by survivors", recomputed))
+    batches = "unknown"
+    if s.batches:
+        batches = f"{s.batches}: every batch once {s.every_batch_once}"
+    rows.append(("batches", batches))
+    return rows
+
+
+def _describe_failures(s: RunSummary) -> list[_Row]:
+    """Return the faults and failures, the first few one by one, and the exceptions."""
+    rows = []
+    if s.num_faults:
+        rows.append(("faults injected", str(s.num_faults)))
+    failures = f"{len(s.failures)}, {count(s.num_restarts, 'restart')}"
+    if s.num_standby_restarts:
+        failures += f" ({s.num_standby_restarts} without imports)"
+    rows.append(("failures", failures))
+    shown = s.failures[:MAX_FAILURES_SHOWN]
+    rows += [(f"  {_name(failure)}", _describe_failure(failure)) for failure in shown]
+    num_hidden = len(s.failures) - MAX_FAILURES_SHOWN
+    if num_hidden > 0:
+        rows.append(("  ...", f"{num_hidden} more"))
     rows += [("exception", crash.describe(s.start)) for crash in s.crashes[:MAX_FAILURES_SHOWN]]
-    if len(s.crashes) > MAX_FAILURES_SHOWN:
-        rows.append(
-            ("  ...", f"{len(s.crashes) - MAX_FAILURES_SHOWN} more (--json names them all)")
-        )
-    if len(s.hosts) > 1:
-        rows.append(("hosts", str(len(s.hosts))))
-        rows += [(f"  {each.host}", _describe_host(each)) for each in s.hosts[:MAX_FAILURES_SHOWN]]
-        if len(s.hosts) > MAX_FAILURES_SHOWN:
-            rows.append(
-                (
-                    "  ...",
-                    f"{len(s.hosts) - MAX_FAILURES_SHOWN} more, with no more deaths (--json has them all)",
-                )
-            )
+    num_hidden = len(s.crashes) - MAX_FAILURES_SHOWN
+    if num_hidden > 0:
+        rows.append(("  ...", f"{num_hidden} more (--json names them all)"))
+    return rows
+
+
+def _describe_hosts(hosts: Sequence[HostFigures]) -> list[_Row]:
+    """Return the hosts with the most deaths; nothing for one host."""
+    if len(hosts) <= 1:
+        return []
+    rows = [("hosts", str(len(hosts)))]
+    shown = hosts[:MAX_FAILURES_SHOWN]
+    rows += [(f"  {figures.host}", _describe_host(figures)) for figures in shown]
+    num_hidden = len(hosts) - MAX_FAILURES_SHOWN
+    if num_hidden > 0:
+        rows.append(("  ...", f"{num_hidden} more, with no more deaths (--json has them all)"))
+    return rows
+
+
+def _describe_recoveries(s: RunSummary) -> list[_Row]:
+    """Return what failures and drains cost: stalls, times to rejoin, transfers of the state."""
+    rows = []
     if s.failures:
-        rows.append(
-            ("survivors' stall", _spread([failure.stall_seconds for failure in s.failures]))
-        )
-    if any(failure.away for failure in s.failures):
-        rejoins = [failure.rejoin_seconds for failure in s.failures if failure.away]
+        stalls = [failure.stall_seconds for failure in s.failures]
+        rows.append(("survivors' stall", _spread(stalls)))
+    away = [failure for failure in s.failures if failure.away]
+    if away:
+        rejoins = [failure.rejoin_seconds for failure in away]
         rows.append(("time to rejoin", _spread(rejoins)))
     if s.drains:
-        who = ", ".join(_name(drain) for drain in s.drains[:MAX_FAILURES_SHOWN])
-        more = ", ..." if len(s.drains) > MAX_FAILURES_SHOWN else ""
-        # Else nobody was left to stall.
-        known = any(drain.stall_seconds is not None for drain in s.drains)
-        stall = (
-            f", survivors stalled {_spread([drain.stall_seconds for drain in s.drains])}"
-            if known
-            else ""
-        )
-        rows.append(("drained", f"{len(s.drains)} ({who}{more}){stall}"))
+        rows.append(("drained", _describe_drains(s.drains)))
     if s.transfers:
+        times = count(len(s.transfers), "time")
         size = sum(each.num_bytes for each in s.transfers) / 2**20
-        rows.append(
-            (
-                "state served",
-                f"{count(len(s.transfers), 'time')}, {size:.1f} MiB; {_served(s.transfers)}",
-            )
-        )
+        served = f"{times}, {size:.1f} MiB; {_describe_transfers(s.transfers)}"
+        rows.append(("state served", served))
+    return rows
+
+
+def _describe_state(s: RunSummary) -> list[_Row]:
+    """Return the checkpoints, the restarts of the lighthouse, the losses and the digests."""
+    rows = []
     if s.num_checkpoints or s.failed_checkpoints:
-        failed = (
-            f", {len(s.failed_checkpoints)} failed (last: {s.failed_checkpoints[-1]})"
-            if s.failed_checkpoints
-            else ""
-        )
-        rows.append(("checkpoints", f"{s.num_checkpoints} saved{failed}"))
+        checkpoints = f"{s.num_checkpoints} saved"
+        if s.failed_checkpoints:
+            last = s.failed_checkpoints[-1]
+            checkpoints += f", {len(s.failed_checkpoints)} failed (last: {last})"
+        rows.append(("checkpoints", checkpoints))
     if s.num_lighthouse_restarts:
         rows.append(("lighthouse", count(s.num_lighthouse_restarts, "restart")))
-    curve = ", ".join(
-        f"{'not finite' if loss is None else f'{loss:.4f}'} ({s.unit.noun} {step})"
-        for step, loss in s.losses
-    )
-    steps = (
-        f" at {s.unit.count(len(s.differing_steps))}, first {s.differing_steps[0]}"
-        if s.differing_steps
-        else ""
-    )
-    rows += [
-        ("loss", curve or "unknown"),
-        (
-            "final digests",
-            f"{s.final_digests} ({count(len(s.finished_replicas), 'group')} at the end)",
-        ),
-        ("digests on the way", f"{s.step_digests}{steps} ({s.num_step_digests} compared)"),
-    ]
-    return Group(*headline(s.outcome, s.outcome.colour), "", grid(rows))
+    losses = []
+    for step, loss in s.losses:
+        value = "not finite" if loss is None else f"{loss:.4f}"
+        losses.append(f"{value} ({s.unit.noun} {step})")
+    rows.append(("loss", ", ".join(losses) or "unknown"))
+    groups = count(len(s.finished_replicas), "group")
+    rows.append(("final digests", f"{s.final_digests} ({groups} at the end)"))
+    step_digests: str = s.step_digests
+    if s.differing_steps:
+        steps = s.unit.count(len(s.differing_steps))
+        step_digests += f" at {steps}, first {s.differing_steps[0]}"
+    rows.append(("digests on the way", f"{step_digests} ({s.num_step_digests} compared)"))
+    return rows
 
 
-def _goodput(summary: RunSummary) -> str:
+def _describe_goodput(summary: RunSummary) -> str:
     """Return the effective training time in words."""
-    whole, training = summary.effective_training_time, summary.effective_training_time_in_training
+    whole = summary.effective_training_time
+    training = summary.effective_training_time_in_training
     if whole is None or training is None:
         return "unknown"
     noun = summary.unit.noun
-    return f"{100 * whole:.1f} % effective training time, {100 * training:.1f} % from the first {noun} to the last"
+    in_training = f"{100 * training:.1f} % from the first {noun} to the last"
+    return f"{100 * whole:.1f} % effective training time, {in_training}"
 
 
 def describe_sent(summary: RunSummary) -> str:
     """Return the bytes of gradients that were sent, in words."""
-    total, per_step = summary.wire_bytes or 0, summary.wire_bytes_per_step
-    each = "" if per_step is None else f", {per_step / 1e6:.2f} MB by a group for each of its steps"
-    return f"{total / 1e6:.1f} MB{each}"
+    text = f"{(summary.wire_bytes or 0) / 1e6:.1f} MB"
+    per_step = summary.wire_bytes_per_step
+    if per_step is not None:
+        text += f", {per_step / 1e6:.2f} MB by a group for each of its steps"
+    return text
 
 
 def _name(end: RecordedFailure | RecordedDrain) -> str:
-    return "all groups" if end.replica is None else f"group {end.replica}, attempt {end.attempt}"
+    if end.replica is None:
+        return "all groups"
+    return f"group {end.replica}, attempt {end.attempt}"
 
 
-def _describe(failure: RecordedFailure) -> str:
+def _describe_failure(failure: RecordedFailure) -> str:
     """Return one failure in words."""
     # The exceptions have lines of their own, whole.
     cause = shorten(failure.cause, MAX_CAUSE_CHARACTERS, placeholder=" ...")
@@ -404,30 +469,39 @@ def _describe(failure: RecordedFailure) -> str:
         parts.append(f"contributing again after {_seconds(failure.rejoin_seconds)}")
     if failure.heal is not None:
         heal = failure.heal
-        parts.append(
-            f"healed from group {heal.donor}: {heal.num_bytes / 2**20:.1f} MiB in {_seconds(heal.seconds)}"
-        )
+        size = f"{heal.num_bytes / 2**20:.1f} MiB in {_seconds(heal.seconds)}"
+        parts.append(f"healed from group {heal.donor}: {size}")
         if heal.replayed:
             parts.append(f"{count(heal.replayed, 'update')} replayed")
     return ", ".join(parts)
 
 
 def _describe_host(figures: HostFigures) -> str:
-    groups = name_range(figures.groups)
-    left = (
-        f"; left {'once' if figures.left == 1 else f'{figures.left} times'} as suspected"
-        if figures.left
-        else ""
-    )
-    return f"{count(figures.deaths, 'death')} of {count(figures.starts, 'worker')} started, groups {groups}{left}"
+    deaths = f"{count(figures.deaths, 'death')} of {count(figures.starts, 'worker')} started"
+    text = f"{deaths}, groups {name_range(figures.groups)}"
+    if figures.left == 1:
+        text += "; left once as suspected"
+    elif figures.left:
+        text += f"; left {figures.left} times as suspected"
+    return text
 
 
-def _served(transfers: Sequence[Transfer]) -> str:
-    copies, sent = (
-        [each.copy_seconds for each in transfers],
-        [each.serve_seconds for each in transfers],
-    )
-    return f"copied in {_spread(copies)} (the longest pause of training), sent in {_spread(sent)}"
+def _describe_drains(drains: Sequence[RecordedDrain]) -> str:
+    names = [_name(drain) for drain in drains[:MAX_FAILURES_SHOWN]]
+    if len(drains) > MAX_FAILURES_SHOWN:
+        names.append("...")
+    text = f"{len(drains)} ({', '.join(names)})"
+    stalls = [drain.stall_seconds for drain in drains]
+    # If no stall is known, no group was left that could stall.
+    if any(stall is not None for stall in stalls):
+        text += f", survivors stalled {_spread(stalls)}"
+    return text
+
+
+def _describe_transfers(transfers: Sequence[Transfer]) -> str:
+    copied = _spread([each.copy_seconds for each in transfers])
+    sent = _spread([each.serve_seconds for each in transfers])
+    return f"copied in {copied} (the longest pause of training), sent in {sent}"
 
 
 def _seconds(value: float | None) -> str:
@@ -439,9 +513,10 @@ def _spread(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return "unknown"
-    text = (
-        _seconds(known[0])
-        if len(known) == 1
-        else f"{median(known):.2f} s median, {max(known):.2f} s at most"
-    )
-    return text if len(known) == len(values) else f"{text} ({len(values) - len(known)} unknown)"
+    text = f"{median(known):.2f} s median, {max(known):.2f} s at most"
+    if len(known) == 1:
+        text = _seconds(known[0])
+    num_unknown = len(values) - len(known)
+    if num_unknown:
+        text += f" ({num_unknown} unknown)"
+    return text
