@@ -967,7 +967,8 @@ def test_marks_of_very_many_faults_are_joined() -> None:
         incident = Incident(
             float(number), "kill_group", True, (number % 2,), 0, number, True, 0.1, 1.0, None
         )
-        hits.append((Recovery(float(number), number, incident), float(number), float(number % 2)))
+        fault = Recovery(float(number), number, incident)
+        hits.append(charts.Hit(fault, float(number), float(number % 2)))
     (marks,) = charts.fault_marks(hits)
     assert len(marks.x) <= 2 * (charts.MARK_COLUMNS + 1)
     told = sum(

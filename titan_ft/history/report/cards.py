@@ -53,120 +53,125 @@ class Hours:
 @view
 def find_hours(record: RunRecord) -> Hours:
     """Return the hours of a run's ranks, and the cost of failures and waits."""
-    first_step_us = min(
-        (round(1e6 * event.time) for event in record.commits), default=record.span_us[1]
-    )
-    spent = start = lost = 0
+    first_step_us = record.span_us[1]
+    if record.commits:
+        first_step_us = min(round(1e6 * event.time) for event in record.commits)
+    spent_us = 0
+    start_us = 0
+    lost_us = 0
     for row in find_phases(record).values():
         for phase in row:
             if phase.state in ("ended", "unknown"):
                 continue
-            spent += phase.num_us
-            begins = phase.fine == "start" or (
-                phase.state == "waiting" and phase.end_us <= first_step_us
-            )
-            if begins:
-                start += phase.num_us
+            spent_us += phase.num_us
+            waits_to_start = phase.state == "waiting" and phase.end_us <= first_step_us
+            if phase.fine == "start" or waits_to_start:
+                start_us += phase.num_us
             elif phase.state != "training" or phase.fine == "wasted":
-                lost += phase.num_us
-    hours = summarize(record).ranks_per_group / 3600e6
-    setups = [event.setup for event in record.of(ev.WorkerStarted) if event.setup is not None]
-    unit = "GPU-hours" if any(setup.accelerator for setup in setups) else "rank-hours"
-    return Hours(unit, hours * spent, hours * start, hours * lost)
+                lost_us += phase.num_us
+    unit = "rank-hours"
+    for event in record.of(ev.WorkerStarted):
+        if event.setup is not None and event.setup.accelerator:
+            unit = "GPU-hours"
+    hours_per_us = summarize(record).ranks_per_group / 3600e6
+    return Hours(unit, hours_per_us * spent_us, hours_per_us * start_us, hours_per_us * lost_us)
 
 
 def find_cards(record: RunRecord) -> list[Card]:
     """Return the figures of a run; none for a run without a step."""
     if not record.commits:
         return []
-    s, spent, hours, outcome = (
-        summarize(record),
-        goodput(record),
-        find_hours(record),
-        find_outcome(record),
-    )
-    seconds = spent.wall_us / 1e6
-    noun, rate = s.unit.noun, spent.tokens_per_second
-    target = None if outcome.steps is None else s.unit.commits_after(outcome.steps)
-    cards = [
-        Card(
-            f"{noun}s",
-            s.steps_committed,
-            f"{s.steps_committed:,}" + (f" of {target:,}" if target else ""),
-            f"{duration(s.step_seconds)} a {noun}",
-        ),
-        Card(
-            "tokens per second",
-            rate,
-            "unknown" if not rate else f"{rate:,.0f}",
-            f"{s.tokens:,} tokens",
-        ),
-        Card(
-            "goodput",
-            None if spent.effective_training_time is None else 100 * spent.effective_training_time,
-            percent(spent.effective_training_time),
-            f"effective training time, of {duration(seconds)}",
-        ),
-        Card(
-            hours.unit,
-            hours.spent,
-            _hours(hours.spent),
-            f"{_hours(hours.lost)} lost, {_hours(hours.start)} for the start",
-        ),
+    return [
+        _make_steps_card(record),
+        _make_tokens_card(record),
+        _make_goodput_card(record),
+        _make_hours_card(record),
+        *_make_failure_cards(record),
     ]
-    return [*cards, *_of_failures(record, seconds)]
 
 
-def _of_failures(record: RunRecord, seconds: float) -> list[Card]:
-    failures = summarize(record).failures
+def _make_steps_card(record: RunRecord) -> Card:
+    summary = summarize(record)
+    text = f"{summary.steps_committed:,}"
+    last_step = find_outcome(record).steps
+    if last_step:
+        text += f" of {record.unit.commits_after(last_step):,}"
+    noun = record.unit.noun
+    detail = f"{duration(summary.step_seconds)} a {noun}"
+    return Card(f"{noun}s", summary.steps_committed, text, detail)
+
+
+def _make_tokens_card(record: RunRecord) -> Card:
+    rate = goodput(record).tokens_per_second
+    text = f"{rate:,.0f}" if rate else "unknown"
+    return Card("tokens per second", rate, text, f"{summarize(record).tokens:,} tokens")
+
+
+def _make_goodput_card(record: RunRecord) -> Card:
+    share = goodput(record).effective_training_time
+    number = None if share is None else 100 * share
+    detail = f"effective training time, of {duration(goodput(record).wall_us / 1e6)}"
+    return Card("goodput", number, percent(share), detail)
+
+
+def _make_hours_card(record: RunRecord) -> Card:
+    hours = find_hours(record)
+    detail = f"{_format_hours(hours.lost)} lost, {_format_hours(hours.start)} for the start"
+    return Card(hours.unit, hours.spent, _format_hours(hours.spent), detail)
+
+
+def _make_failure_cards(record: RunRecord) -> list[Card]:
+    summary = summarize(record)
+    failures = summary.failures
     if not failures:
         return [Card("failures", 0, "0", "nothing failed")]
-    away = [failure for failure in failures if failure.away]
-    back = [failure.rejoin_seconds for failure in away if failure.rejoin_seconds is not None]
-    lost = len(find_outcome(record).lost)
-    if lost:
-        came = f"{count(lost, 'group')} lost for good"
+    injected = count(len(failures), "failure")
+    if summary.num_faults:
+        injected += f", {count(summary.num_faults, 'fault')} injected"
+    num_away = 0
+    rejoins = []
+    stalls = []
+    for failure in failures:
+        if failure.away:
+            num_away += 1
+            if failure.rejoin_seconds is not None:
+                rejoins.append(failure.rejoin_seconds)
+        if failure.stall_seconds is not None:
+            stalls.append(failure.stall_seconds)
+    num_lost = len(find_outcome(record).lost)
+    if num_lost:
+        came_back = f"{count(num_lost, 'group')} lost for good"
+    elif len(rejoins) == num_away:
+        came_back = "groups that were away came back"
     else:
-        came = (
-            "groups that were away came back"
-            if len(back) == len(away)
-            else "the others not before the end"
-        )
+        came_back = "the others not before the end"
+    between = goodput(record).wall_us / 1e6 / len(failures)
     return [
-        Card(
-            "time between failures",
-            seconds / len(failures),
-            duration(seconds / len(failures)),
-            _failures(record),
-        ),
-        Card("recoveries", len(back), f"{len(back)} of {len(away)}", came),
-        _spread("time to rejoin", back, "of a group"),
-        _spread(
-            "stall per failure",
-            [failure.stall_seconds for failure in failures if failure.stall_seconds is not None],
-            "of the survivors",
-        ),
+        Card("time between failures", between, duration(between), injected),
+        Card("recoveries", len(rejoins), f"{len(rejoins)} of {num_away}", came_back),
+        _make_spread_card("time to rejoin", rejoins, "of a group"),
+        _make_spread_card("stall per failure", stalls, "of the survivors"),
     ]
 
 
-def _failures(record: RunRecord) -> str:
-    failures, faults = summarize(record).failures, summarize(record).num_faults
-    return count(len(failures), "failure") + (
-        f", {count(faults, 'fault')} injected" if faults else ""
-    )
-
-
-def _spread(name: str, values: Sequence[float], whose: str) -> Card:
-    if not values:
+def _make_spread_card(name: str, seconds: Sequence[float], whose: str) -> Card:
+    """Return the median and the maximum of some times."""
+    if not seconds:
         return Card(name, None, DASH, "unknown")
-    detail = f"median {whose}; {duration(max(values))} at most" if len(values) > 1 else whose
-    return Card(name, median(values), duration(median(values)), detail)
+    detail = whose
+    if len(seconds) > 1:
+        detail = f"median {whose}; {duration(max(seconds))} at most"
+    return Card(name, median(seconds), duration(median(seconds)), detail)
 
 
-def _hours(hours: float) -> str:
-    """Return hours with three digits that mean something."""
+def _format_hours(hours: float) -> str:
+    """Return hours with three significant digits."""
     if hours < 0.0005:
         return "0"
-    if hours >= 99.5:
-        return f"{hours:,.0f}"
-    return f"{hours:.1f}" if hours >= 9.95 else f"{hours:.2f}" if hours >= 0.095 else f"{hours:.3f}"
+    if hours < 0.095:
+        return f"{hours:.3f}"
+    if hours < 9.95:
+        return f"{hours:.2f}"
+    if hours < 99.5:
+        return f"{hours:.1f}"
+    return f"{hours:,.0f}"

@@ -10,12 +10,12 @@ overlapping marks of faults become one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from statistics import fmean, median
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from titan_ft.history.record.run_record import Point, RunRecord
+from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.history.report.facts import Recovery, find_recoveries
 from titan_ft.history.report.layers import (
@@ -31,7 +31,12 @@ from titan_ft.history.report.layers import (
     Marks,
     Rules,
 )
-from titan_ft.history.report.phases import TimeInState, add_up, find_phases, time_in_states
+from titan_ft.history.report.phases import (
+    TimeInState,
+    find_phases,
+    time_in_states,
+    time_of_job,
+)
 from titan_ft.history.report.style import ACCENT, MIDDLE, STATES, mark_of, sorted_marks, state_order
 from titan_ft.history.report.thinning import thin_rows
 from titan_ft.history.report.words import duration
@@ -40,42 +45,57 @@ from titan_ft.history.timing.goodput import goodput
 from titan_ft.history.timing.timeline import timeline
 from titan_ft.run.events import StepCommitted
 
-MAX_POINTS = 2000  # of a curve: more than the page has pixels for
-MAX_MARKS = 1000  # of faults in a chart
-MARK_COLUMNS = 200  # of which faults are one mark, where there are more
-MAX_NAME = 30  # letters of a fault's name beside its row: a script may call its faults as it likes
-FLOOR = 0.01  # s; what is below it was no stall
+MAX_POINTS = 2000
+"""Points of a curve: more than the page has pixels for."""
+MAX_MARKS = 1000
+"""Faults that have a mark each; beyond, the faults of a column are one mark."""
+MARK_COLUMNS = 200
+MAX_DOTS = MAX_MARKS // 5
+"""Dots of one kind of fault in the chart of stalls."""
+MAX_NAME = 30
+"""Letters of a fault's name beside its row: a script may call its faults as it likes."""
+LEAST_STALL_SECONDS = 0.01
+"""A shorter stall is drawn like this one, because the axis is logarithmic."""
+
+
+class Hit(NamedTuple):
+    """A fault, and the place of its mark in a chart."""
+
+    fault: Recovery
+    x: float
+    y: float
+
+
+BoxesByState = dict[str, list[tuple[float, float, float, str]]]
+"""Row, start, width and text of each box, by state."""
 
 
 def draw_charts(record: RunRecord) -> dict[str, Chart]:
     """Return the charts for which the history of a run has something to show, by name."""
+    noun = record.unit.noun
+    grad_norms: list[_Value] = []
+    rates: list[_Value] = []
+    for point in record.curve:
+        grad_norms.append((point.step, point.event.grad_norm))
+        rates.append((point.step, point.event.lr))
     charts = (
         loss(record),
         groups_over_time(record),
         participants(record),
-        stalls(find_recoveries(record), record.unit.noun),
-        step_times([event.seconds for event in record.commits], record.unit.noun),
+        stalls(find_recoveries(record), noun),
+        step_times([event.seconds for event in record.commits], noun),
         time_spent(record),
-        _of_steps(
-            record,
-            "grad-norm",
-            "Gradient norm",
-            "Before clipping.",
-            lambda point: point.event.grad_norm,
-        ),
-        _of_steps(
-            record,
-            "lr",
-            "Learning rate",
-            f"Of the update of each {record.unit.noun}.",
-            lambda point: point.event.lr,
-        ),
+        _of_steps(record, grad_norms, "grad-norm", "Gradient norm", "Before clipping."),
+        _of_steps(record, rates, "lr", "Learning rate", f"Of the update of each {noun}."),
         memory(record),
     )
     return {chart.name: chart for chart in charts if chart is not None}
 
 
 # Curves over steps
+
+_Value = tuple[int, float | None]
+"""A step, or a round, and the value there; None if the value is unknown or not finite."""
 
 
 def loss(record: RunRecord) -> Chart | None:
@@ -84,62 +104,60 @@ def loss(record: RunRecord) -> Chart | None:
     known = [(step, value) for step, value in values if value is not None]
     if not known:
         return None
-    (first, begin), (last, end) = known[0], known[-1]
-    name = record.unit.name
-    caption = f"Mean over the tokens of each committed {record.unit.noun}: "
-    caption += f"{begin:.3f} at {name(first, ',')}, {end:.3f} at {name(last, ',')}."
-    broken = len(values) - len(known)
-    caption += f" {broken:,} not finite, or not told (crosses)." if broken else ""
-    layers, thinned = curve(values, "loss", noun=record.unit.noun)
-    hits = [
-        (fault, float(fault.step), 1.0)
-        for fault in find_recoveries(record)
-        if fault.step is not None
-    ]
+    noun = record.unit.noun
+    first_step, first_loss = known[0]
+    last_step, last_loss = known[-1]
+    begin = f"{first_loss:.3f} at {record.unit.name(first_step, ',')}"
+    end = f"{last_loss:.3f} at {record.unit.name(last_step, ',')}"
+    caption = f"Mean over the tokens of each committed {noun}: {begin}, {end}."
+    num_unknown = len(values) - len(known)
+    if num_unknown:
+        caption += f" {num_unknown:,} not finite, or not told (crosses)."
+    layers, thinned = curve(values, "loss", noun=noun)
+    faults = find_recoveries(record)
+    hits = [Hit(fault, float(fault.step), 1.0) for fault in faults if fault.step is not None]
     if hits:
-        caption += (
-            f" A red line is a fault, at the first {record.unit.noun} that was committed after it."
-        )
+        caption += f" A red line is a fault, at the first {noun} that was committed after it."
         marks = fault_marks(hits, beside=True)
-        layers = [Rules(sorted({x for each in marks for x in each.x})), *layers, *marks]
+        places: set[float] = set()
+        for layer in marks:
+            places.update(layer.x)
+        layers = [Rules(sorted(places)), *layers, *marks]
     return _over_steps(record, "loss", "Loss", caption + thinned, layers, values[-1][0], height=3.3)
 
 
 def _of_steps(
-    record: RunRecord,
-    name: str,
-    title: str,
-    caption: str,
-    value_of: Callable[[Point], float | None],
+    record: RunRecord, values: Sequence[_Value], name: str, title: str, caption: str
 ) -> Chart | None:
-    values = [(point.step, value_of(point)) for point in record.curve]
+    """Draw one value over steps; None if no value is known."""
     known = [value for _, value in values if value is not None]
     if not known:
         return None
     layers, thinned = curve(values, title.lower(), noun=record.unit.noun)
-    middle = median(known)
-    kind: Literal["linear", "log"] = (
-        "log" if min(known) > 0 and max(known) > 30 * middle else "linear"
-    )
+    kind: Literal["linear", "log"] = "linear"
+    if min(known) > 0 and max(known) > 30 * median(known):
+        # On a linear axis, one spike would press the rest of the curve to the bottom.
+        kind = "log"
     return _over_steps(record, name, title, caption + thinned, layers, values[-1][0], kind=kind)
 
 
 def memory(record: RunRecord) -> Chart | None:
     """Draw the memory of the rank that held most."""
-    most: dict[int, float] = {}
-    told: list[StepCommitted | UsualSteps] = [*record.of(StepCommitted), *record.of(UsualSteps)]
-    for event in told:
+    most_gib: dict[int, float] = {}
+    commits: list[StepCommitted | UsualSteps] = [*record.of(StepCommitted), *record.of(UsualSteps)]
+    for event in commits:
         if event.memory_bytes is not None:
-            most[event.step] = max(most.get(event.step, 0.0), event.memory_bytes / 2**30)
-    if not most:
+            known = most_gib.get(event.step, 0.0)
+            most_gib[event.step] = max(known, event.memory_bytes / 2**30)
+    if not most_gib:
         return None
-    caption = "In GiB, of the rank that held most: peak of the accelerator's allocator; on a CPU, the whole process."
-    values = sorted(most.items())
+    peak = "peak of the accelerator's allocator; on a CPU, the whole process"
+    caption = f"In GiB, of the rank that held most: {peak}."
+    values = sorted(most_gib.items())
     layers, thinned = curve(values, "memory", unit=" GiB", noun=record.unit.noun)
-    top = 1.1 * max(most.values())
-    return _over_steps(
-        record, "memory", "Memory", caption + thinned, layers, values[-1][0], bounds=(0.0, top)
-    )
+    bounds = (0.0, 1.1 * max(most_gib.values()))
+    caption += thinned
+    return _over_steps(record, "memory", "Memory", caption, layers, values[-1][0], bounds=bounds)
 
 
 def _over_steps(
@@ -160,7 +178,7 @@ def _over_steps(
 
 
 def curve(
-    values: Sequence[tuple[int, float | None]], what: str, unit: str = "", noun: str = "step"
+    values: Sequence[_Value], what: str, unit: str = "", noun: str = "step"
 ) -> tuple[list[Layer], str]:
     """Return the layers of a curve over steps, or rounds, and a sentence for the caption if it is
     thinned.
@@ -170,33 +188,47 @@ def curve(
     at the bottom.
     """
     size = -(-len(values) // MAX_POINTS) or 1
-    bins = [values[start : start + size] for start in range(0, len(values), size)]
-    x, mean, low, high, texts = [], [], [], [], []
-    lost: list[tuple[float, str]] = []
-    for part in bins:
+    x: list[float] = []
+    means: list[float | None] = []
+    lows: list[float | None] = []
+    highs: list[float | None] = []
+    texts: list[str] = []
+    crosses: list[float] = []
+    cross_texts: list[str] = []
+    for start in range(0, len(values), size):
+        part = values[start : start + size]
         known = [value for _, value in part if value is not None]
-        steps = (
-            f"{noun} {part[0][0]:,}"
-            if len(part) == 1
-            else f"{noun}s {part[0][0]:,} to {part[-1][0]:,}"
-        )
-        x.append(fmean(step for step, _ in part))
-        mean.append(fmean(known) if known else None)
-        low.append(min(known, default=None))
-        high.append(max(known, default=None))
-        text = "none" if not known else f"{mean[-1]:.4g}{unit}"
-        spread = f", {low[-1]:.4g} to {high[-1]:.4g}" if len(known) > 1 else ""
-        texts.append(f"{steps}: {what} {text}{spread}")
-        if len(known) < len(part):
-            number = f"{len(part) - len(known):,} times " if len(part) > 1 else ""
-            lost.append((x[-1], f"{steps}: {what} {number}not finite, or not told"))
-    layers: list[Layer] = [Band(x, low, high)] if size > 1 else []
-    layers.append(Curve(x, mean, texts))
-    if lost:
-        marked, told = zip(*lost, strict=True)
-        layers.append(Marks("not finite", CROSS, marked, [0.04] * len(lost), told, beside=True))
-    thinned = f" Thinned: a point is the mean of {size} {noun}s, in a band from least to most."
-    return layers, thinned if size > 1 else ""
+        middle = fmean(step for step, _ in part)
+        steps = f"{noun} {part[0][0]:,}"
+        if len(part) > 1:
+            steps = f"{noun}s {part[0][0]:,} to {part[-1][0]:,}"
+        mean: float | None = None
+        text = f"{steps}: {what} none"
+        if known:
+            mean = fmean(known)
+            text = f"{steps}: {what} {mean:.4g}{unit}"
+        if len(known) > 1:
+            text += f", {min(known):.4g} to {max(known):.4g}"
+        x.append(middle)
+        means.append(mean)
+        lows.append(min(known, default=None))
+        highs.append(max(known, default=None))
+        texts.append(text)
+        num_unknown = len(part) - len(known)
+        if num_unknown:
+            times = f"{num_unknown:,} times " if len(part) > 1 else ""
+            crosses.append(middle)
+            cross_texts.append(f"{steps}: {what} {times}not finite, or not told")
+    layers: list[Layer] = []
+    thinned = ""
+    if size > 1:
+        layers.append(Band(x, lows, highs))
+        thinned = f" Thinned: a point is the mean of {size} {noun}s, in a band from least to most."
+    layers.append(Curve(x, means, texts))
+    if crosses:
+        y = [0.04] * len(crosses)
+        layers.append(Marks("not finite", CROSS, crosses, y, cross_texts, beside=True))
+    return layers, thinned
 
 
 # What groups did over time
@@ -209,122 +241,145 @@ def groups_over_time(record: RunRecord) -> Chart | None:
     line = timeline(record)
     if not line.groups:
         return None
-    faults, seconds = find_recoveries(record), line.wall_us / 1e6
-    others = [fault for fault in faults if not fault.incident.replicas]
-    above = (
-        ["lighthouse" if all(fault.target == "lighthouse" for fault in others) else "no group"]
-        if others
-        else []
-    )
-    places = {
-        replica: float(place) for place, replica in enumerate(sorted(line.groups), start=len(above))
-    }
+    faults = find_recoveries(record)
+    without_group = [fault for fault in faults if not fault.incident.replicas]
+    names = []
+    if without_group:
+        targets = {fault.target for fault in without_group}
+        names.append("lighthouse" if targets == {"lighthouse"} else "no group")
+    places: dict[int, float] = {}
+    for replica in sorted(line.groups):
+        places[replica] = float(len(names))
+        names.append(f"group {replica}")
     spans, thinned = thin_rows(find_phases(record))
-    boxes: dict[str, list[tuple[float, float, float, str]]] = defaultdict(list)
+    boxes: BoxesByState = defaultdict(list)
     for replica, row in spans.items():
-        for each in row:
-            start, width = each.start_us / 1e6 - record.begin, each.num_us / 1e6
-            detail = f" ({each.detail})" if each.detail else ""
-            text = f"group {replica} at {clock(start)}: {STATES[each.state].label}, {duration(width)}{detail}"
-            boxes[each.state].append((places[replica] + 0.06, start, width, text))
-    layers: list[Layer] = [
-        Boxes(state, *zip(*boxes[state], strict=True)) for state in state_order(set(boxes))
-    ]
-    hits = [
-        (f, f.time, places[hit] - 0.36)
-        for f in faults
-        for hit in f.incident.replicas
-        if hit in places
-    ]
-    layers += fault_marks(hits + [(fault, fault.time, 0.05) for fault in others])
-    rows = [*above, *(f"group {replica}" for replica in places)]
-    caption = "A row for each group." + (
-        " A mark is a fault, above the group that it hit." if faults else ""
-    )
-    height = 0.6 + (0.34 if len(rows) <= 8 else 0.25 if len(rows) <= 16 else 0.2) * max(
-        len(rows), 2
-    )
+        for span in row:
+            start = span.start_us / 1e6 - record.begin
+            width = span.num_us / 1e6
+            text = (
+                f"group {replica} at {clock(start)}: {STATES[span.state].label}, {duration(width)}"
+            )
+            if span.detail:
+                text += f" ({span.detail})"
+            boxes[span.state].append((places[replica] + 0.06, start, width, text))
+    hits = []
+    for fault in faults:
+        rows_hit = [places[replica] for replica in fault.incident.replicas if replica in places]
+        hits += [Hit(fault, fault.time, place - 0.36) for place in rows_hit]
+    hits += [Hit(fault, fault.time, 0.05) for fault in without_group]
+    caption = "A row for each group."
+    if faults:
+        caption += " A mark is a fault, above the group that it hit."
+    row_height = 0.2
+    if len(names) <= 8:
+        row_height = 0.34
+    elif len(names) <= 16:
+        row_height = 0.25
     return Chart(
         "timeline",
         "What each group did",
         caption + thinned,
-        _time(seconds),
-        _rows(rows),
-        layers,
-        height,
+        _time(line.wall_us / 1e6),
+        _rows(names),
+        [*stack(boxes), *fault_marks(hits)],
+        height=0.6 + row_height * max(len(names), 2),
         shared="time",
     )
 
 
-def fault_marks(
-    hits: Iterable[tuple[Recovery, float, float]], *, beside: bool = False
-) -> list[Marks]:
+def stack(boxes: BoxesByState) -> list[Boxes]:
+    """Return the boxes as layers, in the order of the states."""
+    layers = []
+    for state in state_order(set(boxes)):
+        rows, starts, widths, texts = zip(*boxes[state], strict=True)
+        layers.append(Boxes(state, rows, starts, widths, texts))
+    return layers
+
+
+def fault_marks(hits: Iterable[Hit], *, beside: bool = False) -> list[Marks]:
     """Return the marks of faults at their places, one layer per category; overlapping marks become
     one.
     """
-    hits = sorted(hits, key=lambda hit: hit[1])
-    width = (
-        (max((x for _, x, _ in hits), default=0.0) / MARK_COLUMNS) if len(hits) > MAX_MARKS else 0.0
-    )
-    places: dict[tuple[str, float, int | float], list[tuple[Recovery, float]]] = defaultdict(list)
-    for number, (fault, x, y) in enumerate(hits):
-        column = int(x / width) if width else number
-        places[mark_of(fault.incident.category)[0], y, column].append((fault, x))
+    hits = sorted(hits, key=lambda hit: hit.x)
+    column_width = 0.0
+    if len(hits) > MAX_MARKS:
+        column_width = hits[-1].x / MARK_COLUMNS
+    overlapping: dict[tuple[str, float, int], list[Hit]] = defaultdict(list)
+    for number, hit in enumerate(hits):
+        # Without columns, each hit has a mark of its own.
+        column = int(hit.x / column_width) if column_width else number
+        name, _ = mark_of(hit.fault.incident.category)
+        overlapping[name, hit.y, column].append(hit)
     found: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
-    for (name, y, _), here in places.items():
-        first, x = here[0]
+    for (name, y, _), here in overlapping.items():
+        first = here[0].fault
         text = f"{first.incident.fault} of {first.target} at {clock(first.time)}"
-        found[name].append(
-            (x, y, text + (f", and {len(here) - 1:,} more" if len(here) > 1 else ""))
-        )
+        if len(here) > 1:
+            text += f", and {len(here) - 1:,} more"
+        found[name].append((here[0].x, y, text))
     marks = []
-    for name, symbol in sorted_marks(fault.incident.category for fault, _, _ in hits):
+    for name, symbol in sorted_marks(hit.fault.incident.category for hit in hits):
         xs, ys, texts = zip(*found[name], strict=True)
         marks.append(Marks(name, symbol, xs, ys, texts, beside=beside))
     return marks
 
 
+class _Contributors(NamedTuple):
+    """The number of groups that gave weight to a step."""
+
+    seconds: float
+    number: int
+    step: int
+
+
 def participants(record: RunRecord) -> Chart | None:
     """Draw over time how many groups gave weight to the step."""
-    points = [
-        (each.event.time - record.begin, len(each.event.participants), each.step)
-        for each in record.curve
-    ]
-    changes = [
-        point
-        for place, point in enumerate(points)
-        if place == 0 or point[1] != points[place - 1][1]
-    ]
-    seconds = timeline(record).wall_us / 1e6
-    if len({number for _, number, _ in points}) < 2:
+    points = []
+    for state in record.curve:
+        seconds = state.event.time - record.begin
+        points.append(_Contributors(seconds, len(state.event.participants), state.step))
+    numbers = {point.number for point in points}
+    if len(numbers) < 2:
         return None  # nothing that the row of each group does not show
-    thinned = ""
-    if len(changes) > MAX_POINTS:
-        width, thinned = seconds / MAX_POINTS, " Thinned: a column shows the fewest of its time."
-        columns = [
-            min(here, key=lambda point: point[1])
-            for _, here in groupby(points, lambda p: int(p[0] / width))
-        ]
-        changes = columns
-    changes.append((seconds, points[-1][1], points[-1][2]))
-    texts = [
-        f"from {clock(time)}, {record.unit.noun} {step:,}: {number} groups"
-        for time, number, step in changes
-    ]
-    most = max(record.group_size, *(number for _, number, _ in points))
-    stride = -(-most // 5)
-    line = Curve(
-        [time for time, _, _ in changes], [number for _, number, _ in changes], texts, stairs=True
-    )
-    up = Axis(
-        bounds=(0.0, most * 1.08), ticks={float(n): str(n) for n in range(0, most + 1, stride)}
-    )
-    caption = f"Groups whose gradients are in the {record.unit.noun} that was committed last."
+    noun = record.unit.noun
+    seconds_of_run = timeline(record).wall_us / 1e6
+    changes = [points[0]]
+    for before, point in pairwise(points):
+        if point.number != before.number:
+            changes.append(point)
+    caption = f"Groups whose gradients are in the {noun} that was committed last."
     caption += " One that catches up does not count yet."
-    title = "Contributing groups"
-    return Chart(
-        "participants", title, caption + thinned, _time(seconds), up, [line], 1.7, shared="time"
+    if len(changes) > MAX_POINTS:
+        changes = _keep_fewest(points, seconds_of_run / MAX_POINTS)
+        caption += " Thinned: a column shows the fewest of its time."
+    # The number of the last step holds until the end.
+    changes.append(_Contributors(seconds_of_run, points[-1].number, points[-1].step))
+    texts = []
+    for change in changes:
+        since = f"from {clock(change.seconds)}, {noun} {change.step:,}"
+        texts.append(f"{since}: {change.number} groups")
+    line = Curve(
+        [change.seconds for change in changes],
+        [change.number for change in changes],
+        texts,
+        stairs=True,
     )
+    most = max(record.group_size, *numbers)
+    stride = -(-most // 5)
+    ticks = {float(number): str(number) for number in range(0, most + 1, stride)}
+    up = Axis(bounds=(0.0, most * 1.08), ticks=ticks)
+    title = "Contributing groups"
+    across = _time(seconds_of_run)
+    return Chart("participants", title, caption, across, up, [line], 1.7, shared="time")
+
+
+def _keep_fewest(points: Iterable[_Contributors], column_seconds: float) -> list[_Contributors]:
+    """Return the first point with the fewest groups of each column of time."""
+    kept = []
+    for _, here in groupby(points, lambda point: int(point.seconds / column_seconds)):
+        kept.append(min(here, key=lambda point: point.number))
+    return kept
 
 
 def _time(seconds: float) -> Axis:
@@ -342,60 +397,59 @@ def _rows(names: Sequence[str]) -> Axis:
 def stalls(recoveries: Sequence[Recovery], noun: str = "step") -> Chart | None:
     """Draw a row per kind of fault: a dot per failure, and a bar at the median."""
     found: dict[str, list[tuple[float, str]]] = defaultdict(list)
-    for each in recoveries:
-        stall = each.incident.stall_seconds
-        if stall is not None:
-            text = (
-                f"{each.incident.fault} of {each.target} at {clock(each.time)}: {duration(stall)}"
-            )
-            found[each.incident.fault].append((max(FLOOR, stall), text))
+    for recovery in recoveries:
+        stall = recovery.incident.stall_seconds
+        if stall is None:
+            continue
+        kind = recovery.incident.fault
+        text = f"{kind} of {recovery.target} at {clock(recovery.time)}: {duration(stall)}"
+        found[kind].append((max(LEAST_STALL_SECONDS, stall), text))
     if not found:
         return None
-    kinds = sorted(found, key=lambda kind: median(stall for stall, _ in found[kind]), reverse=True)
-    dots = [
-        (stall, float(row), text)
-        for row, kind in enumerate(kinds)
-        for stall, text in _few(found[kind])
-    ]
-    x, y, texts = zip(*dots, strict=True)
-    middles = [median(stall for stall, _ in found[kind]) for kind in kinds]
-    said = [
-        f"median of {kind}: {duration(middle)}" for kind, middle in zip(kinds, middles, strict=True)
-    ]
+    medians = {kind: median(stall for stall, _ in values) for kind, values in found.items()}
+    kinds = sorted(found, key=lambda kind: medians[kind], reverse=True)
+    x: list[float] = []
+    y: list[float] = []
+    texts: list[str] = []
+    names = []
+    for row, kind in enumerate(kinds):
+        for stall, text in _spread_evenly(found[kind]):
+            x.append(stall)
+            y.append(float(row))
+            texts.append(text)
+        name = kind if len(kind) <= MAX_NAME else f"{kind[:MAX_NAME]}…"
+        names.append(f"{name} ({len(found[kind])})")
     layers = [
         Marks("a failure", "circle", x, y, texts, colour=ACCENT),
         Marks(
             "median",
             MEDIAN,
-            middles,
+            [medians[kind] for kind in kinds],
             [float(row) for row in range(len(kinds))],
-            said,
+            [f"median of {kind}: {duration(medians[kind])}" for kind in kinds],
             colour=MIDDLE,
         ),
     ]
-    bounds = (FLOOR * 0.8, max(2.0, 1.4 * max(x)))
-    across = Axis(
-        "stall of the survivor hit hardest", "log", bounds, log_ticks(*bounds, least="≤ 10 ms")
-    )
-    caption = f"Time beyond a usual {noun}. A dot for each failure, a bar at the median; in brackets how many."
-    if len(dots) < sum(map(len, found.values())):
-        caption += f" Thinned: {MAX_MARKS // 5} of each kind, the least and the most among them."
-    names = [kind if len(kind) <= MAX_NAME else f"{kind[:MAX_NAME]}…" for kind in kinds]
-    rows = _rows([f"{name} ({len(found[kind])})" for name, kind in zip(names, kinds, strict=True)])
+    bounds = (LEAST_STALL_SECONDS * 0.8, max(2.0, 1.4 * max(x)))
+    ticks = log_ticks(*bounds, least="≤ 10 ms")
+    across = Axis("stall of the survivor hit hardest", "log", bounds, ticks)
+    dots = "A dot for each failure, a bar at the median; in brackets how many."
+    caption = f"Time beyond a usual {noun}. {dots}"
+    num_found = sum(len(values) for values in found.values())
+    if len(x) < num_found:
+        caption += f" Thinned: {MAX_DOTS} of each kind, the least and the most among them."
     height = 0.6 + max(0.26 * len(kinds), 1.0)
-    return Chart("stalls", "Stall per failure", caption, across, rows, layers, height, wide=False)
+    title = "Stall per failure"
+    return Chart("stalls", title, caption, across, _rows(names), layers, height, wide=False)
 
 
-def _few(
-    values: Sequence[tuple[float, str]], most: int = MAX_MARKS // 5
-) -> list[tuple[float, str]]:
-    """Return at most so many of some values, spread evenly from the least to the most."""
+def _spread_evenly(values: Iterable[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Return at most `MAX_DOTS` of some values, spread evenly from the least to the most."""
     ranked = sorted(values)
-    return (
-        ranked
-        if len(ranked) <= most
-        else [ranked[round(i * (len(ranked) - 1) / (most - 1))] for i in range(most)]
-    )
+    if len(ranked) <= MAX_DOTS:
+        return ranked
+    last = len(ranked) - 1
+    return [ranked[round(number * last / (MAX_DOTS - 1))] for number in range(MAX_DOTS)]
 
 
 def step_times(seconds: Iterable[float], noun: str = "step") -> Chart | None:
@@ -407,21 +461,16 @@ def step_times(seconds: Iterable[float], noun: str = "step") -> Chart | None:
         return None
     edges, across = step_axes(values, noun)
     counts, texts = step_counts(values, edges, noun)
-    middle, most = (values[min(len(values) - 1, int(share * len(values)))] for share in (0.5, 0.99))
-    caption = f"{noun.capitalize()}s of all groups by duration: median {duration(middle)}, 99 % within {duration(most)}."
-    many = len(values) > 500
-    up = Axis(
-        f"{noun}s", "log" if many else "linear", bounds=(0.7, 1.6 * max(counts)) if many else None
-    )
-    return Chart(
-        "step-times",
-        f"Time of a {noun}",
-        caption,
-        across,
-        up,
-        [Bars(edges, counts, texts)],
-        wide=False,
-    )
+    middle = values[int(0.5 * len(values))]
+    most = values[min(len(values) - 1, int(0.99 * len(values)))]
+    shares = f"median {duration(middle)}, 99 % within {duration(most)}"
+    caption = f"{noun.capitalize()}s of all groups by duration: {shares}."
+    up = Axis(f"{noun}s")
+    if len(values) > 500:
+        up = Axis(f"{noun}s", "log", bounds=(0.7, 1.6 * max(counts)))
+    title = f"Time of a {noun}"
+    bars = Bars(edges, counts, texts)
+    return Chart("step-times", title, caption, across, up, [bars], wide=False)
 
 
 def step_axes(seconds: Sequence[float], noun: str) -> tuple[list[float], Axis]:
@@ -429,8 +478,8 @@ def step_axes(seconds: Sequence[float], noun: str) -> tuple[list[float], Axis]:
     them.
     """
     low, high = min(seconds) * 0.9, max(seconds) * 1.1
-    bins = min(44, 6 + int(2 * len(seconds) ** 0.5))
-    edges = [low * (high / low) ** (i / bins) for i in range(bins + 1)]
+    num_columns = min(44, 6 + int(2 * len(seconds) ** 0.5))
+    edges = [low * (high / low) ** (edge / num_columns) for edge in range(num_columns + 1)]
     return edges, Axis(f"time of a {noun}", "log", (low, high), log_ticks(low, high))
 
 
@@ -438,59 +487,73 @@ def step_counts(
     seconds: Iterable[float], edges: Sequence[float], noun: str
 ) -> tuple[list[int], list[str]]:
     """Return how many times lie between edges, and what each column says under the pointer."""
-    counts, place = [0] * (len(edges) - 1), 0
+    counts = [0] * (len(edges) - 1)
+    place = 0
     for value in sorted(seconds):
         while place < len(counts) - 1 and value >= edges[place + 1]:
             place += 1
         counts[place] += 1
-    between = zip(pairwise(edges), counts, strict=True)
-    return counts, [
-        f"{duration(left)} to {duration(right)}: {number:,} {noun}s"
-        for (left, right), number in between
-    ]
+    texts = []
+    for (left, right), number in zip(pairwise(edges), counts, strict=True):
+        texts.append(f"{duration(left)} to {duration(right)}: {number:,} {noun}s")
+    return counts, texts
 
 
 def log_ticks(low: float, high: float, least: str | None = None) -> dict[float, str]:
     """Return round times on a logarithmic axis, with their units; `least` replaces the text of the
     first.
     """
-    marks = (1, 2, 5) if high / low < 40 else (1, 3) if high / low < 2000 else (1,)
-    ticks = [m * 10.0**e for e in range(-5, 6) for m in marks if low <= m * 10.0**e <= high]
-    labels = {tick: f"{tick:g} s" if tick >= 0.1 else f"{1000 * tick:g} ms" for tick in ticks}
-    return labels if least is None else labels | dict.fromkeys(ticks[:1], least)
+    digits: tuple[int, ...] = (1,)
+    if high / low < 40:
+        digits = (1, 2, 5)
+    elif high / low < 2000:
+        digits = (1, 3)
+    labels: dict[float, str] = {}
+    for exponent in range(-5, 6):
+        for digit in digits:
+            tick = digit * 10.0**exponent
+            if not low <= tick <= high:
+                continue
+            label = f"{tick:g} s"
+            if tick < 0.1:
+                label = f"{1000 * tick:g} ms"
+            if least is not None and not labels:
+                label = least
+            labels[tick] = label
+    return labels
 
 
 def time_spent(record: RunRecord) -> Chart | None:
     """Draw a bar per group, and one of the job, of the share of time in each state."""
-    groups = time_in_states(record)
     if not goodput(record).group_us:
         return None
-    rows = {"job": add_up(phase for row in find_phases(record).values() for phase in row)}
-    rows |= {f"group {group}": states for group, states in groups.items()}
-    boxes: dict[str, list[tuple[float, float, float, str]]] = defaultdict(list)
-    labels = states_bar(rows, boxes)
-    layers = [Boxes(state, *zip(*boxes[state], strict=True)) for state in state_order(set(boxes))]
+    rows = {"job": time_of_job(record)}
+    for group, states in time_in_states(record).items():
+        rows[f"group {group}"] = states
+    layers, labels = state_bars(rows)
     across = Axis("share of the whole time (%)", bounds=(0.0, 100.0))
-    height = 0.6 + (0.3 if len(rows) <= 12 else 0.19) * max(len(rows), 2)
-    caption = "Where the whole time of each group went; the job is their sum. In brackets the share of training."
+    row_height = 0.3 if len(rows) <= 12 else 0.19
+    height = 0.6 + row_height * max(len(rows), 2)
+    caption = "Where the whole time of each group went; the job is their sum."
+    caption += " In brackets the share of training."
     return Chart("goodput", "Time in each state", caption, across, _rows(labels), layers, height)
 
 
-def states_bar(
-    rows: Mapping[str, Mapping[str, TimeInState]],
-    boxes: dict[str, list[tuple[float, float, float, str]]],
-) -> list[str]:
-    """Add the boxes of some rows to those of each state; return each row's label, with its share of
-    training.
-    """
+def state_bars(rows: Mapping[str, Mapping[str, TimeInState]]) -> tuple[list[Boxes], list[str]]:
+    """Return a bar of states for each row, and each row's label, with its share of training."""
+    boxes: BoxesByState = defaultdict(list)
     labels = []
     for place, (name, states) in enumerate(rows.items()):
-        start, total = 0.0, sum(each.num_us for each in states.values()) or 1
+        total_us = sum(time.num_us for time in states.values()) or 1
+        start = 0.0
         for state in state_order(set(states)):
-            share = 100 * states[state].num_us / total
-            text = f"{name}: {STATES[state].label} {duration(states[state].num_us / 1e6)}, {share:.1f} %"
+            num_us = states[state].num_us
+            share = 100 * num_us / total_us
+            text = f"{name}: {STATES[state].label} {duration(num_us / 1e6)}, {share:.1f} %"
             boxes[state].append((float(place), start, share, text))
             start += share
-        trained = states["training"].num_us if "training" in states else 0
-        labels.append(f"{name} ({100 * trained / total:.0f} %)")
-    return labels
+        trained_us = 0
+        if "training" in states:
+            trained_us = states["training"].num_us
+        labels.append(f"{name} ({100 * trained_us / total_us:.0f} %)")
+    return stack(boxes), labels

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +15,13 @@ from titan_ft.config import unwritable
 from titan_ft.history.check import check
 from titan_ft.history.outcomes.outcome import find_outcome
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.history.report.cards import find_cards
-from titan_ft.history.report.charts import curve, states_bar, step_axes, step_counts
+from titan_ft.history.report.cards import Card, find_cards
+from titan_ft.history.report.charts import curve, state_bars, step_axes, step_counts
 from titan_ft.history.report.facts import describe_run
-from titan_ft.history.report.layers import Axis, Band, Bars, Boxes, Chart, Curve, Layer, Marks
+from titan_ft.history.report.layers import Axis, Band, Bars, Chart, Curve, Layer, Marks
 from titan_ft.history.report.page import fill, title_of
-from titan_ft.history.report.phases import add_up, find_phases
-from titan_ft.history.report.style import ACCENT, state_order
+from titan_ft.history.report.phases import time_of_job
+from titan_ft.history.report.style import ACCENT
 from titan_ft.history.report.words import DASH
 from titan_ft.history.terminal import grid
 from titan_ft.system.whole_file import write_whole
@@ -49,35 +48,37 @@ def compare_figures(runs: Sequence[RunRecord]) -> list[ComparedFigure]:
     cards = [{card.name: card for card in find_cards(record)} for record in runs]
     rows = []
     for name in dict.fromkeys([*cards[0], *cards[1]]):
-        first, second = (found.get(name) for found in cards)
-        numbers = [None if card is None else card.number for card in (first, second)]
-        rows.append(
-            ComparedFigure(
-                name,
-                (DASH if first is None else first.text, DASH if second is None else second.text),
-                ("" if first is None else first.detail, "" if second is None else second.detail),
-                _difference(*numbers, points=name == "goodput"),
-            )
+        missing = Card(name, None, DASH)
+        first = cards[0].get(name, missing)
+        second = cards[1].get(name, missing)
+        figure = ComparedFigure(
+            name,
+            (first.text, second.text),
+            (first.detail, second.detail),
+            _describe_difference(first.number, second.number, in_percent=name == "goodput"),
         )
+        rows.append(figure)
     return rows
 
 
-def _difference(first: float | None, second: float | None, *, points: bool) -> str:
+def _describe_difference(first: float | None, second: float | None, *, in_percent: bool) -> str:
     """Return by how much a figure of the second run is more or less than of the first.
 
     Args:
-        points: whether the figure is a share in per cent: the difference is in percentage points.
+        in_percent: whether the figure is in per cent: the difference is in percentage points then.
     """
     if first is None or second is None:
         return DASH
     if first == second:
         return "equal"
-    if points:
+    if in_percent:
         return f"{second - first:+.1f} points"
     if not first:
         return DASH
-    share = 100 * (second - first) / abs(first)
-    return f"{share:+.0f} %" if abs(share) >= 9.5 else f"{share:+.1f} %"
+    percent = 100 * (second - first) / abs(first)
+    if abs(percent) >= 9.5:
+        return f"{percent:+.0f} %"
+    return f"{percent:+.1f} %"
 
 
 def compare_facts(
@@ -85,13 +86,14 @@ def compare_facts(
 ) -> tuple[list[tuple[str, str, str]], list[tuple[str, str]]]:
     """Return what was run differently, with both values, and what was the same."""
     first, second = (dict(describe_run(record)) for record in runs)
-    names = list(dict.fromkeys([*first, *second]))
-    different = [
-        (name, first.get(name, DASH), second.get(name, DASH))
-        for name in names
-        if first.get(name) != second.get(name)
-    ]
-    return different, [(name, first[name]) for name in names if first.get(name) == second.get(name)]
+    different = []
+    same = []
+    for name in dict.fromkeys([*first, *second]):
+        if first.get(name) == second.get(name):
+            same.append((name, first[name]))
+        else:
+            different.append((name, first.get(name, DASH), second.get(name, DASH)))
+    return different, same
 
 
 def name_runs(folders: Sequence[Path]) -> tuple[str, str]:
@@ -108,13 +110,10 @@ def name_runs(folders: Sequence[Path]) -> tuple[str, str]:
 
 def compare_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table:
     """Return outcomes and figures of two runs for the terminal."""
-    rows = [
-        ("", *names, "difference"),
-        ("outcome", *(find_outcome(record).headline for record in runs), ""),
-    ]
-    return grid(
-        [*rows, *((row.name, *row.values, row.difference) for row in compare_figures(runs))]
-    )
+    headlines = [find_outcome(record).headline for record in runs]
+    rows: list[tuple[str, ...]] = [("", *names, "difference"), ("outcome", *headlines, "")]
+    rows += [(figure.name, *figure.values, figure.difference) for figure in compare_figures(runs)]
+    return grid(rows)
 
 
 def write_comparison(runs: Sequence[RunRecord], names: Sequence[str], folder: Path) -> Path:
@@ -125,19 +124,20 @@ def write_comparison(runs: Sequence[RunRecord], names: Sequence[str], folder: Pa
     """
     different, same = compare_facts(runs)
     arithmetic = check(runs[0], runs[1])["same arithmetic"]
+    heads = []
+    for name, record in zip(names, runs, strict=True):
+        head = {
+            "name": name,
+            "title": title_of(record),
+            "outcome": find_outcome(record),
+            "check": check(record),
+        }
+        heads.append(head)
     page = fill(
         "compare.html",
         compare_charts(runs, names),
         title=" and ".join(names),
-        runs=[
-            {
-                "name": name,
-                "title": title_of(record),
-                "outcome": find_outcome(record),
-                "check": check(record),
-            }
-            for name, record in zip(names, runs, strict=True)
-        ],
+        runs=heads,
         rows=compare_figures(runs),
         arithmetic=arithmetic,
         details=arithmetic.details(runs[0].begin, runs[0].unit.noun),
@@ -163,7 +163,8 @@ def compare_charts(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str,
 
 def _losses(runs: Sequence[RunRecord], names: Sequence[str]) -> Chart | None:
     layers: list[Layer] = []
-    captions, last = [], 0
+    captions = []
+    furthest = 0
     for record, name, colour in zip(runs, names, COLOURS, strict=True):
         values = [(point.step, point.loss) for point in record.curve]
         known = [(step, value) for step, value in values if value is not None]
@@ -175,27 +176,32 @@ def _losses(runs: Sequence[RunRecord], names: Sequence[str]) -> Chart | None:
                 layers.append(replace(layer, name=name, colour=colour))
             elif isinstance(layer, Band | Marks):
                 layers.append(replace(layer, colour=colour))
-        captions.append(
-            f"{name}: {known[-1][1]:.3f} at {record.unit.name(known[-1][0], ',')}{'.' + thinned}"
-        )
-        last = max(last, values[-1][0])
+        last_step, last_loss = known[-1]
+        end = f"{last_loss:.3f} at {record.unit.name(last_step, ',')}"
+        captions.append(f"{name}: {end}.{thinned}")
+        furthest = max(furthest, values[-1][0])
     if not layers:
         return None
-    across = Axis(runs[0].unit.noun, bounds=(0.0, last * 1.005 + 0.5))
+    across = Axis(runs[0].unit.noun, bounds=(0.0, furthest * 1.005 + 0.5))
     return Chart("loss", "Loss", " ".join(captions), across, Axis(), layers, 3.3, shared="steps")
 
 
 def _step_times(runs: Sequence[RunRecord], names: Sequence[str]) -> Chart | None:
-    times = [[event.seconds for event in record.commits if event.seconds > 0] for record in runs]
-    if not any(times):
+    seconds_of_runs: list[list[float]] = []
+    all_seconds: list[float] = []
+    for record in runs:
+        seconds = [event.seconds for event in record.commits if event.seconds > 0]
+        seconds_of_runs.append(seconds)
+        all_seconds += seconds
+    if not all_seconds:
         return None
     noun = runs[0].unit.noun
-    edges, across = step_axes([value for values in times for value in values], noun)
+    edges, across = step_axes(all_seconds, noun)
     layers = []
-    for values, name, colour in zip(times, names, COLOURS, strict=True):
-        counts, texts = step_counts(values, edges, noun)
-        shares = [100 * number / (len(values) or 1) for number in counts]
-        layers.append(Bars(edges, shares, [f"{name}: {text}" for text in texts], name, colour))
+    for seconds, name, colour in zip(seconds_of_runs, names, COLOURS, strict=True):
+        counts, texts = step_counts(seconds, edges, noun)
+        percents = [100 * number / (len(seconds) or 1) for number in counts]
+        layers.append(Bars(edges, percents, [f"{name}: {text}" for text in texts], name, colour))
     caption = f"Share of each run's {noun}s by how long they took, of all groups."
     return Chart(
         "step-times", f"Time of a {noun}", caption, across, Axis(f"{noun}s (%)"), layers, 2.6
@@ -203,15 +209,10 @@ def _step_times(runs: Sequence[RunRecord], names: Sequence[str]) -> Chart | None
 
 
 def _states(runs: Sequence[RunRecord], names: Sequence[str]) -> Chart | None:
-    rows = {
-        name: add_up(phase for row in find_phases(record).values() for phase in row)
-        for name, record in zip(names, runs, strict=True)
-    }
+    rows = {name: time_of_job(record) for name, record in zip(names, runs, strict=True)}
     if not any(rows.values()):
         return None
-    boxes: dict[str, list[tuple[float, float, float, str]]] = defaultdict(list)
-    labels = states_bar(rows, boxes)
-    layers = [Boxes(state, *zip(*boxes[state], strict=True)) for state in state_order(set(boxes))]
+    layers, labels = state_bars(rows)
     ticks = {float(place): label for place, label in enumerate(labels)}
     caption = "Where the whole time of all groups went; in brackets the share of training."
     across = Axis("share of the whole time (%)", bounds=(0.0, 100.0))

@@ -8,13 +8,13 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_ft.history.check import check
 from titan_ft.history.judgement import count
 from titan_ft.history.outcomes.notes import find_notes, name_groups
 from titan_ft.history.record.run_record import RunRecord, view
-from titan_ft.history.report.phases import add_up, find_phases
+from titan_ft.history.report.phases import TimeInState, time_of_job
 from titan_ft.history.report.style import DETAILS, STATES, Look, state_order
 from titan_ft.history.report.words import duration, percent
 from titan_ft.history.summary import describe_sent, summarize
@@ -36,9 +36,11 @@ class Recovery:
     @property
     def target(self) -> str:
         """Its target, in words."""
-        if not self.incident.replicas:
-            return "lighthouse" if self.incident.lighthouse else "none"
-        return name_groups(self.incident.replicas, self.incident.rank)
+        if self.incident.replicas:
+            return name_groups(self.incident.replicas, self.incident.rank)
+        if self.incident.lighthouse:
+            return "lighthouse"
+        return "none"
 
 
 def report_figures(record: RunRecord, against: RunRecord | None = None) -> dict[str, Any]:
@@ -59,11 +61,15 @@ def report_figures(record: RunRecord, against: RunRecord | None = None) -> dict[
 def find_recoveries(record: RunRecord) -> list[Recovery]:
     """Return the faults and the failures of a run, in order of time."""
     found = []
+    commits = record.commits
     for incident in find_incidents(record):
-        if incident.is_listed:
-            after = bisect_right(record.commits, incident.time, key=lambda event: event.time)
-            step = record.commits[after].step if after < len(record.commits) else None
-            found.append(Recovery(incident.time - record.begin, step, incident))
+        if not incident.is_listed:
+            continue
+        step = None
+        place_after = bisect_right(commits, incident.time, key=lambda event: event.time)
+        if place_after < len(commits):
+            step = commits[place_after].step
+        found.append(Recovery(incident.time - record.begin, step, incident))
     return found
 
 
@@ -86,140 +92,212 @@ def describe_run(record: RunRecord) -> list[tuple[str, str]]:
     """Return what was run, when, where and how, as far as the history shows: name and value of each
     fact.
     """
-    plan, started, s = plan_of(record), record.of(ev.WorkerStarted), summarize(record)
+    started = record.of(ev.WorkerStarted)
     setups = [event.setup for event in started if event.setup is not None]
+    hosts = {event.host for event in started if event.host}
+    facts = [
+        ("date", _describe_date(record)),
+        ("model", _describe_model(setups)),
+        ("data", _describe_data(setups)),
+        ("groups", _describe_groups(record)),
+        ("machine", _describe_machine(setups, hosts)),
+        ("versions", _list_distinct(map(_describe_versions, setups))),
+        ("config", _describe_config(record)),
+        ("faults", _describe_faults(record)),
+        # Without a reason the outcome says what is known.
+        ("end", plan_of(record).get("reason", "")),
+    ]
+    return [(name, text) for name, text in facts if text]
+
+
+def _describe_date(record: RunRecord) -> str:
+    if not record.events:
+        return ""
+    begin = datetime.fromtimestamp(record.begin, UTC)
+    return f"{begin:%Y-%m-%d %H:%M:%S} UTC, {duration(goodput(record).wall_us / 1e6)}"
+
+
+def _describe_groups(record: RunRecord) -> str:
+    summary = summarize(record)
+    return f"{summary.num_groups}, of {count(summary.ranks_per_group, 'rank')} each"
+
+
+def _describe_model(setups: Sequence[ev.Setup]) -> str:
+    if not setups:
+        return ""
+    setup = setups[-1]
+    degrees = []
+    for name, degree in setup.parallelism.items():
+        dimension = name.removesuffix("_degree").replace("_", " ")
+        degrees.append(f"{dimension} {degree}")
+    if not degrees:
+        return setup.model
+    return f"{setup.model}; {', '.join(degrees)}"
+
+
+def _describe_data(setups: Sequence[ev.Setup]) -> str:
+    if not setups:
+        return ""
+    setup = setups[-1]
+    batch = f"{setup.local_batch_size} a rank"
+    if setup.global_batch_size > 0:
+        batch = f"{setup.global_batch_size} a step"
+    return f"{setup.dataset}; sequences of {setup.seq_len:,} tokens, {batch}"
+
+
+def _describe_machine(setups: Sequence[ev.Setup], hosts: Collection[str]) -> str:
+    """Return the hosts of a run and their devices, in words."""
+    devices = _list_distinct(f"{each.device} ({count(each.num_cpus, 'CPU')})" for each in setups)
+    where = ""
+    if len(hosts) > 4:
+        where = f"on {len(hosts)} hosts"
+    elif hosts:
+        where = f"on {', '.join(sorted(hosts))}"
+    return ", ".join(filter(None, (devices, where)))
+
+
+def _describe_versions(setup: ev.Setup) -> str:
+    return ", ".join(f"{name} {number}" for name, number in setup.versions.items())
+
+
+def _describe_config(record: RunRecord) -> str:
+    """Return the file and the most telling settings of the latest config."""
+    started = record.of(ev.WorkerStarted)
     configs = [event.config for event in started if event.config is not None]
-    begin = datetime.fromtimestamp(record.begin, UTC) if record.events else None
-    found = {
-        "date": f"{begin:%Y-%m-%d %H:%M:%S} UTC, {duration(goodput(record).wall_us / 1e6)}"
-        if begin
-        else "",
-        "end": plan.get("reason", ""),  # without one the outcome says what is known
-        "groups": f"{s.num_groups}, of {count(s.ranks_per_group, 'rank')} each",
-        "machine": _machine(setups, {event.host for event in started if event.host}),
-        "versions": _each(
-            ", ".join(f"{name} {number}" for name, number in one.versions.items()) for one in setups
-        ),
-    }
-    if setups:
-        one = setups[-1]
-        batch = (
-            f"{one.global_batch_size} a step"
-            if one.global_batch_size > 0
-            else f"{one.local_batch_size} a rank"
-        )
-        degrees = ", ".join(
-            f"{name.removesuffix('_degree')} {degree}" for name, degree in one.parallelism.items()
-        )
-        found["model"] = one.model + (f"; {degrees.replace('_', ' ')}" if degrees else "")
-        found["data"] = f"{one.dataset}; sequences of {one.seq_len:,} tokens, {batch}"
-    if configs:
-        names = (
-            "min_replica_size",
-            "batch_policy",
-            "lr_policy",
-            "digest_every",
-            "hang_timeout_seconds",
-        )
-        rounds = ("semi_sync_method", "sync_steps") if record.unit.method else ()
-        settings = ", ".join(f"{name} {getattr(configs[-1], name)}" for name in (*names, *rounds))
-        path = _each(
-            event.config_file for event in record.of(ev.LaunchStarted)[-1:] if event.config_file
-        )
-        found["config"] = f"{path}; {settings}" if path else settings
+    if not configs:
+        return ""
+    names = ["min_replica_size", "batch_policy", "lr_policy", "digest_every"]
+    names.append("hang_timeout_seconds")
+    if record.unit.method:
+        names += ["semi_sync_method", "sync_steps"]
+    settings = ", ".join(f"{name} {getattr(configs[-1], name)}" for name in names)
+    launches = record.of(ev.LaunchStarted)
+    if launches and launches[-1].config_file:
+        return f"{launches[-1].config_file}; {settings}"
+    return settings
+
+
+def _describe_faults(record: RunRecord) -> str:
+    """Return the number of injected faults by kind, and the plan and the seed behind them."""
     injected = count_faults(record)
-    if injected:
-        number = sum(injected.values())
-        plans = ", ".join(str(plan[name]) for name in ("plan", "schedule") if plan.get(name))
-        seed = f"seed {plan['seed']}" if plan.get("seed") is not None else ""
-        source = "; ".join(filter(None, (plans, seed)))
-        kinds = ", ".join(f"{kind} {times}" for kind, times in injected.items())
-        found["faults"] = f"{number:,} injected{f' ({source})' if source else ''}: {kinds}"
-    order = ("date", "model", "data", "groups", "machine", "versions", "config", "faults", "end")
-    return [(name, found[name]) for name in order if found.get(name)]
+    if not injected:
+        return ""
+    plan = plan_of(record)
+    plans = [str(plan[name]) for name in ("plan", "schedule") if plan.get(name)]
+    seed = ""
+    if plan.get("seed") is not None:
+        seed = f"seed {plan['seed']}"
+    source = "; ".join(filter(None, (", ".join(plans), seed)))
+    text = f"{sum(injected.values()):,} injected"
+    if source:
+        text += f" ({source})"
+    kinds = ", ".join(f"{kind} {times}" for kind, times in injected.items())
+    return f"{text}: {kinds}"
 
 
-def _machine(setups: Sequence[ev.Setup], hosts: Collection[str]) -> str:
-    """Return the hosts of a run and what is in them, in words."""
-    devices = _each(f"{one.device} ({count(one.num_cpus, 'CPU')})" for one in setups)
-    where = ", ".join(sorted(hosts)) if len(hosts) <= 4 else f"{len(hosts)} hosts"
-    return ", ".join(filter(None, (devices, where and f"on {where}")))
-
-
-def _each(values: Iterable[str]) -> str:
-    """Return different values, each once."""
+def _list_distinct(values: Iterable[str]) -> str:
+    """Return different values, each once, in the order of their first times."""
     return " / ".join(dict.fromkeys(values))
 
 
-def goodput_terms(record: RunRecord) -> list[tuple[str, str, str]]:
-    """Return the figures of a run's time and work: term, value and a sentence that explains it."""
-    s, spent, noun = summarize(record), goodput(record), record.unit.noun
-    counted = spent.forward_passes - spent.num_wasted
-    share = percent(spent.effective_training_time_in_training)
-    waste = "; ".join(f"{number:,} {why}" for why, number in spent.wasted.items())
-    return [
-        (
+class Term(NamedTuple):
+    """A figure of a run's time or work, and a sentence that explains it."""
+
+    name: str
+    value: str
+    meaning: str
+
+
+def goodput_terms(record: RunRecord) -> list[Term]:
+    """Return the figures of a run's time and work."""
+    summary = summarize(record)
+    spent = goodput(record)
+    noun = record.unit.noun
+    in_training = percent(spent.effective_training_time_in_training)
+    terms = [
+        Term(
             "Effective training time",
             percent(spent.effective_training_time),
-            f"Committed {noun}s, each with the usual {noun} at most and the share of groups that took part in it, as a "
-            f"part of the whole time from launch to end. From the first {noun} to the last it is {share}.",
-        ),
-        (
-            "Committed work",
-            percent(counted / spent.forward_passes if spent.forward_passes else None),
-            f"Forward passes that became a part of the job's last state: {counted:,} of {spent.forward_passes:,}"
-            f"{f'. In vain: {waste}' if waste else ''}.",
-        ),
-        (
-            "Exchanges at the first try",
-            percent(
-                spent.exchanges_committed / spent.exchanges_attempted
-                if spent.exchanges_attempted
-                else None
-            ),
-            f"Exchanges of gradients that became a {noun}: {spent.exchanges_committed:,} of "
-            f"{spent.exchanges_attempted:,}. One that breaks is repeated from the same gradients.",
-        ),
-        *(
-            [
-                (
-                    "Gradients sent",
-                    f"{s.wire_bytes / 1e6:,.1f} MB",
-                    f"To other groups, by all ranks: {describe_sent(s)}.",
-                )
-            ]
-            if s.wire_bytes
-            else []
-        ),
-        (
-            f"Usual {noun}",
-            duration(spent.usual_step_seconds),
-            f"Median time from a {noun} to the next, where all groups made both at the first try.",
-        ),
-        (
-            "Every batch once",
-            {"holds": "yes", "does not hold": "no"}.get(s.every_batch_once, "unknown"),
-            f"{s.batches or 'The history does not tell'}; {s.recomputed_forward_passes:,} forward passes repeated.",
-        ),
-    ]
-
-
-def states_spent(record: RunRecord) -> list[tuple[Look, str, str, str]]:
-    """Return the states in which groups spent their time, in the order of the chart.
-
-    For each state: its look, its share of all groups' time, the time, and the time's components.
-    """
-    spent = add_up(phase for row in find_phases(record).values() for phase in row)
-    whole = goodput(record).group_us or 1
-    rows = []
-    for state in state_order({state for state, time in spent.items() if time.num_us}):
-        time = spent[state]
-        parts = [
-            f"{DETAILS[fine]} {duration(us / 1e6)}" for fine, us in time.parts.most_common() if us
-        ]
-        consists = f" {'; '.join(parts)}." if len(parts) > 1 else ""
-        meaning = f"{STATES[state].meaning}{consists[:2].upper()}{consists[2:]}"
-        rows.append(
-            (STATES[state], percent(time.num_us / whole), duration(time.num_us / 1e6), meaning)
+            f"Committed {noun}s, each with the usual {noun} at most and the share of groups that "
+            "took part in it, as a part of the whole time from launch to end. From the first "
+            f"{noun} to the last it is {in_training}.",
         )
+    ]
+    num_kept = spent.forward_passes - spent.num_wasted
+    work = "Forward passes that became a part of the job's last state: "
+    work += f"{num_kept:,} of {spent.forward_passes:,}"
+    if spent.wasted:
+        wasted = [f"{number:,} {why}" for why, number in spent.wasted.items()]
+        work += f". In vain: {'; '.join(wasted)}"
+    share = _percent_of(num_kept, spent.forward_passes)
+    terms.append(Term("Committed work", share, f"{work}."))
+    committed = spent.exchanges_committed
+    attempted = spent.exchanges_attempted
+    terms.append(
+        Term(
+            "Exchanges at the first try",
+            _percent_of(committed, attempted),
+            f"Exchanges of gradients that became a {noun}: {committed:,} of {attempted:,}. One "
+            "that breaks is repeated from the same gradients.",
+        )
+    )
+    if summary.wire_bytes:
+        sent = f"To other groups, by all ranks: {describe_sent(summary)}."
+        terms.append(Term("Gradients sent", f"{summary.wire_bytes / 1e6:,.1f} MB", sent))
+    usual = f"Median time from a {noun} to the next, where all groups made both at the first try."
+    terms.append(Term(f"Usual {noun}", duration(spent.usual_step_seconds), usual))
+    batches = summary.batches or "The history does not tell"
+    repeated = f"{summary.recomputed_forward_passes:,} forward passes repeated"
+    answer = {"holds": "yes", "does not hold": "no"}.get(summary.every_batch_once, "unknown")
+    terms.append(Term("Every batch once", answer, f"{batches}; {repeated}."))
+    return terms
+
+
+def _percent_of(part: int, whole: int) -> str:
+    """Return a part in per cent of the whole; unknown if the whole is 0."""
+    if not whole:
+        return percent(None)
+    return percent(part / whole)
+
+
+class StateShare(NamedTuple):
+    """A state in which groups spent time.
+
+    Attributes:
+        share: of all groups' time, in words.
+        spent: the time, in words.
+        meaning: of the state, with the components of the time.
+    """
+
+    look: Look
+    share: str
+    spent: str
+    meaning: str
+
+
+def states_spent(record: RunRecord) -> list[StateShare]:
+    """Return the states in which groups spent their time, in the order of the chart."""
+    times = time_of_job(record)
+    whole_us = goodput(record).group_us or 1
+    rows = []
+    for state in state_order(set(times)):
+        time = times[state]
+        if not time.num_us:
+            continue
+        share = percent(time.num_us / whole_us)
+        spent = duration(time.num_us / 1e6)
+        rows.append(StateShare(STATES[state], share, spent, _describe_state(state, time)))
     return rows
+
+
+def _describe_state(state: str, time: TimeInState) -> str:
+    """Return the meaning of a state, and the components of the time in it if there are several."""
+    parts = []
+    for fine_state, num_us in time.parts.most_common():
+        if num_us:
+            parts.append(f"{DETAILS[fine_state]} {duration(num_us / 1e6)}")
+    meaning = STATES[state].meaning
+    if len(parts) <= 1:
+        return meaning
+    components = "; ".join(parts)
+    return f"{meaning} {components[:1].upper()}{components[1:]}."

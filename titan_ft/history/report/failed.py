@@ -43,24 +43,19 @@ class Failed:
     @property
     def place(self) -> str:
         """The rank, its group and the line of code."""
-        groups = name_groups(self.groups)
-        rank = (
-            ""
-            if self.reason.rank is None or len(self.groups) > 1
-            else f"rank {self.reason.rank} of "
-        )
-        return ", ".join(filter(None, (f"{rank}{groups}", self.reason.where)))
+        place = name_groups(self.groups)
+        if self.reason.rank is not None and len(self.groups) <= 1:
+            place = f"rank {self.reason.rank} of {place}"
+        return ", ".join(filter(None, (place, self.reason.where)))
 
     @property
     def injected(self) -> str:
         """How many of its ends were injected, in words."""
         if not self.num_injected:
             return ""
-        return (
-            "injected"
-            if self.num_injected == self.count
-            else f"{self.num_injected} of {self.count} injected"
-        )
+        if self.num_injected == self.count:
+            return "injected"
+        return f"{self.num_injected} of {self.count} injected"
 
 
 @view
@@ -69,35 +64,45 @@ def find_failed(record: RunRecord) -> list[Failed]:
 
     The reason of the outcome comes first, then those without an injected fault, the latest first.
     """
-    injected = {
-        (attempt.replica, attempt.number)
-        for attempts in record.attempts.values()
-        for attempt in attempts
-        if attempt.fault is not None
-    }
+    injected = set()
+    for attempts in record.attempts.values():
+        for attempt in attempts:
+            if attempt.fault is not None:
+                injected.add((attempt.replica, attempt.number))
     outcome = find_outcome(record)
-    decisive = outcome.reason
-    lost = {kind_of(group.reason.text) for group in outcome.lost if group.reason is not None}
+    decisive_kind = None
+    if outcome.reason is not None:
+        decisive_kind = kind_of(outcome.reason.text)
+    lost_kinds = {kind_of(group.reason.text) for group in outcome.lost if group.reason is not None}
     found = []
     for kind, reasons in group_alike(record.fold.first_ends.values()).items():
-        decides = decisive is not None and kind_of(decisive.text) == kind
-        loses = kind in lost
-        found.append(
-            Failed(
-                reason=decisive if decides and decisive is not None else reasons[-1],
-                groups=tuple(
-                    sorted({reason.slot for reason in reasons if reason.slot is not None})
-                ),
-                count=len(reasons),
-                num_injected=sum((reason.slot, reason.attempt) in injected for reason in reasons),
-                first=reasons[0].time - record.begin,
-                last=reasons[-1].time - record.begin,
-                decisive=decides or loses,
-            )
+        reason = reasons[-1]
+        if outcome.reason is not None and kind == decisive_kind:
+            reason = outcome.reason
+        num_injected = 0
+        groups = set()
+        for each in reasons:
+            if each.slot is not None:
+                groups.add(each.slot)
+            if (each.slot, each.attempt) in injected:
+                num_injected += 1
+        failed = Failed(
+            reason=reason,
+            groups=tuple(sorted(groups)),
+            count=len(reasons),
+            num_injected=num_injected,
+            first=reasons[0].time - record.begin,
+            last=reasons[-1].time - record.begin,
+            decisive=kind == decisive_kind or kind in lost_kinds,
         )
-    return sorted(
-        found, key=lambda one: (not one.decisive, one.num_injected == one.count, -one.last)
-    )
+        found.append(failed)
+    return sorted(found, key=_most_telling_first)
+
+
+def _most_telling_first(failed: Failed) -> tuple[bool, bool, float]:
+    # False sorts before True.
+    is_injected = failed.num_injected == failed.count
+    return not failed.decisive, is_injected, -failed.last
 
 
 def excerpt(reason: Reason, run_dir: Path) -> list[str]:

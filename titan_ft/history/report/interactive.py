@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby, pairwise
 from math import log10
-from typing import Any
+from typing import Any, NamedTuple, assert_never
 
 from titan_ft.history.report.layers import (
     MEDIAN,
@@ -23,6 +23,7 @@ from titan_ft.history.report.layers import (
     Boxes,
     Chart,
     Curve,
+    Layer,
     Marks,
     Rules,
     rule_opacity,
@@ -35,26 +36,36 @@ FEW = 100  # points of a curve that are dots as well, and marks that are large
 
 def figure(chart: Chart) -> dict[str, Any]:
     """Return the traces and the layout of a chart."""
-    curve = any(isinstance(layer, Curve) for layer in chart.layers)
-    rows = any(isinstance(layer, Boxes) for layer in chart.layers)
+    has_curve = False
+    has_rows = False
+    num_marks = 0
+    for layer in chart.layers:
+        if isinstance(layer, Curve):
+            has_curve = True
+        elif isinstance(layer, Boxes):
+            has_rows = True
+        elif isinstance(layer, Marks):
+            num_marks += len(layer.x)
+    # Rows with a logarithmic x, as of stalls, have no other help to read a value.
+    has_x_grid = chart.x.kind == "log" and chart.y.ticks is not None
     layout = {
         "height": round(96 * chart.height),
         "margin": {"l": 62 if chart.shared else 40, "r": 14, "t": 28, "b": 40},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"size": 12},
-        "hovermode": "x" if curve else "closest",
+        "hovermode": "x" if has_curve else "closest",
         "hoverlabel": {"align": "left", "namelength": 0},
         "barmode": "overlay",
         "bargap": 0,
         "showlegend": False,  # the page has one, which wraps where there is little room
-        "xaxis": _axis(chart.x) | {"showgrid": chart.x.kind == "log" and chart.y.ticks is not None},
-        "yaxis": _axis(chart.y) | {"showgrid": not rows, "fixedrange": not curve},
+        "xaxis": _axis(chart.x) | {"showgrid": has_x_grid},
+        "yaxis": _axis(chart.y) | {"showgrid": not has_rows, "fixedrange": not has_curve},
         # Marks and rules that stand beside the values have an axis of their own, from 0 to 1.
         "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
     }
-    few = sum(len(layer.x) for layer in chart.layers if isinstance(layer, Marks)) <= FEW
-    traces = [_trace(chart.x, layer, few=few) for layer in chart.layers]
+    few_marks = num_marks <= FEW
+    traces = [_trace(chart.x, layer, few_marks=few_marks) for layer in chart.layers]
     return {"data": traces, "layout": layout, "shared": chart.shared}
 
 
@@ -67,26 +78,31 @@ def _axis(axis: Axis) -> dict[str, Any]:
         "separatethousands": True,
         "ticklabelstandoff": 4,
     }
-    shown |= {"title": {"text": axis.label, "standoff": 10}} if axis.label else {}
+    if axis.label:
+        shown["title"] = {"text": axis.label, "standoff": 10}
     if axis.kind == "clock":
         # Plotly's only axis that names hours and minutes at every zoom is one of dates: the run
         # begins with a year.
-        short = axis.bounds is not None and axis.bounds[1] < 3600
-        shown |= {"type": "date", "tickformat": "%-M:%S" if short else "%-H:%M:%S"}
+        shown["type"] = "date"
+        is_short = axis.bounds is not None and axis.bounds[1] < 3600
+        form = "%-M:%S" if is_short else "%-H:%M:%S"
+        shown["tickformat"] = form
         shown["tickformatstops"] = [
-            {"dtickrange": [None, 999], "value": "%-M:%S.%L" if short else "%-H:%M:%S.%L"},
+            {"dtickrange": [None, 999], "value": f"{form}.%L"},
             {"dtickrange": [86_400_000, None], "value": "day %-j"},
         ]
     elif axis.kind == "log" and axis.ticks is None:
         shown |= {"type": "log", "dtick": 1, "tickformat": ","}
     else:
-        shown |= {"type": "linear"}
+        shown["type"] = "linear"
     if axis.bounds is not None:
-        shown["range"] = (
-            [log10(edge) for edge in axis.bounds] if axis.kind == "log" else _at(axis, axis.bounds)
-        )
+        if axis.kind == "log":
+            shown["range"] = [log10(edge) for edge in axis.bounds]
+        else:
+            shown["range"] = _at(axis, axis.bounds)
     if axis.ticks is not None:
-        shown |= {"tickvals": _at(axis, axis.ticks), "ticktext": [*map(_text, axis.ticks.values())]}
+        shown["tickvals"] = _at(axis, axis.ticks)
+        shown["ticktext"] = [_escape(text) for text in axis.ticks.values()]
     return shown
 
 
@@ -103,11 +119,13 @@ def _at(axis: Axis, values: Iterable[float]) -> list[float]:
 
 def _lengths(axis: Axis, widths: Iterable[float]) -> list[float]:
     """Return lengths as an axis counts them; on a clock never a whole number, see `EPOCH_MS`."""
-    return [int(1000 * width) + 0.5 if axis.kind == "clock" else width for width in widths]
+    if axis.kind == "clock":
+        return [int(1000 * width) + 0.5 for width in widths]
+    return list(widths)
 
 
-def _trace(x: Axis, layer: object, *, few: bool) -> dict[str, Any]:
-    """Return what draws a layer; where there are not few marks, they are small."""
+def _trace(x: Axis, layer: Layer, *, few_marks: bool) -> dict[str, Any]:
+    """Return Plotly's trace of a layer; if there are not few marks, they are small."""
     match layer:
         case Curve():
             return _line(x, layer)
@@ -118,40 +136,60 @@ def _trace(x: Axis, layer: object, *, few: bool) -> dict[str, Any]:
         case Bars():
             return _bars(x, layer)
         case Marks():
-            return _marks(x, layer, few=few)
+            return _marks(x, layer, few_marks=few_marks)
         case Rules():
             return _rules(x, layer)
-    raise AssertionError(layer)
+    assert_never(layer)
 
 
 def _line(x: Axis, layer: Curve) -> dict[str, Any]:
-    mode = "lines+markers" if len(layer.x) <= FEW and not layer.stairs else "lines"
-    trace: dict[str, Any] = {"type": "scatter", "mode": mode, "y": _values(layer.y)}
-    trace["line"] = {"color": layer.colour, "width": 1.6} | (
-        {"shape": "hv"} if layer.stairs else {}
-    )
-    trace |= {"marker": {"size": 4}} if mode != "lines" else {}
-    trace |= {"fill": "tozeroy", "fillcolor": _faint(layer.colour)} if layer.stairs else {}
-    return trace | {"x": _at(x, layer.x)} | _hover(layer.texts)
+    line: dict[str, Any] = {"color": layer.colour, "width": 1.6}
+    trace: dict[str, Any] = {"type": "scatter", "mode": "lines", "y": _values(layer.y)}
+    trace["line"] = line
+    if layer.stairs:
+        line["shape"] = "hv"
+        trace["fill"] = "tozeroy"
+        trace["fillcolor"] = _make_faint(layer.colour)
+    elif len(layer.x) <= FEW:
+        trace["mode"] = "lines+markers"
+        trace["marker"] = {"size": 4}
+    trace["x"] = _at(x, layer.x)
+    return trace | _hover(layer.texts)
+
+
+class _BandPoint(NamedTuple):
+    """Where a band is at one x; low and high are None in a gap."""
+
+    x: float
+    low: float | None
+    high: float | None
 
 
 def _band(x: Axis, layer: Band) -> dict[str, Any]:
-    outline: list[tuple[float | None, float | None]] = []  # once around each stretch without a gap
-    whole = zip(_at(x, layer.x), _values(layer.low), _values(layer.high), strict=True)
-    for known, stretch in groupby(whole, lambda point: point[1] is not None):
-        points = list(stretch) if known else []
-        outline += [(at, low) for at, low, _ in points] + [
-            (at, high) for at, _, high in reversed(points)
-        ]
-        outline.append((None, None))
+    columns = zip(_at(x, layer.x), _values(layer.low), _values(layer.high), strict=True)
+    points = [_BandPoint(*column) for column in columns]
+    # The outline goes around each stretch without a gap: along its lower edge, and back along its
+    # upper edge. None lifts the pen.
+    outline_x: list[float | None] = []
+    outline_y: list[float | None] = []
+    for is_gap, stretch in groupby(points, lambda point: point.low is None):
+        if not is_gap:
+            edge = list(stretch)
+            outline_x += [point.x for point in edge]
+            outline_y += [point.low for point in edge]
+            edge.reverse()
+            outline_x += [point.x for point in edge]
+            outline_y += [point.high for point in edge]
+        outline_x.append(None)
+        outline_y.append(None)
     return {
         "type": "scatter",
         "mode": "lines",
-        "x": [at for at, _ in outline],
-        "y": [value for _, value in outline],
+        "x": outline_x,
+        "y": outline_y,
         "fill": "toself",
-        "fillcolor": _faint(layer.colour),
-        "line": {"width": 0.8, "color": _faint(layer.colour)},
+        "fillcolor": _make_faint(layer.colour),
+        "line": {"width": 0.8, "color": _make_faint(layer.colour)},
         "hoverinfo": "skip",
     }
 
@@ -171,42 +209,45 @@ def _boxes(x: Axis, layer: Boxes) -> dict[str, Any]:
 
 
 def _bars(x: Axis, layer: Bars) -> dict[str, Any]:
-    edges = _at(x, layer.edges)
-    middles = [(left + right) / 2 for left, right in pairwise(edges)]
-    widths = [right - left for left, right in pairwise(edges)]
+    middles = []
+    widths = []
+    for left, right in pairwise(_at(x, layer.edges)):
+        middles.append((left + right) / 2)
+        widths.append(right - left)
     trace = {"type": "bar", "x": middles, "width": widths, "y": list(layer.counts)}
-    marker = {"color": layer.colour, "line": {"width": 0}} | (
-        {"opacity": 0.6} if layer.name else {}
-    )
+    marker: dict[str, Any] = {"color": layer.colour, "line": {"width": 0}}
+    if layer.name:
+        # The bars of two runs overlap.
+        marker["opacity"] = 0.6
     return trace | {"marker": marker} | _hover(layer.texts)
 
 
-def _marks(x: Axis, layer: Marks, *, few: bool) -> dict[str, Any]:
-    marker: dict[str, Any] = {
-        "symbol": layer.symbol,
-        "size": 9 if few else 5,
-        "color": layer.colour,
-    }
+def _marks(x: Axis, layer: Marks, *, few_marks: bool) -> dict[str, Any]:
+    size = 9 if few_marks else 5
+    marker: dict[str, Any] = {"symbol": layer.symbol, "size": size, "color": layer.colour}
     if layer.symbol.endswith("-open"):
-        marker |= {
-            "size": 14 if layer.symbol == MEDIAN else 7,
-            "line": {"width": 2.2, "color": layer.colour},
-        }
-    marker |= {"opacity": 0.65} if layer.symbol == "circle" else {}
+        marker["size"] = 14 if layer.symbol == MEDIAN else 7
+        marker["line"] = {"width": 2.2, "color": layer.colour}
+    if layer.symbol == "circle":
+        marker["opacity"] = 0.65
     trace: dict[str, Any] = {
         "type": "scatter",
         "mode": "markers",
         "x": _at(x, layer.x),
         "y": list(layer.y),
         "marker": marker,
+        "name": _escape(layer.name),
+        "cliponaxis": False,
     }
-    trace["name"], trace["cliponaxis"] = _text(layer.name), False
-    trace |= {"yaxis": "y2"} if layer.beside else {}
+    if layer.beside:
+        trace["yaxis"] = "y2"
     return trace | _hover(layer.texts)
 
 
 def _rules(x: Axis, layer: Rules) -> dict[str, Any]:
-    places = [place for at in _at(x, layer.x) for place in (at, at, None)]
+    places: list[float | None] = []
+    for at in _at(x, layer.x):
+        places += (at, at, None)
     trace = {
         "type": "scatter",
         "mode": "lines",
@@ -223,12 +264,12 @@ def _rules(x: Axis, layer: Rules) -> dict[str, Any]:
 
 
 def _hover(texts: Sequence[str]) -> dict[str, Any]:
-    return {"hoverinfo": "text", "hovertext": [*map(_text, texts)]}
+    return {"hoverinfo": "text", "hovertext": [_escape(text) for text in texts]}
 
 
-def _text(text: str) -> str:
-    """Return a text as Plotly shows it: it reads markup, and a name from an event must never be
-    any.
+def _escape(text: str) -> str:
+    """Return a text that Plotly shows as it is: Plotly reads markup, and a name from an event must
+    never be any.
     """
     return escape(text, quote=False)
 
@@ -237,7 +278,9 @@ def _values(values: Iterable[float | None]) -> list[float | None]:
     return [None if value is None else float(f"{value:.7g}") for value in values]
 
 
-def _faint(colour: str) -> str:
-    """Return a colour of an area below a line."""
-    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+def _make_faint(colour: str) -> str:
+    """Return the colour of the area below a line."""
+    red = int(colour[1:3], 16)
+    green = int(colour[3:5], 16)
+    blue = int(colour[5:7], 16)
     return f"rgba({red},{green},{blue},0.22)"

@@ -41,6 +41,6 @@ class PageLinks:
             "config": paths.config,
             "launch.log": paths.launch_log,
             "logs": paths.launch_log.parent,
+            "events": paths.events,
         }
-        named["events"] = paths.events
         return [(name, self.to(path)) for name, path in named.items() if path.exists()]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_ft.config import unwritable
 from titan_ft.history.check import check
@@ -37,8 +37,8 @@ from titan_ft.history.summary import summarize
 from titan_ft.history.terminal import clock
 from titan_ft.system.whole_file import write_whole
 
-# Else it is open.
 MARKS = {"holds": ("holds", "✓"), "does not hold": ("fails", "✗"), "not asked": ("quiet", DASH)}
+"""Style and mark of each verdict; the template has those of an unknown one."""
 FOLDER = Path(__file__).parent
 MAX_DETAILS = 4
 MAX_ROWS = 200
@@ -70,7 +70,8 @@ def write_report(
 def render(record: RunRecord, links: PageLinks, against: RunRecord | None = None) -> str:
     """Return the page of a run. Whatever an event or a log says is text on it, never markup."""
     charts = draw_charts(record) if record.attempts else {}
-    verdicts, hosts, failed = check(record, against), find_hosts(record), find_failed(record)
+    hosts = find_hosts(record)
+    failed = find_failed(record)
     parts: dict[str, Any] = {
         "recoveries": find_recoveries(record),
         "transfers": summarize(record).transfers,
@@ -85,7 +86,7 @@ def render(record: RunRecord, links: PageLinks, against: RunRecord | None = None
         title=title_of(record),
         begin=record.begin,
         outcome=find_outcome(record),
-        check=verdicts,
+        check=check(record, against),
         cards=find_cards(record),
         failed=[describe_failed(each, links) for each in failed[:MAX_FAILED]],
         num_failed=len(failed),
@@ -120,7 +121,7 @@ def fill(template: str, charts: Mapping[str, Chart], folder: Path = FOLDER, **va
         "clock": clock,
         "duration": duration,
         "name_range": name_range,
-        "two_digits": lambda value: DASH if value is None else f"{value:.2f}",
+        "two_digits": _format_two_digits,
     }
     return environment.get_template(template).render(
         nonce=secrets.token_urlsafe(12),
@@ -135,6 +136,10 @@ def fill(template: str, charts: Mapping[str, Chart], folder: Path = FOLDER, **va
     )
 
 
+def _format_two_digits(value: float | None) -> str:
+    return DASH if value is None else f"{value:.2f}"
+
+
 def title_of(record: RunRecord) -> str:
     """Return what a run is called."""
     name = plan_of(record).get("job_id")
@@ -145,13 +150,16 @@ def describe_failed(failed: Failed, links: PageLinks) -> dict[str, Any]:
     """Return the page's entry for a reason of failed groups: the reason, the link to its log, the
     log's end.
     """
-    log = None if links.run_dir is None else find_log(failed.reason, links.run_dir)
-    lines = [] if links.run_dir is None else excerpt(failed.reason, links.run_dir)
+    if links.run_dir is None:
+        return {"it": failed, "href": "", "lines": []}
+    log = find_log(failed.reason, links.run_dir)
+    lines = excerpt(failed.reason, links.run_dir)
     return {"it": failed, "href": links.to(log), "lines": lines}
 
 
 def find_contents(charts: Mapping[str, Chart], parts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the sections of a page, in order: the id and the text of each heading."""
+    curves = {"grad-norm", "lr", "memory", "step-times"} & charts.keys()
     sections = [
         ("run", "The run", True),
         ("loss", "Loss", "loss" in charts),
@@ -164,23 +172,28 @@ def find_contents(charts: Mapping[str, Chart], parts: Mapping[str, Any]) -> list
         ("goodput", "Goodput", True),
         ("promises", "Promises", True),
         ("notes", "Notes", parts["notes"]),
-        (
-            "curves",
-            "Curves of training",
-            {"grad-norm", "lr", "memory", "step-times"} & charts.keys(),
-        ),
+        ("curves", "Curves of training", curves),
     ]
-    return [(name, title) for name, title, there in sections if there]
+    return [(name, title) for name, title, content in sections if content]
 
 
-def legend(chart: Chart) -> list[list[tuple[str, str, str]]]:
-    """Return the legend of a chart, a line each for colours and marks: text, colour and glyph."""
-    states = [STATES[layer.state] for layer in chart.layers if isinstance(layer, Boxes)]
-    marks = [layer for layer in chart.layers if isinstance(layer, Marks) and layer.symbol in GLYPHS]
-    named = [layer for layer in chart.layers if isinstance(layer, Curve | Bars) and layer.name]
-    lines = [
-        [(look.label, look.colour, GLYPHS["square"]) for look in states],
-        [(layer.name, layer.colour, GLYPHS["square"]) for layer in named],
-        [(mark.name, mark.colour, GLYPHS[mark.symbol]) for mark in marks],
-    ]
-    return [line for line in lines if line]
+class LegendEntry(NamedTuple):
+    text: str
+    colour: str
+    glyph: str
+
+
+def legend(chart: Chart) -> list[list[LegendEntry]]:
+    """Return the legend of a chart, a line each for states, curves and marks."""
+    states = []
+    curves = []
+    marks = []
+    for layer in chart.layers:
+        if isinstance(layer, Boxes):
+            look = STATES[layer.state]
+            states.append(LegendEntry(look.label, look.colour, GLYPHS["square"]))
+        elif isinstance(layer, Curve | Bars) and layer.name:
+            curves.append(LegendEntry(layer.name, layer.colour, GLYPHS["square"]))
+        elif isinstance(layer, Marks) and layer.symbol in GLYPHS:
+            marks.append(LegendEntry(layer.name, layer.colour, GLYPHS[layer.symbol]))
+    return [line for line in (states, curves, marks) if line]

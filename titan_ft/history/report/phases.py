@@ -29,6 +29,7 @@ from titan_ft.history.timing.incidents import Incident, find_incidents
 from titan_ft.history.timing.intervals import Interval
 from titan_ft.history.timing.timeline import timeline
 from titan_ft.history.timing.waits import REASONS
+from titan_ft.run.events import Waited
 
 _STATE_OF = {
     "productive": "training",
@@ -83,11 +84,22 @@ def find_phases(record: RunRecord) -> dict[int, tuple[StateSpan, ...]]:
     found = {}
     for group, row in timeline(record).groups.items():
         phases = list(_fold(record, group, row))
-        died = [attempt.failed for attempt in record.attempts.get(group, [])][-1:] == [True]
-        if phases[-1].state == "unknown" and (group in lost or died):
+        attempts = record.attempts.get(group, [])
+        has_died = bool(attempts) and attempts[-1].failed
+        is_gone = group in lost or has_died
+        if is_gone and phases[-1].state == "unknown":
             phases[-1] = replace(phases[-1], state="lost", detail="not started again")
         found[group] = tuple(phases)
     return found
+
+
+@view
+def time_of_job(record: RunRecord) -> dict[str, TimeInState]:
+    """Return how long all groups together were in each state."""
+    phases: list[StateSpan] = []
+    for row in find_phases(record).values():
+        phases += row
+    return add_up(phases)
 
 
 @view
@@ -108,29 +120,45 @@ def add_up(phases: Iterable[StateSpan]) -> dict[str, TimeInState]:
 
 
 def _fold(record: RunRecord, group: int, row: Sequence[Interval]) -> Iterator[StateSpan]:
-    exchanges = [each.num_us for each in row if each.state == "exchange_wait" and not each.is_sum]
-    # Half a step of patience: exchanges of usual steps differ in length, above all on a busy
-    # machine.
-    longest_usual = (2 * median(exchanges) if exchanges else 0) + record.usual_step_us / 2
+    longest_usual_us = _find_longest_usual_exchange(record, row)
     attempts = record.attempts.get(group, [])
     begins = [attempt.begin_us for attempt in attempts]
     gave_up_us = attempts[-1].gave_up_us if attempts else None
-    for each in row:
-        phase = StateSpan(
-            each.start_us, each.end_us, _STATE_OF[each.state], each.state, _describe(each)
-        )
-        if each.state == "exchange_wait" and not each.is_sum and each.num_us > longest_usual:
-            phase = replace(phase, state="waiting", detail="for the other groups, in an exchange")
-        if each.state == "idle" and gave_up_us is not None and each.start_us >= gave_up_us:
-            phase = replace(phase, state="lost", detail="gave up")
-        if phase.state == "waiting" and each.state != "wait_for_groups":
-            phase = replace(
-                phase, detail=f"{phase.detail}; {_for_whom(record, group, each)}".removesuffix("; ")
-            )
-        if each.state == "restart":
+    for interval in row:
+        state = _STATE_OF[interval.state]
+        detail = _describe(interval)
+        has_given_up = gave_up_us is not None and interval.start_us >= gave_up_us
+        if _is_exchange(interval) and interval.num_us > longest_usual_us:
+            state = "waiting"
+            detail = "for the other groups, in an exchange"
+        elif interval.state == "idle" and has_given_up:
+            state = "lost"
+            detail = "gave up"
+        if state == "waiting" and interval.state != "wait_for_groups":
+            reason = _for_whom(record, group, interval)
+            if reason:
+                detail += f"; {reason}"
+        phase = StateSpan(interval.start_us, interval.end_us, state, interval.state, detail)
+        if interval.state == "restart":
             yield from _split_restart(phase, begins)
         else:
             yield phase
+
+
+def _is_exchange(interval: Interval) -> bool:
+    """Return True for one exchange; a sum over usual steps says nothing of a single one."""
+    return interval.state == "exchange_wait" and not interval.is_sum
+
+
+def _find_longest_usual_exchange(record: RunRecord, row: Sequence[Interval]) -> float:
+    """Return the microseconds above which an exchange counts as a wait for other groups."""
+    exchanges = [interval.num_us for interval in row if _is_exchange(interval)]
+    # Half a step of patience: exchanges of usual steps differ in length, above all on a busy
+    # machine.
+    patience_us = record.usual_step_us / 2
+    if not exchanges:
+        return patience_us
+    return 2 * median(exchanges) + patience_us
 
 
 def _describe(interval: Interval) -> str:
@@ -141,13 +169,15 @@ def _split_restart(phase: StateSpan, begins: Sequence[int]) -> Iterator[StateSpa
     """Yield the part of a restart in which nothing ran, and the part in which the new process
     started.
     """
-    begin = next(
-        (begin for begin in begins if phase.start_us < begin <= phase.end_us), phase.end_us
-    )
-    if begin > phase.start_us:
-        yield replace(phase, end_us=begin, state="lost")
-    if phase.end_us > begin:
-        yield replace(phase, start_us=begin)
+    started_us = phase.end_us
+    for begin_us in begins:
+        if phase.start_us < begin_us <= phase.end_us:
+            started_us = begin_us
+            break
+    if started_us > phase.start_us:
+        yield replace(phase, end_us=started_us, state="lost")
+    if started_us < phase.end_us:
+        yield replace(phase, start_us=started_us)
 
 
 def _for_whom(record: RunRecord, group: int, interval: Interval) -> str:
@@ -158,20 +188,28 @@ def _for_whom(record: RunRecord, group: int, interval: Interval) -> str:
     """
     commits = record.commits_by_group.get(group, [])
     place = bisect_left(commits, interval.end_us / 1e6, key=lambda commit: commit.time)
-    waits = commits[place].waits if place < len(commits) else None
+    waits: Sequence[Waited] = ()
+    if place < len(commits):
+        waits = commits[place].waits or ()
     if waits:
-        return ", ".join(
-            f"for group {wait.slot} ({REASONS.get(wait.why, wait.why)})" for wait in waits
-        )
-    incident = last_incident(record, interval.start_us - 2 * record.usual_step_us, interval.end_us)
+        reasons = [f"for group {wait.slot} ({REASONS.get(wait.why, wait.why)})" for wait in waits]
+        return ", ".join(reasons)
+    since_us = interval.start_us - 2 * record.usual_step_us
+    incident = _find_last_incident(record, since_us, interval.end_us)
     if incident is None or group in incident.replicas:
         return ""
-    whom = name_groups(incident.replicas) if incident.replicas else ""
-    return f"because of {whom} ({incident.fault})" if whom else f"because of {incident.fault}"
+    if not incident.replicas:
+        return f"because of {incident.fault}"
+    return f"because of {name_groups(incident.replicas)} ({incident.fault})"
 
 
-def last_incident(record: RunRecord, since_us: float, until_us: float) -> Incident | None:
+def _find_last_incident(record: RunRecord, since_us: float, until_us: float) -> Incident | None:
     """Return the last incident that began between two moments."""
     incidents = find_incidents(record)
     place = bisect_right(incidents, until_us / 1e6, key=lambda incident: incident.time) - 1
-    return incidents[place] if place >= 0 and 1e6 * incidents[place].time >= since_us else None
+    if place < 0:
+        return None
+    last = incidents[place]
+    if 1e6 * last.time < since_us:
+        return None
+    return last

@@ -21,15 +21,20 @@ def thin_rows(rows: Mapping[int, Sequence[StateSpan]]) -> tuple[dict[int, list[S
     First, consecutive steps without trouble become one stretch, so that every trouble stays. If
     there are still too many stretches, each column shows the state that took most of it.
     """
-    found = {replica: list(row) for replica, row in rows.items()}
-    if sum(map(len, found.values())) <= MAX_BOXES:
-        return found, ""
-    found = {replica: join_training(row) for replica, row in found.items()}
-    if sum(map(len, found.values())) <= MAX_BOXES:
-        return found, " Thinned: steps in a row without trouble are one stretch."
-    columns = max(1, MAX_BOXES // len(found))
-    thinned = {replica: thin_columns(row, columns) for replica, row in found.items()}
-    return thinned, f" Thinned: each of {columns:,} columns shows the state that took most of it."
+    whole = {replica: list(row) for replica, row in rows.items()}
+    if _count_spans(whole) <= MAX_BOXES:
+        return whole, ""
+    joined = {replica: join_training(row) for replica, row in whole.items()}
+    if _count_spans(joined) <= MAX_BOXES:
+        return joined, " Thinned: steps in a row without trouble are one stretch."
+    num_columns = max(1, MAX_BOXES // len(joined))
+    thinned = {replica: thin_columns(row, num_columns) for replica, row in joined.items()}
+    columns = f"each of {num_columns:,} columns shows the state that took most of it"
+    return thinned, f" Thinned: {columns}."
+
+
+def _count_spans(rows: Mapping[int, Sequence[StateSpan]]) -> int:
+    return sum(len(row) for row in rows.values())
 
 
 def join_training(row: Iterable[StateSpan]) -> list[StateSpan]:
@@ -37,44 +42,48 @@ def join_training(row: Iterable[StateSpan]) -> list[StateSpan]:
     components.
     """
     joined: list[StateSpan] = []
-    for trains, group in groupby(row, lambda each: each.state == "training"):
-        part = list(group)
-        if not trains or len(part) == 1:
+    for is_training, spans in groupby(row, lambda span: span.state == "training"):
+        part = list(spans)
+        if not is_training or len(part) == 1:
             joined += part
             continue
-        shares = Counter[str]()
-        for each in part:
-            shares[each.fine] += each.num_us
-        total = shares.total() or 1
-        detail = ", ".join(
-            f"{DETAILS[fine]} {100 * us / total:.0f} %" for fine, us in shares.most_common()
-        )
-        fine = shares.most_common(1)[0][0]
-        joined.append(StateSpan(part[0].start_us, part[-1].end_us, "training", fine, detail))
+        us_of_fine = Counter[str]()
+        for span in part:
+            us_of_fine[span.fine] += span.num_us
+        total_us = us_of_fine.total() or 1
+        by_length = us_of_fine.most_common()
+        shares = [f"{DETAILS[fine]} {100 * us / total_us:.0f} %" for fine, us in by_length]
+        longest, _ = by_length[0]
+        start_us = part[0].start_us
+        end_us = part[-1].end_us
+        joined.append(StateSpan(start_us, end_us, "training", longest, ", ".join(shares)))
     return joined
 
 
 def thin_columns(row: Sequence[StateSpan], num_columns: int) -> list[StateSpan]:
     """Return a row of at most so many stretches, each in the state that took most of its time."""
-    begin, end = row[0].start_us, row[-1].end_us
-    width = -(-(end - begin) // num_columns) or 1
-    columns: list[Counter[str]] = [Counter() for _ in range(num_columns)]
-    fines: dict[str, str] = {}
-    for each in row:
-        fines.setdefault(each.state, each.fine)
-        for column in range(
-            (each.start_us - begin) // width, min((each.end_us - begin) // width + 1, num_columns)
-        ):
-            left = begin + column * width
-            columns[column][each.state] += max(
-                0, min(each.end_us, left + width) - max(each.start_us, left)
-            )
+    begin_us = row[0].start_us
+    end_us = row[-1].end_us
+    # Rounded up, so that the last column reaches the end; at least 1.
+    width_us = -(-(end_us - begin_us) // num_columns) or 1
+    us_of_columns: list[Counter[str]] = [Counter() for _ in range(num_columns)]
+    first_fine: dict[str, str] = {}
+    for span in row:
+        first_fine.setdefault(span.state, span.fine)
+        first_column = (span.start_us - begin_us) // width_us
+        last_column = min((span.end_us - begin_us) // width_us, num_columns - 1)
+        for column in range(first_column, last_column + 1):
+            left_us = begin_us + column * width_us
+            overlap_us = min(span.end_us, left_us + width_us) - max(span.start_us, left_us)
+            us_of_columns[column][span.state] += max(0, overlap_us)
     thinned: list[StateSpan] = []
-    for column, shares in enumerate(columns):
-        left = begin + column * width
-        if not shares.total():
+    for column, us_of_state in enumerate(us_of_columns):
+        if not us_of_state.total():
             continue
-        state = max(shares, key=lambda state: shares[state])
-        start = thinned.pop().start_us if thinned and thinned[-1].state == state else left
-        thinned.append(StateSpan(start, min(left + width, end), state, fines[state]))
+        state, _ = us_of_state.most_common(1)[0]
+        left_us = begin_us + column * width_us
+        right_us = min(left_us + width_us, end_us)
+        if thinned and thinned[-1].state == state:
+            left_us = thinned.pop().start_us
+        thinned.append(StateSpan(left_us, right_us, state, first_fine[state]))
     return thinned

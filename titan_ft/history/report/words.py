@@ -18,10 +18,14 @@ def duration(seconds: float | None) -> str:
         return "unknown"
     if 0 < abs(seconds) < 0.0995:
         return f"{1000 * seconds:.0f} ms"
+    if abs(seconds) < 9.995:
+        return f"{seconds:.2f} s"
     if abs(seconds) < 100:
-        return f"{seconds:.{2 if abs(seconds) < 9.995 else 1}f} s"
+        return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60 and rest:
+        return f"{minutes} min {rest} s"
     if minutes < 60:
-        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+        return f"{minutes} min"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min"
