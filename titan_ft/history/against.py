@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from statistics import mean
 
 from titan_ft.history.judgement import Judgement, count
@@ -45,27 +45,27 @@ def check_against(record: RunRecord, reference: RunRecord, found: Judgement) -> 
        and 2 %. A lower loss is a note and no offence: at equal tokens a run with smaller batches
        has made more steps.
     """
-    ours, theirs = record.curve, reference.curve
+    ours = record.curve
+    theirs = reference.curve
+    noun = record.unit.noun
     if not ours or not theirs:
-        found.unknown.append(
-            f"no event of {'this run' if not ours else 'the other run'} tells of a committed {record.unit.noun}"
-        )
+        run = "the other run" if ours else "this run"
+        found.unknown.append(f"no event of {run} tells of a committed {noun}")
         return
-    if not _comparable(record, reference, ours, theirs, found):
+    if not _is_comparable(record, reference, ours, theirs, found):
         return
-    common = _common_steps(ours, theirs)
-    prefix = _compare_prefix(ours[:common], theirs[:common], record, found)
-    total = min(ours[-1].tokens, theirs[-1].tokens)
-    found.statement = (
-        f"{prefix}; final loss {_loss(ours[-1])} after {ours[-1].tokens} tokens, without failures {_loss(theirs[-1])} "
-        f"after {theirs[-1].tokens}"
-    )
-    if common and common == min(len(ours), len(theirs)):
+    num_common = _count_common_steps(ours, theirs)
+    prefix = _compare_prefix(ours[:num_common], theirs[:num_common], record, found)
+    end = f"final loss {_format_loss(ours[-1])} after {ours[-1].tokens} tokens"
+    other_end = f"without failures {_format_loss(theirs[-1])} after {theirs[-1].tokens}"
+    found.statement = f"{prefix}; {end}, {other_end}"
+    if num_common and num_common == min(len(ours), len(theirs)):
         return  # all that can be compared was, step by step
-    _compare_ends(ours, theirs, total, record.unit.noun, found)
+    total_tokens = min(ours[-1].tokens, theirs[-1].tokens)
+    _compare_ends(ours, theirs, total_tokens, noun, found)
 
 
-def _comparable(
+def _is_comparable(
     record: RunRecord,
     reference: RunRecord,
     ours: Sequence[Point],
@@ -73,53 +73,61 @@ def _comparable(
     found: Judgement,
 ) -> bool:
     """Return whether both runs train the same from the beginning; note why not."""
-    digests = [
-        {event.config_digest for event in each.of(WorkerStarted) if event.config_digest}
-        for each in (record, reference)
-    ]
-    if digests[0] and digests[1] and digests[0] != digests[1]:
+    own_digests = _find_config_digests(record)
+    other_digests = _find_config_digests(reference)
+    are_known = bool(own_digests) and bool(other_digests)
+    if are_known and own_digests != other_digests:
         found.unknown.append("the two runs have different configs (config_digest)")
     if ours[0].event.parent != ROOT or theirs[0].event.parent != ROOT:
-        found.unknown.append(
-            f"the history of one of the runs does not begin with {record.unit.noun} 1"
-        )
+        begin = f"{record.unit.noun} 1"
+        found.unknown.append(f"the history of one of the runs does not begin with {begin}")
     if not all(point.whole for point in theirs):
         found.notes.append("groups were missing in the other run too")
-    if found.unknown:
-        found.statement = (
-            f"not compared: final loss {_loss(ours[-1])} after {ours[-1].tokens} tokens, in the other run "
-            f"{_loss(theirs[-1])} after {theirs[-1].tokens}"
-        )
-    return not found.unknown
+    if not found.unknown:
+        return True
+    end = f"final loss {_format_loss(ours[-1])} after {ours[-1].tokens} tokens"
+    other_end = f"in the other run {_format_loss(theirs[-1])} after {theirs[-1].tokens}"
+    found.statement = f"not compared: {end}, {other_end}"
+    return False
 
 
-def _common_steps(ours: Sequence[Point], theirs: Sequence[Point]) -> int:
+def _find_config_digests(record: RunRecord) -> set[str]:
+    return {event.config_digest for event in record.of(WorkerStarted) if event.config_digest}
+
+
+def _count_common_steps(ours: Sequence[Point], theirs: Sequence[Point]) -> int:
     """Return how many steps both runs made with all groups, from the first on."""
-    pairs = zip(ours, theirs, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0].whole and pair[1].whole, pairs))
+    number = 0
+    for our, their in zip(ours, theirs, strict=False):
+        if not our.whole or not their.whole:
+            break
+        number += 1
+    return number
 
 
 def _compare_prefix(
     ours: Sequence[Point], theirs: Sequence[Point], record: RunRecord, found: Judgement
 ) -> str:
     """Compare the first steps one by one; return what was found."""
-    largest, noun = 0.0, record.unit.noun
+    noun = record.unit.noun
+    if not ours:
+        return f"no {noun} that both runs made with all groups, from the first on"
+    largest = 0.0
     for our, their in zip(ours, theirs, strict=True):
         for name in ("loss", "grad_norm", "lr", "tokens"):
-            mine, other = (getattr(point.event, name) for point in (our, their))
+            mine = getattr(our.event, name)
+            other = getattr(their.event, name)
             if mine is None or other is None:
                 continue
             difference = abs(mine - other) / max(abs(other), 1e-30)
             largest = max(largest, difference)
-            exact = record.group_size <= 2 or name in ("lr", "tokens")
-            allowed = 0.0 if exact else min(ROUNDING * our.step, MOST_ROUNDING)
+            must_be_equal = record.group_size <= 2 or name in ("lr", "tokens")
+            allowed = 0.0
+            if not must_be_equal:
+                allowed = min(ROUNDING * our.step, MOST_ROUNDING)
             if difference > allowed:
-                found.object_to(
-                    f"{name} {mine!r}; {other!r} without failures, all groups present in both",
-                    our.event,
-                )
-    if not ours:
-        return f"no {noun} that both runs made with all groups, from the first on"
+                values = f"{name} {mine!r}; {other!r} without failures"
+                found.object_to(f"{values}, all groups present in both", our.event)
     if found.offences:
         return f"the first {len(ours)} {noun}s differ"
     how = "bit for bit" if largest == 0 else f"to {largest:.1e} at most"
@@ -127,19 +135,14 @@ def _compare_prefix(
 
 
 def _compare_ends(
-    ours: Sequence[Point], theirs: Sequence[Point], total: int, noun: str, found: Judgement
+    ours: Sequence[Point], theirs: Sequence[Point], total_tokens: int, noun: str, found: Judgement
 ) -> None:
     """Compare the mean loss of the last window of tokens that both runs have."""
-    mine, other = (
-        [
-            point.loss
-            for point in points
-            if (1 - WINDOW) * total < point.tokens <= total and point.loss is not None
-        ]
-        for points in (ours, theirs)
-    )
+    mine = _find_losses_in_window(ours, total_tokens)
+    other = _find_losses_in_window(theirs, total_tokens)
     if min(len(mine), len(other)) < LEAST_STEPS:
-        text = f"{len(mine)} and {len(other)} {noun}s with a loss in the last {WINDOW:.0%} of the common tokens"
+        numbers = f"{len(mine)} and {len(other)} {noun}s with a loss"
+        text = f"{numbers} in the last {WINDOW:.0%} of the common tokens"
         found.unknown.append(f"{text}, {LEAST_STEPS} are needed")
         return
     difference = mean(mine) - mean(other)
@@ -147,19 +150,26 @@ def _compare_ends(
     scatter = math.sqrt(mean((after - before) ** 2 for before, after in pairwise(other)) / 2)
     error = scatter * math.sqrt(1 / len(mine) + 1 / len(other))
     allowed = max(STANDARD_ERRORS * error, LEAST_DIFFERENCE * abs(mean(other)))
-    found.statement += (
-        f"; mean of the last {WINDOW:.0%} of {total} tokens {mean(mine):.4f}, {mean(other):.4f} without "
-        f"({difference:+.4f}, {allowed:.4f} allowed)"
-    )
+    means = f"{mean(mine):.4f}, {mean(other):.4f} without"
+    window = f"the last {WINDOW:.0%} of {total_tokens} tokens"
+    found.statement += f"; mean of {window} {means} ({difference:+.4f}, {allowed:.4f} allowed)"
     if difference > allowed:
-        found.object_to(
-            f"the loss is {difference:.4f} above that of the run without failures at {total} tokens"
-        )
+        above = f"{difference:.4f} above that of the run without failures"
+        found.object_to(f"the loss is {above} at {total_tokens} tokens")
     elif -difference > allowed:
-        found.notes.append(
-            f"the loss is {-difference:.4f} below that of the run without failures at equal tokens"
-        )
+        below = f"{-difference:.4f} below that of the run without failures"
+        found.notes.append(f"the loss is {below} at equal tokens")
 
 
-def _loss(point: Point) -> str:
+def _find_losses_in_window(points: Sequence[Point], total_tokens: int) -> list[float]:
+    """Return the known losses of the steps in the last part of the common tokens."""
+    losses = []
+    for point in points:
+        is_in_window = (1 - WINDOW) * total_tokens < point.tokens <= total_tokens
+        if is_in_window and point.loss is not None:
+            losses.append(point.loss)
+    return losses
+
+
+def _format_loss(point: Point) -> str:
     return "unknown" if point.loss is None else f"{point.loss:.4f}"

@@ -90,18 +90,24 @@ class Verdicts:
     @property
     def colour(self) -> Colour:
         """The colour of the run and its promises together."""
-        run_colour = "amber" if self.outcome is None else self.outcome.colour
+        run_colour: Colour = "amber"
+        if self.outcome is not None:
+            run_colour = self.outcome.colour
         if run_colour == "red" or self.verdict == "does not hold":
             return "red"
-        has_reservation = any(judgement.reservation for judgement in self.judgements)
-        if run_colour == "amber" or has_reservation or self.verdict == "unknown":
+        if run_colour == "amber" or self.verdict == "unknown":
             return "amber"
+        for judgement in self.judgements:
+            if judgement.reservation:
+                return "amber"
         return "green"
 
     @property
     def exit_status(self) -> int:
         """The exit status of `titan-ft check`: 0 if the run did not fail and the promises hold."""
-        return 0 if self.verdict == "holds" and self.colour != "red" else 1
+        if self.verdict == "holds" and self.colour != "red":
+            return 0
+        return 1
 
     @property
     def promises(self) -> str:

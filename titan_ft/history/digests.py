@@ -39,7 +39,9 @@ class DigestComparison(Generic[K]):
     def verdict(self) -> DigestVerdict:
         if self.differing:
             return "differ"
-        return "equal" if self.num_compared else "unknown"
+        if self.num_compared:
+            return "equal"
+        return "unknown"
 
 
 def compare_digests(
@@ -57,6 +59,11 @@ def compare_digests(
         if value:
             groups[key].add(group)
             values[key].add(value)
-    compared = {key for key, members in groups.items() if len(members) > 1}
-    differing = {key for key in compared if len(values[key]) > 1}
+    compared = set()
+    differing = set()
+    for key, members in groups.items():
+        if len(members) > 1:
+            compared.add(key)
+            if len(values[key]) > 1:
+                differing.add(key)
     return DigestComparison(dict(groups), compared, differing, num_equal)

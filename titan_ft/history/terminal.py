@@ -30,11 +30,14 @@ def grid(rows: Iterable[Sequence[str | Text]]) -> Table:
 
     rows = list(rows)
     table = Table.grid(padding=(0, 2, 0, 0))
-    width = max(map(len, rows), default=1)
-    for place in range(width):
-        table.add_column(no_wrap=place < width - 1, overflow="fold")
+    num_columns = max((len(row) for row in rows), default=1)
+    for column in range(num_columns):
+        is_last = column == num_columns - 1
+        table.add_column(no_wrap=not is_last, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in row))
+        # Rich would read brackets in a plain text as markup.
+        cells = [Text(printable(cell)) if isinstance(cell, str) else cell for cell in row]
+        table.add_row(*cells)
     return table
 
 
@@ -56,16 +59,15 @@ def headline(outcome: Outcome, colour: Colour) -> list[Text]:
     head = coloured(f"{_MARKS[colour]} {outcome.headline}", colour)
     head.stylize("bold")
     lines = [head]
-    named = [
-        reason
-        for reason in (outcome.reason, *(group.reason for group in outcome.lost))
-        if reason is not None
-    ]
+    in_headline = [outcome.reason, *(group.reason for group in outcome.lost)]
     for reason in outcome.reasons:
-        said = "" if reason in named else f"not back: {reason.describe()}"
-        log = f"see {reason.log}" if reason.log else ""
-        if said or log:
-            lines.append(Text(printable(f"  {'; '.join(part for part in (said, log) if part)}")))
+        parts = []
+        if reason not in in_headline:
+            parts.append(f"not back: {reason.describe()}")
+        if reason.log:
+            parts.append(f"see {reason.log}")
+        if parts:
+            lines.append(Text(printable(f"  {'; '.join(parts)}")))
     return lines
 
 
@@ -95,4 +97,6 @@ def clock(seconds: float) -> str:
     """Return seconds as m:ss, or h:mm:ss."""
     minutes, rest = divmod(max(0, int(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}"

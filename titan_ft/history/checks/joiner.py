@@ -41,7 +41,7 @@ class Joining:
     """Unix seconds of the first quorum without the state, or of the heal."""
     seconds: float
     """Seconds from `begin` to the end of the last heal (or the last event), by the joiner's clock."""
-    event: ev.HealStarted
+    heal: ev.HealStarted
     waits: tuple[StepWait, ...] = ()
 
     @property
@@ -83,7 +83,7 @@ def check_joiner(record: RunRecord, found: Judgement) -> None:
         text = f"{waited}, {allowed:.2f} s are the most"
         fault = _find_fault(record, joining)
         if fault is None:
-            found.object_to(text, joining.event)
+            found.object_to(text, joining.heal)
         else:
             why = f"{fault.name} was injected into it meanwhile"
             found.notes.append(f"group {joining.slot}: {text}; {why}")
@@ -116,24 +116,26 @@ def find_joinings(record: RunRecord) -> list[Joining]:
 
 def _find_joinings_of(process: ProcessHistory) -> Iterator[Joining]:
     """Yield the times in which a process lacked the state, without the waits."""
-    first: ev.Event | None = None
-    heal: ev.HealStarted | None = None
-    last: ev.Event | None = None
+    first: ev.Joined | ev.HealStarted | None = None
+    joining: Joining | None = None
     for event in process.events:
         if isinstance(event, ev.StepCommitted):
-            if first is not None and heal is not None and last is not None:
-                yield Joining(process.replica, first.time, last.mono - first.mono, heal)
+            if joining is not None:
+                yield joining
             first = None
-            heal = None
+            joining = None
             continue
-        if isinstance(event, ev.Joined | ev.HealStarted) and first is None:
+        if first is None and isinstance(event, ev.Joined | ev.HealStarted):
             first = event
-        if isinstance(event, ev.HealStarted) and heal is None:
-            heal = event
-        if heal is not None:
-            last = event
-    if first is not None and heal is not None and last is not None:
-        yield Joining(process.replica, first.time, last.mono - first.mono, heal)
+        if first is None:
+            continue
+        seconds = event.mono - first.mono
+        if joining is not None:
+            joining = replace(joining, seconds=seconds)
+        elif isinstance(event, ev.HealStarted):
+            joining = Joining(process.replica, first.time, seconds, heal=event)
+    if joining is not None:
+        yield joining
 
 
 def _usual_step_seconds(record: RunRecord) -> float:
@@ -144,7 +146,9 @@ def _usual_step_seconds(record: RunRecord) -> float:
     for commit in record.commits:
         num_steps = commit.inner_steps or record.unit.steps
         seconds.append(commit.compute_seconds / num_steps)
-    return median(seconds) if seconds else 0.0
+    if not seconds:
+        return 0.0
+    return median(seconds)
 
 
 def _find_fault(record: RunRecord, joining: Joining) -> RecordedFault | None:
