@@ -17,7 +17,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 MAX_CLIENTS = 16
 """Connections at once. For one more, the oldest is closed: an answer takes milliseconds."""
-CLIENT_SECONDS = 5.0  # that a client may let a read or a write wait
+CLIENT_SECONDS = 5.0
+"""A client may let a read or a write wait this long."""
 
 
 class _Handler(WSGIRequestHandler):
@@ -39,7 +40,8 @@ class FiguresServer(ThreadingMixIn, WSGIServer):
     """
 
     daemon_threads = True
-    request_queue_size = 128  # with 5, a burst of connections makes others wait for seconds
+    # With the default of 5, a burst of connections makes other clients wait for seconds.
+    request_queue_size = 128
 
     def __init__(self, host: str, port: int, app: Any) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -75,7 +77,8 @@ class FiguresServer(ThreadingMixIn, WSGIServer):
                 del self._clients[oldest]
             self._clients[request] = None
         if oldest is not None:
-            with contextlib.suppress(OSError):  # it has ended: its thread closes it
+            # If the client has just gone, its thread closes the socket.
+            with contextlib.suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
 

@@ -15,6 +15,7 @@ from titan_ft.config import ConfigError
 from titan_ft.live.metrics import MetricsServer
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.status import LOST
+from titan_ft.run.events import Event
 from titan_ft.run.orphan import end_with_parent
 from titan_ft.run.output import protect_output
 from titan_ft.run.paths import RunPaths
@@ -57,20 +58,24 @@ class GroupMetrics:
 
     def poll(self) -> None:
         """Take in what is new."""
-        events = sorted(
-            (event for tail in self._tails for event in tail.poll()), key=lambda event: event.time
-        )
+        events: list[Event] = []
+        for tail in self._tails:
+            events += tail.poll()
+        events.sort(key=lambda event: event.time)
         for event in events:
             self._status.observe(event)
             self._server.observe(event)
         groups = self._status.groups
-        if self._replica in groups:
+        if self._replica not in groups:
+            return
+        shown = {}
+        for slot, group in groups.items():
             # A lost group cannot say so itself, and its own series have vanished: the group that
             # missed it shows it.
-            shown = {
-                r: group for r, group in groups.items() if r == self._replica or group.state == LOST
-            }
-            self._server.update(shown, num_groups=len(groups))
+            is_lost = group.state == LOST
+            if is_lost or slot == self._replica:
+                shown[slot] = group
+        self._server.update(shown, num_groups=len(groups))
 
 
 def main() -> int:

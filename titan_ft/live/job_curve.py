@@ -9,7 +9,7 @@ of a folder with several writers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from titan_ft.history.record.trajectory import ROOT
@@ -58,10 +58,13 @@ class JobSteps:
             return []
         self._pending[event.lineage] = event
         certain = self._chain(event.parent)
-        if certain and self._misses_one(certain[0]):
-            if event.time - certain[0].time < HOLD_SECONDS:
+        if not certain:
+            return []
+        first = certain[0]
+        if self._misses_one(first):
+            if event.time - first.time < HOLD_SECONDS:
                 return []
-            earlier = [c for c in self._pending.values() if c.step < certain[0].step]
+            earlier = [commit for commit in self._pending.values() if commit.step < first.step]
             certain = self._chain_to_latest(earlier) + certain
         return self._take_out(certain)
 
@@ -72,11 +75,14 @@ class JobSteps:
             commit = self._pending[lineage]
             chain.append(commit)
             lineage = commit.parent
-        return chain[::-1]
+        chain.reverse()
+        return chain
 
-    def _chain_to_latest(self, commits: Iterable[StepCommitted]) -> list[StepCommitted]:
-        latest = max(commits, key=lambda commit: (commit.time, commit.step), default=None)
-        return [] if latest is None else self._chain(latest.lineage)
+    def _chain_to_latest(self, commits: Collection[StepCommitted]) -> list[StepCommitted]:
+        if not commits:
+            return []
+        latest = max(commits, key=lambda commit: (commit.time, commit.step))
+        return self._chain(latest.lineage)
 
     def _misses_one(self, first: StepCommitted) -> bool:
         """Return whether a step before `first` is missing, whose event may still come."""
@@ -85,18 +91,20 @@ class JobSteps:
         return first.step > self._last.step + 1
 
     def _take_out(self, certain: list[StepCommitted]) -> list[StepCommitted]:
+        if not certain:
+            return []
         for commit in certain:
             del self._pending[commit.lineage]
             self._returned[commit.lineage] = None
-            self._last = commit
             if len(self._returned) > MAX_REMEMBERED:
-                del self._returned[next(iter(self._returned))]
-        if certain:
-            # An older commit of the same or an earlier step is one that no commit continued.
-            last = certain[-1]
-            for other in list(self._pending.values()):
-                if other.step <= last.step and other.time <= last.time:
-                    del self._pending[other.lineage]
+                oldest = next(iter(self._returned))
+                del self._returned[oldest]
+        last = certain[-1]
+        self._last = last
+        # An older commit of the same or an earlier step is one that no commit continued.
+        for other in list(self._pending.values()):
+            if other.step <= last.step and other.time <= last.time:
+                del self._pending[other.lineage]
         return certain
 
 
@@ -110,7 +118,8 @@ class JobCurve:
     """
 
     def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
-        self.folder, self._report = folder, report
+        self.folder = folder
+        self._report = report
         self._steps = JobSteps()
         self._file = CurveFile(folder, report)
         self._last: StepCommitted | None = None
@@ -129,9 +138,8 @@ class JobCurve:
         self._write(self._steps.finish())
         num_lost = self._file.close(seconds)
         if num_lost:
-            self._report(
-                f"{self.folder} still cannot be written: the last {num_lost} points of its curves are lost"
-            )
+            lost = f"the last {num_lost} points of its curves are lost"
+            self._report(f"{self.folder} still cannot be written: {lost}")
         return num_lost
 
     def _write(self, commits: Iterable[StepCommitted]) -> None:
@@ -143,21 +151,23 @@ class JobCurve:
 
     def _figures(self, commit: StepCommitted) -> dict[str, float]:
         """Return the values by name. torchtitan's names put group and job into one plot."""
-        nan = float("nan")
         figures = {
-            "loss_metrics/global_avg_loss": nan if commit.loss is None else commit.loss,
-            "grad_norm": nan if commit.grad_norm is None else commit.grad_norm,
-            "lr": nan if commit.lr is None else commit.lr,
+            "loss_metrics/global_avg_loss": _nan_if_unknown(commit.loss),
+            "grad_norm": _nan_if_unknown(commit.grad_norm),
+            "lr": _nan_if_unknown(commit.lr),
             "ft/participants": len(commit.participants),
             "ft/retries": commit.exchanges - 1,
             "ft/exchange(s)": commit.exchange_seconds,
         }
-        if (
-            self._last is not None
-            and commit.step == self._last.step + 1
-            and commit.time > self._last.time
-        ):
-            seconds = commit.time - self._last.time
-            figures["job/step(s)"] = seconds / max(1, commit.titan_step - self._last.titan_step)
-            figures["job/tokens_per_second"] = commit.tokens / seconds
+        last = self._last
+        if last is None or commit.step != last.step + 1 or commit.time <= last.time:
+            return figures
+        seconds = commit.time - last.time
+        num_steps = max(1, commit.titan_step - last.titan_step)
+        figures["job/step(s)"] = seconds / num_steps
+        figures["job/tokens_per_second"] = commit.tokens / seconds
         return figures
+
+
+def _nan_if_unknown(value: float | None) -> float:
+    return float("nan") if value is None else value

@@ -205,9 +205,10 @@ class MetricsServer:
             self._step_seconds.observe(self._fold.steps.newest.seconds)
         if self._fold.commit is event:
             self._show_commit(self._fold.commit)
-        group = None if event.replica is None else self._fold.groups.get(event.replica)
-        if group is not None and group.failed_by is event:
-            self._count_failure(group.failed_by)
+        if isinstance(event, ev.GroupEvent):
+            group = self._fold.groups.get(event.replica)
+            if group is not None and group.failed_by is event:
+                self._count_failure(event)
         # The fold does not count these events, because no other view needs them.
         is_first_rank = not event.rank
         match event:
@@ -254,10 +255,11 @@ class MetricsServer:
         before = self._counted[key]
         if total == before:
             return
+        if total < before:
+            before = 0
         self._counted[key] = total
-        grown = total - before if total > before else total
         series = metric.labels(*labels) if labels else metric
-        series.inc(grown)
+        series.inc(total - before)
 
     def update(self, groups: Groups, num_groups: int | None = None) -> None:
         """Set the series of the groups. Called often.

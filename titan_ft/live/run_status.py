@@ -36,7 +36,9 @@ CUT_SECONDS = 3.0
 def shape(groups: int, ranks: int = 0) -> str:
     """Describe the number of groups, and of ranks of each group if known (not 0)."""
     text = count(groups, "group")
-    return f"{text} x {count(ranks, 'rank')}" if ranks else text
+    if ranks:
+        text += f" x {count(ranks, 'rank')}"
+    return text
 
 
 def _line_of_launch(event: ev.Event) -> str | None:
@@ -61,6 +63,25 @@ class StatusLine(NamedTuple):
     """Unix seconds."""
     text: str
     severity: ev.Severity
+
+
+class _StepTokens(NamedTuple):
+    """A commit, for the rate of tokens."""
+
+    time: float
+    """Unix seconds."""
+    tokens: int
+
+
+class _RecentSteps(NamedTuple):
+    """The last steps, over which the rate is measured."""
+
+    tokens: int
+    """Of all of these steps but the first, which only begins the time."""
+    num_steps: int
+    """Without the first."""
+    seconds: float
+    """From the first to the last, or to now if the next one is late; 0 without a rate."""
 
 
 class LossCourse:
@@ -108,14 +129,16 @@ class RunStatus:
         self.fold = RunFold(num_replicas)
         self.lines: deque[StatusLine] = deque(maxlen=MAX_LINES)
         """Lines of the latest events."""
-        self._tokens: deque[tuple[float, int]] = deque(maxlen=512)
-        """Unix seconds and tokens of the last commits."""
+        self._steps: deque[_StepTokens] = deque(maxlen=512)
+        """The last commits."""
         self._restart(0.0)
 
     def _restart(self, since: float) -> None:
         """Drop everything before `since`, in Unix seconds. Later events may have come already."""
-        self.lines = deque((line for line in self.lines if line.time > since), maxlen=MAX_LINES)
-        self._tokens = deque((each for each in self._tokens if each[0] > since), maxlen=512)
+        lines = [line for line in self.lines if line.time > since]
+        self.lines = deque(lines, maxlen=self.lines.maxlen)
+        steps = [step for step in self._steps if step.time > since]
+        self._steps = deque(steps, maxlen=self._steps.maxlen)
         self.launcher_gone = False
         """True if the launcher has ended without an event. `FollowedRun` sets it."""
         self.num_cut = 0
@@ -128,9 +151,8 @@ class RunStatus:
     @property
     def groups(self) -> status.Groups:
         """The status of each group, by slot."""
-        return {
-            slot: status.show_group(group, self.fold) for slot, group in self.fold.groups.items()
-        }
+        groups = self.fold.groups.items()
+        return {slot: status.show_group(group, self.fold) for slot, group in groups}
 
     @property
     def states(self) -> dict[int, str]:
@@ -144,11 +166,15 @@ class RunStatus:
 
     @property
     def loss(self) -> float | None:
-        return None if self.fold.commit is None else self.fold.commit.loss
+        if self.fold.commit is None:
+            return None
+        return self.fold.commit.loss
 
     @property
     def participants(self) -> tuple[int, ...]:
-        return () if self.fold.commit is None else tuple(self.fold.commit.participants)
+        if self.fold.commit is None:
+            return ()
+        return tuple(self.fold.commit.participants)
 
     @property
     def restarts(self) -> int:
@@ -166,8 +192,9 @@ class RunStatus:
         """
         if self.fold.launch_end is not None:
             return self.fold.launch_end.reason or "the launcher ended"
-        is_over = self.fold.ended and not self.fold.launched
-        return "all groups finished, left, failed or are lost" if is_over else ""
+        if self.fold.ended and not self.fold.launched:
+            return "all groups finished, left, failed or are lost"
+        return ""
 
     @property
     def outcome(self) -> Outcome:
@@ -209,20 +236,28 @@ class RunStatus:
         Args:
             now: seconds of the monotonic clock.
         """
-        ended = set()
-        for worker in self.fold.ended_workers if files else ():
-            ended.add(RunPaths.process_of(RunPaths("").worker_events(*worker).name))
-        cut = {RunPaths.process_of(name) for name in files}
-        num_cut = len(cut - ended)
-        if num_cut != self._seen_cut[0]:
+        num_cut = self._count_living_writers(files)
+        seen, seen_since = self._seen_cut
+        if num_cut != seen:
+            seen_since = now
             self._seen_cut = (num_cut, now)
-        if num_cut == self.num_cut or now - self._seen_cut[1] < CUT_SECONDS:
+        if num_cut == self.num_cut or now - seen_since < CUT_SECONDS:
             return None
         self.num_cut = num_cut
         if not num_cut:
             return "all events are written again"
         who = count(num_cut, "process", "processes")
-        return f"not all events of {who} can be written (is the disk full?): what is shown here may lag behind"
+        lag = "what is shown here may lag behind"
+        return f"not all events of {who} can be written (is the disk full?): {lag}"
+
+    def _count_living_writers(self, files: set[str]) -> int:
+        """Return how many processes wrote some cut files of events and have not ended."""
+        if not files:
+            return 0
+        writers = {RunPaths.process_of(name) for name in files}
+        for worker in self.fold.ended_workers:
+            writers.discard(RunPaths.process_of(RunPaths("").worker_events(*worker).name))
+        return len(writers)
 
     def _take_step(self, before: ev.StepCommitted | None) -> str | None:
         """Take in the latest commit; return a line if the job went back to an earlier state.
@@ -230,12 +265,13 @@ class RunStatus:
         Args:
             before: the latest commit before the event.
         """
-        commit, unit = self.fold.commit, self.fold.unit
+        commit = self.fold.commit
+        unit = self.fold.unit
         if commit is None or commit is before:
             return None
         if commit.loss is not None:
             self.losses.add(commit.loss)
-        self._tokens.append((commit.time, commit.tokens))
+        self._steps.append(_StepTokens(commit.time, commit.tokens))
         if before is None or commit.step > before.step:
             return None
         again = f"{unit.noun}s {commit.step} to {before.step} are"
@@ -253,8 +289,10 @@ class RunStatus:
     @property
     def usual_seconds(self) -> float:
         """Mean seconds between the last commits; 0 before the second commit."""
-        recent, seconds = self._recent(self.fold.last_event)
-        return seconds / (len(recent) - 1) if seconds else 0.0
+        recent = self._measure_recent(self.fold.last_event)
+        if not recent.seconds:
+            return 0.0
+        return recent.seconds / recent.num_steps
 
     def is_silent(self, now: float) -> bool:
         """Return whether a run that is not over may be stuck, or its launcher killed."""
@@ -264,36 +302,35 @@ class RunStatus:
         """Return the rate over the last steps. It falls while no step comes. None before the second
         step.
         """
-        recent, seconds = self._recent(now)
-        return sum(tokens for _, tokens in recent[1:]) / seconds if seconds else None
+        recent = self._measure_recent(now)
+        if not recent.seconds:
+            return None
+        return recent.tokens / recent.seconds
 
     def seconds_left(self, now: float) -> float | None:
         """Return the time until the target at the present rate; None if unknown."""
-        recent, seconds = self._recent(now)
-        if (
-            self.fold.target is None
-            or self.step is None
-            or not seconds
-            or self.end
-            or self.all_left
-        ):
+        if self.fold.target is None or self.step is None:
             return None
-        commits = (
-            max(0, self.fold.target - self.fold.unit.step_after(self.step)) / self.fold.unit.steps
-        )
-        return commits * seconds / (len(recent) - 1)
+        if self.end or self.all_left:
+            return None
+        recent = self._measure_recent(now)
+        if not recent.seconds:
+            return None
+        unit = self.fold.unit
+        num_commits = max(0, self.fold.target - unit.step_after(self.step)) / unit.steps
+        return num_commits * recent.seconds / recent.num_steps
 
     def progress(self, now: float) -> str | None:
         """Return a line with the progress of the run; None before its first step."""
         if self.step is None:
             return None
-        loss = f"{self.loss:.5f}" if self.loss is not None else "-"
+        loss = "-" if self.loss is None else f"{self.loss:.5f}"
         parts = [
             self.fold.unit.name(self.step),
             f"loss {loss}",
             f"groups {len(self.participants)}/{len(self.fold.groups)}",
+            f"restarts {self.restarts}",
         ]
-        parts.append(f"restarts {self.restarts}")
         rate = self.tokens_per_second(now)
         if rate is not None:
             parts.append(f"tokens/s {rate:,.0f}")
@@ -302,15 +339,25 @@ class RunStatus:
             parts.append(f"ETA {clock(left)} (step {self.fold.target})")
         return "  ".join(parts)
 
-    def _recent(self, now: float) -> tuple[list[tuple[float, int]], float]:
-        """Return times and tokens of the last steps, and the seconds that they took; 0 without a
-        rate.
+    def _measure_recent(self, now: float) -> _RecentSteps:
+        """Measure the steps of the last `RATE_SECONDS`, or the last `RATE_STEPS` if these are
+        more.
         """
-        last = self._tokens[-1][0] if self._tokens else 0.0
-        recent = [each for each in self._tokens if each[0] >= last - RATE_SECONDS]
-        recent = max(recent, list(self._tokens)[-RATE_STEPS:], key=len)
-        if len(recent) < 2 or last <= recent[0][0]:
-            return recent, 0.0
-        usual = (last - recent[0][0]) / (len(recent) - 1)
-        until = now if not self.end and now > last + 2 * usual else last
-        return recent, until - recent[0][0]
+        if not self._steps:
+            return _RecentSteps(0, 0, 0.0)
+        last = self._steps[-1].time
+        recent = [step for step in self._steps if step.time >= last - RATE_SECONDS]
+        if len(recent) < RATE_STEPS:
+            recent = list(self._steps)[-RATE_STEPS:]
+        tokens = sum(step.tokens for step in recent[1:])
+        num_steps = len(recent) - 1
+        first = recent[0].time
+        if num_steps == 0 or last <= first:
+            return _RecentSteps(tokens, num_steps, 0.0)
+        usual_seconds = (last - first) / num_steps
+        until = last
+        is_late = now > last + 2 * usual_seconds
+        if is_late and not self.end:
+            # The rate falls while no step comes.
+            until = now
+        return _RecentSteps(tokens, num_steps, until - first)

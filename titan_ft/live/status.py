@@ -97,32 +97,42 @@ def state_of(group: GroupFold, run: RunFold) -> str:
     # A group that was asked to leave still finishes its step.
     if run.stopping is not None:
         return DRAINING
-    return WAITING if group.state == "not started" else group.state
+    if group.state == "not started":
+        return WAITING
+    return group.state
 
 
 def show_group(group: GroupFold, run: RunFold) -> GroupStatus:
     """Return the status of a group."""
-    state = state_of(group, run)
-    commit = group.commit
-    fault = group.last_fault
-    own_seconds = None
-    if commit is not None and group.silence is None:
-        own_seconds = _own_seconds(commit)
+    loss: float | None = None
+    own_loss: float | None = None
+    own_seconds: float | None = None
+    if group.commit is not None:
+        loss = group.commit.loss
+        own_loss = group.commit.own_loss
+        # The last step of a silent group says nothing of its pace now.
+        if group.silence is None:
+            own_seconds = _own_seconds(group.commit)
+    fault = ""
+    fault_time = 0.0
+    if group.last_fault is not None:
+        fault = group.last_fault.fault
+        fault_time = group.last_fault.time
     return GroupStatus(
         group.slot,
-        state,
+        state_of(group, run),
         group.held_step,
-        loss=None if commit is None else commit.loss,
+        loss=loss,
         participants=group.participants,
         attempt=group.attempt,
         restarts=group.num_restarts,
-        own_loss=None if commit is None else commit.own_loss,
+        own_loss=own_loss,
         own_seconds=own_seconds,
         waited=group.waited,
         donor=group.donor,
         host=group.host,
-        fault="" if fault is None else fault.fault,
-        fault_time=0.0 if fault is None else fault.time,
+        fault=fault,
+        fault_time=fault_time,
         unit=run.unit,
     )
 
@@ -164,7 +174,7 @@ def _describe(event: ev.Event, name: str, unit: Unit) -> str | None:
         case ev.FaultUndone():
             return f"fault undone: {_fault(event)}"
         case ev.FaultSkipped():
-            return f"fault skipped: {_fault(event)}{_because(event.reason)}"
+            return f"fault skipped: {_fault(event)}{_in_brackets(event.reason)}"
         case ev.EventsDropped():
             return f"{_writer(event)} lost events that it could not write: {event.error}"
         case ev.GroupBack():
@@ -205,19 +215,19 @@ def _describe(event: ev.Event, name: str, unit: Unit) -> str | None:
             return f"{name} waits after {unit.name(event.step)}: {event.reason or 'too few groups'}"
         case ev.CatchUpRenewed():
             state = f"the state of {unit.name(event.from_step)}"
-            return f"{name} gives up {state} for a newer one{_because(event.reason)}"
+            return f"{name} gives up {state} for a newer one{_in_brackets(event.reason)}"
         case ev.CatchUpWaiting():
             until = f"until it has {unit.name(event.step)}"
-            return f"{name} lets the others wait {until}{_because(event.reason)}"
+            return f"{name} lets the others wait {until}{_in_brackets(event.reason)}"
         case ev.Drained():
-            return f"{name} left after {unit.name(event.step)}{_because(event.reason)}"
+            return f"{name} left after {unit.name(event.step)}{_in_brackets(event.reason)}"
         case ev.ForeignMember():
-            return f"{name} leaves {event.member} aside{_because(event.reason)}"
+            return f"{name} leaves {event.member} aside{_in_brackets(event.reason)}"
         case ev.StartedAnew():
             reason = "no group holds the state of its earlier attempt"
             return f"{name} starts anew from step 0: {reason}"
         case ev.CheckpointSkipped():
-            damage = f"that of step {event.step} is damaged{_because(event.reason)}"
+            damage = f"that of step {event.step} is damaged{_in_brackets(event.reason)}"
             return f"{name} goes on from the checkpoint of step {event.instead}, because {damage}"
         case ev.CheckpointSetAside():
             reason = "the job went back before it"
@@ -227,7 +237,7 @@ def _describe(event: ev.Event, name: str, unit: Unit) -> str | None:
         case ev.CheckpointSaved():
             return f"{name} saved the checkpoint of step {event.step} in {event.seconds:.1f} s"
         case ev.SavingBeforeLeaving():
-            warning = _because(event.shortage)
+            warning = _in_brackets(event.shortage)
             return f"{name} saves the checkpoint of step {event.step} before it leaves{warning}"
         case ev.LoaderChecked() if not event.exact:
             fault = "does not go on exactly where its state was saved"
@@ -237,7 +247,7 @@ def _describe(event: ev.Event, name: str, unit: Unit) -> str | None:
             fault = "got another batch than follows there: data are lost or repeated"
             return f"{name} opened {place} and {fault}"
         case ev.DataReset():
-            return f"{name} starts its data anew{_because(event.reason)}"
+            return f"{name} starts its data anew{_in_brackets(event.reason)}"
         case ev.TrainingFinished():
             return f"{name} finished at {unit.name(event.step)}"
         case ev.CameTooLate():
@@ -369,8 +379,10 @@ def _describe_loss(before: Mapping[int, str], run: RunFold, event: ev.GroupLost)
 
 def _is_first_to_train(run: RunFold, slot: int) -> bool:
     """Return whether the group has the lowest slot of all that train."""
-    earlier = (group for group in run.groups.values() if group.slot < slot)
-    return all(state_of(group, run) not in (JOINED, TRAINING) for group in earlier)
+    for group in run.groups.values():
+        if group.slot < slot and state_of(group, run) in (JOINED, TRAINING):
+            return False
+    return True
 
 
 def _hits_groups(event: ev.FaultEvent) -> bool:
@@ -405,10 +417,11 @@ def _writer(event: ev.Event) -> str:
 
 def _params(event: ev.FaultInjected) -> str:
     params = event.params or {}
-    values = [
-        f"{name} {value:g}" for name, value in params.items() if isinstance(value, int | float)
-    ]
-    return f" ({', '.join(values)})" if values else ""
+    values = []
+    for name, value in params.items():
+        if isinstance(value, int | float):
+            values.append(f"{name} {value:g}")
+    return _in_brackets(", ".join(values))
 
 
 def _first_line(text: str) -> str:
@@ -418,15 +431,18 @@ def _first_line(text: str) -> str:
 def _latest_checkpoint(step: int | None) -> str:
     if step is None:
         return ""
-    return f"; the latest is that of step {step}" if step else "; there is none to go back to"
+    if step == 0:
+        return "; there is none to go back to"
+    return f"; the latest is that of step {step}"
 
 
-def _because(reason: str) -> str:
-    return f" ({reason})" if reason else ""
+def _in_brackets(text: str) -> str:
+    return f" ({text})" if text else ""
 
 
 def _groups(slots: Sequence[int]) -> str:
-    return f"group {_listed(slots)}" if len(slots) == 1 else f"groups {_listed(slots)}"
+    noun = "group" if len(slots) == 1 else "groups"
+    return f"{noun} {_listed(slots)}"
 
 
 def _listed(replicas: Iterable[int]) -> str:

@@ -54,16 +54,19 @@ class FollowedRun:
         for event in self._tail.poll():
             self.status.observe(event)
         self.status.observe_cut(self._tail.cut, time.monotonic())
-        # The lock alone proves nothing: some file systems show it only on the launcher's own host.
-        may_be_gone = (
-            not self.status.end and self.status.fold.launched and self.status.is_silent(time.time())
-        )
-        self.status.launcher_gone = may_be_gone and is_held(self._paths) is False
+        self.status.launcher_gone = self._launcher_is_gone()
         if not self.run_dir.is_dir():
             raise ConfigError(
                 f"RUN_DIR must be the folder of a run, got {self.run_dir}; it has been removed"
             )
         return self.status
+
+    def _launcher_is_gone(self) -> bool:
+        """Return whether the launcher has ended without an event of its end."""
+        if self.status.end or not self.status.fold.launched:
+            return False
+        # The lock alone proves nothing: some file systems show it only on the launcher's own host.
+        return self.status.is_silent(time.time()) and is_held(self._paths) is False
 
     def render(self, screen: Screen) -> RenderableType:
         return frame(self.status, str(self.run_dir), time.time(), screen)

@@ -175,10 +175,13 @@ def _text(text: str, style: str = "") -> Text:
 
 def _title(name: str, screen: Screen) -> Text:
     line = _text("titan-ft top  ", "bold")
-    space = screen.width - len(line.plain) - len(screen.hint) - (GAP if screen.hint else 0)
-    line.append(
-        name if len(name) <= space else f"...{name[len(name) - max(0, space - 3) :]}", "not bold"
-    )
+    room = screen.width - len(line.plain)
+    if screen.hint:
+        room -= len(screen.hint) + GAP
+    if len(name) > room:
+        num_kept = max(0, room - 3)
+        name = f"...{name[len(name) - num_kept :]}"
+    line.append(name, "not bold")
     if screen.hint:
         line.append(screen.hint.rjust(screen.width - len(line.plain)), "not bold dim")
     return line
@@ -188,43 +191,37 @@ def _state(run: RunStatus, now: float, screen: Screen) -> list[Text]:
     """Return the state of the run, or its outcome once it is over."""
     if run.fold.started is None:
         return [_text("nothing has started yet", "yellow")]
-    what, elapsed = shape(len(run.groups), run.fold.num_ranks), clock(run.elapsed(now))
+    size = shape(len(run.groups), run.fold.num_ranks)
+    elapsed = clock(run.elapsed(now))
+    silence = f"no event for {clock(now - run.fold.last_event)}"
+    outcome = run.outcome
     if run.end or run.launcher_gone:
-        outcome = run.outcome
-        when = (
-            f"over after {elapsed}"
-            if run.end
-            else f"no event for {clock(now - run.fold.last_event)}"
-        )
-        text = f"{outcome.headline}; {when}; {what}"
-        return [
-            _text(line, _STYLES[outcome.colour])
-            for line in textwrap.wrap(text, max(16, screen.width))
-        ]
-    line = _text(f"running for {elapsed}; {what}")
+        when = f"over after {elapsed}" if run.end else silence
+        text = f"{outcome.headline}; {when}; {size}"
+        parts = textwrap.wrap(text, max(16, screen.width))
+        return [_text(part, _STYLES[outcome.colour]) for part in parts]
+    line = _text(f"running for {elapsed}; {size}")
     if run.is_silent(now):
-        line.append(f"; no event for {clock(now - run.fold.last_event)}", "bold yellow")
+        line.append(f"; {silence}", "bold yellow")
     if run.num_cut:
-        line.append(
-            f"; events of {count(run.num_cut, 'process', 'processes')} are not written",
-            "bold yellow",
-        )
-    lost = [
-        part
-        for group in run.outcome.lost
-        for part in textwrap.wrap(f"without {group.describe()}", screen.width)
-    ]
-    return [line, *(_text(part, "bold yellow") for part in lost)]
+        processes = count(run.num_cut, "process", "processes")
+        line.append(f"; events of {processes} are not written", "bold yellow")
+    lines = [line]
+    for group in outcome.lost:
+        parts = textwrap.wrap(f"without {group.describe()}", screen.width)
+        lines += [_text(part, "bold yellow") for part in parts]
+    return lines
 
 
 def _figures(run: RunStatus, now: float, width: int) -> list[Text]:
     """Return the figures of the whole run, in as many lines as the width requires."""
-    rate, left, steps = run.tokens_per_second(now), run.seconds_left(now), run.fold.steps
+    steps = run.fold.steps
     committed = f"{steps.num_committed}/{steps.num_attempted}"
     if steps.num_attempted:
         committed += f" ({100 * steps.num_committed / steps.num_attempted:.1f} %)"
-    step = None if run.step is None else run.fold.unit.step_after(run.step)
-    step_text = number(step)
+    step_text = number(None)
+    if run.step is not None:
+        step_text = number(run.fold.unit.step_after(run.step))
     if run.fold.target is not None:
         step_text += f"/{run.fold.target}"
     figures = []
@@ -233,8 +230,9 @@ def _figures(run: RunStatus, now: float, width: int) -> list[Text]:
     figures += [
         ("step", step_text),
         ("loss", number(run.loss, ".5f")),
-        ("tokens/s", number(rate, ",.0f")),
+        ("tokens/s", number(run.tokens_per_second(now), ",.0f")),
     ]
+    left = run.seconds_left(now)
     if left is not None:
         figures.append(("ETA", clock(left)))
     figures += [
@@ -250,7 +248,8 @@ def _figures(run: RunStatus, now: float, width: int) -> list[Text]:
         if used and used + GAP + len(label) + 1 + len(value) > width:
             lines.append(_text(""))
             used = 0
-        lines[-1].append("  " if used else "")
+        if used:
+            lines[-1].append(GAP * " ")
         lines[-1].append(f"{label} ", "dim").append(value, "bold")
     return lines
 
@@ -260,11 +259,12 @@ def _losses(run: RunStatus, screen: Screen) -> list[Text]:
     known = run.losses.points
     if len(known) < 2:
         return []
-    first, last = f"loss {run.losses.first:.3f} ", f" {run.losses.last:.3f}"
-    tall = not screen.ascii_only and screen.height is not None and screen.height >= 32
-    rows = sparkline(
-        known, screen.width - len(first) - len(last), 3 if tall else 1, ascii_only=screen.ascii_only
-    )
+    first = f"loss {run.losses.first:.3f} "
+    last = f" {run.losses.last:.3f}"
+    width = screen.width - len(first) - len(last)
+    is_tall = screen.height is not None and screen.height >= 32
+    num_rows = 3 if is_tall and not screen.ascii_only else 1
+    rows = sparkline(known, width, num_rows, ascii_only=screen.ascii_only)
     lines = [_text(" " * len(first)).append(row, "cyan") for row in rows]
     lines[0] = _text("").append(first, "dim").append(rows[0], "cyan")
     lines[-1].append(last, "dim")
@@ -274,18 +274,30 @@ def _losses(run: RunStatus, screen: Screen) -> list[Text]:
 def sparkline(
     values: Sequence[float], width: int, rows: int = 1, *, ascii_only: bool = False
 ) -> list[str]:
-    """Return a bar chart of `rows` lines and at most `width` columns. A column is the mean of its values."""
-    num = min(len(values), max(1, width))
-    cuts = [index * len(values) // num for index in range(num + 1)]
+    """Return a bar chart of `rows` lines and at most `width` columns.
+
+    A column is the mean of its values.
+    """
+    num_columns = min(len(values), max(1, width))
+    cuts = [column * len(values) // num_columns for column in range(num_columns + 1)]
     means = [fmean(values[start:end]) for start, end in pairwise(cuts)]
-    low, span = min(means), max(means) - min(means)
+    lowest = min(means)
+    span = max(means) - lowest
     marks = ASCII if ascii_only else BLOCKS
-    top = rows * len(marks)
-    levels = [1 + round((mean - low) / span * (top - 1)) if span > 0 else 1 for mean in means]
+    levels = []
+    for mean in means:
+        level = 1
+        if span > 0:
+            level += round((mean - lowest) / span * (rows * len(marks) - 1))
+        levels.append(level)
     lines = []
     for row in reversed(range(rows)):
-        filled = [min(max(level - row * len(marks), 0), len(marks)) for level in levels]
-        lines.append("".join(marks[count - 1] if count else " " for count in filled))
+        line = ""
+        for level in levels:
+            # The part of the column that is in this row; the lowest row is row 0.
+            filled = min(level - row * len(marks), len(marks))
+            line += marks[filled - 1] if filled > 0 else " "
+        lines.append(line)
     return lines
 
 
@@ -293,22 +305,24 @@ def _hosts(hosts: Sequence[HostFigures], width: int, max_rows: int) -> list[Text
     """Return an empty line and a table of the hosts; nothing if there is no room for two rows."""
     if max_rows < min(2, len(hosts)):
         return []
-    shown = hosts if len(hosts) <= max_rows else hosts[: max_rows - 1]
-    cells = [("host", "starts", "deaths", "left", "groups")]
-    cells += [
-        (h.host, f"{h.starts}", f"{h.deaths}", f"{h.left}", name_range(h.groups)) for h in shown
-    ]
-    longest = max(len(row[0]) for row in cells)
+    shown = hosts
+    if len(hosts) > max_rows:
+        # The last line names the number of the others.
+        shown = hosts[: max_rows - 1]
+    names = ["host", *(figures.host for figures in shown)]
     # A long name is cut, so that the figures after it are not.
-    name = min(longest, max(8, width // 3))
+    name_width = min(max(map(len, names)), max(8, width // 3))
     space = " " * GAP
-    lines = [
-        f"{host[:name]:{name}}{space}{starts:>6}{space}{deaths:>6}{space}{left:>4}{space}{groups}"
-        for host, starts, deaths, left, groups in cells
-    ]
-    hidden = len(hosts) - len(shown)
-    rest = [_text(f"and {hidden} more hosts, with no more deaths", "dim")] if hidden else []
-    return [_text(""), _text(lines[0], "bold"), *(_text(line) for line in lines[1:]), *rest]
+    head = f"{'host':{name_width}}{space}starts{space}deaths{space}left{space}groups"
+    lines = [_text(""), _text(head, "bold")]
+    for figures in shown:
+        name = f"{figures.host[:name_width]:{name_width}}"
+        numbers = f"{figures.starts:>6}{space}{figures.deaths:>6}{space}{figures.left:>4}"
+        lines.append(_text(f"{name}{space}{numbers}{space}{name_range(figures.groups)}"))
+    num_hidden = len(hosts) - len(shown)
+    if num_hidden:
+        lines.append(_text(f"and {num_hidden} more hosts, with no more deaths", "dim"))
+    return lines
 
 
 def _shown(run: RunStatus, max_rows: int) -> tuple[list[GroupStatus], str]:
@@ -316,17 +330,21 @@ def _shown(run: RunStatus, max_rows: int) -> tuple[list[GroupStatus], str]:
     groups = list(run.groups.values())
     if max_rows >= len(groups):
         return groups, ""
-    urgent = sorted(groups, key=lambda group: (group.state == TRAINING, group.replica))
-    shown = sorted(urgent[: max(0, max_rows - 1)], key=lambda group: group.replica)
+    urgent_first = sorted(groups, key=lambda group: (group.state == TRAINING, group.replica))
+    # The line about the others needs one of the rows.
+    num_shown = max(0, max_rows - 1)
+    shown = sorted(urgent_first[:num_shown], key=lambda group: group.replica)
+    if max_rows <= 0:
+        return shown, ""
     hidden = Counter(shown_state(group) for group in groups if group not in shown)
-    states = ", ".join(f"{count} {state}" for state, count in hidden.most_common())
-    return shown, f"and {sum(hidden.values())} more: {states}" if max_rows > 0 else ""
+    states = ", ".join(f"{num_groups} {state}" for state, num_groups in hidden.most_common())
+    return shown, f"and {hidden.total()} more: {states}"
 
 
 def _line(seconds: float, text: str, severity: Severity, width: int) -> list[Text]:
+    """Return the lines of an event: the time, and the text wrapped to the width."""
     style = _STYLE_OF[severity]
-    first, *more = textwrap.wrap(text, max(16, width - 10), break_on_hyphens=False)[
-        :MAX_WRAPPED
-    ] or [""]
-    lines = [_text(f"{clock(seconds):>8}  ", "dim").append(first, f"not dim {style}")]
-    return lines + [_text(CONTINUED).append(part, style) for part in more]
+    parts = textwrap.wrap(text, max(16, width - len(CONTINUED)), break_on_hyphens=False) or [""]
+    first = _text(f"{clock(seconds):>8}  ", "dim").append(parts[0], f"not dim {style}")
+    continued = [_text(CONTINUED).append(part, style) for part in parts[1:MAX_WRAPPED]]
+    return [first, *continued]
