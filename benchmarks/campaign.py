@@ -23,7 +23,7 @@ from benchmarks.record import injected, num_crashes, read_run
 from benchmarks.run import BenchError, Run, progress
 from benchmarks.systems import PEER, Job, derive_config
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.history.timing.goodput import goodput
+from titan_ft.history.timing.goodput import measure_goodput
 from titan_ft.run.events import StepCommitted, WorkerStarted
 from titan_ft.run.workers import latest_attempts, latest_workers
 
@@ -92,7 +92,7 @@ def describe(job: Job, whole: RunRecord, span: tuple[float, float], skipped: int
     )
     if not record.of(StepCommitted):
         raise BenchError("nothing was committed in the campaign")
-    good, kills, crashes = goodput(record), injected(record), num_crashes(record)
+    good, kills, crashes = measure_goodput(record), injected(record), num_crashes(record)
     faults = f"{len(kills)} SIGKILLs of a group{f' ({skipped} skipped)' if skipped else ''}, {crashes} crashes of its own"
     length = {"length (min)": f"{(until - began) / 60:.1f}", "faults injected": faults}
     return {

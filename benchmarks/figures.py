@@ -18,7 +18,7 @@ from benchmarks.table import markdown
 from benchmarks.tries import StepTried
 from titan_ft.history.batches.audit import audit
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.history.timing.goodput import goodput
+from titan_ft.history.timing.goodput import measure_goodput
 from titan_ft.history.timing.incidents import find_failures
 
 LOSS_STEPS = 10
@@ -31,7 +31,7 @@ def figures(record: RunRecord, until: int | None = None) -> dict[str, str]:
     Args:
         until: the last step that counts for the loss; None counts all.
     """
-    good, batches, faults = goodput(record), audit(record), injected(record)
+    good, batches, faults = measure_goodput(record), audit(record), injected(record)
     # A try of the peer that was not committed was computed for nothing; ours repeat the exchange
     # alone.
     lost = sum(not event.committed and event.rank == 0 for event in record.of(StepTried))

@@ -17,7 +17,7 @@ from benchmarks.record import compare_digests, injected
 from benchmarks.table import markdown
 from titan_ft.history.batches.audit import audit
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.history.timing.goodput import Goodput, goodput
+from titan_ft.history.timing.goodput import Goodput, measure_goodput
 from titan_ft.history.timing.incidents import find_failures
 from titan_ft.history.timing.rework import find_rework
 from titan_ft.run.events import ChaosStarted, StepCommitted
@@ -72,7 +72,7 @@ def side_by_side(record: RunRecord) -> list[str]:
         return []
     rows = [
         ["", "published: torchft + torchtitan", "this campaign"],
-        *_rows(known[0], record, goodput(record)),
+        *_rows(known[0], record, measure_goodput(record)),
     ]
     again = find_rework(record).describe()
     counted = (

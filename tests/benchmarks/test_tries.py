@@ -15,7 +15,7 @@ from benchmarks.tries import StepTried, translate
 from tests.benchmarks.histories import in_order, started
 from tests.event_builder import build
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.history.timing.goodput import goodput
+from titan_ft.history.timing.goodput import measure_goodput
 from titan_ft.run.events import Event, FaultInjected, StepCommitted, Target
 
 LOST = {"committed": False, "contributed": False}
@@ -51,7 +51,7 @@ def test_what_a_kill_destroys() -> None:
     ]
     events += [tried(9.0, 5, replica, attempt=replica) for replica in (0, 1)]
     record = RunRecord(translate(in_order(events)))
-    shown, good = figures(record), goodput(record)
+    shown, good = figures(record), measure_goodput(record)
     assert (good.exchanges_committed, good.exchanges_attempted) == (5, 6)
     assert shown["forward passes for nothing"] == "3 of 11 (27.3 %)"
     # The first step counts as a usual one: 1 + 1 + 0.5 + 0.5 + 1 of 9 s.
@@ -67,7 +67,7 @@ def test_a_try_counts_once_however_many_groups_were_in_it() -> None:
     """All three groups lose the attempt; one of them commits the next one alone."""
     events = [tried(1.0, 1, replica, **LOST) for replica in (0, 1, 2)] + [tried(2.0, 1, 2)]
     record = RunRecord(translate(events))
-    good = goodput(record)
+    good = measure_goodput(record)
     assert (good.exchanges_committed, good.exchanges_attempted) == (1, 2)
     assert figures(record)["forward passes for nothing"] == "3 of 4 (75.0 %)"
 
@@ -80,7 +80,7 @@ def test_a_job_that_begins_anew_has_lost_its_steps() -> None:
         *(tried(20.0 + step, step, attempt=1) for step in range(1, 4)),
     ]
     record = RunRecord(translate(events))
-    good = goodput(record)
+    good = measure_goodput(record)
     assert (good.exchanges_committed, good.exchanges_attempted) == (3, 13)
     assert good.wasted["the state was thrown away"] == 10
     assert (num_crashes(record), injected(record)) == (1, [])

@@ -37,7 +37,7 @@ from titan_ft.forecast.scenario import (
     Spread,
     load_scenarios,
 )
-from titan_ft.history.report.interactive import figure
+from titan_ft.history.report.interactive import make_figure
 from titan_ft.history.report.layers import Curve
 from titan_ft.run.log import encode
 
@@ -143,7 +143,7 @@ def test_the_charts_are_plotlys(scenario: Path) -> None:
     charts = draw_charts(compare(load_scenarios(scenario), seeds=2)[0])
     assert charts.keys() == {"group-size", "mtbf", "spares"}
     for chart in charts.values():
-        drawn = figure(chart)
+        drawn = make_figure(chart)
         Figure(data=drawn["data"], layout=drawn["layout"])
     (knee,) = [layer for layer in charts["spares"].layers if isinstance(layer, Curve)]
     assert knee.y[0] is not None

@@ -24,7 +24,7 @@ from titan_ft.forecast.closed_forms import daly, estimate
 from titan_ft.forecast.scenario import DAY
 from titan_ft.forecast.simulation import simulate
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.history.timing.goodput import goodput
+from titan_ft.history.timing.goodput import measure_goodput
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_a_run_as_events_has_the_same_effective_training_time() -> None:
     for number, (time, groups) in enumerate(steps, 1):
         events += [commit(time, number, group, participants=sorted(groups)) for group in groups]
     events.append(say(2000.0, "launch_finished", code=0))
-    figures = goodput(RunRecord(events))
+    figures = measure_goodput(RunRecord(events))
     assert account.effective < 0.9
     assert figures.effective_training_time == pytest.approx(account.effective, abs=1e-6)
 

@@ -12,7 +12,7 @@ import pytest
 from tests.event_builder import change
 from titan_ft.cli.main import main
 from titan_ft.history import check as check_module
-from titan_ft.history.check import Verdicts, check_table
+from titan_ft.history.check import Verdicts, make_check_table
 from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.terminal import text_of
 from titan_ft.run.events import Event, LaunchFinished
@@ -24,7 +24,7 @@ def check(events: list[Event], against: list[Event] | None = None) -> Verdicts:
 
 
 def format_check(report: Verdicts) -> str:
-    return text_of(check_table(report))
+    return text_of(make_check_table(report))
 
 
 def clean(

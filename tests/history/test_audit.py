@@ -17,7 +17,7 @@ from tests.event_builder import event as make
 from titan_ft.cli.main import main
 from titan_ft.history.batches import audit as audits
 from titan_ft.history.batches.audit import Audit
-from titan_ft.history.check import MAX_SHOWN, check, check_table
+from titan_ft.history.check import MAX_SHOWN, check, make_check_table
 from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.record.trajectory import ROOT
 from titan_ft.history.terminal import text_of
@@ -618,7 +618,7 @@ def test_text_stays_short() -> None:
     verdicts = check(RunRecord(job.events))
     num_findings = len(verdicts[6].offences)
     assert num_findings > 70
-    text = text_of(check_table(verdicts))
+    text = text_of(make_check_table(verdicts))
     assert f"... {num_findings - MAX_SHOWN} more (--json names them all)" in text
     assert text.count("slot ") < 20
 

@@ -19,7 +19,7 @@ from tests.event_builder import change, like, untyped
 from tests.event_builder import event as make
 from titan_ft.cli.main import main
 from titan_ft.history import check as check_module
-from titan_ft.history.check import Verdicts, check_table
+from titan_ft.history.check import Verdicts, make_check_table
 from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.terminal import text_of
 from titan_ft.history.timing.incidents import find_failures
@@ -37,7 +37,7 @@ def write_lines(run_dir: Path, lines: Iterable[str]) -> None:
 
 
 def format_check(report: Verdicts) -> str:
-    return text_of(check_table(report))
+    return text_of(make_check_table(report))
 
 
 OTHERS_ASKED = {2, 3, 4, 5, 6, 7, 8}

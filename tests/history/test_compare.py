@@ -21,7 +21,7 @@ from titan_ft.history.report.compare import (
     name_runs,
     write_comparison,
 )
-from titan_ft.history.report.interactive import figure
+from titan_ft.history.report.interactive import make_figure
 from titan_ft.history.report.layers import Bars, Curve
 from titan_ft.run.events import Event
 from titan_ft.run.log import encode
@@ -78,7 +78,7 @@ def test_curves_of_both_runs_are_drawn() -> None:
     from plotly.graph_objects import Figure
 
     for chart in charts.values():
-        drawn = figure(chart)
+        drawn = make_figure(chart)
         assert (
             len(Figure(data=drawn["data"], layout=drawn["layout"]).data) == len(drawn["data"]) > 0
         )

@@ -10,7 +10,7 @@ from tests.event_builder import event
 from titan_ft.history.check import check
 from titan_ft.history.outcomes.crashes import find_crashes
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.history.summary import summarize, summary_table
+from titan_ft.history.summary import make_summary_table, summarize
 from titan_ft.history.terminal import text_of
 
 
@@ -48,7 +48,7 @@ def test_each_exception_once() -> None:
 def test_where_they_are_shown() -> None:
     """Exceptions are in the report's table and figures, and in `check`'s row about silence."""
     summary = summarize(RECORD)
-    lines = text_of(summary_table(summary)).splitlines()
+    lines = text_of(make_summary_table(summary)).splitlines()
     assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("exception ")] == [
         NOPE,
         AWAY,

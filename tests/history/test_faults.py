@@ -14,7 +14,7 @@ from benchmarks.figures import figures
 from tests.history.histories import fault, killed_run, say
 from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.report.facts import report_figures
-from titan_ft.history.summary import summarize, summary_table
+from titan_ft.history.summary import make_summary_table, summarize
 from titan_ft.history.terminal import text_of
 from titan_ft.history.timing.incidents import count_faults
 from titan_ft.live.metrics import MetricsServer
@@ -80,7 +80,9 @@ def test_every_view_counts_the_same_faults(events: list[Event]) -> None:
     shown = report_figures(record)
     assert (shown["num_faults"], shown["faults_by_kind"]) == (TOTAL, KINDS)
     assert sum(stall["injected"] for stall in shown["stalls"]) == TOTAL
-    assert f"faults injected                {TOTAL}" in text_of(summary_table(summarize(record)))
+    assert f"faults injected                {TOTAL}" in text_of(
+        make_summary_table(summarize(record))
+    )
     assert figures(record)["faults injected"] == f"{TOTAL} of {len(KINDS)} kinds"
     run = RunStatus()
     server = MetricsServer(run.fold, 0)

@@ -15,7 +15,7 @@ from tests.event_builder import build
 from titan_ft.cli.main import main
 from titan_ft.history import check as check_module
 from titan_ft.history.batches.audit import audit
-from titan_ft.history.check import Verdicts, check_table
+from titan_ft.history.check import Verdicts, make_check_table
 from titan_ft.history.checks.foundation import find_gaps
 from titan_ft.history.outcomes.notes import find_notes
 from titan_ft.history.record.run_record import RunRecord
@@ -35,7 +35,7 @@ def assert_unknown(report: Verdicts) -> None:
     verdicts = {
         each.promise: each.verdict for each in report.judgements if each.asked and each.promise
     }
-    assert verdicts == dict.fromkeys(ASKED, "unknown"), text_of(check_table(report))
+    assert verdicts == dict.fromkeys(ASKED, "unknown"), text_of(make_check_table(report))
     assert report.verdict == "unknown"
 
 
@@ -107,7 +107,7 @@ def test_late_events_are_whole(good_run: Any) -> None:
     )
     good_run.events.sort(key=lambda event: event.time)
     report = check(good_run.events)
-    assert report.verdict == "holds", text_of(check_table(report))
+    assert report.verdict == "holds", text_of(make_check_table(report))
     assert "events delayed: 1 time" in report[8].notes
     (note,) = [
         each for each in find_notes(RunRecord(good_run.events)) if each.event == "events_delayed"

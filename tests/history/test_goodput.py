@@ -20,8 +20,8 @@ from titan_ft.history.timing.incidents import find_incidents
 from titan_ft.run.events import Event
 
 
-def goodput(events: list[Event]) -> Goodput:
-    return goodputs.goodput(RunRecord(events))
+def measure_goodput(events: list[Event]) -> Goodput:
+    return goodputs.measure_goodput(RunRecord(events))
 
 
 def check_sums(figures: Goodput) -> None:
@@ -37,7 +37,7 @@ def test_calm_run() -> None:
     """Without failures nothing is wasted, every attempt is committed, and only the start costs
     time.
     """
-    figures = goodput(calm_run())
+    figures = measure_goodput(calm_run())
     check_sums(figures)
     assert (figures.exchanges_committed, figures.exchanges_attempted) == (10, 10)
     assert (figures.steps_committed, figures.steps_begun) == (20, 20)
@@ -51,7 +51,7 @@ def test_calm_run() -> None:
 
 def test_killed_run() -> None:
     """A kill costs its stall, its group's absence, one exchange, and one step of the dead group."""
-    figures = goodput(killed_run())
+    figures = measure_goodput(killed_run())
     check_sums(figures)
     assert (figures.exchanges_committed, figures.exchanges_attempted) == (10, 11)
     assert (figures.steps_committed, figures.steps_begun) == (16, 17)
@@ -69,7 +69,7 @@ def test_a_faster_step_does_not_make_up_for_a_stall() -> None:
     for event in events:
         if event.name == "step_committed" and event.step == 5:
             event.time += 0.4  # 1.4 s for this step, 0.6 s for the next
-    assert goodput(events).effective_training_time == pytest.approx((9 + 0.6) / 20)
+    assert measure_goodput(events).effective_training_time == pytest.approx((9 + 0.6) / 20)
 
 
 def test_every_broken_exchange_is_an_attempt() -> None:
@@ -84,7 +84,7 @@ def test_every_broken_exchange_is_an_attempt() -> None:
             19.1, "exchange_failed", 1, error="x", seconds=0.1, step=10
         ),  # of a step that nobody committed
     ]
-    figures = goodput(events)
+    figures = measure_goodput(events)
     assert (figures.exchanges_committed, figures.exchanges_attempted) == (10, 13)
 
 
@@ -114,7 +114,7 @@ def test_waiting_is_one_attempt() -> None:
             reason="1 group(s) have a gradient, 2 needed",
         )
     )
-    figures = goodput(events)
+    figures = measure_goodput(events)
     assert (figures.exchanges_committed, figures.exchanges_attempted) == (10, 11)
 
 
@@ -138,7 +138,7 @@ def test_void_and_left_out_work_is_wasted() -> None:
             13.1, "heal_finished", 0, donor=1, from_step=4, step=4, bytes=1, seconds=0.1, replayed=0
         )
     )
-    figures = goodput(events)
+    figures = measure_goodput(events)
     check_sums(figures)
     assert (figures.exchanges_committed, figures.exchanges_attempted) == (10, 11)
     assert figures.wasted == {
@@ -150,14 +150,16 @@ def test_void_and_left_out_work_is_wasted() -> None:
 
 def test_figures_are_json() -> None:
     """The figures are plain JSON."""
-    data = json.loads(json.dumps(goodput(killed_run()).to_dict()))
+    data = json.loads(json.dumps(measure_goodput(killed_run()).to_dict()))
     assert sum(data["shares"].values()) == pytest.approx(1.0, abs=1e-4)
 
 
 def test_nothing_known() -> None:
     """Without events, or without a commit, no figure is made up."""
-    assert goodput([]) == Goodput()
-    figures = goodput([say(0.0, "launch_started", replicas=2), say(5.0, "worker_started", 0)])
+    assert measure_goodput([]) == Goodput()
+    figures = measure_goodput(
+        [say(0.0, "launch_started", replicas=2), say(5.0, "worker_started", 0)]
+    )
     check_sums(figures)
     assert figures.effective_training_time is None
     assert figures.exchanges_attempted == 0
@@ -175,7 +177,7 @@ def test_thinned_histories_add_up(seed: int) -> None:
         for name in event.__struct_fields__:
             if name != "time" and dice.random() < 0.1:
                 setattr(event, name, getattr(zero, name))
-    figures = goodput(events)
+    figures = measure_goodput(events)
     check_sums(figures)
     assert figures.exchanges_committed <= figures.exchanges_attempted
     assert figures.steps_committed <= figures.steps_begun

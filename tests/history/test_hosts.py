@@ -9,7 +9,7 @@ from typing import Any
 from tests.event_builder import build
 from titan_ft.history.outcomes.hosts import HostFigures, find_hosts, name_range
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.history.summary import summarize, summary_table
+from titan_ft.history.summary import make_summary_table, summarize
 from titan_ft.history.terminal import show
 from titan_ft.run.events import HostLeft, WorkerExited, WorkerStarted
 
@@ -55,7 +55,7 @@ def test_a_node_has_the_name_that_slurm_gives_it() -> None:
 
 def test_the_report_has_a_table(capsys: Any) -> None:
     """A run on several hosts has a table."""
-    show(summary_table(summarize(record())))
+    show(make_summary_table(summarize(record())))
     text = capsys.readouterr().out
     assert "n2" in text
     assert "2 deaths of 2 workers started, groups 1; left once as suspected" in " ".join(

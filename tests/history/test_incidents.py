@@ -17,9 +17,9 @@ from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.report.cards import find_cards
 from titan_ft.history.report.facts import report_figures
 from titan_ft.history.report.page import write_report
-from titan_ft.history.summary import summarize, summary_table
+from titan_ft.history.summary import make_summary_table, summarize
 from titan_ft.history.terminal import text_of
-from titan_ft.history.timing.goodput import goodput
+from titan_ft.history.timing.goodput import measure_goodput
 from titan_ft.history.timing.incidents import (
     Incident,
     StallCause,
@@ -50,12 +50,12 @@ def test_every_view_shows_the_same_stall(tmp_path: Path) -> None:
     assert shown["failures"][0]["stall_seconds"] == incident.stall_seconds
     assert (
         shown["goodput"]["mean_stall_seconds"]
-        == goodput(record).mean_stall_seconds
+        == measure_goodput(record).mean_stall_seconds
         == incident.stall_seconds
     )
     assert shown["failures"][0]["rejoin_seconds"] == shown["stalls"][0]["rejoin_seconds"] == 6.5
     assert shown["failures"][0]["heal"] == shown["stalls"][0]["heal"]
-    text = text_of(summary_table(summarize(record)))
+    text = text_of(make_summary_table(summarize(record)))
     assert "survivors stalled 2.00 s, contributing again after 6.50 s" in text
     page = write_report(record, tmp_path).read_text(encoding="utf-8")
     assert '<div class="value">2.00 s</div>' in page
@@ -129,7 +129,7 @@ def test_no_survivor_no_stall() -> None:
     events = [event for event in killed_run() if event.replica != 0]
     (stall,) = stalls(events)
     assert stall.stall_seconds is None
-    assert goodput(RunRecord(events)).mean_stall_seconds is None
+    assert measure_goodput(RunRecord(events)).mean_stall_seconds is None
 
 
 def begun_run() -> list[Event]:
@@ -151,7 +151,10 @@ def test_group_that_is_waited_for_has_not_failed() -> None:
     assert (stall.ended, stall.failures) == (False, ())
     assert stall.stall_seconds == pytest.approx(4.0)
     assert (stall.rejoin_seconds, stall.heal) == (None, None)
-    assert (find_failures(RunRecord(events)), goodput(RunRecord(events)).num_failures) == ([], 0)
+    assert (find_failures(RunRecord(events)), measure_goodput(RunRecord(events)).num_failures) == (
+        [],
+        0,
+    )
 
 
 @pytest.mark.parametrize(("cause", "name"), [(STOP, "stop_group"), (None, "dropped out")])
@@ -254,7 +257,7 @@ def test_terminal_page_and_figures_count_the_same_failures() -> None:
         1,
         2,
     )
-    assert text_of(summary_table(summarize(record))).count("failures  ") == 1
+    assert text_of(make_summary_table(summarize(record))).count("failures  ") == 1
     cards = {card.name: card for card in find_cards(record)}
     assert cards["time between failures"].detail == "1 failure, 2 faults injected"
     assert cards["stall per failure"].text == "2.00 s"
@@ -327,7 +330,7 @@ def test_drain_is_no_failure() -> None:
     record = leaving_run()
     assert (
         find_failures(record),
-        goodput(record).num_failures,
+        measure_goodput(record).num_failures,
         report_figures(record)["stalls"],
     ) == ([], 0, [])
     (drain,) = find_drains(record)

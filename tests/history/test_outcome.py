@@ -14,7 +14,7 @@ from titan_ft.history.fold.run import fold_events
 from titan_ft.history.outcomes.notes import find_notes
 from titan_ft.history.outcomes.outcome import Outcome, decide_outcome, find_outcome
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.history.terminal import headline
+from titan_ft.history.terminal import make_headline
 from titan_ft.live.run_status import RunStatus
 
 BOOM = {
@@ -323,7 +323,7 @@ def test_lines_for_the_terminal(synthetic_run: Any) -> None:
     run.exit(3, **{**BOOM, "error": "KeyError: 'x'", "log": "", "transient": True})
     end_launch(run, 1, "all groups end with RuntimeError: boom")
     assert [reason.slot for reason in outcome(run).reasons] == [1, 3, 0]
-    head, *more = headline(outcome(run), "red")
+    head, *more = make_headline(outcome(run), "red")
     assert (head.plain, head.style) == (f"\u2717 {outcome(run).headline}", "red")
     assert [line.plain for line in more] == [
         "  see logs/replica-1/attempt-0/rank-0.log",

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.history.histories import calm_run, commit, killed_run, say
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.history.report.phases import StateSpan, add_up, find_phases
+from titan_ft.history.report.phases import StateSpan, add_up_spans, find_state_spans
 from titan_ft.history.report.style import DETAILS, STATES
 from titan_ft.run.events import Waited
 
@@ -17,7 +17,7 @@ from titan_ft.run.events import Waited
 def phases(events: list[Any], group: int) -> list[StateSpan]:
     """Return a group's phases, after checking that they cover the run."""
     record = RunRecord(events)
-    found = list(find_phases(record)[group])
+    found = list(find_state_spans(record)[group])
     assert (found[0].start_us, found[-1].end_us) == record.span_us
     assert all(before.end_us == after.start_us for before, after in pairwise(found))
     assert {each.state for each in found} <= STATES.keys()
@@ -97,6 +97,6 @@ def test_group_that_gave_up_is_lost() -> None:
 
 def test_time_adds_up_by_state() -> None:
     """A state's time is the sum of its fine states'."""
-    spent = add_up(phases(killed_run(), 0))
+    spent = add_up_spans(phases(killed_run(), 0))
     assert spent["training"].num_us == spent["training"].parts.total()
     assert set(spent["training"].parts) <= {"productive", "overhead", "exchange_wait", "wasted"}

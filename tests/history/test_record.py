@@ -24,9 +24,9 @@ from titan_ft.history.record import run_record as record
 from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.summary import summarize
 from titan_ft.history.timing import timeline as timelines
-from titan_ft.history.timing.goodput import goodput
+from titan_ft.history.timing.goodput import measure_goodput
 from titan_ft.history.timing.incidents import find_incidents
-from titan_ft.history.timing.timeline import timeline
+from titan_ft.history.timing.timeline import build_timeline
 from titan_ft.run.events import Event, LaunchEvent, LaunchStarted, StepCommitted, WorkerStarted
 from titan_ft.run.held import hold
 from titan_ft.run.log import encode
@@ -183,7 +183,9 @@ def _watch(note: Callable[[str, tuple[Any, ...]], None] | None) -> None:
     _WATCHER[0] = note
 
 
-@pytest.mark.parametrize("view", [audit, find_incidents, goodput, summarize, timeline])
+@pytest.mark.parametrize(
+    "view", [audit, find_incidents, measure_goodput, summarize, build_timeline]
+)
 def test_view_is_worked_out_once(good_run: Any, view: Callable[[RunRecord], object]) -> None:
     """A second request to a record gets the computed value; another record has its own."""
     one, other = RunRecord(good_run.events), RunRecord(good_run.events)

@@ -32,20 +32,20 @@ from titan_ft.history.report.charts import draw_charts
 from titan_ft.history.report.facts import (
     Recovery,
     find_recoveries,
-    goodput_terms,
+    list_goodput_terms,
     report_figures,
 )
 from titan_ft.history.report.failed import excerpt, find_failed
-from titan_ft.history.report.interactive import figure
+from titan_ft.history.report.interactive import make_figure
 from titan_ft.history.report.layers import Band, Bars, Boxes, Chart, Curve, Marks, Rules
 from titan_ft.history.report.page import write_report
-from titan_ft.history.report.phases import StateSpan, find_phases
+from titan_ft.history.report.phases import StateSpan, find_state_spans
 from titan_ft.history.report.style import DETAILS, GLYPHS, OTHER, STATES, mark_of
 from titan_ft.history.report.thinning import MAX_BOXES, thin_rows
-from titan_ft.history.summary import summarize, summary_table
+from titan_ft.history.summary import make_summary_table, summarize
 from titan_ft.history.terminal import text_of
 from titan_ft.history.timing import intervals
-from titan_ft.history.timing.goodput import goodput
+from titan_ft.history.timing.goodput import measure_goodput
 from titan_ft.history.timing.incidents import Incident, find_failures
 from titan_ft.run.events import Event, StepCommitted
 from titan_ft.run.paths import RunPaths
@@ -453,7 +453,7 @@ def test_page_of_a_campaign(short_campaign: list[Event], campaign_page: Reader) 
     for promise in range(1, 9):
         name = judged[promise].name
         assert name[:1].upper() + name[1:] in page.text
-    for name, value, meaning in goodput_terms(record):
+    for name, value, meaning in list_goodput_terms(record):
         assert f"{name} {value} {meaning}" in page.text
     faults = [event.fault for event in short_campaign if event.name == "fault_injected"]
     rows = page.text[page.text.index("Replayed") :]
@@ -508,7 +508,7 @@ def test_charts_tell_the_records_numbers(short_campaign: list[Event]) -> None:
     marks = [layer for layer in drawn["loss"].layers if isinstance(layer, Marks)]
     assert sorted(x for each in marks for x in each.x) == sorted(each.step for each in faults)
     assert set(layer_of(drawn["loss"], Rules).x) == {each.step for each in faults}
-    spent = goodput(record)
+    spent = measure_goodput(record)
     for replica, place in zip(record.groups, range(1, 99), strict=False):
         shares = {
             layer.state: share
@@ -550,7 +550,7 @@ def test_plotly_accepts_every_figure(short_campaign: list[Event]) -> None:
     from plotly.graph_objects import Figure
 
     for name, chart in draw_charts(RunRecord(short_campaign)).items():
-        drawn = figure(chart)
+        drawn = make_figure(chart)
         assert (
             len(Figure(data=drawn["data"], layout=drawn["layout"]).data) == len(drawn["data"]) > 0
         ), name
@@ -703,7 +703,7 @@ def test_group_that_is_lost_is_named_once(tmp_path: Path) -> None:
     assert "Group 1 is lost since step" in failed
     assert failed.count("ValueError: odd") == 1
     assert 'class="failed decisive"' in (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert find_phases(record)[1][-1].state == "lost"
+    assert find_state_spans(record)[1][-1].state == "lost"
 
 
 def test_why_it_failed_is_on_the_page(tmp_path: Path) -> None:
@@ -815,7 +815,7 @@ def test_state_served_is_shown(tmp_path: Path) -> None:
         "copy_seconds": 1.25,
         "serve_seconds": 4.5,
     }
-    assert "1 time, 2.0 MiB; copied in 1.25 s" in text_of(summary_table(summarize(record)))
+    assert "1 time, 2.0 MiB; copied in 1.25 s" in text_of(make_summary_table(summarize(record)))
 
 
 # The others are as quick, but there are many.
@@ -896,7 +896,7 @@ def test_long_curve_keeps_what_stands_out() -> None:
     values: list[tuple[int, float | None]] = [(step, 2.0) for step in range(1, 100_001)]
     values[41_003] = (41_004, 99.0)
     values[70_020:70_480] = [(step, None) for step, _ in values[70_020:70_480]]
-    layers, note = charts.curve(values, "loss")
+    layers, note = charts.make_curve(values, "loss")
     line = next(layer for layer in layers if isinstance(layer, Curve))
     band = next(layer for layer in layers if isinstance(layer, Band))
     lost = next(layer for layer in layers if isinstance(layer, Marks))
@@ -909,7 +909,7 @@ def test_long_curve_keeps_what_stands_out() -> None:
     assert any(value is None for value in line.y)
     # The bins at both ends have values as well.
     assert len(lost.x) == sum("none" in text for text in line.texts) + 2
-    few, none = charts.curve(values[:50], "loss")
+    few, none = charts.make_curve(values[:50], "loss")
     assert none == ""
     assert [type(layer) for layer in few] == [Curve]
 
@@ -969,13 +969,13 @@ def test_marks_of_very_many_faults_are_joined() -> None:
         )
         fault = Recovery(float(number), number, incident)
         hits.append(charts.Hit(fault, float(number), float(number % 2)))
-    (marks,) = charts.fault_marks(hits)
+    (marks,) = charts.make_fault_marks(hits)
     assert len(marks.x) <= 2 * (charts.MARK_COLUMNS + 1)
     told = sum(
         1 + int(text.partition(", and ")[2].removesuffix(" more") or 0) for text in marks.texts
     )
     assert told == 5000
-    (each,) = charts.fault_marks(hits[:100])
+    (each,) = charts.make_fault_marks(hits[:100])
     assert len(each.x) == 100
 
 

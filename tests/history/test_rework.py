@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tests.history.histories import calm_run, commit, fault, killed_run, say
-from titan_ft.history.check import Verdicts, check, check_table
+from titan_ft.history.check import Verdicts, check, make_check_table
 from titan_ft.history.checks.work import check_work
 from titan_ft.history.judgement import Judgement
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.history.summary import summarize, summary_table
+from titan_ft.history.summary import make_summary_table, summarize
 from titan_ft.history.terminal import text_of
 from titan_ft.history.timing.rework import Rework, find_rework
 from titan_ft.run.events import Event
@@ -97,7 +97,7 @@ def test_a_run_without_rework_says_nothing_of_it() -> None:
         record = RunRecord(events)
         assert find_rework(record) == Rework()
         assert check(record)[4].reservation == ""
-        assert "made again" not in text_of(summary_table(summarize(record)))
+        assert "made again" not in text_of(make_summary_table(summarize(record)))
 
 
 def test_going_back_once_is_told_beside_the_verdict() -> None:
@@ -113,9 +113,9 @@ def test_going_back_once_is_told_beside_the_verdict() -> None:
     work = run.work()
     assert work.verdict == "holds"
     assert verdicts[4].statement.startswith(text)
-    shown = text_of(check_table(verdicts)).splitlines()
+    shown = text_of(make_check_table(verdicts)).splitlines()
     assert text in shown[1]
-    assert "made again" in text_of(summary_table(summarize(RunRecord(run.events))))
+    assert "made again" in text_of(make_summary_table(summarize(RunRecord(run.events))))
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from tests.event_builder import change
 from titan_ft.history.fold.unit import STEP, Unit
 from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.report.cards import find_cards
-from titan_ft.history.report.facts import goodput_terms, report_figures
+from titan_ft.history.report.facts import list_goodput_terms, report_figures
 from titan_ft.history.rounds import ShortRound, find_rounds
-from titan_ft.history.summary import summarize, summary_table
+from titan_ft.history.summary import make_summary_table, summarize
 from titan_ft.history.terminal import text_of
 from titan_ft.history.timing.goodput import effective_training_time
 from titan_ft.run.events import WorkerConfig
@@ -97,7 +97,7 @@ def test_report_speaks_of_rounds(run: Any) -> None:
     figure.
     """
     record = RunRecord(run.events)
-    text = text_of(summary_table(summarize(record)))
+    text = text_of(make_summary_table(summarize(record)))
     assert (
         "rounds committed               31, of 10 steps each (diloco); 154 to 306 steps of a group; not all"
         in text
@@ -110,7 +110,7 @@ def test_report_speaks_of_rounds(run: Any) -> None:
     first = find_cards(record)[0]
     assert (first.name, first.text) == ("rounds", "31 of 31")
     assert first.detail.endswith(" a round")
-    assert "Usual round" in [term for term, _, _ in goodput_terms(record)]
+    assert "Usual round" in [term for term, _, _ in list_goodput_terms(record)]
 
 
 def test_a_joiner_counts_by_its_part_of_a_round(run_builder: Callable[..., Any]) -> None:
@@ -146,4 +146,4 @@ def test_a_run_without_rounds_has_none(good_run: Any) -> None:
     record = RunRecord(good_run.events)
     assert find_rounds(record) is None
     assert report_figures(record)["rounds"] is None
-    assert "round" not in text_of(summary_table(summarize(record)))
+    assert "round" not in text_of(make_summary_table(summarize(record)))

@@ -14,8 +14,8 @@ from tests.event_builder import build, named
 from titan_ft.history import summary as summaries
 from titan_ft.history.outcomes.outcome import find_outcome
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.history.report.facts import goodput_terms
-from titan_ft.history.summary import RunSummary, summary_table
+from titan_ft.history.report.facts import list_goodput_terms
+from titan_ft.history.summary import RunSummary, make_summary_table
 from titan_ft.history.terminal import text_of
 from titan_ft.run.events import Event
 
@@ -27,7 +27,7 @@ def summarize(events: list[Event]) -> RunSummary:
 
 
 def format_summary(summary: RunSummary) -> str:
-    return text_of(summary_table(summary))
+    return text_of(make_summary_table(summary))
 
 
 def event(
@@ -178,7 +178,7 @@ def test_bytes_of_gradients() -> None:
         "Gradients sent",
         "24.0 MB",
         f"To other groups, by all ranks: {told}.",
-    ) in goodput_terms(RunRecord(events))
+    ) in list_goodput_terms(RunRecord(events))
 
 
 def test_order_of_events_does_not_matter() -> None:

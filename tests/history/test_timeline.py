@@ -18,8 +18,8 @@ from titan_ft.history.timing.timeline import Timeline
 from titan_ft.run.events import Event
 
 
-def timeline(events: Iterable[Event]) -> Timeline:
-    return timelines.timeline(RunRecord(events))
+def build_timeline(events: Iterable[Event]) -> Timeline:
+    return timelines.build_timeline(RunRecord(events))
 
 
 class Run:
@@ -141,7 +141,7 @@ def test_calm_run() -> None:
         run.rank(16.5, "training_finished", replica, step=5)
         run.exit(17.0, replica, code=0)
     run.finish(18.0)
-    line = timeline(run.events)
+    line = build_timeline(run.events)
     check_whole(line)
     assert seconds(line, 0) == pytest.approx(
         {
@@ -196,7 +196,7 @@ def test_killed_group() -> None:
     """
     run = killed_run()
     run.finish(25.0)
-    line = timeline(run.events)
+    line = build_timeline(run.events)
     check_whole(line)
     assert spans(line, 1, "wasted") == [(14.0, 14.4)]
     assert spans(line, 1, "restart") == [(14.4, 20.0)]
@@ -212,7 +212,7 @@ def test_survivor_of_a_kill() -> None:
     """A survivor detects, asks for a quorum, rebuilds and repeats the exchange; its computation
     counts.
     """
-    line = timeline(killed_run().events)
+    line = build_timeline(killed_run().events)
     assert spans(line, 0, "detection") == [(14.7, 14.9)]
     assert spans(line, 0, "quorum") == [(14.9, 15.4)]
     assert spans(line, 0, "rebuild")[-1] == (15.4, 15.5)
@@ -225,7 +225,7 @@ def test_gradient_of_a_dead_group_counts_if_the_others_committed_it() -> None:
     for event in run.events:
         if event.name == "step_committed" and event.step == 4:
             event.participants = [0, 1]
-    line = timeline(run.events)
+    line = build_timeline(run.events)
     assert line.unfinished[0].kept
     assert "wasted" not in seconds(line, 1)
 
@@ -236,7 +236,7 @@ def test_cut_history_is_unknown() -> None:
     run.begin()
     run.train(12.0, range(2, 4))
     run.train(14.0, range(4, 30), [0])
-    line = timeline(run.events)
+    line = build_timeline(run.events)
     check_whole(line)
     assert spans(line, 1, "unknown") == [(14.0, 40.0)]
     assert spans(line, 0, "unknown") == []
@@ -247,7 +247,7 @@ def test_group_without_events_is_unknown() -> None:
     run = Run(replicas=3)
     run.replicas = 2
     run.begin()
-    line = timeline(run.events)
+    line = build_timeline(run.events)
     assert seconds(line, 2) == {"unknown": 12.0}
 
 
@@ -266,7 +266,7 @@ def test_stopped_group_hangs() -> None:
     run.say(16.5, "fault_undone", fault="stop_group", target={"replica": 1}, shot=0)
     run.commit(17.0, 2, 1, seconds=4.9, compute_seconds=4.6)
     run.commit(17.0, 2, 0, seconds=4.9, exchange_seconds=4.2)
-    line = timeline(run.events)
+    line = build_timeline(run.events)
     check_whole(line)
     assert spans(line, 1, "hung") == [(12.5, 16.5)]
     assert seconds(line, 1)["productive"] == pytest.approx(0.7 + 0.7)
@@ -285,7 +285,7 @@ def test_deadlocked_group_hangs(injected: bool) -> None:
     run.rank(18.0, "hung", 1, step=1)
     run.exit(18.1, 1, code=1)
     run.say(18.2, "replica_restarted", replica=1, attempt=1, reason="exit code 1")
-    line = timeline(run.events)
+    line = build_timeline(run.events)
     check_whole(line)
     assert spans(line, 1, "hung") == [(12.3 if injected else 13.0, 18.1)]
     assert spans(line, 1, "restart") == [(18.1, 18.2)]
@@ -303,7 +303,7 @@ def test_too_few_groups() -> None:
         13.1, "waiting", 0, step=1, participants=[0], reason="1 group(s) have a gradient, 2 needed"
     )
     run.commit(33.0, 2, 0, seconds=20.9, exchange_seconds=20.2, exchanges=180)
-    line = timeline(run.events)
+    line = build_timeline(run.events)
     check_whole(line)
     assert spans(line, 0, "wait_for_groups")[-1] == (13.1, 32.9)
     assert seconds(line, 0)["detection"] == pytest.approx(0.1)
@@ -319,7 +319,7 @@ def test_lighthouse_down() -> None:
     run.say(14.0, "lighthouse_restarted", reason="SIGKILL", seconds=1.6, address="a")
     run.commit(15.0, 2, 0, seconds=2.9, exchange_seconds=2.2)
     run.train(15.0, [3], [0])
-    line = timeline(run.events)
+    line = build_timeline(run.events)
     check_whole(line)
     assert spans(line, 0, "quorum") == [(12.7, 14.9)]
 
@@ -337,7 +337,7 @@ def test_left_out_and_void_work_is_wasted() -> None:
         14.6, "heal_finished", 0, donor=1, from_step=3, step=3, bytes=1, seconds=0.1, replayed=0
     )
     run.train(14.6, [4])
-    line = timeline(run.events)
+    line = build_timeline(run.events)
     check_whole(line)
     assert seconds(line, 0)["wasted"] == pytest.approx(0.6 + 0.7 + 0.5)
     assert "wasted" not in seconds(line, 1)
@@ -352,7 +352,7 @@ def test_drained_and_given_up_groups_are_idle() -> None:
     run.exit(12.5, 2, code=1)
     run.say(12.6, "replica_gave_up", replica=2, rank=0, attempt=0, reason="too often")
     run.train(12.0, range(2, 5), [0])
-    line = timeline(run.events)
+    line = build_timeline(run.events)
     check_whole(line)
     assert spans(line, 1, "idle") == [(12.1, 15.0)]
     assert spans(line, 2, "idle") == [(12.6, 15.0)]
@@ -366,7 +366,7 @@ def test_stopped_run() -> None:
     for replica in range(2):
         run.exit(12.5, replica, stopped=True, signal="SIGTERM")
     run.finish(13.0)
-    line = timeline(run.events)
+    line = build_timeline(run.events)
     check_whole(line)
     assert spans(line, 0, "idle") == [(12.5, 13.0)]
 
@@ -375,12 +375,12 @@ def test_wall_clock_that_is_set() -> None:
     """On one host the monotonic clock measures the time, not a wall clock that was set."""
     run = killed_run()
     run.finish(25.0)
-    straight = timeline(run.events)
+    straight = build_timeline(run.events)
     for event in run.events:
         event.mono = event.time - 1e9 + 50.0
         if event.time > 1e9 + 16.0:
             event.time -= 3600.0
-    turned = timeline(run.events)
+    turned = build_timeline(run.events)
     check_whole(turned)
     assert turned.wall_us == pytest.approx(straight.wall_us, abs=5)
     for replica in (0, 1):
@@ -389,7 +389,7 @@ def test_wall_clock_that_is_set() -> None:
 
 def test_no_events() -> None:
     """No history is no groups and no time."""
-    assert timeline([]) == Timeline(0, 0, {}, ())
+    assert build_timeline([]) == Timeline(0, 0, {}, ())
 
 
 NAMES = (
@@ -476,7 +476,7 @@ def random_event(dice: random.Random) -> Event:
 def test_random_histories_add_up(seed: int) -> None:
     """For any events each group's intervals cover the job's time exactly once."""
     dice = random.Random(seed)
-    check_whole(timeline(random_event(dice) for _ in range(dice.randrange(1, 150))))
+    check_whole(build_timeline(random_event(dice) for _ in range(dice.randrange(1, 150))))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -486,9 +486,9 @@ def test_cut_and_thinned_histories_add_up(seed: int) -> None:
     """
     dice = random.Random(seed)
     run = killed_run()
-    whole = sum(timeline(run.events).totals_us(replica)["productive"] for replica in range(2))
+    whole = sum(build_timeline(run.events).totals_us(replica)["productive"] for replica in range(2))
     cut = run.events[: dice.randrange(1, len(run.events))]
-    line = timeline(cut)
+    line = build_timeline(cut)
     check_whole(line)
     assert sum(line.totals_us(replica)["productive"] for replica in line.groups) <= whole
-    check_whole(timeline(event for event in run.events if dice.random() < 0.7))
+    check_whole(build_timeline(event for event in run.events if dice.random() < 0.7))

@@ -13,7 +13,7 @@ from titan_ft.history.fold.group import GroupFold, GroupState
 from titan_ft.history.fold.run import fold_events
 from titan_ft.history.terminal import text_of
 from titan_ft.live import status
-from titan_ft.live.group_table import group_table
+from titan_ft.live.group_table import make_group_table
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.status_view import PlainView
 from titan_ft.run.events import (
@@ -699,7 +699,7 @@ def test_lost_group_is_named_and_shown_until_it_is_back() -> None:
     told = [run.observe(event) for event in (lost(12.0), lost(42.0, seconds=40.0))]
     assert told == ["group 1 is lost: silent for 10 s, last in step 1", None]
     assert run.groups[1].state == status.LOST
-    assert "lost since step 1" in text_of(group_table(run.groups, 50.0, 80))
+    assert "lost since step 1" in text_of(make_group_table(run.groups, 50.0, 80))
     back = run.observe(build(GroupBack, time=50.0, replica=0, slot=1, seconds=48.0))
     assert (back, run.groups[1].state) == ("group 1 is back: it was silent for 48 s", status.JOINED)
     run.observe(step(9, replica=1, time=51.0))
@@ -715,7 +715,7 @@ def test_lost_group_whose_last_commit_is_not_written() -> None:
     assert (
         run.observe(lost(12.0, last_step=2)) == "group 1 is lost: silent for 10 s, last in step 2"
     )
-    assert "lost since step 2" in text_of(group_table(run.groups, 50.0, 80))
+    assert "lost since step 2" in text_of(make_group_table(run.groups, 50.0, 80))
 
 
 def test_group_that_is_restarted_is_not_lost() -> None:

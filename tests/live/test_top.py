@@ -32,7 +32,7 @@ from titan_ft.history.fold.faults import InjectedFaults
 from titan_ft.history.fold.steps import CommittedSteps
 from titan_ft.live.run_status import MAX_POINTS, LossCourse, RunStatus
 from titan_ft.live.top import FollowedRun, top
-from titan_ft.live.top_view import Screen, frame, sparkline
+from titan_ft.live.top_view import Screen, frame, make_sparkline
 from titan_ft.run.events import ChangedField, Event, Target
 from titan_ft.run.held import hold
 from titan_ft.run.log import EventLog
@@ -633,7 +633,7 @@ def test_course_of_the_loss_over_a_long_run() -> None:
     assert len(course.points) <= MAX_POINTS
     assert (course.first, course.last) == (0.0, 10.0 * MAX_POINTS - 1)
     assert all(before < after for before, after in pairwise(course.points))
-    assert sparkline(course.points, 4) == ["▁▃▆█"]
+    assert make_sparkline(course.points, 4) == ["▁▃▆█"]
 
 
 def write_run(folder: Path, *events: Event, name: str = "launcher-1") -> EventLog:

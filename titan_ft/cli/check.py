@@ -12,7 +12,7 @@ from titan_ft.cli.read_record import read_record
 from titan_ft.config import ConfigError, check_folder
 from titan_ft.history.batches.audit import Audit, audit
 from titan_ft.history.batches.reread import Reread
-from titan_ft.history.check import check, check_table, nothing_known
+from titan_ft.history.check import check, make_check_table, nothing_known
 from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.terminal import show
 from titan_ft.options import Check
@@ -41,7 +41,7 @@ def run(command: Check, worker_args: Sequence[str]) -> int:
     if command.json:
         print(json.dumps(verdicts.to_dict() | {"audit": audited.to_dict()}, indent=2))
     else:
-        show(check_table(verdicts))
+        show(make_check_table(verdicts))
     return verdicts.exit_status
 
 

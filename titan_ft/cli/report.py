@@ -43,16 +43,20 @@ def run(command: Report, worker_args: Sequence[str]) -> int:
         return 0
     folder = command.out or RunPaths(command.run_dir).report
     if second is not None and other is not None:
-        from titan_ft.history.report.compare import compare_table, name_runs, write_comparison
+        from titan_ft.history.report.compare import (
+            make_comparison_table,
+            name_runs,
+            write_comparison,
+        )
 
         names = name_runs([command.run_dir, other])
-        show(compare_table([record, second], names))
+        show(make_comparison_table([record, second], names))
         page = write_comparison([record, second], names, folder)
     else:
         from titan_ft.history.report.page import write_report
-        from titan_ft.history.summary import summarize, summary_table
+        from titan_ft.history.summary import make_summary_table, summarize
 
-        show(summary_table(summarize(record)))
+        show(make_summary_table(summarize(record)))
         page = write_report(record, folder, run_dir=command.run_dir)
     print(f"page: {page}")
     return 0

@@ -17,7 +17,7 @@ from titan_ft.forecast.inputs import describe_inputs
 from titan_ft.forecast.measured import Measured
 from titan_ft.forecast.table import NOTES, TEXTS, case_notes, case_rows
 from titan_ft.history.report.layers import Axis, Band, Chart, Curve, Layer
-from titan_ft.history.report.page import fill
+from titan_ft.history.report.page import fill_template
 from titan_ft.history.report.style import STATES
 from titan_ft.system.whole_file import write_whole
 
@@ -35,7 +35,7 @@ def write_page(folder: Path, cases: Sequence[Case], measured: Measured | None, s
         ConfigError: the folder cannot be written.
     """
     first = cases[0]
-    page = fill(
+    page = fill_template(
         "plan.html",
         draw_charts(first),
         folder=Path(__file__).parent,

@@ -132,9 +132,9 @@ def case_notes(case: Case) -> list[str]:
 
 
 def observation_table(measured: Measured) -> Table:
-    from titan_ft.history.terminal import grid
+    from titan_ft.history.terminal import make_grid
 
-    return grid([("input of the record", "", ""), *measured.observations()])
+    return make_grid([("input of the record", "", ""), *measured.observations()])
 
 
 COUNTS = {
@@ -149,7 +149,7 @@ COUNTS = {
 
 def campaign_table(forecast: Forecast, minutes: float) -> Table:
     """Return what a campaign will show: the mean, and the 5th to 95th percentile of one run."""
-    from titan_ft.history.terminal import grid
+    from titan_ft.history.terminal import make_grid
 
     rows = [(f"in {minutes:g} minutes", "mean", "90 % of runs")]
     for count, name in COUNTS.items():
@@ -157,7 +157,7 @@ def campaign_table(forecast: Forecast, minutes: float) -> Table:
     name = "effective training time (%)"
     rows.append(_campaign_row(forecast, name, lambda run: 100 * run.effective))
     rows += [(note, "", "") for note in notes_of(forecast)]
-    return grid(rows)
+    return make_grid(rows)
 
 
 def _campaign_row(forecast: Forecast, name: str, value_of: ValueOf) -> tuple[str, str, str]:

@@ -35,7 +35,7 @@ from titan_ft.history.fold.unit import STEP, Unit
 from titan_ft.history.judgement import Judgement, Offence, Verdict, count, merge
 from titan_ft.history.outcomes.outcome import Colour, Outcome, find_outcome
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.history.terminal import coloured, grid, headline
+from titan_ft.history.terminal import colour_text, make_grid, make_headline
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -263,7 +263,7 @@ _CHECKERS: tuple[tuple[int, str, Checker], ...] = (
 """Number, name and checker of each promise that one history can prove."""
 
 
-def check_table(verdicts: Verdicts) -> Group:
+def make_check_table(verdicts: Verdicts) -> Group:
     """Return the verdicts for the terminal: the outcome, the verdict, and a row for each
     promise.
     """
@@ -277,7 +277,9 @@ def check_table(verdicts: Verdicts) -> Group:
         verdict = judgement.shown_verdict
         if judgement.asked:
             colour = _COLOURS[judgement.verdict]
-            rows.append((coloured(name, colour), coloured(verdict, colour), judgement.statement))
+            rows.append(
+                (colour_text(name, colour), colour_text(verdict, colour), judgement.statement)
+            )
         else:
             dim_name = Text(name, style="dim")
             rows.append((dim_name, Text(verdict, style="dim"), judgement.statement))
@@ -286,6 +288,6 @@ def check_table(verdicts: Verdicts) -> Group:
         num_hidden = len(details) - MAX_SHOWN
         if num_hidden > 0:
             rows.append(("", "", f"... {num_hidden} more (--json names them all)"))
-    head = [] if verdicts.outcome is None else headline(verdicts.outcome, verdicts.colour)
+    head = [] if verdicts.outcome is None else make_headline(verdicts.outcome, verdicts.colour)
     head.append(Text(f"  verdict: {verdicts.promises}"))
-    return Group(*head, "", grid(rows), "", *head)
+    return Group(*head, "", make_grid(rows), "", *head)

@@ -121,9 +121,9 @@ class PartialRound:
     group: int
     state: JobState
     """The state that the round made."""
-    has: int
+    num_exchanged: int
     """Number of fragments whose updates have the work."""
-    of: int
+    num_fragments: int
     """Number of fragments of the group's model."""
 
 
@@ -150,8 +150,8 @@ def find_partial(record: RunRecord, chain: Sequence[JobState]) -> list[PartialRo
             for state in span.rounds:
                 last_turn = state.step + unit.fragments - 1
                 if last_turn > span.end:
-                    has = span.end - state.step + 1
-                    partial.append(PartialRound(group, state, has, unit.fragments))
+                    num_exchanged = span.end - state.step + 1
+                    partial.append(PartialRound(group, state, num_exchanged, unit.fragments))
     return partial
 
 

@@ -21,7 +21,7 @@ from titan_ft.history.outcomes.hosts import find_hosts, name_range
 from titan_ft.history.outcomes.outcome import Outcome, find_outcome
 from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.history.rounds import RecordedRounds, find_rounds
-from titan_ft.history.terminal import grid, headline
+from titan_ft.history.terminal import make_grid, make_headline
 from titan_ft.history.timing.goodput import (
     count_exchanges,
     count_wire_bytes,
@@ -308,7 +308,7 @@ def _last_to_leave(record: RunRecord) -> list[Drained]:
     return [event for event in left if event.lineage == last.lineage]
 
 
-def summary_table(summary: RunSummary) -> Group:
+def make_summary_table(summary: RunSummary) -> Group:
     """Return the figures for the terminal: what became of the run, why, and a short table."""
     from rich.console import Group
 
@@ -317,7 +317,7 @@ def summary_table(summary: RunSummary) -> Group:
     rows += _describe_hosts(summary.hosts)
     rows += _describe_recoveries(summary)
     rows += _describe_state(summary)
-    return Group(*headline(summary.outcome, summary.outcome.colour), "", grid(rows))
+    return Group(*make_headline(summary.outcome, summary.outcome.colour), "", make_grid(rows))
 
 
 _Row = tuple[str, str]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _UNLIMITED = 100_000
 
 
-def grid(rows: Iterable[Sequence[str | Text]]) -> Table:
+def make_grid(rows: Iterable[Sequence[str | Text]]) -> Table:
     """Return rows of text, plain or in colours, as aligned columns; only the last column may be
     wrapped.
     """
@@ -45,18 +45,18 @@ _STYLES: dict[Colour, str] = {"green": "green", "amber": "yellow", "red": "red"}
 _MARKS: dict[Colour, str] = {"green": "\u2713", "amber": "!", "red": "\u2717"}
 
 
-def coloured(text: str, colour: Colour) -> Text:
+def colour_text(text: str, colour: Colour) -> Text:
     """Return a text in one of the colours of an outcome."""
     from rich.text import Text
 
     return Text(printable(text), style=_STYLES[colour])
 
 
-def headline(outcome: Outcome, colour: Colour) -> list[Text]:
+def make_headline(outcome: Outcome, colour: Colour) -> list[Text]:
     """Return the first lines about a run: its outcome, then the logs of its last failures."""
     from rich.text import Text
 
-    head = coloured(f"{_MARKS[colour]} {outcome.headline}", colour)
+    head = colour_text(f"{_MARKS[colour]} {outcome.headline}", colour)
     head.stylize("bold")
     lines = [head]
     in_headline = [outcome.reason, *(group.reason for group in outcome.lost)]
@@ -93,7 +93,7 @@ def show(shown: RenderableType) -> None:
         print(text_of(shown))
 
 
-def clock(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     """Return seconds as m:ss, or h:mm:ss."""
     minutes, rest = divmod(max(0, int(seconds)), 60)
     hours, minutes = divmod(minutes, 60)

@@ -37,7 +37,7 @@ from titan_ft.launch.restart_policy import (
 from titan_ft.live import status
 from titan_ft.live.job_curve import JobCurve
 from titan_ft.live.metrics import MetricsServer
-from titan_ft.live.run_status import RunStatus, shape
+from titan_ft.live.run_status import RunStatus, describe_shape
 from titan_ft.live.status_view import LaunchView
 from titan_ft.options import QUIET_SECONDS
 from titan_ft.run.appender import any_is_cut, retry_waiting
@@ -213,7 +213,7 @@ class LocalRun:
             self._lighthouse.poll()
         address = self._lighthouse.address
         self.view.line(
-            f"lighthouse at {address}; {shape(plan.num_replicas, plan.num_ranks)}; "
+            f"lighthouse at {address}; {describe_shape(plan.num_replicas, plan.num_ranks)}; "
             f"{plan.paths.root}"
         )
         self.view.line(

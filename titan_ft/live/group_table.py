@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from titan_ft.history.terminal import clock
+from titan_ft.history.terminal import format_clock
 from titan_ft.live.status import (
     DIED,
     DRAINED,
@@ -91,7 +91,7 @@ GAP = 2
 """Blanks between two columns."""
 
 
-def group_table(
+def make_group_table(
     groups: Groups,
     now: float,
     width: int,
@@ -109,12 +109,12 @@ def group_table(
     from rich.table import Table
     from rich.text import Text
 
-    ratios = _ratios(groups)
+    ratios = _compute_ratios(groups)
     if shown is None:
         shown = list(groups.values())
-    rows = [_cells(group, ratios.get(group.replica), now) for group in shown]
+    rows = [_make_cells(group, ratios.get(group.replica), now) for group in shown]
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold underline")
-    widths = _fitting(rows, width)
+    widths = _fit_columns(rows, width)
     for name, least in widths.items():
         table.add_column(
             name,
@@ -124,22 +124,22 @@ def group_table(
             min_width=least,
         )
     for group, row in zip(shown, rows, strict=True):
-        styles = _styles(group, ratios.get(group.replica))
+        styles = _choose_styles(group, ratios.get(group.replica))
         table.add_row(*(Text(row[name], style=styles.get(name, "")) for name in widths))
     return table
 
 
-def _styles(group: GroupStatus, ratio: float | None) -> dict[str, str]:
+def _choose_styles(group: GroupStatus, ratio: float | None) -> dict[str, str]:
     """Return the colours of a group's row, by column."""
     styles = {"state": COLORS.get(group.state, "")}
-    if shown_state(group) == "waiting":
+    if describe_state(group) == "waiting":
         styles["state"] = "yellow"
     if ratio is not None and ratio > straggler.FACTOR:
         styles["x others"] = "yellow"
     return styles
 
 
-def _cells(group: GroupStatus, ratio: float | None, now: float) -> dict[str, str]:
+def _make_cells(group: GroupStatus, ratio: float | None, now: float) -> dict[str, str]:
     """Return the text of each column.
 
     Args:
@@ -154,24 +154,24 @@ def _cells(group: GroupStatus, ratio: float | None, now: float) -> dict[str, str
     fault = "-"
     if group.fault:
         # The age comes first, because a narrow column cuts off the end.
-        fault = f"-{clock(now - group.fault_time)} {group.fault}"
+        fault = f"-{format_clock(now - group.fault_time)} {group.fault}"
     return {
         "group": str(group.replica),
-        "state": shown_state(group),
-        "step": number(step),
-        "own loss": number(own_loss, ".4f"),
-        "own s": number(group.own_seconds, ".3f"),
-        "x others": number(ratio, ".2f"),
+        "state": describe_state(group),
+        "step": format_number(step),
+        "own loss": format_number(own_loss, ".4f"),
+        "own s": format_number(group.own_seconds, ".3f"),
+        "x others": format_number(ratio, ".2f"),
         "restarts": str(group.restarts),
-        "donor": number(group.donor),
+        "donor": format_number(group.donor),
         "attempt": str(group.attempt),
         "host": group.host or "-",
-        "waits for": _waits_for(group),
+        "waits for": _describe_wait(group),
         "last fault": fault,
     }
 
 
-def shown_state(group: GroupStatus) -> str:
+def describe_state(group: GroupStatus) -> str:
     """Return the state in words; for a lost group with its last step."""
     if group.state == LOST and group.step is not None:
         return f"lost since {group.unit.name(group.step)}"
@@ -181,7 +181,7 @@ def shown_state(group: GroupStatus) -> str:
     return SHOWN.get(group.state, group.state)
 
 
-def _waits_for(group: GroupStatus) -> str:
+def _describe_wait(group: GroupStatus) -> str:
     """Return the group that this group waited for in its last step, or waits for now."""
     waited = group.waited
     may_wait = group.state in (JOINED, TRAINING, DRAINING)
@@ -191,7 +191,7 @@ def _waits_for(group: GroupStatus) -> str:
     return f"{waited.slot}{seconds} {waited.why.replace('_', ' ')}"
 
 
-def _fitting(rows: Sequence[dict[str, str]], width: int) -> dict[str, int]:
+def _fit_columns(rows: Sequence[dict[str, str]], width: int) -> dict[str, int]:
     """Return the columns that fit into the width, in order, with the width that each needs."""
     needed = {}
     for name in _COLUMNS:
@@ -212,7 +212,7 @@ def _fitting(rows: Sequence[dict[str, str]], width: int) -> dict[str, int]:
     return {name: needed[name] for name in _COLUMNS if name in kept}
 
 
-def _ratios(groups: Groups) -> dict[int, float]:
+def _compute_ratios(groups: Groups) -> dict[int, float]:
     """Return each training group's own seconds as a multiple of the other groups' median.
 
     `titan_ft.protocol.straggler` computes the same ratio to name a slow group.
@@ -229,6 +229,6 @@ def _ratios(groups: Groups) -> dict[int, float]:
     return ratios
 
 
-def number(value: float | None, form: str = "") -> str:
+def format_number(value: float | None, form: str = "") -> str:
     """Return a number in a format, or a dash where it is not known."""
     return "-" if value is None else format(value, form)

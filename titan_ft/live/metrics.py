@@ -280,7 +280,7 @@ class MetricsServer:
             if replica not in self._shown:
                 self._create_group_series(str(replica))
             self._shown[replica] = group
-            self._own_seconds.labels(str(replica)).set(_known(group.own_seconds))
+            self._own_seconds.labels(str(replica)).set(_nan_if_unknown(group.own_seconds))
             for state in status.STATES:
                 self._state.labels(str(replica), state).set(group.state == state)
 
@@ -305,9 +305,9 @@ class MetricsServer:
         self._step.set(commit.titan_step)
         self._last_commit.set(commit.time)
         self._participants.set(len(commit.participants))
-        self._loss.set(_known(commit.loss))
-        self._grad_norm.set(_known(commit.grad_norm))
-        self._lr.set(_known(commit.lr))
+        self._loss.set(_nan_if_unknown(commit.loss))
+        self._grad_norm.set(_nan_if_unknown(commit.grad_norm))
+        self._lr.set(_nan_if_unknown(commit.lr))
 
     def _count_failure(self, event: ev.GroupEvent) -> None:
         """Count the failure of an attempt once, by the first rank or agent that failed."""
@@ -319,5 +319,5 @@ class MetricsServer:
         self._failures.labels(str(event.replica), cause).inc()
 
 
-def _known(value: float | None) -> float:
+def _nan_if_unknown(value: float | None) -> float:
     return float("nan") if value is None else value

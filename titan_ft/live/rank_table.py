@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from titan_ft.history.fold.group import GroupFold, RankFold
 from titan_ft.history.fold.unit import Unit
-from titan_ft.history.terminal import clock
+from titan_ft.history.terminal import format_clock
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -28,7 +28,9 @@ class _GroupRank(NamedTuple):
     fold: RankFold
 
 
-def rank_lines(groups: Iterable[GroupFold], unit: Unit, now: float, max_rows: int) -> list[Text]:
+def make_rank_lines(
+    groups: Iterable[GroupFold], unit: Unit, now: float, max_rows: int
+) -> list[Text]:
     """Return the table of ranks as lines. If there are too many ranks, the latest are left out.
 
     Args:
@@ -45,17 +47,17 @@ def rank_lines(groups: Iterable[GroupFold], unit: Unit, now: float, max_rows: in
         return []
     shown = _choose(known, max_rows)
     rows: list[tuple[str, ...]] = [_HEAD]
-    rows += [_cells(rank, unit, now) for rank in shown]
+    rows += [_make_cells(rank, unit, now) for rank in shown]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = [_line(_HEAD, widths, "bold")]
+    lines = [_make_line(_HEAD, widths, "bold")]
     for rank, row in zip(shown, rows[1:], strict=True):
         # "ended" alone is an end in order.
         has_failed = rank.fold.ended not in ("", "ended")
-        lines.append(_line(row, widths, "red" if has_failed else ""))
+        lines.append(_make_line(row, widths, "red" if has_failed else ""))
     num_hidden = len(known) - len(shown)
     if num_hidden:
         text = f"and {num_hidden} more ranks, not behind these"
-        lines.append(_text(text, "dim"))
+        lines.append(_make_text(text, "dim"))
     return lines
 
 
@@ -75,7 +77,7 @@ def _urgency(rank: _GroupRank) -> tuple[bool, int, float]:
     return not rank.fold.ended, step, rank.fold.last.time
 
 
-def _cells(rank: _GroupRank, unit: Unit, now: float) -> tuple[str, ...]:
+def _make_cells(rank: _GroupRank, unit: Unit, now: float) -> tuple[str, ...]:
     fold = rank.fold
     step = "-"
     if fold.step is not None:
@@ -85,19 +87,19 @@ def _cells(rank: _GroupRank, unit: Unit, now: float) -> tuple[str, ...]:
         memory = f"{fold.memory_bytes / 2**30:.1f} GiB"
     last = fold.ended
     if not last:
-        last = f"{fold.last.name} {clock(now - fold.last.time)} ago"
+        last = f"{fold.last.name} {format_clock(now - fold.last.time)} ago"
     host = fold.host or "-"
     return str(rank.slot), str(fold.rank), step, str(fold.pid), memory, host, last
 
 
-def _line(row: Sequence[str], widths: Sequence[int], style: str) -> Text:
+def _make_line(row: Sequence[str], widths: Sequence[int], style: str) -> Text:
     cells = []
     for name, text, width in zip(_HEAD, row, widths, strict=True):
         cells.append(text.ljust(width) if name in _LEFT else text.rjust(width))
-    return _text((GAP * " ").join(cells).rstrip(), style)
+    return _make_text((GAP * " ").join(cells).rstrip(), style)
 
 
-def _text(text: str, style: str) -> Text:
+def _make_text(text: str, style: str) -> Text:
     from rich.text import Text
 
     return Text(text, style=style, no_wrap=True)

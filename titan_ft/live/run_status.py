@@ -16,7 +16,7 @@ from titan_ft.history.fold.run import RunFold
 from titan_ft.history.judgement import count
 from titan_ft.history.outcomes.outcome import Outcome, decide_outcome
 from titan_ft.history.record.run_record import SILENT_SECONDS
-from titan_ft.history.terminal import clock
+from titan_ft.history.terminal import format_clock
 from titan_ft.live import status
 from titan_ft.run import events as ev
 from titan_ft.run.paths import RunPaths
@@ -33,7 +33,7 @@ CUT_SECONDS = 3.0
 """Time that a file must be cut before it is reported: a reader may see a write half done."""
 
 
-def shape(groups: int, ranks: int = 0) -> str:
+def describe_shape(groups: int, ranks: int = 0) -> str:
     """Describe the number of groups, and of ranks of each group if known (not 0)."""
     text = count(groups, "group")
     if ranks:
@@ -47,7 +47,7 @@ def _line_of_launch(event: ev.Event) -> str | None:
     """
     match event:
         case ev.LaunchStarted():
-            launched = f"launched: {shape(event.replicas, event.ranks_per_replica)}"
+            launched = f"launched: {describe_shape(event.replicas, event.ranks_per_replica)}"
             return "; ".join([launched, *event.allowed])
         case ev.LaunchStopping():
             return f"all groups are asked to leave: {event.reason}"
@@ -336,7 +336,7 @@ class RunStatus:
             parts.append(f"tokens/s {rate:,.0f}")
         left = self.seconds_left(now)
         if left is not None:
-            parts.append(f"ETA {clock(left)} (step {self.fold.target})")
+            parts.append(f"ETA {format_clock(left)} (step {self.fold.target})")
         return "  ".join(parts)
 
     def _measure_recent(self, now: float) -> _RecentSteps:

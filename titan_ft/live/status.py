@@ -163,36 +163,38 @@ def _describe(event: ev.Event, name: str, unit: Unit) -> str | None:
         case ev.StrangerRefused():
             port = "the lighthouse"
             if event.port is not None:
-                port = f"the {event.port} of {_writer(event)}"
+                port = f"the {event.port} of {_name_writer(event)}"
             return f"{port} refused {event.reason}, from {event.source}; said once"
         case ev.ChaosStarted():
             return f"chaos begins: {event.plan}, seed {event.seed}: {event.schedule}"
         case ev.ChaosFinished():
             return f"chaos ends: faults injected: {event.injected}, skipped: {event.skipped}"
         case ev.FaultInjected():
-            return f"fault: {_fault(event)}{_params(event)}"
+            return f"fault: {_name_fault(event)}{_describe_params(event)}"
         case ev.FaultUndone():
-            return f"fault undone: {_fault(event)}"
+            return f"fault undone: {_name_fault(event)}"
         case ev.FaultSkipped():
-            return f"fault skipped: {_fault(event)}{_in_brackets(event.reason)}"
+            return f"fault skipped: {_name_fault(event)}{_in_brackets(event.reason)}"
         case ev.EventsDropped():
-            return f"{_writer(event)} lost events that it could not write: {event.error}"
+            return f"{_name_writer(event)} lost events that it could not write: {event.error}"
         case ev.GroupBack():
             return f"group {event.slot} is back: it was silent for {event.seconds:.0f} s"
         case ev.PeerSilent():
-            silence = f"no heartbeat from {_groups(event.slots)} for {event.seconds:.1f} s"
+            silence = f"no heartbeat from {_name_groups(event.slots)} for {event.seconds:.1f} s"
             return f"{silence}: the exchange is repeated without"
         case ev.WaitingToEnd():
             limit = f"for {event.seconds:.0f} s at most"
-            return f"the last step is made; waiting for {_groups(event.slots)} {limit}"
+            return f"the last step is made; waiting for {_name_groups(event.slots)} {limit}"
         case ev.EndedWithout():
-            return f"ended without {_groups(event.slots)}: not heard of for {event.seconds:.0f} s"
+            return (
+                f"ended without {_name_groups(event.slots)}: not heard of for {event.seconds:.0f} s"
+            )
         case ev.Straggler():
             return f"group {event.slot} is slow: {event.factor:.1f} times the others' step time"
         case ev.StragglerRecovered():
             return f"group {event.slot} is as fast as the others again"
         case ev.GradientExcluded():
-            without = f"{unit.name(event.step)} goes without group {_listed(event.slots)}"
+            without = f"{unit.name(event.step)} goes without group {_list(event.slots)}"
             return f"{without}: gradient not finite; the batch is trained again"
         # About the group, by its rank 0:
         case ev.HealStarted():
@@ -200,15 +202,17 @@ def _describe(event: ev.Event, name: str, unit: Unit) -> str | None:
         case ev.HealFinished():
             return f"{name} healed in {event.seconds:.2f} s"
         case ev.HealFailed():
-            return f"{name} got no state from group {event.donor}: {_first_line(event.error)}"
+            return (
+                f"{name} got no state from group {event.donor}: {_cut_to_first_line(event.error)}"
+            )
         case ev.RolledBack():
             lost = f"{unit.noun}s lost with their groups: {event.lost}"
             return f"{name} goes on from {unit.name(event.step)}: {lost}"
         case ev.CheckpointFailed():
-            error = f"{_first_line(event.error)}{_latest_checkpoint(event.latest)}"
+            error = f"{_cut_to_first_line(event.error)}{_describe_latest_checkpoint(event.latest)}"
             return f"{name} could not save the checkpoint of step {event.step}: {error}"
         case ev.DigestMismatch():
-            minority = _listed(event.minority) or "none, a tie"
+            minority = _list(event.minority) or "none, a tie"
             where = f"at {unit.name(event.step)} (minority: {minority})"
             return f"{name} sees different digests {where}"
         case ev.Waiting():
@@ -312,7 +316,7 @@ def describe(before: Mapping[int, str], run: RunFold, event: ev.Event) -> str | 
             cause = f"rank {event.rank} made no progress and ends itself"
             return f"{name} hangs: {cause}; its log has the stacks"
         case ev.RankSilent():
-            return f"{name}: ranks {_listed(event.ranks)} are silent, so that the group ends"
+            return f"{name}: ranks {_list(event.ranks)} are silent, so that the group ends"
     if not isinstance(event, ev.RankEvent) or event.rank != 0 or event.attempt < group.attempt:
         return None
     if isinstance(event, ev.Joined):
@@ -394,7 +398,7 @@ def _hits_groups(event: ev.FaultEvent) -> bool:
     return fault is not None and fault.scope in ("group", "groups", "link")
 
 
-def _fault(event: ev.FaultEvent) -> str:
+def _name_fault(event: ev.FaultEvent) -> str:
     """Name a fault with its target, such as "kill_rank on group 2, rank 1"."""
     target = event.target
     if target is None:
@@ -407,7 +411,7 @@ def _fault(event: ev.FaultEvent) -> str:
     return f"{text}, rank {target.rank}"
 
 
-def _writer(event: ev.Event) -> str:
+def _name_writer(event: ev.Event) -> str:
     """Name the process that wrote an event about itself."""
     if event.replica is None:
         return "the launcher"
@@ -415,7 +419,7 @@ def _writer(event: ev.Event) -> str:
     return f"group {event.replica}{rank}"
 
 
-def _params(event: ev.FaultInjected) -> str:
+def _describe_params(event: ev.FaultInjected) -> str:
     params = event.params or {}
     values = []
     for name, value in params.items():
@@ -424,11 +428,11 @@ def _params(event: ev.FaultInjected) -> str:
     return _in_brackets(", ".join(values))
 
 
-def _first_line(text: str) -> str:
+def _cut_to_first_line(text: str) -> str:
     return (text.splitlines() or [""])[0][:200]
 
 
-def _latest_checkpoint(step: int | None) -> str:
+def _describe_latest_checkpoint(step: int | None) -> str:
     if step is None:
         return ""
     if step == 0:
@@ -440,10 +444,10 @@ def _in_brackets(text: str) -> str:
     return f" ({text})" if text else ""
 
 
-def _groups(slots: Sequence[int]) -> str:
+def _name_groups(slots: Sequence[int]) -> str:
     noun = "group" if len(slots) == 1 else "groups"
-    return f"{noun} {_listed(slots)}"
+    return f"{noun} {_list(slots)}"
 
 
-def _listed(replicas: Iterable[int]) -> str:
+def _list(replicas: Iterable[int]) -> str:
     return ", ".join(str(replica) for replica in replicas)

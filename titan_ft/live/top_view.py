@@ -15,10 +15,16 @@ from typing import TYPE_CHECKING
 from titan_ft.history.fold.hosts import HostFigures
 from titan_ft.history.judgement import count
 from titan_ft.history.outcomes.hosts import name_range, worth_a_table
-from titan_ft.history.terminal import clock
-from titan_ft.live.group_table import EXPLAINED, GAP, group_table, number, shown_state
-from titan_ft.live.rank_table import rank_lines
-from titan_ft.live.run_status import RunStatus, shape
+from titan_ft.history.terminal import format_clock
+from titan_ft.live.group_table import (
+    EXPLAINED,
+    GAP,
+    describe_state,
+    format_number,
+    make_group_table,
+)
+from titan_ft.live.rank_table import make_rank_lines
+from titan_ft.live.run_status import RunStatus, describe_shape
 from titan_ft.live.status import TRAINING, GroupStatus
 from titan_ft.run.events import Severity
 
@@ -69,11 +75,11 @@ def frame(run: RunStatus, name: str, now: float, screen: Screen, *, history: boo
     """
     from rich.console import Group
 
-    head = _head(run, name, now, screen, history=history)
+    head = _make_head(run, name, now, screen, history=history)
     figures = run.fold.hosts.figures
     hosts = []
     if worth_a_table(figures):
-        hosts = _hosts(figures, screen.width, len(figures))
+        hosts = _make_hosts(figures, screen.width, len(figures))
     num_groups = len(run.fold.groups)
     if screen.height is None:
         num_ranks = sum(len(group.ranks) for group in run.fold.groups.values())
@@ -86,41 +92,43 @@ def frame(run: RunStatus, name: str, now: float, screen: Screen, *, history: boo
             # The help needs the room: on 24 lines, two of three columns had no explanation.
             hosts = []
         if hosts:
-            hosts = _hosts(figures, screen.width, min(MAX_HOSTS, room // 4 - 2))
+            hosts = _make_hosts(figures, screen.width, min(MAX_HOSTS, room // 4 - 2))
         room -= len(hosts)
-        num_rows = _num_rows(num_groups, room, screen, history=history)
+        num_rows = _count_rows(num_groups, room, screen, history=history)
         num_lines = room - num_rows
         room_of_ranks = max(0, num_lines - MIN_LINES)
-    shown, hidden = _shown(run, num_rows)
+    shown, hidden = _choose_groups(run, num_rows)
     until = run.fold.last_event if run.end else now
-    table = group_table(run.groups, until, screen.width, shown, ascii_only=screen.ascii_only)
+    table = make_group_table(run.groups, until, screen.width, shown, ascii_only=screen.ascii_only)
     ranks = []
     if screen.ranks:
         groups = [run.fold.groups[group.replica] for group in shown]
-        ranks = rank_lines(groups, run.fold.unit, until, room_of_ranks - 1)
+        ranks = make_rank_lines(groups, run.fold.unit, until, room_of_ranks - 1)
     if ranks:
-        ranks = [_text(""), *ranks]
+        ranks = [_make_text(""), *ranks]
     tail = [*ranks, *hosts]
     if hidden:
-        tail.insert(0, _text(hidden, "dim"))
+        tail.insert(0, _make_text(hidden, "dim"))
     if history:
-        tail += [_text(""), *_bottom(run, screen, num_lines - len(ranks))]
+        tail += [_make_text(""), *_make_bottom(run, screen, num_lines - len(ranks))]
     for line in [*head, *tail]:
         line.overflow = "crop" if screen.ascii_only else "ellipsis"
     return Group(*head, table, *tail)
 
 
-def _head(run: RunStatus, name: str, now: float, screen: Screen, *, history: bool) -> list[Text]:
+def _make_head(
+    run: RunStatus, name: str, now: float, screen: Screen, *, history: bool
+) -> list[Text]:
     """Return the lines above the table of the groups."""
-    lines = [_title(name, screen)] if history else []
-    lines += _state(run, now, screen)
-    lines += _figures(run, now, screen.width)
-    lines += _losses(run, screen)
-    lines.append(_text(""))
+    lines = [_make_title(name, screen)] if history else []
+    lines += _make_state(run, now, screen)
+    lines += _make_figures(run, now, screen.width)
+    lines += _make_losses(run, screen)
+    lines.append(_make_text(""))
     return lines
 
 
-def _num_rows(num_groups: int, room: int, screen: Screen, *, history: bool) -> int:
+def _count_rows(num_groups: int, room: int, screen: Screen, *, history: bool) -> int:
     """Return the number of rows of the table of the groups, where the height is limited."""
     most = room
     if history:
@@ -128,53 +136,53 @@ def _num_rows(num_groups: int, room: int, screen: Screen, *, history: bool) -> i
         most = max(room - NUM_LINES, room - room // 3)
     num_rows = min(num_groups, most)
     if screen.help:
-        room_beside_help = room - len(_explained(screen.width))
+        room_beside_help = room - len(_make_help(screen.width))
         num_rows = max(min(num_rows, 1), min(num_rows, room_beside_help))
     return num_rows
 
 
-def _bottom(run: RunStatus, screen: Screen, num_lines: int) -> list[Text]:
+def _make_bottom(run: RunStatus, screen: Screen, num_lines: int) -> list[Text]:
     """Return the explanation of the columns, or the latest events, in at most `num_lines` lines."""
     if screen.help:
-        return _explained(screen.width)[: max(0, num_lines)]
+        return _make_help(screen.width)[: max(0, num_lines)]
     if num_lines <= 0:
         return []
-    lines = _happened(run, screen)[-num_lines:]
+    lines = _make_latest_events(run, screen)[-num_lines:]
     # Without its first line an event cannot be understood.
     while lines and lines[0].plain.startswith(CONTINUED):
         lines.pop(0)
     return lines
 
 
-def _happened(run: RunStatus, screen: Screen) -> list[Text]:
+def _make_latest_events(run: RunStatus, screen: Screen) -> list[Text]:
     """Return the latest events, wrapped to the width so that no reason of a failure is cut off."""
     lines: list[Text] = []
     for line in list(run.lines)[-MAX_SHOWN:]:
         seconds = line.time - (run.fold.started or 0.0)
-        lines += _line(seconds, line.text, line.severity, screen.width)
+        lines += _make_event(seconds, line.text, line.severity, screen.width)
     return lines
 
 
-def _explained(width: int) -> list[Text]:
+def _make_help(width: int) -> list[Text]:
     """Return the meaning of each column of the groups."""
     name_width = max(map(len, EXPLAINED)) + GAP
     lines = []
     for name, meaning in EXPLAINED.items():
         label = name
         for part in textwrap.wrap(meaning, max(16, width - name_width)):
-            lines.append(_text("").append(label.ljust(name_width), "bold").append(part))
+            lines.append(_make_text("").append(label.ljust(name_width), "bold").append(part))
             label = ""
     return lines
 
 
-def _text(text: str, style: str = "") -> Text:
+def _make_text(text: str, style: str = "") -> Text:
     from rich.text import Text
 
     return Text(text, style=style, no_wrap=True)
 
 
-def _title(name: str, screen: Screen) -> Text:
-    line = _text("titan-ft top  ", "bold")
+def _make_title(name: str, screen: Screen) -> Text:
+    line = _make_text("titan-ft top  ", "bold")
     room = screen.width - len(line.plain)
     if screen.hint:
         room -= len(screen.hint) + GAP
@@ -187,20 +195,20 @@ def _title(name: str, screen: Screen) -> Text:
     return line
 
 
-def _state(run: RunStatus, now: float, screen: Screen) -> list[Text]:
+def _make_state(run: RunStatus, now: float, screen: Screen) -> list[Text]:
     """Return the state of the run, or its outcome once it is over."""
     if run.fold.started is None:
-        return [_text("nothing has started yet", "yellow")]
-    size = shape(len(run.groups), run.fold.num_ranks)
-    elapsed = clock(run.elapsed(now))
-    silence = f"no event for {clock(now - run.fold.last_event)}"
+        return [_make_text("nothing has started yet", "yellow")]
+    size = describe_shape(len(run.groups), run.fold.num_ranks)
+    elapsed = format_clock(run.elapsed(now))
+    silence = f"no event for {format_clock(now - run.fold.last_event)}"
     outcome = run.outcome
     if run.end or run.launcher_gone:
         when = f"over after {elapsed}" if run.end else silence
         text = f"{outcome.headline}; {when}; {size}"
         parts = textwrap.wrap(text, max(16, screen.width))
-        return [_text(part, _STYLES[outcome.colour]) for part in parts]
-    line = _text(f"running for {elapsed}; {size}")
+        return [_make_text(part, _STYLES[outcome.colour]) for part in parts]
+    line = _make_text(f"running for {elapsed}; {size}")
     if run.is_silent(now):
         line.append(f"; {silence}", "bold yellow")
     if run.num_cut:
@@ -209,32 +217,32 @@ def _state(run: RunStatus, now: float, screen: Screen) -> list[Text]:
     lines = [line]
     for group in outcome.lost:
         parts = textwrap.wrap(f"without {group.describe()}", screen.width)
-        lines += [_text(part, "bold yellow") for part in parts]
+        lines += [_make_text(part, "bold yellow") for part in parts]
     return lines
 
 
-def _figures(run: RunStatus, now: float, width: int) -> list[Text]:
+def _make_figures(run: RunStatus, now: float, width: int) -> list[Text]:
     """Return the figures of the whole run, in as many lines as the width requires."""
     steps = run.fold.steps
     committed = f"{steps.num_committed}/{steps.num_attempted}"
     if steps.num_attempted:
         committed += f" ({100 * steps.num_committed / steps.num_attempted:.1f} %)"
-    step_text = number(None)
+    step_text = format_number(None)
     if run.step is not None:
-        step_text = number(run.fold.unit.step_after(run.step))
+        step_text = format_number(run.fold.unit.step_after(run.step))
     if run.fold.target is not None:
         step_text += f"/{run.fold.target}"
     figures = []
     if run.fold.unit.method:
-        figures.append(("round", number(run.step)))
+        figures.append(("round", format_number(run.step)))
     figures += [
         ("step", step_text),
-        ("loss", number(run.loss, ".5f")),
-        ("tokens/s", number(run.tokens_per_second(now), ",.0f")),
+        ("loss", format_number(run.loss, ".5f")),
+        ("tokens/s", format_number(run.tokens_per_second(now), ",.0f")),
     ]
     left = run.seconds_left(now)
     if left is not None:
-        figures.append(("ETA", clock(left)))
+        figures.append(("ETA", format_clock(left)))
     figures += [
         ("contributing", f"{len(run.participants)}/{len(run.groups)}"),
         ("committed", committed),
@@ -242,11 +250,11 @@ def _figures(run: RunStatus, now: float, width: int) -> list[Text]:
         ("restarts", str(run.restarts)),
         ("lighthouse restarts", str(run.fold.num_lighthouse_restarts)),
     ]
-    lines = [_text("")]
+    lines = [_make_text("")]
     for label, value in figures:
         used = len(lines[-1].plain)
         if used and used + GAP + len(label) + 1 + len(value) > width:
-            lines.append(_text(""))
+            lines.append(_make_text(""))
             used = 0
         if used:
             lines[-1].append(GAP * " ")
@@ -254,7 +262,7 @@ def _figures(run: RunStatus, now: float, width: int) -> list[Text]:
     return lines
 
 
-def _losses(run: RunStatus, screen: Screen) -> list[Text]:
+def _make_losses(run: RunStatus, screen: Screen) -> list[Text]:
     """Return a chart of the loss with its first and last value, on one line or three."""
     known = run.losses.points
     if len(known) < 2:
@@ -264,14 +272,14 @@ def _losses(run: RunStatus, screen: Screen) -> list[Text]:
     width = screen.width - len(first) - len(last)
     is_tall = screen.height is not None and screen.height >= 32
     num_rows = 3 if is_tall and not screen.ascii_only else 1
-    rows = sparkline(known, width, num_rows, ascii_only=screen.ascii_only)
-    lines = [_text(" " * len(first)).append(row, "cyan") for row in rows]
-    lines[0] = _text("").append(first, "dim").append(rows[0], "cyan")
+    rows = make_sparkline(known, width, num_rows, ascii_only=screen.ascii_only)
+    lines = [_make_text(" " * len(first)).append(row, "cyan") for row in rows]
+    lines[0] = _make_text("").append(first, "dim").append(rows[0], "cyan")
     lines[-1].append(last, "dim")
     return lines
 
 
-def sparkline(
+def make_sparkline(
     values: Sequence[float], width: int, rows: int = 1, *, ascii_only: bool = False
 ) -> list[str]:
     """Return a bar chart of `rows` lines and at most `width` columns.
@@ -301,7 +309,7 @@ def sparkline(
     return lines
 
 
-def _hosts(hosts: Sequence[HostFigures], width: int, max_rows: int) -> list[Text]:
+def _make_hosts(hosts: Sequence[HostFigures], width: int, max_rows: int) -> list[Text]:
     """Return an empty line and a table of the hosts; nothing if there is no room for two rows."""
     if max_rows < min(2, len(hosts)):
         return []
@@ -314,18 +322,18 @@ def _hosts(hosts: Sequence[HostFigures], width: int, max_rows: int) -> list[Text
     name_width = min(max(map(len, names)), max(8, width // 3))
     space = " " * GAP
     head = f"{'host':{name_width}}{space}starts{space}deaths{space}left{space}groups"
-    lines = [_text(""), _text(head, "bold")]
+    lines = [_make_text(""), _make_text(head, "bold")]
     for figures in shown:
         name = f"{figures.host[:name_width]:{name_width}}"
         numbers = f"{figures.starts:>6}{space}{figures.deaths:>6}{space}{figures.left:>4}"
-        lines.append(_text(f"{name}{space}{numbers}{space}{name_range(figures.groups)}"))
+        lines.append(_make_text(f"{name}{space}{numbers}{space}{name_range(figures.groups)}"))
     num_hidden = len(hosts) - len(shown)
     if num_hidden:
-        lines.append(_text(f"and {num_hidden} more hosts, with no more deaths", "dim"))
+        lines.append(_make_text(f"and {num_hidden} more hosts, with no more deaths", "dim"))
     return lines
 
 
-def _shown(run: RunStatus, max_rows: int) -> tuple[list[GroupStatus], str]:
+def _choose_groups(run: RunStatus, max_rows: int) -> tuple[list[GroupStatus], str]:
     """Return the groups with a row, and a line about the others. Training groups are left out first."""
     groups = list(run.groups.values())
     if max_rows >= len(groups):
@@ -336,15 +344,15 @@ def _shown(run: RunStatus, max_rows: int) -> tuple[list[GroupStatus], str]:
     shown = sorted(urgent_first[:num_shown], key=lambda group: group.replica)
     if max_rows <= 0:
         return shown, ""
-    hidden = Counter(shown_state(group) for group in groups if group not in shown)
+    hidden = Counter(describe_state(group) for group in groups if group not in shown)
     states = ", ".join(f"{num_groups} {state}" for state, num_groups in hidden.most_common())
     return shown, f"and {hidden.total()} more: {states}"
 
 
-def _line(seconds: float, text: str, severity: Severity, width: int) -> list[Text]:
+def _make_event(seconds: float, text: str, severity: Severity, width: int) -> list[Text]:
     """Return the lines of an event: the time, and the text wrapped to the width."""
     style = _STYLE_OF[severity]
     parts = textwrap.wrap(text, max(16, width - len(CONTINUED)), break_on_hyphens=False) or [""]
-    first = _text(f"{clock(seconds):>8}  ", "dim").append(parts[0], f"not dim {style}")
-    continued = [_text(CONTINUED).append(part, style) for part in parts[1:MAX_WRAPPED]]
+    first = _make_text(f"{format_clock(seconds):>8}  ", "dim").append(parts[0], f"not dim {style}")
+    continued = [_make_text(CONTINUED).append(part, style) for part in parts[1:MAX_WRAPPED]]
     return [first, *continued]

@@ -34,7 +34,7 @@ from titan_ft.history.judgement import Verdict
 from titan_ft.history.record.run_record import ProcessHistory, RunRecord, view
 from titan_ft.history.record.trajectory import ROOT, JobState, chain_to
 from titan_ft.history.rounds import find_partial
-from titan_ft.history.timing.timeline import timeline
+from titan_ft.history.timing.timeline import build_timeline
 from titan_ft.run.events import DataOpened, DataReset, Drained, LaunchStarted, StepCommitted
 
 
@@ -325,8 +325,8 @@ def _count_unfinished_rounds(record: RunRecord, found: Audit) -> None:
     if not record.unit.method:
         return
     num_rounds = 0
-    for step in timeline(record).unfinished:
-        if not step.kept and not step.told:
+    for step in build_timeline(record).unfinished:
+        if not step.kept and not step.is_reported:
             num_rounds += 1
             found.num_cut_short += step.forward_passes
     if found.num_cut_short:
@@ -387,7 +387,7 @@ def _find_partial_batches(record: RunRecord, chain: Sequence[JobState], found: A
             # A group that died after its exchange reports nothing. It had read its own slot.
             read = _batches_of({part.group: state.batches.get(part.group, (0, 0))})
         where = f"trained at {noun} {state.step} by group {part.group}"
-        detail = f"partial: {where}, in {part.has} of {part.of} fragments"
+        detail = f"partial: {where}, in {part.num_exchanged} of {part.num_fragments} fragments"
         for slot, first, count in _ranges(read):
             found.partial.append(Finding(slot, first, count, (state.step,), detail))
 

@@ -33,12 +33,16 @@ class Shard:
     Attributes:
         span: number of earlier resets or changes of the data, which a resume asked for.
         number: number of the part in the whole job.
-        of: parts of the whole job.
+        num_shards: parts of the whole job.
     """
 
     span: int
     number: int
-    of: int
+    num_shards: int
+
+    @property
+    def name(self) -> str:
+        return f"shard {self.number} of {self.num_shards}"
 
 
 @dataclass(frozen=True, order=True)
@@ -62,6 +66,11 @@ class TrainedData:
     """By span: the start of a worker that read in it, which says the config."""
     unknown: list[str] = field(default_factory=list)
     """Why something cannot be compared."""
+
+    def add_unknown(self, reason: str) -> None:
+        """Add a reason, once: many processes may have the same."""
+        if reason not in self.unknown:
+            self.unknown.append(reason)
 
 
 @dataclass
@@ -119,20 +128,19 @@ def _collect_process(
             started = event
         elif isinstance(event, DataOpened):
             shards[event.slot] = event.shard, event.num_shards
-        elif (
-            isinstance(event, StepCommitted)
-            and event.contributed
-            and event.lineage in record.on_chain
-        ):
-            span = bisect_right(resets, event.time)
+        elif isinstance(event, StepCommitted):
+            is_on_trajectory = event.contributed and event.lineage in record.on_chain
             readings = [data for data in event.readings() if data.slot in event.batches]
-            if readings and span in changed:
-                text = "no reader from the beginning reads what was read after a resume had changed the data"
-                found.unknown += [] if text in found.unknown else [text]
+            if not is_on_trajectory or not readings:
+                continue
+            span = bisect_right(resets, event.time)
+            if span in changed:
+                change = "what was read after a resume had changed the data"
+                found.add_unknown(f"no reader from the beginning reads {change}")
                 return
-            if readings and not _is_comparable(span, started, settings, found):
-                text = f"{process.name} read with settings that are not those of the last launch, or not known"
-                found.unknown += [] if text in found.unknown else [text]
+            if not _is_comparable(span, started, settings, found):
+                settings_read = "settings that are not those of the last launch, or not known"
+                found.add_unknown(f"{process.name} read with {settings_read}")
                 return
             for data in readings:
                 _take(event, data, span, shards, process, found)
@@ -159,8 +167,7 @@ def _take(
     found: TrainedData,
 ) -> None:
     if data.slot not in shards:
-        text = f"nothing tells which shard of slot {data.slot} {process.name} read"
-        found.unknown += [] if text in found.unknown else [text]
+        found.add_unknown(f"nothing tells which shard of slot {data.slot} {process.name} read")
         return
     shard = Shard(span, *shards[data.slot])
     trained = TrainedBatches(
@@ -191,10 +198,8 @@ def compare(
         if batch is None:
             rest = [each for each, _ in open_] + waiting
             first = min(each.first_batch for each in rest)
-            result.unknown.append(
-                f"shard {shard.number} of {shard.of}: the data, read again, end with batch {number}, and batches from "
-                f"{first} on were trained"
-            )
+            end = f"the data, read again, end with batch {number}"
+            result.unknown.append(f"{shard.name}: {end}, and batches from {first} on were trained")
             break
         while waiting and waiting[-1].first_batch == number:
             open_.append((waiting.pop(), "0"))
@@ -213,9 +218,9 @@ def compare(
     if any(each.first_batch == 0 for each in wrong):
         # No slot was opened again before its first batch: the reference is wrong, and proves
         # nothing.
+        why = "they have changed since, or are in another order each time they are opened"
         result.unknown.append(
-            f"shard {shard.number} of {shard.of}: the data, read again, differ from the very first batch on: they have "
-            "changed since, or are in another order each time they are opened"
+            f"{shard.name}: the data, read again, differ from the very first batch on: {why}"
         )
     else:
         result.differing += _findings(shard, sorted(wrong))
@@ -235,8 +240,6 @@ def _findings(shard: Shard, wrong: list[TrainedBatches]) -> Iterator[Finding]:
             steps.append(last.step)
             place += 1
         number = last.first_batch + last.num_batches - first.first_batch
-        detail = (
-            f"not the batches of an uninterrupted reader (shard {shard.number} of {shard.of}, from step {first.step} "
-            f"on, by group {first.replica})"
-        )
+        where = f"{shard.name}, from step {first.step} on, by group {first.replica}"
+        detail = f"not the batches of an uninterrupted reader ({where})"
         yield Finding(first.slot, first.first_batch, number, (min(steps), max(steps)), detail)

@@ -409,7 +409,7 @@ def _split(before: ev.StepCommitted, commit: ev.StepCommitted) -> tuple[int, int
     """Return the productive and the exchange microseconds between two consecutive commits of a
     process.
 
-    The same arithmetic as `timeline`'s for a step without a broken exchange.
+    The same arithmetic as `build_timeline`'s for a step without a broken exchange.
     """
     gap = max(0, round(commit.time * 1e6) - round(before.time * 1e6))
     compute = max(0, round(commit.compute_seconds * 1e6))

@@ -11,10 +11,10 @@ from statistics import median
 from titan_ft.history.judgement import count
 from titan_ft.history.outcomes.outcome import find_outcome
 from titan_ft.history.record.run_record import RunRecord, view
-from titan_ft.history.report.phases import find_phases
-from titan_ft.history.report.words import DASH, duration, percent
+from titan_ft.history.report.phases import find_state_spans
+from titan_ft.history.report.words import DASH, format_duration, format_percent
 from titan_ft.history.summary import summarize
-from titan_ft.history.timing.goodput import goodput
+from titan_ft.history.timing.goodput import measure_goodput
 from titan_ft.run import events as ev
 
 
@@ -59,7 +59,7 @@ def find_hours(record: RunRecord) -> Hours:
     spent_us = 0
     start_us = 0
     lost_us = 0
-    for row in find_phases(record).values():
+    for row in find_state_spans(record).values():
         for phase in row:
             if phase.state in ("ended", "unknown"):
                 continue
@@ -97,21 +97,21 @@ def _make_steps_card(record: RunRecord) -> Card:
     if last_step:
         text += f" of {record.unit.commits_after(last_step):,}"
     noun = record.unit.noun
-    detail = f"{duration(summary.step_seconds)} a {noun}"
+    detail = f"{format_duration(summary.step_seconds)} a {noun}"
     return Card(f"{noun}s", summary.steps_committed, text, detail)
 
 
 def _make_tokens_card(record: RunRecord) -> Card:
-    rate = goodput(record).tokens_per_second
+    rate = measure_goodput(record).tokens_per_second
     text = f"{rate:,.0f}" if rate else "unknown"
     return Card("tokens per second", rate, text, f"{summarize(record).tokens:,} tokens")
 
 
 def _make_goodput_card(record: RunRecord) -> Card:
-    share = goodput(record).effective_training_time
+    share = measure_goodput(record).effective_training_time
     number = None if share is None else 100 * share
-    detail = f"effective training time, of {duration(goodput(record).wall_us / 1e6)}"
-    return Card("goodput", number, percent(share), detail)
+    detail = f"effective training time, of {format_duration(measure_goodput(record).wall_us / 1e6)}"
+    return Card("goodput", number, format_percent(share), detail)
 
 
 def _make_hours_card(record: RunRecord) -> Card:
@@ -145,9 +145,9 @@ def _make_failure_cards(record: RunRecord) -> list[Card]:
         came_back = "groups that were away came back"
     else:
         came_back = "the others not before the end"
-    between = goodput(record).wall_us / 1e6 / len(failures)
+    between = measure_goodput(record).wall_us / 1e6 / len(failures)
     return [
-        Card("time between failures", between, duration(between), injected),
+        Card("time between failures", between, format_duration(between), injected),
         Card("recoveries", len(rejoins), f"{len(rejoins)} of {num_away}", came_back),
         _make_spread_card("time to rejoin", rejoins, "of a group"),
         _make_spread_card("stall per failure", stalls, "of the survivors"),
@@ -160,8 +160,8 @@ def _make_spread_card(name: str, seconds: Sequence[float], whose: str) -> Card:
         return Card(name, None, DASH, "unknown")
     detail = whose
     if len(seconds) > 1:
-        detail = f"median {whose}; {duration(max(seconds))} at most"
-    return Card(name, median(seconds), duration(median(seconds)), detail)
+        detail = f"median {whose}; {format_duration(max(seconds))} at most"
+    return Card(name, median(seconds), format_duration(median(seconds)), detail)
 
 
 def _format_hours(hours: float) -> str:

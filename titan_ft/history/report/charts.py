@@ -33,16 +33,16 @@ from titan_ft.history.report.layers import (
 )
 from titan_ft.history.report.phases import (
     TimeInState,
-    find_phases,
-    time_in_states,
-    time_of_job,
+    add_up_groups,
+    add_up_job,
+    find_state_spans,
 )
 from titan_ft.history.report.style import ACCENT, MIDDLE, STATES, mark_of, sorted_marks, state_order
 from titan_ft.history.report.thinning import thin_rows
-from titan_ft.history.report.words import duration
-from titan_ft.history.terminal import clock
-from titan_ft.history.timing.goodput import goodput
-from titan_ft.history.timing.timeline import timeline
+from titan_ft.history.report.words import format_duration
+from titan_ft.history.terminal import format_clock
+from titan_ft.history.timing.goodput import measure_goodput
+from titan_ft.history.timing.timeline import build_timeline
 from titan_ft.run.events import StepCommitted
 
 MAX_POINTS = 2000
@@ -79,15 +79,15 @@ def draw_charts(record: RunRecord) -> dict[str, Chart]:
         grad_norms.append((point.step, point.event.grad_norm))
         rates.append((point.step, point.event.lr))
     charts = (
-        loss(record),
-        groups_over_time(record),
-        participants(record),
-        stalls(find_recoveries(record), noun),
-        step_times([event.seconds for event in record.commits], noun),
-        time_spent(record),
-        _of_steps(record, grad_norms, "grad-norm", "Gradient norm", "Before clipping."),
-        _of_steps(record, rates, "lr", "Learning rate", f"Of the update of each {noun}."),
-        memory(record),
+        draw_loss(record),
+        draw_groups(record),
+        draw_participants(record),
+        draw_stalls(find_recoveries(record), noun),
+        draw_step_times([event.seconds for event in record.commits], noun),
+        draw_time_spent(record),
+        _draw_values(record, grad_norms, "grad-norm", "Gradient norm", "Before clipping."),
+        _draw_values(record, rates, "lr", "Learning rate", f"Of the update of each {noun}."),
+        draw_memory(record),
     )
     return {chart.name: chart for chart in charts if chart is not None}
 
@@ -98,7 +98,7 @@ _Value = tuple[int, float | None]
 """A step, or a round, and the value there; None if the value is unknown or not finite."""
 
 
-def loss(record: RunRecord) -> Chart | None:
+def draw_loss(record: RunRecord) -> Chart | None:
     """Draw the loss over steps, and where faults hit."""
     values = [(point.step, point.loss) for point in record.curve]
     known = [(step, value) for step, value in values if value is not None]
@@ -113,35 +113,39 @@ def loss(record: RunRecord) -> Chart | None:
     num_unknown = len(values) - len(known)
     if num_unknown:
         caption += f" {num_unknown:,} not finite, or not told (crosses)."
-    layers, thinned = curve(values, "loss", noun=noun)
+    layers, thinned = make_curve(values, "loss", noun=noun)
     faults = find_recoveries(record)
     hits = [Hit(fault, float(fault.step), 1.0) for fault in faults if fault.step is not None]
     if hits:
         caption += f" A red line is a fault, at the first {noun} that was committed after it."
-        marks = fault_marks(hits, beside=True)
+        marks = make_fault_marks(hits, is_share_of_height=True)
         places: set[float] = set()
         for layer in marks:
             places.update(layer.x)
         layers = [Rules(sorted(places)), *layers, *marks]
-    return _over_steps(record, "loss", "Loss", caption + thinned, layers, values[-1][0], height=3.3)
+    return _make_chart_over_steps(
+        record, "loss", "Loss", caption + thinned, layers, values[-1][0], height=3.3
+    )
 
 
-def _of_steps(
+def _draw_values(
     record: RunRecord, values: Sequence[_Value], name: str, title: str, caption: str
 ) -> Chart | None:
     """Draw one value over steps; None if no value is known."""
     known = [value for _, value in values if value is not None]
     if not known:
         return None
-    layers, thinned = curve(values, title.lower(), noun=record.unit.noun)
+    layers, thinned = make_curve(values, title.lower(), noun=record.unit.noun)
     kind: Literal["linear", "log"] = "linear"
     if min(known) > 0 and max(known) > 30 * median(known):
         # On a linear axis, one spike would press the rest of the curve to the bottom.
         kind = "log"
-    return _over_steps(record, name, title, caption + thinned, layers, values[-1][0], kind=kind)
+    return _make_chart_over_steps(
+        record, name, title, caption + thinned, layers, values[-1][0], kind=kind
+    )
 
 
-def memory(record: RunRecord) -> Chart | None:
+def draw_memory(record: RunRecord) -> Chart | None:
     """Draw the memory of the rank that held most."""
     most_gib: dict[int, float] = {}
     commits: list[StepCommitted | UsualSteps] = [*record.of(StepCommitted), *record.of(UsualSteps)]
@@ -154,13 +158,15 @@ def memory(record: RunRecord) -> Chart | None:
     peak = "peak of the accelerator's allocator; on a CPU, the whole process"
     caption = f"In GiB, of the rank that held most: {peak}."
     values = sorted(most_gib.items())
-    layers, thinned = curve(values, "memory", unit=" GiB", noun=record.unit.noun)
+    layers, thinned = make_curve(values, "memory", unit=" GiB", noun=record.unit.noun)
     bounds = (0.0, 1.1 * max(most_gib.values()))
     caption += thinned
-    return _over_steps(record, "memory", "Memory", caption, layers, values[-1][0], bounds=bounds)
+    return _make_chart_over_steps(
+        record, "memory", "Memory", caption, layers, values[-1][0], bounds=bounds
+    )
 
 
-def _over_steps(
+def _make_chart_over_steps(
     record: RunRecord,
     name: str,
     title: str,
@@ -177,7 +183,7 @@ def _over_steps(
     )
 
 
-def curve(
+def make_curve(
     values: Sequence[_Value], what: str, unit: str = "", noun: str = "step"
 ) -> tuple[list[Layer], str]:
     """Return the layers of a curve over steps, or rounds, and a sentence for the caption if it is
@@ -227,18 +233,18 @@ def curve(
     layers.append(Curve(x, means, texts))
     if crosses:
         y = [0.04] * len(crosses)
-        layers.append(Marks("not finite", CROSS, crosses, y, cross_texts, beside=True))
+        layers.append(Marks("not finite", CROSS, crosses, y, cross_texts, is_share_of_height=True))
     return layers, thinned
 
 
 # What groups did over time
 
 
-def groups_over_time(record: RunRecord) -> Chart | None:
+def draw_groups(record: RunRecord) -> Chart | None:
     """Draw a row per group: its states over time, and its faults; above the rows, the faults
     without a group.
     """
-    line = timeline(record)
+    line = build_timeline(record)
     if not line.groups:
         return None
     faults = find_recoveries(record)
@@ -251,15 +257,13 @@ def groups_over_time(record: RunRecord) -> Chart | None:
     for replica in sorted(line.groups):
         places[replica] = float(len(names))
         names.append(f"group {replica}")
-    spans, thinned = thin_rows(find_phases(record))
+    spans, thinned = thin_rows(find_state_spans(record))
     boxes: BoxesByState = defaultdict(list)
     for replica, row in spans.items():
         for span in row:
             start = span.start_us / 1e6 - record.begin
             width = span.num_us / 1e6
-            text = (
-                f"group {replica} at {clock(start)}: {STATES[span.state].label}, {duration(width)}"
-            )
+            text = f"group {replica} at {format_clock(start)}: {STATES[span.state].label}, {format_duration(width)}"
             if span.detail:
                 text += f" ({span.detail})"
             boxes[span.state].append((places[replica] + 0.06, start, width, text))
@@ -280,15 +284,15 @@ def groups_over_time(record: RunRecord) -> Chart | None:
         "timeline",
         "What each group did",
         caption + thinned,
-        _time(line.wall_us / 1e6),
-        _rows(names),
-        [*stack(boxes), *fault_marks(hits)],
+        _make_time_axis(line.wall_us / 1e6),
+        _make_row_axis(names),
+        [*make_boxes(boxes), *make_fault_marks(hits)],
         height=0.6 + row_height * max(len(names), 2),
         shared="time",
     )
 
 
-def stack(boxes: BoxesByState) -> list[Boxes]:
+def make_boxes(boxes: BoxesByState) -> list[Boxes]:
     """Return the boxes as layers, in the order of the states."""
     layers = []
     for state in state_order(set(boxes)):
@@ -297,7 +301,7 @@ def stack(boxes: BoxesByState) -> list[Boxes]:
     return layers
 
 
-def fault_marks(hits: Iterable[Hit], *, beside: bool = False) -> list[Marks]:
+def make_fault_marks(hits: Iterable[Hit], *, is_share_of_height: bool = False) -> list[Marks]:
     """Return the marks of faults at their places, one layer per category; overlapping marks become
     one.
     """
@@ -314,14 +318,14 @@ def fault_marks(hits: Iterable[Hit], *, beside: bool = False) -> list[Marks]:
     found: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
     for (name, y, _), here in overlapping.items():
         first = here[0].fault
-        text = f"{first.incident.fault} of {first.target} at {clock(first.time)}"
+        text = f"{first.incident.fault} of {first.target} at {format_clock(first.time)}"
         if len(here) > 1:
             text += f", and {len(here) - 1:,} more"
         found[name].append((here[0].x, y, text))
     marks = []
     for name, symbol in sorted_marks(hit.fault.incident.category for hit in hits):
         xs, ys, texts = zip(*found[name], strict=True)
-        marks.append(Marks(name, symbol, xs, ys, texts, beside=beside))
+        marks.append(Marks(name, symbol, xs, ys, texts, is_share_of_height=is_share_of_height))
     return marks
 
 
@@ -333,7 +337,7 @@ class _Contributors(NamedTuple):
     step: int
 
 
-def participants(record: RunRecord) -> Chart | None:
+def draw_participants(record: RunRecord) -> Chart | None:
     """Draw over time how many groups gave weight to the step."""
     points = []
     for state in record.curve:
@@ -343,7 +347,7 @@ def participants(record: RunRecord) -> Chart | None:
     if len(numbers) < 2:
         return None  # nothing that the row of each group does not show
     noun = record.unit.noun
-    seconds_of_run = timeline(record).wall_us / 1e6
+    seconds_of_run = build_timeline(record).wall_us / 1e6
     changes = [points[0]]
     for before, point in pairwise(points):
         if point.number != before.number:
@@ -357,7 +361,7 @@ def participants(record: RunRecord) -> Chart | None:
     changes.append(_Contributors(seconds_of_run, points[-1].number, points[-1].step))
     texts = []
     for change in changes:
-        since = f"from {clock(change.seconds)}, {noun} {change.step:,}"
+        since = f"from {format_clock(change.seconds)}, {noun} {change.step:,}"
         texts.append(f"{since}: {change.number} groups")
     line = Curve(
         [change.seconds for change in changes],
@@ -370,7 +374,7 @@ def participants(record: RunRecord) -> Chart | None:
     ticks = {float(number): str(number) for number in range(0, most + 1, stride)}
     up = Axis(bounds=(0.0, most * 1.08), ticks=ticks)
     title = "Contributing groups"
-    across = _time(seconds_of_run)
+    across = _make_time_axis(seconds_of_run)
     return Chart("participants", title, caption, across, up, [line], 1.7, shared="time")
 
 
@@ -382,11 +386,11 @@ def _keep_fewest(points: Iterable[_Contributors], column_seconds: float) -> list
     return kept
 
 
-def _time(seconds: float) -> Axis:
+def _make_time_axis(seconds: float) -> Axis:
     return Axis("time since the start", kind="clock", bounds=(0.0, max(seconds, 1e-3)))
 
 
-def _rows(names: Sequence[str]) -> Axis:
+def _make_row_axis(names: Sequence[str]) -> Axis:
     ticks = {float(place): name for place, name in enumerate(names)}
     return Axis(bounds=(max(len(names), 1) - 0.45, -0.6), ticks=ticks)
 
@@ -394,7 +398,7 @@ def _rows(names: Sequence[str]) -> Axis:
 # What faults cost
 
 
-def stalls(recoveries: Sequence[Recovery], noun: str = "step") -> Chart | None:
+def draw_stalls(recoveries: Sequence[Recovery], noun: str = "step") -> Chart | None:
     """Draw a row per kind of fault: a dot per failure, and a bar at the median."""
     found: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for recovery in recoveries:
@@ -402,7 +406,7 @@ def stalls(recoveries: Sequence[Recovery], noun: str = "step") -> Chart | None:
         if stall is None:
             continue
         kind = recovery.incident.fault
-        text = f"{kind} of {recovery.target} at {clock(recovery.time)}: {duration(stall)}"
+        text = f"{kind} of {recovery.target} at {format_clock(recovery.time)}: {format_duration(stall)}"
         found[kind].append((max(LEAST_STALL_SECONDS, stall), text))
     if not found:
         return None
@@ -426,12 +430,12 @@ def stalls(recoveries: Sequence[Recovery], noun: str = "step") -> Chart | None:
             MEDIAN,
             [medians[kind] for kind in kinds],
             [float(row) for row in range(len(kinds))],
-            [f"median of {kind}: {duration(medians[kind])}" for kind in kinds],
+            [f"median of {kind}: {format_duration(medians[kind])}" for kind in kinds],
             colour=MIDDLE,
         ),
     ]
     bounds = (LEAST_STALL_SECONDS * 0.8, max(2.0, 1.4 * max(x)))
-    ticks = log_ticks(*bounds, least="≤ 10 ms")
+    ticks = make_log_ticks(*bounds, least="≤ 10 ms")
     across = Axis("stall of the survivor hit hardest", "log", bounds, ticks)
     dots = "A dot for each failure, a bar at the median; in brackets how many."
     caption = f"Time beyond a usual {noun}. {dots}"
@@ -440,7 +444,9 @@ def stalls(recoveries: Sequence[Recovery], noun: str = "step") -> Chart | None:
         caption += f" Thinned: {MAX_DOTS} of each kind, the least and the most among them."
     height = 0.6 + max(0.26 * len(kinds), 1.0)
     title = "Stall per failure"
-    return Chart("stalls", title, caption, across, _rows(names), layers, height, wide=False)
+    return Chart(
+        "stalls", title, caption, across, _make_row_axis(names), layers, height, wide=False
+    )
 
 
 def _spread_evenly(values: Iterable[tuple[float, str]]) -> list[tuple[float, str]]:
@@ -452,18 +458,18 @@ def _spread_evenly(values: Iterable[tuple[float, str]]) -> list[tuple[float, str
     return [ranked[round(number * last / (MAX_DOTS - 1))] for number in range(MAX_DOTS)]
 
 
-def step_times(seconds: Iterable[float], noun: str = "step") -> Chart | None:
+def draw_step_times(seconds: Iterable[float], noun: str = "step") -> Chart | None:
     """Draw a histogram of the times of steps, or rounds. With many, both axes are logarithmic: the
     tail shows.
     """
     values = sorted(value for value in seconds if value > 0)
     if not values:
         return None
-    edges, across = step_axes(values, noun)
-    counts, texts = step_counts(values, edges, noun)
+    edges, across = make_step_columns(values, noun)
+    counts, texts = count_step_times(values, edges, noun)
     middle = values[int(0.5 * len(values))]
     most = values[min(len(values) - 1, int(0.99 * len(values)))]
-    shares = f"median {duration(middle)}, 99 % within {duration(most)}"
+    shares = f"median {format_duration(middle)}, 99 % within {format_duration(most)}"
     caption = f"{noun.capitalize()}s of all groups by duration: {shares}."
     up = Axis(f"{noun}s")
     if len(values) > 500:
@@ -473,17 +479,17 @@ def step_times(seconds: Iterable[float], noun: str = "step") -> Chart | None:
     return Chart("step-times", title, caption, across, up, [bars], wide=False)
 
 
-def step_axes(seconds: Sequence[float], noun: str) -> tuple[list[float], Axis]:
+def make_step_columns(seconds: Sequence[float], noun: str) -> tuple[list[float], Axis]:
     """Return the edges of the columns that times of steps are counted in, and the axis below
     them.
     """
     low, high = min(seconds) * 0.9, max(seconds) * 1.1
     num_columns = min(44, 6 + int(2 * len(seconds) ** 0.5))
     edges = [low * (high / low) ** (edge / num_columns) for edge in range(num_columns + 1)]
-    return edges, Axis(f"time of a {noun}", "log", (low, high), log_ticks(low, high))
+    return edges, Axis(f"time of a {noun}", "log", (low, high), make_log_ticks(low, high))
 
 
-def step_counts(
+def count_step_times(
     seconds: Iterable[float], edges: Sequence[float], noun: str
 ) -> tuple[list[int], list[str]]:
     """Return how many times lie between edges, and what each column says under the pointer."""
@@ -495,11 +501,11 @@ def step_counts(
         counts[place] += 1
     texts = []
     for (left, right), number in zip(pairwise(edges), counts, strict=True):
-        texts.append(f"{duration(left)} to {duration(right)}: {number:,} {noun}s")
+        texts.append(f"{format_duration(left)} to {format_duration(right)}: {number:,} {noun}s")
     return counts, texts
 
 
-def log_ticks(low: float, high: float, least: str | None = None) -> dict[float, str]:
+def make_log_ticks(low: float, high: float, least: str | None = None) -> dict[float, str]:
     """Return round times on a logarithmic axis, with their units; `least` replaces the text of the
     first.
     """
@@ -523,23 +529,25 @@ def log_ticks(low: float, high: float, least: str | None = None) -> dict[float, 
     return labels
 
 
-def time_spent(record: RunRecord) -> Chart | None:
+def draw_time_spent(record: RunRecord) -> Chart | None:
     """Draw a bar per group, and one of the job, of the share of time in each state."""
-    if not goodput(record).group_us:
+    if not measure_goodput(record).group_us:
         return None
-    rows = {"job": time_of_job(record)}
-    for group, states in time_in_states(record).items():
+    rows = {"job": add_up_job(record)}
+    for group, states in add_up_groups(record).items():
         rows[f"group {group}"] = states
-    layers, labels = state_bars(rows)
+    layers, labels = make_state_bars(rows)
     across = Axis("share of the whole time (%)", bounds=(0.0, 100.0))
     row_height = 0.3 if len(rows) <= 12 else 0.19
     height = 0.6 + row_height * max(len(rows), 2)
     caption = "Where the whole time of each group went; the job is their sum."
     caption += " In brackets the share of training."
-    return Chart("goodput", "Time in each state", caption, across, _rows(labels), layers, height)
+    return Chart(
+        "goodput", "Time in each state", caption, across, _make_row_axis(labels), layers, height
+    )
 
 
-def state_bars(rows: Mapping[str, Mapping[str, TimeInState]]) -> tuple[list[Boxes], list[str]]:
+def make_state_bars(rows: Mapping[str, Mapping[str, TimeInState]]) -> tuple[list[Boxes], list[str]]:
     """Return a bar of states for each row, and each row's label, with its share of training."""
     boxes: BoxesByState = defaultdict(list)
     labels = []
@@ -549,11 +557,11 @@ def state_bars(rows: Mapping[str, Mapping[str, TimeInState]]) -> tuple[list[Boxe
         for state in state_order(set(states)):
             num_us = states[state].num_us
             share = 100 * num_us / total_us
-            text = f"{name}: {STATES[state].label} {duration(num_us / 1e6)}, {share:.1f} %"
+            text = f"{name}: {STATES[state].label} {format_duration(num_us / 1e6)}, {share:.1f} %"
             boxes[state].append((float(place), start, share, text))
             start += share
         trained_us = 0
         if "training" in states:
             trained_us = states["training"].num_us
         labels.append(f"{name} ({100 * trained_us / total_us:.0f} %)")
-    return stack(boxes), labels
+    return make_boxes(boxes), labels

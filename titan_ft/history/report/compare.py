@@ -16,14 +16,19 @@ from titan_ft.history.check import check
 from titan_ft.history.outcomes.outcome import find_outcome
 from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.report.cards import Card, find_cards
-from titan_ft.history.report.charts import curve, state_bars, step_axes, step_counts
+from titan_ft.history.report.charts import (
+    count_step_times,
+    make_curve,
+    make_state_bars,
+    make_step_columns,
+)
 from titan_ft.history.report.facts import describe_run
 from titan_ft.history.report.layers import Axis, Band, Bars, Chart, Curve, Layer, Marks
-from titan_ft.history.report.page import fill, title_of
-from titan_ft.history.report.phases import time_of_job
+from titan_ft.history.report.page import fill_template, make_title
+from titan_ft.history.report.phases import add_up_job
 from titan_ft.history.report.style import ACCENT
 from titan_ft.history.report.words import DASH
-from titan_ft.history.terminal import grid
+from titan_ft.history.terminal import make_grid
 from titan_ft.system.whole_file import write_whole
 
 if TYPE_CHECKING:
@@ -108,12 +113,12 @@ def name_runs(folders: Sequence[Path]) -> tuple[str, str]:
     return f"{first} (1)", f"{second} (2)"  # one run with itself
 
 
-def compare_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table:
+def make_comparison_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table:
     """Return outcomes and figures of two runs for the terminal."""
     headlines = [find_outcome(record).headline for record in runs]
     rows: list[tuple[str, ...]] = [("", *names, "difference"), ("outcome", *headlines, "")]
     rows += [(figure.name, *figure.values, figure.difference) for figure in compare_figures(runs)]
-    return grid(rows)
+    return make_grid(rows)
 
 
 def write_comparison(runs: Sequence[RunRecord], names: Sequence[str], folder: Path) -> Path:
@@ -128,12 +133,12 @@ def write_comparison(runs: Sequence[RunRecord], names: Sequence[str], folder: Pa
     for name, record in zip(names, runs, strict=True):
         head = {
             "name": name,
-            "title": title_of(record),
+            "title": make_title(record),
             "outcome": find_outcome(record),
             "check": check(record),
         }
         heads.append(head)
-    page = fill(
+    page = fill_template(
         "compare.html",
         compare_charts(runs, names),
         title=" and ".join(names),
@@ -157,11 +162,11 @@ def compare_charts(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str,
     """Return the charts that both runs share, by name; a run without a chart's figures is left out
     of it.
     """
-    charts = (_losses(runs, names), _step_times(runs, names), _states(runs, names))
+    charts = (_draw_losses(runs, names), _draw_step_times(runs, names), _draw_states(runs, names))
     return {chart.name: chart for chart in charts if chart is not None}
 
 
-def _losses(runs: Sequence[RunRecord], names: Sequence[str]) -> Chart | None:
+def _draw_losses(runs: Sequence[RunRecord], names: Sequence[str]) -> Chart | None:
     layers: list[Layer] = []
     captions = []
     furthest = 0
@@ -170,7 +175,7 @@ def _losses(runs: Sequence[RunRecord], names: Sequence[str]) -> Chart | None:
         known = [(step, value) for step, value in values if value is not None]
         if not known:
             continue
-        drawn, thinned = curve(values, f"{name}: loss", noun=record.unit.noun)
+        drawn, thinned = make_curve(values, f"{name}: loss", noun=record.unit.noun)
         for layer in drawn:
             if isinstance(layer, Curve):
                 layers.append(replace(layer, name=name, colour=colour))
@@ -186,7 +191,7 @@ def _losses(runs: Sequence[RunRecord], names: Sequence[str]) -> Chart | None:
     return Chart("loss", "Loss", " ".join(captions), across, Axis(), layers, 3.3, shared="steps")
 
 
-def _step_times(runs: Sequence[RunRecord], names: Sequence[str]) -> Chart | None:
+def _draw_step_times(runs: Sequence[RunRecord], names: Sequence[str]) -> Chart | None:
     seconds_of_runs: list[list[float]] = []
     all_seconds: list[float] = []
     for record in runs:
@@ -196,10 +201,10 @@ def _step_times(runs: Sequence[RunRecord], names: Sequence[str]) -> Chart | None
     if not all_seconds:
         return None
     noun = runs[0].unit.noun
-    edges, across = step_axes(all_seconds, noun)
+    edges, across = make_step_columns(all_seconds, noun)
     layers = []
     for seconds, name, colour in zip(seconds_of_runs, names, COLOURS, strict=True):
-        counts, texts = step_counts(seconds, edges, noun)
+        counts, texts = count_step_times(seconds, edges, noun)
         percents = [100 * number / (len(seconds) or 1) for number in counts]
         layers.append(Bars(edges, percents, [f"{name}: {text}" for text in texts], name, colour))
     caption = f"Share of each run's {noun}s by how long they took, of all groups."
@@ -208,11 +213,11 @@ def _step_times(runs: Sequence[RunRecord], names: Sequence[str]) -> Chart | None
     )
 
 
-def _states(runs: Sequence[RunRecord], names: Sequence[str]) -> Chart | None:
-    rows = {name: time_of_job(record) for name, record in zip(names, runs, strict=True)}
+def _draw_states(runs: Sequence[RunRecord], names: Sequence[str]) -> Chart | None:
+    rows = {name: add_up_job(record) for name, record in zip(names, runs, strict=True)}
     if not any(rows.values()):
         return None
-    layers, labels = state_bars(rows)
+    layers, labels = make_state_bars(rows)
     ticks = {float(place): label for place, label in enumerate(labels)}
     caption = "Where the whole time of all groups went; in brackets the share of training."
     across = Axis("share of the whole time (%)", bounds=(0.0, 100.0))

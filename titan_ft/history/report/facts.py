@@ -14,11 +14,11 @@ from titan_ft.history.check import check
 from titan_ft.history.judgement import count
 from titan_ft.history.outcomes.notes import find_notes, name_groups
 from titan_ft.history.record.run_record import RunRecord, view
-from titan_ft.history.report.phases import TimeInState, time_of_job
+from titan_ft.history.report.phases import TimeInState, add_up_job
 from titan_ft.history.report.style import DETAILS, STATES, Look, state_order
-from titan_ft.history.report.words import duration, percent
+from titan_ft.history.report.words import format_duration, format_percent
 from titan_ft.history.summary import describe_sent, summarize
-from titan_ft.history.timing.goodput import goodput
+from titan_ft.history.timing.goodput import measure_goodput
 from titan_ft.history.timing.incidents import Incident, count_faults, find_incidents
 from titan_ft.run import events as ev
 
@@ -50,7 +50,7 @@ def report_figures(record: RunRecord, against: RunRecord | None = None) -> dict[
     return summarize(record).to_dict() | {
         "chaos": plan_of(record),
         "faults_by_kind": count_faults(record),
-        "goodput": goodput(record).to_dict(),
+        "goodput": measure_goodput(record).to_dict(),
         "stalls": [each.incident.to_dict() for each in find_recoveries(record)],
         "check": check(record, against).to_dict(),
         "notes": [asdict(note) for note in find_notes(record)],
@@ -114,7 +114,9 @@ def _describe_date(record: RunRecord) -> str:
     if not record.events:
         return ""
     begin = datetime.fromtimestamp(record.begin, UTC)
-    return f"{begin:%Y-%m-%d %H:%M:%S} UTC, {duration(goodput(record).wall_us / 1e6)}"
+    return (
+        f"{begin:%Y-%m-%d %H:%M:%S} UTC, {format_duration(measure_goodput(record).wall_us / 1e6)}"
+    )
 
 
 def _describe_groups(record: RunRecord) -> str:
@@ -208,16 +210,16 @@ class Term(NamedTuple):
     meaning: str
 
 
-def goodput_terms(record: RunRecord) -> list[Term]:
+def list_goodput_terms(record: RunRecord) -> list[Term]:
     """Return the figures of a run's time and work."""
     summary = summarize(record)
-    spent = goodput(record)
+    spent = measure_goodput(record)
     noun = record.unit.noun
-    in_training = percent(spent.effective_training_time_in_training)
+    in_training = format_percent(spent.effective_training_time_in_training)
     terms = [
         Term(
             "Effective training time",
-            percent(spent.effective_training_time),
+            format_percent(spent.effective_training_time),
             f"Committed {noun}s, each with the usual {noun} at most and the share of groups that "
             "took part in it, as a part of the whole time from launch to end. From the first "
             f"{noun} to the last it is {in_training}.",
@@ -245,7 +247,7 @@ def goodput_terms(record: RunRecord) -> list[Term]:
         sent = f"To other groups, by all ranks: {describe_sent(summary)}."
         terms.append(Term("Gradients sent", f"{summary.wire_bytes / 1e6:,.1f} MB", sent))
     usual = f"Median time from a {noun} to the next, where all groups made both at the first try."
-    terms.append(Term(f"Usual {noun}", duration(spent.usual_step_seconds), usual))
+    terms.append(Term(f"Usual {noun}", format_duration(spent.usual_step_seconds), usual))
     batches = summary.batches or "The history does not tell"
     repeated = f"{summary.recomputed_forward_passes:,} forward passes repeated"
     answer = {"holds": "yes", "does not hold": "no"}.get(summary.every_batch_once, "unknown")
@@ -256,8 +258,8 @@ def goodput_terms(record: RunRecord) -> list[Term]:
 def _percent_of(part: int, whole: int) -> str:
     """Return a part in per cent of the whole; unknown if the whole is 0."""
     if not whole:
-        return percent(None)
-    return percent(part / whole)
+        return format_percent(None)
+    return format_percent(part / whole)
 
 
 class StateShare(NamedTuple):
@@ -275,17 +277,17 @@ class StateShare(NamedTuple):
     meaning: str
 
 
-def states_spent(record: RunRecord) -> list[StateShare]:
+def list_state_shares(record: RunRecord) -> list[StateShare]:
     """Return the states in which groups spent their time, in the order of the chart."""
-    times = time_of_job(record)
-    whole_us = goodput(record).group_us or 1
+    times = add_up_job(record)
+    whole_us = measure_goodput(record).group_us or 1
     rows = []
     for state in state_order(set(times)):
         time = times[state]
         if not time.num_us:
             continue
-        share = percent(time.num_us / whole_us)
-        spent = duration(time.num_us / 1e6)
+        share = format_percent(time.num_us / whole_us)
+        spent = format_duration(time.num_us / 1e6)
         rows.append(StateShare(STATES[state], share, spent, _describe_state(state, time)))
     return rows
 
@@ -295,7 +297,7 @@ def _describe_state(state: str, time: TimeInState) -> str:
     parts = []
     for fine_state, num_us in time.parts.most_common():
         if num_us:
-            parts.append(f"{DETAILS[fine_state]} {duration(num_us / 1e6)}")
+            parts.append(f"{DETAILS[fine_state]} {format_duration(num_us / 1e6)}")
     meaning = STATES[state].meaning
     if len(parts) <= 1:
         return meaning

@@ -34,7 +34,7 @@ EPOCH_MS = 946_684_800_000  # the year 2000; a number of two or four digits woul
 FEW = 100  # points of a curve that are dots as well, and marks that are large
 
 
-def figure(chart: Chart) -> dict[str, Any]:
+def make_figure(chart: Chart) -> dict[str, Any]:
     """Return the traces and the layout of a chart."""
     has_curve = False
     has_rows = False
@@ -59,17 +59,17 @@ def figure(chart: Chart) -> dict[str, Any]:
         "barmode": "overlay",
         "bargap": 0,
         "showlegend": False,  # the page has one, which wraps where there is little room
-        "xaxis": _axis(chart.x) | {"showgrid": has_x_grid},
-        "yaxis": _axis(chart.y) | {"showgrid": not has_rows, "fixedrange": not has_curve},
+        "xaxis": _make_axis(chart.x) | {"showgrid": has_x_grid},
+        "yaxis": _make_axis(chart.y) | {"showgrid": not has_rows, "fixedrange": not has_curve},
         # Marks and rules that stand beside the values have an axis of their own, from 0 to 1.
         "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
     }
     few_marks = num_marks <= FEW
-    traces = [_trace(chart.x, layer, few_marks=few_marks) for layer in chart.layers]
+    traces = [_make_trace(chart.x, layer, few_marks=few_marks) for layer in chart.layers]
     return {"data": traces, "layout": layout, "shared": chart.shared}
 
 
-def _axis(axis: Axis) -> dict[str, Any]:
+def _make_axis(axis: Axis) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "automargin": True,
         "exponentformat": "power",
@@ -99,14 +99,14 @@ def _axis(axis: Axis) -> dict[str, Any]:
         if axis.kind == "log":
             shown["range"] = [log10(edge) for edge in axis.bounds]
         else:
-            shown["range"] = _at(axis, axis.bounds)
+            shown["range"] = _convert(axis, axis.bounds)
     if axis.ticks is not None:
-        shown["tickvals"] = _at(axis, axis.ticks)
+        shown["tickvals"] = _convert(axis, axis.ticks)
         shown["ticktext"] = [_escape(text) for text in axis.ticks.values()]
     return shown
 
 
-def _at(axis: Axis, values: Iterable[float]) -> list[float]:
+def _convert(axis: Axis, values: Iterable[float]) -> list[float]:
     """Return values in an axis's own unit: milliseconds of a clock, or exponents of a logarithm
     with our ticks.
     """
@@ -117,34 +117,34 @@ def _at(axis: Axis, values: Iterable[float]) -> list[float]:
     return [float(f"{value:.7g}") for value in values]
 
 
-def _lengths(axis: Axis, widths: Iterable[float]) -> list[float]:
+def _convert_lengths(axis: Axis, widths: Iterable[float]) -> list[float]:
     """Return lengths as an axis counts them; on a clock never a whole number, see `EPOCH_MS`."""
     if axis.kind == "clock":
         return [int(1000 * width) + 0.5 for width in widths]
     return list(widths)
 
 
-def _trace(x: Axis, layer: Layer, *, few_marks: bool) -> dict[str, Any]:
+def _make_trace(x: Axis, layer: Layer, *, few_marks: bool) -> dict[str, Any]:
     """Return Plotly's trace of a layer; if there are not few marks, they are small."""
     match layer:
         case Curve():
-            return _line(x, layer)
+            return _make_line_trace(x, layer)
         case Band():
-            return _band(x, layer)
+            return _make_band_trace(x, layer)
         case Boxes():
-            return _boxes(x, layer)
+            return _make_boxes_trace(x, layer)
         case Bars():
-            return _bars(x, layer)
+            return _make_bars_trace(x, layer)
         case Marks():
-            return _marks(x, layer, few_marks=few_marks)
+            return _make_marks_trace(x, layer, few_marks=few_marks)
         case Rules():
-            return _rules(x, layer)
+            return _make_rules_trace(x, layer)
     assert_never(layer)
 
 
-def _line(x: Axis, layer: Curve) -> dict[str, Any]:
+def _make_line_trace(x: Axis, layer: Curve) -> dict[str, Any]:
     line: dict[str, Any] = {"color": layer.colour, "width": 1.6}
-    trace: dict[str, Any] = {"type": "scatter", "mode": "lines", "y": _values(layer.y)}
+    trace: dict[str, Any] = {"type": "scatter", "mode": "lines", "y": _round_values(layer.y)}
     trace["line"] = line
     if layer.stairs:
         line["shape"] = "hv"
@@ -153,8 +153,8 @@ def _line(x: Axis, layer: Curve) -> dict[str, Any]:
     elif len(layer.x) <= FEW:
         trace["mode"] = "lines+markers"
         trace["marker"] = {"size": 4}
-    trace["x"] = _at(x, layer.x)
-    return trace | _hover(layer.texts)
+    trace["x"] = _convert(x, layer.x)
+    return trace | _make_hover(layer.texts)
 
 
 class _BandPoint(NamedTuple):
@@ -165,8 +165,10 @@ class _BandPoint(NamedTuple):
     high: float | None
 
 
-def _band(x: Axis, layer: Band) -> dict[str, Any]:
-    columns = zip(_at(x, layer.x), _values(layer.low), _values(layer.high), strict=True)
+def _make_band_trace(x: Axis, layer: Band) -> dict[str, Any]:
+    columns = zip(
+        _convert(x, layer.x), _round_values(layer.low), _round_values(layer.high), strict=True
+    )
     points = [_BandPoint(*column) for column in columns]
     # The outline goes around each stretch without a gap: along its lower edge, and back along its
     # upper edge. None lifts the pen.
@@ -194,7 +196,7 @@ def _band(x: Axis, layer: Band) -> dict[str, Any]:
     }
 
 
-def _boxes(x: Axis, layer: Boxes) -> dict[str, Any]:
+def _make_boxes_trace(x: Axis, layer: Boxes) -> dict[str, Any]:
     state = STATES[layer.state]
     trace = {
         "type": "bar",
@@ -203,15 +205,15 @@ def _boxes(x: Axis, layer: Boxes) -> dict[str, Any]:
         "width": 0.56,
         "name": state.label,
     }
-    trace |= {"base": _at(x, layer.starts), "x": _lengths(x, layer.widths)}
+    trace |= {"base": _convert(x, layer.starts), "x": _convert_lengths(x, layer.widths)}
     trace |= {"marker": {"color": state.colour, "line": {"width": 0}}}
-    return trace | _hover(layer.texts)
+    return trace | _make_hover(layer.texts)
 
 
-def _bars(x: Axis, layer: Bars) -> dict[str, Any]:
+def _make_bars_trace(x: Axis, layer: Bars) -> dict[str, Any]:
     middles = []
     widths = []
-    for left, right in pairwise(_at(x, layer.edges)):
+    for left, right in pairwise(_convert(x, layer.edges)):
         middles.append((left + right) / 2)
         widths.append(right - left)
     trace = {"type": "bar", "x": middles, "width": widths, "y": list(layer.counts)}
@@ -219,10 +221,10 @@ def _bars(x: Axis, layer: Bars) -> dict[str, Any]:
     if layer.name:
         # The bars of two runs overlap.
         marker["opacity"] = 0.6
-    return trace | {"marker": marker} | _hover(layer.texts)
+    return trace | {"marker": marker} | _make_hover(layer.texts)
 
 
-def _marks(x: Axis, layer: Marks, *, few_marks: bool) -> dict[str, Any]:
+def _make_marks_trace(x: Axis, layer: Marks, *, few_marks: bool) -> dict[str, Any]:
     size = 9 if few_marks else 5
     marker: dict[str, Any] = {"symbol": layer.symbol, "size": size, "color": layer.colour}
     if layer.symbol.endswith("-open"):
@@ -233,20 +235,20 @@ def _marks(x: Axis, layer: Marks, *, few_marks: bool) -> dict[str, Any]:
     trace: dict[str, Any] = {
         "type": "scatter",
         "mode": "markers",
-        "x": _at(x, layer.x),
+        "x": _convert(x, layer.x),
         "y": list(layer.y),
         "marker": marker,
         "name": _escape(layer.name),
         "cliponaxis": False,
     }
-    if layer.beside:
+    if layer.is_share_of_height:
         trace["yaxis"] = "y2"
-    return trace | _hover(layer.texts)
+    return trace | _make_hover(layer.texts)
 
 
-def _rules(x: Axis, layer: Rules) -> dict[str, Any]:
+def _make_rules_trace(x: Axis, layer: Rules) -> dict[str, Any]:
     places: list[float | None] = []
-    for at in _at(x, layer.x):
+    for at in _convert(x, layer.x):
         places += (at, at, None)
     trace = {
         "type": "scatter",
@@ -263,7 +265,7 @@ def _rules(x: Axis, layer: Rules) -> dict[str, Any]:
     return trace | look
 
 
-def _hover(texts: Sequence[str]) -> dict[str, Any]:
+def _make_hover(texts: Sequence[str]) -> dict[str, Any]:
     return {"hoverinfo": "text", "hovertext": [_escape(text) for text in texts]}
 
 
@@ -274,7 +276,7 @@ def _escape(text: str) -> str:
     return escape(text, quote=False)
 
 
-def _values(values: Iterable[float | None]) -> list[float | None]:
+def _round_values(values: Iterable[float | None]) -> list[float | None]:
     return [None if value is None else float(f"{value:.7g}") for value in values]
 
 

@@ -72,8 +72,8 @@ class Marks:
     y: Sequence[float]
     texts: Sequence[str]
     colour: str = FAULT
-    beside: bool = False
-    """Whether y is a share of the chart's height instead of a value."""
+    is_share_of_height: bool = False
+    """True if y is a share of the chart's height and no value."""
 
 
 @dataclass(frozen=True)

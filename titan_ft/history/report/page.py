@@ -21,20 +21,20 @@ from titan_ft.history.report.charts import draw_charts
 from titan_ft.history.report.facts import (
     describe_run,
     find_recoveries,
-    goodput_terms,
+    list_goodput_terms,
+    list_state_shares,
     plan_of,
-    states_spent,
 )
 from titan_ft.history.report.failed import Failed, excerpt, find_failed
-from titan_ft.history.report.interactive import figure
+from titan_ft.history.report.interactive import make_figure
 from titan_ft.history.report.layers import Bars, Boxes, Chart, Curve, Marks
 from titan_ft.history.report.links import PageLinks
 from titan_ft.history.report.ranks import find_odd_ranks
 from titan_ft.history.report.style import GLYPHS, STATES
-from titan_ft.history.report.words import DASH, duration
+from titan_ft.history.report.words import DASH, format_duration
 from titan_ft.history.rounds import find_rounds
 from titan_ft.history.summary import summarize
-from titan_ft.history.terminal import clock
+from titan_ft.history.terminal import format_clock
 from titan_ft.system.whole_file import write_whole
 
 MARKS = {"holds": ("holds", "✓"), "does not hold": ("fails", "✗"), "not asked": ("quiet", DASH)}
@@ -80,10 +80,10 @@ def render(record: RunRecord, links: PageLinks, against: RunRecord | None = None
         "rounds": find_rounds(record),
         "notes": find_notes(record),
     }
-    return fill(
+    return fill_template(
         "page.html",
         charts,
-        title=title_of(record),
+        title=make_title(record),
         begin=record.begin,
         outcome=find_outcome(record),
         check=check(record, against),
@@ -92,8 +92,8 @@ def render(record: RunRecord, links: PageLinks, against: RunRecord | None = None
         num_failed=len(failed),
         facts=describe_run(record),
         files=links.files(),
-        terms=goodput_terms(record),
-        states=states_spent(record),
+        terms=list_goodput_terms(record),
+        states=list_state_shares(record),
         contents=find_contents(charts, parts),
         began=bool(record.attempts),
         unit=record.unit,
@@ -101,7 +101,9 @@ def render(record: RunRecord, links: PageLinks, against: RunRecord | None = None
     )
 
 
-def fill(template: str, charts: Mapping[str, Chart], folder: Path = FOLDER, **values: Any) -> str:
+def fill_template(
+    template: str, charts: Mapping[str, Chart], folder: Path = FOLDER, **values: Any
+) -> str:
     """Return a page from its template, which is in `folder` and may use the parts of a report's
     page.
     """
@@ -118,8 +120,8 @@ def fill(template: str, charts: Mapping[str, Chart], folder: Path = FOLDER, **va
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     environment.filters |= {
-        "clock": clock,
-        "duration": duration,
+        "clock": format_clock,
+        "duration": format_duration,
         "name_range": name_range,
         "two_digits": _format_two_digits,
     }
@@ -127,8 +129,8 @@ def fill(template: str, charts: Mapping[str, Chart], folder: Path = FOLDER, **va
         nonce=secrets.token_urlsafe(12),
         plotly=Markup(get_plotlyjs()),
         charts=charts,
-        figures={name: figure(chart) for name, chart in charts.items()},
-        legends={name: legend(chart) for name, chart in charts.items()},
+        figures={name: make_figure(chart) for name, chart in charts.items()},
+        legends={name: make_legend(chart) for name, chart in charts.items()},
         marks=MARKS,
         MAX_DETAILS=MAX_DETAILS,
         MAX_ROWS=MAX_ROWS,
@@ -140,7 +142,7 @@ def _format_two_digits(value: float | None) -> str:
     return DASH if value is None else f"{value:.2f}"
 
 
-def title_of(record: RunRecord) -> str:
+def make_title(record: RunRecord) -> str:
     """Return what a run is called."""
     name = plan_of(record).get("job_id")
     return f"Run {name}" if name else "Report of a run"
@@ -183,7 +185,7 @@ class LegendEntry(NamedTuple):
     glyph: str
 
 
-def legend(chart: Chart) -> list[list[LegendEntry]]:
+def make_legend(chart: Chart) -> list[list[LegendEntry]]:
     """Return the legend of a chart, a line each for states, curves and marks."""
     states = []
     curves = []

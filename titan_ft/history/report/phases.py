@@ -27,7 +27,7 @@ from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.history.report.style import DETAILS
 from titan_ft.history.timing.incidents import Incident, find_incidents
 from titan_ft.history.timing.intervals import Interval
-from titan_ft.history.timing.timeline import timeline
+from titan_ft.history.timing.timeline import build_timeline
 from titan_ft.history.timing.waits import REASONS
 from titan_ft.run.events import Waited
 
@@ -78,11 +78,11 @@ class TimeInState:
 
 
 @view
-def find_phases(record: RunRecord) -> dict[int, tuple[StateSpan, ...]]:
+def find_state_spans(record: RunRecord) -> dict[int, tuple[StateSpan, ...]]:
     """Return the phases of each group, without gaps, from the job's begin to its end."""
     lost = {group.slot for group in find_outcome(record).lost}
     found = {}
-    for group, row in timeline(record).groups.items():
+    for group, row in build_timeline(record).groups.items():
         phases = list(_fold(record, group, row))
         attempts = record.attempts.get(group, [])
         has_died = bool(attempts) and attempts[-1].failed
@@ -94,21 +94,21 @@ def find_phases(record: RunRecord) -> dict[int, tuple[StateSpan, ...]]:
 
 
 @view
-def time_of_job(record: RunRecord) -> dict[str, TimeInState]:
+def add_up_job(record: RunRecord) -> dict[str, TimeInState]:
     """Return how long all groups together were in each state."""
     phases: list[StateSpan] = []
-    for row in find_phases(record).values():
+    for row in find_state_spans(record).values():
         phases += row
-    return add_up(phases)
+    return add_up_spans(phases)
 
 
 @view
-def time_in_states(record: RunRecord) -> dict[int, dict[str, TimeInState]]:
+def add_up_groups(record: RunRecord) -> dict[int, dict[str, TimeInState]]:
     """Return for each group how long it was in each state."""
-    return {group: add_up(row) for group, row in find_phases(record).items()}
+    return {group: add_up_spans(row) for group, row in find_state_spans(record).items()}
 
 
-def add_up(phases: Iterable[StateSpan]) -> dict[str, TimeInState]:
+def add_up_spans(phases: Iterable[StateSpan]) -> dict[str, TimeInState]:
     """Return how long some phases took together, by state."""
     parts: dict[tuple[str, str], int] = defaultdict(int)
     for phase in phases:

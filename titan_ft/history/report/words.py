@@ -7,12 +7,12 @@ from __future__ import annotations
 DASH = "\N{EN DASH}"
 
 
-def percent(share: float | None) -> str:
+def format_percent(share: float | None) -> str:
     """Return a share in per cent."""
     return "unknown" if share is None else f"{100 * share:.1f} %"
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """Return a duration with its unit and a sensible number of digits."""
     if seconds is None:
         return "unknown"

@@ -18,7 +18,7 @@ from titan_ft.history.record.run_record import RunRecord, view
 from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.history.timing.incidents import find_failures
 from titan_ft.history.timing.intervals import STATES
-from titan_ft.history.timing.timeline import timeline
+from titan_ft.history.timing.timeline import build_timeline
 from titan_ft.run.events import ExchangeFailed, StepCommitted, Waiting
 
 
@@ -87,7 +87,7 @@ class Goodput:
 
 
 @view
-def goodput(record: RunRecord) -> Goodput:
+def measure_goodput(record: RunRecord) -> Goodput:
     """Return the use of a run's time and work."""
     result = Goodput()
     _add_up_times(record, result)
@@ -110,7 +110,7 @@ def goodput(record: RunRecord) -> Goodput:
 
 def _add_up_times(record: RunRecord, result: Goodput) -> None:
     """Set the microseconds of each group and of the job in each state."""
-    line = timeline(record)
+    line = build_timeline(record)
     result.wall_us = line.wall_us
     result.num_groups = len(line.groups)
     job_us: Counter[str] = Counter()
@@ -291,7 +291,7 @@ def _find_begun_steps(record: RunRecord) -> list[_BegunStep]:
         elif not event.contributed:
             why = "the gradient was left out"
         begun.append(_BegunStep(event.forward_passes, why))
-    for step in timeline(record).unfinished:
+    for step in build_timeline(record).unfinished:
         why = "" if step.kept else f"unfinished: {step.reason}"
         begun.append(_BegunStep(step.forward_passes, why))
     return begun

@@ -60,7 +60,7 @@ class Unfinished:
     kept: bool
     """True if the other groups committed the step with this group's gradient."""
     reason: str
-    told: bool = False
+    is_reported: bool = False
     """True if the group reported the passes in an event. Their number is exact then."""
 
 
@@ -86,7 +86,7 @@ class Timeline:
 
 
 @view
-def timeline(record: RunRecord) -> Timeline:
+def build_timeline(record: RunRecord) -> Timeline:
     """Return the states of all groups from the job's begin to its end."""
     groups: dict[int, tuple[Interval, ...]] = {}
     unfinished: list[Unfinished] = []
@@ -144,7 +144,7 @@ class _StepShares(NamedTuple):
 class GroupCutter:
     """Cuts the time of one group, attempt by attempt and event by event.
 
-    `timeline` makes one for each group and calls `run` once.
+    `build_timeline` makes one for each group and calls `run` once.
     """
 
     def __init__(self, record: RunRecord, replica: int) -> None:
@@ -419,7 +419,9 @@ class GroupCutter:
         until = min(until, strip.end)
         if void is not None and self._heal_begin is None:
             num_batches = sum(batches.num_batches for batches in void)
-            self.unfinished.append(Unfinished(num_batches, kept=False, reason=reason, told=True))
+            self.unfinished.append(
+                Unfinished(num_batches, kept=False, reason=reason, is_reported=True)
+            )
             strip.fill(until, "wasted", reason)
             return
         if self._heal_begin is not None:

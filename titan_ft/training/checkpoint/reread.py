@@ -41,7 +41,7 @@ def reread(record: RunRecord, run_dir: Path) -> Reread:
             continue
         last = max(each.first_batch + each.num_batches for each in trained)
         print(
-            f"titan-ft: reading {last} batches of shard {shard.number} of {shard.of}",
+            f"titan-ft: reading {last} batches of {shard.name}",
             file=sys.stderr,
         )
         loader = build(shard)
@@ -95,9 +95,9 @@ def _prepare(
     tokenizer = None if spec.build_tokenizer_fn is None else spec.build_tokenizer_fn(job_config)
 
     def build_shard(shard: Shard) -> Any:
-        with enough_documents("training.dataset", shard.of):
+        with enough_documents("training.dataset", shard.num_shards):
             loader = spec.build_dataloader_fn(
-                dp_world_size=shard.of,
+                dp_world_size=shard.num_shards,
                 dp_rank=shard.number,
                 tokenizer=tokenizer,
                 job_config=job_config,
