@@ -36,6 +36,10 @@ _COMMAND = (
 _COMMAND_SECONDS = 30.0
 _MAX_LETTERS = 500  # of what openssl says, in an error
 
+CLOSED = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
+"""Errors of TLS if the other end has closed the connection. Other errors mean that it speaks
+another protocol."""
+
 
 @dataclass(frozen=True)
 class Certificate:

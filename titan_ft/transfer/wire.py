@@ -51,6 +51,7 @@ import hashlib
 import hmac
 import secrets
 import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import BufferedRWPair
@@ -311,13 +312,16 @@ def check_joiner(
         greeting["tls"] = True
     connection.sendall(msgspec.json.encode(greeting) + b"\n")
     fingerprint = ""
-    if certificate is not None:
-        _skip_blanks(connection)
-        connection = certificate.accept(connection)
-        fingerprint = certificate.fingerprint
     try:
+        if certificate is not None:
+            _skip_blanks(connection)
+            connection = certificate.accept(connection)
+            fingerprint = certificate.fingerprint
         return _check_hello(connection, greeting["nonce"], address, token, fingerprint)
-    except (ValueError, RecursionError) as error:
+    except tls.CLOSED:
+        connection.close()
+        raise
+    except (ValueError, RecursionError, ssl.SSLError) as error:
         connection.close()
         raise StrangerError("the other end speaks another protocol") from error
     except BaseException:

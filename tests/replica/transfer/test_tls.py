@@ -177,6 +177,53 @@ def _swallow(connection: socket.socket, certificate: Certificate) -> None:
         check_joiner(connection, "127.0.0.1:1", TOKEN, certificate)
 
 
+PLAIN_TEXT = {
+    "http": b"GET / HTTP/1.1\r\n\r\n",
+    "hello": b'{"nonce":"00","proof":"11","version":3}\n',
+    "record": b"\x16\x03\x01\x00\x04evil",
+}
+
+
+@pytest.mark.parametrize("sent", PLAIN_TEXT.values(), ids=PLAIN_TEXT)
+def test_a_stranger_without_tls_is_reported_once(secure: Donor, sent: bytes) -> None:
+    """He shows no secret, as a stranger at a port without TLS."""
+    for _ in range(2):
+        with socket.create_connection(("127.0.0.1", secure.server.port), DEADLINE) as stranger:
+            stranger.recv(4096)
+            stranger.sendall(sent)
+            wait_until(lambda: _is_closed(stranger))
+    wait_until(lambda: bool(secure.refusals))
+    assert [(each.kind, each.source) for each in secure.refusals] == [("no_secret", "127.0.0.1")]
+
+
+def test_a_stranger_that_breaks_the_records_of_tls_is_reported(secure: Donor) -> None:
+    """He starts TLS, and then goes on without it."""
+    with socket.create_connection(("127.0.0.1", secure.server.port), DEADLINE) as stranger:
+        stranger.recv(4096)
+        descriptor = stranger.dup()
+        with descriptor, tls.connect(stranger)[0]:
+            descriptor.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            wait_until(lambda: bool(secure.refusals))
+    assert [each.kind for each in secure.refusals] == ["no_secret"]
+
+
+def test_a_joiner_that_is_killed_is_no_stranger(secure: Donor, certificate: Certificate) -> None:
+    """Its connection ends in the middle of the handshake of TLS, or after it."""
+    for begun in (b"", b"   ", PLAIN_TEXT["record"][:3]):
+        with socket.create_connection(("127.0.0.1", secure.server.port), DEADLINE) as killed:
+            killed.recv(4096)
+            killed.sendall(begun)
+            killed.shutdown(socket.SHUT_WR)
+            wait_until(lambda: _is_closed(killed))
+    with socket.create_connection(("127.0.0.1", secure.server.port), DEADLINE) as killed:
+        killed.recv(4096)
+        with tls.connect(killed)[0] as secured:
+            secured.shutdown(socket.SHUT_WR)
+            wait_until(lambda: _is_closed(secured))
+    wait_until(lambda: not secure.server._unproved._accepted)  # each of them has been judged
+    assert secure.refusals == []
+
+
 def test_a_host_without_openssl_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """If TLS is configured, the error is reported, and no state is sent without TLS."""
     monkeypatch.setattr(tls, "_COMMAND", ("no-such-openssl",))
