@@ -4,22 +4,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from titan_ft.chaos.orders import Order
 from titan_ft.config import ConfigError
+from titan_ft.launch.group.agent import replace_link
 from titan_ft.launch.group.worker_group import open_log
 from titan_ft.run.appender import FileAppender
 from titan_ft.run.curve_file import CurveFile
+from titan_ft.run.events import Hung
 from titan_ft.run.lighthouse import Announcement
+from titan_ft.run.log import EventLog
+from titan_ft.run.marks import leave_mark
 from titan_ft.system.ownership import no_follow, write_for_owner_only
 from titan_ft.system.run_folder import check_run_folder
 from titan_ft.system.whole_file import write_whole
+from titan_ft.training.checkpoint.damage import FailedLoad
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
@@ -219,6 +227,77 @@ def test_nothing_is_written_through_a_folder_that_is_anothers_link(
         write_whole(folder / "tb" / "index.html", b"")
         assert sorted(path.name for path in home.iterdir()) == ["index.html", "replica_0"]
         assert said == []
+
+
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "announcement": lambda folder: Announcement("http://h:1").write(folder / "run" / "lighthouse"),
+    "link to the latest logs": lambda folder: replace_link(folder / "0", folder / "g" / "latest"),
+    "mark": lambda folder: leave_mark(folder / "rank-0.error.json.left", "left"),
+    "order": lambda folder: ORDER.append_to(folder / "chaos" / "orders.jsonl"),
+    "note of a checkpoint": lambda folder: NOTE.write(folder),
+    "events": lambda folder: EventLog(folder / "events" / "a.jsonl").emit(SECOND),
+}
+ORDER = Order(fault="kill_rank", params={}, seed=0, shot=1)
+NOTE = FailedLoad(save_id="", damaged=True, reason="", by="", time="")
+SECOND = Hung(step=1)
+
+
+@as_root
+@pytest.mark.parametrize("owner", [0, NOBODY])
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_no_writer_writes_through_a_folder_that_is_anothers_link(
+    folder: Path, tmp_path: Path, write: Callable[[Path], None], owner: int
+) -> None:
+    """Not even folders are made there."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (folder / "planted").symlink_to(home)
+    os.chown(folder / "planted", owner, owner, follow_symlinks=False)
+    with contextlib.suppress(OSError):
+        write(folder / "planted")
+    assert any(home.iterdir()) == (owner != NOBODY)
+
+
+def swap_for_link(folder: Path, target: Path) -> None:
+    """Put another user's link in the place of a folder."""
+    folder.rename(folder.with_name("away"))
+    folder.symlink_to(target)
+    os.chown(folder, NOBODY, NOBODY, follow_symlinks=False)
+
+
+@as_root
+def test_a_removed_file_is_not_made_again_through_a_link(folder: Path, tmp_path: Path) -> None:
+    """The folder was the run's own when the file was first opened."""
+    home, file = tmp_path / "home", folder / "events" / "a.jsonl"
+    home.mkdir()
+    appender = FileAppender(file)
+    appender.append(b"{}\n")
+    file.unlink()
+    swap_for_link(file.parent, home)
+    appender.append(b"{}\n")
+    assert appender.stall is not None
+    appender.close(0.0)
+    assert list(home.iterdir()) == []
+
+
+@as_root
+def test_no_next_file_of_events_is_made_through_a_link(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The events go on in the present file."""
+    monkeypatch.setattr("titan_ft.run.log.ROTATE_BYTES", 1)
+    home, file = tmp_path / "home", folder / "events" / "a.jsonl"
+    home.mkdir()
+    log = EventLog(file)
+    log.emit(Hung(step=1))
+    swap_for_link(file.parent, home)
+    log.emit(Hung(step=2))
+    log.close()
+    assert list(home.iterdir()) == []
+    steps = [
+        json.loads(line)["step"] for line in (folder / "away" / "a.jsonl").read_text().splitlines()
+    ]
+    assert steps == [1, 2]
 
 
 @as_root

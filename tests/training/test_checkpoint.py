@@ -950,6 +950,22 @@ def test_a_planted_link_overwrites_no_other_checkpoint(
     assert not (run.folder / "step-5").is_symlink()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_nothing_is_saved_through_a_folder_that_is_anothers_link(
+    make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    """The save fails with a reason, and training goes on."""
+    run, home = make_run(), tmp_path / "home"
+    home.mkdir()
+    run.folder.parent.mkdir(parents=True, exist_ok=True)
+    run.folder.symlink_to(home)
+    os.chown(run.folder, 65534, 65534, follow_symlinks=False)
+    run.train(5)
+    assert list(home.iterdir()) == []
+    (failed,) = run.events.named("checkpoint_failed")
+    assert "a link that belongs to user 65534" in failed["error"]
+
+
 def test_a_step_can_be_saved_again(make_run: Callable[..., Run]) -> None:
     """After a run went back to an earlier checkpoint, its own state of a step takes the place of
     the old one.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from titan_ft.system.ownership import no_follow
+from titan_ft.system.ownership import make_folder, no_follow
 
 LIFETIME_SECONDS = 60.0
 """Agents ignore older orders. An order that no agent took must not strike at an unexpected time."""
@@ -43,7 +43,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
             OSError: the order could not be written whole.
         """
         line = msgspec.json.encode(self) + b"\n"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         fd = no_follow(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             # With one write a reader never sees half an order before a newline, and the lines of

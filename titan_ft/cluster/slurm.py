@@ -29,6 +29,7 @@ from titan_ft.launch.shared_settings import lighthouse_settings, table_overrides
 from titan_ft.options import SlurmSubmit
 from titan_ft.run.held import is_held
 from titan_ft.run.paths import RunPaths
+from titan_ft.system.ownership import make_folder
 from titan_ft.system.run_folder import check_run_folder
 from titan_ft.system.token import check_token, read_token_file
 from titan_ft.system.whole_file import write_whole
@@ -211,7 +212,7 @@ def _prepare(root: Path, token_file: Path | None) -> None:
         OSError: the folder cannot be written.
     """
     for folder in (root / "logs", root / "slurm"):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     _place_token(root / "token", token_file)
     stale = [
         _jobs(root),

@@ -19,6 +19,7 @@ from titan_ft.forecast.table import NOTES, TEXTS, case_notes, case_rows
 from titan_ft.history.report.layers import Axis, Band, Chart, Curve, Layer
 from titan_ft.history.report.page import fill_template
 from titan_ft.history.report.style import STATES
+from titan_ft.system.ownership import make_folder
 from titan_ft.system.whole_file import write_whole
 
 COLOURS = [STATES[state].colour for state in ("training", "recovering", "lost", "waiting")]
@@ -47,7 +48,7 @@ def write_page(folder: Path, cases: Sequence[Case], measured: Measured | None, s
         notes=NOTES,
     ).encode()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         write_whole(folder / "index.html", page)
     except OSError as error:
         raise unwritable("--out", folder, error) from error

@@ -21,6 +21,7 @@ from titan_ft import __version__
 from titan_ft.config import ConfigError, unwritable
 from titan_ft.data.assets import find_config
 from titan_ft.forecast.candidate import Candidate
+from titan_ft.system.ownership import make_folder
 from titan_ft.system.whole_file import write_whole
 
 
@@ -71,7 +72,7 @@ class Sizes:
         if is_final:
             self._known[key] = sizes
             try:
-                self._cache.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(self._cache.parent)
                 write_whole(self._cache, json.dumps(self._known, indent=1).encode())
             except OSError as error:
                 raise unwritable("--out", self._cache.parent, error) from error

@@ -52,7 +52,7 @@ from titan_ft.run.events import LaunchStarted
 from titan_ft.run.held import hold, is_held
 from titan_ft.run.paths import JOB_CURVE, RunPaths
 from titan_ft.run.tail import EventTail
-from titan_ft.system.ownership import no_follow
+from titan_ft.system.ownership import make_folder, no_follow
 from titan_ft.system.run_folder import check_run_folder
 from titan_ft.training.divisions import DEGREES, check_ranks
 
@@ -347,7 +347,7 @@ class LaunchPlan:
                     f"a launch that ended before any step was in {self.paths.root}; it is in "
                     f"{folder.name} now"
                 )
-            self.paths.events.mkdir(parents=True, exist_ok=True)
+            make_folder(self.paths.events)
             given = without_headers(self.config)
             held = (
                 self.paths.config.read_text(encoding="utf-8") if self.paths.config.exists() else ""
@@ -390,7 +390,7 @@ class LaunchPlan:
             ConfigError: another launch uses the directory, or it cannot be written.
         """
         try:
-            self.paths.root.mkdir(parents=True, exist_ok=True)
+            make_folder(self.paths.root)
             # `write` keeps the file, and so the lock on it.
             held = open(  # noqa: SIM115  # closed below
                 self.paths.config, "a", encoding="utf-8", opener=no_follow

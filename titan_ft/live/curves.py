@@ -17,6 +17,7 @@ from titan_ft.live.run_status import RunStatus
 from titan_ft.run.appender import FINISH_SECONDS, retry_waiting
 from titan_ft.run.curve_file import FILE_PREFIX
 from titan_ft.run.paths import RunPaths
+from titan_ft.system.ownership import make_folder
 from titan_ft.system.stop import StopRequests
 from titan_ft.system.whole_file import write_whole
 
@@ -81,7 +82,7 @@ def _clear(folder: Path) -> None:
     Raises:
         OSError: the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for old in folder.glob(f"{FILE_PREFIX}*"):
         old.unlink()
     probe = folder / f".room-{os.getpid()}"

@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from weakref import WeakSet
 
-from titan_ft.system.ownership import check_links
+from titan_ft.system.ownership import make_folder, no_follow
 
 WAITING_BYTES = 16 * 2**20
 """Memory for the waiting records of one file.
@@ -344,10 +344,8 @@ class FileAppender(Appender):
 
     def _open(self) -> int:
         if not self._was_open:
-            check_links(self.path.parent)
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        file = os.open(self.path, flags, 0o644)
+            make_folder(self.path.parent)
+        file = no_follow(str(self.path), os.O_RDWR | os.O_CREAT | os.O_APPEND)
         try:
             # Empty at the second open: this is a new file in place of a removed one. After ESTALE
             # it is the old file, which is not empty.

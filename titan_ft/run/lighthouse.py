@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_ft.system.address import split_address
-from titan_ft.system.ownership import no_follow
+from titan_ft.system.ownership import make_folder, no_follow
 from titan_ft.system.seal import lighthouse_secret
 
 FILE_PREFIX = "file:"
@@ -71,7 +71,7 @@ class Announcement:
         part = self._part(path)
         if part.exists():
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         try:
             with open(part, "w", opener=no_follow) as file:
                 file.write(json.dumps(asdict(self)) + "\n")

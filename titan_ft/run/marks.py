@@ -17,6 +17,7 @@ from pathlib import Path
 from titan_ft.run.error_file import find_file
 from titan_ft.run.events import Drained
 from titan_ft.run.log import EventLog
+from titan_ft.system.ownership import check_links
 
 LEFT = "left"
 TRAINS = "trains"
@@ -26,8 +27,10 @@ def leave_mark(path: Path, word: str) -> None:
     """Leave a word of about twenty characters; it replaces an existing mark.
 
     Raises:
-        OSError: a link cannot be made either, for example on a read-only file system.
+        OSError: a link cannot be made either, for example on a read-only file system, or its folder
+            is another user's link.
     """
+    check_links(path.parent)
     part = path.with_name(f".{path.name}-{os.getpid()}")
     part.unlink(missing_ok=True)  # An earlier process of the same pid may have left one.
     os.symlink(word, part)

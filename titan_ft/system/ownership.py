@@ -15,22 +15,35 @@ ROOT = 0
 
 
 def no_follow(path: str, flags: int) -> int:
-    """Open a file, but not through a symbolic link; an `opener` for `open`.
+    """Open a file, but not through a link that another user may have planted; an `opener` for
+    `open`.
 
-    Another user may plant a link with the name of a log. Through it this process would overwrite a
-    file of its own user, such as ~/.bashrc.
+    Through a link with the name of a log this process would overwrite a file of its own user, such
+    as ~/.bashrc.
 
     Raises:
-        OSError: the last part of the path is a link (ELOOP).
+        OSError: the last part of the path is a link, or another part is a link that `check_links`
+            refuses (ELOOP).
     """
+    check_links(Path(path).parent)
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents, but not through a link that `check_links` refuses.
+
+    Raises:
+        OSError: there is such a link (ELOOP), or the folder cannot be made.
+    """
+    check_links(folder)
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def check_links(folder: Path) -> None:
     """Refuse a path through a link that another user has put into a folder of this user.
 
-    `no_follow` looks at the last part of a path only. Through a folder that is a link, new files
-    would come into a folder that the other user has chosen, and replace files of the same name.
+    Through a folder that is a link, new files would come into a folder that the other user has
+    chosen, and replace files of the same name.
 
     A link in a folder of another user, such as /scratch or a link of a storage's administrator, is
     followed: the user chose this path, and that folder's owner decides about its links anyway.

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from titan_ft.chaos.inside.blackhole import Connection, connected_to
+from titan_ft.system.ownership import make_folder
 from titan_ft.system.process import this_host
 from titan_ft.system.whole_file import write_whole
 
@@ -46,7 +47,7 @@ class Location(msgspec.Struct, frozen=True):
         Raises:
             OSError: the file cannot be written.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         path = folder / f"worker-{self.replica}-{self.rank}.json"
         write_whole(path, msgspec.json.encode(self))
 

@@ -14,6 +14,7 @@ from typing import Any
 from titan_ft.chaos.orders import Order
 from titan_ft.run.events import FaultInjected, FaultSkipped, FaultUndone, Target
 from titan_ft.run.log import EventLog
+from titan_ft.system.ownership import no_follow
 
 PATIENCE_SECONDS = 120.0
 """Longest wait for an occasion, such as a checkpoint or a heal, which may need a restart first."""
@@ -94,8 +95,7 @@ class Task:
         if self._claim is None:
             return True
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            claim = os.open(self._claim, flags, 0o644)
+            claim = no_follow(str(self._claim), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             return False
         os.close(claim)

@@ -36,6 +36,7 @@ from titan_ft.run.events import Batches, Event, StepCommitted, kinds
 from titan_ft.run.log import Place, event_files, read_history, stream
 from titan_ft.run.orphan import end_with_parent
 from titan_ft.run.tail import EventTail
+from titan_ft.system.ownership import no_follow
 from titan_ft.system.whole_file import write_whole
 
 FILE = "reduced.msgpack"
@@ -414,7 +415,7 @@ def _store(folder: Path, found: _KeptRun) -> None:
     if not found.num_bytes:
         write_whole(path, _head() + frame)
         return
-    with path.open("r+b") as file:
+    with open(path, "r+b", opener=no_follow) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.seek(found.num_bytes)
         # Another process may have made the file anew meanwhile, or have appended a frame of the

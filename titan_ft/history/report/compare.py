@@ -29,6 +29,7 @@ from titan_ft.history.report.phases import add_up_job
 from titan_ft.history.report.style import ACCENT
 from titan_ft.history.report.words import DASH
 from titan_ft.history.terminal import make_grid
+from titan_ft.system.ownership import make_folder
 from titan_ft.system.whole_file import write_whole
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def write_comparison(runs: Sequence[RunRecord], names: Sequence[str], folder: Pa
         swatches=COLOURS,
     )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         write_whole(folder / "compare.html", page.encode())
     except OSError as error:
         raise unwritable("--out", folder, error) from error

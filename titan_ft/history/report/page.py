@@ -35,6 +35,7 @@ from titan_ft.history.report.words import DASH, format_duration
 from titan_ft.history.rounds import find_rounds
 from titan_ft.history.summary import summarize
 from titan_ft.history.terminal import format_clock
+from titan_ft.system.ownership import make_folder
 from titan_ft.system.whole_file import write_whole
 
 MARKS = {"holds": ("holds", "✓"), "does not hold": ("fails", "✗"), "not asked": ("quiet", DASH)}
@@ -60,7 +61,7 @@ def write_report(
     """
     page = render(record, PageLinks(run_dir, folder), against).encode()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         write_whole(folder / "index.html", page)
     except OSError as error:
         raise unwritable("--out", folder, error) from error

@@ -97,6 +97,7 @@ from titan_ft.run.output import protect_output
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.refused import emit_refusal
 from titan_ft.run.tail import EventTail, last_error_line
+from titan_ft.system.ownership import make_folder
 from titan_ft.system.process import node_name
 from titan_ft.system.stop import StopRequests
 from titan_ft.system.token import read_token
@@ -561,13 +562,15 @@ class Agent:
 
 
 def replace_link(folder: Path, link: Path) -> None:
-    """Let a symbolic link lead to a folder beside it. Does nothing on a file system without links.
+    """Let a symbolic link lead to a folder beside it.
+
+    Does nothing on a file system without links, or if its own folder is another user's link.
 
     The link is replaced in one operation, so that a reader always finds the old or the new one.
     """
     new = link.with_name(f".{link.name}-{os.getpid()}")
     with contextlib.suppress(OSError):
-        link.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(link.parent)
         new.unlink(missing_ok=True)
         new.symlink_to(folder.name, target_is_directory=True)
         new.replace(link)

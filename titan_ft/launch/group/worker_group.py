@@ -26,7 +26,7 @@ from titan_ft.run.marks import has_left, remove_training_mark
 from titan_ft.run.orphan import PARENT_PID_ENV
 from titan_ft.run.output import choose_native_log
 from titan_ft.system.address import is_unspecified, usable_bind
-from titan_ft.system.ownership import check_links, no_follow
+from titan_ft.system.ownership import make_folder, no_follow
 from titan_ft.system.process import node_name
 
 LOOPBACK = "127.0.0.1"
@@ -278,7 +278,7 @@ class WorkerGroup:
                     # Without the folder there is no error file, and the worker's exception is in
                     # its output only.
                     with contextlib.suppress(OSError):
-                        self._error_files[rank].parent.mkdir(parents=True, exist_ok=True)
+                        make_folder(self._error_files[rank].parent)
                 self._workers[rank] = starter.start(
                     module, args, {**shared, **own}, log, f"{title}{rank}"
                 )
@@ -441,8 +441,7 @@ def open_log(path: Path, mode: Literal["wb", "ab"] = "wb") -> BinaryIO:
     If the log cannot be opened, a line says so, and the returned file is this process's stderr.
     """
     try:
-        check_links(path.parent)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         return open(path, mode, opener=no_follow)
     except OSError as error:
         print(

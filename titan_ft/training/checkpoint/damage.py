@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from titan_ft.host.titan import TRAIN_STATE
+from titan_ft.system.ownership import no_follow
 from titan_ft.training.checkpoint.folder import (
     INDEX,
     MANIFEST,
@@ -86,7 +87,8 @@ class FailedLoad:
             OSError: the note cannot be written.
         """
         path = folder / NOTES.replace("*", uuid.uuid4().hex[:12])
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        with open(path, "w", opener=no_follow) as file:
+            file.write(json.dumps(asdict(self), indent=2) + "\n")
 
 
 def find_defect(folder: Path) -> str:

@@ -44,6 +44,7 @@ from titan_ft.run.events import (
     DataReset,
     SavingBeforeLeaving,
 )
+from titan_ft.system.ownership import check_links
 from titan_ft.training.checkpoint.choice import (
     NO_STEP,
     Choice,
@@ -470,8 +471,13 @@ class ReplicaCheckpoints(HostCheckpoints):
         digests = {} if to_hf else take_digests(states, self.states, self.host.gather)
         if DATALOADER in states:
             states[DATALOADER] |= stock_loaders(states[DATALOADER], self._num_shards)
-        if not to_hf:
-            on_all_ranks(lambda: check_values(states), self.host.gather)
+
+        def check_before_write() -> None:
+            check_links(target.parent)
+            if not to_hf:
+                check_values(states)
+
+        on_all_ranks(check_before_write, self.host.gather)
         save.model_only = TRAIN_STATE not in state_dict
         manifest = dataclasses.replace(
             self._describe(), step=save.step, model_only=save.model_only, digests=digests
