@@ -33,9 +33,10 @@ from titan_ft.run.events import (
     WorkerExited,
     WorkerStarted,
 )
-from titan_ft.run.log import EventLog, decode, encode, read_events, read_history
+from titan_ft.run.excerpt import read_end
+from titan_ft.run.log import EventLog, Place, decode, encode, read_events, read_history, stream
 from titan_ft.run.paths import RunPaths
-from titan_ft.run.tail import EventTail
+from titan_ft.run.tail import EventTail, last_error_line
 
 
 def write(folder: Path, name: str, *lines: bytes | str) -> None:
@@ -127,6 +128,38 @@ def test_an_event_that_is_nested_without_end_is_none() -> None:
     nested = b'{"time": 1.0, "event": "joined", "participants": ' + b"[" * 100_000
     with pytest.raises(ValueError, match="must be a JSON object"):
         decode(nested)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_a_file_of_another_kind_is_an_error(tmp_path: Path, kind: str) -> None:
+    """Such as another user's run: `check` waited for the writer of a pipe, and read /dev/zero until
+    its memory was full.
+    """
+    path = tmp_path / "a.jsonl"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    named = "Is a directory" if kind == "folder" else "a pipe or a device"
+    with pytest.raises(OSError, match=named) as caught:
+        read_history(tmp_path)
+    assert caught.value.filename == str(path)
+    with pytest.raises(OSError, match=named):
+        list(stream(path, Place()))
+    if kind != "folder":
+        assert last_error_line(path) == "(no log)"
+        assert read_end(path) == []
+
+
+def test_an_endless_line_is_no_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reader stops, and names it."""
+    monkeypatch.setattr("titan_ft.run.log.MAX_LINE_BYTES", 1000)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n" + b"x" * 2000)
+    with pytest.raises(ValueError, match=r"a\.jsonl:2 must be at most .* long"):
+        list(stream(path, Place()))
 
 
 def test_threads_and_logs_share_a_file_without_mixing_lines(tmp_path: Path) -> None:

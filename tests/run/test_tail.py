@@ -13,7 +13,7 @@ from tests.event_builder import build
 from titan_ft.run import log
 from titan_ft.run import tail as tail_module
 from titan_ft.run.events import Drained, Event, Hung
-from titan_ft.run.log import EventLog, encode
+from titan_ft.run.log import EventLog, encode, read_history
 from titan_ft.run.tail import EventTail, FileTail, last_error_line
 
 
@@ -204,6 +204,31 @@ def test_another_file_of_the_same_name_is_read_from_its_beginning(tmp_path: Path
     EventLog(other).emit(hung(3))
     other.replace(path)
     assert steps(tail) == [3]
+
+
+def test_an_endless_line_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger's file. The launcher polls ten times a second, and read all of it each time."""
+    monkeypatch.setattr("titan_ft.run.tail.MAX_LINE_BYTES", 100)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"x" * 250)
+    tail = FileTail(path)
+    for _ in range(3):
+        assert tail.poll() == b""
+        assert tail.is_cut
+    assert tail._offset == 200
+    with path.open("ab") as file:
+        file.write(b"\nlast\n" + b"y" * 99 + b"\n")
+    assert tail.poll().splitlines()[1:] == [b"last", b"y" * 99]
+
+
+def test_a_file_larger_than_any_that_is_written_is_not_read(tmp_path: Path) -> None:
+    """A sparse file costs its author nothing."""
+    path = tmp_path / "a.jsonl"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    assert EventTail(tmp_path, from_start=True).poll() == []
+    with pytest.raises(OSError, match="File too large"):
+        read_history(tmp_path)
 
 
 def test_only_what_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from titan_ft.run.events import (
     StepCommitted,
     WorkerExited,
 )
-from titan_ft.run.log import decode
+from titan_ft.run.log import decode, open_lines
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.tail import EventTail, last_error_line
 
@@ -209,7 +209,7 @@ def has_trained(paths: RunPaths) -> bool:
 def _has_commit(path: Path, since: float) -> bool:
     """True if the first step in a worker's events is not older than `since` (Unix seconds)."""
     try:
-        with path.open("rb") as lines:
+        with open_lines(path) as lines:
             for line in lines:
                 with contextlib.suppress(ValueError):  # a damaged line
                     event = decode(line, StepCommitted)

@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from weakref import WeakSet
 
-from titan_ft.system.ownership import make_folder, no_follow
+from titan_ft.system.ownership import make_folder, no_follow, only_files
 
 WAITING_BYTES = 16 * 2**20
 """Memory for the waiting records of one file.
@@ -450,7 +450,7 @@ def is_cut(path: Path) -> bool:
     Raises:
         OSError: the file cannot be read.
     """
-    with path.open("rb") as file:
+    with open(path, "rb", opener=only_files) as file:
         size = file.seek(0, os.SEEK_END)
         if not size:  # A file is made for a first record, so that record is missing.
             return True

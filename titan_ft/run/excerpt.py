@@ -7,6 +7,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from titan_ft.system.ownership import only_files
+
 MAX_BYTES = 262_144
 """Bytes at the end of a log that are read. They contain the traceback of a rank."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -27,7 +29,7 @@ def read_end(log: Path) -> list[str]:
     Empty if the log cannot be read.
     """
     try:
-        with log.open("rb") as file:
+        with open(log, "rb", opener=only_files) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - MAX_BYTES))
             text = file.read().decode(errors="replace")

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import operator
 import os
@@ -15,14 +16,14 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
 from titan_ft.run.appender import FINISH_SECONDS, WAITING_BYTES, FileAppender, Stall
 from titan_ft.run.events import Event, EventsDelayed, EventsDropped, kinds
 from titan_ft.run.paths import RunPaths
-from titan_ft.system.ownership import no_follow
+from titan_ft.system.ownership import no_follow, only_files
 
 _BLOCK_BYTES = 256 * 1024
 _UNSET = (None, -1)
@@ -34,6 +35,9 @@ _WRONG_FIELDS = (
 
 ROTATE_BYTES = 64 * 2**20
 """A process opens its next file of events when the present file has this size."""
+MAX_LINE_BYTES = 16 * 2**20
+"""No event is longer. Without a limit, a damaged file would fill the memory of its reader."""
+_MAX_FILE_BYTES = 16 * ROTATE_BYTES
 
 
 class EventLog:
@@ -260,7 +264,7 @@ def read_history(
     cut: list[str] = []
     for path in event_files(folder):
         start = (known or {}).get(path.name, Place())
-        with path.open("rb") as file:
+        with open_lines(path) as file:
             file.seek(start.num_bytes)
             data = file.read()
         if not data.endswith(b"\n") and (data or not start.num_bytes):
@@ -299,12 +303,17 @@ def stream(path: Path, place: Place) -> Iterator[Event]:
     rest = b""
     while True:
         # Opened for each block: a run may have more files than a process may keep open.
-        with path.open("rb") as file:
+        with open_lines(path) as file:
             file.seek(place.num_bytes + len(rest))
             block = file.read(_BLOCK_BYTES)
         *lines, rest = (rest + block).split(b"\n")
         if not block:
             return
+        if len(rest) > MAX_LINE_BYTES:
+            limit = f"at most {MAX_LINE_BYTES >> 20} MiB long"
+            raise ValueError(
+                f"{path}:{place.num_lines + len(lines) + 1} must be {limit}; remove it"
+            )
         for line in lines:
             place.num_bytes += len(line) + 1
             place.num_lines += 1
@@ -315,6 +324,19 @@ def stream(path: Path, place: Place) -> Iterator[Event]:
                 raise ValueError(f"{path}:{place.num_lines} {error}") from error
             if event is not None:
                 yield event
+
+
+@contextlib.contextmanager
+def open_lines(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file of lines to read it.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger than any process writes.
+    """
+    with open(path, "rb", opener=only_files) as file:
+        if os.fstat(file.fileno()).st_size > _MAX_FILE_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+        yield file
 
 
 def event_files(folder: Path) -> list[Path]:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from titan_ft.run.events import Event
-from titan_ft.run.log import decode
+from titan_ft.run.log import MAX_LINE_BYTES, decode, open_lines
+from titan_ft.system.ownership import only_files
 
 _MAX_LOG_BYTES = 65536
 """Bytes at the end of a log that are searched for its last error."""
@@ -62,9 +63,11 @@ class FileTail:
             self.is_cut = size < self._offset or not size
             if size <= self._offset:
                 return b""
-            with self._path.open("rb") as file:
+            with open_lines(self._path) as file:
                 file.seek(self._offset)
-                data = file.read()
+                data = file.read(MAX_LINE_BYTES)
+                if b"\n" in data:
+                    data += file.read()
         except OSError:
             # The file is missing, or a network file system does not answer at the moment.
             return b""
@@ -72,7 +75,9 @@ class FileTail:
             data = data.partition(b"\0")[0]
         whole = data.rfind(b"\n") + 1
         self.is_cut = whole < len(data)
-        self._offset += whole
+        is_endless = not whole and len(data) == MAX_LINE_BYTES
+        # Pass over an endless line. Otherwise each call would read it again.
+        self._offset += len(data) if is_endless else whole
         return data[:whole]
 
 
@@ -178,7 +183,7 @@ def _last_lines(path: Path, offset: int = 0) -> list[str] | None:
         offset: bytes at the beginning of the log to leave out.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=only_files) as file:
             size = file.seek(0, 2)
             file.seek(max(offset, size - _MAX_LOG_BYTES))
             text = file.read().decode(errors="replace")

@@ -29,6 +29,25 @@ def no_follow(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
+def only_files(path: str, flags: int) -> int:
+    """Open a regular file of a run, which another user may have made; an `opener` for `open`.
+
+    The opening of a named pipe would wait for its writer for good. A device such as /dev/zero has
+    no end.
+
+    Raises:
+        OSError: there is no file, or it is another kind of file.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    raise OSError(errno.EINVAL, "a pipe or a device", path)
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder and its parents, but not through a link that `check_links` refuses.
 

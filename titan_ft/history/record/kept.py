@@ -33,7 +33,7 @@ import msgspec
 from titan_ft import versions
 from titan_ft.history.record.usual_steps import Memory, Reducer, Reduction, WentBackError
 from titan_ft.run.events import Batches, Event, StepCommitted, kinds
-from titan_ft.run.log import Place, event_files, read_history, stream
+from titan_ft.run.log import Place, event_files, open_lines, read_history, stream
 from titan_ft.run.orphan import end_with_parent
 from titan_ft.run.tail import EventTail
 from titan_ft.system.ownership import no_follow
@@ -224,7 +224,7 @@ def _copy(source: _Source | None) -> Place:
 def _load(folder: Path, *, with_events: bool = True) -> _KeptRun | None:
     """Return what is kept, if it can be relied on."""
     try:
-        with (folder / FILE).open("rb") as file:
+        with open_lines(folder / FILE) as file:
             data = file.read()
             inode = os.fstat(file.fileno()).st_ino
         if not data.startswith(_head()):
@@ -390,7 +390,7 @@ def _is_unchanged(path: Path, source: _Source) -> bool:
         return True
     crc = 0
     num_left = num_bytes
-    with path.open("rb") as file:
+    with open_lines(path) as file:
         while num_left:
             data = file.read(min(num_left, 1 << 20))
             if not data:
