@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.event_builder import change
 from titan_ft.history.fold.unit import STEP, Unit
@@ -128,6 +129,20 @@ def test_a_joiner_counts_by_its_part_of_a_round(run_builder: Callable[..., Any])
         begin, end = record.span_us
         shares.append(share * (end - begin) / record.usual_step_us)
     assert shares[0] - shares[1] == pytest.approx(0.8 / 3, rel=0.05)
+
+
+def test_a_resume_may_lower_the_number_of_steps(run: Any) -> None:
+    """Rounds beyond the new last step have no step of their own by the new config; their groups
+    count.
+    """
+    share, _ = effective_training_time(RunRecord(run.events))
+    last = max(run.named("worker_started"), key=lambda event: event.time)
+    last.config = structs.replace(last.config, steps=100)
+    record = RunRecord(run.events)
+    assert record.unit.last == 100
+    lowered, _ = effective_training_time(record)
+    assert lowered is not None
+    assert lowered >= share
 
 
 def test_a_round_of_fragments_has_a_part_of_the_steps(run_builder: Callable[..., Any]) -> None:

@@ -84,7 +84,7 @@ def find_rounds(record: RunRecord) -> RecordedRounds | None:
     made: Counter[int] = Counter(dict.fromkeys(record.groups, 0))
     short = []
     for state in record.chain:
-        length = unit.step_after(state.step) - unit.step_after(state.step - 1)
+        length = unit.steps_of(state.step)
         fewer: dict[int, int | None] = {}
         for group, steps in _count_own_steps(record, state).items():
             if steps:

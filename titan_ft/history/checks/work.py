@@ -140,8 +140,7 @@ def _find_short_rounds(process: ProcessHistory, record: RunRecord) -> Iterator[s
             held_state = False
         elif isinstance(event, StepCommitted):
             made = event.inner_steps
-            # The last round of the training may be shorter.
-            length = unit.step_after(event.step) - unit.step_after(event.step - 1)
+            length = unit.steps_of(event.step)
             if held_state and made is not None and made < length:
                 yield f"group {event.replica} made {made} of {length} of round {event.step}"
             held_state = True

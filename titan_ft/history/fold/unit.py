@@ -50,6 +50,13 @@ class Unit:
             return min(step, self.last)
         return step
 
+    def steps_of(self, commit: int) -> int:
+        """Return the number of torchtitan's steps of one commit; the last round may be shorter.
+
+        0 for a round beyond the last step, as after a resume that lowered the number of steps.
+        """
+        return self.step_after(commit) - self.step_after(commit - 1)
+
     def commits_after(self, step: int) -> int:
         """Return the number of commits up to a step of torchtitan's, such as the step of a
         checkpoint.

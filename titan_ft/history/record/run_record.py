@@ -382,8 +382,7 @@ class RunRecord:
     def _is_whole(self, commits: list[ev.StepCommitted]) -> bool:
         """Return True if all groups took part in a step, and made all steps of a round."""
         if self.unit.method:
-            step = commits[0].step
-            length = self.unit.step_after(step) - self.unit.step_after(step - 1)
+            length = self.unit.steps_of(commits[0].step)
             for commit in commits:
                 # A group that joins during a round makes fewer steps.
                 if commit.inner_steps is not None and commit.inner_steps < length:

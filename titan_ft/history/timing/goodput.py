@@ -187,9 +187,12 @@ def _count_contributors(record: RunRecord, event: StepCommitted) -> float:
     unit = record.unit
     if unit.steps == 1:
         return groups
-    length = unit.step_after(event.step) - unit.step_after(event.step - 1)
+    length = unit.steps_of(event.step)
+    if not length:
+        return groups
     for own in record.commits_of[event.lineage]:
-        if own.rank == 0 and own.contributed and own.inner_steps is not None:
+        is_of_group = own.rank == 0 and own.contributed
+        if is_of_group and own.inner_steps is not None:
             groups -= max(0.0, 1 - own.inner_steps / length)
     return groups
 
@@ -251,17 +254,22 @@ def count_wire_bytes(record: RunRecord) -> tuple[int | None, float | None]:
 
     Each step within a round counts. The bytes that a group sent after its last commit are unknown.
     """
-    known = [event for event in record.of(StepCommitted) if event.wire_bytes is not None]
-    usual = [event for event in record.of(UsualSteps) if event.wire_bytes is not None]
-    if not known and not usual:
-        return None, None
-    sent = sum(event.wire_bytes or 0 for event in known)
-    sent += sum(event.wire_bytes or 0 for event in usual)
-    num_steps = sum(event.inner_steps or 0 for event in known if event.rank == 0)
-    num_steps += sum(event.num_steps for event in usual if event.rank == 0)
+    sent: int | None = None
+    num_steps = 0
+    for event in record.of(StepCommitted):
+        if event.wire_bytes is not None:
+            sent = (sent or 0) + event.wire_bytes
+            if event.rank == 0:
+                num_steps += event.inner_steps or 0
+    for usual in record.of(UsualSteps):
+        if usual.wire_bytes is not None:
+            sent = (sent or 0) + usual.wire_bytes
+            if usual.rank == 0:
+                num_steps += usual.num_steps
     # An old history has no `inner_steps`.
-    per_step = sent / num_steps if num_steps else None
-    return sent, per_step
+    if sent is None or not num_steps:
+        return sent, None
+    return sent, sent / num_steps
 
 
 class _BegunStep(NamedTuple):
