@@ -58,28 +58,27 @@ MAX_CAUSE_CHARACTERS = 60
 
 @dataclass(frozen=True)
 class Transfer:
-    """What the ranks of a group served of one state to a joiner."""
+    """One transfer of state to a joiner, by all ranks of the donor."""
 
     time: float
     """Unix seconds at which the last rank was done."""
     donor: int
     joiner: int
     step: int
-    """Step after which the state is."""
+    """The step after which the donor held this state."""
     num_bytes: int
     """Bytes of all ranks."""
     copy_seconds: float
-    """The copy of the state by the slowest rank: so long training stood still at most."""
+    """The copy of the state by the slowest rank: the longest possible pause of training."""
     serve_seconds: float
-    """The transfer by the slowest rank, beside training."""
+    """The transfer by the slowest rank; training goes on meanwhile."""
 
 
 @dataclass
 class RunSummary:
-    """The figures of one run. Zero, None, empty or "unknown" where it is not in the history."""
+    """The figures of one run. Figures that the history lacks are 0, None, empty or "unknown"."""
 
     outcome: Outcome
-    """What became of it."""
     start: float = 0.0
     """When the job began, in Unix seconds."""
     num_groups: int = 0
@@ -89,9 +88,9 @@ class RunSummary:
     tokens: int = 0
     """Tokens with a label that the steps up to the last one trained on."""
     unit: Unit = STEP
-    """What a commit stands for, and all figures of steps below count: steps, or rounds."""
+    """The unit of all figures of steps below: steps, or rounds."""
     rounds: RecordedRounds | None = None
-    """Who made how many steps of them; None where they are steps."""
+    """The steps of each group in the rounds; None if the groups exchange at each step."""
     steps_committed: int = 0
     """The highest step that a group committed."""
     exchanges_committed: int = 0
@@ -111,7 +110,7 @@ class RunSummary:
     """Forward passes beyond one per batch, by the groups that contributed to the step."""
     num_restarts: int = 0
     num_standby_restarts: int = 0
-    """Those in which a process took over that had imported everything."""
+    """The restarts by forks, which had imported everything already."""
     num_lighthouse_restarts: int = 0
     num_checkpoints: int = 0
     """Checkpoints that are complete, each step once."""
@@ -125,7 +124,7 @@ class RunSummary:
     crashes: list[Crash] = field(default_factory=list)
     """The exceptions that ended groups, each once."""
     hosts: list[HostFigures] = field(default_factory=list)
-    """What ran on each host, and how often it died there; those with the most deaths first."""
+    """The groups, starts and deaths on each host; the hosts with the most deaths come first."""
     heals: list[RecordedHeal] = field(default_factory=list)
     """All transfers of state that were received, those at the start of the run included."""
     transfers: list[Transfer] = field(default_factory=list)
@@ -135,14 +134,10 @@ class RunSummary:
     finite.
     """
     final_digests: DigestVerdict = "unknown"
-    """Whether ranks of the same index ended with the same state in all groups that finished, or
-    left at the end.
-    """
+    """Whether all groups at the end held the same state, rank by rank."""
     finished_replicas: list[int] = field(default_factory=list)
     step_digests: DigestVerdict = "unknown"
-    """Whether those that made the same state held the same bytes of it, wherever they took a
-    digest.
-    """
+    """Whether groups that made the same state had the same digest of it, rank by rank."""
     num_step_digests: int = 0
     """Pairs of a state and a rank that were compared."""
     differing_steps: list[int] = field(default_factory=list)
@@ -245,9 +240,7 @@ def _compare_step_digests(record: RunRecord) -> DigestComparison[tuple[int, str,
 
 
 def _compare_final_digests(record: RunRecord) -> tuple[DigestVerdict, list[int]]:
-    """Compare the digests at the end, by rank; return the verdict and the groups that were
-    there.
-    """
+    """Compare the digests at the end, by rank; return the verdict and the groups at the end."""
     last: dict[tuple[int, int], TrainingFinished | Drained] = {}
     for event in record.of(TrainingFinished) or _last_to_leave(record):
         last[event.replica, event.rank] = event

@@ -57,7 +57,7 @@ class GroupMetrics:
         self._server.close()
 
     def poll(self) -> None:
-        """Take in what is new."""
+        """Take in the new events."""
         events: list[Event] = []
         for tail in self._tails:
             events += tail.poll()

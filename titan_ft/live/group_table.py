@@ -176,7 +176,7 @@ def describe_state(group: GroupStatus) -> str:
     if group.state == LOST and group.step is not None:
         return f"lost since {group.unit.name(group.step)}"
     if group.state == TRAINING and group.waited is not None and not group.waited.seconds:
-        # A wait of 0 s is one that still goes on: the current step cannot be committed yet.
+        # A wait of 0 s still goes on: the current step cannot be committed yet.
         return "waiting"
     return SHOWN.get(group.state, group.state)
 

@@ -77,7 +77,7 @@ class _RecentSteps(NamedTuple):
     """The last steps, over which the rate is measured."""
 
     tokens: int
-    """Of all of these steps but the first, which only begins the time."""
+    """Tokens of these steps without the first, whose commit begins the time."""
     num_steps: int
     """Without the first."""
     seconds: float
@@ -144,7 +144,7 @@ class RunStatus:
         self.num_cut = 0
         """Number of processes whose events cannot be written, as on a full disk."""
         self._seen_cut = (0, 0.0)
-        """The same number at the last look, and the monotonic seconds since which it holds."""
+        """The number at the last look, and the monotonic seconds since which it is the same."""
         self._refusals: set[tuple[str | None, str]] = set()
         """Ports and kinds of the refusals that have a line."""
 

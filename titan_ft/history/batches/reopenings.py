@@ -37,7 +37,7 @@ class Reopenings:
 
     @property
     def unproved(self) -> str:
-        """What is not proved, in a line; empty if all is."""
+        """The openings without a proof, in one line; empty if all are proved."""
         if not self.num_unproved:
             return ""
         return f"{count(self.num_unproved, 'reopening')} of data not proved ({self.reason}); {SEE_REREAD}"
@@ -45,7 +45,7 @@ class Reopenings:
 
 @view
 def find_reopenings(record: RunRecord) -> Reopenings:
-    """Return what the events say of all openings."""
+    """Count all openings, and those without a proof."""
     doubt = _doubt_about_loaders(record.of(LoaderChecked))
     opened = [event for event in record.of(DataOpened) if event.first_batch > 0]
     reasons: list[str] = []
@@ -56,9 +56,13 @@ def find_reopenings(record: RunRecord) -> Reopenings:
         elif doubt:
             first_batch = "; its first batch was right" if event.exact else ""
             reasons.append(f"{doubt}{first_batch}")
-    untold = [where for process in record.processes for where in _untold(process)]
-    reasons += [f"{where}: no event tells how it was opened" for where in untold]
-    return Reopenings(len(opened) + len(untold), len(reasons), reasons[0] if reasons else "")
+    num_openings = len(opened)
+    for process in record.processes:
+        for where in _find_unreported(process):
+            num_openings += 1
+            reasons.append(f"{where}: no event tells how it was opened")
+    first_reason = reasons[0] if reasons else ""
+    return Reopenings(num_openings, len(reasons), first_reason)
 
 
 def _doubt_about_loaders(checks: Sequence[LoaderChecked]) -> str:
@@ -74,19 +78,18 @@ def _doubt_about_loaders(checks: Sequence[LoaderChecked]) -> str:
     return ""
 
 
-def _untold(process: ProcessHistory) -> Iterator[str]:
+def _find_unreported(process: ProcessHistory) -> Iterator[str]:
     """Yield the places at which a process read on in a slot without an event of its opening."""
     ends: dict[int, int] = {}
     first_opened: dict[int, int] = {}
     for event in process.events:
         if isinstance(event, StepCommitted):
             for data in event.readings():
-                known = data.first_batch <= ends.get(data.slot, 0)
-                if (
-                    not known
-                    and first_opened.get(data.slot, data.first_batch + 1) > data.first_batch
-                ):
-                    yield f"slot {data.slot} at batch {data.first_batch}, by {process.name}"
+                first = data.first_batch
+                reads_on = first <= ends.get(data.slot, 0)
+                was_opened = data.slot in first_opened and first_opened[data.slot] <= first
+                if not reads_on and not was_opened:
+                    yield f"slot {data.slot} at batch {first}, by {process.name}"
                 end = data.first_batch + data.num_batches
                 ends[data.slot] = max(end, ends.get(data.slot, 0))
         elif isinstance(event, DataOpened):

@@ -59,13 +59,13 @@ class TrainedBatches:
 
 @dataclass
 class TrainedData:
-    """What the events say of the data that a run trained."""
+    """The data that a run trained, by its events."""
 
     shards: dict[Shard, set[TrainedBatches]] = field(default_factory=lambda: defaultdict(set))
     readers: dict[int, WorkerStarted] = field(default_factory=dict)
-    """By span: the start of a worker that read in it, which says the config."""
+    """For each span, the start of a worker that read in it; the event has the config."""
     unknown: list[str] = field(default_factory=list)
-    """Why something cannot be compared."""
+    """The reasons for which some batches cannot be compared."""
 
     def add_unknown(self, reason: str) -> None:
         """Add a reason, once: many processes may have the same."""
@@ -75,17 +75,17 @@ class TrainedData:
 
 @dataclass
 class Reread:
-    """What came of reading the data of a run again."""
+    """The result of reading the data of a run again."""
 
     num_compared: int = 0
     """Number of trained batches that were compared."""
     num_shards: int = 0
-    """That were read again."""
+    """Number of shards that were read again."""
     differing: list[Finding] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
     def apply(self, found: Audit) -> Audit:
-        """Return the audit with what is known now of the reopenings."""
+        """Return the audit with the findings of the comparison."""
         result = deepcopy(found)
         result.differing += self.differing
         result.unknown += self.unknown

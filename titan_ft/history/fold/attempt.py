@@ -23,30 +23,30 @@ class Attempt:
     replica: int
     number: int
     begin_us: int
-    """Its first event, whoever wrote it."""
+    """The first event, of a worker, the agent or the launcher."""
     last_us: int = 0
-    """Its last event, whoever wrote it."""
+    """The last event, of a worker, the agent or the launcher."""
     last_by_rank: dict[int, int] = field(default_factory=dict)
-    """The last event of each of its workers."""
+    """The last event of each worker."""
     committed_us: int = 0
     """The last commit of rank 0; 0 without any."""
     alive_us: int = 0
     """The last commit, or end of a heal, of rank 0; 0 without any."""
     hung_us: int | None = None
-    """When a rank noticed that it hung."""
+    """When a rank noticed that the group hung."""
     drained_us: int | None = None
-    """When a rank first said that it leaves because it was asked to."""
+    """When a rank first announced that it leaves on request."""
     in_order: bool = False
-    """Whether it finished its step before it left."""
+    """Whether the group finished its step before it left."""
     exit_us: int | None = None
-    """When the agent found the first worker ended, or the launcher its agent and all workers."""
+    """When the agent noticed the end of the first worker, or the launcher that of the agent."""
     end: ev.WorkerExited | ev.AgentEnded | None = None
-    """The end of its first worker, or of its agent, where that was a failure; else None."""
+    """The failure of the first worker, or of the agent; None without a failure."""
     stopped: bool = False
-    """Whether the agent ended it because the run was stopped."""
+    """Whether the agent ended the workers because the run was stopped."""
     gave_up_us: int | None = None
     fault: RecordedFault | None = None
-    """The fault that ended it, as `find_fatal_fault` says; None if none is known to."""
+    """The fault that ended the attempt, by `find_fatal_fault`; None if unknown."""
 
     @property
     def failed(self) -> bool:

@@ -21,18 +21,21 @@ class RecordedFault:
     rank: int | None
     lighthouse: bool
     shot: int | None
-    """Its number in the schedule; one shot may hit several groups."""
+    """The number of the shot in the schedule; one shot may hit several groups."""
     number: int
-    """The ordinal in the run of the fault that it is part of, from 1; see `InjectedFaults`."""
-    undone_us: int | None
-    """When it was undone, as the events or its own parameters say.
+    """The ordinal of the fault in the run, from 1.
 
-    For a lighthouse: when the next one listened.
+    Several events of one shot have the same; see `InjectedFaults`.
+    """
+    undone_us: int | None
+    """The end of the fault by the events, or else by its parameters; None if it has none.
+
+    For a lighthouse: the time at which the next one listened.
     """
 
     @property
     def outcome(self) -> str:
-        """What to expect of the target: see `titan_ft.faults.fault.Outcome`."""
+        """The expected outcome for the target: `titan_ft.faults.fault.Outcome`."""
         return expected_outcome(self.name)
 
     @property
@@ -61,17 +64,15 @@ class InjectedFaults:
 
     def __init__(self) -> None:
         self.by_kind: Counter[str] = Counter()
-        """How many there were of each name since the latest launch began."""
+        """The number of faults of each name since the latest launch began."""
         self.injected: list[RecordedFault] = []
-        """Those of all launches, in order of time."""
+        """The faults of all launches, in order of time."""
         self._num_faults = 0
-        """Of all launches."""
+        """The number of faults of all launches."""
         self._shots: dict[tuple[object, ...], int] = {}
-        """The number of each shot's fault."""
+        """The number of the fault of each shot."""
         self._lasting: dict[object, list[RecordedFault]] = defaultdict(list)
-        """The faults that no event has undone yet, by name, shot and target; of lighthouses in one
-        list.
-        """
+        """The faults that no event has undone yet, by `_lasting_key`."""
         self._last_time = 0.0
         """Unix seconds of the last `fault_injected`."""
 
@@ -81,12 +82,12 @@ class InjectedFaults:
 
     def observe(self, event: ev.Event) -> bool:
         """Take any event, in order of time; return whether it is a new fault."""
-        # A plan that is carried out again numbers its shots anew. A late line says nothing of the
-        # shots after it.
+        # A plan that is carried out again numbers its shots anew. If the line of its start comes
+        # late, shots of this plan are known already: further events of them are no new faults.
         if isinstance(event, ev.ChaosStarted | ev.LaunchStarted) and event.time >= self._last_time:
             self._shots.clear()
         if isinstance(event, ev.LaunchStarted):
-            # Its line may be read after those of its first faults.
+            # The line of the launch may be read after the lines of its first faults.
             name_of: dict[int, str] = {}
             for fault in self.injected:
                 if fault.time_us >= event.time_us:
@@ -147,7 +148,7 @@ def seconds_of(fault: ev.FaultInjected) -> float:
 
 
 def _lasting_key(event: ev.FaultInjected | ev.FaultUndone | ev.LighthouseRestarted) -> object:
-    """Return what a fault and the event of its end have in common."""
+    """Return a key that a fault shares with the event of its end. All lighthouses share one."""
     if isinstance(event, ev.LighthouseRestarted) or event.target.lighthouse:
         return "lighthouse"
     return event.fault, event.shot, event.target

@@ -162,8 +162,8 @@ class GroupFold:
     participants: tuple[int, ...] = ()
     """The groups of that commit, or of the quorum joined last."""
     waited: ev.Waited | None = None
-    """The other group that was awaited longest for that commit; with 0 s, the one that the step
-    under way needs.
+    """The group with the longest wait for that commit; with 0 s, the group that the step under way
+    needs.
     """
     donor: int | None = None
     """The group from which this attempt fetched the state last, or fetches it."""
@@ -201,7 +201,7 @@ class GroupFold:
     has_announced_end: bool = False
     """Whether the group itself announced that the run made its last step."""
     leave_reason: str = ""
-    """Who asked the group to leave, such as "SIGTERM"; empty if nobody did."""
+    """The request to leave, such as "SIGTERM"; empty without one."""
     last_fault: ev.FaultInjected | None = None
     """The fault that was injected into the group last."""
     attempt_with_fault: int | None = None

@@ -12,18 +12,18 @@ from titan_ft.run.events import HostLeft, WorkerExited, WorkerStarted
 
 @dataclass
 class HostFigures:
-    """One host's part in a run."""
+    """The groups, starts and deaths on one host."""
 
     host: str
-    """Its name, without a domain."""
+    """The name without a domain."""
     groups: list[int] = field(default_factory=list)
     """Groups that had workers there."""
     starts: int = 0
     """Workers that were started there."""
     deaths: int = 0
-    """Of them, those that failed or were killed, and not stopped because of another one."""
+    """Workers that failed or were killed; workers that an agent stopped do not count."""
     left: int = 0
-    """How often a group left it because of too many deaths."""
+    """How often a group left the host because of too many deaths."""
 
 
 class HostsFold:

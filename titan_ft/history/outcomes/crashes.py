@@ -17,20 +17,20 @@ class Crash:
     """One exception. Exceptions that differ only in numbers, addresses and ids are the same."""
 
     error: str
-    """Its type and the first line of its message, as it was the first time."""
+    """Type and first line of the message of the first one."""
     count: int
-    """Attempts of groups that ended with it."""
+    """The number of attempts that ended with this exception."""
     replicas: list[int]
-    """Groups that did."""
+    """The groups of these attempts."""
     first: float
     last: float
-    """When it ended one for the first and for the last time; Unix seconds."""
+    """The first and the last end with this exception; Unix seconds."""
     transient: bool
-    """Whether it was of a kind that may go by itself, or injected, each time."""
+    """Whether another attempt could succeed, or the exception was injected, each time."""
     log: str | None
-    """Path of the log that has its last traceback."""
+    """Path of the log with the last traceback."""
     where: str = ""
-    """File and line that raised it the last time; empty if unknown."""
+    """File and line that raised the last one; empty if unknown."""
 
     def describe(self, start: float) -> str:
         """Return it in one line, with the times since `start`."""

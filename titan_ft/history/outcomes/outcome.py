@@ -76,7 +76,9 @@ class Outcome:
     The likeliest cause comes first, and each cause is listed once.
     """
     stopped_by: str
-    """Who stopped the run: "Ctrl-C", "SIGTERM", "--minutes"; empty if nobody did or if unknown."""
+    """The request that stopped the run: "Ctrl-C", "SIGTERM", "--minutes"; empty if unknown, or if
+    the run was not stopped.
+    """
     colour: Colour
 
     def to_dict(self) -> dict[str, Any]:

@@ -45,10 +45,10 @@ FORMAT = 5
 SETTLED_SECONDS = 1.0
 """Events older than this are in their files, whichever host wrote them."""
 MIN_BYTES = 64 * 2**20
-"""So many new bytes of events are reduced. Fewer are read as they are: that takes a second."""
+"""Fewer new bytes of events are not reduced: to read them takes a second."""
 _CHUNK_EVENTS = 4096
 _NICENESS = 15
-"""Of the process beside a launcher: training goes first."""
+"""Niceness of the process that a launcher starts, so that training goes first."""
 _NUMBER_BYTES = 8
 _NUM_NUMBERS = 3
 """A frame begins with the lengths of its index and its part, and their CRC-32."""
@@ -105,7 +105,7 @@ class _KeptRun(msgspec.Struct):
 
 
 class _VersionHeader(msgspec.Struct):
-    """Stands alone before the rest, which only the same version can read."""
+    """The head of the file. Only the same version can read the rest."""
 
     version: str
 
@@ -222,7 +222,7 @@ def _copy(source: _Source | None) -> Place:
 
 
 def _load(folder: Path, *, with_events: bool = True) -> _KeptRun | None:
-    """Return what is kept, if it can be relied on."""
+    """Return the kept events; None if the file is missing, damaged, or of other events."""
     try:
         with open_lines(folder / FILE) as file:
             data = file.read()

@@ -30,9 +30,9 @@ from titan_ft.run import events as ev
 MARGIN = 8
 """Steps before and after an unusual one that keep all of their events."""
 EFFECT_SECONDS = 60.0
-"""So long after an injected fault no step is usual: what the fault does may show late."""
+"""For this long after an injected fault no step is usual, because its effect may show late."""
 STEADY_SECONDS = 0.1
-"""A process whose wall clock parted by more from its monotonic clock has a clock that was set."""
+"""If the wall clock of a process moved this much against its monotonic clock, it was set."""
 LOSS_TOLERANCE = 1e-6
 """Relative difference between a loss and the mean of the participants' own; the same as
 `checks.average` allows.
@@ -85,11 +85,9 @@ class Reduction:
     """The events of a run, reduced."""
 
     events: list[ev.Event] = field(default_factory=list)
-    """All events that are kept as they are, and those that stand for usual steps; nearly in order
-    of time.
-    """
+    """The unchanged events and the `UsualSteps`, nearly in order of time."""
     firsts: list[ev.StepCommitted] = field(default_factory=list)
-    """Of each usual step the first commit of a rank 0."""
+    """The first commit of each usual step by a rank 0."""
 
     @property
     def num_omitted(self) -> int:

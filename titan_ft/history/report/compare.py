@@ -46,7 +46,7 @@ class ComparedFigure:
     values: tuple[str, str]
     details: tuple[str, str]
     difference: str
-    """Of the second run from the first."""
+    """The change from the first run to the second."""
 
 
 def compare_figures(runs: Sequence[RunRecord]) -> list[ComparedFigure]:
@@ -90,7 +90,7 @@ def _describe_difference(first: float | None, second: float | None, *, in_percen
 def compare_facts(
     runs: Sequence[RunRecord],
 ) -> tuple[list[tuple[str, str, str]], list[tuple[str, str]]]:
-    """Return what was run differently, with both values, and what was the same."""
+    """Return the facts that differ, with both values, and the equal facts."""
     first, second = (dict(describe_run(record)) for record in runs)
     different = []
     same = []

@@ -30,12 +30,12 @@ class Recovery:
     time: float
     """Seconds since the beginning."""
     step: int | None
-    """The first step that was committed after it; None if none was."""
+    """The first step that was committed afterwards; None if none was."""
     incident: Incident
 
     @property
     def target(self) -> str:
-        """Its target, in words."""
+        """The groups, or the lighthouse, that the fault hit, in words."""
         if self.incident.replicas:
             return name_groups(self.incident.replicas, self.incident.rank)
         if self.incident.lighthouse:
@@ -89,9 +89,7 @@ def plan_of(record: RunRecord) -> dict[str, Any]:
 
 
 def describe_run(record: RunRecord) -> list[tuple[str, str]]:
-    """Return what was run, when, where and how, as far as the history shows: name and value of each
-    fact.
-    """
+    """Return the known facts of a run, each with its name: date, model, data, machine, config."""
     started = record.of(ev.WorkerStarted)
     setups = [event.setup for event in started if event.setup is not None]
     hosts = {event.host for event in started if event.host}
@@ -104,7 +102,7 @@ def describe_run(record: RunRecord) -> list[tuple[str, str]]:
         ("versions", _list_distinct(map(_describe_versions, setups))),
         ("config", _describe_config(record)),
         ("faults", _describe_faults(record)),
-        # Without a reason the outcome says what is known.
+        # Without a reason, the outcome at the top of the page describes the end.
         ("end", plan_of(record).get("reason", "")),
     ]
     return [(name, text) for name, text in facts if text]
@@ -180,7 +178,7 @@ def _describe_config(record: RunRecord) -> str:
 
 
 def _describe_faults(record: RunRecord) -> str:
-    """Return the number of injected faults by kind, and the plan and the seed behind them."""
+    """Return the number of injected faults by kind, with their plan and seed."""
     injected = count_faults(record)
     if not injected:
         return ""

@@ -28,17 +28,17 @@ class Failed:
     """One reason why attempts of groups ended."""
 
     reason: Reason
-    """The last one, or the one that the outcome names."""
+    """The outcome's reason if it is of this kind, else the latest reason."""
     groups: tuple[int, ...]
     count: int
-    """Attempts of groups that ended for it."""
+    """The number of attempts that ended for this reason."""
     num_injected: int
-    """Those of them that an injected fault ended."""
+    """The number of these attempts that an injected fault ended."""
     first: float
     last: float
-    """When it ended one for the first and for the last time; seconds since the run's begin."""
+    """The first and the last end for this reason; seconds since the run's begin."""
     decisive: bool
-    """Whether the outcome names it: because of it the run failed, or a group is lost for good."""
+    """True if the run failed, or a group is lost for good, for this reason."""
 
     @property
     def place(self) -> str:
@@ -50,7 +50,7 @@ class Failed:
 
     @property
     def injected(self) -> str:
-        """How many of its ends were injected, in words."""
+        """The number of injected ends in words; empty without any."""
         if not self.num_injected:
             return ""
         if self.num_injected == self.count:

@@ -21,7 +21,7 @@ class Curve:
     x: Sequence[float]
     y: Sequence[float | None]
     texts: Sequence[str]
-    """What each point says under the pointer."""
+    """The text of each point under the pointer."""
     stairs: bool = False
     """Whether a value holds until the next one; the area below it is filled then."""
     name: str = ""
@@ -67,7 +67,7 @@ class Marks:
 
     name: str
     symbol: str
-    """As Plotly calls it."""
+    """Plotly's name of the symbol."""
     x: Sequence[float]
     y: Sequence[float]
     texts: Sequence[str]
@@ -102,7 +102,7 @@ class Axis:
     bounds: tuple[float, float] | None = None
     """First the left or lower end; rows count downwards."""
     ticks: Mapping[float, str] | None = None
-    """Where they are and what they say; None leaves it to whoever draws."""
+    """Place and text of each tick; with None, Plotly chooses them."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class StateSpan:
     fine: str
     """One of `intervals.STATES`."""
     detail: str = ""
-    """What the group did, or for whom it waited, in words."""
+    """The activity of the group, or the group that it waited for, in words."""
 
     @property
     def num_us(self) -> int:

@@ -27,7 +27,7 @@ class RankFigures:
     compute_seconds: float
     """Median of its forward and backward passes of a step."""
     times_others: float
-    """That, as a multiple of the median rank's."""
+    """`compute_seconds` as a multiple of the median rank's."""
     memory_bytes: int | None
     """At most."""
     memory_times_others: float | None

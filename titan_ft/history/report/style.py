@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Look(NamedTuple):
-    """How a state is shown, and what it means in words."""
+    """Name, colour and meaning of a state."""
 
     label: str
     colour: str
@@ -43,7 +43,7 @@ STATES: dict[str, Look] = {
     "ended": Look("finished or left", "#b6bdc5", "Finished, or left in order."),
     "unknown": Look("unknown", "#e2e5e9", "No event covers this time."),
 }
-# What the finer states mean, for the hover and for the table of states.
+# The meanings of the finer states, for the texts under the pointer and for the table of states.
 DETAILS: dict[str, str] = {
     "productive": "forward, backward, update",
     "overhead": "between steps",

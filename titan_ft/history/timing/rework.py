@@ -28,7 +28,9 @@ from titan_ft.run.events import (
 )
 
 AGAIN_AND_AGAIN = 3
-"""So many makings of one step, or setbacks in a row without progress, are an offence."""
+"""A step that is made this often, or this many setbacks in a row without progress, are an
+offence.
+"""
 CLOCK_SECONDS = 1.0
 """The clocks of two hosts may differ by this much."""
 _GoesBack = CheckpointLoaded | RolledBack | StartedAnew
