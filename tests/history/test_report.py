@@ -467,7 +467,7 @@ def test_failures_are_those_of_the_fold(short_campaign: list[Event]) -> None:
     failures = find_failures(record)
     assert len(failures) == len(record.fold.failures) > 0
     deaths = {
-        (attempt.replica, attempt.number)
+        (attempt.slot, attempt.number)
         for group in record.attempts.values()
         for attempt in group
         if attempt.failed

@@ -183,7 +183,7 @@ def _find_spans(record: RunRecord, group: int, chain: Sequence[JobState]) -> lis
     span_of: dict[str, _WeightsSpan] = {}
     has_ended = True
     for process in record.processes:
-        if process.replica != group or process.rank != 0:
+        if process.slot != group or process.rank != 0:
             continue
         has_ended = process.exit is not None or process.ended_in_order
         span = _WeightsSpan(Unit.of(process.config), process.events[0].time)

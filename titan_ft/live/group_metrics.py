@@ -41,14 +41,14 @@ class GroupMetrics:
         ConfigError: the place cannot be listened at.
     """
 
-    def __init__(self, place: str, paths: RunPaths, replica: int) -> None:
-        self._replica = replica
+    def __init__(self, place: str, paths: RunPaths, slot: int) -> None:
+        self._slot = slot
         self._status = RunStatus()
         self._tails = [
-            EventTail(paths.events, pattern=pattern) for pattern in paths.group_patterns(replica)
+            EventTail(paths.events, pattern=pattern) for pattern in paths.group_patterns(slot)
         ]
         self._server = MetricsServer.at(
-            self._status.fold, place, {"run_dir": str(paths.root), "replica": str(replica)}
+            self._status.fold, place, {"run_dir": str(paths.root), "replica": str(slot)}
         )
         self.url = self._server.url
 
@@ -66,14 +66,14 @@ class GroupMetrics:
             self._status.observe(event)
             self._server.observe(event)
         groups = self._status.groups
-        if self._replica not in groups:
+        if self._slot not in groups:
             return
         shown = {}
         for slot, group in groups.items():
             # A lost group cannot say so itself, and its own series have vanished: the group that
             # missed it shows it.
             is_lost = group.state == LOST
-            if is_lost or slot == self._replica:
+            if is_lost or slot == self._slot:
                 shown[slot] = group
         self._server.update(shown, num_groups=len(groups))
 
@@ -82,13 +82,13 @@ def main() -> int:
     """Serve until the agent ends."""
     protect_output()
     end_with_parent()
-    place, run_dir, replica = sys.argv[1:]
+    place, run_dir, slot = sys.argv[1:]
     try:
-        metrics = GroupMetrics(place, RunPaths(run_dir), int(replica))
+        metrics = GroupMetrics(place, RunPaths(run_dir), int(slot))
     except ConfigError as error:  # training goes on without
-        print(f"titan_ft: group {replica} serves no metrics: {error}", file=sys.stderr, flush=True)
+        print(f"titan_ft: group {slot} serves no metrics: {error}", file=sys.stderr, flush=True)
         return 1
-    print(f"titan_ft: group {replica}: metrics at {metrics.url}", file=sys.stderr, flush=True)
+    print(f"titan_ft: group {slot}: metrics at {metrics.url}", file=sys.stderr, flush=True)
     while True:
         time.sleep(POLL_SECONDS)
         metrics.poll()

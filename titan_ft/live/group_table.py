@@ -112,7 +112,7 @@ def make_group_table(
     ratios = _compute_ratios(groups)
     if shown is None:
         shown = list(groups.values())
-    rows = [_make_cells(group, ratios.get(group.replica), now) for group in shown]
+    rows = [_make_cells(group, ratios.get(group.slot), now) for group in shown]
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold underline")
     widths = _fit_columns(rows, width)
     for name, least in widths.items():
@@ -124,7 +124,7 @@ def make_group_table(
             min_width=least,
         )
     for group, row in zip(shown, rows, strict=True):
-        styles = _choose_styles(group, ratios.get(group.replica))
+        styles = _choose_styles(group, ratios.get(group.slot))
         table.add_row(*(Text(row[name], style=styles.get(name, "")) for name in widths))
     return table
 
@@ -156,7 +156,7 @@ def _make_cells(group: GroupStatus, ratio: float | None, now: float) -> dict[str
         # The age comes first, because a narrow column cuts off the end.
         fault = f"-{format_clock(now - group.fault_time)} {group.fault}"
     return {
-        "group": str(group.replica),
+        "group": str(group.slot),
         "state": describe_state(group),
         "step": format_number(step),
         "own loss": format_number(own_loss, ".4f"),

@@ -269,29 +269,29 @@ class MetricsServer:
             num_groups: number of groups of the run; None = all are in `groups`.
         """
         self._groups.set(len(groups) if num_groups is None else num_groups)
-        for replica in self._shown.keys() - groups.keys():
-            del self._shown[replica]
-            self._own_seconds.remove(str(replica))
+        for slot in self._shown.keys() - groups.keys():
+            del self._shown[slot]
+            self._own_seconds.remove(str(slot))
             for state in status.STATES:
-                self._state.remove(str(replica), state)
-        for replica, group in groups.items():
-            if self._shown.get(replica) == group:
+                self._state.remove(str(slot), state)
+        for slot, group in groups.items():
+            if self._shown.get(slot) == group:
                 continue
-            if replica not in self._shown:
-                self._create_group_series(str(replica))
-            self._shown[replica] = group
-            self._own_seconds.labels(str(replica)).set(_nan_if_unknown(group.own_seconds))
+            if slot not in self._shown:
+                self._create_group_series(str(slot))
+            self._shown[slot] = group
+            self._own_seconds.labels(str(slot)).set(_nan_if_unknown(group.own_seconds))
             for state in status.STATES:
-                self._state.labels(str(replica), state).set(group.state == state)
+                self._state.labels(str(slot), state).set(group.state == state)
 
-    def _create_group_series(self, replica: str) -> None:
+    def _create_group_series(self, slot: str) -> None:
         """Create a group's counters with 0. Prometheus sees no increase in a series that starts at 1."""
         for metric in (self._heals, self._heal_bytes, self._sent_bytes):
-            metric.labels(replica)
+            metric.labels(slot)
         for standby in ("false", "true"):
-            self._restarts.labels(replica, standby)
+            self._restarts.labels(slot, standby)
         for cause in (*FAILURE_CAUSES, OTHER_CAUSE):
-            self._failures.labels(replica, cause)
+            self._failures.labels(slot, cause)
 
     def _create_fault_series(self) -> None:
         """Create the counters of all faults with 0."""

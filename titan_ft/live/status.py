@@ -50,7 +50,7 @@ STATES = (
 class GroupStatus:
     """The status of one replica group. Figures of its last step are None before the first step."""
 
-    replica: int
+    slot: int
     state: str = WAITING
     step: int | None = None
     """Last committed step, or round."""
@@ -290,12 +290,12 @@ def describe(before: Mapping[int, str], run: RunFold, event: ev.Event) -> str | 
         line = _describe(event, "", STEP)
         if line is not None:
             return line
-    replica = event.replica
-    if replica is None or replica not in run.groups:
+    slot = event.replica
+    if slot is None or slot not in run.groups:
         return None
-    group = run.groups[replica]
-    name = f"group {replica}"
-    state_before = before.get(replica)
+    group = run.groups[slot]
+    name = f"group {slot}"
+    state_before = before.get(slot)
     match event:
         case ev.WorkerExited():
             died = state_of(group, run) == DIED and state_before != DIED and not event.stopped
@@ -323,7 +323,7 @@ def describe(before: Mapping[int, str], run: RunFold, event: ev.Event) -> str | 
         if state_of(group, run) != JOINED or state_before == JOINED:
             return None
         return f"{name} joined: {len(group.participants)} of {len(run.groups)} groups are there"
-    if isinstance(event, _SEEN_BY_ALL) and not _is_first_to_train(run, replica):
+    if isinstance(event, _SEEN_BY_ALL) and not _is_first_to_train(run, slot):
         return None
     return _describe(event, name, run.unit)
 
@@ -449,5 +449,5 @@ def _name_groups(slots: Sequence[int]) -> str:
     return f"{noun} {_list(slots)}"
 
 
-def _list(replicas: Iterable[int]) -> str:
-    return ", ".join(str(replica) for replica in replicas)
+def _list(values: Iterable[int]) -> str:
+    return ", ".join(str(value) for value in values)

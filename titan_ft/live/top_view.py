@@ -102,7 +102,7 @@ def frame(run: RunStatus, name: str, now: float, screen: Screen, *, history: boo
     table = make_group_table(run.groups, until, screen.width, shown, ascii_only=screen.ascii_only)
     ranks = []
     if screen.ranks:
-        groups = [run.fold.groups[group.replica] for group in shown]
+        groups = [run.fold.groups[group.slot] for group in shown]
         ranks = make_rank_lines(groups, run.fold.unit, until, room_of_ranks - 1)
     if ranks:
         ranks = [_make_text(""), *ranks]
@@ -338,10 +338,10 @@ def _choose_groups(run: RunStatus, max_rows: int) -> tuple[list[GroupStatus], st
     groups = list(run.groups.values())
     if max_rows >= len(groups):
         return groups, ""
-    urgent_first = sorted(groups, key=lambda group: (group.state == TRAINING, group.replica))
+    urgent_first = sorted(groups, key=lambda group: (group.state == TRAINING, group.slot))
     # The line about the others needs one of the rows.
     num_shown = max(0, max_rows - 1)
-    shown = sorted(urgent_first[:num_shown], key=lambda group: group.replica)
+    shown = sorted(urgent_first[:num_shown], key=lambda group: group.slot)
     if max_rows <= 0:
         return shown, ""
     hidden = Counter(describe_state(group) for group in groups if group not in shown)

@@ -543,11 +543,11 @@ def _compare_readings(state: JobState, found: Audit) -> None:
     steps = (state.step,)
     counted = _batches_of(state.batches)
     num_readers = Counter[tuple[int, int]]()
-    for replica in sorted(state.read):
-        read = _batches_read(state, replica)
+    for group in sorted(state.read):
+        read = _batches_read(state, group)
         num_readers.update(read)
         for slot, first, count in _ranges(read - counted):
-            wrong = Finding(slot, first, count, steps, f"trained by group {replica}, not counted")
+            wrong = Finding(slot, first, count, steps, f"trained by group {group}, not counted")
             found.conflicts.append(f"{noun} {state.step}: {wrong}")
     read_twice = {batch for batch, number in num_readers.items() if number > 1}
     for slot, first, count in _ranges(read_twice):
@@ -579,10 +579,10 @@ def _reads_as_counted(state: JobState) -> bool:
     return all_have_reported and len(slots) == len(state.read) == len(state.batches)
 
 
-def _batches_read(state: JobState, replica: int) -> set[tuple[int, int]]:
+def _batches_read(state: JobState, group: int) -> set[tuple[int, int]]:
     """Return each (slot, batch) that a group read for a step."""
     found: set[tuple[int, int]] = set()
-    for data in state.read.get(replica, ()):
+    for data in state.read.get(group, ()):
         end = data.first_batch + data.num_batches
         found.update((data.slot, batch) for batch in range(data.first_batch, end))
     return found

@@ -44,7 +44,7 @@ def check_digests(record: RunRecord, found: Judgement) -> None:
     written = _collect_digests(record)
     values = []
     for key, digests in written.items():
-        values += [(key, each.process.replica, each.digest) for each in digests]
+        values += [(key, each.process.slot, each.digest) for each in digests]
     compared = compare_digests(values, record.num_usual_comparisons)
     for lineage, rank in sorted(compared.differing):
         step = record.commits_of[lineage][0].step if lineage in record.commits_of else 0
@@ -112,9 +112,9 @@ def _judge_difference(
     gone: list[_WrittenDigest] = []
     stayed: list[_WrittenDigest] = []
     for each in written:
-        if each.process.replica in named:
+        if each.process.slot in named:
             _object_to_contribution(record, each, step, found)
-            mended.add(each.process.replica)
+            mended.add(each.process.slot)
         elif _was_gone(each):
             gone.append(each)
         else:
@@ -130,7 +130,7 @@ def _judge_difference(
         text = f"digests of one state differ and no digest_mismatch names the group ({who})"
         object_to_absence(record, found, text, written[0].event)
         return
-    mended.update(each.process.replica for each in gone if each.digest not in first_with)
+    mended.update(each.process.slot for each in gone if each.digest not in first_with)
     if mended:
         groups = ", ".join(map(str, sorted(mended)))
         what = f"the digest of group {groups} differed; it was named, and healed or ended"
@@ -188,5 +188,5 @@ def _compare_ends(record: RunRecord, found: Judgement) -> str:
         found.object_to(text, list(last_of.values())[-1])
     if len(end_of) != 1:
         return ""
-    num_groups = len({replica for replica, _ in last_of})
+    num_groups = len({slot for slot, _ in last_of})
     return f"; {count(num_groups, 'group')} finished, with one state"

@@ -79,21 +79,21 @@ def _find_unreported_steps(record: RunRecord) -> list[str]:
         is_usual = state.lineage in record.usual
         if is_usual and not last_missing:
             continue
-        for replica in state.participants & reported.keys():
-            if is_usual or state.lineage in reported[replica]:
-                last_missing.pop(replica, None)
+        for slot in state.participants & reported.keys():
+            if is_usual or state.lineage in reported[slot]:
+                last_missing.pop(slot, None)
                 continue
-            last = last_missing.get(replica)
-            if last is None or _has_started(starts[replica], last.time, state.time):
-                rows[replica].append([])
-            rows[replica][-1].append(state)
-            last_missing[replica] = state
+            last = last_missing.get(slot)
+            if last is None or _has_started(starts[slot], last.time, state.time):
+                rows[slot].append([])
+            rows[slot][-1].append(state)
+            last_missing[slot] = state
     found = []
-    for replica, rows_of_group in sorted(rows.items()):
+    for slot, rows_of_group in sorted(rows.items()):
         for row in rows_of_group:
             if len(row) > 1:
                 steps = f"{record.unit.noun}s {row[0].step} to {row[-1].step}"
-                found.append(f"group {replica} took part in {steps}, and no event of it says so")
+                found.append(f"group {slot} took part in {steps}, and no event of it says so")
     return found
 
 
@@ -110,9 +110,9 @@ def _find_steps_unreported_by_rank(record: RunRecord) -> list[str]:
         # Each launch counts attempts from 0, and a resume may give a group fewer ranks: without the
         # number of the launch, ranks that no longer exist would seem to be silent.
         launch = bisect_right(launches, process.events[0].time)
-        attempts[launch, process.replica, process.attempt].append(process)
+        attempts[launch, process.slot, process.attempt].append(process)
     found = []
-    for (_, replica, attempt), processes in attempts.items():
+    for (_, slot, attempt), processes in attempts.items():
         made: dict[int, set[str]] = defaultdict(set)
         for process in processes:
             made[process.rank].update(commit.lineage for commit in process.commits())
@@ -122,7 +122,7 @@ def _find_steps_unreported_by_rank(record: RunRecord) -> list[str]:
         for rank, own in made.items():
             num_missing = len(made_by_any - own)
             if num_missing > 1:
-                who = f"group {replica}, attempt {attempt}, rank {rank}"
+                who = f"group {slot}, attempt {attempt}, rank {rank}"
                 steps = record.unit.count(num_missing)
                 found.append(f"{who} tells nothing of {steps} that other ranks of its group made")
     return found
@@ -159,7 +159,7 @@ def check_whole(record: RunRecord, found: Judgement) -> None:
     _check_end(record, found)
     started = {(event.pid, event.replica) for event in record.of(WorkerStarted)}
     for process in record.processes:
-        if (process.pid, process.replica) not in started:
+        if (process.pid, process.slot) not in started:
             found.unknown.append(
                 f"the history is cut: the first events of {process.name} are missing"
             )
@@ -167,7 +167,7 @@ def check_whole(record: RunRecord, found: Judgement) -> None:
     participants: set[int] = set()
     for point in record.curve:
         participants.update(point.event.participants)
-    silent = sorted(participants - {process.replica for process in record.processes})
+    silent = sorted(participants - {process.slot for process in record.processes})
     if silent:
         who = f"groups {silent} took part in {record.unit.noun}s"
         found.unknown.append(f"the history is cut: {who} and have no events of their own")
@@ -214,8 +214,8 @@ def _check_end_of_launch(record: RunRecord, found: Judgement) -> None:
 
 def _check_end_of_groups(record: RunRecord, found: Judgement) -> None:
     """Check that each group of a run without a launcher finished or left."""
-    last_of = {(process.replica, process.rank): process for process in record.processes}
-    without_end = {process.replica for process in last_of.values() if not process.ended_in_order}
+    last_of = {(process.slot, process.rank): process for process in record.processes}
+    without_end = {process.slot for process in last_of.values() if not process.ended_in_order}
     # Promise 8 asks whether an event names the lost groups.
     lost = {group.slot for group in find_outcome(record).lost}
     running = sorted(without_end - lost)

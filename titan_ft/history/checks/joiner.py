@@ -95,7 +95,7 @@ def find_joinings(record: RunRecord) -> list[Joining]:
     joinings_of: dict[int, list[Joining]] = defaultdict(list)
     for process in record.processes:
         if process.rank == 0:
-            joinings_of[process.replica] += _find_joinings_of(process)
+            joinings_of[process.slot] += _find_joinings_of(process)
     waits_for: dict[int, list[StepWait]] = defaultdict(list)
     for wait in find_waits_for_joiners(record):
         waits_for[wait.slot].append(wait)
@@ -133,7 +133,7 @@ def _find_joinings_of(process: ProcessHistory) -> Iterator[Joining]:
         if joining is not None:
             joining = replace(joining, seconds=seconds)
         elif isinstance(event, ev.HealStarted):
-            joining = Joining(process.replica, first.time, seconds, heal=event)
+            joining = Joining(process.slot, first.time, seconds, heal=event)
     if joining is not None:
         yield joining
 
@@ -158,7 +158,7 @@ def _find_fault(record: RunRecord, joining: Joining) -> RecordedFault | None:
     for fault in record.faults:
         fault_end_us = fault.undone_us or fault.time_us
         overlaps = fault.time_us <= end_us and fault_end_us >= begin_us
-        if fault.replica == joining.slot and overlaps:
+        if fault.slot == joining.slot and overlaps:
             return fault
     return None
 

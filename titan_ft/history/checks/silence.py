@@ -117,12 +117,12 @@ def _check_ends(record: RunRecord, found: Judgement) -> None:
     for process in record.processes:
         if process.ended_in_order or process.exit is not None:
             continue
-        was_replaced = process.attempt < record.attempts[process.replica][-1].number
+        was_replaced = process.attempt < record.attempts[process.slot][-1].number
         if was_replaced:
             continue
         if record.launch_end is None:
             # `_check_lost` judges the lost groups.
-            if process.replica not in lost:
+            if process.slot not in lost:
                 without_end.append(process.name)
         elif launch_failure:
             # For example, its agent was killed, and the launcher reports that the group failed.

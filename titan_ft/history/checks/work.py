@@ -221,7 +221,7 @@ class _WastedPasses:
 
     def _why_void(self) -> str | None:
         """Return why the gradients of a step do not count, if the events say so."""
-        if self._process.replica in self._excluded_slots:
+        if self._process.slot in self._excluded_slots:
             return "gradients that were not finite"
         if self._is_cut:
             return "events that are missing may say why"

@@ -20,7 +20,7 @@ from titan_ft.run import events as ev
 class Attempt:
     """One attempt of a group; times in Unix microseconds."""
 
-    replica: int
+    slot: int
     number: int
     begin_us: int
     """The first event, of a worker, the agent or the launcher."""
@@ -171,7 +171,7 @@ def find_fatal_fault(
     not_survived = None
     for fault in faults:
         is_in_time = since <= fault.time_us <= attempt.exit_us
-        if fault.replica != attempt.replica or not is_in_time:
+        if fault.slot != attempt.slot or not is_in_time:
             continue
         if fault.deadly:
             fatal = fault

@@ -16,7 +16,7 @@ class RecordedFault:
 
     time_us: int
     name: str
-    replica: int | None
+    slot: int | None
     """None where it hit no group, but the lighthouse or whichever group comes first."""
     rank: int | None
     lighthouse: bool

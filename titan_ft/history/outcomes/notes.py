@@ -193,9 +193,9 @@ def find_notes(record: RunRecord) -> list[Note]:
     return notes
 
 
-def name_groups(replicas: Iterable[int | None], rank: int | None = None) -> str:
+def name_groups(slots: Iterable[int | None], rank: int | None = None) -> str:
     """Return groups, and their rank if one is given, in words."""
-    known = sorted(replica for replica in replicas if replica is not None)
+    known = sorted(slot for slot in slots if slot is not None)
     noun = "group" if len(known) == 1 else "groups"
     groups = f"{noun} {_list(known)}"
     if rank is None:

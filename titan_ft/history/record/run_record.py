@@ -56,7 +56,7 @@ class ProcessHistory:
     it wrote them.
     """
 
-    replica: int
+    slot: int
     rank: int
     attempt: int
     pid: int
@@ -66,7 +66,7 @@ class ProcessHistory:
 
     @property
     def name(self) -> str:
-        return f"group {self.replica}, attempt {self.attempt}, rank {self.rank}"
+        return f"group {self.slot}, attempt {self.attempt}, rank {self.rank}"
 
     @cached_property
     def config(self) -> ev.WorkerConfig | None:
@@ -259,7 +259,7 @@ class RunRecord:
                 ended.exit = exit
         dead_agents = {(event.replica, event.attempt): event for event in self.of(ev.AgentEnded)}
         for process in found.values():
-            process.exit = process.exit or dead_agents.get((process.replica, process.attempt))
+            process.exit = process.exit or dead_agents.get((process.slot, process.attempt))
         return list(found.values())
 
     @property
@@ -272,7 +272,7 @@ class RunRecord:
         """The attempts of each group that have events, in order."""
         groups: dict[int, list[Attempt]] = defaultdict(list)
         for attempt in sorted(self.fold.attempts.values(), key=lambda attempt: attempt.number):
-            groups[attempt.replica].append(attempt)
+            groups[attempt.slot].append(attempt)
         for attempts in groups.values():
             since = 0
             for attempt in attempts:

@@ -254,22 +254,22 @@ def draw_groups(record: RunRecord) -> Chart | None:
         targets = {fault.target for fault in without_group}
         names.append("lighthouse" if targets == {"lighthouse"} else "no group")
     places: dict[int, float] = {}
-    for replica in sorted(line.groups):
-        places[replica] = float(len(names))
-        names.append(f"group {replica}")
+    for slot in sorted(line.groups):
+        places[slot] = float(len(names))
+        names.append(f"group {slot}")
     spans, thinned = thin_rows(find_state_spans(record))
     boxes: BoxesByState = defaultdict(list)
-    for replica, row in spans.items():
+    for slot, row in spans.items():
         for span in row:
             start = span.start_us / 1e6 - record.begin
             width = span.num_us / 1e6
-            text = f"group {replica} at {format_clock(start)}: {STATES[span.state].label}, {format_duration(width)}"
+            text = f"group {slot} at {format_clock(start)}: {STATES[span.state].label}, {format_duration(width)}"
             if span.detail:
                 text += f" ({span.detail})"
-            boxes[span.state].append((places[replica] + 0.06, start, width, text))
+            boxes[span.state].append((places[slot] + 0.06, start, width, text))
     hits = []
     for fault in faults:
-        rows_hit = [places[replica] for replica in fault.incident.replicas if replica in places]
+        rows_hit = [places[slot] for slot in fault.incident.replicas if slot in places]
         hits += [Hit(fault, fault.time, place - 0.36) for place in rows_hit]
     hits += [Hit(fault, fault.time, 0.05) for fault in without_group]
     caption = "A row for each group."

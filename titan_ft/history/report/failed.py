@@ -68,7 +68,7 @@ def find_failed(record: RunRecord) -> list[Failed]:
     for attempts in record.attempts.values():
         for attempt in attempts:
             if attempt.fault is not None:
-                injected.add((attempt.replica, attempt.number))
+                injected.add((attempt.slot, attempt.number))
     outcome = find_outcome(record)
     decisive_kind = None
     if outcome.reason is not None:

@@ -21,14 +21,14 @@ def thin_rows(rows: Mapping[int, Sequence[StateSpan]]) -> tuple[dict[int, list[S
     First, consecutive steps without trouble become one stretch, so that every trouble stays. If
     there are still too many stretches, each column shows the state that took most of it.
     """
-    whole = {replica: list(row) for replica, row in rows.items()}
+    whole = {slot: list(row) for slot, row in rows.items()}
     if _count_spans(whole) <= MAX_BOXES:
         return whole, ""
-    joined = {replica: join_training(row) for replica, row in whole.items()}
+    joined = {slot: join_training(row) for slot, row in whole.items()}
     if _count_spans(joined) <= MAX_BOXES:
         return joined, " Thinned: steps in a row without trouble are one stretch."
     num_columns = max(1, MAX_BOXES // len(joined))
-    thinned = {replica: thin_columns(row, num_columns) for replica, row in joined.items()}
+    thinned = {slot: thin_columns(row, num_columns) for slot, row in joined.items()}
     columns = f"each of {num_columns:,} columns shows the state that took most of it"
     return thinned, f" Thinned: {columns}."
 

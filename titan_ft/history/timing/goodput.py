@@ -114,11 +114,11 @@ def _add_up_times(record: RunRecord, result: Goodput) -> None:
     result.wall_us = line.wall_us
     result.num_groups = len(line.groups)
     job_us: Counter[str] = Counter()
-    for replica in line.groups:
-        totals = line.totals_us(replica)
-        assert sum(totals.values()) == line.wall_us, f"the time of group {replica} does not add up"
-        result.groups_us[replica] = {state: totals[state] for state in STATES if totals[state]}
-        job_us += Counter(result.groups_us[replica])
+    for slot in line.groups:
+        totals = line.totals_us(slot)
+        assert sum(totals.values()) == line.wall_us, f"the time of group {slot} does not add up"
+        result.groups_us[slot] = {state: totals[state] for state in STATES if totals[state]}
+        job_us += Counter(result.groups_us[slot])
     result.job_us = dict(job_us)
     assert sum(result.job_us.values()) == result.group_us, "the job's time does not add up"
 

@@ -320,17 +320,17 @@ def _time_commits(record: RunRecord) -> dict[int, list[TimedCommit]]:
     Usual steps in a row have one entry, the time of the last.
     """
     found: dict[int, list[TimedCommit]] = defaultdict(list)
-    for replica, commits in record.commits_by_group.items():
+    for slot, commits in record.commits_by_group.items():
         for commit in commits:
             timed = TimedCommit(commit.time_us, commit.attempt, _excess_us(commit, record))
-            found[replica].append(timed)
+            found[slot].append(timed)
     for usual in record.of(UsualSteps):
         if usual.rank == 0:
             # No usual step was late. Without the infinite excess, the many steps since the last
             # entry would look like one long stall.
             timed = TimedCommit(usual.time_us, usual.attempt, excess=float("inf"))
             found[usual.replica].append(timed)
-    return {replica: sorted(commits) for replica, commits in found.items()}
+    return {slot: sorted(commits) for slot, commits in found.items()}
 
 
 def _excess_us(commit: StepCommitted, record: RunRecord) -> float:
@@ -370,9 +370,9 @@ def find_heals(record: RunRecord) -> list[RecordedHeal]:
     for event in record.of(HealFinished):
         events_of[event.replica, event.attempt, event.from_step].append(event)
     heals = []
-    for (replica, attempt, step), events in events_of.items():
+    for (slot, attempt, step), events in events_of.items():
         heal = RecordedHeal(
-            replica,
+            slot,
             attempt,
             time=max(event.time for event in events),
             donor=events[0].donor,
@@ -408,8 +408,8 @@ def _draft_faults(faults: Sequence[RecordedFault]) -> dict[int, _IncidentDraft]:
             time = fault.time_us
             draft = _IncidentDraft(time, time, set(), time, fault.name, fault.category, fault)
             drafts[fault.number] = draft
-        if fault.replica is not None:
-            draft.groups.add(fault.replica)
+        if fault.slot is not None:
+            draft.groups.add(fault.slot)
         fault_end = fault.undone_us or fault.time_us
         draft.reach = max(draft.reach, fault_end)
     return drafts
@@ -430,14 +430,14 @@ def _draft_end(
             begin = end
             if attempt.silent_us is not None:
                 begin = min(end, attempt.silent_us)
-            groups = {attempt.replica}
+            groups = {attempt.slot}
             draft = _IncidentDraft(begin, end, groups, end, attempt.why_ended, attempt.category)
             drafts.append(draft)
     elif attempt.drained_us is not None:
         draft = _find_request_to_leave(attempt, attempt.drained_us, draft_of_fault)
         if draft is None:
             left = attempt.drained_us
-            draft = _IncidentDraft(left, left, {attempt.replica}, left, "drained", None)
+            draft = _IncidentDraft(left, left, {attempt.slot}, left, "drained", None)
             drafts.append(draft)
     if draft is not None:
         draft.ended.append(attempt)
@@ -451,7 +451,7 @@ def _find_request_to_leave(
     for draft in reversed(list(draft_of_fault.values())):
         if draft.fault is None or draft.fault.outcome != "left":
             continue
-        if attempt.replica not in draft.groups:
+        if attempt.slot not in draft.groups:
             continue
         if attempt.begin_us <= draft.time_us <= left_us:
             return draft
@@ -536,7 +536,7 @@ def _find_last_shared_commit(draft: _IncidentDraft, record: RunRecord, commits: 
                 break
             if event.replica in draft.groups:
                 continue
-            if attempt.replica not in event.participants:
+            if attempt.slot not in event.participants:
                 break
             last_us = max(last_us, event.time_us)
     return last_us
@@ -544,7 +544,7 @@ def _find_last_shared_commit(draft: _IncidentDraft, record: RunRecord, commits: 
 
 def _find_first_step_after(attempt: Attempt, commits: Commits) -> int | None:
     """Return the first step that the group committed in a later attempt."""
-    for commit in commits.get(attempt.replica, ()):
+    for commit in commits.get(attempt.slot, ()):
         if commit.attempt > attempt.number:
             return commit.step
     return None
@@ -584,18 +584,18 @@ def _price(
     absences: dict[int, _Absence] = {}
     for attempt in draft.ended:
         since = _find_absent_since(attempt, draft.seconds, failures)
-        absences[attempt.replica] = _find_absence(draft, attempt.replica, since, commits, heals)
+        absences[attempt.slot] = _find_absence(draft, attempt.slot, since, commits, heals)
     deaths = []
     drains = []
     away_seconds: list[float | None] = []
     last_heals: list[RecordedHeal | None] = []
     for attempt in draft.ended:
-        absence = absences[attempt.replica]
+        absence = absences[attempt.slot]
         away_seconds.append(absence.seconds)
         last_heals.append(absence.heal)
         if attempt.failed:
             death = RecordedFailure(
-                attempt.replica,
+                attempt.slot,
                 attempt.number,
                 draft.seconds,
                 attempt.cause,
@@ -608,7 +608,7 @@ def _price(
         if attempt.drained_us is not None:
             time = attempt.drained_us / 1e6
             drain = RecordedDrain(
-                attempt.replica, attempt.number, time, attempt.in_order, stall_seconds
+                attempt.slot, attempt.number, time, attempt.in_order, stall_seconds
             )
             drains.append(drain)
     dropouts = [_price_dropout(failure, draft, stall_seconds, heals) for failure in draft.dropouts]
@@ -662,7 +662,7 @@ def _find_absent_since(attempt: Attempt, time: float, failures: Sequence[Failure
     """
     since = time
     for failure in failures:
-        is_of_attempt = (failure.slot, failure.attempt) == (attempt.replica, attempt.number)
+        is_of_attempt = (failure.slot, failure.attempt) == (attempt.slot, attempt.number)
         if failure.died and is_of_attempt:
             since = min(since, failure.time)
     return since
@@ -670,18 +670,18 @@ def _find_absent_since(attempt: Attempt, time: float, failures: Sequence[Failure
 
 def _find_absence(
     draft: _IncidentDraft,
-    replica: int,
+    slot: int,
     since: float,
     commits: Commits,
     heals: Sequence[RecordedHeal],
 ) -> _Absence:
     """Return the absence of a group whose attempt ended."""
-    ended_number = max(attempt.number for attempt in draft.ended if attempt.replica == replica)
-    own_commits = commits.get(replica, ())
+    ended_number = max(attempt.number for attempt in draft.ended if attempt.slot == slot)
+    own_commits = commits.get(slot, ())
     start = bisect_right(own_commits, draft.seconds, key=lambda event: event.time)
     for commit in own_commits[start:]:
         if commit.contributed and commit.attempt > ended_number:
-            heal = _find_last_heal(heals, replica, draft.seconds, commit.time)
+            heal = _find_last_heal(heals, slot, draft.seconds, commit.time)
             return _Absence(since, commit.time, heal)
     return _Absence(since)
 

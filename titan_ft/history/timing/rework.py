@@ -237,20 +237,20 @@ def _explain(
         if last_commit < launch.time <= time:
             return "a new launch", True
     ended: dict[int, Attempt] = {}
-    for replica, attempts in record.attempts.items():
+    for slot, attempts in record.attempts.items():
         for attempt in attempts:
             if time_before < _find_end(attempt, attempts, time) <= time:
-                ended[replica] = attempt
+                ended[slot] = attempt
     groups_of: dict[str, list[int]] = {}
     is_explained = False
-    for replica, attempt in ended.items():
+    for slot, attempt in ended.items():
         was_asked = attempt.drained_us is not None
         if was_asked or attempt.fault is not None:
             is_explained = True
         why = attempt.why_ended
         if not why:
             why = "left" if was_asked else "ended"
-        groups_of.setdefault(why, []).append(replica)
+        groups_of.setdefault(why, []).append(slot)
     texts = [f"{_name_groups(groups)}: {why}" for why, groups in groups_of.items()]
     return ", ".join(texts) or "no event tells why", is_explained
 
@@ -295,6 +295,6 @@ def _find_offences(setbacks: Iterable[Setback], noun: str) -> Iterator[tuple[Set
             yield setback, f"{steps} made {AGAIN_AND_AGAIN} times: {setback.cause}"
 
 
-def _name_groups(replicas: Sequence[int]) -> str:
-    noun = "group" if len(replicas) == 1 else "groups"
-    return f"{noun} {', '.join(map(str, replicas))}"
+def _name_groups(slots: Sequence[int]) -> str:
+    noun = "group" if len(slots) == 1 else "groups"
+    return f"{noun} {', '.join(map(str, slots))}"

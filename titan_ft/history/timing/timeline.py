@@ -77,10 +77,10 @@ class Timeline:
     def wall_us(self) -> int:
         return self.end_us - self.begin_us
 
-    def totals_us(self, replica: int) -> Counter[str]:
+    def totals_us(self, slot: int) -> Counter[str]:
         """Return a group's microseconds in each state; their sum is exactly `wall_us`."""
         totals = Counter[str]()
-        for interval in self.groups[replica]:
+        for interval in self.groups[slot]:
             totals[interval.state] += interval.num_us
         return totals
 
@@ -90,9 +90,9 @@ def build_timeline(record: RunRecord) -> Timeline:
     """Return the states of all groups from the job's begin to its end."""
     groups: dict[int, tuple[Interval, ...]] = {}
     unfinished: list[Unfinished] = []
-    for replica in record.groups:
-        cutter = GroupCutter(record, replica)
-        groups[replica] = cutter.run()
+    for slot in record.groups:
+        cutter = GroupCutter(record, slot)
+        groups[slot] = cutter.run()
         unfinished += cutter.unfinished
     begin_us, end_us = record.span_us
     return Timeline(begin_us, end_us, groups, tuple(unfinished))
@@ -110,7 +110,7 @@ def _events_of_rank_0(record: RunRecord) -> dict[tuple[int, int], list[ev.Event]
             continue
         for event in process.events:
             if not isinstance(event, ev.Hung):
-                found[process.replica, process.attempt].append(event)
+                found[process.slot, process.attempt].append(event)
     for events in found.values():
         events.sort(key=lambda event: event.time)
     return found
@@ -147,10 +147,10 @@ class GroupCutter:
     `build_timeline` makes one for each group and calls `run` once.
     """
 
-    def __init__(self, record: RunRecord, replica: int) -> None:
+    def __init__(self, record: RunRecord, slot: int) -> None:
         self._record = record
-        self._replica = replica
-        self._attempts = record.attempts.get(replica, [])
+        self._slot = slot
+        self._attempts = record.attempts.get(slot, [])
         self._strip = Strip(*record.span_us)
         self.unfinished: list[Unfinished] = []
         commits = [event for event in self._all_events() if isinstance(event, ev.StepCommitted)]
@@ -191,7 +191,7 @@ class GroupCutter:
 
     def _events_of(self, attempt: Attempt) -> list[ev.Event]:
         """Return the events of rank 0 in an attempt, in order of time."""
-        return _events_of_rank_0(self._record).get((attempt.replica, attempt.number), [])
+        return _events_of_rank_0(self._record).get((attempt.slot, attempt.number), [])
 
     def _all_events(self) -> list[ev.Event]:
         """Return the events of rank 0 in all attempts, one attempt after the other."""
@@ -221,7 +221,7 @@ class GroupCutter:
         """Mark the times for which a fault had frozen the group."""
         over = set(STATES) - _AWAY
         for fault in self._record.faults:
-            if fault.replica == self._replica and fault.outcome == "frozen":
+            if fault.slot == self._slot and fault.outcome == "frozen":
                 resumed = fault.undone_us or self._next_event_us(fault.time_us)
                 self._strip.paint(fault.time_us, resumed, "hung", over, f"stopped ({fault.name})")
 
@@ -447,7 +447,7 @@ class GroupCutter:
         # If the group itself committed this step after its return, the gradient in the step is the
         # one that it computed then, and this one is lost.
         is_made_anew = next_step in self._own_steps
-        is_kept = not is_made_anew and self._replica in self._record.makers.get(next_step, ())
+        is_kept = not is_made_anew and self._slot in self._record.makers.get(next_step, ())
         self.unfinished.append(Unfinished(passes, is_kept, reason))
         if is_kept:
             strip.fill(strip.cursor + compute, "productive")
@@ -473,7 +473,7 @@ class GroupCutter:
         """Return since when an attempt without events after `cursor` hung; None if it did not."""
         noticed = attempt.hung_us or attempt.exit_us or 0
         for fault in self._record.faults:
-            has_hung_group = fault.replica == self._replica and fault.outcome == "hung"
+            has_hung_group = fault.slot == self._slot and fault.outcome == "hung"
             if has_hung_group and cursor <= fault.time_us <= noticed:
                 return fault.time_us
         if attempt.hung_us is None or attempt.hung_us < cursor:
