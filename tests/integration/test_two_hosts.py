@@ -31,7 +31,7 @@ FLAGS = (
     "--model.flavor=tiny",
     "--training.seq_len=32",
     "--training.local_batch_size=2",
-    "--training.steps=150",
+    "--training.steps=400",
     "--fault_tolerance.digest_every=1",
     "--experimental.custom_import=tests.slurm.slow_steps",
 )
