@@ -19,7 +19,7 @@ from titan_ft.forecast.table import percentages
 FOLDER = Path(__file__).parents[1]
 STALLS = ["180 s", "20 s", "2 s"]
 COLOURS = {
-    "steps": "#2b66ab",
+    "useful": "#2b66ab",
     "stall": "#9c1c12",
     "slower": "#f5cf4e",
     "exchange": "#b6bdc5",
@@ -65,7 +65,7 @@ def draw() -> Iterator[str]:
             colour = COLOURS[part]
             yield f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{BAR}" fill="{colour}"/>'
             x += width
-        yield f'<text x="{LEFT + WIDTH + 8}" y="{top + 18}">{shares["steps"]:.1f} %</text>'
+        yield f'<text x="{LEFT + WIDTH + 8}" y="{top + 18}">{shares["useful"]:.1f} %</text>'
     for place, part in enumerate(shown):
         x, top = LEFT + 110 * place - 200, HEIGHT * len(rows) + 14
         yield f'<rect x="{x}" y="{top}" width="12" height="12" fill="{COLOURS[part]}"/>'

@@ -24,7 +24,7 @@ from titan_ft.forecast.choice import (
     advise,
     compare,
     find_turn,
-    half_interval,
+    half_of_interval,
     scaled,
     sensitivity,
 )
@@ -50,7 +50,7 @@ STRATEGIES = {
 
 
 def cases(seeds: int = 4, **changes: Any) -> list[Case]:
-    return compare(read_scenarios(tables(**changes), Path()), seeds=seeds)
+    return compare(read_scenarios(tables(**changes), Path()), num_runs=seeds)
 
 
 def test_groups_beat_restarts_and_the_sentence_says_so() -> None:
@@ -59,7 +59,7 @@ def test_groups_beat_restarts_and_the_sentence_says_so() -> None:
     assert (best.candidate.strategy, best.candidate.groups) == ("groups", 48)
     assert last.candidate.strategy == "restart"
     assert len(case.forecasts) == 5, "a restart is one candidate, whatever the groups are"
-    assert f" (restarts from checkpoints: {100 * last.effective:.1f} %)" in case.advice
+    assert f"restart from checkpoints: {100 * last.effective:.1f} % effective" in case.advice
     assert case.advice.startswith(
         f"Take 48 groups of 2,048: {100 * best.effective:.1f} % effective training time; next"
     )
@@ -119,10 +119,10 @@ def test_no_input_is_named_where_the_closed_forms_are_off() -> None:
     """An advantage that they get wrong by 2 % of it all would turn at a false factor."""
     (case,) = cases(job={"step": 20.0, "groups": [6, 48]})
     best, other = case.forecasts
-    assert "which would be better if" in case.advice or "turns that" in case.advice
+    assert "would be better if" in case.advice or "turns that" in case.advice
     wrong = replace(best, estimate=best.estimate - 0.02)
     assert advise([wrong, other]).endswith(
-        "; the closed forms are too far off here to name an input that would turn that."
+        ". The closed forms are too far off here to name an input that turns that."
     )
 
 
@@ -131,7 +131,7 @@ def test_a_difference_of_chance_is_called_none() -> None:
         failure=[{"name": "any", "mtbf": 1e9, "spacing": "memoryless"}],
         job={"step": 20.0, "groups": [6, 12]},
     )
-    assert case.advice.endswith("which is no difference: its 95 % interval holds 0.")
+    assert "The first two do not differ" in case.advice
 
 
 def test_a_shape_that_does_not_fit_is_left_out() -> None:
@@ -143,16 +143,45 @@ def test_a_shape_that_does_not_fit_is_left_out() -> None:
         return replace(found, bounded=True)
 
     scenarios = read_scenarios(tables(job={"step": 20.0, "groups": [12, 48]}), Path())
-    (case,) = compare(scenarios, seeds=2, refine=refuse)
+    (case,) = compare(scenarios, num_runs=2, fit_to_sizes=refuse)
     assert [each.candidate.groups for each in case.forecasts] == [12]
     assert case.excluded == (
         "48 groups of 2,048: cluster.gpu_memory_gb must hold 90.0 GB and activations, got 80; take larger groups",
     )
-    assert case_notes(case) == [f"Left out: {case.excluded[0]}."]
-    (unbounded,) = cases()
-    assert case_notes(unbounded) == [
-        "The shape is not bounded by memory and exchange: give job.config."
+    runs = "Simulated: 2 runs of 10 d each."
+    assert case_notes(case) == [
+        f"Left out: {case.excluded[0]}.",
+        runs,
+        "The shape is not bounded by memory: give cluster.gpu_memory_gb.",
     ]
+    (unbounded,) = cases(2)
+    assert case_notes(unbounded) == [
+        runs,
+        "The shape is not bounded by memory and exchange: give job.config.",
+    ]
+
+
+def test_the_value_of_a_token_may_turn_the_choice() -> None:
+    """Rounds are better by 1 % of all time; a token of theirs that is worth a tenth less is not."""
+    (case,) = cases(
+        rounds={"steps": 30, "value_of_a_token": 1.03}, groups={"stall": 60, "away": 60}
+    )
+    assert case.forecasts[0].candidate.strategy == "rounds"
+    assert "if the value of a token in rounds were 0.92 times as much" in case.advice
+
+
+def test_spares_that_cost_more_than_they_save_are_explained() -> None:
+    """The choice goes by what is paid for, and the sentence says so."""
+    (case,) = cases(
+        cluster={"gpus": 96, "gpus_per_node": 8, "spare_nodes": [0, 1, 8]},
+        job={"step": 20.0, "groups": [2, 4]},
+        failure=[{**MEMORYLESS, "mtbf": "1 d", "breaks": 1.0, "repair": "6 h"}],
+    )
+    for forecast in case.forecasts[:2]:
+        assert f"{100 * forecast.worth:.1f} % of what is paid for" in case.advice
+    assert "1 spare node" in case.advice
+    assert "1 spare nodes" not in case.advice
+    assert "2 groups of 48" in case.advice, "the first two are of one shape"
 
 
 def test_half_and_twice_of_each_input() -> None:
@@ -199,8 +228,8 @@ def test_percentages_add_up_exactly(values: list[float], digits: int) -> None:
 
 
 def test_intervals() -> None:
-    assert half_interval([1.0, 3.0]) == pytest.approx(12.71 * 2**0.5 / 2**0.5, rel=1e-6)
-    runs = tuple(Account(1.0, 1, parts={"steps": share}) for share in (0.3, 0.1, 0.2))
+    assert half_of_interval([1.0, 3.0]) == pytest.approx(12.71 * 2**0.5 / 2**0.5, rel=1e-6)
+    runs = tuple(Account(1.0, 1, parts={"useful": share}) for share in (0.3, 0.1, 0.2))
     assert Forecast(candidate(), 0.0, runs).spread() == pytest.approx((0.11, 0.29))
 
 

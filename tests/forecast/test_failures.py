@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 
-from tests.forecast.scenarios import scenario
+from tests.forecast.scenarios import MEMORYLESS, scenario
 from titan_ft.chaos.plan_file import load_plan
 from titan_ft.chaos.schedule import shots
 from titan_ft.config import ConfigError
 from titan_ft.forecast.candidate import make_candidates
+from titan_ft.forecast.choice import compare
 from titan_ft.forecast.failures import draw_failures
 from titan_ft.forecast.logs import read_faults, read_lanl
 from titan_ft.forecast.scenario import DAY
 from titan_ft.forecast.simulation import simulate
+from titan_ft.forecast.table import case_notes
 from titan_ft.forecast.trace import write_drawn
 
 RACKS = {"gpus": 1024, "gpus_per_node": 8, "domain": [{"name": "rack", "nodes": 16}]}
@@ -215,6 +217,60 @@ def test_a_trace_of_every_effect_is_read_again(tmp_path: Path) -> None:
     assert after.steps == before.steps
     assert abs(after.votes - before.votes) <= 1
     assert vars(other.rates) == pytest.approx(vars(one.rates), rel=0.5)
+
+
+def test_wrong_numbers_of_a_trace_are_found_as_late_as_those_of_a_rate(tmp_path: Path) -> None:
+    """A job that restarts loses half an hour each; found at once, they would cost little."""
+    common: dict[str, Any] = {
+        "cluster": {"gpus": 8, "gpus_per_node": 8},
+        "job": {"step": 20.0},
+        "groups": None,
+        "checkpoint": {"save": 5.0, "interval": 600.0},
+        "restart": {"recover": 60.0},
+    }
+    late = {"name": "sdc", "effect": "corrupt", "found_after": 1800.0}
+    read = scenario(failure=[{**late, "mtbf": "3 h", "spacing": "memoryless"}], **common)
+    write_drawn(tmp_path / "drawn.csv", read, seed=4)
+    listed = {"name": "all", "trace": "drawn.csv"}
+    with pytest.raises(ConfigError, match=r"^failure\[0\]\.found_after must be > 0 with the wrong"):
+        scenario(tmp_path, failure=[listed], **common)
+    again = scenario(tmp_path, failure=[{**listed, "found_after": 1800.0}], **common)
+    (one,), (other,) = make_candidates(read), make_candidates(again)
+    assert simulate(other, 4).effective == pytest.approx(simulate(one, 4).effective, abs=0.01)
+
+
+def test_a_log_needs_the_part_that_breaks(tmp_path: Path) -> None:
+    """Without it, the repairs that the log has would be dropped without a word."""
+    write_lanl(tmp_path / "lanl.csv", ["20,cluster,256,7,6/21/2005 11:54,6/21/2005 14:54,180,"])
+    with pytest.raises(
+        ConfigError, match=r"^failure\[0\]\.breaks must be > 0 with log, got 0; 1 if"
+    ):
+        scenario(tmp_path, failure=[{"name": "lanl", "log": "lanl.csv"}])
+
+
+def test_a_file_is_one_draw_and_ends(tmp_path: Path) -> None:
+    lines = ["time,fault,target", *(f"{3600 * hour},kill_group," for hour in range(1, 25))]
+    (tmp_path / "trace.csv").write_text("\n".join(lines))
+    failure = [{"name": "file", "trace": "trace.csv"}]
+    notes = {}
+    for days in (0.5, 1.0, 30.0):
+        (case,) = compare([scenario(tmp_path, failure=failure, days=days)], num_runs=2)
+        notes[days] = next(note for note in case_notes(case) if "same failures" in note)
+    one_draw = "All runs meet the same failures of file, those of its file"
+    assert notes[0.5] == f"{one_draw} in its first 12 h."
+    assert notes[1.0] == f"{one_draw}."
+    covered = "IT COVERS 1.042 d of 30 d, and then nothing of that kind fails"
+    assert notes[30.0] == f"{one_draw}; {covered}."
+
+
+def test_a_domain_that_begins_below_the_first_node_is_never_hit() -> None:
+    read = scenario(
+        cluster={"gpus": 96, "gpus_per_node": 1, "domain": [{"name": "rack", "nodes": 16}]},
+        job={"step": 20.0, "groups": 4},
+        failure=[{**MEMORYLESS, "domain": "rack", "first_node": 8}],
+    )
+    nodes = {failure.node for failure in draw_failures(read, 0)}
+    assert nodes == {16, 32, 48, 64, 80}
 
 
 def test_a_trace_names_groups_of_the_job(tmp_path: Path) -> None:

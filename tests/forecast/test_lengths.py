@@ -27,14 +27,14 @@ from titan_ft.forecast.lengths import Constant, LogNormal, Samples, Uniform, Wei
 )
 def test_draws_have_the_mean(length: Weibull) -> None:
     number = 40_000
-    drawn = fmean(length.draw((place + 0.5) / number) for place in range(number))
+    drawn = fmean(length.quantile((place + 0.5) / number) for place in range(number))
     assert drawn == pytest.approx(length.mean, rel=0.01)
 
 
 def test_a_log_normal_has_its_quantiles() -> None:
     length = LogNormal(60.0, 600.0)
-    assert length.draw(0.5) == pytest.approx(60.0)
-    assert length.draw(0.99) == pytest.approx(600.0)
+    assert length.quantile(0.5) == pytest.approx(60.0)
+    assert length.quantile(0.99) == pytest.approx(600.0)
 
 
 def test_what_was_cut_off_makes_the_mean_longer() -> None:
@@ -60,7 +60,7 @@ def test_a_fit_recovers_the_shape(shape: float) -> None:
     rng, life = random.Random(1), Weibull(100.0, shape)
     inside = 0
     for _ in range(100):
-        lives = [life.draw(rng.random()) for _ in range(500)]
+        lives = [life.quantile(rng.random()) for _ in range(500)]
         end = 150.0  # an observation that ends cuts the longer ones off
         fit = fit_weibull(
             [each for each in lives if each <= end], [end for each in lives if each > end]

@@ -16,12 +16,15 @@ from tests.history.histories import calm_run, commit, fault, killed_run, say
 from titan_ft.config import ConfigError
 from titan_ft.forecast.candidate import Candidate, make_candidates
 from titan_ft.forecast.choice import run_seeds
+from titan_ft.forecast.closed_forms import estimate
 from titan_ft.forecast.failures import draw_failures
 from titan_ft.forecast.from_run import scenarios_like
 from titan_ft.forecast.lengths import LogNormal
 from titan_ft.forecast.measured import Measured, measure, resample
 from titan_ft.forecast.simulation import simulate
 from titan_ft.history.record.run_record import RunRecord
+from titan_ft.history.timing.goodput import effective_training_time
+from titan_ft.history.timing.incidents import find_failures
 from titan_ft.run.events import Event
 
 STALL = {"median": 1.8, "p99": 6.0}
@@ -48,7 +51,7 @@ def test_a_run_with_one_kill() -> None:
     )
     assert found.rejoin is not None
     assert found.rejoin.values == [pytest.approx(0.0)]
-    assert (found.drag, found.num_away) == (pytest.approx(0.0), 3)
+    assert (found.drag, found.num_drag_steps) == (pytest.approx(0.0), 3)
     assert found.kinds == {"SIGKILL": 1}
     rows = {name: basis for name, _, basis in found.observations()}
     assert rows["away until it could join"] == "1 observations"
@@ -106,6 +109,66 @@ def test_without_failures_costs_are_unknown() -> None:
     ):
         scenarios_like(found, 1)
     assert measure([RunRecord([say(0.0, "launch_started", replicas=2)])]) is None
+
+
+def test_steps_that_vary_count_as_in_the_report() -> None:
+    """Without a failure: of each step no more than the median counts, so 1.0 of 1.2 s on average."""
+    events: list[Event] = [say(0.0, "launch_started", replicas=2)]
+    time = 0.0
+    for number in range(1, 301):
+        time += 1.6 if number % 3 == 0 else 1.0
+        events += [commit(time, number, group, participants=[0, 1]) for group in (0, 1)]
+    _, in_training = effective_training_time(RunRecord(events))
+    found = measured_of(events)
+    assert in_training is not None
+    assert found.step == pytest.approx(1.2, abs=0.01)
+    assert found.usual_step / found.step == pytest.approx(in_training, abs=0.01)
+    job = candidate(
+        failure=[{"name": "any", "mtbf": 1e9, "spacing": "memoryless"}],
+        job={"step": found.step, "usual_step": found.usual_step, "groups": 2},
+        cluster={"gpus": 2, "gpus_per_node": 1},
+    )
+    assert simulate(job, 0, 1000.0).effective == pytest.approx(in_training, abs=0.01)
+    assert estimate(job) == pytest.approx(in_training, abs=0.01)
+
+
+def test_a_group_that_hung_first_is_not_away_for_longer() -> None:
+    """It contributed last at 11 s, the fault was noticed at 12.5 s; it is back at 19 s."""
+    record = RunRecord(killed_run())
+    (failure,) = find_failures(record)
+    assert failure.back is not None
+    assert failure.back - failure.time == pytest.approx(19.0 - 12.5)
+
+
+def test_a_group_that_returns_in_the_first_steps_is_no_cut_observation() -> None:
+    events = [say(0.0, "launch_started", replicas=2)]
+    events += [commit(10.0, 1, group, participants=[0, 1]) for group in (0, 1)]
+    events.append(fault(11.0, "kill_group", 1))
+    events.append(say(11.0, "worker_exited", 1, signal="SIGKILL", stopped=False))
+    for number in range(2, 30):
+        for group in (0, 1):
+            attempt = {"attempt": group}
+            events.append(commit(10.0 * number, number, group, participants=[0, 1], **attempt))
+    found = measured_of(events)
+    assert found.away is not None
+    assert (found.away.number, found.away.censored) == (1, 0)
+    assert found.away.mean < 20.0
+
+
+def test_a_run_with_checkpoints_is_forecast_with_them() -> None:
+    """A checkpoint each 4 steps of 1 s, which takes 0.5 s."""
+    events = killed_run()
+    for step in (4, 8):
+        events.append(say(float(step), "checkpoint_saved", 0, step=step, seconds=0.5))
+    found = measured_of(sorted(events, key=lambda event: event.time))
+    assert (found.save, found.save_interval) == (0.5, pytest.approx(4.0))
+    for scenario in scenarios_like(found, 1):
+        assert scenario.checkpoint is not None
+        assert (scenario.checkpoint.save, scenario.checkpoint.interval) == (
+            0.5,
+            found.save_interval,
+        )
+        assert scenario.job.usual_step == found.usual_step
 
 
 def job_of_tests() -> Candidate:

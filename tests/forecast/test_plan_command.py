@@ -140,7 +140,7 @@ def test_the_charts_are_plotlys(scenario: Path) -> None:
     from plotly.graph_objects import Figure
 
     scenario.write_text(SCENARIO.replace("[0, 24]", "24"))
-    charts = draw_charts(compare(load_scenarios(scenario), seeds=2)[0])
+    charts = draw_charts(compare(load_scenarios(scenario), num_runs=2)[0])
     assert charts.keys() == {"group-size", "mtbf", "spares"}
     for chart in charts.values():
         drawn = make_figure(chart)
@@ -291,13 +291,14 @@ def test_the_drawn_failures_as_a_trace(
     )
     number = int(re.findall(r"(\d+) faults", capsys.readouterr().out)[0])
     lines = (tmp_path / "drawn.csv").read_text().splitlines()
-    assert lines[:4] == [
+    assert lines[:5] == [
         "# drawn by titan-ft plan: seed 3, 3 days, 6 groups",
         "# of the lists the first case: cluster.spare_nodes = 0",
         "# of the lists the first case: job.groups = 6",
+        "# left out: repairs, for chaos breaks no node",
         "time,fault,target,params",
     ]
-    assert len(lines) == number + 4
+    assert len(lines) == number + 5
 
 
 def test_the_validation_set_is_a_table(
@@ -351,8 +352,14 @@ def test_the_validation_set_is_a_table(
             "--chaos blog_15s --from x --out x",
             "--out must come with SCENARIO or --like, got --chaos; leave it out",
         ),
-        ("--chaos blog_15s --from x --minutes nan", "--minutes must be a number > 0, got nan"),
-        ("--chaos blog_15s --from x --minutes 0", "--minutes must be a number > 0, got 0.0"),
+        (
+            "--chaos blog_15s --from x --minutes nan",
+            "--minutes must be a number > 0, at most 1,000,000, got nan",
+        ),
+        (
+            "--chaos blog_15s --from x --minutes 0",
+            "--minutes must be a number > 0, at most 1,000,000, got 0.0",
+        ),
         ("--validate --seeds 1000000", "--seeds must be from 2 to 10000, got 1000000"),
         ("--like gone", "--like must be the folder of a run, got gone"),
         ("--validate --seeds 1", "--seeds must be from 2 to 10000, got 1"),

@@ -48,7 +48,8 @@ def drawn(seed: int) -> dict[str, Any]:
         failures.append({"name": f"{number}", **rate, **choose(SPACINGS), **choose(EFFECTS)})
     has_plan = rng.random() < 0.2
     if has_plan:
-        failures.append({"name": "plan", "chaos": "campaign", "seed": seed})
+        plan = {"name": "plan", "chaos": "campaign", "seed": seed, "found_after": 20.0}
+        failures.append(plan)
     cluster = {"gpus": nodes, "gpus_per_node": 1, "domain": [{"name": "rack", "nodes": 2}]}
     if rng.random() < 0.6:
         cluster["spare_nodes"] = choose([0, 1, 5])
@@ -85,8 +86,10 @@ def test_the_time_adds_up(seed: int) -> None:
         account = simulate(candidate, seed)
         assert math.fsum(account.shares().values()) == pytest.approx(1.0, abs=1e-9)
         assert min(account.parts.values()) >= 0
-        single = simulate(candidate, seed, commit=lambda time, groups: None)
-        assert single.parts == pytest.approx(account.parts, rel=1e-6, abs=1e-3)
+        single = simulate(candidate, seed, on_commit=lambda time, groups: None)
+        # A failure at the very end of a step may come before it or after it, by rounding.
+        step = 2 * candidate.step * candidate.groups
+        assert single.parts == pytest.approx(account.parts, rel=1e-6, abs=step)
         assert (single.steps, single.failures) == (account.steps, account.failures)
 
 
@@ -106,12 +109,14 @@ def drawn_mildly(seed: int) -> dict[str, Any]:
     cluster = {"gpus": nodes, "gpus_per_node": 1, "domain": [{"name": "rack", "nodes": 2}]}
     if rng.random() < 0.5:
         cluster["spare_nodes"] = choose([0, 2, 30])
+    service = [{"every": choose([3600.0, 28_800.0]), "nodes": 1, "lasts": 7200.0}]
     checkpoint = choose([None, {"save": 3.0}, {"save": 0.0, "interval": 60.0}])
     return {
         "days": 3.0,
         "cluster": cluster,
         "job": {"step": choose([1.0, 5.0]), "groups": groups},
         "failure": failures,
+        "maintenance": choose([None, None, service]),
         "checkpoint": checkpoint,
         "restart": None if checkpoint is None else {"recover": choose([10.0, 60.0])},
         "groups": {

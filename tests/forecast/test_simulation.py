@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -114,7 +115,7 @@ def test_the_form_of_rounds(groups: int) -> None:
         rounds={"steps": 30},
         failure=[{**MEMORYLESS, "mtbf": 3600.0}],
     )
-    rounds = Candidate(**{**vars(job), "strategy": "rounds", "step": 600.0})
+    rounds = Candidate(**{**vars(job), "strategy": "rounds", "step": 600.0, "usual_step": 600.0})
     simulated = fmean(simulate(rounds, seed, 200 * 3600.0).effective for seed in range(4))
     assert estimate(rounds) == pytest.approx(simulated, rel=0.005)
 
@@ -211,7 +212,8 @@ def test_every_second_of_every_group_is_accounted_for(
         checkpoint={"save": 5.0, "interval": 200.0},
     )
     if strategy == "rounds":
-        job = Candidate(**{**vars(job), "strategy": "rounds", "step": 10 * step, "exchange": 3.0})
+        of_round = {"strategy": "rounds", "step": 10 * step, "usual_step": 10 * step}
+        job = Candidate(**{**vars(job), **of_round, "exchange": 3.0})
     account = simulate(job, seed, 20_000.0)
     assert math.fsum(account.shares().values()) == pytest.approx(1.0, abs=1e-9)
     assert min(account.parts.values()) >= 0
@@ -255,6 +257,142 @@ def test_steps_at_once_are_steps_one_by_one() -> None:
     once, single = simulate(job, 5, DAY), simulate(job, 5, DAY, lambda time, groups: None)
     assert (once.steps, once.votes, once.failures) == (single.steps, single.votes, single.failures)
     assert once.parts == pytest.approx(single.parts, rel=1e-6, abs=1e-3)
+
+
+@pytest.mark.parametrize("step", [0.4, 1.2, 1.6, 1.8, 3.6])
+def test_a_failure_at_the_end_of_a_step_hits_no_step_made_at_once(step: float) -> None:
+    """18 minutes, and a day, are whole numbers of these steps, but for rounding. A jump over calm
+    steps that ended with the failure lost all of them, or died of it.
+    """
+    even = {"name": "even", "mtbf": "18 min", "spacing": "even"}
+    rare = {**MEMORYLESS, "mtbf": "100 d"}
+    service = [{"every": "1 h", "nodes": 1, "lasts": "2 min"}]
+    jobs = [
+        candidate(failure=[even], job={"step": step, "groups": 12}),
+        candidate(failure=[rare], job={"step": step, "groups": 12}, maintenance=service),
+        candidate(
+            failure=[even],
+            groups=None,
+            job={"step": step},
+            checkpoint={"save": 0.0, "interval": 70.0},
+            restart={"recover": 60.0},
+        ),
+    ]
+    for job in jobs:
+        once = simulate(job, 0, 0.4 * DAY)
+        single = simulate(job, 0, 0.4 * DAY, lambda time, groups: None)
+        assert once.effective == pytest.approx(single.effective, abs=2e-3)
+
+
+def test_the_clock_of_training_stands_in_stalls() -> None:
+    """A failure after each 100 s of training, and 7 s of stall, in steps of 10 s."""
+    job = candidate(
+        clock="training",
+        cluster={"gpus": 4, "gpus_per_node": 1},
+        job={"step": 10.0, "groups": 4},
+        failure=[{"name": "even", "mtbf": 104.0, "spacing": "even"}],
+        groups={"stall": 7.0, "away": 20.0},
+    )
+    ends: list[float] = []
+    account = simulate(job, 0, 10_000.0, lambda time, groups: ends.append(time))
+    stalled = [after - before for before, after in pairwise(ends) if after - before > 10.5]
+    assert len(stalled) > 80
+    assert stalled == [pytest.approx(17.0)] * len(stalled), "no failure strikes in a stall"
+    trained = 10_000.0 - 7.0 * len(stalled)
+    assert account.failures == pytest.approx(trained / 104.0, abs=1.0)
+
+
+def test_a_group_that_leaves_in_order_finishes_its_step() -> None:
+    drain = {"name": "drain", "effect": "drain", "mtbf": 1030.0, "spacing": "even"}
+    job = candidate(
+        job={"step": 100.0, "groups": 4}, failure=[drain], groups={"stall": 50.0, "away": 5.0}
+    )
+    account = simulate(job, 0, 10 * DAY)
+    assert account.failures == 838
+    assert account.parts["lost"] <= 4 * 100, "the step that the end of the run cuts off"
+    assert account.parts["stall"] == 0.0
+
+
+def test_a_group_that_is_away_is_no_straggler(tmp_path: Path) -> None:
+    """It dies at 100 s and is back at 300 s. What was found at 400 s was never there."""
+    lines = [
+        "time,fault,target,params",
+        "100,kill_group,0,",
+        "150,slow_rank,0,factor=3 seconds=250",
+        "160,flip_parameter,0,",
+    ]
+    (tmp_path / "trace.csv").write_text("\n".join(lines))
+    job = candidate(
+        tmp_path,
+        cluster={"gpus": 2, "gpus_per_node": 1},
+        job={"step": 1.0, "groups": 2},
+        failure=[{"name": "all", "trace": "trace.csv", "found_after": 200.0}],
+        groups={"stall": 0.0, "away": 200.0},
+    )
+    account = simulate(job, 0, 1000.5)
+    assert account.steps == 1000
+    assert account.parts["away"] == pytest.approx(201.0, abs=1.0)
+
+
+def test_a_straggler_slows_only_the_rest_of_a_step() -> None:
+    """Ten times as slow for 5 s of each 10 minutes: 4.5 s of work are lost, of steps of 20 s."""
+    slow = {"name": "slow", "effect": "slow", "factor": 10.0, "found_after": 5.0, "leaves": False}
+    job = candidate(failure=[{**slow, "mtbf": 600.0, "spacing": "memoryless"}])
+    by_hand = 1 - 4.5 / 600
+    simulated = fmean(simulate(job, seed, 10 * DAY).effective for seed in range(4))
+    assert simulated == pytest.approx(by_hand, abs=1e-3)
+    assert estimate(job) == pytest.approx(by_hand, abs=2e-3)
+
+
+def test_two_stragglers_in_one_group_end_one_by_one(tmp_path: Path) -> None:
+    """The factor is 4 from 100 to 200 s, and 2 until 400 s."""
+    lines = [
+        "time,fault,target,params",
+        "100,slow_rank,0,factor=2 seconds=300",
+        "100,slow_rank,0,factor=4 seconds=100",
+    ]
+    (tmp_path / "trace.csv").write_text("\n".join(lines))
+    job = candidate(
+        tmp_path,
+        cluster={"gpus": 2, "gpus_per_node": 1},
+        job={"step": 1.0, "groups": 2},
+        failure=[{"name": "all", "trace": "trace.csv"}],
+    )
+    account = simulate(job, 0, 500.5)
+    assert account.steps == 100 + 25 + 100 + 100
+
+
+def test_a_step_that_a_death_loses_is_lost_and_its_stall_is_a_stall() -> None:
+    job = candidate(
+        cluster={"gpus": 2, "gpus_per_node": 1},
+        job={"step": 10.0, "groups": 2},
+        failure=[{"name": "even", "mtbf": 105.0, "spacing": "even"}],
+        checkpoint={"save": 30.0, "interval": 110.0},
+        groups={"stall": 60.0, "away": 20.0, "loses": True},
+    )
+    account = simulate(job, 0, 175.0)
+    # Ten steps, one that is lost, its stall; no save is made of it. The other group lost 5 s.
+    assert account.steps == 10
+    assert account.parts["stall"] == pytest.approx(60.0)
+    assert account.parts["checkpoints"] == 0.0
+    assert account.parts["lost"] == pytest.approx(5.0 + 10.0 + 2 * 5.0)
+
+
+def test_a_refused_fault_is_patient_by_the_clock_of_training() -> None:
+    """Stalls before it are no part of its wait."""
+    changes: dict[str, Any] = {
+        "cluster": {"gpus": 4, "gpus_per_node": 1},
+        "job": {"step": 1.0, "groups": 4},
+        "failure": [
+            {"name": "kill", "chaos": "every_60s"},
+            {"name": "more", "mtbf": 120.0, "spacing": "memoryless"},
+        ],
+        "groups": {"stall": 5.0, "away": 28.0},
+    }
+    wall, training = (
+        simulate(candidate(clock=clock, **changes), 0, 36_000.0) for clock in ("wall", "training")
+    )
+    assert training.skipped < 3 * wall.skipped + 10
 
 
 def test_the_same_seed_is_the_same_run_in_every_process() -> None:
@@ -388,9 +526,8 @@ def test_only_a_death_in_the_exchange_stalls_a_round(
         groups={"stall": 5.0, "away": 1000.0},
         rounds={"steps": 10, "exchange": 3.0},
     )
-    rounds = Candidate(
-        **{**vars(found), "strategy": "rounds", "step": 10.0, "exchange": 3.0, "save_every": 1}
-    )
+    of_round = {"strategy": "rounds", "step": 10.0, "usual_step": 10.0, "exchange": 3.0}
+    rounds = Candidate(**{**vars(found), **of_round, "save_every": 1})
     account = simulate(rounds, 0, 100.0)
     assert account.parts["stall"] == pytest.approx(stall)
 

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,14 +24,15 @@ from titan_ft.history.terminal import show
 from titan_ft.options import Planning
 
 MAX_SEEDS = 10_000
+MAX_MINUTES = 1_000_000
 _BESIDE = {
     "SCENARIO": ("--from", "--trace-out", "--out"),
     "--like": ("--out",),
     "--chaos": ("--from", "--chaos-seed", "--minutes"),
     "--validate": (),
 }
-"""The four things to ask for, each with the options that it takes; --json, --seeds and --seed go
-with all."""
+"""The four things to ask for, each with the options that it takes; --json and --seeds go with
+all."""
 
 
 def run(command: Planning, worker_args: Sequence[str]) -> int:
@@ -100,9 +100,14 @@ def _check(command: Planning) -> None:
             "--chaos must come with --from RUN_DIR, got it alone; a run's record has the costs of "
             "failures"
         )
-    if command.minutes is not None and not 0 < command.minutes < math.inf:
+    if command.minutes is not None and not 0 < command.minutes <= MAX_MINUTES:
+        rule = f"must be a number > 0, at most {MAX_MINUTES:,}"
         remedy = "the default is that of the runs"
-        raise ConfigError(f"--minutes must be a number > 0, got {command.minutes}; {remedy}")
+        raise ConfigError(f"--minutes {rule}, got {command.minutes}; {remedy}")
+    if command.seed != 0 and command.trace_out is None:
+        rule = "must come with --trace-out"
+        remedy = "forecasts take the seeds 0, 1, ..., as many as --seeds says"
+        raise ConfigError(f"--seed {rule}, got it alone; {remedy}")
     if not 2 <= command.seeds <= MAX_SEEDS:
         rule = f"must be from 2 to {MAX_SEEDS}"
         raise ConfigError(f"--seeds {rule}, got {command.seeds}; an interval needs two runs")
@@ -172,9 +177,9 @@ def _compare(
         print(f"trace: {command.trace_out}, {number} faults")
         return 0
     folder = command.out or folder
-    bound = Sizes(folder / "sizes.json").bound
+    fit_to_sizes = Sizes(folder / "sizes.json").bound
     try:
-        cases = compare(scenarios, measured, command.seeds, bound)
+        cases = compare(scenarios, measured, command.seeds, fit_to_sizes)
     except ConfigError as error:  # a cost that neither the scenario nor a record has
         raise ConfigError(f"{source}: {error}") from error
     if command.json:

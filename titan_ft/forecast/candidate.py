@@ -77,11 +77,13 @@ class Candidate:
         group_nodes: nodes of a group.
         spares: spare nodes; None if there is always one.
         step: of all groups without failures; of rounds, of a whole round.
+        usual_step: what of it counts as effective; see `Job.usual_step`.
         least: groups without which nobody trains.
         exchange: the part of the exchange that nothing hides, beyond the step.
         save_every: steps between saves; 0 for none.
-        loses: the others lose the step under way when a group dies.
-        bounded: sizes say that a group fits its GPUs, and how long the exchange is.
+        loses_step: the others lose the step under way when a group dies.
+        value_of_a_token: of rounds, compared with one of synchronous training.
+        bounded: sizes say how long the exchange is, and that a group fits its GPUs.
         beyond: how many times the record's pressure; 0 without a record, or within it.
     """
 
@@ -91,13 +93,15 @@ class Candidate:
     group_nodes: int
     spares: int | None
     step: float
+    usual_step: float
     costs: Costs
     rates: Rates
     least: int = 1
     exchange: float = 0.0
     save: float = 0.0
     save_every: int = 0
-    loses: bool = False
+    loses_step: bool = False
+    value_of_a_token: float = 1.0
     bounded: bool = False
     beyond: float = 0.0
 
@@ -114,10 +118,7 @@ class Candidate:
     @property
     def value_of_time(self) -> float:
         """Return useful GPUs for each GPU that is paid for, while all groups train."""
-        value = 1.0
-        if self.strategy == "rounds" and self.scenario.rounds is not None:
-            value = self.scenario.rounds.value_of_a_token
-        return value * self.scenario.cluster.gpus / self.paid_gpus
+        return self.value_of_a_token * self.scenario.cluster.gpus / self.paid_gpus
 
     @property
     def pressure(self) -> float:
@@ -128,15 +129,17 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        spares = "" if self.spares is None else f" with {self.spares} spare nodes"
-        return self.shape + spares
+        if self.spares is None:
+            return self.shape
+        return f"{self.shape} with {self.spares} spare {'node' if self.spares == 1 else 'nodes'}"
 
     @property
     def shape(self) -> str:
         """Return the name without spares."""
         if self.strategy == "restart":
             return "restart from checkpoints"
-        shape = f"{self.groups} groups of {self.gpus:,}"
+        groups = "1 group" if self.groups == 1 else f"{self.groups} groups"
+        shape = f"{groups} of {self.gpus:,}"
         if self.strategy == "rounds" and self.scenario.rounds is not None:
             shape += f", rounds of {self.scenario.rounds.steps}"
         return shape
@@ -162,6 +165,7 @@ def _make(scenario: Scenario, strategy: Strategy, measured: Measured | None) -> 
         group_nodes,
         cluster.spare_nodes,
         job.step,
+        job.step if job.usual_step is None else job.usual_step,
         Costs(),
         _rates(scenario, groups, group_nodes),
         save=0.0 if checkpoint is None else checkpoint.save,
@@ -171,13 +175,18 @@ def _make(scenario: Scenario, strategy: Strategy, measured: Measured | None) -> 
         return with_saves(replace(candidate, costs=Costs(away=recover)))
     assert scenario.groups is not None, "checked when the scenario was read"
     costs = _costs(scenario.groups, candidate.gpus, measured)
-    least, loses = job.min_replica_size, scenario.groups.loses
-    candidate = replace(candidate, costs=costs, least=least, loses=loses)
+    least, loses_step = job.min_replica_size, scenario.groups.loses
+    candidate = replace(candidate, costs=costs, least=least, loses_step=loses_step)
     if scenario.rounds is not None and strategy == "rounds":
         steps = scenario.rounds.steps
-        of_round = replace(costs, drag=costs.drag * steps)
-        exchange = scenario.rounds.exchange
-        candidate = replace(candidate, step=job.step * steps, exchange=exchange, costs=of_round)
+        candidate = replace(
+            candidate,
+            step=candidate.step * steps,
+            usual_step=candidate.usual_step * steps,
+            exchange=scenario.rounds.exchange,
+            costs=replace(costs, drag=costs.drag * steps),
+            value_of_a_token=scenario.rounds.value_of_a_token,
+        )
     candidate = with_saves(candidate)
     if measured is None or not measured.pressure:
         return candidate

@@ -30,6 +30,7 @@ def estimate(candidate: Candidate) -> float:
     share = _restarts(candidate, is_even) if is_restart else _groups(candidate, is_even)
     # Of stragglers at the same time only the slowest one counts.
     share *= math.exp(-candidate.rates.slowed)
+    share *= candidate.usual_step / candidate.step
     return share * _with_nodes(candidate) * _with_maintenance(candidate)
 
 
@@ -39,8 +40,8 @@ def find_doubts(candidate: Candidate) -> Iterator[str]:
     if candidate.pressure > ENVELOPE:
         yield f"pressure {candidate.pressure:.2f}"
     wanted = standbys(rates.broken_nodes)
-    if rates.broken_nodes > 0:
-        wanted += sum(stop.nodes for stop in scenario.maintenance)
+    for stop in scenario.maintenance:
+        wanted += stop.nodes * math.ceil(stop.lasts / stop.every)
     if candidate.spares is not None and candidate.spares < wanted:
         yield "too few spares"
     if candidate.least > 1:
@@ -56,10 +57,6 @@ def find_doubts(candidate: Candidate) -> Iterator[str]:
         yield "steps as long as the time between failures"
     if rates.slowed > 0.02 or rates.rolled_back > 0.02:
         yield "stragglers or wrong numbers"
-    found_after = [kind.found_after for kind in scenario.failures if kind.effect == "slow"]
-    if found_after and min(found_after) < 10 * candidate.step and rates.slowed > ACCURACY / 10:
-        # The simulation takes the speed of a step from its begin.
-        yield "stragglers that are found within a few steps"
     at_risk = lost_state_rate(candidate) * candidate.save_every * candidate.step
     if estimate(candidate) > 1 - MEMORYLESS_ENVELOPE and at_risk < ACCURACY:
         return
@@ -142,7 +139,7 @@ def _groups(candidate: Candidate, is_even: bool) -> float:
         share = max(0.0, 1 - rates.deaths * stall - apart - rates.aways * rejoin)
     else:
         share = math.exp(-rates.deaths * up * stall - apart) / (1 + rates.aways * up * rejoin)
-    if candidate.loses:
+    if candidate.loses_step:
         share *= math.exp(-rates.deaths * up * step)
     if candidate.strategy == "rounds" and each > 0:
         share *= -math.expm1(-each * step) / (each * step)

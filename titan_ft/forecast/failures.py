@@ -25,12 +25,8 @@ from titan_ft.chaos.schedule import shots
 from titan_ft.faults.fault import Fault
 from titan_ft.faults.inside import SlowRank
 from titan_ft.forecast.lengths import Constant, Length, Uniform, Weibull
-from titan_ft.forecast.scenario import Effect, Kind, Scenario, Spacing
+from titan_ft.forecast.scenario import MAX_SHOTS, Kind, Scenario, Spacing, effect_of
 
-ENDS = ("killed", "frozen", "hung")
-"""Outcomes of faults after which a group is away; "left" is one in order."""
-MAX_SHOTS = 10_000
-"""Shots of a chaos plan from which its rate is taken."""
 SEEDS_OF_LIVES = 4
 """Draws from which the rate of nodes that age is taken."""
 
@@ -74,18 +70,7 @@ class Failure:
     luck: Luck = USUAL_LUCK
 
 
-def effect_of(fault: Fault) -> Effect | None:
-    """Return the effect of a chaos fault on its group; None if the group trains on as before."""
-    if isinstance(fault, SlowRank):
-        return "slow"
-    if fault.category == "wrong numbers" and fault.takes_down:
-        return "corrupt"
-    if fault.outcome == "left":
-        return "drain"
-    return "stop" if fault.takes_down or fault.outcome in ENDS else None
-
-
-def as_fault(kind: Kind, fault: Fault) -> Kind | None:
+def with_effect_of(kind: Kind, fault: Fault) -> Kind | None:
     """Return the kind with the effect of a chaos fault; None if the fault costs nothing."""
     effect = effect_of(fault)
     if effect is None:
@@ -147,7 +132,7 @@ def _of_file(kind: Kind, scenario: Scenario, rng: random.Random) -> Iterator[Fai
         node = None if entry.node is None else entry.node % nodes
         if entry.node is None and entry.group is None:
             node = rng.randrange(nodes)
-        of_fault = kind if entry.fault is None else as_fault(kind, entry.fault)
+        of_fault = kind if entry.fault is None else with_effect_of(kind, entry.fault)
         if of_fault is not None:
             yield Failure(entry.time, of_fault, node, 1, entry.group, entry.down_seconds)
 
@@ -164,7 +149,7 @@ def _of_gaps(kind: Kind, scenario: Scenario, rng: random.Random) -> Iterator[Fai
     parts, size = scenario.parts_of(kind), scenario.nodes_of(kind)
     now = 0.0
     while True:
-        now += mean * gap.draw(rng.random())
+        now += mean * gap.quantile(rng.random())
         yield Failure(now, kind, rng.choice(parts) * size, size)
 
 
@@ -181,7 +166,7 @@ def _of_lives(kind: Kind, parts: range, size: int, name: str) -> Iterator[Failur
     while True:
         now, part = ends[0]
         yield Failure(now, kind, part * size, size)
-        heapq.heapreplace(ends, (now + life.draw(rng.random()), part))
+        heapq.heapreplace(ends, (now + life.quantile(rng.random()), part))
 
 
 @lru_cache(maxsize=8)
@@ -195,9 +180,9 @@ def _first_ends(
     life, rng = Weibull(kind.mean_life, kind.shape or 1.0), random.Random(name)
     ends = []
     for part in parts:
-        end = life.draw(rng.random())
+        end = life.quantile(rng.random())
         while end <= kind.age:
-            end += life.draw(rng.random())
+            end += life.quantile(rng.random())
         ends.append((end - kind.age, part))
     heapq.heapify(ends)
     return ends, rng
@@ -219,7 +204,7 @@ def rates_of(kind: Kind, scenario: Scenario) -> dict[Kind, float]:
             time = plan.start_seconds + shot.time
             if time > seconds:
                 break
-            of_fault = as_fault(kind, shot.fault)
+            of_fault = with_effect_of(kind, shot.fault)
             if of_fault is not None:
                 found[of_fault] += 1
             if shot.number == MAX_SHOTS - 1:

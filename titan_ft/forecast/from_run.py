@@ -20,6 +20,8 @@ from titan_ft.options import QUIET_SECONDS
 
 TIMES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """How much rarer failures are than in the run, in `scenarios_like`."""
+LIKE_DAYS = 1.0
+"""Length of its simulated runs."""
 
 
 def scenario_of_campaign(
@@ -35,7 +37,12 @@ def scenario_of_campaign(
         seed: of the plan; its own when None.
         least: `min_replica_size` of the job.
     """
-    failure: dict[str, Any] = {"name": plan.name, "chaos": str(plan)}
+    # Wrong numbers are found when the groups next compare digests: after about a step.
+    failure: dict[str, Any] = {
+        "name": plan.name,
+        "chaos": str(plan),
+        "found_after": measured.step,
+    }
     if seed is not None:
         failure["seed"] = seed
     (scenario,) = read_scenarios(_tables(measured, [failure], seconds, least), Path())
@@ -56,6 +63,8 @@ def _until_quiet(plan: Plan, seconds: float) -> Plan:
 def scenarios_like(measured: Measured, least: int) -> list[Scenario]:
     """Return cases of a run with rarer and more frequent failures, also with half of its groups.
 
+    A simulated run takes `LIKE_DAYS`, and saves checkpoints as the run did.
+
     Raises:
         ConfigError: the run had no failure, or none from which a group came back.
     """
@@ -71,7 +80,7 @@ def scenarios_like(measured: Measured, least: int) -> list[Scenario]:
         failure |= {"spacing": "weibull", "shape": fit.shape}
     else:
         failure["spacing"] = "memoryless"
-    tables = _tables(measured, [failure], DAY, least)
+    tables = _tables(measured, [failure], LIKE_DAYS * DAY, least)
     half = measured.groups // 2
     if measured.groups % 2 == 0 and half >= max(2, least):
         tables["job"]["groups"] = [measured.groups, half]
@@ -84,11 +93,21 @@ def _tables(
     seconds: float,
     least: int,
 ) -> dict[str, Any]:
+    checkpoint = {}
+    if measured.save is not None and measured.save_interval is not None:
+        interval = max(1.0, measured.save_interval)
+        checkpoint["checkpoint"] = {"save": measured.save, "interval": interval}
     return {
         "clock": "wall",
         "days": seconds / DAY,
         "cluster": {"gpus": measured.groups, "gpus_per_node": 1},
-        "job": {"step": measured.step, "groups": measured.groups, "min_replica_size": least},
+        "job": {
+            "step": measured.step,
+            "usual_step": measured.usual_step,
+            "groups": measured.groups,
+            "min_replica_size": least,
+        },
         "failure": failures,
         "groups": {},
+        **checkpoint,
     }

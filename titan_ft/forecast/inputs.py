@@ -15,10 +15,11 @@ from titan_ft.forecast.candidate import Candidate
 from titan_ft.forecast.lengths import fit_weibull
 from titan_ft.forecast.logs import LoggedFailure
 from titan_ft.forecast.scenario import UNITS, Scenario
+from titan_ft.training.traffic import LINK_GBPS
 
 LENGTHS = {
     *("mtbf", "mtbf_of_each", "age", "found_after", "repair"),
-    *("every", "lasts", "step", "save", "interval", "recover"),
+    *("every", "lasts", "step", "usual_step", "save", "interval", "recover"),
     *("stall", "away", "rejoin", "drag", "exchange"),
     *("base", "per_gpu", "median", "p99"),
 }
@@ -40,6 +41,8 @@ def describe_inputs(candidate: Candidate) -> list[tuple[str, str]]:
     if candidate.save_every:
         seconds = candidate.save_every * candidate.step
         rows.append(("computing between saves", describe_seconds(seconds)))
+    if candidate.bounded:
+        rows.append(("exchange beyond the step", _describe_exchange(candidate)))
     rows += [("maintenance", _describe_table(stop)) for stop in scenario.maintenance]
     for kind in scenario.failures:
         rows.append((f"failures: {kind.name}", _describe_table(kind)))
@@ -53,6 +56,18 @@ def _describe_clock(scenario: Scenario) -> str:
     if scenario.clock == "training":
         return "only while the job trains"
     return "goes on while the job waits"
+
+
+def _describe_exchange(candidate: Candidate) -> str:
+    job = candidate.scenario.job
+    link = f"link of {LINK_GBPS:g} Gb/s by default"
+    if job.link_gbps is not None:
+        link = f"link of {job.link_gbps:g} Gb/s"
+    hidden = f"{job.overlap:g} of a step hides it"
+    if candidate.strategy == "rounds":
+        hidden = "nothing hides it"
+    seconds = describe_seconds(candidate.exchange)
+    return f"{seconds} by launch --dry-run of {job.config}, {link}, {hidden}"
 
 
 def _describe_table(table: Struct) -> str:

@@ -28,7 +28,7 @@ class Length(Protocol):
     def mean(self) -> float:
         """Return the mean in seconds."""
 
-    def draw(self, luck: float) -> float:
+    def quantile(self, luck: float) -> float:
         """Return the quantile at `luck`, from 0 to 1 (exclusive)."""
 
 
@@ -36,7 +36,7 @@ class Length(Protocol):
 class Constant:
     mean: float
 
-    def draw(self, luck: float) -> float:
+    def quantile(self, luck: float) -> float:
         return self.mean
 
 
@@ -49,7 +49,7 @@ class Uniform:
     def mean(self) -> float:
         return (self.low + self.high) / 2
 
-    def draw(self, luck: float) -> float:
+    def quantile(self, luck: float) -> float:
         return self.low + luck * (self.high - self.low)
 
 
@@ -64,7 +64,7 @@ class Weibull:
     def _scale(self) -> float:
         return self.mean / math.gamma(1 + 1 / self.shape)
 
-    def draw(self, luck: float) -> float:
+    def quantile(self, luck: float) -> float:
         return self._scale * float((-math.log1p(-luck)) ** (1 / self.shape))
 
 
@@ -81,7 +81,7 @@ class LogNormal:
     def mean(self) -> float:
         return self.median * math.exp(self._sigma**2 / 2)
 
-    def draw(self, luck: float) -> float:
+    def quantile(self, luck: float) -> float:
         inside = min(max(luck, 1e-12), 1 - 1e-12)
         return self.median * math.exp(self._sigma * _NORMAL.inv_cdf(inside))
 
@@ -126,7 +126,7 @@ class Samples:
             (value for value, is_cut in drawn if is_cut),
         )
 
-    def draw(self, luck: float) -> float:
+    def quantile(self, luck: float) -> float:
         return self.values[min(bisect_left(self._ends, luck), len(self.values) - 1)]
 
 

@@ -18,12 +18,12 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 
 from titan_ft.forecast.lengths import Fit, Samples, fit_weibull
 from titan_ft.history.record.run_record import RunRecord
 from titan_ft.history.timing.incidents import RecordedFailure, find_failures
-from titan_ft.run.events import StepCommitted
+from titan_ft.run.events import CheckpointSaved, StepCommitted
 
 
 @dataclass
@@ -31,26 +31,32 @@ class Measured:
     """The costs of failures in runs; all in seconds. A cost that no failure showed is None."""
 
     step: float
-    """Mean of the steps without trouble: a median would leave out what is late without a
-    failure."""
+    """Mean, not median, of the steps without trouble (*calm* steps): slow steps that no failure
+    explains must count, too."""
+    usual_step: float
+    """Mean of what the report counts of calm steps: of each no more than their median."""
     num_steps: int
     groups: int
     drag: float
     """By how much each group that is away makes a step longer."""
-    num_away: int
+    num_drag_steps: int
     """Steps that `drag` rests on: groups were away, and nothing else happened."""
     stall: Samples | None
-    """By how much a step is late in which a group dies."""
+    """Lateness of the steps in which a group died."""
     away: Samples | None
     """How long a group is away until it could join a step."""
     rejoin: Samples | None
-    """By how much a step is late in which a group returns."""
+    """Lateness of the steps in which a group returned."""
     pace: tuple[float, ...]
-    """Means of the steps without trouble, in each stretch of about a tenth of them, in order. A
+    """The calm steps, in order, are cut into about ten stretches; these are the means of each. A
     machine is faster at one time and slower at another."""
+    save: float | None
+    """Mean length of a save; None if no checkpoint was saved."""
+    save_interval: float | None
+    """Time of computing between two saves; None likewise."""
     mtbf: float | None
     fit: Fit | None
-    """Of the gaps between failures."""
+    """The Weibull distribution fitted to the gaps between failures; None below three gaps."""
     seconds: float
     """Observed time: of each record from its first commit to its end, summed."""
     kinds: dict[str, int] = field(default_factory=dict)
@@ -64,13 +70,14 @@ class Measured:
         if self.mtbf is None or self.stall is None or self.away is None:
             return 0.0
         late = self.stall.mean + (0.0 if self.rejoin is None else self.rejoin.mean)
+        # One of the groups is away, which costs the job that part of the time.
         return (late + self.away.mean / self.groups) / self.mtbf
 
     def observations(self) -> list[tuple[str, str, str]]:
         """Return the inputs that a forecast takes from the records: name, value, observations."""
         found = [
             _observation("step without trouble", self.step, self.num_steps),
-            _observation("longer for each group away", self.drag, self.num_away),
+            _observation("longer for each group away", self.drag, self.num_drag_steps),
         ]
         lengths = {
             "stall: a step with a death is late by": self.stall,
@@ -78,7 +85,8 @@ class Measured:
             "late when one returns": self.rejoin,
         }
         if len(self.stalls) > 1:
-            lengths |= {f"stall of {cause} alone": each for cause, each in self.stalls.items()}
+            for cause, stalls in self.stalls.items():
+                lengths[f"stall after {cause.partition(':')[0]}"] = stalls
         for name, samples in lengths.items():
             if samples is not None:
                 found.append(_observation(name, samples.mean, samples.number, samples.censored))
@@ -107,23 +115,23 @@ class _Step:
 
     Attributes:
         absent: groups that were away for all of it.
-        deaths: causes of the groups that died in it.
+        causes: of the deaths in it, one for each group that died.
         returns: groups that returned in it.
     """
 
     seconds: float
     absent: int
-    deaths: list[str]
+    causes: list[str]
     returns: int
 
     @property
     def is_calm(self) -> bool:
-        return not (self.absent or self.deaths or self.returns)
+        return not (self.absent or self.causes or self.returns)
 
     @property
     def has_only_absences(self) -> bool:
         """True if groups were away and nothing else happened."""
-        return bool(self.absent) and not (self.deaths or self.returns)
+        return bool(self.absent) and not (self.causes or self.returns)
 
 
 @dataclass
@@ -131,24 +139,33 @@ class _Observations:
     """The observations in the records of several runs."""
 
     calm: list[float] = field(default_factory=list)
-    absences: list[tuple[int, float]] = field(default_factory=list)
-    """Of each step with groups away and nothing else: how many, and by how much it was longer than
+    drag_points: list[tuple[int, float]] = field(default_factory=list)
+    """For each step with groups away and nothing else: how many, and by how much it was longer than
     a calm one."""
     steps: list[tuple[_Step, float]] = field(default_factory=list)
-    """All steps, each with the calm step of its record."""
+    """All steps, each with the mean seconds of its record's calm steps."""
     stalls_cut: list[float] = field(default_factory=list)
+    """Stalls that went on at the end of the record (censored)."""
     away: list[float] = field(default_factory=list)
+    """Absences of groups, until they could join a step."""
     away_cut: list[float] = field(default_factory=list)
+    """Absences that went on at the end of the record, or at the group's next failure (censored)."""
     gaps: list[float] = field(default_factory=list)
     last_gaps: list[float] = field(default_factory=list)
+    """From the last failure to the end of the record (censored)."""
+    saves: list[float] = field(default_factory=list)
+    """Lengths of saves."""
+    save_steps: list[float] = field(default_factory=list)
+    """Numbers of steps (rounds) between two saves."""
     kinds: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
 
 def measure(records: Sequence[RunRecord], until: float | None = None) -> Measured | None:
-    """Return the costs that the records show; None if none of them holds two steps.
+    """Return the costs that the records show; None if no record has two commits in a row.
 
-    Each step is compared with the calm steps of its own record: two runs may have different steps.
+    Each step is compared with the calm steps of its own record, because steps of two runs may take
+    different times.
 
     Args:
         until: Unix seconds after which nothing of the record counts, so that its rest can be
@@ -163,31 +180,39 @@ def measure(records: Sequence[RunRecord], until: float | None = None) -> Measure
     if not calm:
         # Every step had trouble: the shortest one had the least.
         calm = [min(step.seconds for step, _ in found.steps)]
-    drag = _fit_slope(found.absences)
+    drag = _fit_slope(found.drag_points)
     stalls: dict[str, list[float]] = defaultdict(list)
-    all_stalls, rejoins = list[float](), list[float]()
+    all_stalls: list[float] = []
+    rejoins: list[float] = []
     for step, usual in found.steps:
         late = step.seconds - usual - drag * step.absent
-        if step.deaths:
-            stalls[step.deaths[0]].append(late)
+        if step.causes:
+            # A group that returned in the same step adds no lateness of its own.
+            stalls[step.causes[0]].append(late)
             all_stalls.append(late)
         elif step.returns:
             rejoins.append(late)
-    number = found.kinds.total()
-    # About ten stretches of equally many calm steps. What is left at the end is left out.
-    tenth = max(1, len(calm) // 10)
-    tenths = range(0, len(calm) - tenth + 1, tenth)
+    num_failures = found.kinds.total()
+    stretch = max(1, len(calm) // 10)
+    starts = range(0, len(calm) - stretch + 1, stretch)  # whole stretches only
+    median_step = median(calm)
+    save_interval = None
+    if found.save_steps:
+        save_interval = median(found.save_steps) * fmean(calm)
     return Measured(
         step=fmean(calm),
+        usual_step=fmean(min(seconds, median_step) for seconds in calm),
         num_steps=len(found.calm),
         groups=max(_num_groups(record) for record in records),
         drag=drag,
-        num_away=len(found.absences),
+        num_drag_steps=len(found.drag_points),
         stall=_samples(all_stalls, found.stalls_cut),
         away=_samples(found.away, found.away_cut),
         rejoin=_samples(rejoins),
-        pace=tuple(fmean(calm[place : place + tenth]) for place in tenths),
-        mtbf=found.seconds / number if number else None,
+        pace=tuple(fmean(calm[start : start + stretch]) for start in starts),
+        save=fmean(found.saves) if found.save_steps else None,
+        save_interval=save_interval,
+        mtbf=found.seconds / num_failures if num_failures else None,
         fit=fit_weibull(found.gaps, found.last_gaps),
         seconds=found.seconds,
         kinds=dict(found.kinds),
@@ -198,7 +223,7 @@ def measure(records: Sequence[RunRecord], until: float | None = None) -> Measure
 def resample(measured: Measured, seed: int) -> Measured:
     """Return costs that another record might have shown, drawn from the observed ones.
 
-    The pace is that of one tenth of the record.
+    `step` becomes the mean of one stretch, because machines have slow and fast times.
     """
     rng = random.Random(f"{seed}/record")
 
@@ -241,10 +266,10 @@ def _add_record(record: RunRecord, found: _Observations, until: float | None) ->
         return
     first, last = commits[0].time, commits[-1].time
     end = until or record.events[-1].time
-    # A broken exchange that was repeated with all groups took no group away.
+    # Left out are broken exchanges that were repeated with all groups: `away` is False.
     failures = [each for each in find_failures(record) if each.away and first <= each.time <= end]
-    is_stalled = any(each.time > last for each in failures)
-    if not is_stalled:
+    ends_in_stall = any(each.time > last for each in failures)
+    if not ends_in_stall:
         # A run goes on for a while after its last step, to save and to leave.
         end = last
     steps = _steps_of(commits, failures, _num_groups(record))
@@ -257,15 +282,17 @@ def _add_record(record: RunRecord, found: _Observations, until: float | None) ->
     found.steps += [(step, usual) for step in steps]
     for step in steps:
         if step.has_only_absences:
-            found.absences.append((step.absent, step.seconds - usual))
-    if is_stalled:
+            found.drag_points.append((step.absent, step.seconds - usual))
+    if ends_in_stall:
         found.stalls_cut.append(max(0.0, end - last - usual))
-    ends = [event.time for event in commits]
+    commit_times = [event.time for event in commits]
     for failure in failures:
         found.kinds[failure.cause] += 1
-        _add_absence(failure, failures, ends, end, found)
+        _add_absence(failure, failures, commit_times, end, found)
+    # The wait for the first failure counts as a gap.
     times = [first, *(each.time for each in failures)]
     found.gaps += [after - before for before, after in pairwise(times)]
+    _add_saves(record, end, found)
     found.last_gaps.append(end - times[-1])
     found.seconds += end - first
 
@@ -278,38 +305,48 @@ def _steps_of(
     for before, after in pairwise(commits):
         if after.step != before.step + 1:
             continue
-        deaths = [each.cause for each in failures if before.time < each.time <= after.time]
+        causes = [each.cause for each in failures if before.time < each.time <= after.time]
         returns = len(set(after.participants) - set(before.participants))
-        absent = max(0, size - len(after.participants) - len(deaths))
-        steps.append(_Step(after.time - before.time, absent, deaths, returns))
+        # A group that died in this step was there at its begin. One that died after its gradient was
+        # sent is among the participants: not below 0.
+        absent = max(0, size - len(after.participants) - len(causes))
+        steps.append(_Step(after.time - before.time, absent, causes, returns))
     return steps
 
 
 def _add_absence(
     failure: RecordedFailure,
     failures: Sequence[RecordedFailure],
-    ends: Sequence[float],
-    end: float,
+    commit_times: Sequence[float],
+    record_end: float,
     found: _Observations,
 ) -> None:
-    """Add how long a group was away until it could join.
+    """Add how long a group was away until it could join a step.
 
-    A group becomes ready during a step, and joins the next one: on average half a step before that
-    one begins.
-
-    Args:
-        ends: when the steps were committed; each is the begin of the next.
-        end: of the record.
+    A group becomes ready at some time during a step, and joins the next one. So it is taken to be
+    ready half a step before the step that it joins.
     """
-    back = None if failure.rejoin_seconds is None else failure.time + failure.rejoin_seconds
+    cut_at = record_end
     for other in failures:
         if other.replica == failure.replica and other.time > failure.time:
-            end = min(end, other.time)
-    joined = 0 if back is None else bisect_right(ends, back) - 1
-    if back is None or back > end or joined < 2:
-        found.away_cut.append(max(0.0, end - failure.time))
+            cut_at = min(cut_at, other.time)
+    if failure.back is None or failure.back > cut_at:
+        found.away_cut.append(max(0.0, cut_at - failure.time))
         return
-    # `ends[joined]` is the end of its first step, and `ends[joined - 1]` its begin. During the step
-    # before that, which began at `ends[joined - 2]`, it became ready.
-    half = (ends[joined - 1] - ends[joined - 2]) / 2
-    found.away.append(max(0.0, ends[joined - 1] - half - failure.time))
+    joined = bisect_right(commit_times, failure.back) - 1  # the commit that has its part again
+    if joined < 2:  # It died and returned in the first steps, and no step before is known.
+        found.away.append(max(0.0, failure.back - failure.time))
+        return
+    begin, begin_before = commit_times[joined - 1], commit_times[joined - 2]
+    ready = begin - (begin - begin_before) / 2
+    found.away.append(max(0.0, ready - failure.time))
+
+
+def _add_saves(record: RunRecord, record_end: float, found: _Observations) -> None:
+    """Add the lengths of saves, and the steps between them. The first gap begins with the run."""
+    saves = [event for event in record.of(CheckpointSaved) if event.time <= record_end]
+    steps = sorted({event.step for event in saves})
+    found.saves += [event.seconds for event in saves]
+    # A checkpoint is numbered by local steps, also where a round has several.
+    gaps = [after - before for before, after in pairwise([0, *steps])]
+    found.save_steps += [gap / record.unit.steps for gap in gaps]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -17,12 +18,15 @@ from msgspec import Meta, Struct
 
 from titan_ft.chaos.plan import Plan
 from titan_ft.chaos.plan_file import load_plan
+from titan_ft.chaos.schedule import shots
 from titan_ft.config import ConfigError, load_toml
+from titan_ft.data.assets import find_config
+from titan_ft.faults.fault import Fault
+from titan_ft.faults.inside import SlowRank
 from titan_ft.faults.schema import (
     NonNegativeInt,
     NonNegativeNumber,
     PositiveNumber,
-    check_keys,
     convert,
 )
 from titan_ft.forecast.lengths import Constant, Length, LogNormal
@@ -32,8 +36,14 @@ DAY = 86400.0
 LONGEST = 1e10
 """Seconds; beyond that, powers and sums of lengths overflow."""
 MAX_CASES = 2000
+MIN_STEPS = 10
+"""Steps of a simulated run; in a shorter one the step that the end cuts off would count."""
 MAX_EVENTS = 10_000_000
 """Events of one simulated run; so many take about a minute."""
+_ENDS = ("killed", "frozen", "hung")
+"""Outcomes of faults after which a group is away; "left" is one in order."""
+MAX_SHOTS = 10_000
+"""Shots of a chaos plan from which its rate is taken."""
 UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": DAY}
 """The units of a length of time, in seconds; the shortest is first."""
 _LENGTH = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})")
@@ -82,6 +92,8 @@ class Spread(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.median is None and self.p99 is None:
+            if not self.base and not self.per_gpu:  # an empty table is a forgotten length
+                raise ValueError("msgspec reports the field, and `convert` its rule")
             return
         median, p99 = self.median or 0.0, self.p99 or 0.0
         if self.base or self.per_gpu or not 0 < median <= p99 <= 1000 * median:
@@ -209,6 +221,9 @@ class Maintenance(Struct, frozen=True):
 
 class Job(Struct, frozen=True):
     step: Annotated[SomeSeconds, _remedy("give the length of a step without failures")]
+    usual_step: SomeSeconds | None = None
+    """What counts as effective of a step without failures. `titan-ft report` counts no more than
+    the median step, which is below the mean if steps vary. All of it when left out."""
     groups: Count = 1
     min_replica_size: Count = 1
     config: str | None = None
@@ -312,13 +327,25 @@ class Scenario(File, frozen=True, kw_only=True):
     def parts_of(self, kind: Kind) -> range:
         """Return the numbers of the nodes, or of the domains, that failures of this kind hit."""
         size = self.nodes_of(kind)
-        return range(kind.first_node // size, -(-self.cluster.nodes // size))
+        # Rounded up: a domain that begins below `first_node` is never hit.
+        return range(-(-kind.first_node // size), -(-self.cluster.nodes // size))
 
     def mtbf_of(self, kind: Kind) -> float:
         """Return the mean time in seconds between the failures of a rate in the whole cluster."""
         if kind.mtbf is not None:
             return kind.mtbf
         return kind.mean_life / len(self.parts_of(kind))
+
+
+def effect_of(fault: Fault) -> Effect | None:
+    """Return the effect of a chaos fault on its group; None if the group trains on as before."""
+    if isinstance(fault, SlowRank):
+        return "slow"
+    if fault.category == "wrong numbers" and fault.takes_down:
+        return "corrupt"
+    if fault.outcome == "left":
+        return "drain"
+    return "stop" if fault.takes_down or fault.outcome in _ENDS else None
 
 
 # Reading
@@ -406,14 +433,17 @@ def _read_case(values: dict[str, Any], folder: Path, swept: dict[str, Any]) -> S
     listed: dict[str, Sequence[LoggedFailure]] = {}
     for index, failure in enumerate(file.failures):
         _check_kind(failure, f"failure[{index}]")
-        if failure.chaos is not None:
-            beside = folder / failure.chaos
-            path = beside if beside.exists() else Path(failure.chaos)
-            plans[failure.name] = load_plan(path, failure.seed)
-        if failure.trace is not None:
-            listed[failure.name] = read_faults(folder / failure.trace)
-        if failure.log is not None:
-            listed[failure.name] = read_lanl(folder / failure.log, failure.system)
+        try:
+            if failure.chaos is not None:
+                beside = folder / failure.chaos
+                path = beside if beside.exists() else Path(failure.chaos)
+                plans[failure.name] = load_plan(path, failure.seed)
+            if failure.trace is not None:
+                listed[failure.name] = read_faults(folder / failure.trace)
+            if failure.log is not None:
+                listed[failure.name] = read_lanl(folder / failure.log, failure.system)
+        except ConfigError as error:
+            raise ConfigError(f"failure[{index}].{failure.source}: {error}") from error
     fields = msgspec.structs.asdict(file)
     scenario = Scenario(**fields, plans=plans, listed=listed, swept=swept)
     _check(scenario)
@@ -447,13 +477,16 @@ def _check_kind(kind: Kind, name: str) -> None:
         raise ConfigError(f"{name}.spacing must be one of {_SPACINGS}, got nothing; {remedy}")
     if (kind.shape is None) != (kind.spacing != "weibull"):
         rule = 'must come with spacing = "weibull"'
-        raise ConfigError(f"{name}.shape {rule}, got {kind.shape}; give both or neither")
+        given_shape = "nothing" if kind.shape is None else f"{kind.shape:g}"
+        raise ConfigError(f"{name}.shape {rule}, got {given_shape}; give both or neither")
     if kind.effect == "slow" and kind.factor == 1.0:
         raise ConfigError(f'{name}.factor must be > 1 with effect = "slow", got 1; set it')
     hits_job = kind.scope == "job"
     of_effect = f"with effect = {kind.effect}"
     of_source = f"with {source} and scope = {kind.scope}"
     without_lives = "without lives: a rate of each node, spacing = weibull"
+    # The faults of a trace or a plan may be wrong numbers.
+    may_be_found_late = kind.effect in ("slow", "corrupt") or source in ("trace", "chaos")
     of_domain = "with domain: give mtbf_of_each, of one domain"
     useless = [
         (not is_rate, f"with {source}", ("spacing", "scope")),
@@ -464,7 +497,7 @@ def _check_kind(kind: Kind, name: str) -> None:
         (kind.domain is not None, of_domain, ("per_1000_node_days",)),
         (source in ("trace", "chaos"), f"with {source}, whose faults have theirs", ("effect",)),
         (kind.effect != "slow", of_effect, ("factor", "leaves")),
-        (kind.effect not in ("slow", "corrupt"), of_effect, ("found_after",)),
+        (not may_be_found_late, of_effect, ("found_after",)),
         (kind.effect != "stop" or hits_job, f"{of_effect}, scope = {kind.scope}", ("breaks",)),
         (kind.breaks == 0, "without breaks", ("repair",)),
     ]
@@ -484,6 +517,9 @@ def _check_kind(kind: Kind, name: str) -> None:
     # A log has the repair of each failure.
     if kind.breaks > 0 and kind.repair == 0 and kind.log is None:
         raise ConfigError(f"{name}.repair must be > 0 with breaks, got 0; set it")
+    if kind.log is not None and kind.breaks == 0 and kind.effect == "stop":
+        remedy = "1 if each failure takes its node away for as long as the log says"
+        raise ConfigError(f"{name}.breaks must be > 0 with log, got 0; {remedy}")
 
 
 def _check(scenario: Scenario) -> None:
@@ -499,16 +535,31 @@ def _check(scenario: Scenario) -> None:
         raise ConfigError(f"job.groups {rule}, got {job.groups}; change it or cluster.gpus")
     for index, kind in enumerate(scenario.failures):
         name = f"failure[{index}]"
-        if kind.domain is not None:
-            check_keys(f"{name}.domain ", [kind.domain], [each.name for each in cluster.domain])
-        if kind.first_node >= cluster.nodes:
-            rule = f"must be < the {cluster.nodes} nodes of the cluster"
+        domains = [each.name for each in cluster.domain]
+        if kind.domain is not None and kind.domain not in domains:
+            rule = f"must be one of {', '.join(domains) or 'none'}"
+            remedy = "write [[cluster.domain]] with its name and nodes"
+            raise ConfigError(f"{name}.domain {rule}, got {kind.domain!r}; {remedy}")
+        if kind.source in _RATES and kind.scope == "node" and not scenario.parts_of(kind):
+            rule = f"must leave a part of the {cluster.nodes} nodes of the cluster"
             raise ConfigError(f"{name}.first_node {rule}, got {kind.first_node}; lower it")
+        _check_faults(scenario, kind, name)
         groups = [each.group or 0 for each in scenario.listed.get(kind.name, ())]
         highest = max(groups, default=0)
         if highest >= job.groups:
             rule = f"must hit groups below job.groups ({job.groups})"
             raise ConfigError(f"{name}.trace {rule}, got {highest}; change either")
+    if scenario.seconds < MIN_STEPS * job.step:
+        rule = f"must hold {MIN_STEPS} steps of {job.step:g} s at least"
+        raise ConfigError(f"days {rule}, got {scenario.days:g}; raise it")
+    if job.usual_step is not None and job.usual_step > job.step:
+        rule = f"must be <= job.step ({job.step:g} s)"
+        raise ConfigError(f"job.usual_step {rule}, got {job.usual_step:g}; lower it")
+    if job.config is not None:
+        try:
+            find_config(Path(job.config))
+        except ConfigError as error:
+            raise ConfigError(f"job.config: {error}") from error
     if job.min_replica_size > job.groups:
         rule = f"must be <= job.groups ({job.groups})"
         raise ConfigError(f"job.min_replica_size {rule}, got {job.min_replica_size}; lower it")
@@ -529,6 +580,18 @@ def _check(scenario: Scenario) -> None:
         rule = f"must have {MAX_EVENTS:,} failures and checkpoints at most"
         got = f"about {number:.2g} in {scenario.days:g} days"
         raise ConfigError(f"days {rule}, got {got}; lower days or a rate")
+
+
+def _check_faults(scenario: Scenario, kind: Kind, name: str) -> None:
+    """Check what depends on the faults of a trace or of a chaos plan."""
+    listed = scenario.listed.get(kind.name, ())
+    faults = [each.fault for each in listed if each.fault is not None]
+    if kind.name in scenario.plans:
+        faults += [shot.fault for shot in islice(shots(scenario.plans[kind.name]), MAX_SHOTS)]
+    has_wrong_numbers = any(effect_of(fault) == "corrupt" for fault in faults)
+    if has_wrong_numbers and kind.found_after == 0:
+        rule = f"must be > 0 with the wrong numbers of {kind.source}"
+        raise ConfigError(f"{name}.found_after {rule}, got 0; set it")
 
 
 def _check_unique(array: str, names: Sequence[str]) -> None:

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from titan_ft.forecast.choice import Case, Forecast, ValueOf, sensitivity
 from titan_ft.forecast.closed_forms import find_doubts, standbys
+from titan_ft.forecast.inputs import describe_seconds
 from titan_ft.forecast.measured import Measured
 from titan_ft.forecast.published import Comparison
+from titan_ft.forecast.scenario import Scenario
 from titan_ft.forecast.simulation import PARTS
 
 if TYPE_CHECKING:
@@ -102,7 +104,7 @@ def notes_of(forecast: Forecast) -> list[str]:
         notes.append("closed forms only")
         if doubts:
             notes.append(f"may be off by more than 1 %: {doubts}")
-    if forecast.has_other_estimate:
+    if forecast.closed_forms_disagree:
         notes.append(f"closed forms say {100 * forecast.estimate:.1f} %")
     if candidate.beyond:
         times = f"{candidate.beyond:.1f} times"
@@ -120,14 +122,41 @@ def notes_of(forecast: Forecast) -> list[str]:
 
 
 def case_notes(case: Case) -> list[str]:
-    """Return notes on a case: shapes left out, bounds of the shape, spares that are enough."""
+    """Return notes on a case: its runs, failures from files, shapes left out, bounds of the
+    shape, spares that are enough.
+    """
     notes = [f"Left out: {text}." for text in case.excluded]
     candidates = [each.candidate for each in case.forecasts]
-    if any(not each.bounded for each in candidates if each.strategy != "restart"):
+    for forecast in case.forecasts[:1]:
+        scenario = forecast.candidate.scenario
+        length = describe_seconds(scenario.seconds)
+        notes.append(f"Simulated: {len(forecast.accounts)} runs of {length} each.")
+        notes += _file_notes(scenario)
+    in_groups = [each for each in candidates if each.strategy != "restart"]
+    if any(not each.bounded for each in in_groups):
         notes.append("The shape is not bounded by memory and exchange: give job.config.")
+    elif in_groups and in_groups[0].scenario.cluster.gpu_memory_gb is None:
+        notes.append("The shape is not bounded by memory: give cluster.gpu_memory_gb.")
     expected = max((each.rates.broken_nodes for each in candidates), default=0.0)
     if expected:
         notes.append(f"99 % of the time {standbys(expected)} nodes at most are being mended.")
+    return notes
+
+
+def _file_notes(scenario: Scenario) -> list[str]:
+    """Return what to know of failures that are listed in files: they are one draw, and they end."""
+    notes = []
+    for name, listed in scenario.listed.items():
+        note = f"All runs meet the same failures of {name}, those of its file"
+        # After its last failure a file may have gone on for about one gap.
+        covered = listed[-1].time * (1 + 1 / len(listed))
+        if scenario.seconds > covered:
+            whole = describe_seconds(scenario.seconds)
+            part = describe_seconds(covered)
+            note += f"; IT COVERS {part} of {whole}, and then nothing of that kind fails"
+        elif scenario.seconds < listed[-1].time:
+            note += f" in its first {describe_seconds(scenario.seconds)}"
+        notes.append(f"{note}.")
     return notes
 
 

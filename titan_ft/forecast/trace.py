@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titan_ft.chaos.plan_file import COLUMNS
-from titan_ft.config import unwritable
+from titan_ft.config import ConfigError
 from titan_ft.forecast.failures import Failure, draw_failures, groups_hit
 from titan_ft.forecast.scenario import Scenario
 
@@ -34,7 +34,7 @@ def write_drawn(path: Path, scenario: Scenario, seed: int) -> int:
     """Write the failures of a scenario, a line for each group that is hit; return how many lines.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be written, or there is nothing to write.
     """
     drawn = list(draw_failures(scenario, seed))
     lines = [line for failure in drawn for line in _lines(failure, scenario)]
@@ -53,6 +53,14 @@ def write_drawn(path: Path, scenario: Scenario, seed: int) -> int:
     ]
     if scenario.maintenance:
         notes.append("left out: maintenance")
+    if any(kind.breaks for kind in scenario.failures):
+        notes.append("left out: repairs, for chaos breaks no node")
+    if scenario.clock == "training":
+        notes.append("times are of the training clock; chaos goes by the wall clock")
+    if not lines:
+        rule = "must get a failure of a group that chaos can inject"
+        got = f"none in {scenario.days:g} days of seed {seed}"
+        raise ConfigError(f"--trace-out {rule}, got {got}; raise days, or take another seed")
     return write_trace(path, sorted(lines, key=lambda line: line.time), notes)
 
 
@@ -70,7 +78,10 @@ def write_trace(path: Path, lines: Iterable[TraceLine], notes: Iterable[str] = (
     try:
         path.write_text(f"{text}\n")
     except OSError as error:
-        raise unwritable("--trace-out", path.parent, error) from error
+        got = f"{path} ({error.strerror})"
+        raise ConfigError(
+            f"--trace-out must be a file that can be written, got {got}; give another"
+        ) from error
     return len(rows)
 
 

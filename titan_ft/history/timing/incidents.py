@@ -105,6 +105,8 @@ class RecordedFailure:
     """The stall of the incident."""
     rejoin_seconds: float | None
     """Seconds until the group contributed again; None if it never did, or was never away."""
+    back: float | None
+    """Unix seconds at which the group contributed again; None likewise."""
     heal: RecordedHeal | None
     """The last transfer of state before that contribution; None if there was none."""
     away: bool = True
@@ -601,6 +603,7 @@ def _price(
                 attempt.cause,
                 stall_seconds,
                 absence.seconds,
+                absence.back,
                 absence.heal,
                 died=True,
             )
@@ -710,11 +713,13 @@ def _price_dropout(
     if draft.fault is not None:
         begin = max(begin, draft.seconds)
     rejoin_seconds = None
+    back = None
     heal = None
     if failure.back is not None:
         heal = _find_last_heal(heals, failure.slot, begin, failure.back)
         if failure.away:
             rejoin_seconds = max(0.0, failure.back - begin)
+            back = failure.back
     return RecordedFailure(
         failure.slot,
         failure.attempt,
@@ -722,6 +727,7 @@ def _price_dropout(
         draft.name,
         stall_seconds,
         rejoin_seconds,
+        back,
         heal,
         away=failure.away,
     )
