@@ -36,7 +36,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from titan_ft.config import FaultTolerance
 from titan_ft.membership.control_tree import ControlTree
 from titan_ft.membership.follow import LighthouseFollower
-from titan_ft.protocol.errors import LighthouseError
+from titan_ft.protocol.errors import LighthouseError, TokenRefusedError
 from titan_ft.protocol.member import Member
 from titan_ft.protocol.strategy import strategy_of
 from titan_ft.run.lighthouse import LighthouseAddress, Place
@@ -191,29 +191,38 @@ class Seat:
     def _open_first(self, member: Member) -> str:
         """Open the group's first seat; on rank 0.
 
-        If a file names the lighthouse, that lighthouse may be gone. Then wait for its successor.
+        If a file names the lighthouse, that lighthouse may be gone, or an earlier run's. Then wait
+        for its successor.
         """
         deadline = time.monotonic() + self._config.start_timeout_seconds
         while True:
             self._lighthouse.place = self._lighthouse.look() or self._lighthouse.place
             try:
                 opened = self.open(member)
+                self._check_token()
             except LighthouseError:
                 if not self._lighthouse.is_file or time.monotonic() >= deadline:
                     raise
                 time.sleep(_REPEAT_SECONDS)
                 continue
-            if self._lighthouse.refuses(CONNECT_SECONDS):
-                self.leave()
-                raise LighthouseError(
-                    f"the lighthouse at {self._lighthouse} refuses this group's TITAN_FT_TOKEN; "
-                    "the lighthouse and all groups of a run must have the same one in their "
-                    "environment"
-                )
             if self._lighthouse.may_change:
                 slot = self._config.replica_id
                 self._follower = LighthouseFollower(self._lighthouse, slot, self._move)
             return opened
+
+    def _check_token(self) -> None:
+        """Leave the seat if the lighthouse's gate refuses this group's token.
+
+        Raises:
+            TokenRefusedError: it does.
+        """
+        if not self._lighthouse.refuses(CONNECT_SECONDS):
+            return
+        self.leave()
+        raise TokenRefusedError(
+            f"the lighthouse at {self._lighthouse} refuses this group's TITAN_FT_TOKEN; the "
+            "lighthouse and all groups of a run must have the same one in their environment"
+        )
 
     def _move(self, place: Place) -> bool:
         """Open the group's seat under the same name at another lighthouse.

@@ -39,6 +39,17 @@ class LighthouseError(ReplicaError):
     network = True
 
 
+class TokenRefusedError(LighthouseError):
+    """The lighthouse's gate refuses this group's token, and so would refuse the next start.
+
+    It counts towards a crash loop. It is not final: another program at the lighthouse's port may
+    give the same answer while the lighthouse is away.
+    """
+
+    transient = False
+    network = False
+
+
 class GaveUpError(ReplicaError):
     """The exchange kept failing, or too few groups came."""
 

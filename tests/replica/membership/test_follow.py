@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from titan_ft.run.lighthouse import Announcement
+from titan_ft.run.lighthouse import Announcement, LighthouseAddress
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 
@@ -67,6 +67,26 @@ def test_groups_follow_one_that_died(
     assert [(event["former"], event["address"], event["job"]) for event in moved] == [
         (first.address, second.address, "78")
     ] * 2
+
+
+def test_a_newcomer_waits_for_the_successor_of_one_that_refuses_it(
+    moving: Any,
+    path: Path,
+    start_lighthouse: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An earlier run's lighthouse, with another token, may still be announced."""
+    former, present = start_lighthouse(), start_lighthouse()
+    Announcement(former).write(path)
+
+    def refuses(address: LighthouseAddress, seconds: float) -> bool:
+        if str(address) == present:
+            return False
+        Announcement(present).write(path)
+        return True
+
+    monkeypatch.setattr(LighthouseAddress, "refuses", refuses)
+    assert moving.meet(moving.take(0))[0].slots == [0]
 
 
 def test_a_group_in_the_midst_of_a_step_is_waited_for(

@@ -27,9 +27,12 @@ from titan_ft.protocol.errors import (
     ForeignMemberError,
     LighthouseError,
     ReplacedError,
+    TokenRefusedError,
     UnknownTokenError,
 )
 from titan_ft.protocol.member import UNSEALED, Admission, Member
+from titan_ft.run.error_file import is_network_error, is_transient
+from titan_ft.run.lighthouse import LighthouseAddress
 from titan_ft.system.address import split_address
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
@@ -652,6 +655,15 @@ def test_a_lighthouse_that_is_not_there(seats: Any, monkeypatch: pytest.MonkeyPa
         "TORCHFT_LIGHTHOUSE",
     ):
         assert part in str(caught.value)
+
+
+def test_a_lighthouse_that_refuses_the_token(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next start would be refused as well, so the agent does not start the group for ever."""
+    monkeypatch.setattr(LighthouseAddress, "refuses", lambda *_: True)
+    with pytest.raises(TokenRefusedError, match="refuses this group's TITAN_FT_TOKEN") as caught:
+        seats.take(0)
+    assert not is_transient(caught.value)
+    assert not is_network_error(caught.value)
 
 
 def test_a_lighthouse_that_dies(
