@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -357,6 +358,20 @@ def test_an_end_that_goes_takes_the_other_along(passage: Passage, which: int, re
     ends[which].close()
     assert is_closed(ends[1 - which])
     wait_for(lambda: not passage.gate._ends, "all is closed")
+
+
+def test_a_lighthouse_may_have_all_descriptors_that_the_system_allows(
+    start: Callable[..., Lighthouse],
+) -> None:
+    """Systems give a process 1,024 at first, and each group takes two."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = before[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+    try:
+        lighthouse = start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert resource.prlimit(lighthouse.process.pid, resource.RLIMIT_NOFILE) == (most, most)
 
 
 def test_a_process_without_descriptors(passage: Passage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ real, and training is not.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import random
@@ -324,6 +325,24 @@ def test_strangers_do_not_keep_files_open(monkeypatch: pytest.MonkeyPatch) -> No
         assert [refusal.kind for refusal in refusals] == ["crowd", "silent"]
         for connection in knocking:
             connection.close()
+
+
+def test_a_flood_leaves_the_other_agents_their_turn() -> None:
+    """Strangers that connect faster than they are accepted do not keep the agent's only thread."""
+    with contextlib.ExitStack() as opened:
+        door = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        accepted: list[socket.socket] = []
+
+        def accept() -> tuple[socket.socket, Any]:
+            assert len(accepted) < 500, "accepted without end"
+            opened.enter_context(socket.create_connection(door.getsockname()))
+            own, source = door.accept()
+            accepted.append(opened.enter_context(own))
+            return own, source
+
+        listener: Any = SimpleNamespace(setblocking=lambda _: None, accept=accept)
+        Hosts(listener, 2, "secret", 0, print).poll()
+    assert len(accepted) > 1
 
 
 @strangers.numbers_of_strangers

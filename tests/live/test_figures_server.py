@@ -97,6 +97,7 @@ def test_a_client_that_says_nothing_is_closed(
     server: FiguresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A silent client is closed even if no other client connects."""
+    assert figures_server._Handler.timeout == figures_server.CLIENT_SECONDS
     monkeypatch.setattr(figures_server._Handler, "timeout", 0.05)
     with socket.create_connection((server.server_name, server.server_port), DEADLINE) as stranger:
         assert stranger.recv(1) == b""

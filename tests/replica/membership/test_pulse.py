@@ -349,6 +349,18 @@ def test_a_silent_member_is_told_once(lighthouse: Lighthouse, watch: Callable[..
     assert lighthouse.asked.get() == "/status"
 
 
+def test_a_page_is_read_up_to_a_bound(
+    lighthouse: Lighthouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strangers' names may make it endless, and every group reads it."""
+    monkeypatch.setattr("titan_ft.membership.pulse._PAGE_BYTES", 1000)
+    beat = "    {}: seen 0.5s ago\n"
+    lighthouse.page = beat.format("1:c") + 2000 * "x" + "\n" + beat.format("2:d")
+    status = StatusPage(lighthouse.address).read(DEADLINE)
+    assert status is not None
+    assert [*status.heartbeats] == ["1:c"]
+
+
 def test_the_first_look_may_come_long_before_the_next(lighthouse: Lighthouse) -> None:
     """A member may have been silent since long before the exchange."""
     lighthouse.page = "    1:c: seen 3.5s ago\n"
