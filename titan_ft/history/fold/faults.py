@@ -115,14 +115,14 @@ class InjectedFaults:
         if seconds:
             planned_end_us = event.time_us + round(seconds * 1e6)
         fault = RecordedFault(
-            event.time_us,
-            event.fault,
-            target.replica,
-            target.rank,
-            target.lighthouse,
-            event.shot,
-            number,
-            planned_end_us,
+            time_us=event.time_us,
+            name=event.fault,
+            slot=target.replica,
+            rank=target.rank,
+            lighthouse=target.lighthouse,
+            shot=event.shot,
+            number=number,
+            undone_us=planned_end_us,
         )
         self.injected.append(fault)
         self._lasting[_lasting_key(event)].append(fault)

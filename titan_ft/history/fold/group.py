@@ -29,6 +29,10 @@ OVER: tuple[GroupState, ...] = (*ENDED, "given up")
 """States in which a group is not started again."""
 ALIVE: tuple[GroupState, ...] = ("not started", "starting", "joined", "healing", "training")
 """States in which rank 0 may still announce progress."""
+AttemptKey = tuple[int, int]
+"""Slot of a group, and number of its attempt."""
+WorkerKey = tuple[int, int, int, int]
+"""Slot, rank, attempt and pid of a worker."""
 MAX_START_SECONDS = 300.0
 """A group that starts may be silent this long: it imports, or waits for a file server."""
 
@@ -342,10 +346,10 @@ def reason_of(event: ev.WorkerExited, step: int | None) -> Reason:
         text = f"exit status {event.code}"
     return Reason(
         text,
-        event.replica,
-        event.rank,
-        event.attempt,
-        step,
+        slot=event.replica,
+        rank=event.rank,
+        attempt=event.attempt,
+        step=step,
         where=event.where or "",
         log=event.log or "",
         time=event.time,

@@ -36,9 +36,11 @@ from titan_ft.history.fold.faults import InjectedFaults
 from titan_ft.history.fold.group import (
     ALIVE,
     OVER,
+    AttemptKey,
     FailureSpan,
     GroupFold,
     Reason,
+    WorkerKey,
     is_of_worker,
     reason_of,
 )
@@ -58,10 +60,10 @@ class RunFold:
 
     Attributes:
         failures: of all launches, in the order in which they were noticed.
-        first_ends: by group and attempt, why each attempt of all launches ended by itself, in order of time.
+        first_ends: why attempts of all launches ended by themselves, in order of time.
         hosts: of all launches.
         num_launches: how many launches the folder holds.
-        attempts: of all launches, by group and number.
+        attempts: of all launches.
         faults: of all launches.
         unit: converts updates to torchtitan's steps, by the latest config of all launches.
         plan: the latest chaos plan of all launches; None without any.
@@ -76,15 +78,15 @@ class RunFold:
         started: Unix seconds of the first event; None before it.
         last_event: Unix seconds of the last event.
         lighthouse: the start of the latest lighthouse; None before it.
-        ended_workers: group, rank, attempt and pid of all workers that ended.
+        ended_workers: the workers that ended.
     """
 
     def __init__(self, num_groups: int = 0) -> None:
         self.failures: list[FailureSpan] = []
-        self.first_ends: dict[tuple[int, int], Reason] = {}
+        self.first_ends: dict[AttemptKey, Reason] = {}
         self.hosts = HostsFold()
         self.num_launches = 0
-        self.attempts: dict[tuple[int, int], Attempt] = {}
+        self.attempts: dict[AttemptKey, Attempt] = {}
         self.faults = InjectedFaults()
         self.plan: ev.ChaosStarted | None = None
         self.fault_seed: int | None = None
@@ -112,7 +114,7 @@ class RunFold:
         self.checkpoints = CheckpointsFold()
         self.lighthouse: ev.LighthouseStarted | None = None
         self.num_lighthouse_restarts = 0
-        self.ended_workers: set[tuple[int, int, int, int]] = set()
+        self.ended_workers: set[WorkerKey] = set()
         self._excluded: dict[int, set[int]] = defaultdict(set)
         """By update, slots of the groups whose gradients are left out."""
         self._broken: dict[int, float] = {}
@@ -331,10 +333,10 @@ class RunFold:
                 if group.reason is None:
                     group.reason = Reason(
                         event.error or event.reason,
-                        group.slot,
-                        event.rank,
-                        event.attempt,
-                        group.step,
+                        slot=group.slot,
+                        rank=event.rank,
+                        attempt=event.attempt,
+                        step=group.step,
                         log=event.log,
                         time=event.time,
                     )
@@ -439,9 +441,15 @@ class RunFold:
         for other in self.groups.values():
             if other.is_away:
                 return
-        self.failures.append(
-            FailureSpan(None, event.attempt, broken, broken, away=False, back=event.time)
+        repeated = FailureSpan(
+            slot=None,
+            attempt=event.attempt,
+            time=broken,
+            since=broken,
+            away=False,
+            back=event.time,
         )
+        self.failures.append(repeated)
 
     def _drop_out(self, group: GroupFold, time: float, *, died: bool = False) -> None:
         """Note a failure of a group.
@@ -457,7 +465,9 @@ class RunFold:
                 earlier.died = earlier.died or died
                 return
         since = group.last_contribution or time
-        group.failure = FailureSpan(group.slot, group.attempt, time, since, died=died)
+        group.failure = FailureSpan(
+            slot=group.slot, attempt=group.attempt, time=time, since=since, died=died
+        )
         self.failures.append(group.failure)
 
     def _come_back(self, group: GroupFold, event: ev.StepCommitted) -> None:

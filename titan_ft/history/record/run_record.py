@@ -19,7 +19,7 @@ import msgspec
 
 from titan_ft.history.fold.attempt import Attempt, find_fatal_fault
 from titan_ft.history.fold.faults import RecordedFault
-from titan_ft.history.fold.group import is_of_worker
+from titan_ft.history.fold.group import WorkerKey, is_of_worker
 from titan_ft.history.fold.run import RunFold, fold_events
 from titan_ft.history.fold.unit import Unit
 from titan_ft.history.record.kept import SETTLED_SECONDS, read_reduced
@@ -245,7 +245,7 @@ class RunRecord:
     @cached_property
     def processes(self) -> list[ProcessHistory]:
         """The worker processes."""
-        found: dict[tuple[int, int, int, int], ProcessHistory] = {}
+        found: dict[WorkerKey, ProcessHistory] = {}
         for event in self.events:
             if is_of_worker(event):
                 key = (event.replica or 0, event.rank or 0, event.attempt or 0, event.pid)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from titan_ft.history.fold.faults import seconds_of
+from titan_ft.history.fold.group import WorkerKey
 from titan_ft.run import events as ev
 
 MARGIN = 8
@@ -39,9 +40,6 @@ LOSS_TOLERANCE = 1e-6
 """
 HARMLESS_WAITS = frozenset({"computing", "loading", "between_steps"})
 """Waits for groups that take part. Waits for a joiner or a lost group are judged one by one."""
-
-Process = tuple[int, int, int, int]
-"""Group, rank, attempt and pid."""
 
 
 class WentBackError(Exception):
@@ -105,7 +103,7 @@ class Memory(msgspec.Struct):
     # for each injected fault, the highest step that was committed before it
     fault_steps: dict[str, int] = {}
     # seconds by which the wall clock of each process was ahead of its monotonic clock at first
-    offsets: dict[Process, float] = {}
+    offsets: dict[WorkerKey, float] = {}
 
 
 class Reducer:
@@ -128,7 +126,7 @@ class Reducer:
         """The row before the oldest in `_rows`; empty if that was no whole row."""
         self._num_quiet = 0
         """Whole rows in a row without any other event, the oldest of `_rows` included."""
-        self._open: dict[Process, UsualSteps] = {}
+        self._open: dict[WorkerKey, UsualSteps] = {}
 
     def take(self, event: ev.Event) -> None:
         """Take the next event.
@@ -220,12 +218,12 @@ class Reducer:
         """Keep the first commit of a usual step, and add the others to each process's event."""
         self.memory.last_usual = row[0].step
         self.found.firsts.append(_first_of_rank_0(row))
-        before = {_process(commit): commit for commit in self._before}
+        before = {_worker_of(commit): commit for commit in self._before}
         for commit in row:
-            process = _process(commit)
-            if process not in self._open:
-                self._open[process] = _begin_usual_steps(commit)
-            _extend(self._open[process], before[process], commit)
+            worker = _worker_of(commit)
+            if worker not in self._open:
+                self._open[worker] = _begin_usual_steps(commit)
+            _extend(self._open[worker], before[worker], commit)
 
     def _close(self) -> None:
         self.found.events += self._open.values()
@@ -246,10 +244,10 @@ class Reducer:
             return False
         if first.exchanges != 1 or first.inner_steps not in (None, 1):
             return False
-        processes = {_process(commit) for commit in row}
-        if len(processes) != len(row):
+        workers = {_worker_of(commit) for commit in row}
+        if len(workers) != len(row):
             return False
-        if processes != {_process(commit) for commit in before}:
+        if workers != {_worker_of(commit) for commit in before}:
             return False
         groups = set()
         for commit in row:
@@ -273,7 +271,7 @@ class Reducer:
         if data.num_batches != commit.forward_passes or data.slot != commit.replica:
             return False
         offset = commit.time - commit.mono
-        first_offset = self.memory.offsets.setdefault(_process(commit), offset)
+        first_offset = self.memory.offsets.setdefault(_worker_of(commit), offset)
         if abs(offset - first_offset) >= STEADY_SECONDS:
             return False
         return all(wait.why in HARMLESS_WAITS for wait in commit.waits)
@@ -283,7 +281,7 @@ def _name_shot(event: ev.FaultInjected | ev.FaultUndone) -> str:
     return f"{event.fault} {event.shot}"
 
 
-def _process(commit: ev.StepCommitted) -> Process:
+def _worker_of(commit: ev.StepCommitted) -> WorkerKey:
     return commit.replica, commit.rank, commit.attempt, commit.pid
 
 

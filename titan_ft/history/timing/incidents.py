@@ -407,13 +407,20 @@ def _draft_faults(faults: Sequence[RecordedFault]) -> dict[int, _IncidentDraft]:
     for fault in faults:
         draft = drafts.get(fault.number)
         if draft is None:
-            time = fault.time_us
-            draft = _IncidentDraft(time, time, set(), time, fault.name, fault.category, fault)
+            draft = _IncidentDraft(
+                begin=fault.time_us,
+                reach=fault.time_us,
+                groups=set(),
+                time_us=fault.time_us,
+                name=fault.name,
+                category=fault.category,
+                fault=fault,
+            )
             drafts[fault.number] = draft
         if fault.slot is not None:
             draft.groups.add(fault.slot)
-        fault_end = fault.undone_us or fault.time_us
-        draft.reach = max(draft.reach, fault_end)
+        fault_end_us = fault.undone_us or fault.time_us
+        draft.reach = max(draft.reach, fault_end_us)
     return drafts
 
 
@@ -428,18 +435,29 @@ def _draft_end(
         if attempt.fault is not None:
             draft = draft_of_fault.get(attempt.fault.number)
         if draft is None:
-            end = attempt.exit_us
-            begin = end
+            begin_us = attempt.exit_us
             if attempt.silent_us is not None:
-                begin = min(end, attempt.silent_us)
-            groups = {attempt.slot}
-            draft = _IncidentDraft(begin, end, groups, end, attempt.why_ended, attempt.category)
+                begin_us = min(begin_us, attempt.silent_us)
+            draft = _IncidentDraft(
+                begin=begin_us,
+                reach=attempt.exit_us,
+                groups={attempt.slot},
+                time_us=attempt.exit_us,
+                name=attempt.why_ended,
+                category=attempt.category,
+            )
             drafts.append(draft)
     elif attempt.drained_us is not None:
         draft = _find_request_to_leave(attempt, attempt.drained_us, draft_of_fault)
         if draft is None:
-            left = attempt.drained_us
-            draft = _IncidentDraft(left, left, {attempt.slot}, left, "drained", None)
+            draft = _IncidentDraft(
+                begin=attempt.drained_us,
+                reach=attempt.drained_us,
+                groups={attempt.slot},
+                time_us=attempt.drained_us,
+                name="drained",
+                category=None,
+            )
             drafts.append(draft)
     if draft is not None:
         draft.ended.append(attempt)
@@ -465,10 +483,17 @@ def _draft_dropout(failure: FailureSpan, drafts: list[_IncidentDraft], record: R
     draft = _find_fault_before(failure, drafts)
     if draft is None:
         time_us = round(failure.time * 1e6)
-        begin = round(min(failure.since, failure.time) * 1e6)
-        groups = set() if failure.slot is None else {failure.slot}
         name, category = _name_dropout(failure, record)
-        draft = _IncidentDraft(begin, time_us, groups, time_us, name, category)
+        draft = _IncidentDraft(
+            begin=round(min(failure.since, failure.time) * 1e6),
+            reach=time_us,
+            groups=set(),
+            time_us=time_us,
+            name=name,
+            category=category,
+        )
+        if failure.slot is not None:
+            draft.groups.add(failure.slot)
         drafts.append(draft)
     draft.dropouts.append(failure)
 
@@ -568,7 +593,9 @@ class _Absence:
 
     @property
     def seconds(self) -> float | None:
-        return None if self.back is None else self.back - self.since
+        if self.back is None:
+            return None
+        return self.back - self.since
 
 
 def _price(
@@ -597,21 +624,24 @@ def _price(
         last_heals.append(absence.heal)
         if attempt.failed:
             death = RecordedFailure(
-                attempt.slot,
-                attempt.number,
-                draft.seconds,
-                attempt.cause,
-                stall_seconds,
-                absence.seconds,
-                absence.back,
-                absence.heal,
+                replica=attempt.slot,
+                attempt=attempt.number,
+                time=draft.seconds,
+                cause=attempt.cause,
+                stall_seconds=stall_seconds,
+                rejoin_seconds=absence.seconds,
+                back=absence.back,
+                heal=absence.heal,
                 died=True,
             )
             deaths.append(death)
         if attempt.drained_us is not None:
-            time = attempt.drained_us / 1e6
             drain = RecordedDrain(
-                attempt.slot, attempt.number, time, attempt.in_order, stall_seconds
+                replica=attempt.slot,
+                attempt=attempt.number,
+                time=attempt.drained_us / 1e6,
+                in_order=attempt.in_order,
+                stall_seconds=stall_seconds,
             )
             drains.append(drain)
     dropouts = [_price_dropout(failure, draft, stall_seconds, heals) for failure in draft.dropouts]
@@ -650,8 +680,13 @@ def _longest_if_all_known(all_seconds: Sequence[float | None]) -> float | None:
 
 
 def _latest(heals: Sequence[RecordedHeal | None]) -> RecordedHeal | None:
-    known = [heal for heal in heals if heal is not None]
-    return max(known, key=lambda heal: heal.time, default=None)
+    latest: RecordedHeal | None = None
+    for heal in heals:
+        if heal is None:
+            continue
+        if latest is None or heal.time > latest.time:
+            latest = heal
+    return latest
 
 
 def _find_absent_since(attempt: Attempt, time: float, failures: Sequence[FailureSpan]) -> float:
@@ -721,13 +756,13 @@ def _price_dropout(
             rejoin_seconds = max(0.0, failure.back - begin)
             back = failure.back
     return RecordedFailure(
-        failure.slot,
-        failure.attempt,
-        draft.seconds,
-        draft.name,
-        stall_seconds,
-        rejoin_seconds,
-        back,
-        heal,
+        replica=failure.slot,
+        attempt=failure.attempt,
+        time=draft.seconds,
+        cause=draft.name,
+        stall_seconds=stall_seconds,
+        rejoin_seconds=rejoin_seconds,
+        back=back,
+        heal=heal,
         away=failure.away,
     )
