@@ -34,16 +34,14 @@ def check_against(record: RunRecord, reference: RunRecord, found: Judgement) -> 
     There are two rules.
 
     1. From step 1 on, while all groups took part in both runs, the steps are compared one by one.
-    With up to
-       two groups, loss, gradient norm, LR and tokens must be equal bit for bit. With more groups a
-       ring adds in another order: `ROUNDING` x step (relative, `MOST_ROUNDING` at most) is allowed
-       for loss and gradient norm.
+       With up to two groups, loss, gradient norm, LR and tokens must be equal bit for bit. With
+       more groups a ring adds in another order: `ROUNDING` x step (relative, `MOST_ROUNDING` at
+       most) is allowed for loss and gradient norm.
     2. After that, the runs are compared at equal tokens. Let T be the smaller total of both. The
-    mean loss of
-       the steps between 0.9 T and T may be above the reference's by at most the larger of two
-       bounds: 3 standard errors of the difference (by the reference's own scatter between steps),
-       and 2 %. A lower loss is a note and no offence: at equal tokens a run with smaller batches
-       has made more steps.
+       mean loss of the steps between 0.9 T and T may be above the reference's by at most the larger
+       of two bounds: 3 standard errors of the difference (by the reference's own scatter between
+       steps), and 2 %. A lower loss is a note and no offence: at equal tokens a run with smaller
+       batches has made more steps.
     """
     ours = record.curve
     theirs = reference.curve

@@ -194,7 +194,8 @@ def _judge(name: str, promise: int | None, checker: Checker, record: RunRecord) 
     found = Judgement(name, promise)
     try:
         checker(record, found)
-    except Exception as error:  # noqa: BLE001  # a damaged history must not keep the other checkers from judging
+    except Exception as error:  # noqa: BLE001
+        # A damaged history must not keep the other checkers from judging.
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
         text = f"the checker crashed: {type(error).__name__}: {error}{where}"

@@ -61,7 +61,7 @@ class FiguresServer(ThreadingMixIn, WSGIServer):
         self._thread.join()
 
     def server_bind(self) -> None:
-        """Listen, without a look at what the name of this host stands for, which may take seconds."""
+        """Listen, without resolving the name of this host, which may take seconds."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         host, self.server_port = self.socket.getsockname()[:2]

@@ -26,7 +26,8 @@ class JobSteps:
 
     A commit is certain once another commit continues it, or a group ends with its state. If an
     exchange was complete for one group only, one step may have two commits; the wrong one never
-    becomes certain. If the job goes back to an earlier state, the steps after that state come again.
+    becomes certain. If the job goes back to an earlier state, the steps after that state come
+    again.
 
     This is not part of the fold of a run (`titan_ft.history.fold`). The fold uses the latest commit
     at once, and the history finds the trajectory from its end. Only a file that is written during
@@ -50,7 +51,7 @@ class JobSteps:
         return []
 
     def finish(self) -> list[StepCommitted]:
-        """Return the remaining steps at the end of the run: those that lead to the latest commit."""
+        """Return the steps that lead to the latest commit, at the end of the run."""
         return self._take_out(self._chain_to_latest(self._pending.values()))
 
     def _observe_commit(self, event: StepCommitted) -> list[StepCommitted]:
@@ -134,7 +135,11 @@ class JobCurve:
         self._write(self._steps.observe(event))
 
     def close(self, seconds: float = 0.0) -> int:
-        """Write the remaining points, waiting up to `seconds` for room; return the number of lost points."""
+        """Write the remaining points; return the number of lost points.
+
+        Args:
+            seconds: longest wait for room on the disk.
+        """
         self._write(self._steps.finish())
         num_lost = self._file.close(seconds)
         if num_lost:

@@ -70,8 +70,8 @@ def split_address(bind: str) -> tuple[str, int]:
         host, port = "", 0
     if not host or "/" in bind:
         raise ConfigError(
-            f"--metrics-port must be PORT (this host only) or HOST:PORT, got {bind!r}; for example 9464, 0.0.0.0:9464 "
-            "for Prometheus on another host, or 0 to have a port chosen"
+            f"--metrics-port must be PORT (this host only) or HOST:PORT, got {bind!r}; for example "
+            "9464, 0.0.0.0:9464 for Prometheus on another host, or 0 to have a port chosen"
         )
     return host, port
 
@@ -79,8 +79,8 @@ def split_address(bind: str) -> tuple[str, int]:
 class MetricsServer:
     """Serves a run's figures to Prometheus over HTTP, on a thread of its own.
 
-    Each event is counted once. Rank 0's events stand for its group. The figures count from the start
-    of this process, without earlier launches in the same folder.
+    Each event is counted once. Rank 0's events stand for its group. The figures count from the
+    start of this process, without earlier launches in the same folder.
 
     Args:
         fold: the state of the run. It must take each event before `observe` does.
@@ -116,8 +116,8 @@ class MetricsServer:
             self._server = FiguresServer(address.usable_bind(host), port, make_wsgi_app(registry))
         except OSError as error:
             raise ConfigError(
-                f"--metrics-port must be a free port of an address of this host, got {host}:{port} ({error.strerror}); "
-                "choose another, or 0 to have one chosen"
+                f"--metrics-port must be a free port of an address of this host, got {host}:{port} "
+                f"({error.strerror}); choose another, or 0 to have one chosen"
             ) from error
         self.port: int = self._server.server_port
         self.url = f"http://{address.join_address(host, self.port)}/metrics"
@@ -162,7 +162,8 @@ class MetricsServer:
         )
         self._own_seconds = gauge(
             "group_step_seconds",
-            "Seconds that the last step took a group without the exchange; NaN until it has made one.",
+            "Seconds that the last step took a group without the exchange; "
+            "NaN until it has made one.",
             ("replica",),
         )
         self._tokens = counter("tokens", "Tokens with a label that the committed steps trained on.")
@@ -285,7 +286,10 @@ class MetricsServer:
                 self._state.labels(str(slot), state).set(group.state == state)
 
     def _create_group_series(self, slot: str) -> None:
-        """Create a group's counters with 0. Prometheus sees no increase in a series that starts at 1."""
+        """Create a group's counters with 0.
+
+        Prometheus sees no increase in a series that starts at 1.
+        """
         for metric in (self._heals, self._heal_bytes, self._sent_bytes):
             metric.labels(slot)
         for standby in ("false", "true"):

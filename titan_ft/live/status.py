@@ -329,7 +329,7 @@ def describe(before: Mapping[int, str], run: RunFold, event: ev.Event) -> str | 
 
 
 def _describe_death(name: str, event: ev.WorkerExited) -> str:
-    """Return the line of a group's death, the exception first: `top` cuts its lines at the width."""
+    """Return the line of a group's death. The exception is first, because `top` cuts lines off."""
     parts = []
     if event.error:
         parts.append(event.error)

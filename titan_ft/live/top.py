@@ -75,8 +75,8 @@ class FollowedRun:
 def top(run_dir: Path, *, once: bool = False) -> int:
     """Show a run until it is over, or until q or Ctrl-C; return 0.
 
-    Without a terminal, or with `once`, the run is shown once. Ctrl-C raises KeyboardInterrupt, after
-    the terminal has been restored.
+    Without a terminal, or with `once`, the run is shown once. Ctrl-C raises KeyboardInterrupt,
+    after the terminal has been restored.
 
     Raises:
         ConfigError: there is no such folder, or it was removed.

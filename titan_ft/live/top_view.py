@@ -334,7 +334,10 @@ def _make_hosts(hosts: Sequence[HostFigures], width: int, max_rows: int) -> list
 
 
 def _choose_groups(run: RunStatus, max_rows: int) -> tuple[list[GroupStatus], str]:
-    """Return the groups with a row, and a line about the others. Training groups are left out first."""
+    """Return the groups with a row, and a line about the others.
+
+    Training groups are left out first.
+    """
     groups = list(run.groups.values())
     if max_rows >= len(groups):
         return groups, ""

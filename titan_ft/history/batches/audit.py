@@ -6,13 +6,13 @@ Each commit names the state that it made (`lineage`), the state that it changed 
 batches that all groups trained for it. The job's trajectory is the chain of parents from its final
 state back to the first.
 
-- *Void* batches belong to commits off the chain. Their updates were thrown away and their batches are
-  due again, so training them again is no repetition. Batches of a round that a group left unfinished
-  are void as well. A group that leaves reports these batches; of a group that dies only the time is
-  known.
-- *Partial* batches occur if each round exchanges one fragment of the model. A group that starts again
-  loses the changes of the fragments whose turn had not come. Its batches are in the updates of the
-  other fragments, once in each.
+- *Void* batches belong to commits off the chain. Their updates were thrown away and their batches
+  are due again, so training them again is no repetition. Batches of a round that a group left
+  unfinished are void as well. A group that leaves reports these batches; of a group that dies only
+  the time is known.
+- *Partial* batches occur if each round exchanges one fragment of the model. A group that starts
+  again loses the changes of the fragments whose turn had not come. Its batches are in the updates
+  of the other fragments, once in each.
 
 `titan-ft check` and `report` call `audit`. See docs/data.md.
 """
@@ -143,7 +143,7 @@ def _count_batches(findings: Iterable[Finding]) -> int:
 
 @dataclass(frozen=True)
 class DataSplit:
-    """The division of the data into shards and slots; a resume may divide the shards differently."""
+    """The division of the data into shards and slots, which a resume may change."""
 
     shards_per_slot: int
     num_shards: int
@@ -158,7 +158,8 @@ class DataSplit:
 def find_splits(record: RunRecord) -> dict[str, DataSplit]:
     """Return the division of the data for each state, by lineage.
 
-    States without an event about it are left out. The result is empty if the division never changed.
+    States without an event about it are left out. The result is empty if the division never
+    changed.
     """
     splits: list[tuple[ProcessHistory, DataSplit]] = []
     for process in record.processes:
@@ -256,7 +257,7 @@ def find_resets(record: RunRecord) -> list[float]:
 
 
 def _find_data_changes(launch: LaunchStarted) -> list[str]:
-    """Return the changes of the data that a resume allowed, for example a batch of twice the size."""
+    """Return the changes of the data that a resume allowed, such as a larger batch."""
     changes = (launch.changed or {}).items()
     return [change.describe(name) for name, change in changes if change.kind == "data"]
 
@@ -397,7 +398,7 @@ _Stream = tuple[int, int]
 
 
 class _TrainedRange(NamedTuple):
-    """Consecutive batches of a stream that a step trained; the order of the fields is the sort order."""
+    """Consecutive batches of a stream that a step trained; sorted by the fields in this order."""
 
     first: int
     num_batches: int
@@ -450,8 +451,8 @@ class _ChainCount:
     def _find_ends(self) -> tuple[dict[_Stream, int], dict[_Stream, int], set[_Stream]]:
         """Return the first batch and the end of each stream, and the streams with a gap or overlap.
 
-        Nearly all streams of a long run continue from batch to batch. Their batches are only counted,
-        because a list of all ranges would take too much memory.
+        Nearly all streams of a long run continue from batch to batch. Their batches are only
+        counted, because a list of all ranges would take too much memory.
         """
         begins: dict[_Stream, int] = {}
         ends: dict[_Stream, int] = {}

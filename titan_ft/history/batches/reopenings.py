@@ -40,7 +40,8 @@ class Reopenings:
         """The openings without a proof, in one line; empty if all are proved."""
         if not self.num_unproved:
             return ""
-        return f"{count(self.num_unproved, 'reopening')} of data not proved ({self.reason}); {SEE_REREAD}"
+        reopenings = count(self.num_unproved, "reopening")
+        return f"{reopenings} of data not proved ({self.reason}); {SEE_REREAD}"
 
 
 @view

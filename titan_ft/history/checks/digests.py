@@ -37,9 +37,9 @@ class _WrittenDigest(NamedTuple):
 def check_digests(record: RunRecord, found: Judgement) -> None:
     """Compare the digests of each state, rank by rank.
 
-    A `digest_mismatch` must name each group whose digest differs. This group must heal or end before
-    it contributes again. A group that died or left before the next exchange was never named; it did
-    no harm if other groups stayed.
+    A `digest_mismatch` must name each group whose digest differs. This group must heal or end
+    before it contributes again. A group that died or left before the next exchange was never named;
+    it did no harm if other groups stayed.
     """
     written = _collect_digests(record)
     values = []
@@ -61,7 +61,8 @@ def check_digests(record: RunRecord, found: Judgement) -> None:
     if compared.num_compared:
         return
     if record.goes_on:
-        # The first digest comes after 50 steps by default. A sound run must not be "unknown" until then.
+        # The first digest comes after 50 steps by default. A sound run must not be "unknown" until
+        # then.
         found.asked = False
         found.statement = "no digest of two groups yet (fault_tolerance.digest_every)"
     else:

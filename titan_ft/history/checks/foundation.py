@@ -40,8 +40,8 @@ def find_gaps(record: RunRecord) -> list[str]:
 
     A process on a full disk keeps its events in memory. Beyond a limit it drops events and reports
     this later (`EventsDropped`). A SIGKILL takes all events that wait; then the file has no newline
-    at its end (`RunRecord.cut`). If the storage was too broken even for that, the missing events show
-    only by steps that other groups or ranks report.
+    at its end (`RunRecord.cut`). If the storage was too broken even for that, the missing events
+    show only by steps that other groups or ranks report.
     """
     gaps = [_name_dropped(event) for event in record.of(EventsDropped)]
     for name in record.cut:
@@ -103,7 +103,7 @@ def _has_started(starts: list[float], begin: float, end: float) -> bool:
 
 
 def _find_steps_unreported_by_rank(record: RunRecord) -> list[str]:
-    """Return the ranks that did not report several steps which other ranks of their group reported."""
+    """Return the ranks without events of several steps that other ranks of their group made."""
     attempts: dict[tuple[int, int, int], list[ProcessHistory]] = defaultdict(list)
     launches = [event.time for event in record.of(LaunchStarted)]
     for process in record.processes:

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Promise 5: a group that comes back catches up while the others train on.
 
-Each commit reports the waits of its group (`titan_ft.history.timing.waits`). See docs/guarantees.md.
+Each commit reports the waits of its group (`titan_ft.history.timing.waits`). See
+docs/guarantees.md.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ A joiner on the same machine takes processor time from the other groups.
 
 @dataclass(frozen=True)
 class Joining:
-    """The time in which a process of a group lacked the state, and the waits of the other groups."""
+    """The time in which a process lacked the state, and the waits of the other groups."""
 
     slot: int
     begin: float
     """Unix seconds of the first quorum without the state, or of the heal."""
     seconds: float
-    """Seconds from `begin` to the end of the last heal (or the last event), by the joiner's clock."""
+    """Seconds from `begin` to the joiner's last event before its commit, by the joiner's clock."""
     heal: ev.HealStarted
     waits: tuple[StepWait, ...] = ()
 
@@ -105,8 +106,8 @@ def find_joinings(record: RunRecord) -> list[Joining]:
         begins = [joining.begin for joining in joinings]
         waits_by_joining: dict[int, list[StepWait]] = defaultdict(list)
         for wait in waits_for[slot]:
-            # A commit follows the joining that it waited for. Where clocks of hosts differ, a commit
-            # may seem to come before the first joining.
+            # A commit follows the joining that it waited for. Where clocks of hosts differ, a
+            # commit may seem to come before the first joining.
             place = max(0, bisect_right(begins, wait.time) - 1)
             waits_by_joining[place].append(wait)
         for place, joining in enumerate(joinings):
@@ -164,7 +165,7 @@ def _find_fault(record: RunRecord, joining: Joining) -> RecordedFault | None:
 
 
 def _check_asked(record: RunRecord, found: Judgement) -> None:
-    """Object to a wait on request of a joiner that made no request, and note the joiners that did."""
+    """Object to waits for joiners that did not ask for them, and note the joiners that did."""
     askers = {event.replica for event in record.of(ev.CatchUpWaiting)}
     waits = [event for event in record.of(ev.Waiting) if event.why == "asked"]
     for event in waits:

@@ -145,7 +145,7 @@ def _check_lost(record: RunRecord, found: Judgement) -> None:
 
 
 def _check_exits(record: RunRecord, found: Judgement, jumped: bool) -> int:
-    """Object to exits without a reason, and to failed groups that are neither restarted nor given up.
+    """Object to exits without a reason, and to failed groups without a restart or a give-up.
 
     Args:
         jumped: a wall clock was set, so that the order of events of different processes is unknown.

@@ -3,9 +3,9 @@
 """The state of a run by its events: `RunFold` takes each event once, in order of time.
 
 All views of a run read the fold: the outcome (`titan_ft.history.outcomes.outcome`), the failures
-(`titan_ft.history.timing.incidents`), the tables of `top`, the launcher, the keepers of its agents and
-chaos. `top` and the launcher feed a fold with each new event; `check` and `report` feed it with the
-whole history.
+(`titan_ft.history.timing.incidents`), the tables of `top`, the launcher, the keepers of its agents
+and chaos. `top` and the launcher feed a fold with each new event; `check` and `report` feed it with
+the whole history.
 
 A *failure* is one of these:
 
@@ -201,8 +201,8 @@ class RunFold:
     def _begin_launch(self, event: ev.LaunchStarted) -> None:
         """Take the start of a launch: it ends the launch before.
 
-        Its line may come after later events of the same launch, as through a network file system
-        or from a disk that was full. A fold that began anew then would show groups that train as not
+        Its line may come after later events of the same launch, as through a network file system or
+        from a disk that was full. A fold that began anew then would show groups that train as not
         started, and would lose their attempts and restarts.
         """
         self.num_launches += 1

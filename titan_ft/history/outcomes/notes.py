@@ -57,7 +57,8 @@ def _describe(event: ev.Event, unit: Unit) -> str:
         case ev.DigestMismatch():
             step = unit.name(event.step, ",")
             if event.minority:
-                return f"after {step} the state of {name_groups(event.minority)} was not that of the others"
+                state = f"the state of {name_groups(event.minority)}"
+                return f"after {step} {state} was not that of the others"
             differ = "the groups' states differed, and no majority told which one is right"
             return f"after {step} {differ}"
         case ev.GradientExcluded():

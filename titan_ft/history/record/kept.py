@@ -453,7 +453,8 @@ def _part_decoder() -> msgspec.msgpack.Decoder[_Part]:
 
 @cache
 def _chunk_decoder() -> msgspec.msgpack.Decoder[_Chunk]:
-    any_event: Any = Union[tuple(kinds())]  # noqa: UP007  # of a tuple that is known at run time only
+    # The kinds are known at run time only.
+    any_event: Any = Union[tuple(kinds())]  # noqa: UP007
     known = msgspec.defstruct("_Known", [("events", list[any_event])], bases=(_Chunk,))
     return msgspec.msgpack.Decoder(known)
 

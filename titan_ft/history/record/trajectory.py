@@ -3,8 +3,8 @@
 """The states of a job by its commits: the trajectory to the final state, and the states off it.
 
 Each commit names the state that it made (`lineage`) and the state that it changed (`parent`). The
-job's trajectory is the chain of parents from its final state back to the first. Commits off the chain
-are void. `titan_ft.history.record.run_record` calls this module.
+job's trajectory is the chain of parents from its final state back to the first. Commits off the
+chain are void. `titan_ft.history.record.run_record` calls this module.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class JobState:
     """Unix seconds of the first of these events."""
     batches: dict[int, tuple[int, int]]
     """First batch and number of batches of each slot."""
-    # Nearly all states of a run have the same groups. They share one set, because a set of 30 groups
-    # takes 2 KB.
+    # Nearly all states of a run have the same groups. They share one set, because a set of 30
+    # groups takes 2 KB.
     participants: frozenset[int] = frozenset()
     read: dict[int, list[Batches]] = field(default_factory=dict)
     """The batches that all ranks of each group read for it."""
@@ -166,7 +166,8 @@ def _supersedes(
         if event.time > branch.time:
             continue
         if isinstance(event, CheckpointLoaded):
-            # The step of a checkpoint is torchtitan's, also if the job counts rounds: compare lineages.
+            # The step of a checkpoint is torchtitan's, also if the job counts rounds: compare
+            # lineages.
             is_at_branch = event.lineage == branch.parent
         else:
             is_at_branch = event.step == branch.step - 1

@@ -244,8 +244,8 @@ def draw_groups(record: RunRecord) -> Chart | None:
     """Draw a row per group: its states over time, and its faults; above the rows, the faults
     without a group.
     """
-    line = build_timeline(record)
-    if not line.groups:
+    timeline = build_timeline(record)
+    if not timeline.groups:
         return None
     faults = find_recoveries(record)
     without_group = [fault for fault in faults if not fault.incident.replicas]
@@ -254,7 +254,7 @@ def draw_groups(record: RunRecord) -> Chart | None:
         targets = {fault.target for fault in without_group}
         names.append("lighthouse" if targets == {"lighthouse"} else "no group")
     places: dict[int, float] = {}
-    for slot in sorted(line.groups):
+    for slot in sorted(timeline.groups):
         places[slot] = float(len(names))
         names.append(f"group {slot}")
     spans, thinned = thin_rows(find_state_spans(record))
@@ -263,7 +263,8 @@ def draw_groups(record: RunRecord) -> Chart | None:
         for span in row:
             start = span.start_us / 1e6 - record.begin
             width = span.num_us / 1e6
-            text = f"group {slot} at {format_clock(start)}: {STATES[span.state].label}, {format_duration(width)}"
+            state = f"{STATES[span.state].label}, {format_duration(width)}"
+            text = f"group {slot} at {format_clock(start)}: {state}"
             if span.detail:
                 text += f" ({span.detail})"
             boxes[span.state].append((places[slot] + 0.06, start, width, text))
@@ -284,7 +285,7 @@ def draw_groups(record: RunRecord) -> Chart | None:
         "timeline",
         "What each group did",
         caption + thinned,
-        _make_time_axis(line.wall_us / 1e6),
+        _make_time_axis(timeline.wall_us / 1e6),
         _make_row_axis(names),
         [*make_boxes(boxes), *make_fault_marks(hits)],
         height=0.6 + row_height * max(len(names), 2),
@@ -406,7 +407,8 @@ def draw_stalls(recoveries: Sequence[Recovery], noun: str = "step") -> Chart | N
         if stall is None:
             continue
         kind = recovery.incident.fault
-        text = f"{kind} of {recovery.target} at {format_clock(recovery.time)}: {format_duration(stall)}"
+        hit = f"{kind} of {recovery.target} at {format_clock(recovery.time)}"
+        text = f"{hit}: {format_duration(stall)}"
         found[kind].append((max(LEAST_STALL_SECONDS, stall), text))
     if not found:
         return None

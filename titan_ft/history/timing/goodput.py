@@ -110,13 +110,13 @@ def measure_goodput(record: RunRecord) -> Goodput:
 
 def _add_up_times(record: RunRecord, result: Goodput) -> None:
     """Set the microseconds of each group and of the job in each state."""
-    line = build_timeline(record)
-    result.wall_us = line.wall_us
-    result.num_groups = len(line.groups)
+    timeline = build_timeline(record)
+    result.wall_us = timeline.wall_us
+    result.num_groups = len(timeline.groups)
     job_us: Counter[str] = Counter()
-    for slot in line.groups:
-        totals = line.totals_us(slot)
-        assert sum(totals.values()) == line.wall_us, f"the time of group {slot} does not add up"
+    for slot in timeline.groups:
+        totals = timeline.totals_us(slot)
+        assert sum(totals.values()) == timeline.wall_us, f"the time of group {slot} does not add up"
         result.groups_us[slot] = {state: totals[state] for state in STATES if totals[state]}
         job_us += Counter(result.groups_us[slot])
     result.job_us = dict(job_us)
@@ -149,16 +149,16 @@ def effective_training_time(record: RunRecord) -> tuple[float | None, float | No
 
         min(time since the step before, usual step) x contributing groups / all groups
 
-    So a stall is lost for all groups. The absence of a group is lost for this group. A step that was
-    slower than usual, for any reason, counts as a usual step, and a faster step does not make up for
-    it: on a machine with varying steps the share is below 100 % even without failures. A group that
-    joins in the midst of a round counts by the steps that it made for the round.
+    So a stall is lost for all groups. The absence of a group is lost for this group. A step that
+    was slower than usual, for any reason, counts as a usual step, and a faster step does not make
+    up for it: on a machine with varying steps the share is below 100 % even without failures. A
+    group that joins in the midst of a round counts by the steps that it made for the round.
 
-    Source: "effective training time" of FT-HSDP (Salpekar et al., "Training LLMs with Fault Tolerant
-    HSDP on 100,000 GPUs", arXiv 2602.00277): from 44 % to 80 % as the stall per failure goes from 10
-    to 3 minutes. Only the abstract of the paper was at hand, and it has no formula. This formula
-    explains its figures with a failure each 18 minutes: 1 - 10/18 = 44 % if all groups wait for one,
-    and 1 - 3/18 = 83 % less the share of a replica that is being restarted.
+    Source: "effective training time" of FT-HSDP (Salpekar et al., "Training LLMs with Fault
+    Tolerant HSDP on 100,000 GPUs", arXiv 2602.00277): from 44 % to 80 % as the stall per failure
+    goes from 10 to 3 minutes. Only the abstract of the paper was at hand, and it has no formula.
+    This formula explains its figures with a failure each 18 minutes: 1 - 10/18 = 44 % if all groups
+    wait for one, and 1 - 3/18 = 83 % less the share of a replica that is being restarted.
     """
     steps = record.first_commits
     usual_us = record.usual_step_us
@@ -201,12 +201,12 @@ def _count_contributors(record: RunRecord, event: StepCommitted) -> float:
 def count_exchanges(record: RunRecord) -> tuple[int, int]:
     """Return the exchanges between the groups that were attempted, and those that were committed.
 
-    These are the steps that torchft's runs count: 5,145 of 6,249 committed with a failure each 60 s,
-    268 of 888 each 15 s ("Fault Tolerant Llama", pytorch.org/blog/fault-tolerant-llama-training-with-
-    2000-synthetic-failures-every-15-seconds-and-no-checkpoints-on-crusoe-l40s). There, an attempt is
-    a step whose exchange was voted on. Without a commit, its forward and backward passes and its
-    batch are lost. Here the exchange is repeated from the same gradients; the failed attempt counts
-    all the same.
+    These are the steps that torchft's runs count: with a failure each 60 s, 5,145 of 6,249 were
+    committed, and with one each 15 s 268 of 888 ("Fault Tolerant Llama", PyTorch blog, 2025,
+    pytorch.org/blog/fault-tolerant-llama-training-with-2000-synthetic-failures-every-15-seconds-
+    and-no-checkpoints-on-crusoe-l40s). There, an attempt is a step whose exchange was voted on.
+    Without a commit, its forward and backward passes and its batch are lost. Here the exchange is
+    repeated from the same gradients; the failed attempt counts all the same.
 
     The attempts of a step are the exchanges of the group that made most of them. An exchange that
     broke for any group counts. Steps that nobody committed and states that were thrown away are
@@ -236,8 +236,8 @@ def count_exchanges(record: RunRecord) -> tuple[int, int]:
             state = (event.step, event.lineage)
             made[state] = max(made.get(state, 1), attempts)
     attempted = sum(made.values())
-    # A group that died in an exchange saw it break no more often than the other groups, whose commits
-    # count the attempts. So only steps that nobody committed are added.
+    # A group that died in an exchange saw it break no more often than the other groups, whose
+    # commits count the attempts. So only steps that nobody committed are added.
     committed_steps = {step for step, _ in made}
     broken: dict[int, int] = {}
     for (_, step), fails in num_failed.items():
@@ -286,8 +286,9 @@ class _BegunStep(NamedTuple):
 def _find_begun_steps(record: RunRecord) -> list[_BegunStep]:
     """Return the steps that groups began to compute, except usual steps.
 
-    A computed step does not count in three cases: the group died or healed before its commit (and the
-    others did not commit its gradient), its gradient was left out, or its state was thrown away.
+    A computed step does not count in three cases: the group died or healed before its commit (and
+    the others did not commit its gradient), its gradient was left out, or its state was thrown
+    away.
     """
     begun = []
     for event in record.commits:

@@ -1,16 +1,16 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The time of each group, cut into states without gaps or overlaps, from the job's begin to its end.
+"""The time of each group from the job's begin to its end, cut into states without gaps or overlaps.
 
 | state | while the group |
 | --- | --- |
-| productive | computes or applies a step that counts: data, forward, backward, clipping, optimizer |
-| wasted | computes a step that does not count: killed in mid-step, gradient left out, state thrown away |
+| productive | computes or applies a step that counts: data, forward, backward, clip, optimizer |
+| wasted | computes a step that does not count: killed in it, gradient left out, state thrown away |
 | exchange_wait | waits in a working exchange, or for other groups to join the exchange |
-| detection | is in a broken exchange, from the failure (or the begin of the wait) until its notice |
+| detection | is in a broken exchange, from the failure (or the wait's begin) until its notice |
 | quorum | waits for the lighthouse's answer, also for a lighthouse that is down |
 | rebuild | builds the process group |
-| wait_for_groups | waits at the first meeting, below `min_replica_size`, or because a joiner asked |
+| wait_for_groups | waits to meet first, below `min_replica_size`, or because a joiner asked |
 | heal | fetches the state from a donor, from the begin of the heal until the state is there |
 | replay | applies the updates that the others made during the fetch |
 | start | starts its first process, until this process asks for its first quorum |
@@ -20,8 +20,8 @@
 | idle | has finished, was drained or stopped for good, or gave up |
 | unknown | has no event, as at the end of a cut history |
 
-Work that overlaps with forward and backward is productive time, because it costs nothing. Most quorums
-and the transfers of a donor are such work.
+Work that overlaps with forward and backward is productive time, because it costs nothing. Most
+quorums and the transfers of a donor are such work.
 
 `titan_ft.history.timing.goodput`, the report and the audit read this module. See docs/observing.md,
 "The history".
@@ -333,7 +333,8 @@ class GroupCutter:
             exchange = min(exchange, max(self._usual_exchange, since_break))
         update = min(update, gap)
         exchange = min(exchange, gap - update)
-        # The begin of a broken exchange is known. A sound one is taken to end right before the update.
+        # The begin of a broken exchange is known. A sound one is taken to end when the update
+        # begins.
         head = gap - exchange - update
         if breaks:
             until_break = max(0, min(breaks) - self._strip.cursor)
