@@ -23,19 +23,14 @@ WAITING_BYTES = 2**20
 """Memory for printed lines that cannot be written. Lines beyond it are lost, and counted."""
 
 
-_NO_SECRETS = "torchft::manager=warn"
-
-
 def choose_native_log(environ: Mapping[str, str]) -> str:
-    """Return the value of RUST_LOG for torchft's code: the user's value, or "warn".
+    """Return the value of RUST_LOG for torchft's code: "warn", or the user's "error".
 
-    torchft's log at its default level costs time in each step. At "info" its client logs the
-    lighthouse's address with the run's secret, so that client stays at "warn" in any case.
+    At "info" torchft's client logs the lighthouse's address with the run's secret, and each step
+    costs more time. torchft knows single levels only: it takes a list, such as
+    "warn,torchft::manager=warn", and any other word for "info".
     """
-    given = environ.get("RUST_LOG") or "warn"
-    if _NO_SECRETS in given:
-        return given
-    return f"{given},{_NO_SECRETS}"
+    return "error" if environ.get("RUST_LOG") == "error" else "warn"
 
 
 def replace_unprintable() -> None:
