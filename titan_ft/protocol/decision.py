@@ -194,7 +194,9 @@ def _decide_after_break(position: Position, broken: Broken, config: FaultToleran
                 f"in a row, more often than this group tries again ({limit}); see why in this log",
             ),
         )
-    return LeaveOut() if broken.gave_nonfinite else Repeat()
+    if broken.gave_nonfinite:
+        return LeaveOut()
+    return Repeat()
 
 
 def _find_retry_limit(position: Position, config: FaultTolerance) -> int | None:
@@ -205,10 +207,15 @@ def _find_retry_limit(position: Position, config: FaultTolerance) -> int | None:
     hold the job's state any more.
     """
     own_slot = config.replica_id
-    slots_below = [slot for slot in position.peers if slot < own_slot]
-    if not slots_below:
+    num_below = 0
+    num_above = 0
+    for slot in position.peers:
+        if slot < own_slot:
+            num_below += 1
+        elif slot > own_slot:
+            num_above += 1
+    if num_below == 0:
         return None
-    num_above = len([slot for slot in position.peers if slot > own_slot])
     return MAX_EXCHANGE_RETRIES * (1 + num_above)
 
 
@@ -237,8 +244,7 @@ def _decide_start(made: Round, config: FaultTolerance) -> Decision:
     # Do not give up if a group of the round has made steps already. That group waits for
     # `min_replica_size` without a limit. Without this rule, two groups that restarted in turn each
     # found the other one absent and gave up, and the job made no step.
-    has_started = any(row.training and row.standing is Standing.READY for row in made.rows)
-    if num_present < config.min_replica_size and not has_started:
+    if num_present < config.min_replica_size and not _has_started(made):
         return GiveUp(
             GaveUpError(
                 f"fault_tolerance.min_replica_size must be reached within start_timeout_seconds "
@@ -247,6 +253,14 @@ def _decide_start(made: Round, config: FaultTolerance) -> Decision:
             ),
         )
     return StartTraining(config.group_size - num_present)
+
+
+def _has_started(made: Round) -> bool:
+    """Return True if a ready group of the round has made steps already."""
+    for row in made.rows:
+        if row.training and row.standing is Standing.READY:
+            return True
+    return False
 
 
 def _decide_training(position: Position, made: Round, config: FaultTolerance) -> Decision:
@@ -260,7 +274,9 @@ def _decide_training(position: Position, made: Round, config: FaultTolerance) ->
         return Repeat()
     if verdict.duplicates:
         # The sum has gradients of the same data twice.
-        return Discard() if own_rank in verdict.duplicates else Repeat()
+        if own_rank in verdict.duplicates:
+            return Discard()
+        return Repeat()
     if not verdict.may_update:
         return TrainOn()
     if verdict.opening:
@@ -279,7 +295,9 @@ def _decide_training(position: Position, made: Round, config: FaultTolerance) ->
         if not verdict.excluded:
             return Wait("no group has a gradient")
         # No group has finite gradients.
-        return Force() if own_rank in verdict.excluded else Repeat()
+        if own_rank in verdict.excluded:
+            return Force()
+        return Repeat()
     num_exclusions = position.exclusions + 1  # with this round
     is_excluded = own_rank in verdict.excluded
     if is_excluded and num_exclusions >= MAX_EXCLUSIONS:
@@ -304,13 +322,18 @@ def _find_wait(made: Round, config: FaultTolerance) -> Wait | None:
         slots = made.slots(verdict.awaited_joiners)
         return Wait(f"groups {slots} fetch the state", slots, Why.ASKED)
     # A ready group may still wait for the job's first step. It does not count.
-    num_training = len([rank for rank in verdict.ready if made.rows[rank].training])
+    num_training = len(_find_training(made))
     if num_training < config.min_replica_size:
         all_slots = set(range(config.group_size))
         missing = sorted(all_slots.difference(made.slots(verdict.ready)))
         reason = f"{num_training} group(s) hold the state, {config.min_replica_size} needed"
         return Wait(reason, missing)
     return None
+
+
+def _find_training(made: Round) -> list[int]:
+    """Return the ready ranks that have begun to train."""
+    return [rank for rank in made.verdict.ready if made.rows[rank].training]
 
 
 def is_update(made: Round, config: FaultTolerance) -> bool:
@@ -325,15 +348,20 @@ def is_update(made: Round, config: FaultTolerance) -> bool:
             verdict.opening,
         ),
     )
-    if blocked or not verdict.may_update or verdict.valid_tokens == 0:
+    if blocked or not verdict.may_update:
         return False
-    return _find_wait(made, config) is None and not find_uncovered(made, config)
+    if verdict.valid_tokens == 0:
+        return False
+    if _find_wait(made, config) is not None:
+        return False
+    return not find_uncovered(made, config)
 
 
 def is_under_way(made: Round, config: FaultTolerance) -> bool:
     """Return True if an update may be near: this round is one, or the next round may be one."""
-    trains = any(made.rows[rank].training for rank in made.verdict.ready)
-    return trains and made.verdict.may_update and _find_wait(made, config) is None
+    if not _find_training(made) or not made.verdict.may_update:
+        return False
+    return _find_wait(made, config) is None
 
 
 def find_first_donors(made: Round) -> set[int]:
@@ -344,7 +372,11 @@ def find_first_donors(made: Round) -> set[int]:
     offering = made.slots(made.verdict.offering)
     if not offering:
         return set()
-    return {rotate(offering, row.slot)[0] for row in made.rows if row.asks_for_state}
+    donors = set()
+    for row in made.rows:
+        if row.asks_for_state:
+            donors.add(rotate(offering, row.slot)[0])
+    return donors
 
 
 def releases_held_back(made: Round, config: FaultTolerance) -> bool:
@@ -444,7 +476,10 @@ def may_leave(made: Round) -> bool:
     own = made.quorum.rank
     if own not in made.verdict.holders or made.rows[own].leaving:
         return True
-    return all(made.rows[rank].leaving for rank in made.verdict.holders if rank != own)
+    for rank in made.verdict.holders:
+        if rank != own and not made.rows[rank].leaving:
+            return False
+    return True
 
 
 def find_last_to_leave(position: Position, left: Collection[int], own: int) -> LastToLeave | None:
@@ -461,7 +496,9 @@ def find_last_to_leave(position: Position, left: Collection[int], own: int) -> L
     """
     # The keepers are the groups that had the job's state after the last round, and had started.
     keepers = set(position.keepers)
-    if own not in keepers or position.corrupt or not position.standing.has_state:
+    if own not in keepers:
+        return None
+    if position.corrupt or not position.standing.has_state:
         return None
     staying = keepers.difference(left, {own})
     if own in left:

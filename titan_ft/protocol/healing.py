@@ -20,9 +20,9 @@ a group make the same transitions. See docs/heal.md.
 
 from __future__ import annotations
 
+import bisect
 import enum
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from titan_ft.protocol.row import Standing
@@ -72,18 +72,28 @@ def choose_offer(offers: Sequence[Offer]) -> Offer:
     """
     if not offers:
         return NO_OFFER
-    counts = Counter((offer.step, offer.lineage) for offer in offers)
-    chosen = max(counts, key=lambda state: (counts[state], state[0]))
-    same_state = [offer for offer in offers if (offer.step, offer.lineage) == chosen]
+    by_state: dict[tuple[int, int], list[Offer]] = {}
+    for offer in offers:
+        by_state.setdefault((offer.step, offer.lineage), []).append(offer)
+
+    def count_and_step(same_state: list[Offer]) -> tuple[int, int]:
+        return len(same_state), same_state[0].step
+
+    chosen = max(by_state.values(), key=count_and_step)
     slots: list[int] = []
-    for offer in same_state:
+    for offer in chosen:
         slots += offer.slots
-    return replace(same_state[0], slots=tuple(slots))
+    return replace(chosen[0], slots=tuple(slots))
 
 
-def rotate(slots: Sequence[int], after: int) -> tuple[int, ...]:
-    """Return `slots` in ascending order, beginning with the first slot above `after`."""
-    return tuple(sorted(slots, key=lambda slot: (slot <= after, slot)))
+def rotate(slots: Iterable[int], after: int) -> tuple[int, ...]:
+    """Return `slots` in ascending order, beginning with the first slot above `after`.
+
+    After the highest slot, the order goes on with the lowest one.
+    """
+    ascending = sorted(slots)
+    start = bisect.bisect_right(ascending, after)
+    return (*ascending[start:], *ascending[:start])
 
 
 class Phase(enum.Enum):
@@ -153,7 +163,9 @@ class Healing:
     @property
     def donor(self) -> int:
         """Slot of the donor that the group's row names; `NO_DONOR` if it names none."""
-        return self.donors[0] if self.donors else NO_DONOR
+        if not self.donors:
+            return NO_DONOR
+        return self.donors[0]
 
     @property
     def target_step(self) -> int:
@@ -199,8 +211,10 @@ class Healing:
         serves the state: if several donors serve wrong bytes together, nobody can tell which of
         them is at fault.
         """
-        num_donors = 1 if self.failures else max_donors
-        return rotate(slots, self.last_donor)[:num_donors]
+        in_turn = rotate(slots, self.last_donor)
+        if self.failures:
+            return in_turn[:1]
+        return in_turn[:max_donors]
 
     # Transitions
 
@@ -282,7 +296,9 @@ class Healing:
         index = step - self.from_step - 1
         if index < self.num_replayed or index > len(self.queued):
             raise OutdatedError(f"missed an update before update {step}")
-        expected_base = self.queued[index - 1] if index else self.lineage
+        expected_base = self.lineage
+        if index > 0:
+            expected_base = self.queued[index - 1]
         if base != expected_base:
             raise OutdatedError(f"missed an update before update {step}")
         return replace(self, queued=(*self.queued[:index], lineage))

@@ -11,23 +11,23 @@ a fraction of a second for 300 groups. Random dead links between 100 groups take
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 
 
-def find_heaviest(weights: Sequence[int], dead: Mapping[int, Set[int]]) -> list[int]:
+def find_heaviest(weights: Mapping[int, int], dead: Mapping[int, Set[int]]) -> list[int]:
     """Return the places of the heaviest set that has no dead link inside.
 
     Of sets with the same weight, the result has the lowest places, compared one after the other.
 
     Args:
-        weights: one for each place; at least 1.
+        weights: of each place; at least 1.
         dead: for each place, the places at the other ends of its dead links.
     """
     search = _Search(weights, dead)
-    rest = frozenset(range(len(weights)))
+    rest = frozenset(weights)
     weight = search.find_weight(rest)
     chosen = []
-    for place in range(len(weights)):
+    for place in sorted(weights):
         if place not in rest:
             continue
         others = rest - {place} - dead[place]
@@ -42,14 +42,14 @@ def find_heaviest(weights: Sequence[int], dead: Mapping[int, Set[int]]) -> list[
 
 
 class _Search:
-    def __init__(self, weights: Sequence[int], dead: Mapping[int, Set[int]]) -> None:
+    def __init__(self, weights: Mapping[int, int], dead: Mapping[int, Set[int]]) -> None:
         self._weights = weights
         self._dead = dead
         self._found: dict[frozenset[int], int] = {}  # weight of the heaviest set within each part
 
     def find_weight(self, places: Set[int]) -> int:
         """Return the weight of the heaviest set within `places`."""
-        return sum(self._find_in_part(part) for part in self._reduce(places))
+        return sum(map(self._find_in_part, self._reduce(places)))
 
     def _find_in_part(self, part: frozenset[int]) -> int:
         """Return the weight of the heaviest set within a part.

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -123,6 +123,7 @@ class Member:
         text, _, found = replica_id.rpartition(_ID_SEPARATOR)
         if not is_seal(found, token, _SEAL_PURPOSE, text):
             raise ValueError(f"not the name of a replica group of this run: {replica_id!r}")
+        malformed = ValueError(f"not the name of a titan_ft replica group: {replica_id!r}")
         try:
             _, slot, started, unique, config, job, store, shape, last = text.split(_ID_SEPARATOR)
             edition, *facts = last.split(":")
@@ -143,9 +144,10 @@ class Member:
                 token,
             )
         except (ValueError, IndexError):
-            member = None
-        if member is None or member.replica_id != replica_id or not math.isfinite(member.started):
-            raise ValueError(f"not the name of a titan_ft replica group: {replica_id!r}")
+            raise malformed from None
+        # Each member has one name only, and its start can be compared.
+        if member.replica_id != replica_id or not math.isfinite(member.started):
+            raise malformed
         return member
 
     @property
@@ -288,7 +290,9 @@ def admit(own: Member, replica_ids: Iterable[str], *, is_first: bool = False) ->
         reason = _find_mismatch(own, member)
         if reason:
             strangers[member.replica_id] = reason
-    newest = {member.slot: member for member in sorted(alike, key=lambda member: member.age)}
+    newest: dict[int, Member] = {}
+    for member in sorted(alike, key=lambda member: member.age):
+        newest[member.slot] = member
     if newest[own.slot] != own:
         raise ReplacedError(
             f"replica group {own.slot} was started again elsewhere; this older process ends: "
@@ -298,9 +302,10 @@ def admit(own: Member, replica_ids: Iterable[str], *, is_first: bool = False) ->
     dead = dead_links(members)
     if not dead:
         return Admission(members, strangers)
-    cut_off = tuple(member for member in members if frozenset((own, member)) in dead)
+    unreachable = dead.get(members.index(own), set())
+    cut_off = tuple(members[place] for place in sorted(unreachable))
     accusers = tuple(member for member in cut_off if not own.has_reported(member))
-    settled = _have_both_ends_reported(dead)
+    settled = _have_both_ends_reported(members, dead)
     if settled:
         members = largest_clique(members, dead)
     return Admission(members, strangers, cut_off, accusers, settled)
@@ -320,34 +325,48 @@ def _find_mismatch(own: Member, member: Member) -> str:
     return ""
 
 
-def _have_both_ends_reported(dead: Iterable[frozenset[Member]]) -> bool:
+def _have_both_ends_reported(members: Sequence[Member], dead: Mapping[int, Set[int]]) -> bool:
     """Return True if both ends of each dead link have reported it.
 
     Before that, no group may decide which groups go on: the one that has not reported its step yet
     may hold the only state.
     """
-    for link in dead:
-        one, other = link
-        if not (one.has_reported(other) and other.has_reported(one)):
+    for place, others in dead.items():
+        report = members[place].report
+        if report is None:
+            return False
+        names = {members[other].short for other in others}
+        if not names.issubset(report.dead):
             return False
     return True
 
 
-def dead_links(members: Sequence[Member]) -> set[frozenset[Member]]:
-    """Return the pairs of members of which one has reported that it cannot reach the other."""
-    by_short = {member.short: member for member in members}
-    links = set()
-    for reporter in members:
-        if reporter.report is None:
+def dead_links(members: Sequence[Member]) -> dict[int, set[int]]:
+    """Return which members cannot reach each other, because one of the two has reported it.
+
+    Returns:
+        For the place of a member in `members`, the places of those that it cannot reach. Members
+        without a dead link have no entry. Places and not members, because a mesh of 300 groups has
+        45,000 links, and it takes long to hash a member.
+    """
+    places = {member.short: place for place, member in enumerate(members)}
+    dead: dict[int, set[int]] = {}
+    for place, member in enumerate(members):
+        if member.report is None:
             continue
-        for short in reporter.report.dead:
-            other = by_short.get(short)
-            if other is not None and other != reporter:
-                links.add(frozenset((reporter, other)))
-    return links
+        for short in member.report.dead:
+            other = places.get(short)
+            if other is None or other == place:
+                continue
+            dead.setdefault(place, set()).add(other)
+            dead.setdefault(other, set()).add(place)
+    return dead
 
 
-def largest_clique(members: Sequence[Member], dead: set[frozenset[Member]]) -> tuple[Member, ...]:
+def largest_clique(
+    members: Sequence[Member],
+    dead: Mapping[int, Set[int]],
+) -> tuple[Member, ...]:
     """Return the members that go on without the dead links: all of them reach each other.
 
     Of all sets of such members, the result is the first one by these rules:
@@ -360,29 +379,36 @@ def largest_clique(members: Sequence[Member], dead: set[frozenset[Member]]) -> t
 
     Args:
         members: in the order of their slots.
-        dead: pairs of members. Both members of each pair have a report.
+        dead: from `dead_links`. Each member with a dead link has a report.
     """
-    ends_of_links: set[Member] = set().union(*dead)
-    cut_off = [member for member in members if member in ends_of_links]
-    steps: dict[Member, int] = {}
-    for member in cut_off:
-        if member.report is not None:
-            steps[member] = member.report.step
-    latest, count = max(steps.values()), len(cut_off)
-    weights = []
-    for member in cut_off:
-        step = steps[member]
-        holds = step >= latest - 1 and (step > 0 or latest == 0)
-        # The first three rules are the digits of one number. Each digit has room for the sum over
-        # all members, so the first digit that differs decides.
-        weights.append((holds * (count + 1) + 1) * (count + 1) + (step == latest))
-    places = {member: place for place, member in enumerate(cut_off)}
-    ends: dict[int, set[int]] = {place: set() for place in range(count)}
-    for one, other in dead:
-        ends[places[one]].add(places[other])
-        ends[places[other]].add(places[one])
-    chosen = {cut_off[place] for place in find_heaviest(weights, ends)}
-    return tuple(member for member in members if member in chosen or member not in places)
+    steps: dict[int, int] = {}
+    for place in sorted(dead):
+        report = members[place].report
+        assert report is not None, "both ends of each dead link have reported it"
+        steps[place] = report.step
+    latest = max(steps.values())
+    # The first three rules are the digits of one number. Each digit has room for the sum over all
+    # members, so the first digit that differs decides.
+    base = len(steps) + 1
+    weights: dict[int, int] = {}
+    for place, step in steps.items():
+        holds = _holds_state(step, latest)
+        is_latest = step == latest
+        weights[place] = (holds * base + 1) * base + is_latest
+    dropped = set(dead).difference(find_heaviest(weights, dead))
+    return tuple(member for place, member in enumerate(members) if place not in dropped)
+
+
+def _holds_state(step: int, latest: int) -> bool:
+    """Return True if a group after `step` updates holds the job's state.
+
+    Args:
+        latest: largest number of updates of a group.
+    """
+    # A group without an update must heal, unless the job has made none.
+    if step == 0 and latest > 0:
+        return False
+    return step >= latest - 1
 
 
 def _check_token(own: Member, groups: Sequence[Member], unsealed: Iterable[str]) -> None:

@@ -70,7 +70,9 @@ class Position:
         """
         if self.target:
             return self.target
-        return 0 if self.corrupt else self.step
+        if self.corrupt:
+            return 0
+        return self.step
 
     @property
     def newest_step(self) -> int:
@@ -80,7 +82,9 @@ class Position:
         have been complete for the other group, and broken for the rest. Then the rows settle which
         groups heal.
         """
-        return self.step + 1 if self.training else self.step
+        if self.training:
+            return self.step + 1
+        return self.step
 
     # Rounds
 
@@ -157,7 +161,10 @@ class Position:
             slots: groups whose gradients are not in the present step.
             own: this group's slot.
         """
-        self.exclusions = self.exclusions + 1 if own in slots else 0
+        if own in slots:
+            self.exclusions += 1
+        else:
+            self.exclusions = 0
 
     def adopt_state(self, step: int, lineage: int) -> None:
         """Note that the group has loaded a donor's state."""
@@ -200,11 +207,12 @@ class Position:
 
         When all ranks have the fetched state, the group claims the step that the replay leads to.
         """
-        is_fetched = healing.phase is Phase.REPLAYING
         self.standing = healing.standing
         self.donor = healing.donor
         self.from_step = healing.from_step
-        self.target = healing.target_step if is_fetched else 0
+        self.target = 0
+        if healing.phase is Phase.REPLAYING:
+            self.target = healing.target_step
         self.others_wait = healing.others_wait
 
     def set_alone_seconds(self, seconds: float) -> None:

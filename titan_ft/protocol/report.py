@@ -127,13 +127,20 @@ class RoundReport:
         holds_back = claim_holds and self.use is GradientUse.HOLD_BACK and has_gradients
         # A group that holds its gradients back still reports its tokens, so that the others know
         # that the step can be committed with them.
-        given = self.contribution if gave or holds_back else NOTHING
+        given = NOTHING
+        if gave or holds_back:
+            given = self.contribution
         trains = bool(facts.training and claim_holds)
         standing = facts.standing
         if facts.has_state and not claim_holds:
             standing = Standing.BEHIND
+        activity = self.joining_reason
+        if trains:
+            activity = self.contribution.activity
         # In an opening round this group has no part of its own: it was ready when it asked.
-        ready = max(quorum.ready, quorum.asked if opens else ready_at)
+        if opens:
+            ready_at = quorum.asked
+        ready = max(quorum.ready, ready_at)
         row = replace(
             facts,
             standing=standing,
@@ -152,6 +159,6 @@ class RoundReport:
             asked_before_seconds=quorum.answered - quorum.asked,
             ready_after_seconds=ready - quorum.answered,
             connecting=max(quorum.answered, self.idle_since) < quorum.ready,
-            activity=self.contribution.activity if trains else self.joining_reason,
+            activity=activity,
         )
         return row.encode(), encode(given.entries)

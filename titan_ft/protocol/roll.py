@@ -104,7 +104,9 @@ class Roll:
     @property
     def limit(self) -> float:
         """Seconds of silence after which a group is lost, by the duration of the latest steps."""
-        usual = median(self._recent_step_seconds) if self._recent_step_seconds else 0.0
+        usual = 0.0
+        if self._recent_step_seconds:
+            usual = median(self._recent_step_seconds)
         return silence_limit(usual, self._heartbeat_timeout)
 
     def commit(self, step: int, slots: Collection[int], now: float, num_steps: int = 1) -> None:
@@ -190,9 +192,10 @@ class Roll:
         """
         for slot, age in ages.items():
             group = self._groups.get(slot)
-            if group is None or slot >= self._own or age >= limit:
+            if group is None or slot >= self._own:
                 continue
-            if _has_heard(group, silent):
+            lives = age < limit
+            if lives and _has_heard(group, silent):
                 return False
         return True
 

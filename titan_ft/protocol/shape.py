@@ -72,7 +72,9 @@ def shape_differences(own: str, other: str, *, same_config: bool) -> list[Differ
             found.append(Difference(f"{name} {one}", f"{name} {another}", remedy))
     # Config, ranks, degrees and versions decide the layout. So it matters only if they are the
     # same.
-    if own != other and same_config and not found:
+    if found or not same_config:
+        return found
+    if own != other:
         layout, other_layout = facts.get(_LAYOUT), other_facts.get(_LAYOUT)
         details = "(names, sizes, dtypes and order on all ranks)"
         found.append(
@@ -86,15 +88,22 @@ def shape_differences(own: str, other: str, *, same_config: bool) -> list[Differ
 
 
 def _parse(shape: str) -> tuple[str, dict[str, str]]:
-    ranks, *facts = shape.split(";")
-    return ranks, dict(fact.split("=", 1) for fact in facts if "=" in fact)
+    ranks, *texts = shape.split(";")
+    facts = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if separator:
+            facts[name] = value
+    return ranks, facts
 
 
 def _ranks_in_words(text: str) -> str:
     """Turn `4r.dp_shard2.tp2` into words."""
     ranks, *mesh = text.split(".")
     number = ranks.removesuffix("r")
-    words = "1 rank" if number == "1" else f"{number} ranks"
+    words = f"{number} ranks"
+    if number == "1":
+        words = "1 rank"
     if not mesh:
         return words
     degrees = ", ".join(_DEGREE.sub(r"\1 \2", degree) for degree in mesh)

@@ -60,21 +60,27 @@ class Stragglers:
         """Take in one step, and return the changes in order of slot.
 
         An absent group is forgotten: its speed before a restart says nothing about its speed after
-            it.
+        it.
 
         Args:
             seconds: by slot, the group's own time of the step, for the groups that contributed.
         """
         self.ratios = _ratios(seconds)
-        self._records = {slot: self._records.get(slot, _Record()) for slot in self.ratios}
+        former = self._records
+        self._records = {}
         changes = []
-        for slot, record in sorted(self._records.items()):
-            is_slow = self.ratios[slot] > self._factor
-            record.streak = record.streak + 1 if is_slow != record.straggler else 0
+        for slot, ratio in sorted(self.ratios.items()):
+            record = former.get(slot, _Record())
+            self._records[slot] = record
+            is_slow = ratio > self._factor
+            if is_slow == record.straggler:
+                record.streak = 0
+            else:
+                record.streak += 1
             if record.streak >= self._steps:
                 record.straggler = is_slow
                 record.streak = 0
-                changes.append(StragglerChange(slot, self.ratios[slot], recovered=not is_slow))
+                changes.append(StragglerChange(slot, ratio, recovered=not is_slow))
         return changes
 
 
@@ -83,7 +89,12 @@ def _ratios(seconds: Mapping[int, float]) -> dict[int, float]:
         return {}
     ratios = {}
     for slot, own in seconds.items():
-        median = statistics.median(value for other, value in seconds.items() if other != slot)
-        # A clock that did not move says nothing about the group.
-        ratios[slot] = own / median if median > 0 else 1.0
+        others = dict(seconds)
+        del others[slot]
+        median = statistics.median(others.values())
+        if median > 0:
+            ratios[slot] = own / median
+        else:
+            # A clock that did not move says nothing about the group.
+            ratios[slot] = 1.0
     return ratios

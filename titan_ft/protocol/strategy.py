@@ -59,4 +59,6 @@ class EveryRound(EveryStep):
 
 
 def strategy_of(config: FaultTolerance) -> EveryStep:
-    return EveryStep(config) if config.semi_sync_method is None else EveryRound(config)
+    if config.semi_sync_method is None:
+        return EveryStep(config)
+    return EveryRound(config)

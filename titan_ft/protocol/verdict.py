@@ -85,34 +85,53 @@ def judge(rows: Sequence[Row], slots_read: Sequence[Collection[int]] | None = No
     same_step = [rank for rank in claims if rows[rank].step == step]
     same_lineage = _find_majority_lineage(rows, same_step)
     digest, tie = _find_digest(rows, same_lineage)
-    # A rank without a digest counts as one with the right bytes.
-    same_bytes = tuple(rank for rank in same_lineage if rows[rank].digest in (0, digest))
-    holders = () if tie else same_bytes
-    sound = frozenset(holders)  # a set, because there may be a thousand look-ups
+    holders: list[int] = []
+    corrupt: list[int] = []
+    if not tie:  # in a tie, nobody knows which bytes are right
+        # A rank without a digest counts as one with the right bytes.
+        holders = [rank for rank in same_lineage if rows[rank].digest in (0, digest)]
+        corrupt = _without(same_lineage, holders)
+    digests = [rows[rank].digest for rank in holders]
     duplicates = _find_duplicates(holders, slots_read or [()] * len(rows))
-    ready = tuple(rank for rank in holders if rows[rank].standing is Standing.READY)
-    contributors = _find_contributors(rows, ready, duplicates)
+    ready = [rank for rank in holders if rows[rank].standing is Standing.READY]
+    excluded = []
+    holding_back = []
+    opening = []
+    unfinished = []
+    for rank in ready:
+        row = rows[rank]
+        if row.excluded:
+            excluded.append(rank)
+        if row.holding_back:
+            holding_back.append(rank)
+        if row.opening:
+            opening.append(rank)
+        if row.unfinished:
+            unfinished.append(rank)
+    counting = _without(ready, duplicates)
+    contributors = [rank for rank in counting if rows[rank].valid_tokens > 0]
+    contributed = [rows[rank] for rank in contributors]
     return Verdict(
         step=step,
-        holders=holders,
-        strays=tuple(rank for rank in claims if rank not in sound),
-        corrupt=() if tie else tuple(rank for rank in same_lineage if rank not in sound),
+        holders=tuple(holders),
+        strays=tuple(_without(claims, holders)),
+        corrupt=tuple(corrupt),
         tie=tie,
         digest=digest,
-        verified=bool(holders) and all(rows[rank].digest for rank in holders),
+        verified=bool(digests) and all(digests),
         duplicates=duplicates,
-        ready=ready,
-        contributors=contributors,
-        excluded=tuple(rank for rank in ready if rows[rank].excluded),
-        holding_back=tuple(rank for rank in ready if rows[rank].holding_back),
-        opening=tuple(rank for rank in ready if rows[rank].opening),
-        unfinished=tuple(rank for rank in ready if rows[rank].unfinished),
+        ready=tuple(ready),
+        contributors=tuple(contributors),
+        excluded=tuple(excluded),
+        holding_back=tuple(holding_back),
+        opening=tuple(opening),
+        unfinished=tuple(unfinished),
         offering=_find_offering(rows, holders),
         awaited_joiners=_find_awaited_joiners(rows),
-        valid_tokens=sum(rows[rank].valid_tokens for rank in contributors),
-        tokens=sum(rows[rank].tokens for rank in contributors),
-        loss=sum(rows[rank].loss for rank in contributors),
-        max_loss=max((rows[rank].max_loss for rank in contributors), default=0.0),
+        valid_tokens=sum(row.valid_tokens for row in contributed),
+        tokens=sum(row.tokens for row in contributed),
+        loss=sum(row.loss for row in contributed),
+        max_loss=max((row.max_loss for row in contributed), default=0.0),
     )
 
 
@@ -139,18 +158,24 @@ def _find_step(rows: Sequence[Row], claims: Sequence[int]) -> int:
     if not claims:
         return max(row.step for row in rows)
     latest = max(rows[rank].step for rank in claims)
-    ahead = [rows[rank] for rank in claims if rows[rank].step == latest]
-    # A group ahead that has made the job's last step has finished training, and would leave.
-    if any(row.standing is Standing.FINISHED for row in ahead):
-        return latest
+    num_ahead = 0
     num_behind = 0
     for rank in claims:
         row = rows[rank]
         # An unfinished member does not count as behind: it may have loaded a state that was offered
         # during the exchange. Its gradients are in the update already.
-        if row.step == latest - 1 and row.training and not row.unfinished:
+        keeps_gradients = row.training and not row.unfinished
+        if row.step == latest:
+            # A group ahead that has made the job's last step has finished training, and would
+            # leave.
+            if row.standing is Standing.FINISHED:
+                return latest
+            num_ahead += 1
+        elif row.step == latest - 1 and keeps_gradients:
             num_behind += 1
-    return latest - 1 if num_behind > len(ahead) else latest
+    if num_behind > num_ahead:
+        return latest - 1
+    return latest
 
 
 def _find_majority_lineage(rows: Sequence[Row], ranks: Sequence[int]) -> list[int]:
@@ -181,17 +206,24 @@ def _find_digest(rows: Sequence[Row], same_lineage: Sequence[int]) -> tuple[int,
     loaded: list[int] = []
     for rank in same_lineage:
         row = rows[rank]
-        if row.digest:
-            digests = trained if row.training else loaded
-            digests.append(row.digest)
+        if not row.digest:
+            continue
+        if row.training:
+            trained.append(row.digest)
+        else:
+            loaded.append(row.digest)
     votes = loaded
     if trained:
         # Each loaded digest has one vote, and only if no trained group shows it.
         votes = trained + sorted({*loaded} - {*trained})
     if not votes:
         return 0, False
-    (digest, most), *others = Counter(votes).most_common(2)
-    is_tied = any(count == most for _, count in others)
+    most_common = Counter(votes).most_common(2)
+    digest, num_votes = most_common[0]
+    is_tied = False
+    if len(most_common) == 2:
+        _other, num_votes_of_other = most_common[1]
+        is_tied = num_votes_of_other == num_votes
     is_initial = rows[same_lineage[0]].step == 0
     return digest, is_tied and not is_initial
 
@@ -217,12 +249,10 @@ def _find_duplicates(
     return tuple(sorted(duplicates))
 
 
-def _find_contributors(
-    rows: Sequence[Row],
-    ready: Sequence[int],
-    duplicates: Collection[int],
-) -> tuple[int, ...]:
-    return tuple(rank for rank in ready if rows[rank].valid_tokens > 0 and rank not in duplicates)
+def _without(ranks: Sequence[int], others: Collection[int]) -> list[int]:
+    """Return `ranks` without `others`, in their order."""
+    dropped = frozenset(others)  # a set, because there may be a thousand look-ups
+    return [rank for rank in ranks if rank not in dropped]
 
 
 def _find_offering(rows: Sequence[Row], holders: Sequence[int]) -> tuple[int, ...]:

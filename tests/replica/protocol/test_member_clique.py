@@ -193,7 +193,8 @@ def test_a_mesh_of_dead_links_is_no_deep_recursion() -> None:
     A recursion for each group exceeded Python's limit, in all groups at once.
     """
     groups = set(range(500))
-    assert find_heaviest([1] * 500, {group: groups - {group} for group in groups}) == [0]
+    weights = dict.fromkeys(groups, 1)
+    assert find_heaviest(weights, {group: groups - {group} for group in groups}) == [0]
 
 
 @pytest.mark.parametrize(
@@ -216,13 +217,13 @@ def test_the_search_finds_the_set_that_networkx_finds(
     """Also for more groups than all subsets can be tried of."""
     pairs = itertools.combinations(range(count), 2)
     alive = networkx.Graph(pair for pair in pairs if random.random() > density)
-    weights = [random.choice([1, 50, 51]) for _ in range(count)]
-    for place, weight in enumerate(weights):
+    weights = {place: random.choice([1, 50, 51]) for place in range(count)}
+    for place, weight in weights.items():
         alive.add_node(place, weight=weight)
     dead = {place: {*alive} - {place} - {*alive[place]} for place in range(count)}
     found = find_heaviest(weights, dead)
     # A further digit, so that networkx prefers the lowest places.
-    for place, weight in enumerate(weights):
+    for place, weight in weights.items():
         alive.nodes[place]["weight"] = (weight << count) + (1 << (count - 1 - place))
     assert found == sorted(networkx.max_weight_clique(alive, "weight")[0])
 

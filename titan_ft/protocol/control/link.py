@@ -79,7 +79,9 @@ class TreeLink:
     @property
     def grace_seconds(self) -> float:
         """Time for which the neighbour may be without a connection."""
-        return GRACE_SECONDS if self._has_met else START_SECONDS
+        if self._has_met:
+            return GRACE_SECONDS
+        return START_SECONDS
 
     @property
     def grace_end(self) -> float:
@@ -88,7 +90,9 @@ class TreeLink:
         A connection, or an attempt to make one, must end first. A parent that is frozen, or that
         holds Python's lock for seconds, accepts a connection and answers late.
         """
-        return math.inf if self.connected or self.is_dialing else self.deadline
+        if self.connected or self.is_dialing:
+            return math.inf
+        return self.deadline
 
     # Connections
 
@@ -138,7 +142,9 @@ class TreeLink:
             return []
         self._num_sent += 1
         self._kept.append((self._num_sent, message))
-        return [self._encode(self._num_sent, message)] if self.connected else []
+        if not self.connected:
+            return []
+        return [self._encode(self._num_sent, message)]
 
     def is_new(self, frame: Frame) -> bool:
         """Return True if the frame has a message that has not come before.
@@ -176,7 +182,9 @@ class TreeLink:
 
         A neighbour that leaves ends at the acknowledgement of its last message.
         """
-        enough = 1 if self.peer_left else ACKNOWLEDGE_EVERY
+        enough = ACKNOWLEDGE_EVERY
+        if self.peer_left:
+            enough = 1
         num_unacknowledged = self._num_received - self._num_acknowledged
         if num_unacknowledged < enough or not self.connected:
             return []

@@ -240,7 +240,10 @@ class Node:
     def fall_silent(self, peer: int, seconds: float, now: float) -> list[Action]:
         """A neighbour has had no heartbeat for some seconds, though its connection is there."""
         link = self._links.get(peer)
-        if link is None or link.ended or link.peer_left or self._leave_requested:
+        if link is None or link.ended:
+            return []
+        # After the leave message of either end, the silence is no loss.
+        if link.peer_left or self._leave_requested:
             return []
         self._give_up(link, f"no heartbeat for {seconds:.1f} s", seconds)
         return self._finish_event()
@@ -255,7 +258,9 @@ class Node:
             return []
         try:
             decoded = decode(frame)
-            message = decoded.message if link.is_new(decoded) else None
+            message = None
+            if link.is_new(decoded):
+                message = decoded.message
             if message is not None:
                 self._check(peer, message)
         except ValueError as error:
@@ -402,17 +407,22 @@ class Node:
         union = WordsMessage(self._number, self._words)
         if self._words_too_long or not fits(union):
             union = WordsMessage(self._number, frozenset(), too_long=True)
-        if self._parent is None:
-            self._actions.append(Decide(self._number, None if union.too_long else union.words))
-        else:
+        if self._parent is not None:
             self._send_up(union)
+        elif union.too_long:
+            self._actions.append(Decide(self._number, None))
+        else:
+            self._actions.append(Decide(self._number, union.words))
 
     def _check_answer(self, sender: int | None, message: AnswerMessage) -> None:
         """Raise a ValueError for an answer that is not due. The sender is None on rank 0."""
         number = message.number
-        all_joined = not self._missing
-        nobody_joined = len(self._missing) == len(self._children) + 1
-        is_due = nobody_joined if message.announced else all_joined
+        if message.announced:
+            # Nobody has joined.
+            is_due = len(self._missing) == len(self._children) + 1
+        else:
+            # All ranks of the subtree have joined.
+            is_due = not self._missing
         if sender != self._parent or number != self._number or not is_due:
             under_way = f"agreement {self._number} is under way"
             raise ValueError(f"an answer of agreement {number} that is not due: {under_way}")

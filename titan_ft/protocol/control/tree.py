@@ -10,7 +10,9 @@ FAN_OUT = 16
 
 def find_parent(rank: int, fan_out: int = FAN_OUT) -> int | None:
     """Return the parent of a rank; None for rank 0."""
-    return (rank - 1) // fan_out if rank else None
+    if rank == 0:
+        return None
+    return (rank - 1) // fan_out
 
 
 def find_children(rank: int, num_ranks: int, fan_out: int = FAN_OUT) -> range:
