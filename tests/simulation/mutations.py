@@ -207,7 +207,7 @@ def start_beside_living_group(patch: Patch) -> None:
     """
 
     def start(former: Callable[..., bool], self: Any, begin_at: int) -> bool:
-        with lent(self, _look_for_outsiders=lambda made: False):
+        with lent(self._outsiders, has_any=lambda made: False):
             return former(self, begin_at)
 
     around(patch, step.ReplicaDimension, "start", start)

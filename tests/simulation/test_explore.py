@@ -47,9 +47,8 @@ from tests.simulation.semi_sync import RoundOracle
 from tests.simulation.world import Options, World
 from titan_ft.engine import round as rounds
 from titan_ft.engine import waits
-from titan_ft.engine.holder_watch import HolderWatch
+from titan_ft.engine.outsiders import OutsiderWatch
 from titan_ft.engine.round import Rounds
-from titan_ft.engine.step import ReplicaDimension
 from titan_ft.membership import membership, pulse
 from titan_ft.membership.control_tree import ControlTree
 from titan_ft.membership.group_collectives import GroupCollectives
@@ -105,7 +104,7 @@ def test_a_seed_replays(kinds: tuple[str, ...]) -> None:
 
 def test_what_fails_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shrunk schedule has only the necessary faults, and breaks the same promise."""
-    monkeypatch.setattr(ReplicaDimension, "_look_for_outsiders", lambda dimension, made: False)
+    monkeypatch.setattr(OutsiderWatch, "has_any", lambda watch, made: False)
     monkeypatch.setattr(
         Rounds,
         "find_holders",
@@ -155,7 +154,7 @@ def test_a_holder_that_was_silent_in_a_long_step_is_waited_for(
     not see it live.
     """
     if not waits:
-        monkeypatch.setattr(HolderWatch, "_find_outsiders", lambda lookout, made: 0)
+        monkeypatch.setattr(OutsiderWatch, "has_any", lambda watch, made: False)
     fault_tolerance = {
         **QUICK,
         "group_size": 2,
@@ -193,7 +192,7 @@ def test_no_job_is_begun_anew_beside_a_group_in_a_long_step(
         lambda rounds: {} if rounds.last_round is None else rounds._membership.find_holders(),
     )
     if not waits:
-        monkeypatch.setattr(ReplicaDimension, "_look_for_outsiders", lambda dimension, made: False)
+        monkeypatch.setattr(OutsiderWatch, "has_any", lambda watch, made: False)
     fault_tolerance = {
         **QUICK,
         "group_size": 3,
@@ -219,7 +218,7 @@ def test_nobody_leaves_a_group_in_a_long_step_behind_at_the_end(
     for it.
     """
     if not waits:
-        monkeypatch.setattr(ReplicaDimension, "_look_for_outsiders", lambda dimension, made: False)
+        monkeypatch.setattr(OutsiderWatch, "has_any", lambda watch, made: False)
     fault_tolerance = {
         **QUICK,
         "group_size": 2,

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from titan_ft.config import FaultTolerance
 from titan_ft.engine.heal import Heal
+from titan_ft.engine.outsiders import OutsiderWatch
 from titan_ft.engine.round import PAUSE_SECONDS, Rounds, Sign
 from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.protocol import decision as decisions
@@ -74,6 +75,9 @@ must wait for the next update."""
 _OPENING_SECONDS = 5.0
 """How long a group waits for the others to come to an opening round. A group that trains already
 comes only at the end of its round."""
+_WAITS_FOR_OUTSIDERS = (
+    "groups %s live and are in no quorum, in a long step perhaps: waiting for them"
+)
 
 
 class Opening(enum.Enum):
@@ -155,8 +159,7 @@ class ReplicaDimension:
         self._wait_is_reported = False  # of the step under way
         # Slots of the groups that the last report about the wait for the end named.
         self._reported_unfinished: list[int] = []
-        # Slots of the groups that lived outside of the last round, as rank 0 saw it.
-        self._outsiders: list[int] = []
+        self._outsiders = OutsiderWatch(rounds, group, _WAITS_FOR_OUTSIDERS)
         self.heal_seconds = 0.0
 
     # The start
@@ -209,8 +212,8 @@ class ReplicaDimension:
             now = self._group.clock()
             waited = now - started_at
             is_soon_over = waited >= self._config.start_timeout_seconds - ALONE_SECONDS
-            # A collective: each rank of the group has the same clock and the same outcome.
-            if is_soon_over and isinstance(outcome, Round) and self._look_for_outsiders(outcome):
+            # All ranks of the group look, or none: they have the same clock and the same outcome.
+            if is_soon_over and isinstance(outcome, Round) and self._outsiders.has_any(outcome):
                 outsiders_seen_at = now
             has_outsiders = now - outsiders_seen_at < ALONE_SECONDS
             self._position.set_waited_seconds(0.0 if has_outsiders else waited)
@@ -586,7 +589,7 @@ class ReplicaDimension:
             now = self._group.clock()
             if self._is_needed(outcome):
                 deadline = now + FINISH_SECONDS
-            if now >= deadline and isinstance(outcome, Round) and self._look_for_outsiders(outcome):
+            if now >= deadline and isinstance(outcome, Round) and self._outsiders.has_any(outcome):
                 deadline = now + ALONE_SECONDS
             if now >= deadline:
                 self._end_without(outcome, now - started_at)
@@ -686,20 +689,6 @@ class ReplicaDimension:
                     return True
                 looks += 1
             time.sleep(min(_LOOK_SECONDS, self._config.heartbeat_timeout_ms / 1000))
-
-    def _look_for_outsiders(self, made: Round) -> bool:
-        """Return True if a living group was not in a round. The same on all ranks; a collective.
-
-        Logs each set of such groups once.
-        """
-        slots = self._rounds.find_outsiders(made)
-        if slots and slots != self._outsiders:
-            logger.warning(
-                "groups %s live and are in no quorum, in a long step perhaps: waiting for them",
-                slots,
-            )
-        self._outsiders = slots
-        return any(self._group.gather(len(slots)))
 
 
 def _raise_end(decision: Decision) -> None:
