@@ -143,7 +143,9 @@ class Heal:
         self._token = token
         self._ranks_on_host = ranks_on_host
         self._apply = apply
-        max_asked = max(_MIN_ASKED, config.heal_donors) if config.heal_donors else None
+        max_asked: int | None = None  # ask all holders at once
+        if config.heal_donors:
+            max_asked = max(_MIN_ASKED, config.heal_donors)
         self._search = OfferSearch(rounds.find_holders, token, max_asked)
         self._holder_watch = HolderWatch(position, rounds, group)
         self._pace = _Pace()
@@ -193,8 +195,7 @@ class Heal:
         """
         started = time.monotonic()
         has_long_rounds = self._strategy.has_long_rounds
-        # The others may be in an exchange with the former process of a newcomer's group. That
-        # exchange breaks, and they repeat it with the newcomer.
+        # True until this process's first quorum. With long rounds, that one is like all others.
         is_newcomer = self._rounds.last_round is None and not has_long_rounds
         self._start_asking()
         while not self._is_in(Phase.READY):
@@ -298,6 +299,7 @@ class Heal:
         while self._is_in(Phase.ASKING) and self._next_round_confirms():
             self._ask()
             if self._is_in(Phase.FETCHING):
+                # From now on, leave only after the round. It would break for the others otherwise.
                 self._rounds.mark_busy()
                 self._await_state()
             elif all(self._group.gather(self._exchange.waits_for_members)):
@@ -347,9 +349,9 @@ class Heal:
         num_others = len(self._rounds.get_quorum().members) - 1
         cost_seconds = 2 * self._state.load_seconds * num_others
         gain_seconds = self._pace.update_seconds
-        # Nothing has been loaded, or no update has been measured, if one of them is 0.
-        is_worth_it = 0 < cost_seconds < gain_seconds
-        return all(self._group.gather(is_worth_it))
+        # 0: no load has been measured, or there are no others.
+        is_known = cost_seconds > 0
+        return all(self._group.gather(is_known and cost_seconds < gain_seconds))
 
     def _leave_if_requested(self) -> None:
         """Leave at once after a leave request: a group that heals has nothing to finish.
@@ -380,9 +382,12 @@ class Heal:
     def _meet_first_quorum(self) -> bool:
         """Wait for a newcomer's first quorum, and compare its state with the fetched one.
 
+        The others may have been in an exchange with this group's former process. That exchange
+        breaks when the process ends, and they repeat it with this group.
+
         Returns:
             True if a fetch has begun, and the others have made no update since. They then repeat
-            the exchange that this group's former process broke.
+            such an exchange.
         """
         quorum = self._rounds.get_quorum()
         self._least_step = max(self._group.gather(quorum.max_step))
@@ -392,6 +397,7 @@ class Heal:
         if self._least_step > self._healing.from_step:
             self._abandon_attempt(OutdatedError("the others have made an update since"))
             return False
+        # From now on, leave only after the round. It would break for the others otherwise.
         self._rounds.mark_busy()
         return True
 
@@ -463,7 +469,7 @@ class Heal:
         self._pace.adopt_times(offer)
         # A newcomer's first quorum must include one of the groups that offered the state.
         self._rounds.remember_donors(offer.slots)
-        # No round has followed this state yet.
+        # The last round came before this state.
         self.ended_on_update = False
         self._lost_donors = set()
         healing = self._healing
@@ -534,7 +540,7 @@ class Heal:
         if self._is_in(Phase.REPLAYING):
             self._finish_if_possible()
             return
-        # The rank that is least far decides for the group.
+        # The rank with the least progress decides for the group.
         status = FetchStatus(min(self._group.gather(self._attempt.fetch_status)))
         match status:
             case FetchStatus.FAILED:
@@ -607,18 +613,18 @@ class Heal:
             CatchUpWaiting(donor=healing.donor, step=healing.target_step, reason=reason),
         )
 
-    def _abandon_attempt(self, void: VoidError) -> None:
-        """End the attempt, and ask again: at once, or after the pause that its failures demand."""
+    def _abandon_attempt(self, error: VoidError) -> None:
+        """End the attempt. Ask again at once, or after a pause if several attempts have failed."""
         healing = self._healing
         self._cancel_attempt()
-        if isinstance(void, OutdatedError):
+        if isinstance(error, OutdatedError):
             self._set_healing(healing.drop_outdated())
         else:
             self._set_healing(healing.drop_failed())
         self._search.restart(self._healing.pause_seconds)
-        logger.warning("healing from group %d failed, asking again: %s", healing.donor, void)
+        logger.warning("healing from group %d failed, asking again: %s", healing.donor, error)
         self._events.emit(
-            HealFailed(donor=healing.donor, from_step=healing.from_step, error=str(void)),
+            HealFailed(donor=healing.donor, from_step=healing.from_step, error=str(error)),
         )
 
     def _cancel_attempt(self) -> None:
@@ -643,14 +649,15 @@ class Heal:
         for num_replayed in range(self._healing.num_remaining):
             if num_replayed >= _MIN_REPLAYED:
                 # The slowest rank decides for the group.
-                lateness = _Lateness(max(self._group.gather(self._pace.judge_deadline(deadline))))
+                of_ranks = self._group.gather(self._pace.judge_deadline(deadline))
+                lateness = _Lateness(max(of_ranks))
                 if lateness is _Lateness.LATE_AND_TOO_SLOW:
                     self._let_others_wait_for_replay()
                 if lateness is not _Lateness.IN_TIME:
                     break
             self._replay_next()
         if self._healing.others_wait and self._healing.num_remaining <= 1:
-            # The queue is nearly empty. The next row asks the others for the update that they hold
+            # The queue is nearly empty. The next row lets the others make the update that they hold
             # back.
             self._set_healing(self._healing.let_others_go_on())
 
@@ -745,7 +752,7 @@ class Heal:
                 raise error
             case decisions.Leave():
                 raise Leaving
-            case _:
+            case _:  # Repeat
                 if isinstance(outcome, Round):
                     self._queue_update(outcome)
         # The next round is the update that the others hold back. Stay in REPLAYING, so that this
@@ -765,16 +772,16 @@ class Heal:
         own_digest = self._position.digest
         try:
             confirmed = self._healing.confirm(verdict.step, made.lineage, digest, own_digest)
-        except VoidError as void:
+        except VoidError as error:
             # The next row must not claim a state whose bytes nobody has confirmed.
             if self._healing.is_loaded and not self._healing.is_confirmed:
                 self._position.mark_corrupt()
-            self._abandon_attempt(void)
+            self._abandon_attempt(error)
             return
         self._set_healing(confirmed)
 
     def _queue_update(self, made: Round) -> None:
-        """Queue the update of a round, if it is one."""
+        """Queue the update of a round. If the round is no update, pause instead."""
         slowest_seconds = max(row.seconds for row in made.rows)
         # A row has the seconds of one step. With long rounds, an update takes several.
         self._pace.set_update_seconds(self._strategy.steps * slowest_seconds)
@@ -789,8 +796,8 @@ class Heal:
         update = made.update(self._nominal_tokens).with_copied_sums()
         try:
             healing = self._healing.queue_update(update.step, made.lineage, update.lineage)
-        except OutdatedError as void:
-            self._abandon_attempt(void)
+        except OutdatedError as error:
+            self._abandon_attempt(error)
             return
         last = len(healing.queued) - 1
         self._attempt.queue_update(update, last)
@@ -880,7 +887,10 @@ class _Pace:
             self._num_slow_rounds = 0
             return _Lateness.IN_TIME
         is_slow = self.update_seconds > 0 and self.replay_seconds > self.update_seconds
-        self._num_slow_rounds = self._num_slow_rounds + 1 if is_slow else 0
+        if is_slow:
+            self._num_slow_rounds += 1
+        else:
+            self._num_slow_rounds = 0
         if self._num_slow_rounds >= _MAX_SLOW_ROUNDS:
             return _Lateness.LATE_AND_TOO_SLOW
         return _Lateness.LATE

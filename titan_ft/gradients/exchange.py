@@ -54,7 +54,10 @@ may not have as much memory again. NCCL should choose the same algorithm for all
 
 
 class HookCalls(enum.Enum):
-    """How a gradient's hook finds its last call in one backward; an int is a known number."""
+    """How the exchange knows the last call of a gradient's hook in one backward.
+
+    In its place, an int is the number of the calls.
+    """
 
     ONE = enum.auto()  # there is no pipeline: the first call is the last, and nothing is counted
     # The number differs between parameters. The first backward counts the calls, and its gradients
@@ -238,7 +241,7 @@ class GradientExchange:
         self._sums.expire()
         given = frozenset(self._weights)
         if newest_step is None:
-            given = frozenset()
+            given = frozenset()  # this rank gives no gradients
         flight = Flight(
             self._membership,
             self._buckets,
@@ -274,8 +277,8 @@ class GradientExchange:
         """
         flight = self._flight
         assert flight is not None, "no exchange is under way"
-        # The first backward with hooks is over.
         if self._takes_from_hooks and self._counted_calls is None:
+            # The first backward with hooks is over, so the number of calls is known.
             self._counted_calls = self._count_calls()
         self._takes_from_hooks = False
         unsafe = False  # an operation that was broken off may still write to the buckets

@@ -56,8 +56,8 @@ from titan_ft.transfer.tls import Certificate
 class Links:
     """The open links of this rank to the other groups.
 
-    The trainer builds and closes the links on the training thread. From then on the other groups
-    wait for this group, so build them only when training can begin. `_hear_loss` runs on the
+    The trainer builds the links, and closes them, on the training thread. Build them only when
+    training can begin: from then on, the other groups wait for this group. `_hear_loss` runs on the
     control tree's thread, `_report_served` on threads of the state server. If the constructor
     fails, the process ends, which closes the links.
 
@@ -98,30 +98,34 @@ class Links:
         self._drain = drain
         self._control = control
         shape = _group_shape(parallel_dims, model_parts, group)
-        self.host = config.advertise_address or find_source_address(
-            *split_address(_find_lighthouse(setup.lighthouse, config))
-        )
+        self.host = config.advertise_address
+        if not self.host:
+            lighthouse = _find_lighthouse(setup.lighthouse, config)
+            self.host = find_source_address(*split_address(lighthouse))
+        certificate = None
+        if config.transfer_tls:
+            certificate = _make_certificate()
         self.server = StateServer(
             self.host,
             setup.token,
-            config.process_group_timeout_ms / 1000,
-            self._report_served,
-            config.transfer_max_mbps,
-            _make_certificate() if config.transfer_tls else None,
-            partial(report_refusal, events, "state server"),
+            wait_seconds=config.process_group_timeout_ms / 1000,
+            on_completed=self._report_served,
+            max_mbps=config.transfer_max_mbps,
+            certificate=certificate,
+            on_refusal=partial(report_refusal, events, "state server"),
         )
         if setup.rank == 0:
-            # Before this group joins: the other groups then wait for it, even if one of its ranks
-            # is frozen.
+            # Listen before this group joins. After the join, the other groups would wait for a
+            # frozen rank of this group, and nothing would end their wait.
             control.listen_for_losses(self._hear_loss)
-        self.membership = self._join(self.host, shape)
+        self.membership = self._join(shape)
         self.exchange = self._build_exchange(
             exchanged, fragments, model_parts, gradient_scale, num_microbatches
         )
         self._roll_call: RollCall | None = None
 
     def call_roll(self, find_left: Callable[[], Collection[int] | None]) -> None:
-        """Announce from now on which other groups are lost.
+        """Begin to report which other groups are lost.
 
         Args:
             find_left: see `RollCall`.
@@ -137,7 +141,7 @@ class Links:
             self._roll_call.commit(step, slots, num_steps)
 
     def end_roll_call(self) -> None:
-        """Announce no more groups as lost: from now on they end."""
+        """Report no more lost groups. After the job's end, the other groups end as well."""
         if self._roll_call is not None:
             self._roll_call.close()
 
@@ -148,15 +152,15 @@ class Links:
             rest.callback(self.server.close)
             self.membership.close()
 
-    def _join(self, host: str, shape: str) -> Membership:
+    def _join(self, shape: str) -> Membership:
         config, setup = self._config, self._setup
         address = self.server.address
         timeout = timedelta(milliseconds=config.process_group_timeout_ms)
         return Membership(
             config,
-            process_group=build_process_group(config.process_group, timeout, host),
+            process_group=build_process_group(config.process_group, timeout, self.host),
             lighthouse=setup.lighthouse,
-            host=host,
+            host=self.host,
             group_rank=setup.rank,
             group_world_size=torch.distributed.get_world_size(),
             store=setup.store,
@@ -176,14 +180,17 @@ class Links:
         The connections to a frozen rank stay open, so nothing else would end the group. Runs on the
         control tree's thread.
         """
-        # 0: the rank's connection has closed, so the agent sees its end and ends the group.
-        if loss.silent_seconds:
-            silent = [found for found in self._control.losses if found.silent_seconds]
-            self._end_without(silent)
+        if not loss.silent_seconds:
+            # The rank's connection has closed. The agent sees the rank's end, and ends the group.
+            return
+        # A host that fails makes several ranks silent. The message names all of them.
+        silent = [found for found in self._control.losses if found.silent_seconds]
+        self._end_without(silent)
 
     def _end_without(self, silent: Sequence[Lose]) -> None:
-        """End this process because other ranks of the group are silent. The whole group is then
-        restarted.
+        """End this process because other ranks of the group are silent.
+
+        The agent then restarts the whole group.
         """
         hosts = {loss.rank: loss.host for loss in sorted(silent, key=lambda loss: loss.rank)}
         seconds = max(loss.silent_seconds for loss in silent)
@@ -197,9 +204,10 @@ class Links:
             # A thread that hangs may hold the lock of sys.stderr.
             lambda: os.write(2, line.encode()),
         ]
-        # The constructor may still be joining.
+        # The constructor may still be in `_join`, and then there is no membership.
         if "membership" in vars(self):
-            # Last: this breaks the training thread's vote or request, which ends this process.
+            # Stop the heartbeats last. Without them the training thread's vote or request fails,
+            # which may end this process before the lines above are written.
             last_words.append(self.membership.stop_heartbeats)
         end_process(1, *last_words)
 
@@ -268,8 +276,9 @@ def connect_control(config: FaultTolerance, setup: WorkerSetup, events: EventLog
 
 
 def report_refusal(events: EventLog, port: str, refusal: Refusal) -> None:
-    """Write an event, on a thread of its own: no peer waits for storage that hangs."""
-    with contextlib.suppress(RuntimeError):  # no thread can be started, as when the process ends
+    """Write an event, on a thread of its own: no peer must wait for storage that hangs."""
+    # While the process ends, no thread can be started.
+    with contextlib.suppress(RuntimeError):
         call_aside(partial(emit_refusal, events, port, refusal), "titan_ft_refusal")
 
 
@@ -306,9 +315,11 @@ def _find_hook_calls(model_parts: Sequence[nn.Module], num_microbatches: int) ->
         return HookCalls.COUNTED
     if num_microbatches == 0:
         return HookCalls.ONE
-    # FSDP keeps the sum over a pipeline's microbatches itself, and calls the hooks once, when it
-    # has reduced this sum.
-    return 1 if isinstance(model_parts[0], FSDPModule) else num_microbatches
+    if isinstance(model_parts[0], FSDPModule):
+        # FSDP itself adds up a pipeline's microbatches. It calls the hooks once, when it has
+        # reduced this sum.
+        return 1
+    return num_microbatches
 
 
 def _group_shape(
@@ -328,18 +339,18 @@ def _group_shape(
 
 
 def _layout(model_parts: Sequence[nn.Module]) -> str:
-    """Return a text that determines the exchange's buffers on this rank: its parameters, in
-    order.
+    """Return a text that determines this rank's buffers in the exchange.
+
+    It has one line for each parameter and each count, in their order.
     """
-    parameters = [
-        f"{name} {tuple(local_shard(parameter).shape)} {parameter.dtype} {parameter.requires_grad}"
-        for part in model_parts
-        for name, parameter in part.named_parameters()
-    ]
-    counts = [
-        f"count {tuple(local_shard(count).shape)}" for count in spec.token_counts(model_parts)
-    ]
-    return "\n".join([*parameters, *counts])
+    lines = []
+    for part in model_parts:
+        for name, parameter in part.named_parameters():
+            shape = tuple(local_shard(parameter).shape)
+            lines.append(f"{name} {shape} {parameter.dtype} {parameter.requires_grad}")
+    counts = spec.token_counts(model_parts)
+    lines += [f"count {tuple(local_shard(count).shape)}" for count in counts]
+    return "\n".join(lines)
 
 
 def _find_lighthouse(lighthouse: str, config: FaultTolerance) -> str:
