@@ -90,7 +90,9 @@ class CatchUp:
         """How far this rank's fetch is."""
         if not self._fetch.done():
             return FetchStatus.PENDING
-        return FetchStatus.FAILED if self.error else FetchStatus.DONE
+        if self.error:
+            return FetchStatus.FAILED
+        return FetchStatus.DONE
 
     def wait_for_fetch(self, seconds: float) -> None:
         """Wait for the end of this rank's fetch, at most for this time."""
@@ -100,7 +102,9 @@ class CatchUp:
     @property
     def error(self) -> str | None:
         """Why the fetch failed; None while it runs, and if it worked."""
-        failure = self._fetch.exception() if self._fetch.done() else None
+        if not self._fetch.done():
+            return None
+        failure = self._fetch.exception()
         if failure is None:
             return None
         # A donor that refuses this group's token must not end the group. It may be a process of

@@ -258,7 +258,9 @@ class Drain:
     def _handle_loss(self, loss: Lose) -> None:
         if loss.silent_seconds:
             return  # rank 0 ends the group, and reports the silent ranks (`Links`)
-        where = f" (on {loss.host})" if loss.host else ""
+        where = ""
+        if loss.host:
+            where = f" (on {loss.host})"
         if not self._lost:
             self._lost = f"rank {loss.rank} of this group{where} is gone ({loss.reason})"
         self._end_with_siblings()

@@ -118,7 +118,10 @@ class Feed:
         reader = self._readers.get(slot)
         if reader is not None and reader.can_read_at(first_batch):
             return reader.read(first_batch, num_batches)
-        loader = self._open(slot, None if reader is None else reader.loader)
+        former_loader = None
+        if reader is not None:
+            former_loader = reader.loader
+        loader = self._open(slot, former_loader)
         reader = _Reader(slot, first_batch, loader, self._iterate(loader))
         self._readers[slot] = reader
         reading = reader.read(first_batch, num_batches)

@@ -58,13 +58,17 @@ def find(names: Sequence[str], modules: Sequence[Sequence[str]]) -> list[int | N
         modules: of each fragment, the names of its modules.
     """
     fragment_of = {}
-    for number, fragment in enumerate(modules):
-        for module in fragment:
-            fragment_of[module] = number
+    for fragment, names_of_modules in enumerate(modules):
+        for module in names_of_modules:
+            fragment_of[module] = fragment
     found: list[int | None] = []
     for name in names:
-        named = [module for module in _modules_of(name) if module in fragment_of]
-        found.append(fragment_of[named[0]] if named else None)
+        number = None
+        for module in _modules_of(name):
+            if module in fragment_of:
+                number = fragment_of[module]
+                break
+        found.append(number)
     return found
 
 

@@ -79,8 +79,10 @@ def save_loader(loader: Any) -> bytes:
     # second pickle, under a key with the rank, and `weights_only` does not check what is inside.
     # So the additions of another subclass's override are not saved. `loader_check` finds such
     # loaders.
-    is_torchdata = isinstance(loader, StatefulDataLoader)
-    state = StatefulDataLoader.state_dict(loader) if is_torchdata else loader.state_dict()
+    if isinstance(loader, StatefulDataLoader):
+        state = StatefulDataLoader.state_dict(loader)
+    else:
+        state = loader.state_dict()
     try:
         kinds = set(_kinds_in(state))
         packed = _pack(state)
@@ -131,7 +133,10 @@ def _check_workers(loader: StatefulDataLoader[Any], state: Mapping[str, Any]) ->
 def name_loader(loader: Any) -> str:
     """Return the classes of a data loader and of its dataset."""
     dataset = getattr(loader, "dataset", None)
-    return _class_name(loader) + ("" if dataset is None else f" of {_class_name(dataset)}")
+    name = _class_name(loader)
+    if dataset is None:
+        return name
+    return f"{name} of {_class_name(dataset)}"
 
 
 def _pack(state: Any) -> bytes:
@@ -257,7 +262,9 @@ def _find_refused(place: str, value: Any) -> tuple[str, Any]:
             found = f"{place}[{key!r}]"
             # The innermost value that is nested too deeply would have a place of thousands of keys.
             is_whole = not isinstance(item, Mapping) or len(found) > _MAX_PLACE
-            return (found, item) if is_whole and _is_too_deep(item) else _find_refused(found, item)
+            if is_whole and _is_too_deep(item):
+                return found, item
+            return _find_refused(found, item)
     return place, value
 
 

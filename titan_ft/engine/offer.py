@@ -50,7 +50,9 @@ def ask_all(addresses: Mapping[int, Callable[[], str]], token: str, least_step: 
         except _EXPECTED_ERRORS as error:
             logger.debug("no offer from group %d: %s", slot, first_line(error))
             return NO_OFFER
-        return NO_OFFER if offered is None else Offer((slot,), *offered)
+        if offered is None:
+            return NO_OFFER
+        return Offer((slot,), *offered)
 
     answers = call_for_each(ask, [*addresses], "titan_ft_offers", _MAX_THREADS)
     return choose_offer([offer for offer in answers if offer.slots and offer.step >= least_step])

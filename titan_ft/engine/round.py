@@ -390,10 +390,16 @@ class Rounds:
                 self._digest_for_joiners(quorum)
             if not self._exchange.is_launched:
                 may_update = not contribution.unfinished and use is not GradientUse.OPEN
-                newest_step = self._position.newest_step if gives else None
+                newest_step = None
+                if gives:
+                    newest_step = self._position.newest_step
                 self._exchange.launch(newest_step, may_update=may_update)
             exchanged = self._finish_exchange(self._report(contribution, use, started))
-            self.waits.start_wait(quorum.asked if use is GradientUse.OPEN else started)
+            if use is GradientUse.OPEN:
+                # In an opening round this group has no part of its own: it was ready when it asked.
+                self.waits.start_wait(quorum.asked)
+            else:
+                self.waits.start_wait(started)
             if not self._vote(exchanged.made):
                 reason = exchanged.error or "broke on another rank of this group"
                 return self._record_broken(reason, exchanged.gave_nonfinite, started, quorum)
@@ -513,9 +519,11 @@ class Rounds:
 
     def _digest_for_joiners(self, quorum: Quorum) -> None:
         """Take the digest if a joiner may fetch the state: the round confirms the fetched bytes."""
+        if not self._position.standing.has_state:
+            return
         has_askers = self.last_round is not None and self.last_round.has_askers
         has_newcomers = not self._last_members.issuperset(quorum.members)
-        if (has_askers or has_newcomers) and self._position.standing.has_state:
+        if has_askers or has_newcomers:
             self.compute_digest()
 
     def _report(
@@ -544,13 +552,16 @@ class Rounds:
             saved_step=position.saved_step,
             training=position.training,
         )
+        joining_reason = Why.CATCHING_UP
+        if position.others_wait:
+            joining_reason = Why.ASKED
         return RoundReport(
             facts,
             contribution,
             use,
             position.newest_step,
             idle_since,
-            joining_reason=Why.ASKED if position.others_wait else Why.CATCHING_UP,
+            joining_reason,
             leave=self._drain,
         )
 

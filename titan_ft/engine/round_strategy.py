@@ -145,8 +145,8 @@ class RoundStrategy(StepStrategy):
     def _find_configured_fragments(self, names: Sequence[str]) -> list[int]:
         modules = self._config.module_fqns_per_model_fragment
         unknown = fragments.find_unknown(names, modules)
-        configured = sorted({module for fragment in modules for module in fragment})
-        for module in configured:
+        configured = set[str]().union(*modules)
+        for module in sorted(configured):
             # In a pipeline, another rank may have the module.
             if all(self._group.gather(module in unknown)):
                 blocks = dict.fromkeys(map(fragments.block_of, names))
@@ -155,13 +155,20 @@ class RoundStrategy(StepStrategy):
                     f"{module!r}; its blocks are {', '.join(blocks)}",
                 )
         found = fragments.find(names, modules)
-        placed = [fragment for fragment in found if fragment is not None]
-        if len(placed) < len(found):
-            left = [name for name, fragment in zip(names, found, strict=True) if fragment is None]
-            others = " and others" if len(left) > 5 else ""
+        placed = []
+        left_out = []
+        for name, fragment in zip(names, found, strict=True):
+            if fragment is None:
+                left_out.append(name)
+            else:
+                placed.append(fragment)
+        if left_out:
+            shown = ", ".join(left_out[:5])
+            if len(left_out) > 5:
+                shown += " and others"
             raise ConfigError(
                 f"{TABLE}.module_fqns_per_model_fragment must have each trained parameter in a "
-                f"fragment, got none for {', '.join(left[:5])}{others}; add their modules",
+                f"fragment, got none for {shown}; add their modules",
             )
         return placed
 
@@ -336,7 +343,9 @@ class RoundStrategy(StepStrategy):
                 self._replica.request_quorum()
             if work.inner_steps:
                 if Sign.LEAVE_REQUESTED in signs:
-                    remaining = 0 if has_requested else last + 1 - step
+                    remaining = last + 1 - step
+                    if has_requested:
+                        remaining = 0
                     if self._meets_to_leave(remaining):
                         break
                 self._training.collect_garbage(step)
@@ -451,8 +460,10 @@ class RoundStrategy(StepStrategy):
         # Without steps of this round, as in a replay, the model has the former anchors' weights,
         # and must not keep a share of them.
         has_own_steps = any(self._given_tokens.values())
-        mixes = has_own_steps and not is_last
-        squares = self.outer.step(self._config.fragment_update_alpha if mixes else 0.0)
+        alpha = 0.0
+        if has_own_steps and not is_last:
+            alpha = self._config.fragment_update_alpha
+        squares = self.outer.step(alpha)
         self._under_way = None
         for fragment, tokens in self._given_tokens.items():
             self._trained_tokens[fragment] -= tokens
@@ -557,7 +568,9 @@ class RoundStrategy(StepStrategy):
 
     def describe_departure(self) -> Departure:
         """Return how this group leaves, with the batches that are in no update."""
-        ahead = merge(self._ahead.readings) if self._ahead else []
+        ahead: list[Reading] = []
+        if self._ahead is not None:
+            ahead = merge(self._ahead.readings)
         is_committed = self.work.seconds > 0
         if is_committed:
             return Departure("SIGTERM", in_order=True, void=ahead)

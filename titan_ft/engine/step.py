@@ -215,8 +215,10 @@ class ReplicaDimension:
             # All ranks of the group look, or none: they have the same clock and the same outcome.
             if is_soon_over and isinstance(outcome, Round) and self._outsiders.has_any(outcome):
                 outsiders_seen_at = now
-            has_outsiders = now - outsiders_seen_at < ALONE_SECONDS
-            self._position.set_waited_seconds(0.0 if has_outsiders else waited)
+            if now - outsiders_seen_at < ALONE_SECONDS:
+                self._position.set_waited_seconds(0.0)
+            else:
+                self._position.set_waited_seconds(waited)
             outcome = self._rounds.make()
             match decide(self._position, outcome, self._config):
                 case decisions.StartTraining(num_missing) if isinstance(outcome, Round):
@@ -359,8 +361,9 @@ class ReplicaDimension:
                     use = use_after_wait = GradientUse.GIVE
                 case decisions.Wait() as wait:
                     self._wait(outcome, wait)
-                    gives = use_after_wait.gives
-                    use = GradientUse.HOLD_BACK if gives else use_after_wait
+                    use = use_after_wait
+                    if use.gives:
+                        use = GradientUse.HOLD_BACK
                 case decisions.StartHeal():
                     return None
                 case other:
@@ -379,7 +382,9 @@ class ReplicaDimension:
         Returns:
             The slots that this group trains in addition.
         """
-        present = self._rounds.get_quorum().processes if shares else []
+        present: list[GroupProcess] = []
+        if shares:
+            present = self._rounds.get_quorum().processes
         # With too few groups the step must wait, and the missing groups may be back after that.
         if len(present) < self._config.min_replica_size:
             return []
@@ -446,11 +451,12 @@ class ReplicaDimension:
         for rank in made.verdict.contributors:
             seconds[made.quorum.slots[rank]] = made.rows[rank].seconds
         for change in self._stragglers.observe(seconds):
+            kind: type[Straggler | StragglerRecovered] = Straggler
             if change.recovered:
+                kind = StragglerRecovered
                 logger.warning("group %d is as fast as the others again", change.slot)
             else:
                 logger.warning("group %d is %.1f times slower", change.slot, change.ratio)
-            kind = StragglerRecovered if change.recovered else Straggler
             self._events.emit(kind(slot=change.slot, factor=change.ratio, step=self._position.step))
 
     # Between two rounds of a semi-synchronous method

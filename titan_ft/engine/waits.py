@@ -192,7 +192,9 @@ class WaitLog:
         # Of a group that was restarted, the former process is gone, and the new one is a joiner.
         for process in gone:
             slot, _start_time = process
-            why = Why.LEFT if slot in left else Why.LOST
+            why = Why.LOST
+            if slot in left:
+                why = Why.LEFT
             reasons.append((slot, why))
             broken_waits.append(GroupWait(slot, why, self._broken[process] / len(gone)))
         waits = find_waits(rows, own, self._began - answered, connected - answered, reasons)
@@ -203,7 +205,9 @@ class WaitLog:
 
     def record_hold(self, slots: Sequence[int], why: Why) -> None:
         """Note that the update is held back for `slots`, from the last exchange to the next one."""
-        self._held_back_for = (slots, why) if slots else None
+        self._held_back_for = None
+        if slots:
+            self._held_back_for = (slots, why)
 
     def discard(self) -> None:
         """Forget all waits: this group heals, and so makes no update after them."""
