@@ -1,13 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Simulated collectives: the process group between the groups, which fails as Gloo's or NCCL's, and
-the group's own.
+"""Simulated collectives: those of the process group between the groups, and those within a group.
 
-Gloo: a rank notices a closed connection only of a member that it sends to. In a ring it does not
-notice a failure farther away, and it waits for a frozen or unreachable member. NCCL raises nothing:
-an operation hangs until its timeout or an abort and returns garbage, and `errored` reports the
-error. In both, when a member dies in the middle of an operation, some members already have their
-result and others do not.
+The process group between the groups fails as Gloo's or as NCCL's does. With Gloo, a rank notices a
+closed connection only of a member that it sends to. In a ring it does not notice a failure farther
+away, and it waits for a frozen or unreachable member. NCCL raises nothing: an operation hangs until
+its timeout or an abort, and returns garbage. `errored` reports the error. In both, when a member
+dies in the middle of an operation, some members already have their result and others do not.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class _Operation:
         self.inputs: dict[int, np.ndarray] = {}
         self.total: np.ndarray | None = None
         self.done_at: dict[int, float] = {}
-        self.lost: set[int] = set()  # members that a neighbour's end has cost the result
+        self.lost: set[int] = set()  # members that get no result, because a neighbour ended
 
     def sum(self) -> np.ndarray:
         if self.total is None:
@@ -64,25 +63,25 @@ class Ring:
         self.kernel, self.network, self.size = kernel, network, size
         self.ends: dict[int, ProcessGroup] = {}
         self.closed: set[int] = set()
-        self.reset: set[int] = set()  # members with a connection that was reset
+        self.reset: set[int] = set()  # members whose connection to a neighbour was reset
         self.operations: dict[int, _Operation] = {}
         self.waiting: list[tuple[Task, int]] = []
         network.on_change[self] = self.tell
 
     def tell(self) -> None:
-        """Wake all members: there is news."""
+        """Wake all members: something has changed."""
         for task, _ in self.waiting:
             self.kernel.wake(task)
 
     def wait(self, timeout: float, rank: int) -> None:
-        """Block the member `rank` until there is news."""
+        """Block the member `rank` until `tell`, or until the time is over."""
         entry = (self.kernel.current, rank)
         self.waiting.append(entry)
         self.kernel.block(timeout)
         self.waiting.remove(entry)
 
     def neighbours(self, rank: int, operation: _Operation) -> set[int]:
-        """Return whose connections a rank's part of an operation goes over."""
+        """Return the members to which a rank's part of an operation has connections."""
         others = (
             range(self.size)
             if operation.direct
@@ -91,7 +90,7 @@ class Ring:
         return set(others) - {rank}
 
     def flows(self, operation: _Operation) -> bool:
-        """Say whether all links that an operation goes over work."""
+        """Return True if all links of an operation work."""
         ends = self.ends
         return not self.reset and all(
             self.network.usable(ends[rank].node, ends[other].node)
@@ -103,7 +102,8 @@ class Ring:
     def late(self) -> list[float]:
         """Draw the seconds by which each member's result is late because packets were lost.
 
-        A packet lost early delays all members; the last packet only its receiver.
+        A lost packet delays all members if it is one of the first, and only its receiver if it is
+        the last.
         """
         seconds = [0.0] * self.size
         for rank in range(self.size):
@@ -135,16 +135,16 @@ class Ring:
         now = self.kernel.now
         for operation in self.operations.values():
             if operation.done_at.get(rank, 0.0) <= now:
-                continue  # it had sent all of its part
+                continue  # this member had sent its whole part
             for other in sorted(self.neighbours(rank, operation)):
                 if operation.done_at[other] > now and self.kernel.rng.random() < 0.5:
                     operation.lost.add(other)
-        # Its peers read the end of the stream a moment later.
+        # The other members read the end of the stream a moment later.
         self.kernel.after(0.0005, self.tell)
 
 
 class Work:
-    """torch.distributed.Work."""
+    """Stands in for torch.distributed.Work."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait
@@ -159,7 +159,7 @@ class ProcessGroup:
 
     Args:
         rings: the world's process groups, by the address at which their members meet.
-        silent: whether it fails as NCCL does, without an exception.
+        silent: the process group fails as NCCL does, without an exception.
         jitter: largest difference in seconds between the members' completions of an operation;
             usually far less.
         report: called with promise and text if members make different operations, which breaks real
@@ -187,10 +187,9 @@ class ProcessGroup:
         self._ring: Ring | None = None
         self._rank = self._number = 0
         self._error: Exception | None = None
-        self._count: _Operation | None = (
-            None  # of the members that give gradients in the round under way
-        )
-        self.reduced = 0  # values of gradients that this rank has summed with others
+        # The operation that counts the members with gradients in the round under way.
+        self._count: _Operation | None = None
+        self.reduced = 0  # number of gradient values that this rank has summed with others
         process.on_end.append(self._close)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -240,7 +239,7 @@ class ProcessGroup:
             ring.wait(end - kernel.now, rank)
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Work:
-        """Begin to sum a tensor over the members: gradients."""
+        """Start to sum a tensor over the members: gradients."""
         values = tensors[0].numpy()
         self._sends_gradients(values)
         return self._begin(values, values, options, "sum")
@@ -248,7 +247,7 @@ class ProcessGroup:
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any
     ) -> Work:
-        """Begin to gather a vector of each member: gradients that are rounded."""
+        """Start to gather a vector of each member: rounded gradients."""
         (rows,), (own,) = outputs, inputs
         values = own.numpy()
         self._sends_gradients(values)
@@ -272,9 +271,9 @@ class ProcessGroup:
         input_sizes: list[int],
         options: Any,
     ) -> Work:
-        """Begin to send a row to each member: facts, or parts of gradients that are rounded."""
+        """Start to send a row to each member: facts, or parts of rounded gradients."""
         work = self._begin(rows.numpy(), output.numpy(), options, "exchange")
-        if rows.dtype == torch.int32:  # counts who gives gradients, and what
+        if rows.dtype == torch.int32:  # the count of the members that give gradients
             assert self._ring is not None
             self._count = self._ring.operations[self._number - 1]
         return work
@@ -309,7 +308,7 @@ class ProcessGroup:
         return Work(lambda: self._finish(ring, operation, target, self._kernel.now + timeout))
 
     def abort(self, errored: bool = True) -> None:
-        """Break off everything; not `errored`: nothing is under way."""
+        """Break off all operations. Afterwards `errored` is None, because nothing is under way."""
         self._kernel.pause()
         if errored and self._silent and self._ring is not None:
             self._error = RuntimeError("aborted")
@@ -317,12 +316,13 @@ class ProcessGroup:
 
     @property
     def is_connected(self) -> bool:
-        """True if it is connected to all members, and was not aborted since."""
+        """True if this rank is connected to all members, and has not aborted since."""
         return self._ring is not None and len(self._ring.ends) == self._ring.size
 
     def reset_connection(self) -> None:
-        """Break its connection to the next member, as a middlebox that forgets it. No
-        process dies.
+        """Break the connection to the next member, as a middlebox does that forgets it.
+
+        No process dies.
         """
         if self._ring is not None and self._ring.size > 1:
             self._ring.reset_connection(self._rank)
@@ -342,11 +342,12 @@ class ProcessGroup:
         try:
             self._wait(ring, operation, end)
         except RuntimeError as error:
-            tensor += tensor.dtype.type(3)  # what a broken operation leaves in its buffer
+            tensor += tensor.dtype.type(3)  # a broken operation leaves garbage in its buffer
             if not self._silent:
                 raise
             self._error = error
-            self._close()  # the first operation that runs out of time aborts the communicator: no other one waits
+            # The first operation that runs out of time aborts the communicator. No other one waits.
+            self._close()
         else:
             operation.write_result(self._rank, tensor)
 
@@ -382,7 +383,7 @@ class ProcessGroup:
             ring.wait(end - now, rank)
 
     def _complete(self, ring: Ring, operation: _Operation) -> None:
-        """Let each member have the result in a moment, not all at the same one."""
+        """Give each member the result after a moment, at different times."""
         kernel, rank = self._kernel, self._rank
         for member, late in enumerate(ring.late()):
             operation.done_at[member] = (

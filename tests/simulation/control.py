@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Simulated connections of the control tree. The node and the facade above them are the
-real ones.
+"""Simulated connections of the control tree.
+
+The node (`protocol/control/node.py`) and `ControlTree` above them are the real ones.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 FAN_OUT = 2
 """Children of a rank: with the product's sixteen no simulated tree would be deeper than one."""
 
-_NEXT_MOMENT = 1e-6  # seconds between two frames on one connection, which keep their order
+_NEXT_MOMENT = 1e-6  # time between two frames on one connection, which keep their order
 
 
 class Wire:
@@ -37,7 +38,7 @@ class Wire:
 
     def __init__(self, child: SimulatedSockets, parent: SimulatedSockets) -> None:
         self._ends = child, parent
-        self._last_arrival = {child: 0.0, parent: 0.0}  # by the end that receives
+        self._last_arrival = {child: 0.0, parent: 0.0}  # by receiver
         self.is_reset = False
 
     def send(self, source: SimulatedSockets, frame: bytes) -> None:
@@ -46,8 +47,8 @@ class Wire:
         self._deliver(source, target, partial(target.receive, self, frame))
 
     def answer(self, take: Callable[[], None]) -> None:
-        """Let the child accept the connection before any frame on it. A reset then reaches the
-        child later, too.
+        """Let the child accept the connection before any frame. A later reset reaches the child
+        later.
         """
         child, parent = self._ends
         arrival = self._note_arrival(parent, child)
@@ -56,7 +57,7 @@ class Wire:
         )
 
     def end(self, source: SimulatedSockets) -> None:
-        """End the connection at one end. The other end notices."""
+        """End the connection at one end. The other end notices the end of the stream."""
         target = self._other(source)
         self._deliver(source, target, partial(target.lose, self))
 
@@ -133,7 +134,7 @@ class SimulatedSockets:
         on_turn: Callable[[], None],
         **of_real_sockets: Any,
     ) -> None:
-        self._world: World = standins.world()  # type: ignore[assignment]  # the only one
+        self._world: World = standins.world()  # there is one implementation
         self.kernel = self._world.kernel
         self.rank = rank
         self._node, self._changed = node, changed
@@ -143,7 +144,7 @@ class SimulatedSockets:
         self._wires: dict[int, Wire] = {}
         self._watch = HeartbeatWatch(patience)
         self._events: deque[Callable[[], None]] = deque()
-        self._dial: object = None  # the attempt under way
+        self._dial: object = None  # identifies the connection attempt under way
         self._parent: SimulatedSockets | None = None
         self._task: Task | None = None
         self._closed = False
@@ -155,7 +156,7 @@ class SimulatedSockets:
         self._process.on_end.append(self._end_wires)
         self._world.network.on_reset.setdefault(self._place, []).append(self._reset_wires)
 
-    # What the facade calls
+    # Calls of the control tree
 
     def start_below(self, address: str, parent: object) -> None:
         """See `ControlSockets`."""
@@ -212,7 +213,7 @@ class SimulatedSockets:
         self._end_wires()
         self.wake()
 
-    # The thread
+    # The thread of the sockets
 
     def _run(self) -> None:
         while not self._closed:
@@ -230,8 +231,9 @@ class SimulatedSockets:
                 self.kernel.block(min(max(rest, 0.0), 3600.0))
 
     def _ping(self, now: float) -> None:
-        """Check which children answer pings. Their native threads answer whatever Python does in
-        those processes.
+        """Find out which children answer pings.
+
+        The children answer on native threads, whatever their Python code does.
         """
         for child, wire in self._wires.items():
             if wire.answers_pings(self):
@@ -240,7 +242,7 @@ class SimulatedSockets:
             self.call(partial(self._node.fall_silent, child, seconds))
 
     def add(self, event: Callable[[], None]) -> None:
-        """Let the thread take an event; the world's code calls this."""
+        """Give the thread an event. The world's code calls this."""
         self._events.append(event)
         self.wake()
 
@@ -267,11 +269,11 @@ class SimulatedSockets:
         return self._world.network.delay(self._place, target._place)
 
     def when_usable(self, target: SimulatedSockets, act: Callable[[], None]) -> None:
-        """Call `act` now or as soon as the link to another rank works."""
+        """Call `act` now, or as soon as the link to another rank works."""
         self._world.network.when_usable(self._place, target._place, act)
 
     def _connect(self) -> None:
-        """Begin to connect to the parent; its thread answers."""
+        """Start to connect to the parent, whose thread answers."""
         parent = self._parent
         assert parent is not None, "rank 0 has no parent"
         dial = self._dial = object()
@@ -311,7 +313,7 @@ class SimulatedSockets:
         if (former := self._wires.pop(peer, None)) is not None:
             former.end(self)
         self._wires[peer] = wire
-        if peer > self.rank:  # a child
+        if peer > self.rank:  # a child, because its number is higher
             self._watch.add(peer, standins.TIME.monotonic())
         self._changed.notify_all()
         self.call(lambda now: self._node.connected(peer, now))

@@ -16,7 +16,7 @@ import torch
 
 from titan_ft.run.events import DataOpened
 
-_LOST = 1000  # batches that a forgetful loader leaves out when it is opened again
+_LOST = 1000  # number of batches that a forgetful loader skips when it is reopened
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 Report = Callable[[str, str], None]
@@ -26,7 +26,7 @@ class Loader:
     """Yields the batches of a slot; each batch knows its slot and its number.
 
     Args:
-        forgets: whether a reopened loader continues at another batch.
+        forgets: a reopened loader continues at another batch.
     """
 
     def __init__(self, slot: int, *, forgets: bool) -> None:
@@ -39,7 +39,7 @@ class Loader:
             yield {"slot": torch.tensor([self._slot])}, torch.tensor([self._next - 1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its place."""
+        """Return the place in the data."""
         return {"next": self._next}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ class DataJudge:
     Args:
         name: of the rank's process.
         report: called with a broken promise and its cause.
-        forgets: whether the loaders may continue at another batch.
+        forgets: the loaders may continue at another batch.
     """
 
     def __init__(self, name: str, report: Report, *, forgets: bool) -> None:
@@ -62,7 +62,7 @@ class DataJudge:
         self._opened: dict[int, DataOpened] = {}
 
     def opened(self, event: DataOpened) -> None:
-        """Record the event of an opening. The batch follows."""
+        """Record the event of an opening. The opened slot's first batch follows."""
         self._opened[event.slot] = event
 
     def read(self, slot: int, number: int, labels: torch.Tensor) -> None:

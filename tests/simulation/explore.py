@@ -24,8 +24,8 @@ from tests.simulation import standins  # noqa: E402
 from tests.simulation.schedule import KINDS, MODES, ROUND_KINDS, Schedule, draw, drawn_kinds, shrink  # noqa: E402
 from tests.simulation.world import Problem, World  # noqa: E402
 
-_CHUNK = 25  # schedules that a process takes at once
-_CHUNKS = 4  # that it takes in all: its garbage goes with it, which is quicker than to collect it
+_CHUNK = 25  # number of schedules in one task of a process
+_CHUNKS = 4  # tasks of a process; its end frees its garbage faster than a collection would
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Findings:
     commits: int = 0
     faults: Counter[str] = field(default_factory=collections.Counter)
     problems: Counter[str] = field(default_factory=collections.Counter)
-    # By kind of problem: seed and text.
+    # For each kind of problem: the lowest seed that finds it, and its text.
     first: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def add(self, other: Findings) -> None:
@@ -88,7 +88,7 @@ def run_all(
         (range(start, min(start + _CHUNK, first + count)), kinds, mode)
         for start in range(first, first + count, _CHUNK)
     ]
-    for warm_mode in MODES[:2]:  # what torch loads at its first use is there before the forks
+    for warm_mode in MODES[:2]:  # load torch's lazy parts before the forks
         _explore_apart((range(1), (), warm_mode))
     gc.collect()
     gc.freeze()
@@ -133,7 +133,7 @@ def _print_findings(findings: Findings, seconds: float, kinds: Sequence[str], mo
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Explore; 1 if a promise was broken."""
+    """Explore; return 1 if a promise was broken."""
     parser = argparse.ArgumentParser(
         prog="explore.sh", description="Simulate the protocol under schedules of faults."
     )
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     kinds, mode = tuple(filter(None, options.kinds.split(","))), options.mode
     if kinds and mode == "mixed":
-        mode = "sync"  # most kinds are of one of the modes
+        mode = "sync"  # most kinds belong to one of the modes
     if unknown := set(kinds) - {*(ROUND_KINDS if mode == "semi" else KINDS)}:
         parser.error(
             f"--kinds must be of {','.join(known)} and of the mode, got {','.join(sorted(unknown))}"

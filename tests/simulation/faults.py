@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens at a time.
+    """A fault of the simulated world.
 
     Attributes:
-        at: virtual seconds.
+        at: time of the fault, in virtual seconds.
     """
 
     at: float
-    spoils: ClassVar[bool] = False  # whether it makes gradients that are not finite
-    only_leaves: ClassVar[bool] = False  # whether it breaks nothing: groups end in order
+    spoils: ClassVar[bool] = False  # the fault makes gradients that are not finite
+    only_leaves: ClassVar[bool] = False  # the fault breaks nothing: groups leave in order
     kinds: ClassVar[dict[str, type[Fault]]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -37,20 +37,24 @@ class Fault:
 
     @property
     def ends(self) -> float:
-        """Return when the world is as before again. A killed process restarts by itself."""
+        """Return when the world works as before the fault.
+
+        A killed process restarts by itself.
+        """
         return self.at + float(getattr(self, "seconds", 0.0))
 
     def inject(self, world: World) -> None:
-        """Inject the fault. This runs on the scheduler's side and must not block."""
+        """Inject the fault. The world's code calls this, so it must not block."""
         raise NotImplementedError
 
     def excuses(self, error: str, rank: Rank, world: World) -> bool:
-        """True if this fault justifies that a rank ends by this error."""
+        """Return True if this fault justifies that a rank ends with this error."""
         return False
 
     def concerns(self, slot: int) -> bool:
-        """True if this fault may void a group's own work, because the group or one of its links
-        fails.
+        """Return True if this fault may void a group's own work.
+
+        It may if the group or one of its links fails.
         """
         return not isinstance(self, Kill | KillGroups) and slot in {
             getattr(self, name, None) for name in ("slot", "a", "b")
@@ -91,11 +95,12 @@ def _at_moment(
 
 @dataclass(frozen=True)
 class Kill(Fault):
-    """SIGKILL of one rank at the group's next `moment` ("exchange", "vote", "rendezvous",
-    "serving", "fetching").
+    """SIGKILL of one rank at the group's next `moment`.
+
+    A moment is "exchange", "vote", "rendezvous", "serving" or "fetching".
     """
 
-    slot: int  # -1 = the first group that comes to that moment
+    slot: int  # -1 = the first group at that moment
     rank: int
     moment: str = ""
 
@@ -114,10 +119,11 @@ class Kill(Fault):
 
 @dataclass(frozen=True)
 class KillGroups(Fault):
-    """SIGKILL of all ranks of several groups at once, at the next `moment` of group `of` (-1: of
-    the first one).
+    """SIGKILL of all ranks of several groups at once.
 
-    `for_good`: the groups do not restart.
+    Attributes:
+        of: slot of the group at whose next `moment` the groups die; -1 = any group.
+        for_good: the groups do not restart.
     """
 
     slots: tuple[int, ...]
@@ -141,7 +147,11 @@ class KillGroups(Fault):
 
 @dataclass(frozen=True)
 class Freeze(Fault):
-    """SIGSTOP of one rank (-1 = of all), SIGCONT after `seconds`."""
+    """SIGSTOP of one rank, and SIGCONT after `seconds`.
+
+    Attributes:
+        rank: -1 = all ranks of the group.
+    """
 
     slot: int
     rank: int
@@ -170,8 +180,9 @@ class Freeze(Fault):
         _at_moment(world, self.moment, self.slot, act, (self.slot, self.rank))
 
     def excuses(self, error: str, rank: Rank, world: World) -> bool:
-        """A group with one frozen rank ends, and a sibling may notice the loss before rank 0 has
-        ended.
+        """Return True for an error that a frozen rank explains.
+
+        A group with one frozen rank ends. A sibling may notice the loss before rank 0 has ended.
         """
         patience = SILENT_BEATS * world.config["heartbeat_timeout_ms"] / 1000
         is_silent = self.rank >= 0 and self.seconds >= patience
@@ -183,7 +194,7 @@ class Freeze(Fault):
 
 @dataclass(frozen=True)
 class Hang(Fault):
-    """The training thread of one rank stops for good while its heartbeats continue."""
+    """The training thread of one rank stops for good. Its heartbeats go on."""
 
     slot: int
     rank: int
@@ -219,12 +230,12 @@ class Slow(Fault):
 
 @dataclass(frozen=True)
 class Cut(Fault):
-    """The network between two groups is dead: between two ranks (`rank` < 0: all), in one direction
-    or both.
+    """The network between two groups is dead, in one direction or both.
 
     Attributes:
-        flaps: seconds for which the link alternately works and fails; 0: it stays dead.
-        other: rank of `b`; -1: the same as that of `a`.
+        rank: the link of this rank is dead; negative = the links of all ranks.
+        flaps: seconds for which the link alternately works and fails; 0 = it stays dead.
+        other: rank of `b`; -1 = the same as that of `a`.
     """
 
     a: int
@@ -272,12 +283,14 @@ class CutInside(Fault):
         a, b = (self.slot, self.rank), (self.slot, self.other)
         _cut_for(world, [(a, b)] if self.one_way else [(a, b), (b, a)], self.seconds, 0.0)
         group = world.groups.get(self.slot)
-        if group is not None and 0 in (self.rank, self.other):  # the host that watches the others
+        if group is not None and 0 in (self.rank, self.other):  # rank 0's host watches the others
             world.silenced(group, [group.ranks[self.rank or self.other]], self.seconds)
 
     def excuses(self, error: str, rank: Rank, world: World) -> bool:
-        """A rank that is not built yet has nothing to lose. A cut longer than the grace period
-        loses a rank of the group.
+        """Return True for an error that the cut explains.
+
+        A rank that is not built yet loses nothing. After a cut that is longer than the grace, the
+        group loses a rank.
         """
         if rank.slot != self.slot:
             return False
@@ -329,8 +342,9 @@ def _cut_for(world: World, pairs: list[tuple[Node, Node]], seconds: float, flaps
 
 @dataclass(frozen=True)
 class LossyLink(Fault):
-    """Packets between two groups are lost randomly. TCP resends them, and waits longer after each
-    further loss.
+    """Packets between two groups are lost at random.
+
+    TCP sends them again, and waits longer after each further loss.
     """
 
     a: int
@@ -355,11 +369,12 @@ class LossyLink(Fault):
 
 @dataclass(frozen=True)
 class Reset(Fault):
-    """A connection of one rank to another group is reset at its group's next `moment`. No process
-    dies.
+    """A connection of one rank to another group is reset at the group's next `moment`.
+
+    No process dies.
     """
 
-    slot: int  # -1 = the first group that comes to that moment
+    slot: int  # -1 = the first group at that moment
     rank: int
     moment: str = ""
 
@@ -378,14 +393,13 @@ class Reset(Fault):
 
 @dataclass(frozen=True)
 class ResetOwn(Fault):
-    """The connections on which a rank waits for an answer in its own group are reset at its group's
-    next `moment`.
+    """The connections on which a rank waits for an answer in its own group are reset.
 
-    These lead to rank 0's server and to the group's store. The rank's requests have arrived there.
-    No process dies.
+    They lead to rank 0's server and to the group's store. The rank's requests have arrived there.
+    The reset comes at the group's next `moment`. No process dies.
     """
 
-    slot: int  # -1 = the first group that comes to that moment
+    slot: int  # -1 = the first group at that moment
     rank: int
     moment: str = ""
 
@@ -400,7 +414,10 @@ class ResetOwn(Fault):
         _at_moment(world, self.moment, self.slot, act, (self.slot, self.rank))
 
     def excuses(self, error: str, rank: Rank, world: World) -> bool:
-        """A rank that has not reached the lighthouse yet has nothing to lose, and restarts."""
+        """Return True for an error that the reset explains.
+
+        A rank that has not reached the lighthouse yet loses nothing, and restarts.
+        """
         return error == "DistNetworkError" and self.slot in (-1, rank.slot) and not rank.is_built
 
     def shorter(self) -> list[Fault]:
@@ -456,13 +473,14 @@ class LighthouseDies(Fault):
 
 @dataclass(frozen=True)
 class DrainGroup(Fault):
-    """A scheduler sends SIGTERM to one rank, or to all ranks within milliseconds. The group may
-    restart.
+    """A scheduler sends SIGTERM to one rank, or to all ranks within milliseconds.
+
+    The group may restart.
 
     Attributes:
-        slot: -1: the first group that reaches the moment.
-        rank: -1: all ranks.
-        moment: "outside" (of the largest clique), "exchange"; empty: at once.
+        slot: -1 = the first group that reaches the moment.
+        rank: -1 = all ranks.
+        moment: "outside" (of the largest clique) or "exchange"; empty = at once.
     """
 
     slot: int
@@ -486,11 +504,12 @@ class DrainGroup(Fault):
 
 @dataclass(frozen=True)
 class Flip(Fault):
-    """A bit flips in a rank's weights or momentum at the group's next `moment` ("naming": of a
-    donor).
+    """A bit flips in a rank's weights or momentum at the group's next `moment`.
+
+    At the moment "naming", the group is a donor.
     """
 
-    slot: int  # -1 = the first group that comes to that moment
+    slot: int  # -1 = the first group at that moment
     rank: int
     momentum: bool
     place: int
@@ -504,8 +523,8 @@ class Flip(Fault):
 
     def _flip(self, world: World, node: Node) -> None:
         group = world.groups.get(node[0])
-        # Before the first step any state is as good as another; behind the last digest nobody looks
-        # any more.
+        # Before the first step, any state is as good as another. After the last digest, no group
+        # compares the bytes any more.
         if group is None or not group.ready or not 0 < world.furthest < world.options.steps:
             return
         if group.ranks[self.rank].held[0] == 0:
@@ -517,7 +536,10 @@ class Flip(Fault):
         world.say("fault", f"flips a bit of g{group.slot}r{self.rank}")
 
     def excuses(self, error: str, rank: Rank, world: World) -> bool:
-        """With as many corrupt holders as sound ones the right bytes cannot be determined."""
+        """Return True for a tie.
+
+        With as many corrupt holders as sound ones, the right bytes cannot be determined.
+        """
         return error == "DivergedError" and rank.tied
 
     def shorter(self) -> list[Fault]:
@@ -546,12 +568,11 @@ class Publish(Fault):
 
 @dataclass(frozen=True)
 class TakeAway(Fault):
-    """Another process removes the latest checkpoint at the next `moment`, and publishes one of that
-    step again.
+    """Another process removes the latest checkpoint, and publishes one of that step again.
 
     Attributes:
         moment: "listing", "chosen" (by a rank), or "loading".
-        seconds: until the next publication; 0: never.
+        seconds: until the next publication; 0 = never.
     """
 
     moment: str
@@ -605,7 +626,7 @@ def as_json(fault: Fault) -> dict[str, Any]:
 
 
 def from_json(values: dict[str, Any]) -> Fault:
-    """Return the fault that `as_json` was given."""
+    """Return the fault that `as_json` has encoded."""
     values = dict(values)
     kind: Any = Fault.kinds[values.pop("kind")]
     fault: Fault = kind(

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The checkpoint folder that all groups share, as each of their hosts sees it, and its contents.
+"""The checkpoint folder that all groups share, as each host sees it.
 
 A network folder shows each host an earlier state. A checkpoint appears as a whole, by one rename.
 """
@@ -23,7 +23,7 @@ PATH = "/checkpoints"
 
 @dataclasses.dataclass
 class _Kept:
-    """States of one step that ranks of any group held, or that group `writer` saved."""
+    """One step's states, which ranks of any group held, or which group `writer` saved."""
 
     step: int
     lineage: int
@@ -45,22 +45,21 @@ class Folder:
     ) -> None:
         self._kernel, self._ranks, self._sight, self._on_look = kernel, ranks, sight, on_look
         self._kept: dict[int, _Kept] = {}
-        self._views: list[tuple[float, dict[int, _Kept]]] = [(0.0, {})]  # by step, and since when
+        # the published checkpoints by step, each with the time from which they were there
+        self._views: list[tuple[float, dict[int, _Kept]]] = [(0.0, {})]
         self._late: dict[Node, float] = {}
         self._partials: dict[tuple[int, int, int], Partial] = {}  # by slot, attempt and step
-        self._taken = -math.inf  # when a checkpoint that was there was taken away last
-        self._replaced = -math.inf  # when one of another state took the place of one
+        self._taken = -math.inf  # when a checkpoint was last removed
+        self._replaced = -math.inf  # when a checkpoint of another state last replaced one
 
     @property
     def missed(self) -> float:
-        """Return when the last host came to see that a checkpoint was taken away."""
+        """Return when the last host saw that a checkpoint was removed."""
         return self._taken + self._sight
 
     @property
     def replaced(self) -> float:
-        """Return when the last host came to see that another state had the place of a
-        checkpoint.
-        """
+        """Return when the last host saw that a checkpoint of another state replaced one."""
         return self._replaced + self._sight
 
     @property
@@ -78,8 +77,10 @@ class Folder:
         kept.parts.setdefault(rank, snapshot)
 
     def publish(self) -> int:
-        """Publish the latest state with all parts, unless a later one is published; return its
-        step, or 0.
+        """Publish the latest complete state, unless a later one is published.
+
+        Returns:
+            Its step; 0 = nothing was published.
         """
         latest = max(self._whole(), key=lambda kept: kept.step, default=None)
         if latest is None or self.latest >= latest.step:
@@ -93,8 +94,9 @@ class Folder:
         return max(self._published, default=0)
 
     def lasting(self, since: float) -> int:
-        """Return the latest step whose checkpoint all hosts have seen ever since; 0 = there is
-        none.
+        """Return the latest step whose checkpoint all hosts have seen without a break.
+
+        0 = there is none.
         """
         before = [view for at, view in self._views if at <= since - self._sight][-1:]
         later = [view for at, view in self._views if at > since - self._sight]
@@ -139,8 +141,9 @@ class Folder:
         return step
 
     def put_back(self, step: int) -> None:
-        """Publish a checkpoint of a step again if there is none; of another state of this step, if
-        one is known.
+        """Publish a checkpoint of a step again if there is none.
+
+        If another state of this step is known, publish that one.
         """
         found = [kept for kept in self._whole() if kept.step == step]
         if found and step not in self._published:

@@ -3,9 +3,9 @@
 """A virtual clock, and a seeded scheduler for code that blocks in threads.
 
 A thread becomes a *task*: a greenlet, of which one runs at a time. Tasks yield where they block
-and, as the seed decides, at every pause point: wherever an interruption of a real thread would have
-an effect that others see. When no task can run, the clock jumps to the next timer, so that an hour
-of waiting costs nothing.
+and, as the seed decides, at every pause point. There is a pause point wherever others could see the
+effect of an interruption of a real thread. When no task can run, the clock jumps to the next timer,
+so an hour of waiting costs nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ the clock.
 
 class Killed(
     BaseException
-):  # no error: the end of a process, which no `except Exception` may catch
+):  # not an error: the end of a process, which no `except Exception` may catch
     """Unwinds a task whose process has ended."""
 
 
 class NotSimulatedError(RuntimeError):
-    """Something of the real world was asked for that has no stand-in."""
+    """The engine asked for a part of the real world that has no stand-in."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Process:
     def __init__(self, kernel: Kernel, name: str, *, pid: int = 0) -> None:
         self.kernel, self.name, self.pid = kernel, name, pid
         self.dead = self.frozen = False
-        self.exited = False  # ended itself, in the midst of things
+        self.exited = False  # the process ended itself, and not the world
         self.lag = self.clock = self.wall = 0.0
         self.rate = 1.0
         self.on_end: list[Callable[[], None]] = []
@@ -65,11 +65,11 @@ class Process:
 
     @property
     def runs(self) -> bool:
-        """Say whether its threads run."""
+        """True if the process's threads run."""
         return not (self.dead or self.frozen)
 
     def end(self) -> None:
-        """End at once: none of its tasks runs again."""
+        """End the process at once: none of its tasks runs again."""
         if not self.dead:
             self.dead = True
             self.held.clear()
@@ -112,9 +112,9 @@ class Task:
 
     def __init__(self, fn: Callable[[], object], name: str, process: Process) -> None:
         self.fn, self.name, self.process = fn, name, process
-        self.green: greenlet.greenlet | None = None  # it has not begun
+        self.green: greenlet.greenlet | None = None  # None = it has not started
         self.done = self.queued = self.timed_out = False
-        self.ticket = 0  # of the wait under way: timers of earlier ones are void
+        self.ticket = 0  # number of the wait under way; timers of earlier waits are void
         self.joiners: list[Task] = []
 
     def __repr__(self) -> str:
@@ -134,27 +134,27 @@ class Kernel:
         self.now = 0.0
         self.switch = switch
         self.ready: list[Task] = []
-        self.task: Task | None = None  # the one that runs
+        self.task: Task | None = None  # the running task
         self.hub = greenlet.getcurrent()
         self.crashes: list[Crash] = []
         self.on_crash: Callable[[Crash], None] = lambda crash: None
-        self.missing: list[str] = []  # what was asked for and has no stand-in
+        self.missing: list[str] = []  # calls of the engine that have no stand-in
         self.switches = 0
         self.closed = False
         self.stopped = False
         self._random = self.rng.random
-        # Of `run`: when it ends, and how many switches it may make yet.
+        # The end of `run`, and the number of task switches that are left to it.
         self._until, self._left = (0.0, 0)
-        self._went_on: bool | None = None  # what it returns; None = it goes on
-        self._error: BaseException | None = None  # of the world's code, for `run` to raise
+        self._went_on: bool | None = None  # the result of `run`; None = `run` goes on
+        # raised by the world's code; `run` raises it again
+        self._error: BaseException | None = None
         self._timers: list[tuple[float, int, Callable[[], None] | Task, int]] = []
         self._order = 0
         self._tasks: list[Task] = []
-        self._idle: list[
-            greenlet.greenlet
-        ] = []  # of tasks that are done: a new one costs a page of memory
+        # Greenlets of tasks that are done, to be used again: a new one costs a page of memory.
+        self._idle: list[greenlet.greenlet] = []
 
-    # What tasks call
+    # Calls of tasks
 
     @property
     def current(self) -> Task:
@@ -170,7 +170,10 @@ class Kernel:
         return task.process if task is not None else self.current.process
 
     def spawn(self, fn: Callable[[], object], name: str, process: Process | None = None) -> Task:
-        """Make a task that runs `fn`; of the process of the caller unless another is given."""
+        """Make a task that runs `fn`.
+
+        It belongs to the caller's process, unless another process is given.
+        """
         task = Task(fn, name, process or self.process)
         self._tasks.append(task)
         self.wake(task)
@@ -184,7 +187,7 @@ class Kernel:
             self.ready.append(task)
 
     def block(self, timeout: float | None = None) -> bool:
-        """Wait until woken; False if `timeout` seconds were over first."""
+        """Wait until another task wakes this one; return False if `timeout` seconds pass first."""
         if self.closed:
             raise Killed
         task = self.task
@@ -202,7 +205,10 @@ class Kernel:
             self.block(end - self.now)
 
     def pause(self) -> None:
-        """Mark a point where another thread could run; now and then one does, or time passes."""
+        """Mark a point at which another thread could run.
+
+        As the seed decides, another task runs, or time passes.
+        """
         if self.closed:
             raise Killed
         task = self.task
@@ -215,19 +221,21 @@ class Kernel:
             self.wake(task)
             self._give_way()
 
-    # What the world calls
+    # Calls of the world
 
     def after(self, seconds: float, act: Callable[[], None]) -> None:
         """Call `act` in `seconds`; it must not block."""
         self._push(seconds, act, 0)
 
     def stop(self) -> None:
-        """End `run` after the task that runs."""
+        """End `run` after the task that runs now."""
         self.stopped = True
 
     def run(self, until: float, max_switches: int = 3_000_000) -> bool:
-        """Run tasks until the clock reaches `until` or `stop` is called; False if nothing can
-        happen any more.
+        """Run tasks until the clock reaches `until`, or until `stop` is called.
+
+        Returns:
+            False if no event is left.
         """
         self._until, self._left, self._went_on = until, max_switches, None
         while (task := self.task or self._next()) is not None:
@@ -277,7 +285,10 @@ class Kernel:
         self._idle.clear()
 
     def _give_way(self) -> None:
-        """Let the next task run; returns when it is the caller's turn again, or has a new task."""
+        """Let the next task run.
+
+        Returns when it is the caller's turn again, or when the caller's greenlet has a new task.
+        """
         me = self.task
         try:
             task = self._next()
@@ -285,15 +296,17 @@ class Kernel:
             self._error, task = error, None
         if task is not None and task.green is None and self._idle:
             task.green = self._idle.pop()
-        # A new greenlet is made by `run`: made here it would stand on the caller's stack.
+        # `run` makes new greenlets. A greenlet made here would stand on the caller's stack.
         if task is None or task.green is None:
             self.hub.switch()
         elif task is not me:
             task.green.switch()
 
     def _next(self) -> Task | None:
-        """Let time go by until a task can run, which is `self.task` then; None if `run` is to
-        end.
+        """Let time pass until a task can run, and make it `self.task`.
+
+        Returns:
+            None if `run` must end.
         """
         self.task = None
         ready, timers = self.ready, self._timers
@@ -311,7 +324,7 @@ class Kernel:
                     what.timed_out = True
                 else:
                     self.now = max(self.now, at)
-                    what()  # type: ignore[operator]  # it is no task
+                    what()  # not a task
                 continue
             if not ready:
                 self._went_on = False
@@ -320,7 +333,8 @@ class Kernel:
             task, ready[place] = ready[place], ready[-1]
             ready.pop()
             process = task.process
-            # It was woken for nothing, and its greenlet may be another's by now.
+            # The process has ended, or the task is done and its greenlet may belong to another
+            # task.
             if process.dead or task.done:
                 continue
             if process.frozen:
@@ -361,7 +375,7 @@ class Kernel:
         task.done = True
         for joiner in task.joiners:
             self.wake(joiner)
-        self.task = None  # `run` picks the next one
+        self.task = None  # `run` chooses the next task
 
 
 _kernel: Kernel | None = None
@@ -381,8 +395,9 @@ def use(kernel: Kernel | None) -> None:
 
 
 def missing(what: str) -> NotSimulatedError:
-    """Return the error for a call without a stand-in. The error counts even if the engine swallows
-    it.
+    """Return the error for a call without a stand-in.
+
+    The error counts even if the engine catches it.
     """
     text = f"{what} has no stand-in in tests/simulation/standins.py"
     if _kernel is not None:

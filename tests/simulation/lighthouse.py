@@ -1,9 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Model of torchft 0.2.0's lighthouse and manager. `test_conformance.py` compares the model with
-the real ones.
+"""A model of torchft 0.2.0's lighthouse and manager.
 
-Their sources: https://github.com/meta-pytorch/torchft, src/lighthouse.rs and src/manager.rs.
+`test_conformance.py` compares the model with the real ones. Their sources:
+https://github.com/meta-pytorch/torchft, src/lighthouse.rs and src/manager.rs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.simulation.network import LIGHTHOUSE, Network, Node
 
 @dataclass(frozen=True)
 class Requester:
-    """A group as it asks for a quorum."""
+    """A group that requests a quorum."""
 
     replica_id: str
     address: str
@@ -32,7 +32,7 @@ class Requester:
 
 @dataclass(frozen=True)
 class Formed:
-    """A quorum, members in the order of their replica ids."""
+    """A quorum; its members are in the order of their replica ids."""
 
     quorum_id: int
     members: tuple[Requester, ...]
@@ -57,8 +57,9 @@ class QuorumResult:
 
 
 class _Heart:
-    """Time of a manager's last heartbeat. A manager that beats was heard just now: no event per
-    beat is needed.
+    """Time of a manager's last heartbeat.
+
+    A manager whose heartbeats go on was heard just now. So no event per heartbeat is needed.
     """
 
     def __init__(self, interval: float) -> None:
@@ -118,10 +119,10 @@ class Lighthouse:
         self._previous: tuple[Requester, ...] | None = None
         self._quorum_id = 0
         self._began = self._kernel.now
-        self._look_at = math.inf  # when a tick looks next
+        self._look_at = math.inf  # time of the next tick that looks
 
     def die(self) -> None:
-        """End: requests fail, and everything is forgotten."""
+        """Die: requests fail, and the lighthouse forgets everything."""
         self.listens = False
         asking = self._asking
         self._reset()
@@ -140,11 +141,11 @@ class Lighthouse:
         return self._address
 
     def shutdown(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self.die()
 
     def hear(self, replica_id: str, interval: float, beats: bool) -> None:
-        """Take note that a manager begins or ceases to beat."""
+        """Note that a manager's heartbeats start or stop."""
         heart = self._hearts.get(replica_id)
         if heart is None:
             if not beats:
@@ -160,7 +161,7 @@ class Lighthouse:
             self._plan(now)
 
     def ask(self, request: _Asking) -> None:
-        """Take a request in; it is an implicit heartbeat."""
+        """Take a request, which is a heartbeat as well."""
         requester, now = request.requester, self._kernel.now
         heart = self._hearts.setdefault(requester.replica_id, _Heart(0.05))
         if not heart.beats:
@@ -170,8 +171,9 @@ class Lighthouse:
         self._look()
 
     def status(self) -> str:
-        """Return the text of the status page: heartbeats, the last quorum, and requests for the
-        next.
+        """Return the text of the status page.
+
+        It lists heartbeats, the last quorum, and the requests for the next one.
         """
         now, healthy = self._kernel.now, self._healthy()
         asking = sum(name in self._participants for name in healthy)
@@ -198,8 +200,9 @@ class Lighthouse:
         ]
 
     def _look(self) -> None:
-        """Form a quorum if possible. Otherwise plan the next check for the time at which the result
-        can change.
+        """Form a quorum if possible.
+
+        Otherwise plan the next look for the time at which the result can change.
         """
         healthy = self._healthy()
         present = [
@@ -222,11 +225,11 @@ class Lighthouse:
         if self._previous is not None and all(
             member.replica_id in names for member in self._previous
         ):
-            return True  # fast: all of the previous one
+            return True  # a fast quorum: all members of the last one are here
         if len(present) < self._min_replicas or len(present) <= len(healthy) // 2:
             return False
         first = min((participant.joined for participant in present), default=self._kernel.now)
-        # A nanosecond of grace: the look is planned for the very moment.
+        # A nanosecond less, because the look is planned for exactly this time.
         return len(present) == len(healthy) or self._kernel.now - first >= self._join_timeout - 1e-9
 
     def _form(self, members: tuple[Requester, ...]) -> None:
@@ -245,7 +248,7 @@ class Lighthouse:
         for request in asking:
             if request.requester.replica_id in names:
                 request.reply(formed)
-            elif request.alive():  # it goes on waiting, for the next one
+            elif request.alive():  # the request waits for the next quorum
                 self._participants[request.requester.replica_id] = _Participant(
                     request.requester, self._kernel.now
                 )
@@ -255,7 +258,7 @@ class Lighthouse:
             self._plan(self._kernel.now)
 
     def _plan(self, moment: float) -> None:
-        """Look at the first tick after `moment`, unless a look is planned for before."""
+        """Look at the first tick after `moment`, unless an earlier look is planned."""
         ticks = math.floor((moment - self._began) / self._tick) + 1
         at = self._began + ticks * self._tick
         if at >= self._look_at:
@@ -274,7 +277,7 @@ class Lighthouse:
 class ManagerServer:
     """torchft's server of one group: heartbeats, one quorum request for all ranks, and their vote.
 
-    Its threads are Rust's: they run as long as the process, whatever Python does there.
+    Its threads are native: they run as long as the process, whatever its Python code does.
     """
 
     def __init__(
@@ -306,19 +309,20 @@ class ManagerServer:
         self._count: set[int] = set()
         self._failures: set[int] = set()
         self._votes: list[_Call] = []
-        self.waiting: list[Task] = []  # calls to wake when the process goes
+        self.waiting: list[Task] = []  # tasks to wake when the process ends
         process.on_change.append(self._look)
         network.on_change[self] = self._look
         lighthouse.on_start[self] = self._reconnect
         self._look()
 
     def address(self) -> str:
-        """Return where clients find it."""
+        """Return the server's address."""
         return self._address
 
     def shutdown(self) -> None:
-        """Stop the heartbeats and refuse new clients. Connected clients are still served, as by the
-        real one.
+        """Stop the heartbeats, and refuse new clients.
+
+        The server still serves connected clients, as the real one does.
         """
         self.running = False
         self._look()
@@ -339,15 +343,16 @@ class ManagerServer:
         self.waiting.clear()
 
     def _reconnect(self) -> None:
-        """Find a lighthouse that was started again, at the next try."""
+        """Find a restarted lighthouse at the next try."""
         self._beating = False
         self.kernel.after(self.kernel.rng.random() * 0.2, self._look)
 
     # Quorum
 
     def quorum(self, call: _Call, step: int, failures: int, timeout: float) -> None:
-        """Take one rank's request; when all have asked, ask the lighthouse, as the last rank
-        did.
+        """Take one rank's request.
+
+        When all ranks have asked, ask the lighthouse with the last rank's step.
         """
         self._quorums.append(call)
         self._participants[call.rank] = None
@@ -403,7 +408,7 @@ class ManagerServer:
         delay = self.network.delay(source, target)
 
         def arrive() -> None:
-            if self.process.frozen:  # what comes waits in its sockets
+            if self.process.frozen:  # messages wait in the sockets of a frozen process
                 self._when_thawed(lambda: self.network.when_usable(source, target, act))
             else:
                 self.network.when_usable(source, target, act)
@@ -449,7 +454,7 @@ class ManagerServer:
 
 
 class _Call:
-    """One rank's call until its answer."""
+    """One rank's call, until it is answered."""
 
     def __init__(self, kernel: Kernel, rank: int) -> None:
         self._kernel, self.rank = kernel, rank
@@ -463,7 +468,7 @@ class _Call:
 
 
 class ManagerClient:
-    """torchft's client, one for each rank.
+    """torchft's client; each rank has one.
 
     Raises:
         TimeoutError: a call took longer than its timeout.
@@ -495,12 +500,12 @@ class ManagerClient:
         )
 
     def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
-        raise RuntimeError("rank not found")  # it takes no time, and no rank has any
+        raise RuntimeError("rank not found")  # no rank has metadata, and no time passes
 
     def should_commit(
         self, group_rank: int, step: int, should_commit: bool, timeout: timedelta
     ) -> bool:
-        """Vote; true if all ranks said yes."""
+        """Vote; return True if all ranks voted yes."""
         return bool(
             self._call(
                 group_rank,
@@ -518,7 +523,7 @@ class ManagerClient:
         except ConnectionError as error:
             raise (TimeoutError if kernel.now >= end else RuntimeError)(str(error)) from None
         call = _Call(kernel, rank)
-        while server.process.frozen:  # it takes nothing in
+        while server.process.frozen:  # a frozen server reads no request
             if kernel.now >= end:
                 raise TimeoutError("deadline exceeded")
             server.waiting.append(kernel.current)
@@ -540,14 +545,15 @@ class ManagerClient:
                     server.waiting.remove(kernel.current)
         lag = kernel.process.lag
         if lag and kernel.rng.random() < 0.5:
-            # Ranks of a group never hear an answer at the same moment.
+            # The ranks of a group get an answer at different times.
             kernel.sleep(lag * kernel.rng.random())
         return call.value
 
 
 def compute_result(replica_id: str, group_rank: int, formed: Formed) -> QuorumResult:
-    """Compute the manager's answer to a rank about a quorum (`compute_quorum_results`, without
-    init_sync).
+    """Compute the manager's answer to a rank about a quorum.
+
+    As torchft's `compute_quorum_results` does, without init_sync.
     """
     members = sorted(formed.members, key=lambda member: member.replica_id)
     rank = [member.replica_id for member in members].index(replica_id)

@@ -123,10 +123,10 @@ for the defect.
 
 
 def around(patch: Patch, owner: ModuleType | type, name: str, act: Callable[..., Any]) -> None:
-    """Replace a function, method or property by `act`, which gets the former one as its first
-    argument.
+    """Replace a function, method or property by `act`.
 
-    A module's function is replaced under each name by which another module has imported it.
+    `act` gets the former one as its first argument. A module's function is replaced under each name
+    by which another module has imported it.
     """
     former = vars(owner)[name]
     call = former.fget if isinstance(former, property) else former
@@ -151,15 +151,15 @@ def around(patch: Patch, owner: ModuleType | type, name: str, act: Callable[...,
 
 
 def substitute(patch: Patch, owner: ModuleType | type, name: str, act: Callable[..., Any]) -> None:
-    """Let `act` run in the place of a function, method or property, without the former one."""
+    """Replace a function, method or property by `act`, which does not get the former one."""
     around(patch, owner, name, lambda former, *args, **kwargs: act(*args, **kwargs))
 
 
 @contextlib.contextmanager
 def lent(owner: object, **values: Any) -> Iterator[None]:
-    """Give an object other attributes for as long as the context lasts.
+    """Give an object other attributes inside the context.
 
-    Only this object changes: other ranks, which run in between, keep theirs.
+    Only this object changes. Other ranks run in between, and keep theirs.
     """
     former = {name: vars(owner)[name] for name in values if name in vars(owner)}
     for name in values:
@@ -183,7 +183,7 @@ def with_verdict(made: Round, **values: Any) -> Round:
 
 @mutation(kinds=("freeze",), promises=("liveness",))
 def thawed_group_waits_for_successors(patch: Patch) -> None:
-    """A group that thaws does not notice that the others have left its exchange."""
+    """A thawed group does not notice that the others have left its exchange."""
     substitute(patch, pulse, "find_successors", lambda own, others, quorum: [])
 
 
@@ -338,7 +338,7 @@ def stale_gradient_is_added(patch: Patch) -> None:
     kinds=("flip", "freeze", "tail"), promises=("exact average", "one trajectory", "no work lost")
 )
 def strays_gradient_enters(patch: Patch) -> None:
-    """A stray's gradient enters the update."""
+    """The gradients of a stray enter the update."""
 
     def train(former: Callable[..., Any], own: Position, made: Round, config: Any) -> Any:
         return former(own, with_verdict(made, strays=()), config)
@@ -370,7 +370,7 @@ def nccl_not_asked(patch: Patch) -> None:
 
 @mutation(kinds=("none",), promises=("exact average",))
 def sums_are_no_mean(patch: Patch) -> None:
-    """The sums are not made a mean."""
+    """The sums are not divided into a mean."""
 
     def update(former: Callable[..., Update], self: Round, *args: Any) -> Update:
         return replace(former(self, *args), scale=1.0)
@@ -389,7 +389,7 @@ def doubled_data_is_taken(patch: Patch) -> None:
 
 @mutation(kinds=("drain",), promises=("ranks never part", "no state given up", "liveness"))
 def rank_leaves_on_its_own(patch: Patch) -> None:
-    """A rank leaves when it was asked to, although other ranks of its group were not."""
+    """A rank leaves after its leave request, although the other ranks of its group got none."""
 
     def after_vote(former: Callable[..., bool], self: Any) -> bool:
         if self._num_ranks == 1:
@@ -404,9 +404,7 @@ def rank_leaves_on_its_own(patch: Patch) -> None:
     kinds=("drain",), promises=("ranks never part", "no state given up", "liveness"), first=4050
 )
 def note_may_come_after_the_vote(patch: Patch) -> None:
-    """A note travels separately, and may reach a rank after the result of its sender's next
-    vote.
-    """
+    """A note may reach a rank after the result of its sender's next vote."""
 
     def say(former: Callable[..., None], self: Any, topic: str, text: str = "") -> None:
         standins.THREADING.Thread(target=partial(former, self, topic, text)).start()
@@ -418,7 +416,7 @@ def note_may_come_after_the_vote(patch: Patch) -> None:
     kinds=("kill", "donor"), promises=("ranks never part", "one trajectory", "no state given up")
 )
 def joiner_begins_rank_by_rank(patch: Patch) -> None:
-    """A rank of a joiner begins with the fetched state before all ranks of its group have it."""
+    """A rank of a joiner starts with the fetched state before all ranks of its group have it."""
 
     def gather(
         former: Callable[..., list[int]], self: group_collectives.GroupCollectives, value: int
@@ -446,9 +444,7 @@ def each_rank_chooses_checkpoint(patch: Patch) -> None:
 
 @mutation(kinds=("cut", "drain"), promises=("no work lost",))
 def outsider_does_not_leave(patch: Patch) -> None:
-    """A group outside the largest clique leaves neither on request nor when its time is nearly
-    over.
-    """
+    """A group outside the largest clique leaves neither on request nor in time."""
 
     def look(former: Callable[..., list[str]], self: Any, lost: Any) -> list[str]:
         with lent(self, _leave_requested=lambda: False):
@@ -460,7 +456,7 @@ def outsider_does_not_leave(patch: Patch) -> None:
 
 @mutation(kinds=("nan",), promises=("ranks never part",))
 def each_rank_leaves_gradients_out(patch: Patch) -> None:
-    """Each rank leaves its gradients out, or not, for itself."""
+    """Each rank decides by itself whether its gradients are left out."""
 
     def break_(
         former: Callable[..., Broken], self: Any, error: str, is_spoiled: bool, *args: Any
@@ -491,7 +487,7 @@ def rank0_asks_nobody(patch: Patch) -> None:
 
 @mutation(kinds=("kill", "lossy"), promises=("ranks never part",))
 def own_vote_counts(patch: Patch) -> None:
-    """Each rank goes by its own vote."""
+    """Each rank obeys its own vote."""
 
     def agree(former: Callable[..., bool], self: Any, at: int, ok: bool) -> bool:
         former(self, at, ok)
@@ -502,7 +498,7 @@ def own_vote_counts(patch: Patch) -> None:
 
 @mutation(kinds=("reset_own",), promises=("no state given up",))
 def connection_not_made_again(patch: Patch) -> None:
-    """A rank whose connection within its group breaks is lost."""
+    """A rank is lost when its connection within the group breaks."""
     patch.setattr(control_links, "GRACE_SECONDS", 0.0)
 
 
@@ -534,7 +530,7 @@ def newest_group_is_right(patch: Patch) -> None:
 
 @mutation(kinds=("late",), promises=("no state given up",))
 def job_needs_all_groups(patch: Patch) -> None:
-    """A job begins with all of its groups only."""
+    """A job starts with all of its groups only."""
 
     def start(former: Callable[..., Any], *args: Any) -> Any:
         found = former(*args)
@@ -733,7 +729,7 @@ def data_claims_to_go_on(patch: Patch) -> None:
 
 @mutation(kinds=("kill", "cut"), promises=("waits",))
 def connecting_is_charged_to_nobody(patch: Patch) -> None:
-    """The time in which all members connect after a change of membership is in no recorded wait."""
+    """The time of connecting after a change of members is in no recorded wait."""
 
     def find_waits(
         former: Callable[..., Any], rows: Any, own: int, began: float, connected: float, gone: Any

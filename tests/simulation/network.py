@@ -1,9 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The simulated network: links between nodes that may be cut one way, slow or flapping, and torch's
-TCPStore on it.
+"""The simulated network, and torch's TCPStore on it.
 
-A connection needs both directions, as with TCP. A cut link closes nothing: frames in flight arrive
+The network has links between nodes. A link may be cut in one direction, slow or flapping. A
+connection needs both directions, as with TCP. A cut link closes nothing: frames in flight arrive
 when the link is back, and a waiting task waits until then or until its timeout.
 """
 
@@ -24,9 +24,10 @@ Node = tuple[int, int]
 """Slot and rank of a process; processes come and go, a node stays."""
 
 LIGHTHOUSE: Node = (-1, 0)
-_RESEND_SECONDS = 0.2  # TCP's least time until it sends a lost packet again; it doubles each time
-_RESENDS = 5  # of one packet, at most: 6.2 s
-_SLOW_SETS = 0.1  # share of those to a store on the same host that take a while
+# TCP's shortest time until it sends a lost packet again; doubles with each loss
+_RESEND_SECONDS = 0.2
+_RESENDS = 5  # of one packet, at most: 6.2 s in total
+_SLOW_SETS = 0.1  # share of writes to a store on the same host that are slow
 
 
 class Network:
@@ -40,7 +41,7 @@ class Network:
         self._kernel, self._latency = kernel, latency
         self._cuts: Counter[tuple[Node, Node]] = Counter()
         self._slow: dict[tuple[Node, Node], float] = {}
-        self._losses: dict[tuple[Node, Node], float] = {}  # chance that a packet is lost
+        self._losses: dict[tuple[Node, Node], float] = {}  # probability that a packet is lost
         self._waiting: list[Task] = []
         self.resets: Counter[Node] = Counter()
         """How often the connections of a rank to its own group's server and store were reset."""
@@ -51,7 +52,7 @@ class Network:
         """Called when a link is cut or comes back; by a key, in order."""
 
     def cut(self, source: Node, target: Node) -> None:
-        """Lose everything from `source` to `target`, until it is mended as often."""
+        """Lose all messages from `source` to `target`. Each `mend` takes back one `cut`."""
         self._cuts[source, target] += 1
         self._tell()
 
@@ -68,12 +69,13 @@ class Network:
 
     @property
     def calm(self) -> bool:
-        """Say whether no link is cut or slow."""
+        """True if no link is cut, slow or lossy."""
         return not self._cuts and not self._losses and not any(self._slow.values())
 
     def lose(self, source: Node, target: Node, chance: float) -> None:
-        """Lose packets with a probability; 0 ends it. A lost packet is resent, later after each
-        loss.
+        """Lose packets with a probability; 0 ends it.
+
+        A lost packet is sent again, after a longer pause with each further loss.
         """
         if chance:
             self._losses[source, target] = chance
@@ -81,7 +83,7 @@ class Network:
             self._losses.pop((source, target), None)
 
     def resend(self, source: Node, target: Node) -> float:
-        """Return the seconds that a message comes later because packets were lost."""
+        """Return the seconds by which a message is late because packets were lost."""
         chance = self._losses.get((source, target), 0.0) if self._losses else 0.0
         times = 0
         while chance and times < _RESENDS and self._kernel.rng.random() < chance:
@@ -89,20 +91,20 @@ class Network:
         return _RESEND_SECONDS * (2**times - 1)
 
     def sound(self, a: Node, b: Node) -> bool:
-        """Say whether a connection between the two works and nothing is lost on it."""
+        """Return True if a connection between the two nodes works, and loses no packet."""
         return self.usable(a, b) and (a, b) not in self._losses and (b, a) not in self._losses
 
     def usable(self, a: Node, b: Node) -> bool:
-        """Say whether a connection between the two works."""
+        """Return True if a connection between the two nodes works."""
         cuts = self._cuts
         return not cuts or a == b or ((a, b) not in cuts and (b, a) not in cuts)
 
     def all_usable(self, nodes: Sequence[Node]) -> bool:
-        """Say whether connections between all of these work."""
+        """Return True if the connections between all of these nodes work."""
         return not self._cuts or all(self.usable(a, b) for a, b in itertools.combinations(nodes, 2))
 
     def passes(self, source: Node, target: Node) -> bool:
-        """Say whether a message gets through."""
+        """Return True if a message arrives."""
         return (source, target) not in self._cuts
 
     def delay(self, source: Node, target: Node) -> float:
@@ -112,7 +114,7 @@ class Network:
         return seconds + self._slow.get((source, target), 0.0) if self._slow else seconds
 
     def call(self, source: Node, target: Node, server: Process | None, timeout: float) -> None:
-        """Make a round trip to a server; waits while the link is cut.
+        """Make a round trip to a server. Waits while the link is cut.
 
         Raises:
             ConnectionError: the server is gone, or the time is over.
@@ -120,7 +122,7 @@ class Network:
         kernel = self._kernel
         end = kernel.now + timeout
         if source[0] == target[0]:
-            kernel.pause()  # within a group it takes next to no time
+            kernel.pause()  # within a group, a message takes nearly no time
         else:
             kernel.sleep(min(self.delay(source, target) + self.delay(target, source), timeout))
             if self._losses and kernel.now >= end:
@@ -138,8 +140,9 @@ class Network:
         self._kernel.block(timeout)
 
     def reset(self, node: Node) -> None:
-        """Reset the connections within its group on which a rank waits for an answer. Its requests
-        have arrived.
+        """Reset the connections on which a rank waits for an answer within its group.
+
+        The rank's requests have arrived.
         """
         self.resets[node] += 1
         for task in self._calling.pop(node, ()):
@@ -149,8 +152,9 @@ class Network:
 
     @contextlib.contextmanager
     def calling(self, node: Node) -> Iterator[Callable[[], bool]]:
-        """Wait for an answer within the group; yield a function that returns whether the connection
-        is lost.
+        """Wait for an answer within the group.
+
+        Yields a function that returns True if the connection is lost.
         """
         before, task = self.resets[node], self._kernel.current
         self._calling.setdefault(node, []).append(task)
@@ -161,7 +165,7 @@ class Network:
                 waiting.remove(task)
 
     def when_usable(self, a: Node, b: Node, act: Callable[[], None]) -> None:
-        """Call `act` now or as soon as the link works."""
+        """Call `act` now, or as soon as the link works."""
         if self.usable(a, b):
             act()
             return
@@ -186,7 +190,8 @@ class StoreServer:
     """The contents of one group's TCPStore.
 
     Args:
-        owner: process that it dies with; None for the group's agent, which outlives its workers.
+        owner: the process with which the store ends. None = the group's agent, which outlives its
+            workers.
     """
 
     def __init__(self, kernel: Kernel, node: Node, owner: Process | None) -> None:
@@ -213,16 +218,16 @@ class StoreServer:
         self._waiting.clear()
 
     def wait(self, timeout: float) -> None:
-        """Block the caller until there is news."""
+        """Block the caller until a key is written, or until the time is over."""
         self._waiting.append(self.kernel.current)
         self.kernel.block(timeout)
 
 
 class Store:
-    """Client end of torch.distributed.TCPStore.
+    """Client of a simulated torch.distributed.TCPStore.
 
     Raises:
-        RuntimeError: as the real one's errors: the server is gone, or a wait took longer than the
+        RuntimeError: as the real client's errors: the server is gone, or a wait took longer than the
             timeout.
     """
 
@@ -233,13 +238,14 @@ class Store:
         if server is None:
             raise DistNetworkError("connection refused")
         self._server = server
-        self._sent: list[tuple[str, bytes]] = []  # and not yet with the server
-        self._lost = False  # a connection that was reset stays so
+        self._sent: list[tuple[str, bytes]] = []  # writes on their way to the server
+        self._lost = False  # a connection that was reset stays lost
         self._call(timeout)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Send a write without waiting for it. Another connection's request may be answered before
-        it arrives.
+        """Send a write without waiting for it.
+
+        A request on another connection may be answered before the write arrives.
         """
         server, kernel = self._server, self._server.kernel
         kernel.pause()
@@ -255,12 +261,12 @@ class Store:
             self._network.when_usable(self._node, server.node, self._arrive)
 
     def get(self, key: str) -> bytes:
-        """Return a key's value, once it is there."""
+        """Return a key's value. Waits until the key is there."""
         self._wait([key], self._timeout)
         return self._server.values[key]
 
     def check(self, keys: list[str]) -> bool:
-        """Say whether all keys are there."""
+        """Return True if all keys are there."""
         self._call(self._timeout)
         return all(key in self._server.values for key in keys)
 
@@ -269,20 +275,22 @@ class Store:
         self._wait(keys, self._timeout if timeout is None else timeout.total_seconds())
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return the keys' values, once they are there."""
+        """Return the keys' values. Waits until all keys are there."""
         self._wait(keys, self._timeout)
         return [self._server.values[key] for key in keys]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, and return it."""
+        """Add to a counter, and return its new value."""
         self._call(self._timeout)
         value = int(self._server.values.get(key, b"0")) + amount
         self._server.put(key, str(value).encode())
         return value
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write a key if it has the expected value, or is missing and "" is expected; return its
-        value afterwards.
+        """Write a key if it has the expected value, or if it is missing and "" is expected.
+
+        Returns:
+            The key's value afterwards.
         """
         self._call(self._timeout)
         if self._server.values.get(key, b"") == expected.encode():
@@ -290,12 +298,10 @@ class Store:
         return self._server.values[key]
 
     def delete_key(self, key: str) -> bool:
-        """Drop a key."""
         self._call(self._timeout)
         return self._server.values.pop(key, None) is not None
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time of each later wait."""
         self._timeout = timeout.total_seconds()
 
     def _call(self, timeout: float) -> None:
@@ -306,7 +312,7 @@ class Store:
             self._network.call(self._node, self._server.node, self._server.owner, timeout)
         except ConnectionError as error:
             raise DistNetworkError(f"{error}") from None
-        self._arrive()  # what was sent before on this connection
+        self._arrive()  # earlier writes on this connection arrive first
 
     def _arrive(self) -> None:
         while self._sent and not self._server.gone:
@@ -338,7 +344,7 @@ class Store:
 
 
 class PrefixStore:
-    """torch.distributed.PrefixStore."""
+    """Stands in for torch.distributed.PrefixStore."""
 
     def __init__(self, prefix: str, store: Any) -> None:
         self._prefix, self._store = prefix, store

@@ -1,9 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The oracle: the committed states as a tree, each recomputed from its parent, and the groups that
-hold them.
+"""The oracle: the tree of committed states.
 
-A comparison of the groups with each other alone would miss an error that all of them share.
+It recomputes each state from its parent, and knows which groups hold it. A comparison of the groups
+with each other would miss an error that all of them share.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Rules:
     Attributes:
         group_size, nominal_tokens, batch_policy, lr_policy: of the config.
         coupling: see `training.gradient`.
-        not_finite: whether a batch may have a NaN gradient.
+        not_finite: a batch may have a NaN gradient.
         rounding: largest error of a sum, as a share of the sum of the members' gradients'
             magnitudes.
     """
@@ -70,7 +70,7 @@ class Oracle:
     """Knows the tree of committed states.
 
     Args:
-        report: called with promise and text when one does not hold.
+        report: called with promise and text if a promise is broken.
     """
 
     def __init__(self, rules: Rules, report: Callable[[str, str], None]) -> None:
@@ -91,9 +91,10 @@ class Oracle:
         entries: list[Entry],
         readers: list[GroupProcess],
     ) -> None:
-        """Check an update of one rank before it is applied. The first one of a lineage defines it.
+        """Check an update of one rank before it is applied. The first update of a lineage defines
+        it.
 
-        A group that replays may be the first. It does not know the participants (None).
+        A group that replays may be the first one. Then the participants are unknown (None).
         """
         batches = tuple((entry.slot, entry.first_batch, entry.num_batches) for entry in entries)
         known = self.chain.get(lineage)
@@ -143,7 +144,7 @@ class Oracle:
         self._check_counters(slot, known, lineage, state)
         there = known.states.get(rank)
         if state.tainted:
-            # What was changed may be lost in rounding: then it is as if nothing had happened.
+            # Rounding may drop a flipped bit. Then the state is as if no bit had flipped.
             state.tainted = there is None or not np.array_equal(there, state.array)
             return
         if there is not None:
@@ -158,12 +159,13 @@ class Oracle:
         if base is None:
             return
         if not np.isfinite(base).all():
-            return  # the model has diverged, with everybody's consent
+            return  # the model has diverged, in all groups alike
         expected = list(self._expect(known, base, rank))
         if not np.isfinite(state.array).all() and len(self._spoiled_in(lineage)) >= len(
             known.participants or [0]
         ):
-            return  # no participant had a finite gradient: it is what stock torchtitan makes of it
+            # no participant had a finite gradient, so the update is that of stock torchtitan
+            return
         if expected and not any(_is_near(state.array, one, slack) for one, slack in expected):
             self._report(
                 "exact average",
@@ -172,8 +174,10 @@ class Oracle:
             )
 
     def is_corrupt(self, rank: int, state: training.State, otherwise: bool = False) -> bool:
-        """True if a state is not that of its lineage; `otherwise` if no sound rank has held that
-        one yet.
+        """Return True if a state is not that of its lineage.
+
+        Args:
+            otherwise: result if no sound rank has held the state of this lineage yet.
         """
         known = self.chain.get(state.held[1])
         there = None if known is None else known.states.get(rank)
@@ -190,9 +194,7 @@ class Oracle:
         return found[::-1]
 
     def _spoiled_in(self, lineage: int, updates: int = 1) -> set[int]:
-        """Return the slots with a nonfinite gradient in an update, or in the last `updates` updates
-        up to it.
-        """
+        """Return the slots with a nonfinite gradient in the last `updates` updates up to this one."""
         trained = [
             batches for update in self.path(lineage)[-updates:] for batches in update.batches
         ]
@@ -209,8 +211,9 @@ class Oracle:
     def _expect(
         self, update: Committed, base: np.ndarray, rank: int
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the possible states after the update of `base`, each with its tolerance; nothing if
-        they are unknown.
+        """Yield the possible states after the update of `base`, each with its tolerance.
+
+        Yields nothing if they are unknown.
         """
         rules = self._rules
         total, sizes = np.zeros(training.SIZE), np.zeros(training.SIZE)
@@ -251,7 +254,8 @@ class Oracle:
         readers: list[GroupProcess],
     ) -> None:
         rules = self._rules
-        # Groups that hold the state count, also one whose data another group has read in this step.
+        # All groups that hold the state count, even if another group has read their data in this
+        # step.
         if len(readers) < rules.min_replica_size or not participants:
             self._report(
                 "exact average",
@@ -289,8 +293,10 @@ class Oracle:
 
 
 def _is_near(state: np.ndarray, expected: np.ndarray, slack: np.ndarray) -> bool:
-    """True if a state equals the expected one up to rounding and `slack`, the rounding of the
-    exchange.
+    """Return True if a state equals the expected one up to rounding.
+
+    Args:
+        slack: rounding of the exchange.
     """
     both = np.isnan(state) & np.isnan(expected)
     with np.errstate(invalid="ignore"):

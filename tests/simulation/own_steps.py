@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A group's own training in the simulation, in place of torchtitan's. The engine's strategy drives
-it.
+"""A group's own training in the simulation, in place of torchtitan's.
+
+The engine's strategies drive it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 class OwnSteps:
     """One rank's part of `titan_ft.engine.strategy.GroupTraining`; each step is an update."""
 
-    data_ended: type[Exception] = StopIteration  # its data never end
+    data_ended: type[Exception] = StopIteration  # the simulated data never ends
     gradient_scale = 1.0
     lr = 0.0
     model_parts: list[nn.Module]
@@ -72,7 +73,7 @@ class OwnSteps:
         return self._contribute(readings, valid, 10 * len(slots), seconds)
 
     def _spend(self, seconds: float) -> float:
-        """Let a backward take about so long; returns how long it took."""
+        """Let a backward take about this time; return how long it took."""
         rank, kernel = self._rank, self._rank.world.kernel
         spent = seconds * (0.8 + 0.4 * kernel.rng.random()) + rank.slowness
         kernel.sleep(spent)
@@ -109,28 +110,27 @@ class OwnSteps:
         self._rank.watchdog.beat()
 
     def clear_gradients(self) -> None:
-        """Drop the gradients."""
         self._rank.state.zero_grad()
 
     def clip_gradients(self) -> torch.Tensor:
-        """Clip nothing: the oracle expects the mean as it is."""
+        """Return a norm without clipping: the oracle expects the mean as it is."""
         return torch.zeros(())
 
     def refresh_converters(self) -> None:
-        """There are none."""
+        """Do nothing: there are no converters."""
 
     def await_staging(self) -> None:
-        """Do nothing: a save has its copy before it continues in the background."""
+        """Do nothing: a save copies the state before it goes on in the background."""
 
     def collect_garbage(self, step: int) -> None:
-        """Do nothing: no garbage is collected explicitly."""
+        """Do nothing: the simulation collects no garbage explicitly."""
 
     def pauses_after(self, step: int) -> bool:
-        """Say whether the training ends, or a group may save, after `step`."""
+        """Return True if the training ends, or a group may save, after `step`."""
         return step >= self.num_steps or self._rank.saves.due_at(step)
 
     def lacks_state(self) -> bool:
-        """Say whether the state after the last update is in no checkpoint."""
+        """Return True if no checkpoint has the state after the last update."""
         return self._rank.saves.lacks_state()
 
 
@@ -156,12 +156,12 @@ class _Schedulers:
 
 
 class SteadyStrategy(StepStrategy):
-    """The engine's strategy of an update a step, around the simulation's own kind of state."""
+    """The engine's strategy of one update per step, around the simulation's own kind of state."""
 
     def __init__(self, rank: Rank, own: OwnSteps) -> None:
         self._rank = rank
-        rank_as: Any = rank  # gathers as a group does
-        no_counters: Any = None  # the state has them
+        rank_as: Any = rank  # the rank gathers as a group does
+        no_counters: Any = None  # the state has the counters
         super().__init__(
             rank.config,
             own,

@@ -92,8 +92,9 @@ class Events:
 
 
 class _WatchedDonor(Donor):
-    """The donor of a rank. It is called for every successful round, so the world sees all of them
-    here.
+    """The donor of a rank.
+
+    The engine calls it after every successful round, so here the world sees all of them.
     """
 
     def __init__(self, rank: Rank, state: Any, server: Any) -> None:
@@ -109,13 +110,16 @@ class _WatchedDonor(Donor):
 
 @dataclass(frozen=True)
 class _NotedFacts:
-    """Facts of a rank; calls `note` when they are sent, so only if the sums are there."""
+    """Facts of a rank.
+
+    `note` is called when the facts are sent, so only if the sums have been made.
+    """
 
     facts: RoundReport
     note: Callable[[Quorum], None]
 
     def complete(self, quorum: Quorum, gave: bool, came: float) -> tuple[Sequence[float], bytes]:
-        """Note it, and return row and message."""
+        """Call `note`, and return row and message."""
         self.note(quorum)
         return self.facts.complete(quorum, gave, came)
 
@@ -150,25 +154,22 @@ class Rank:
         self.state.is_scarce = self._is_scarce
         self._copies = 0
         self.ended: Ended | None = None
-        self.ready = False  # holds a committed state, as far as the world knows
-        self.spoiled = 0  # backwards to come whose gradients are not finite
+        self.ready = False  # the rank holds a committed state, as far as the world knows
+        self.spoiled = 0  # number of coming backwards whose gradients are not finite
         self.hangs = False
         self.slowness = 0.0  # seconds that each backward takes longer
-        self.ahead = (
-            False  # in its last round it was an update ahead of more groups that had missed that
-        )
+        # In its last round, this rank was one update ahead of the majority.
+        self.ahead = False
         self.met: list[int] = []  # slots of the groups in the last round that worked
-        self.tied = (
-            False  # nobody could tell in its last round whose bytes are right, and rightly so
-        )
+        # In its last round, nobody could tell which bytes are right, and the world agrees.
+        self.tied = False
         self.voted = self.voted_when_told = False
-        self.returned = False  # its process ends as one does that has done its work
-        self.told_why = False  # an event has said why its process ends itself
-        self.abandoned = False  # ends without having left in order, as it has told
-        self.renewals = (
-            0  # newer states that it has fetched in this heal, because its queue was full
-        )
-        self.sent = 0  # values of gradients that it has summed with others in the last round
+        self.returned = False  # the process ends in order
+        self.told_why = False  # an event has said why the process ends itself
+        self.abandoned = False  # the process ends without having left in order, and has said so
+        # Number of newer states that it has fetched in this heal, because its queue was full.
+        self.renewals = 0
+        self.sent = 0  # number of gradient values that it has summed with others in the last round
         self.found: int | None = None  # step of the checkpoint that it has chosen, or NO_STEP
         self.dimension: ReplicaDimension
         self.saves = Saves(self)
@@ -178,9 +179,7 @@ class Rank:
         self.drain: Drain | None = None
 
     def _is_scarce(self) -> bool:
-        """True if this rank's host is short of memory at this call, which changes from call to
-        call.
-        """
+        """True if this rank's host is short of memory. The answer changes from call to call."""
         self._copies += 1
         rng = random.Random(f"scarce {self.world.seed} {self.process.name} {self._copies}")
         return rng.random() < self.world.options.scarce
@@ -193,49 +192,50 @@ class Rank:
 
     @property
     def held(self) -> tuple[int, int]:
-        """Return step and lineage of its state."""
+        """Step and lineage of the rank's state."""
         return self.state.held
 
     def joins(self, quorum: Quorum) -> bool:
-        """True if it lacks the job's state, has not begun, or is about to notice that the others
-        are ahead.
+        """Return True if this rank joins.
+
+        It lacks the job's state, has not begun, or is about to notice that the others are ahead.
         """
         trains = self.position.standing.has_state and self.position.training
         return not trains or quorum.max_step > self.position.step + 1
 
     @property
     def is_built(self) -> bool:
-        """True if it has everything that it needs to train."""
+        """True if this rank has everything that it needs to train."""
         return "dimension" in vars(self)
 
     @property
     def computed(self) -> bool:
-        """Say whether it has computed gradients for the step under way."""
+        """True if this rank has computed gradients for the step under way."""
         return bool(self._read)
 
     @property
     def in_exchange(self) -> bool:
-        """True if its requested quorum has arrived and no vote has used it yet."""
+        """True if the rank's requested quorum has arrived, and no vote has used it yet."""
         pending: Any = self._membership._pending
         return pending is not None and pending._done
 
     def gather(self, value: int) -> list[int]:
-        """Gather an integer of every rank of the group; before it has met there is nothing to agree
-        on.
+        """Gather an integer of every rank of the group.
+
+        Before the group is built, there is nothing to agree on.
         """
         return self._group.gather(value) if "_group" in vars(self) else [value]
 
     def gather_losses(self, values: Sequence[float]) -> torch.Tensor:
-        """Gather numbers of every rank of the group."""
         return self._group.gather_losses(values)
 
     @property
     def is_connected(self) -> bool:
-        """Say whether its process group is ready for an exchange."""
+        """True if the process group is ready for an exchange."""
         return self._process_group.is_connected
 
     def reset_connection(self) -> None:
-        """Reset one of its connections to other groups."""
+        """Reset one of the rank's connections to other groups."""
         self._process_group.reset_connection()
 
     def votes(self) -> None:
@@ -323,7 +323,7 @@ class Rank:
         self.watchdog = Watchdog(config.hang_timeout_seconds, lambda: events.emit(Hung(step=0)))
         world_group: Any = "world"
         self._group = GroupCollectives(torch.device("cpu"), world_group)
-        # As the trainer does: who has met the others already would be waited for.
+        # Choose first, as the trainer does. After a group has joined, the others wait for it.
         if world.folder is None:
             self.found = NO_STEP
         else:
@@ -452,8 +452,9 @@ class Rank:
         vars(membership)["vote"] = watched_vote
 
     def _watch_arrivals(self, exchange: GradientExchange, rounds: Rounds) -> None:
-        """Record when this rank reaches each exchange; not with rounds of several steps, which
-        begin exchanges early.
+        """Record when this rank reaches each exchange.
+
+        Not with rounds of several steps, which launch exchanges early.
         """
         if self.config.semi_sync_method:
             return
@@ -482,8 +483,8 @@ class Rank:
     def judge_waits(self, made: Round) -> None:
         """Let the world judge this rank's reported waits.
 
-        Not if a rank stood still, or its connection to the lighthouse or to its group's store
-        broke: then its request may arrive late, or it reads the answer late and takes that time for
+        Not if a rank stood still, or if its connection to the lighthouse or to its group's store
+        broke. Then its request may arrive late, or it reads the answer late and takes that time for
         the time of the answer.
         """
         late = self.world.thawed or any(
@@ -516,8 +517,9 @@ class Rank:
         self._end("finished", digest)
 
     def _load(self, step: int) -> None:
-        """Load this rank's part of the checkpoint after `step`, if there is one, as
-        ReplicaCheckpoints does.
+        """Load this rank's part of the checkpoint after `step`, if there is one.
+
+        As `ReplicaCheckpoints` does.
         """
         kept, world, gather = self.world.folder, self.world, self._group.gather
         if step and kept is not None:
@@ -563,7 +565,7 @@ class Rank:
 
     @property
     def unreplayed(self) -> int:
-        """Return how many updates it has fetched the base of, has queued, and has not replayed."""
+        """Number of queued updates that are not replayed yet; 0 before the state is fetched."""
         healing = self._heals._healing
         return healing.num_remaining if healing.phase is Phase.REPLAYING else 0
 
@@ -574,7 +576,7 @@ class Rank:
 
     @property
     def queued(self) -> int:
-        """Return how many updates it has queued in the heal under way."""
+        """Number of updates that are queued in the heal under way."""
         return len(self._heals._healing.queued)
 
     def _heal(self, computed: bool) -> None:

@@ -1,10 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One rank's saves, as `titan_ft.training.checkpoint.manager.ReplicaCheckpoints` with `async_mode =
-"async"`.
+"""One rank's saves, as those of `ReplicaCheckpoints` with `async_mode = "async"`.
 
-That class needs torchtitan and writes files. This module has the same rules for who saves when,
-what the others learn of it, and which saves are withdrawn.
+That class (`titan_ft/training/checkpoint/manager.py`) needs torchtitan and writes files. This
+module has the same rules: which group saves when, what the others learn of it, and which saves are
+withdrawn.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class _State(IntEnum):
 
 @dataclass
 class Partial:
-    """A checkpoint that one attempt of a group writes: each rank's finished part, or None if it
-    failed.
+    """A checkpoint that one attempt of a group writes.
+
+    For each rank its finished part, or None if the part failed.
     """
 
     parts: dict[int, Snapshot | None] = field(default_factory=dict)
@@ -44,8 +45,9 @@ class _Save:
 
 
 class Saves:
-    """Saves every `save_every` steps, if this group is the first of the participants of the last
-    step.
+    """Saves every `save_every` steps.
+
+    A group saves if it is the first of the participants of the last step.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -60,8 +62,9 @@ class Saves:
         return self._options.save_every
 
     def save(self, step: int, last: bool) -> None:
-        """Save the state after `step` if it is this group's turn. Every group calls it after every
-        step.
+        """Save the state after `step` if it is this group's turn.
+
+        Every group calls it after every step.
         """
         if not self._every:
             return
@@ -76,25 +79,25 @@ class Saves:
             self._write(step, last)
 
     def due_at(self, step: int) -> bool:
-        """Say whether a group may save after `step`."""
+        """Return True if a group may save after `step`."""
         return self._every > 0 and step % self._every == 0
 
     def finish(self, step: int) -> None:
-        """Save the final state if its writer was lost."""
+        """Save the final state if the group that was to save it is lost."""
         if self._every:
             self._settle(wait=True)
             if self._rank.position.saved_step < step:
                 self._write(step, last=True)
 
     def lacks_state(self) -> bool:
-        """True if no checkpoint has this group's state, after the running save has ended."""
+        """Return True if no checkpoint has this group's state, after the running save has ended."""
         if not self._every:
             return False
         self._settle(wait=True)
         return self._rank.position.step > self._rank.position.saved_step
 
     def holds_state(self) -> bool:
-        """True if a checkpoint has this group's state, as the host of rank 0 sees it."""
+        """Return True if a checkpoint has this group's state, as the host of rank 0 sees it."""
         rank, folder = self._rank, self._rank.world.folder
         assert folder is not None
         found = (
@@ -104,8 +107,9 @@ class Saves:
         return bool(rank.gather(found)[0])
 
     def watch_others(self) -> Callable[[], bool]:
-        """Return a function that tells whether another group has begun to write this group's step
-        since this call.
+        """Return a function that looks whether another group writes this group's step.
+
+        It returns True if such a group has begun to write since this call.
         """
         rank, folder = self._rank, self._rank.world.folder
         assert folder is not None
@@ -125,8 +129,9 @@ class Saves:
         self._write(self._rank.position.step, last=True)
 
     def withdraw(self) -> None:
-        """Withdraw this group's saves since its bytes last equalled the others', if they differ
-        now.
+        """Withdraw doubtful saves if this group's bytes differ from those of the others.
+
+        These are its saves since its bytes last equalled those of the others.
         """
         position, folder = self._rank.position, self._rank.world.folder
         if not self._every or not position.saved_corrupt:

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Schedules: a world and its faults, drawn from a seed; and the shrinking of failing ones."""
+"""Schedules: a world and its faults, drawn from a seed. Failing schedules are made smaller."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Schedule:
     faults: tuple[Fault, ...]
 
     def run(self, traces: bool = False) -> World:
-        """Run it; the stand-ins must be installed."""
+        """Run the schedule. The stand-ins must be installed."""
         world = World(self.seed, self.options, list(self.faults), traces)
-        # Autograd's mode is the thread's, and tasks that share it are switched in the midst of a
-        # no_grad block.
+        # Autograd's mode belongs to the real thread. All tasks share it, and are switched in the
+        # middle of a no_grad block.
         with torch.set_grad_enabled(torch.is_grad_enabled()):
             world.run()
         return world
@@ -79,7 +79,7 @@ class Schedule:
 
     @staticmethod
     def decode(text: str) -> Schedule:
-        """Return the schedule of a line made by `encode`."""
+        """Return the schedule that `encode` has encoded."""
         values = json.loads(text)
         options = values["options"]
         for name in ("absent", "odd", "restart_seconds", "transfer_seconds", "speeds"):
@@ -103,7 +103,7 @@ class _Draw:
         rng = self.rng = random.Random(seed * 7919 + 17)
         chosen = rng.sample(list(kinds), min(len(kinds), rng.choice([1, 1, 2, 2, 3])))
         sizes = [kind for kind in chosen if kind in _SIZES]
-        # A kind that says how many groups there are goes alone.
+        # A kind that sets the number of groups goes alone.
         self.kinds = sizes[:1] or sorted(chosen)
         self.groups = rng.choice(
             [2, 3, 3, 3, 4, 5] if "cut" in self.kinds else [2, 2, 2, 3, 3, 3, 4]
@@ -126,13 +126,13 @@ class _Draw:
     def schedule(self, seed: int) -> Schedule:
         rng = self.rng
         self._draw_config()
-        # Those that say how many there are first.
+        # Kinds that set the number of groups come first.
         for kind in sorted(self.kinds, key=lambda kind: kind not in _SIZES):
             getattr(self, kind)()
         flips = any(isinstance(fault, Flip) for fault in self.faults)
         lost = any(isinstance(fault, KillGroups) and fault.for_good for fault in self.faults)
         if lost or self.changes.get("absent") or self.changes.get("odd"):
-            # The others end by this timeout: to wait longer for a group that cannot come shows
+            # The others end by this timeout. A longer wait for a group that cannot come shows
             # nothing.
             self.changes["finish_seconds"] = 0.6
         drawn: dict[str, Any] = {
@@ -156,7 +156,7 @@ class _Draw:
         }
         drawn["room"] = self.room
         if not self.room:
-            # By a generator of its own: the rest of the schedule stays as it was.
+            # A generator of its own, so that the rest of the schedule stays as it was.
             drawn["room"] = random.Random(f"room {seed}").choice([0, 1, 2, 3, 5])
         scarce = random.Random(f"scarce {seed}")
         if scarce.random() < 0.25:
@@ -181,7 +181,7 @@ class _Draw:
             "batch_policy": rng.choice(["shrink", "shrink", "constant"]),
             "lr_policy": rng.choice(["none", "sqrt"]),
         }
-        # The others wait for a joiner after one update.
+        # With a queue for one update, the others wait for a joiner after one update.
         is_tight = rng.choice([False, False, False, True])
         self.room = rng.choice([0, 1, 2, 100])
         if is_tight:
@@ -214,7 +214,7 @@ class _Draw:
         """No fault."""
 
     def absent(self) -> None:
-        """A group is not there at the start; without it there are enough."""
+        """A group never starts; the others are enough."""
         if self.groups > self.config.get("min_replica_size", 1):
             self.changes["absent"] = (self._slot(),)
 
@@ -237,7 +237,7 @@ class _Draw:
             self.faults.append(Kill(at, self._slot(), self._rank(), self.rng.choice(MOMENTS)))
 
     def groups_die(self) -> None:
-        """Several groups die at once, not all."""
+        """Several groups die at once, but not all."""
         slots = self.rng.sample(range(self.groups), self.rng.randint(1, max(1, self.groups - 1)))
         self.faults.append(
             KillGroups(self._time(), tuple(slots), self.rng.choice(["", "exchange", "vote"]))
@@ -251,8 +251,9 @@ class _Draw:
             self.faults.append(Kill(at, -1, self._rank(), "serving"))
 
     def tail(self) -> None:
-        """A rank dies in an exchange of four or five groups: some have the result, others
-        do not.
+        """A rank dies in an exchange of four or five groups.
+
+        Some of them have the result, others do not.
         """
         self.groups, self.ranks, self.steps = self.rng.choice([4, 5]), 1, self.rng.choice([3, 4])
         self.config["group_size"] = self.groups
@@ -273,13 +274,15 @@ class _Draw:
         )
 
     def fork(self) -> None:
-        """One of three groups is a step ahead and gives its state to a fourth one, while the others
-        are frozen.
+        """One of three groups is a step ahead while the others are frozen.
+
+        It gives its state to a fourth group.
         """
         self.groups, self.ranks, self.steps = 4, 1, 6
         self.compute = self.changes["compute_seconds"] = 0.1
         self.config |= {"group_size": 4, "min_replica_size": 2, "batch_policy": "shrink"}
-        at = round(1.8 + 0.3 * self.rng.random(), 4)  # they wait for the fourth group up to 1.5 s
+        # the groups wait for the fourth one for up to 1.5 s
+        at = round(1.8 + 0.3 * self.rng.random(), 4)
         self.changes |= {
             "late": {3: at + 1.0},
             "jitter": 0.5,
@@ -289,7 +292,8 @@ class _Draw:
         self.faults.append(Reset(at, 1, 0, "vote"))
         self.faults += [Freeze(at, slot, 0, 3.0, "broke") for slot in (0, 2)]
         self.faults.append(Freeze(at, 3, 0, round(1.4 + 1.4 * self.rng.random(), 3), "fetched"))
-        # What was offered to a newcomer is held against the rows before the queue matters.
+        # With buffers there is no early offer. An early offer is compared with the rows before the
+        # base of the queue matters.
         self.changes["buffers"] = self.rng.choice([True, True, False])
 
     def last(self) -> None:
@@ -312,7 +316,7 @@ class _Draw:
         self.room = self.rng.choice([0, 0, 100, 3])
         self.compute = self.changes["compute_seconds"] = self.rng.choice([0.1, 0.3])
         most = self.steps * self.compute
-        # When it comes, the others are over its end and its start: they have made some steps since.
+        # The group comes back after some steps: the others are then past its end and its start.
         self.changes |= {
             "transfer_seconds": (most / 2, 3 * most),
             "build_seconds": 3 * self.compute,
@@ -335,8 +339,9 @@ class _Draw:
             )
 
     def hang(self) -> None:
-        """A training thread hangs, perhaps for longer than the others wait before they probe the
-        lighthouse.
+        """A training thread hangs.
+
+        It may hang for longer than the others wait before they probe the lighthouse.
         """
         self.faults.append(Hang(self._time(0.2), self._slot(), self._rank()))
         if not any(kind.endswith("lighthouse") for kind in self.kinds):
@@ -370,8 +375,9 @@ class _Draw:
             self.faults.append(Reset(self._time(), self._slot(), self._rank(), moment))
 
     def reset_own(self) -> None:
-        """Ranks lose connections within their groups while they ask for a quorum, vote or
-        exchange.
+        """Ranks lose connections within their groups.
+
+        At that moment they ask for a quorum, vote or exchange.
         """
         if self.ranks == 1:
             self.ranks = self.rng.choice([2, 2, 3])
@@ -391,8 +397,9 @@ class _Draw:
         )
 
     def cut_ranks(self) -> None:
-        """The network between two ranks is dead: two ranks of one group, or one rank each of two
-        groups.
+        """The network between two ranks is dead.
+
+        They are two ranks of one group, or one rank each of two groups.
         """
         if self.ranks == 1:
             self.ranks = self.rng.choice([2, 2, 3])
@@ -407,7 +414,7 @@ class _Draw:
         else:
             a, b = self._pair()
             self.faults.append(Cut(at, a, b, rank, one_way, seconds, other=other))
-            # What goes over such a link is asked for when groups meet, and heal.
+            # Such a link is used when groups meet, and when one heals.
             if self.rng.random() < 0.7:
                 self.faults.append(Kill(at, self.rng.choice([a, b]), self._rank()))
 
@@ -425,7 +432,7 @@ class _Draw:
         self.faults.append(LighthouseDies(self._time(), self.rng.choice([0.01, 0.3, 2.0])))
 
     def drain(self) -> None:
-        """A group is asked to leave."""
+        """A group gets a leave request."""
         least = self.config.get("min_replica_size", 1)
         stays = self.groups - 1 >= max(2, least + 1)
         rank = self._rank() if self.rng.random() < 0.4 else -1
@@ -436,10 +443,9 @@ class _Draw:
             self.faults.append(DrainGroup(self._time(), self._slot(), comes_back, rank))
 
     def preempt(self) -> None:
-        """All groups are asked to leave while the job saves, at once or within two steps. They may
-        restart.
+        """All groups get a leave request while the job saves, at once or within two steps.
 
-        A group may die in its save.
+        They may restart. A group may die in its save.
         """
         every, seconds = self.rng.choice([1, 3, 100]), self.rng.choice([0.02, 0.3, 1.0])
         self.changes |= {"folder": True, "save_every": every, "save_seconds": seconds}
@@ -466,7 +472,10 @@ class _Draw:
         self.faults.append(fault)
 
     def checkpoint(self) -> None:
-        """All groups die; another process publishes checkpoints before, meanwhile and after."""
+        """All groups die.
+
+        Another process publishes checkpoints before, meanwhile and afterwards.
+        """
         self.changes |= {"folder": True, "sight": self.rng.choice([0.0, 0.0, 0.3, 2.0])}
         self.changes |= {
             "save_every": self.rng.choice([0, 1, 2]),
@@ -482,7 +491,7 @@ class _Draw:
             moment = self.rng.choice(["listing", "chosen", "loading"])
             self.faults.append(TakeAway(at, moment, self.rng.choice([0.0, 0.01, 0.6])))
         self.faults.append(KillGroups(at, tuple(range(self.groups))))
-        if self.rng.random() < 0.3:  # once more: then there are several states of one step
+        if self.rng.random() < 0.3:  # a second time: then one step has several states
             again = at + 1.0 + self.span * self.rng.random()
             self.faults += [
                 KillGroups(again, tuple(range(self.groups))),
@@ -490,8 +499,9 @@ class _Draw:
             ]
 
     def save(self) -> None:
-        """The job saves; a writer dies, is ahead of the others or has another state; all groups may
-        die.
+        """The job saves, and its writer dies, is ahead of the others, or has another state.
+
+        All groups may die.
         """
         self.steps = 9
         self.compute = self.changes["compute_seconds"] = 0.1
@@ -509,7 +519,7 @@ class _Draw:
         if (what := self.rng.choice(["dies", "ahead", "corrupt", "fails"])) == "fails":
             self.changes["save_failures"] = 0.3
         elif what == "corrupt":
-            # Saved before the digests are compared, and long before another save is due.
+            # The save is before the digests are compared, and long before the next save.
             self.steps, self.changes["save_every"], self.config["digest_every"] = 16, 8, 9
             at = round(0.3 + 8 * self.compute * self.rng.random(), 4)
             self.faults.append(Flip(at, 0, self._rank(), False, self.rng.randrange(5), 15))
@@ -526,11 +536,14 @@ class _Draw:
         if self.groups > self.config.get("min_replica_size", 1):
             slot = self._slot()
             self.changes["late"] = {slot: round(1.0 + self.span * self.rng.random(), 3)}
-            # Who is right is said by whose clock was there first: docs/limits.md.
+            # The group whose clock says that it came first defines the shape: docs/limits.md.
             self.changes |= {"odd": (slot,), "skew": 0.0}
 
     def least(self) -> None:
-        """The lighthouse wants as many groups as a step does, as somebody may have started it."""
+        """The lighthouse waits for as many groups as a step does.
+
+        A user may have started it this way.
+        """
         least = self.config.get("min_replica_size") or min(2, self.groups - 1)
         self.config["min_replica_size"] = self.changes["min_replicas"] = least
 
@@ -541,7 +554,10 @@ class _Draw:
 
 
 class _DrawRounds(_Draw):
-    """Draws one of a semi-synchronous method: rounds of steps, and groups of different speed."""
+    """Draws a schedule of a semi-synchronous method.
+
+    It has rounds of steps, and groups of different speed.
+    """
 
     def __init__(self, seed: int, kinds: Sequence[str]) -> None:
         super().__init__(seed, kinds)
@@ -549,12 +565,12 @@ class _DrawRounds(_Draw):
         self.alpha = (0.0, 0.25, 0.0, 0.5)[seed // _EVERY % 4]
         self.steps = rng.choice([2, 3, 3, 4, 5])
         self.length = rng.choice([1, 2, 3, 3, 5, 8])
-        self.seconds = rng.choice([0.2, 0.5, 1.0, 2.0])  # of a round
-        # Of the lighthouse: more than a round, or groups that came to be at different places in it
-        # are left out.
+        self.seconds = rng.choice([0.2, 0.5, 1.0, 2.0])  # duration of a round
+        # Patience of the lighthouse: more than a round. Otherwise it leaves groups out that are at
+        # different places in the round.
         self.patience = rng.choice([5.0, 60.0])
         slow = rng.choice([1.0, 1.0, 1.3, 2.0])
-        # As many as there may be.
+        # One for each possible group.
         self.changes["speeds"] = tuple(rng.choice([1.0, slow]) for _ in range(5))
         self.changes["overlap"] = False
         self._plan()
@@ -563,7 +579,8 @@ class _DrawRounds(_Draw):
         self.compute = self.changes["compute_seconds"] = round(self.seconds / self.length, 4)
         slowest = max(self.changes["speeds"], default=1.0)
         self.span = 0.3 + self.steps * (self.seconds * slowest + 0.1)
-        # Of the exchange: more than a step of the slowest group, as the config's text asks for.
+        # Timeout of the exchange: more than a step of the slowest group, as the config's text asks
+        # for.
         self.config["process_group_timeout_ms"] = max(3000, int(3000 * self.compute * slowest))
 
     def _draw_config(self) -> None:
@@ -589,7 +606,7 @@ class _DrawRounds(_Draw):
             self.config["fragment_update_alpha"] = self.alpha
 
     def _cut(self) -> None:
-        """Let rounds be as long as before, and the delay fit into them."""
+        """Let rounds be as long as before, and let the delay fit into them."""
         config = self.config
         config["sync_steps"] = self.length * config.get("num_fragments", 1)
         config["fragment_sync_delay"] = min(config.get("fragment_sync_delay", 0), self.length - 1)
@@ -609,21 +626,26 @@ class _DrawRounds(_Draw):
             self.faults.append(KillGroups(self._time(1.0), others))
 
     def impatient(self) -> None:
-        """The same, and the lighthouse does not wait for a group as long as that is in a round."""
+        """All groups but one die in a long round, and return in the middle of it.
+
+        The lighthouse does not wait for that group until its round ends.
+        """
         self.alone()
         self.config["join_timeout_ms"] = 5000
 
     def preempt(self) -> None:
-        """As without rounds; often in the middle of rounds that take longer than the groups have
-        left.
+        """All groups get a leave request.
+
+        Often they are in the middle of rounds that take longer than the time left to leave.
         """
         if self.rng.random() < 0.6:
             self._lengthen(20.0)
         super().preempt()
 
     def leave(self) -> None:
-        """A group is asked to leave in the middle of a round that takes longer than the group has
-        left.
+        """A group gets a leave request in the middle of a round.
+
+        The round takes longer than the time left to leave.
         """
         self._lengthen(20.0)
         for _ in range(self.rng.randint(1, 2)):
@@ -699,16 +721,16 @@ ROUND_KINDS = (
 """The same with a semi-synchronous method."""
 
 MODES = ("sync", "semi", "mixed")
-_EVERY = 20  # one seed in so many is of a semi-synchronous method if modes are mixed
+_EVERY = 20  # with mixed modes, one of this many seeds has a semi-synchronous method
 
 
 def is_semi(seed: int, mode: str) -> bool:
-    """Say whether the schedule of a seed is one of a semi-synchronous method."""
+    """Return True if the schedule of a seed has a semi-synchronous method."""
     return mode == "semi" or (mode == "mixed" and seed % _EVERY == _EVERY - 1)
 
 
 def draw(seed: int, kinds: Sequence[str] = (), mode: str = "sync") -> Schedule:
-    """Return the schedule of a seed, with faults of these kinds; none = of all."""
+    """Return the schedule of a seed, with faults of these kinds; no kinds = all."""
     return _drawing(seed, kinds, mode).schedule(seed)
 
 
@@ -724,8 +746,9 @@ def _drawing(seed: int, kinds: Sequence[str], mode: str) -> _Draw:
 
 
 def shrink(schedule: Schedule, problem: Problem, tries: int = 4, budget: int = 400) -> Schedule:
-    """Return a smaller schedule that breaks the same promise: fewer faults, groups, ranks and
-    steps, no lag.
+    """Return a smaller schedule that breaks the same promise.
+
+    It has fewer faults, groups, ranks and steps, and no lag.
 
     Args:
         tries: scheduler seeds for each candidate.

@@ -1,9 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Semi-synchronous training in the simulation: the engine's own `RoundStrategy`, with a model of a
-few numbers.
+"""Semi-synchronous training in the simulation: the engine's own `RoundStrategy`, with a small
+model.
 
-In a round each group makes some steps alone, with its own weights and moments. This module has
+In a round each group makes some steps by itself, with its own weights and moments. This module has
 those steps, a check of each of them, and an oracle that recomputes the updates.
 """
 
@@ -34,9 +34,10 @@ from titan_ft.transfer.snapshot import Snapshot
 if TYPE_CHECKING:
     from tests.simulation.oracle import Rules
 
-_MOMENTUM = 0.5  # of the inner optimizer
+_MOMENTUM = 0.5  # momentum of the inner optimizer
 _RATE = 0.05
-_MULTIPLES = 127  # of a block's scale, which its largest value is rounded to (titan_ft/gradients/quantize.py)
+# A block's largest value is rounded to this multiple of its scale (titan_ft/gradients/quantize.py).
+_MULTIPLES = 127
 
 
 def _decay(step: int) -> float:
@@ -48,12 +49,10 @@ class _Optimizers(list[torch.optim.Optimizer]):
     """Stands in for torchtitan's OptimizersContainer."""
 
     def step(self) -> None:
-        """Step all of them."""
         for optimizer in self:
             optimizer.step()
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
         for optimizer in self:
             optimizer.zero_grad()
 
@@ -76,7 +75,7 @@ class _Schedulers:
 
 
 class RoundSteps(OwnSteps):
-    """One rank's part in its group's own training."""
+    """One rank's part in the group's own training."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(rank)
@@ -88,24 +87,23 @@ class RoundSteps(OwnSteps):
             self.model.parameters(), lr=_RATE, momentum=_MOMENTUM, foreach=False
         )
         self.optimizers, self.lr_schedulers = _Optimizers([inner]), _Schedulers(inner)
-        self.expected = self.weights  # those that the next step must begin with
-        self.left: np.ndarray | None = (
-            None  # the moments that the last step has ended with, since a heal
-        )
+        self.expected = self.weights  # the weights with which the next step must begin
+        # The moments after the last step; None = no step since the last heal.
+        self.left: np.ndarray | None = None
 
     @property
     def lr(self) -> float:  # type: ignore[override]
-        """Return the LR of the next step."""
+        """The LR of the next step."""
         return float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
 
     @property
     def weights(self) -> np.ndarray:
-        """Return a copy of this group's own weights."""
+        """A copy of this group's own weights."""
         return _flat(self.model)
 
     @property
     def moments(self) -> np.ndarray:
-        """Return a copy of those of the inner optimizer."""
+        """A copy of the inner optimizer's moments."""
         states = (
             self.optimizers[0].state.get(parameter, {}).get("momentum_buffer")
             for parameter in self.model
@@ -137,8 +135,9 @@ class RoundSteps(OwnSteps):
         return self._contribute([reading], tokens, 10, spent)
 
     def _check_begin(self) -> None:
-        """Check that a step begins with the bytes of the last step, of the update after it, or of a
-        load.
+        """Check the bytes with which a step begins.
+
+        They are those of the last step, of the update after it, or of a load.
         """
         state, world = self._rank.state, self._rank.world
         if state.tainted:
@@ -152,13 +151,13 @@ class RoundSteps(OwnSteps):
             )
 
     def clear_gradients(self) -> None:
-        """Drop the gradients."""
         self.optimizers.zero_grad()
 
 
 class State(OuterState):
-    """The state of one rank, with the parts of `training.State` that the world and the
-    oracle use.
+    """The state of one rank.
+
+    It has the parts of `training.State` that the world and the oracle use.
     """
 
     def __init__(
@@ -175,10 +174,10 @@ class State(OuterState):
         self.parameters = outer.anchors
         self.fragments = outer.fragments
 
-    # The counters, as `titan_ft.engine.strategy.CommitCounters`
+    # The counters, as those of `titan_ft.engine.strategy.CommitCounters`
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters, and the simulation's knowledge of the bytes."""
+        """Return the counters, and the simulation's own knowledge of the bytes."""
         return {**vars(self.progress), "ledger": self.ledger.state_dict(), "tainted": self.tainted}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -194,7 +193,7 @@ class State(OuterState):
         self.ledger.advance(update.entries, update.readers)
 
     def load(self, snapshot: Snapshot) -> None:
-        """Overwrite it."""
+        """Replace this state by a fetched one."""
         super().load(snapshot)
         self.held = (snapshot.step, snapshot.lineage)
 
@@ -204,12 +203,12 @@ class State(OuterState):
         return self.peek()
 
     def peek(self) -> str:
-        """Return the same digest for the world, which shows it to no group."""
+        """Return the same digest for the world. No group sees it."""
         return super().digest()
 
     @property
     def array(self) -> np.ndarray:
-        """Return a copy of anchors and outer momentum: float32 [2, SIZE]."""
+        """A copy of anchors and outer momentum: float32 [2, SIZE]."""
         if not self.outer.has_state:
             return np.stack([_flat(self.outer.anchors), np.zeros(training.SIZE, np.float32)])
         return np.stack(
@@ -227,11 +226,10 @@ class State(OuterState):
             place -= tensor.numel()
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
         self._own.clear_gradients()
 
     def forget_hooks(self) -> None:
-        """Do nothing: nothing is sent during a backward, so there are no hooks."""
+        """Do nothing: no gradient travels during a backward, so there are no hooks."""
 
 
 def _flat(tensors: Any) -> np.ndarray:
@@ -239,14 +237,15 @@ def _flat(tensors: Any) -> np.ndarray:
 
 
 class _WatchedRounds(RoundStrategy):
-    """The engine's strategy. The world records the weights after each step, and the weights that
-    are sent.
+    """The engine's strategy.
+
+    The world records the weights after each step, and the weights that the group gives.
     """
 
     def __init__(self, rank: RoundRank, own: RoundSteps) -> None:
         self._rank, self._own = rank, own
-        rank_as: Any = rank  # gathers as a group does
-        no_counters: Any = None  # the state has them
+        rank_as: Any = rank  # the rank gathers as a group does
+        no_counters: Any = None  # the state has the counters
         super().__init__(
             rank.config,
             own,
@@ -257,7 +256,7 @@ class _WatchedRounds(RoundStrategy):
         )
 
     def _build_state(self, num_ranks: int) -> OuterState:
-        super()._build_state(num_ranks)  # checks the model, and makes the outer one
+        super()._build_state(num_ranks)  # checks the model, and builds the outer one
         self._counters = state = State(self._rank, self._own, self.outer, self._adopt_state)
         return state
 
@@ -278,7 +277,7 @@ class _WatchedRounds(RoundStrategy):
         )
 
     def _apply_sums(self, update: Update) -> Callable[[], float]:
-        """Note the weights that the next step must begin with, beside the update."""
+        """Apply the update, and compute the weights with which the next step must begin."""
         is_last = update.step >= self._rank.world.options.steps
         number = len(self._trained_tokens)
         exchanged = range(number) if is_last else [(update.step - 1) % number]
@@ -316,12 +315,12 @@ class RoundRank(Rank):
     def _heal_once(self, computed: bool) -> None:
         trained, ahead = {batch for slot, batch in self._read if slot == self.slot}, self.ahead
         self.own.left, before, strategy = None, self.held[1], self.strategy
-        # Those of the next round, made while the exchange was under way, are on top of weights that
-        # it has no more.
+        # Steps of the next round, made during the exchange, stand on weights that the group no
+        # longer has.
         void = strategy._ahead.inner_steps if strategy._ahead is not None else 0
         super()._heal_once(computed)
         work = strategy._under_way
-        # It has gone back to its own state, and gives the same again.
+        # The group has gone back to its own state, and gives the same changes again.
         if work is not None and strategy._ahead is None:
             if work.inner_steps:
                 self.world.say(self.process.name, f"keeps {work.inner_steps} steps of its round")
@@ -338,7 +337,7 @@ class RoundRank(Rank):
 class _Part:
     """A rank's part of an update: its weights, and the tokens that count, by fragment.
 
-    A late rank has made no step of the round. Only the sums show whether its change was included.
+    A late rank has made no step of the round. Only the sums show whether they include its change.
     """
 
     weights: np.ndarray
@@ -348,8 +347,10 @@ class _Part:
 
 
 class RoundOracle(Oracle):
-    """Recomputes the outer update from each group's weights. Each rank checks by itself that its
-    steps continue from the right weights (`RoundSteps._check_begin`).
+    """Recomputes the outer update from each group's weights.
+
+    Each rank checks by itself that its steps continue from the right weights
+    (`RoundSteps._check_begin`).
     """
 
     def __init__(
@@ -367,9 +368,8 @@ class RoundOracle(Oracle):
         )
         self._compares = config.digest_every > 0
         self._rounds_of_a_change = max(config.num_fragments, 1) + bool(config.fragment_sync_delay)
-        self._parts: dict[
-            tuple[int, int], dict[int, list[_Part]]
-        ] = {}  # by lineage and rank; of each slot
+        # For each lineage and rank, the parts of each slot.
+        self._parts: dict[tuple[int, int], dict[int, list[_Part]]] = {}
         self._fragments: list[int] = []
         self._quantizes = quantizes(config)
         self._coarsest: dict[int, float] = {}
@@ -381,7 +381,7 @@ class RoundOracle(Oracle):
         state, number = rank.state, rank.number
         self._fragments = np.repeat(state.fragments, rank.shapes).tolist()
         parts = self._parts.setdefault((state.held[1], number), {}).setdefault(rank.slot, [])
-        # A bit may have been lost in rounding since it flipped.
+        # Rounding may have dropped a flipped bit.
         corrupt = self.is_corrupt(number, state, otherwise=True)
         parts.append(_Part(weights, dict(sent), corrupt, late))
         if self._quantizes:
@@ -391,16 +391,17 @@ class RoundOracle(Oracle):
             )
 
     def _spoiled_in(self, lineage: int, updates: int = 0) -> set[int]:
-        # A fragment's change is of all since its last exchange, and of the participants: nobody
-        # trains another's slot.
+        # A fragment's change covers all rounds since its last exchange. It has the data of the
+        # participants only, because no group trains another group's slot.
         spoiled = super()._spoiled_in(lineage, updates or self._rounds_of_a_change)
         return spoiled.intersection(self.chain[lineage].participants or spoiled)
 
     def _expect(
         self, update: Committed, base: np.ndarray, rank: int
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the states that the update may make of `base`: a group may have given more than
-        once.
+        """Yield the states that the update may make of `base`.
+
+        There are several if a group may have given more than once.
         """
         first = self._steps_of(update.step - 1)
         given = self._parts.get((update.parent, rank), {})
@@ -412,11 +413,11 @@ class RoundOracle(Oracle):
             )
             return
         if not self._compares and any(part.tainted for parts in given.values() for part in parts):
-            return  # its change is wrong, and nobody can tell
+            return  # the change is wrong, and nobody can know
         sound = {
             slot: [part for part in parts if not part.tainted] for slot, parts in given.items()
         }
-        # Else it was found, has healed and trained the same round again.
+        # Otherwise the flipped bit was found, and the group has healed and trained the round again.
         if not all(sound[slot] for slot in trained):
             self._report(
                 "one trajectory",

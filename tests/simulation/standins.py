@@ -1,12 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Stand-ins for the real world's time, threads and sockets, and their installation in all modules
-of the engine.
+"""Stand-ins for the real world's time, threads and sockets, and their installation in the engine.
 
-Modules are not listed one by one: every reference to the standard library's `time`, `threading`,
-`queue` and so on in a loaded module of `PACKAGES` is replaced, so a new module of a package is
-covered. A stand-in raises on any attribute that it does not know: nothing falls through to real
-time. `real_names` finds a package that `PACKAGES` lacks.
+Modules are not listed one by one. Every reference to the standard library's `time`, `threading`,
+`queue` and so on in a loaded module of `PACKAGES` is replaced. So a new module of a package is
+covered. A stand-in raises on any attribute that it does not know, so nothing uses real time by
+accident. `real_names` finds a package that `PACKAGES` lacks.
 """
 
 from __future__ import annotations
@@ -55,8 +54,9 @@ PACKAGES = (
 
 
 class Module:
-    """Stand-in for a module: it has the given attributes, lacks the `absent` ones, and raises on
-    any other.
+    """Stand-in for a module.
+
+    It has the given attributes, lacks the `absent` ones, and raises on any other.
     """
 
     def __init__(self, name: str, absent: Collection[str] = (), **members: Any) -> None:
@@ -105,7 +105,7 @@ TIME = Module("time", monotonic=_monotonic, perf_counter=_monotonic, time=_wall,
 
 
 class Lock:
-    """threading.Lock and RLock. Correct code works with either."""
+    """Stands in for threading.Lock and RLock. Correct code works with either."""
 
     def __init__(self) -> None:
         self._kernel = kernels.current()
@@ -146,7 +146,7 @@ class Lock:
 
 
 class Condition:
-    """threading.Condition."""
+    """Stands in for threading.Condition."""
 
     def __init__(self, lock: Lock | None = None) -> None:
         self._kernel = kernels.current()
@@ -195,7 +195,10 @@ class Condition:
 
 
 class Event:
-    """threading.Event; world code may have itself called when it is set."""
+    """Stands in for threading.Event.
+
+    `on_set` has functions of the world that are called when the event is set.
+    """
 
     def __init__(self) -> None:
         self._kernel = kernels.current()
@@ -230,7 +233,7 @@ class Event:
 
 
 class Thread:
-    """threading.Thread."""
+    """Stands in for threading.Thread."""
 
     def __init__(
         self,
@@ -286,7 +289,7 @@ THREADING = Module(
 
 
 class SimpleQueue:
-    """queue.SimpleQueue, and an unbounded Queue."""
+    """Stands in for queue.SimpleQueue, and for an unbounded Queue."""
 
     @classmethod
     def __class_getitem__(cls, item: Any) -> type[SimpleQueue]:
@@ -329,7 +332,7 @@ QUEUE = Module("queue", SimpleQueue=SimpleQueue, Queue=SimpleQueue, Empty=queue.
 
 
 class Future:
-    """concurrent.futures.Future, as far as the engine uses it."""
+    """Stands in for concurrent.futures.Future, as far as the engine uses it."""
 
     @classmethod
     def __class_getitem__(cls, item: Any) -> type[Future]:
@@ -399,7 +402,7 @@ class Future:
 
 
 class ThreadPoolExecutor:
-    """concurrent.futures.ThreadPoolExecutor."""
+    """Stands in for concurrent.futures.ThreadPoolExecutor."""
 
     def __init__(
         self,
@@ -463,11 +466,11 @@ FUTURES = Module(
 )
 
 
-# os and its like: of a process that other simulated processes can look at
+# os and the like, as other simulated processes see them
 
 
 class World:
-    """The interface of the simulated world to stand-ins; see `tests.simulation.world.World`."""
+    """The part of the simulated world that stand-ins call; see `tests.simulation.world.World`."""
 
     processes: dict[int, Process]
 
@@ -556,7 +559,7 @@ OS = Module(
     write=lambda descriptor, data: len(data),
     readlink=_readlink,
     path=Module("os.path"),
-    environ={},  # no agent has named a file to leave a word in
+    environ={},  # no agent has named a file for the last words
 )
 FAULTHANDLER = Module(
     "faulthandler",
@@ -567,7 +570,7 @@ FAULTHANDLER = Module(
 
 
 class ProcPath:
-    """pathlib.Path for the few files of /proc about processes, and for the checkpoint folder."""
+    """Stands in for pathlib.Path, for some files in /proc and for the checkpoint folder."""
 
     def __init__(self, *parts: Any) -> None:
         self._path = "/".join(map(str, parts))
@@ -618,13 +621,13 @@ class ProcPath:
 
 
 class _Connection:
-    """A socket that only shows that the other end could be reached."""
+    """A socket that only shows that the other end can be reached."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
     def setsockopt(self, *option: Any) -> None:
-        """There is nothing to set."""
+        """Do nothing."""
 
     def __getattr__(self, name: str) -> Any:
         raise kernels.missing(f"socket.socket.{name}")
@@ -654,7 +657,7 @@ class _Page:
     def __exit__(self, *_: object) -> None:
         return
 
-    length = 0  # bytes that are still to come
+    length = 0  # number of bytes that are still to come
 
     def read(self, most: int) -> bytes:
         return self._text.encode()[:most]
@@ -774,10 +777,9 @@ def _replacements() -> dict[int, Any]:
     ]
     found: dict[int, Any] = {}
     for real, standin in modules:
-        # Of which much is no part of the world: tensors, stores' types, options.
+        # Most names of torch.distributed do not belong to the world: tensors, types, options.
         if real is not dist:
-            # Names that were imported from the module: `from time import monotonic`, `from
-            # threading import Lock`.
+            # Names that were imported from the module, as by `from time import monotonic`.
             own = {real.__name__, f"_{real.__name__}", "builtins"}
             for name in getattr(real, "__all__", None) or vars(real):
                 member = getattr(real, name, None)
@@ -812,8 +814,8 @@ def _is_error(member: Any) -> bool:
 
 
 def real_names() -> list[str]:
-    """Return "module.name" of each real clock, thread and socket that a loaded module of the
-    package holds.
+    """Return "module.name" of each real clock, thread and socket in the loaded modules of a
+    package.
 
     A package that moved out of `PACKAGES` would silently use real time, and the exploration would
     test less.
@@ -835,7 +837,7 @@ def real_names() -> list[str]:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Put the stand-ins into the engine's modules; everything is as before afterwards."""
+    """Put the stand-ins into the engine's modules, and remove them afterwards."""
 
     replacements, changed = _replacements(), []
     targets = [

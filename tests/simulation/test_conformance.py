@@ -1,14 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The simulated lighthouse and manager against torchft's own: the same script of calls, the same
-answers.
-"""
+"""The simulated lighthouse and manager give torchft's own answers to the same script of calls."""
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("RUST_LOG", "error")  # read when torchft is loaded
+os.environ.setdefault("RUST_LOG", "error")  # torchft reads it when it is loaded
 
 import dataclasses
 import socket
@@ -30,13 +28,14 @@ from titan_ft.membership.pulse import LighthouseStatus
 
 _TICK, _HEARTBEAT_TIMEOUT, _JOIN_TIMEOUT, _INTERVAL = 0.02, 0.6, 1.2, 0.05
 _SECONDS = timedelta(seconds=10)
-_TRIES = 3  # a busy machine may let real requests overtake each other, or heartbeats come late
+_TRIES = 3  # on a busy machine, real requests may overtake each other, or heartbeats may come late
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A rank's answer about a quorum. Ids count from the first one seen, so that both worlds begin
-    alike.
+    """A rank's answer about a quorum.
+
+    Ids count from the first one, so that both worlds begin alike.
     """
 
     quorum_id: int
@@ -49,7 +48,7 @@ class Answer:
 
 
 class Lighthouses(Protocol):
-    """A world in which a script can be played: torchft's or the model's."""
+    """A world that plays a script: torchft's or the model's."""
 
     def join(self, name: str, ranks: int = 1) -> None:
         """Start a group's manager and its ranks' clients."""
@@ -58,25 +57,25 @@ class Lighthouses(Protocol):
         """Stop a group's manager in order."""
 
     def ask(self, name: str, step: int, failures: int = 0, rank: int = 0) -> None:
-        """Let a rank ask for a quorum; returns at once."""
+        """Let a rank request a quorum; returns at once."""
 
     def answer(self, name: str, rank: int = 0) -> Answer | None:
-        """Wait for the answer to that; None if none comes within two join timeouts."""
+        """Wait for the answer to that request; None if none comes within two join timeouts."""
 
     def answered(self, name: str, rank: int = 0) -> bool:
-        """Say whether it has come already."""
+        """Return True if the answer has come already."""
 
     def vote(self, name: str, votes: list[bool]) -> list[bool]:
         """Let all ranks of a group vote, one after the other; return each rank's answer."""
 
     def restart_lighthouse(self, seconds: float) -> None:
-        """Let the lighthouse be gone for so long, and come back knowing nothing."""
+        """Stop the lighthouse for some seconds. Then start one without any memory."""
 
     def page(self) -> str:
         """Return the lighthouse's status page."""
 
     def sleep(self, seconds: float) -> None:
-        """Let time go by."""
+        """Let time pass."""
 
 
 def _to_answer(result: Any) -> Answer:
@@ -163,7 +162,7 @@ class RealWorld:
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         self._asked[name, rank] = (thread, found)
-        time.sleep(0.03)  # the order of requests is part of the script
+        time.sleep(0.03)  # the order of requests is a part of the script
 
     def answer(self, name: str, rank: int = 0) -> Answer | None:
         thread, found = self._asked[name, rank]
@@ -202,7 +201,7 @@ class RealWorld:
 
 
 class ModelWorld:
-    """The model's, in virtual time; the script is a task of its own."""
+    """The model's servers and clients, in virtual time. The script is a task of its own."""
 
     def __init__(self, kernel: Kernel, min_replicas: int) -> None:
         self._kernel, self._network = kernel, Network(kernel, 0.0003)
@@ -291,15 +290,16 @@ Script = Callable[[Lighthouses], Iterator[Any]]
 def _rounds(
     world: Lighthouses, names: str, steps: list[int], failures: list[int] | None = None
 ) -> list[Answer | None]:
-    """Let groups ask one after the other, and collect their answers."""
+    """Let groups request a quorum, and collect their answers."""
     for place, name in enumerate(names):
         world.ask(name, steps[place], failures[place] if failures else 0)
     return [world.answer(name) for name in names]
 
 
 def all_ask(world: Lighthouses) -> Iterator[Any]:
-    """Groups that all ask form a quorum. The same groups keep its id, and a failed commit renews
-    the id.
+    """Groups that all ask form a quorum.
+
+    The same groups keep its id. A failed commit renews the id.
     """
     for name in "abc":
         world.join(name)
@@ -312,8 +312,9 @@ def all_ask(world: Lighthouses) -> Iterator[Any]:
 
 
 def newcomer(world: Lighthouses) -> Iterator[Any]:
-    """Members of the former quorum do not wait for a newcomer. One that asked first joins, and the
-    id changes.
+    """Members of the last quorum do not wait for a newcomer.
+
+    A newcomer that asked first joins, and the id changes.
     """
     world.join("a")
     world.join("b")
@@ -342,8 +343,9 @@ def gone(world: Lighthouses) -> Iterator[Any]:
 
 
 def half(world: Lighthouses) -> Iterator[Any]:
-    """One of two live groups forms no quorum however long it waits, until the other's heartbeats
-    end.
+    """One of two live groups forms no quorum, however long it waits.
+
+    It forms one when the other's heartbeats end.
     """
     world.join("a")
     world.join("b")
@@ -356,8 +358,9 @@ def half(world: Lighthouses) -> Iterator[Any]:
 
 
 def join_timeout(world: Lighthouses) -> Iterator[Any]:
-    """Two of three live groups wait for the third for the join timeout only; then the third is
-    alone.
+    """Two of three live groups wait for the third one for the join timeout only.
+
+    Then the third one is alone.
     """
     for name in "abc":
         world.join(name)
@@ -375,7 +378,7 @@ def join_timeout(world: Lighthouses) -> Iterator[Any]:
 
 
 def seat_renewed(world: Lighthouses) -> Iterator[Any]:
-    """A group stops its manager and starts another one under another name."""
+    """A group stops its manager, and starts another one under another name."""
     world.join("a")
     world.join("b")
     world.sleep(0.2)
@@ -389,8 +392,9 @@ def seat_renewed(world: Lighthouses) -> Iterator[Any]:
 
 
 def ranks(world: Lighthouses) -> Iterator[Any]:
-    """All ranks of a group must ask, and the last rank's step counts. Votes are unanimous and
-    independent.
+    """All ranks of a group must ask, and the last rank's step counts.
+
+    Votes are unanimous and independent.
     """
     world.join("a", ranks=2)
     world.join("b", ranks=1)
@@ -408,7 +412,7 @@ def ranks(world: Lighthouses) -> Iterator[Any]:
 
 
 def status_page(world: Lighthouses) -> Iterator[Any]:
-    """The page shows every manager ever heard of, the last quorum, and the number of requests."""
+    """The page shows every manager since the start, the last quorum, and the number of requests."""
 
     def look() -> tuple[list[str], tuple[str, ...], int]:
         status = LighthouseStatus.parse(world.page())
@@ -439,7 +443,7 @@ def restarted(world: Lighthouses) -> Iterator[Any]:
     yield _rounds(world, "abc", [1, 1, 1])
     yield _rounds(world, "abc", [2, 2, 2], [0, 1, 0])
     world.restart_lighthouse(0.5)
-    world.sleep(2 * _JOIN_TIMEOUT)  # all have found it again
+    world.sleep(2 * _JOIN_TIMEOUT)  # all managers have found it again
     yield _rounds(world, "abc", [3, 3, 3])
     yield _rounds(world, "abc", [4, 4, 4], [0, 0, 1])
 
@@ -488,9 +492,7 @@ def _flatten(values: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("min_replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_model_answers_as_torchft_does(script: Script, min_replicas: int) -> None:
-    """The same script gets the same answers: members, ids, the largest step, healing groups, the
-    vote.
-    """
+    """The answers are equal: members, ids, the largest step, healing groups, the vote."""
     expected = _plain(_play_model(script, min_replicas))
     for number in range(_TRIES):
         world = RealWorld(min_replicas)
@@ -504,7 +506,7 @@ def test_model_answers_as_torchft_does(script: Script, min_replicas: int) -> Non
 
 
 def test_a_manager_waits_for_its_lighthouse() -> None:
-    """torchft's tries again and again within its timeout; `World.manager_server` does as well."""
+    """torchft's manager tries again within its timeout, and so does `World.manager_server`."""
     from torchft.coordination import LighthouseServer, ManagerServer
 
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The protocol under thousands of schedules of faults. `bash scripts/explore.sh` runs any number of
-them.
+"""The protocol under thousands of schedules of faults.
+
+`bash scripts/explore.sh` runs any number of them.
 """
 
 from __future__ import annotations
@@ -66,11 +67,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_promise_holds() -> None:
-    """None of the default schedules breaks a promise."""
-    # A process of its own: the order of sets of strings is part of what a seed decides. A nice one:
-    # it would starve the heartbeats of the jobs that other tests run meanwhile. Linux shares time
-    # between sessions first, where it groups tasks by them, and a process is nice to its own
-    # session alone.
+    # Use a process of its own, because the order of sets of strings is a part of a seed's schedule.
+    # Use a nice one, because it would starve the heartbeats of the jobs of other tests. Linux may
+    # share time between sessions first. A process is nice to its own session alone, so give it a
+    # new one.
     begin = '(echo 19 > /proc/self/autogroup) 2>/dev/null; exec nice -n 19 "$@"'
     explore = ["-m", "tests.simulation.explore", "--seed", "0", "--schedules", str(SCHEDULES)]
     command = ["sh", "-c", begin, "sh", sys.executable, *explore]
@@ -92,7 +92,10 @@ def test_every_promise_holds() -> None:
     "kinds", [("kill", "freeze"), ("checkpoint", "flip"), ("shape", "late")], ids="-".join
 )
 def test_a_seed_replays(kinds: tuple[str, ...]) -> None:
-    """The same seed gives the same trace, event for event, also after it was written down."""
+    """The same seed gives the same trace, event for event.
+
+    So does a schedule that was written down.
+    """
     with standins.installed():
         schedule = draw(7, kinds)
         first = schedule.run(traces=True)
@@ -103,7 +106,7 @@ def test_a_seed_replays(kinds: tuple[str, ...]) -> None:
 
 
 def test_what_fails_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shrunk schedule has only the necessary faults, and breaks the same promise."""
+    """A smaller schedule has only the necessary faults, and breaks the same promise."""
     monkeypatch.setattr(OutsiderWatch, "has_any", lambda watch, made: False)
     monkeypatch.setattr(
         Rounds,
@@ -130,9 +133,7 @@ def test_what_fails_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_that_a_fault_names_stays_when_a_schedule_is_made_small() -> None:
-    """Shrinking keeps a rank that a fault names, also as the other end of a link; else the fault
-    would change.
-    """
+    """Otherwise the fault would change. A rank may also be the other end of a link."""
     fault_tolerance = {**QUICK, "group_size": 2}
     cut, across = CutInside(0.2, 0, 0, 1, False, 1.5), Cut(0.2, 0, 1, 0, False, 1.5, other=1)
     for fault in (cut, across):
@@ -150,8 +151,9 @@ def test_a_rank_that_a_fault_names_stays_when_a_schedule_is_made_small() -> None
 def test_a_holder_that_was_silent_in_a_long_step_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
-    """A joiner continues without the holder meanwhile, and would count the state as lost if it did
-    not see it live.
+    """The joiner takes a living holder outside of the quorum into account.
+
+    Otherwise the joiner would continue without it, and count the state as lost.
     """
     if not waits:
         monkeypatch.setattr(OutsiderWatch, "has_any", lambda watch, made: False)
@@ -181,7 +183,7 @@ def test_a_holder_that_was_silent_in_a_long_step_is_waited_for(
 def test_no_job_is_begun_anew_beside_a_group_in_a_long_step(
     monkeypatch: pytest.MonkeyPatch, ranks: int, waits: bool
 ) -> None:
-    """All other groups die and form a quorum of their own; they wait for the group in a long step
+    """All other groups die and form a quorum of their own. They wait for the group in a long step,
     and heal from it.
 
     The state server of that group answers no request meanwhile, so the others see no offer.
@@ -214,8 +216,9 @@ def test_no_job_is_begun_anew_beside_a_group_in_a_long_step(
 def test_nobody_leaves_a_group_in_a_long_step_behind_at_the_end(
     monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
-    """A group was silent for a moment. The other one continues alone, finishes, and waits
-    for it.
+    """A group was silent for a moment in a long step.
+
+    The other group continues alone, finishes, and waits for it.
     """
     if not waits:
         monkeypatch.setattr(OutsiderWatch, "has_any", lambda watch, made: False)
@@ -238,10 +241,11 @@ def test_nobody_leaves_a_group_in_a_long_step_behind_at_the_end(
 def test_a_group_that_hangs_keeps_the_others_from_going_on_until_it_has_ended(
     buffers: bool,
 ) -> None:
-    """A hung group heartbeats, so nobody can know that it will never ask for a quorum. Its offer is
-    then the latest state left. If its model has buffers, the hung thread would have to copy the
-    state; then the job starts anew: one group trains the first step, and the other one heals from
-    it.
+    """A hung group has heartbeats, so nobody can know that it will never request a quorum.
+
+    Its offer is then the latest state that is left. If its model has buffers, the hung thread would
+    have to copy the state. Then the job starts anew: one group trains the first step, and the other
+    one heals from it.
     """
     fault_tolerance = {
         **QUICK,
@@ -256,7 +260,7 @@ def test_a_group_that_hangs_keeps_the_others_from_going_on_until_it_has_ended(
     assert not world.problems
     (hung,) = (at for at, _, text in world.trace if text.startswith("hung"))
     begun = [at for at, _, text in world.trace if text.startswith("commits step 1 ")]
-    assert (len(begun) > 3) is buffers  # three groups make the first step of a job
+    assert (len(begun) > 3) is buffers  # three groups make the job's first step
     assert all(at > hung for at in begun[3:])
     later = [
         at
@@ -271,8 +275,9 @@ def test_a_group_that_hangs_keeps_the_others_from_going_on_until_it_has_ended(
 def test_a_joiner_that_is_alone_at_a_new_lighthouse_ends_no_exchange(
     monkeypatch: pytest.MonkeyPatch, fooled: bool
 ) -> None:
-    """The joiner gets a quorum of its own while the others are in a long step, which they finish
-    together.
+    """The joiner gets a quorum of its own while the others are in a long step.
+
+    They finish the step together.
     """
     if fooled:
         monkeypatch.setattr(
@@ -303,8 +308,9 @@ def test_a_joiner_that_is_alone_at_a_new_lighthouse_ends_no_exchange(
 
 
 def test_a_group_that_others_cannot_reach_is_not_waited_for_at_a_new_lighthouse() -> None:
-    """A group outside the largest clique has requested a quorum like the others, and they do not
-    wait for it.
+    """A group outside the largest clique has requested a quorum like the others.
+
+    They do not wait for it.
     """
     fault_tolerance = {
         **QUICK,
@@ -333,8 +339,9 @@ CUT_OFF = Cut(0.6, 0, 1, -1, False, 100.0), Cut(0.6, 0, 2, -1, False, 100.0)
 def test_two_groups_that_wait_for_one_they_cannot_reach_are_judged(
     monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
-    """Two groups suffice without the third: the judge objects to their wait, although the third one
-    came first.
+    """Two groups are enough without the third one.
+
+    So the world reports their wait, although the third one came first.
     """
     if waits:
         monkeypatch.setattr(
@@ -357,8 +364,9 @@ def test_two_groups_that_wait_for_one_they_cannot_reach_are_judged(
 
 
 def test_groups_that_wait_for_the_only_one_with_the_state_are_right() -> None:
-    """Two restarted groups without state wait for the third; without it they would give up the
-    job's state.
+    """Two restarted groups without a state wait for the third one.
+
+    Without it they would give up the job's state.
     """
     fault_tolerance = {
         **QUICK,
@@ -379,8 +387,9 @@ def test_groups_that_wait_for_the_only_one_with_the_state_are_right() -> None:
 def test_a_job_is_not_begun_anew_beside_a_group_that_is_outside(
     monkeypatch: pytest.MonkeyPatch, asked: bool
 ) -> None:
-    """A group outside sends no heartbeats, and the others die: a restarted group asks it before
-    starting anew.
+    """A group outside sends no heartbeats, and the others die.
+
+    A restarted group asks it before it starts anew.
     """
     if not asked:
         monkeypatch.setattr(membership, "find_cut_off", lambda *_: [])
@@ -400,8 +409,9 @@ def test_a_job_is_not_begun_anew_beside_a_group_that_is_outside(
 
 
 def test_a_group_is_waited_for_when_all_of_its_ranks_are_there() -> None:
-    """A restarted group whose hosts cannot reach each other does not delay the others, which train
-    on.
+    """A restarted group whose hosts cannot reach each other does not delay the others.
+
+    They train on.
     """
     options = Options(2, 2, 120, {**QUICK, "group_size": 2}, restart_seconds=(0.3, 0.3))
     with standins.installed():
@@ -418,8 +428,9 @@ def test_a_group_is_waited_for_when_all_of_its_ranks_are_there() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_group_whose_ranks_meet_late_comes_late(seed: int) -> None:
-    """A group is refused for its shape by an earlier group. The time of the seat counts, not that
-    of its ranks' meeting.
+    """An earlier group refuses a group for its shape.
+
+    The time of the seat counts, and not the time at which its ranks have met.
     """
     fault_tolerance = {"enable": True, "group_size": 2, "start_timeout_seconds": 1.5}
     options = Options(2, 2, 40, fault_tolerance, odd=(1,), late={1: 1.1}, compute_seconds=0.2)
@@ -433,8 +444,9 @@ def test_a_group_whose_ranks_meet_late_comes_late(seed: int) -> None:
 def test_a_nan_in_a_fragment_that_is_not_due_is_in_its_next_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A group that is alone diverges with the NaN, as stock torchtitan: its batch was in an earlier
-    round.
+    """A lone group diverges with the NaN, as stock torchtitan does.
+
+    The batch with the NaN was in an earlier round.
     """
     fault_tolerance = {
         **QUICK,
@@ -470,8 +482,9 @@ def test_a_nan_in_a_fragment_that_is_not_due_is_in_its_next_change(
 
 
 def test_a_checkpoint_that_another_one_replaces_may_be_missed() -> None:
-    """A group that missed the checkpoint started anew and saved another state of its step; a
-    loading group may end.
+    """A group that missed the checkpoint started anew, and saved another state of its step.
+
+    A group that loads may end.
     """
     kernel = SimpleNamespace(now=10.0)
     folder = Folder(cast(Any, kernel), 1, 0.5, lambda: None)
@@ -488,8 +501,9 @@ def test_a_checkpoint_that_another_one_replaces_may_be_missed() -> None:
     ("missed", "replaced"), [(-math.inf, -math.inf), (12.0, -math.inf), (3.0, 12.0), (3.0, 9.9)]
 )
 def test_who_loads_a_checkpoint_that_goes_meanwhile_may_end(missed: float, replaced: float) -> None:
-    """A group that loads a vanishing checkpoint may end; its writer may withdraw a save of an
-    update made by it alone.
+    """A group may end if its checkpoint vanishes while it loads.
+
+    A writer may withdraw the save of an update that it made alone.
     """
     world = SimpleNamespace(faults=[], folder=SimpleNamespace(missed=missed, replaced=replaced))
     rank = SimpleNamespace(group=SimpleNamespace(over=False, began=10.0))
@@ -500,8 +514,9 @@ def test_who_loads_a_checkpoint_that_goes_meanwhile_may_end(missed: float, repla
 
 
 def test_the_successor_of_a_joiner_that_hung_is_served_in_the_midst_of_a_round() -> None:
-    """The donor still serves the fetch of the former process, which the new one with a later offer
-    cannot use.
+    """The donor still serves the fetch of the former process.
+
+    The new process has a later offer, and cannot use that copy.
     """
     fault_tolerance = {
         **QUICK,
@@ -527,8 +542,9 @@ def test_the_successor_of_a_joiner_that_hung_is_served_in_the_midst_of_a_round()
 
 
 def test_a_group_finds_its_lighthouse_when_the_way_there_is_back() -> None:
-    """Meanwhile the group opens a seat under another name, whose manager retries as
-    torchft's does.
+    """Meanwhile the group opens a seat under another name.
+
+    Its manager tries again, as torchft's does.
     """
     fault_tolerance = {
         **QUICK,
@@ -550,8 +566,9 @@ def test_a_group_finds_its_lighthouse_when_the_way_there_is_back() -> None:
 
 
 def test_ranks_that_wait_long_get_the_same_quorum() -> None:
-    """A group waits for a hung one, and its ranks notice one after the other that `PROBE_SECONDS`
-    have passed.
+    """A group waits for a hung one.
+
+    Its ranks notice one after the other that `PROBE_SECONDS` have passed.
     """
     fault_tolerance = {
         **QUICK,
@@ -568,8 +585,9 @@ def test_ranks_that_wait_long_get_the_same_quorum() -> None:
 
 
 def test_a_job_begun_anew_has_a_final_state_of_its_own() -> None:
-    """The group with the former state was frozen in its last round, in which all others died, and
-    thaws later.
+    """The group with the former state was frozen in its last round, and thaws later.
+
+    All others died in that round.
     """
     fault_tolerance = {
         **QUICK,
@@ -587,8 +605,9 @@ def test_a_job_begun_anew_has_a_final_state_of_its_own() -> None:
 
 
 def test_a_group_that_heals_at_the_end_trains_on_if_the_state_is_an_earlier_one() -> None:
-    """A group's bytes differ after the last step, and all others die before it has theirs, and
-    start anew.
+    """A group's bytes differ after the last step.
+
+    All others die before it has their state, and start anew.
     """
     fault_tolerance = {
         **QUICK,
@@ -624,8 +643,9 @@ def test_a_group_that_heals_at_the_end_trains_on_if_the_state_is_an_earlier_one(
 def test_a_rank_that_finds_its_sibling_silent_at_the_end_takes_the_group_along(
     before: float,
 ) -> None:
-    """A rank waits for its sibling, which is frozen in the last votes, and ends; the group's store
-    ends with it.
+    """A rank waits for its frozen sibling in the last votes, and ends.
+
+    The group's store ends with it.
     """
     fault_tolerance = {
         **QUICK,
@@ -650,8 +670,9 @@ def test_a_rank_that_finds_its_sibling_silent_at_the_end_takes_the_group_along(
 def test_a_group_that_waits_at_the_end_of_its_round_leaves_before_the_others_are_there(
     ranks: int, told: int
 ) -> None:
-    """A group was asked to leave, and the others' rounds last longer than its time; they continue
-    without it.
+    """The others' rounds last longer than the time in which the group must leave.
+
+    They continue without it.
     """
     fault_tolerance = {
         "enable": True,
@@ -681,8 +702,9 @@ def test_a_group_that_waits_at_the_end_of_its_round_leaves_before_the_others_are
 def test_a_bit_that_flips_in_an_anchor_is_in_no_update(
     monkeypatch: pytest.MonkeyPatch, compared: bool
 ) -> None:
-    """A bit flips in an anchor in the middle of a round without a digest: the group's change would
-    be measured from it.
+    """A bit flips in an anchor in the middle of a round without a digest.
+
+    The group's change would be measured from this anchor.
     """
     if not compared:
         monkeypatch.setattr(Rounds, "_compares_changes", lambda rounds, contribution: False)
@@ -710,8 +732,9 @@ def test_a_bit_that_flips_in_an_anchor_is_in_no_update(
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("transfer", [0.3, 3.0])
 def test_moments_that_are_not_finite_come_to_no_joiner(ranks: int, transfer: float) -> None:
-    """A group with nonfinite gradients holds sound anchors; its moments would corrupt the joiner's
-    next round.
+    """A group whose gradients are not finite holds sound anchors.
+
+    Its moments would corrupt the joiner's next round.
     """
     fault_tolerance = {
         "enable": True,
@@ -741,8 +764,9 @@ def test_moments_that_are_not_finite_come_to_no_joiner(ranks: int, transfer: flo
 def test_a_state_that_was_offered_and_is_lost_is_not_begun_anew_silently(
     monkeypatch: pytest.MonkeyPatch, heard: bool
 ) -> None:
-    """The only holder dies after its offer, before a round with the joiner: the joiner reports the
-    loss and ends.
+    """The only holder dies after its offer, before a round with the joiner.
+
+    The joiner reports the loss, and ends.
     """
     if not heard:
         monkeypatch.setattr(Position, "raise_seen_step", lambda position, step: None)
@@ -769,8 +793,9 @@ def test_a_state_that_was_offered_and_is_lost_is_not_begun_anew_silently(
 
 
 def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
-    """The only group with the update dies during the other's fetch: this one contributes its own
-    steps again.
+    """The only group with the update dies while the other one fetches it.
+
+    The other group gives its own steps again.
     """
     fault_tolerance = {
         "enable": True,
@@ -801,8 +826,9 @@ def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
 def test_what_a_group_waited_for_is_what_it_waited_for(
     monkeypatch: pytest.MonkeyPatch, broken: str | None
 ) -> None:
-    """Reported waits equal the virtual arrival times: for a slow group, a joiner, a group that is
-    gone.
+    """The reported waits equal the virtual arrival times.
+
+    For a slow group, for a joiner, and for a group that is gone.
     """
     if broken == "reason":
         report = rounds.RoundReport
@@ -840,8 +866,9 @@ STREAMING = {
 
 @pytest.mark.parametrize("restart", [0.8, 1.6, 3.0])
 def test_joiners_in_an_overlapped_exchange_cost_the_last_holder_no_round(restart: float) -> None:
-    """The holder makes steps during the exchange of its next update; with the former state they
-    would be too many.
+    """The holder makes steps during the exchange of its next update.
+
+    With the former state they would be too many.
     """
     fault_tolerance = {**STREAMING, "group_size": 3, "sync_steps": 16, "fragment_sync_delay": 6}
     times = {
@@ -863,8 +890,9 @@ def test_joiners_in_an_overlapped_exchange_cost_the_last_holder_no_round(restart
 
 @pytest.mark.parametrize("seed", [2, 4, 6])
 def test_a_joiner_finds_an_offer_that_lasts_for_one_step(seed: int) -> None:
-    """With two steps a round, one of them during the exchange, a joiner's searches fell between the
-    offers.
+    """A round has two steps, one of them during the exchange.
+
+    A joiner's searches fell between the offers.
     """
     fault_tolerance = {
         "enable": True,
@@ -903,11 +931,10 @@ def test_a_joiner_finds_an_offer_that_lasts_for_one_step(seed: int) -> None:
 def test_no_round_is_committed_without_groups_in_the_midst_of_it(
     groups: int, ranks: int, seed: int, after: float
 ) -> None:
-    """A newcomer heals while the lighthouse is away, asks the new one first, and would commit the
-    others' round alone.
+    """A newcomer heals while the lighthouse is away, and asks the new lighthouse first.
 
-    With three groups a second one joins it. The new lighthouse's quorum ids do not show its
-    restart.
+    It would commit the others' round alone. With three groups, a second newcomer joins it. The new
+    lighthouse's quorum ids do not show that it was restarted.
     """
     fault_tolerance = {
         **QUICK,
@@ -929,8 +956,9 @@ def test_no_round_is_committed_without_groups_in_the_midst_of_it(
 
 @pytest.mark.parametrize("kill", [15.1, 15.2, 15.3, 15.6])
 def test_a_joiner_in_an_overlapped_exchange_waits_for_its_update(kill: float) -> None:
-    """The state before the update would be outdated on its way: it is no longer offered, and the
-    joiner fetches once.
+    """The state before the update is no longer offered, because it would be outdated on its way.
+
+    So the joiner fetches once.
     """
     fault_tolerance = {**STREAMING, "group_size": 2, "sync_steps": 32, "fragment_sync_delay": 6}
     times = {"transfer_seconds": (2.0, 2.0), "restart_seconds": (1.6, 1.6), "compute_seconds": 0.5}
@@ -950,19 +978,20 @@ def test_a_joiner_in_an_overlapped_exchange_waits_for_its_update(kill: float) ->
 @pytest.mark.parametrize(
     ("restart", "seconds", "steps"),
     [
-        (0.1, 0.03, 1),  # it has the state when the others make their exchange once more
+        (0.1, 0.03, 1),  # the joiner has the state when the others repeat their exchange
         (0.1, 0.3, 2),
         (0.1, 0.7, 3),
         (0.1, 1.1, 4),
-        (0.4, 0.05, 1),  # in the midst of a step, to which the lone group admits it
+        (0.4, 0.05, 1),  # in the middle of a step, to which the lone group admits the joiner
         (0.5, 0.3, 2),
     ],
 )
 def test_a_state_that_comes_early_in_a_step_is_loaded_in_it(
     restart: float, seconds: float, steps: int, ranks: int
 ) -> None:
-    """A state that arrives early in a step is loaded in it, and the joiner trains the next step. A
-    late one is loaded in the next step, so that the others do not wait for the load.
+    """A state that arrives early in a step is loaded in it, and the joiner trains the next step.
+
+    A late state is loaded in the next step, so that the others do not wait for the load.
     """
     fault_tolerance = {"enable": True, "group_size": 2, "process_group_timeout_ms": 3000}
     times = {
@@ -984,8 +1013,9 @@ def test_a_state_that_comes_early_in_a_step_is_loaded_in_it(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_lone_group_admits_a_joiner_to_the_step_under_way(ranks: int) -> None:
-    """A lone group's quorum is fixed only after its computation; else each joiner would wait for a
-    whole step.
+    """A lone group's quorum is fixed only after its computation.
+
+    Otherwise each joiner would wait for a whole step.
     """
     fault_tolerance = {"enable": True, "group_size": 2, "process_group_timeout_ms": 3000}
     times = {
@@ -1007,11 +1037,11 @@ def test_a_lone_group_admits_a_joiner_to_the_step_under_way(ranks: int) -> None:
 
 
 def test_a_step_has_one_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step has one agreement, its vote. Rank 0 announces the quorum. A step needs no note and no
-    collective in a group.
+    """The one agreement of a step is its vote. Rank 0 announces the quorum.
 
-    Each further agreement would add twice the tree's depth to every step. A digest, once in
-    `digest_every` steps, has a collective: it is folded from those of a group's ranks.
+    A step needs no note, and no collective in a group. Each further agreement would add twice the
+    tree's depth to every step. A digest, once in `digest_every` steps, has a collective: it is made
+    of the digests of a group's ranks.
     """
     counts: Counter[str] = Counter()
 
@@ -1042,8 +1072,9 @@ def test_a_step_has_one_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_group_that_has_yet_to_begin_serves_no_joiner_beside_one_that_trains() -> None:
-    """Its bytes are the same at step 0, but its ledger has no readers: a joiner's ranks got one or
-    the other ledger.
+    """At step 0 its bytes are the same, but its ledger has no readers.
+
+    A joiner's ranks got one or the other ledger.
     """
     fault_tolerance = {
         **QUICK,
@@ -1079,7 +1110,7 @@ def test_a_group_that_has_yet_to_begin_serves_no_joiner_beside_one_that_trains()
 def test_a_fault_that_waits_for_its_moment_disturbs_the_world_when_it_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The judges measure delays from the fault's actual time."""
+    """The world measures delays from the time at which the fault strikes."""
     disturbed = []
     monkeypatch.setattr(World, "silenced", lambda self, *_: disturbed.append(self.disturbed))
     with standins.installed():
@@ -1092,7 +1123,10 @@ def test_a_fault_that_waits_for_its_moment_disturbs_the_world_when_it_comes(
 
 
 def test_a_world_goes_when_it_is_dropped() -> None:
-    """A dropped schedule leaves no memory: a process runs thousands of them."""
+    """A schedule that is dropped leaves no memory.
+
+    A process runs thousands of them.
+    """
     with standins.installed():
         schedule = draw(7, ("kill", "freeze"))
         overlapping = dataclasses.replace(
@@ -1104,7 +1138,7 @@ def test_a_world_goes_when_it_is_dropped() -> None:
 
 
 def test_the_real_world_is_back_afterwards() -> None:
-    """Other tests of the process are untouched."""
+    """Other tests of the process get the real time."""
     module = vars(sys.modules["titan_ft.membership.seat"])
     with standins.installed():
         assert module["time"] is not time

@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The forecast against the unmodified engine: the same drawn failures, the same steps, votes and
-participants.
+"""The forecast and the unmodified engine agree.
+
+They get the same failures, and have the same steps, votes and participants.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ OPTIONS = Options(
 
 
 def drawn_kills(seed: int) -> list[tuple[float, int]]:
-    """Return (time, group) of drawn kills that are far enough apart for a group to return in
-    between.
+    """Return (time, group) of drawn kills.
+
+    They are far enough apart for a group to return in between.
     """
     cluster = {"gpus": GROUPS, "gpus_per_node": 1}
     failure = {"name": "kill", "mtbf": 6.0, "spacing": "memoryless"}
@@ -64,7 +66,7 @@ def drawn_kills(seed: int) -> list[tuple[float, int]]:
 
 
 def commits_of(world: World) -> list[tuple[float, frozenset[int]]]:
-    """Return when each step was committed first, and by which groups."""
+    """Return when each step was first committed, and by which groups."""
     found: dict[int, tuple[float, frozenset[int]]] = {}
     for time, _, text in world.trace:
         match = re.match(r"commits step (\d+) of groups \[(.*?)\]", text)
@@ -75,8 +77,9 @@ def commits_of(world: World) -> list[tuple[float, frozenset[int]]]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_engine_and_the_forecast_agree(seed: int, tmp_path: Path) -> None:
-    """Steps equal within one, because a step's length is a mean; one more vote for each death;
-    equal participants.
+    """The steps are equal within one, because a step's length is a mean.
+
+    Each death costs one more vote. The participants are equal.
     """
     kills = drawn_kills(seed)
     with standins.installed():

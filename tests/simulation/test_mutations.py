@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The exploration can fail: each defect of `mutations.py`, put into the engine, is found."""
+"""The exploration finds each defect of `mutations.py`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from tests.simulation.mutations import MUTATIONS, Found, Mutation, find
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_mutation_finds_its_names(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each name that a mutation replaces exists. This is the quick check; an exploration with each
-    takes long.
+    """Each name that a mutation replaces exists.
+
+    This is the quick check. An exploration with each mutation takes long.
     """
     mutation.apply(monkeypatch)
 

@@ -21,8 +21,7 @@ REAL = ["titan_ft.pinned.queue", "titan_ft.pinned.threading"]
 
 
 def test_no_loaded_module_of_the_engine_has_real_time() -> None:
-    """A package that moves out of `standins.PACKAGES` would silently get real time, threads and
-    sockets.
+    """A package that moves out of `standins.PACKAGES` would silently use real time and threads.
 
     The check runs in a process of its own. It loads a module of the launcher last, as an example of
     a missing package.

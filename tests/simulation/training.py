@@ -1,10 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The simulated training: a few numbers with momentum. Gradients follow from slot, batch, rank and
-weights.
+"""The simulated training: a few numbers with momentum.
 
-Weights and momentum are small tensors of the engine's own kind, because their bytes count.
-`gradient` and `descend` are plain functions, so that the oracle can compute the same independently.
+Gradients follow from slot, batch, rank and weights. Weights and momentum are small tensors of the
+engine's own kind, because their bytes count. `gradient` and `descend` are plain functions, so the
+oracle can compute the same by itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def initial(rank: int) -> np.ndarray:
 
 
 def valid_tokens(slot: int, batch: int) -> int:
-    """Return how many tokens of a slot's batch have a label."""
+    """Return the number of tokens with a label in a slot's batch."""
     return 6 + (3 * slot + 5 * batch) % 5
 
 
@@ -50,7 +50,11 @@ def gradient(slot: int, batch: int, rank: int, weights: np.ndarray, coupling: fl
 
 
 def learning_rate(step: int, share: float, lr_policy: str) -> float:
-    """Return the LR of update `step`, of which `share` of the global batch is in."""
+    """Return the LR of update `step`.
+
+    Args:
+        share: share of the global batch that is in the update.
+    """
     return 0.1 * (1 - step / 1000) * lr_factor(lr_policy, share)
 
 
@@ -62,38 +66,37 @@ def descend(state: np.ndarray, mean: np.ndarray, rate: float) -> np.ndarray:
 
 @dataclass
 class Progress:
-    """Counters of commits."""
-
     steps: int = 0
     tokens: int = 0
 
 
 class State:
-    """Weights, momentum and counters of one rank, with the interface of
-    titan_ft.transfer.snapshot.TrainState.
+    """Weights, momentum and counters of one rank.
+
+    It has the interface of `titan_ft.transfer.snapshot.TrainState`.
     """
 
-    fragments: Sequence[int] = ()  # of the parameters
-    buffers = False  # whether a forward may write some of it
-    # The host's memory: see Options.scarce.
+    fragments: Sequence[int] = ()  # fragment of each parameter
+    buffers = False  # a forward may write a part of the state
+    # True if the host is short of memory; see Options.scarce.
     is_scarce: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self, rank: int, ledger: Ledger, shapes: tuple[int, ...] = SHAPES) -> None:
         self.rank, self.ledger, self._shapes = rank, ledger, shapes
         self.progress = Progress()
-        self.held = (0, 0)  # step and lineage
-        self.tainted = (
-            False  # the simulation's own knowledge: some byte of it was changed from outside
-        )
-        self.inherited = False  # so was the one that it was loaded from
-        self.shown = False  # so was the one whose digest was taken last
+        self.held = (0, 0)  # step and lineage of the state
+        # Known to the simulation only: a byte was changed from outside.
+        self.tainted = False
+        self.inherited = False  # the same of the state that was loaded
+        self.shown = False  # the same of the state whose digest was taken last
         self.payload = torch.from_numpy(initial(rank).copy())
         self.array = self.payload.numpy()
         flat = self.payload[0]
         self.parameters = [nn.Parameter(part) for part in flat.split(self._shapes)]
         self._spare: torch.Tensor | None = None
         self.load_seconds = 0.0
-        self._shared = (-1, 0)  # step and lineage, while other threads may copy it
+        # step and lineage of the state that other threads may copy; (-1, 0) = none
+        self._shared = (-1, 0)
 
     def copy(self, step: int, lineage: int, part: Part = WHOLE) -> Snapshot:
         """Copy the state, or a part, to new memory."""
@@ -117,14 +120,18 @@ class State:
         )
 
     def share(self, step: int, lineage: int) -> bool:
-        """Let other threads copy the state until the next update; False if it may change before."""
+        """Let other threads copy the state until the next update.
+
+        Returns:
+            False if a forward may change the state before.
+        """
         if self.buffers:
             return False
         self._shared = (step, lineage)
         return True
 
     def unshare(self) -> None:
-        """End that."""
+        """End the time of `share`."""
         self._shared = (-1, 0)
 
     def copy_shared(self, step: int, part: Part = WHOLE) -> Snapshot | None:
@@ -136,7 +143,7 @@ class State:
         self._spare = snapshot.payload
 
     def load(self, snapshot: Snapshot) -> None:
-        """Overwrite it."""
+        """Replace this state by a fetched one."""
         self.unshare()
         np.copyto(self.array, snapshot.payload.numpy().view(np.float32).reshape(2, SIZE))
         header: dict[str, Any] = json.loads(snapshot.header)
@@ -146,7 +153,7 @@ class State:
         self.held = (snapshot.step, snapshot.lineage)
 
     def restore(self) -> None:
-        """There is nothing to undo: weights change by updates only."""
+        """Do nothing: only updates change the weights."""
 
     def digest(self) -> str:
         """Hash the bytes of weights, momentum and LR for a comparison with other groups."""
@@ -154,22 +161,23 @@ class State:
         return self.peek()
 
     def peek(self) -> str:
-        """Return the same digest for the world, which shows it to no group."""
+        """Return the same digest for the world. No group sees it."""
         octets = self.array.tobytes() + str(self.progress.steps).encode()
         return hashlib.blake2b(octets, digest_size=16).hexdigest()
 
     def flip(self, momentum: bool, place: int, bit: int) -> None:
-        """Flip a bit of a number of the weights or of the momentum."""
+        """Flip a bit of a weight or of the momentum."""
         self.array[int(momentum)].view("uint32")[place] ^= 1 << bit
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def forget_hooks(self) -> None:
-        """Remove the parameters' hooks: the garbage collector cannot free their cycle, and the
-        world would stay.
+        """Remove the parameters' hooks.
+
+        They form a cycle that the garbage collector cannot free, and the world would stay in
+        memory.
         """
         for parameter in self.parameters:
             if parameter._post_accumulate_grad_hooks is not None:
@@ -179,7 +187,8 @@ class State:
         """Add to the gradients as a backward does: the last parameters first, each followed by its
         hooks.
 
-        `between` is called before each parameter.
+        Args:
+            between: called before each parameter.
         """
         grads = torch.from_numpy(values.astype(np.float32)).split(self._shapes)
         for parameter, grad in zip(self.parameters[::-1], grads[::-1], strict=True):

@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Transfers of state between simulated ranks: `StateServer` and `fetch` in virtual time, in two
-parts.
+"""Transfers of state between simulated ranks, in virtual time.
+
+They stand in for `StateServer` and `fetch`. A state travels in two parts.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from titan_ft.transfer.wire import Message, TransferError
 
 # As in titan_ft.transfer.state_fetch.
 _STALL_SECONDS, _LATE_SECONDS, _OFFER_SECONDS = (10.0, 1.0, 1.5)
-_SLICE_SECONDS = 20.0  # the engine's 300, shortened as the waits in a schedule are
+_SLICE_SECONDS = 20.0  # the engine has 300; shorter here, as all waits of a schedule are
 _SERVER_OFFER_SECONDS = 1.0  # as in titan_ft.transfer.state_server
-# In a header: what nobody but the simulation knows.
+# In a header: knowledge of the simulation alone.
 _SOUND, _TAINTED = (b'"tainted": false', b'"tainted": true')
 
 
 class _NothingLeftError(Exception):
-    """A donor holds none of the missing bytes."""
+    """A donor has none of the missing bytes."""
 
 
 def _take(missing: list[range], held: range) -> range:
-    """Remove and return the first missing range that a donor holds."""
+    """Remove and return the first missing range that a donor has."""
     for place, part in enumerate(missing):
         start, stop = max(part.start, held.start), min(part.stop, held.stop)
         if start < stop:
@@ -70,7 +71,7 @@ class SnapshotServer:
         self.tell()
 
     def pin(self, is_pinned: bool) -> None:
-        """Note whether the snapshot must stay."""
+        """Keep the snapshot for its joiners, or release it."""
         self.is_pinned = is_pinned
 
     @property
@@ -79,7 +80,7 @@ class SnapshotServer:
         return None if self.offered is None else self.offered["step"]
 
     def offer(self, offer: Message | None, copy: Callable[[int, Part], None] | None = None) -> None:
-        """Let joiners ask for a state of this step."""
+        """Offer the state of a step to joiners."""
         self._kernel.pause()
         self.offered, self.copy, self.wanted_part = offer, copy, None
         self.offered_at = self._kernel.now
@@ -92,7 +93,6 @@ class SnapshotServer:
         return snapshot if self.readers == 0 else None
 
     def close(self) -> None:
-        """Stop listening."""
         self.closed, self.snapshot = True, None
         self.tell()
 
@@ -103,7 +103,7 @@ class SnapshotServer:
         self._waiting.clear()
 
     def wait(self, timeout: float) -> None:
-        """Block the caller until there is news."""
+        """Block the caller until `tell`, or until the time is over."""
         self._waiting.append(self._kernel.current)
         self._kernel.block(timeout)
 
@@ -133,8 +133,9 @@ class Transfers:
         report_lost: Callable[[int, str], None] = lambda place, error: None,
         report_share: Callable[[float], None] = lambda share: None,
     ) -> Snapshot:
-        """Fetch the state of `step` from the servers at `addresses`, each part from a server that
-        holds it.
+        """Fetch the state of `step` from the servers at `addresses`.
+
+        Each part comes from a server that has it.
 
         Raises:
             TransferError: no donor is left, the time is over, or the fetch was cancelled.
@@ -147,12 +148,12 @@ class Transfers:
         donors = {place: self.servers.get(address) for place, address in enumerate(addresses)}
         found: Snapshot | None = None
         missing: list[range] = []
-        parts: dict[int, torch.Tensor] = {}  # by their first byte
-        tainted = False  # the simulation's own knowledge, of any part
+        parts: dict[int, torch.Tensor] = {}  # by the number of their first byte
+        tainted = False  # known to the simulation only: a part has changed bytes
         while found is None or missing:
             place = self._choose(donors, node, step)
             end = kernel.now + min(timeout, _SLICE_SECONDS)
-            # Others give what a silent one owes.
+            # With other donors, a silent donor is given up sooner: they send its part.
             patience = _STALL_SECONDS if len(donors) == 1 else _LATE_SECONDS
             try:
                 server = donors[place]
@@ -194,8 +195,9 @@ class Transfers:
         )
 
     def _choose(self, donors: dict[int, SnapshotServer | None], node: Node, step: int) -> int:
-        """Return the place of a donor that can send the next part at once, or else of the first
-        donor.
+        """Return the place of the next donor to ask.
+
+        It can send the next part at once, or else is the first donor.
         """
         at_once = [
             place
@@ -220,7 +222,7 @@ class Transfers:
         cancelled: Any,
         patience: float,
     ) -> tuple[int, torch.Tensor, bytes]:
-        """Fetch the first missing bytes that the donor holds; return their offset too."""
+        """Fetch the first missing bytes that the donor has; return their offset as well."""
         snapshot = self._acquire(server, node, found.step, found.lineage, end, cancelled, patience)
         try:
             if snapshot.header.replace(_TAINTED, _SOUND) != found.header.replace(_TAINTED, _SOUND):
@@ -234,7 +236,7 @@ class Transfers:
             self.on_moment("serving", server.node)
             self.on_moment("fetching", node)
             wanted = _take(missing, snapshot.byte_range)
-            # The bytes as they are in the donor's memory now.
+            # The bytes are those in the donor's memory at this time.
             return (
                 wanted.start,
                 snapshot.payload[wanted.start - snapshot.first_byte :][: len(wanted)].clone(),
@@ -317,7 +319,7 @@ class Transfers:
                 server.closed or is_past or is_fit or (kernel.now >= waits and offered != step)
             )
             if not settled and server.copy is not None and part is not None and not asked:
-                asked = True  # a thread of the donor's copies it, and ends with the donor
+                asked = True  # a thread of the donor copies the state, and ends with the donor
                 kernel.spawn(
                     functools.partial(server.copy, step, part),
                     "titan_ft_state_server",
@@ -343,7 +345,7 @@ class Transfers:
         cancelled: Any,
         patience: float,
     ) -> None:
-        """Let time go by in which bytes come."""
+        """Let the time pass that the bytes need."""
         until = self._kernel.now + seconds
         while self._kernel.now < until:
             self._reach(server, node, end, cancelled, patience)
@@ -358,7 +360,10 @@ class Transfers:
         cancelled: Any,
         patience: float = _STALL_SECONDS,
     ) -> None:
-        """Return when the donor answers; a silence breaks the transfer off after a while."""
+        """Return when the donor answers.
+
+        Ends the transfer if the donor is silent for too long.
+        """
         kernel, network = self._kernel, self._network
         silent = kernel.now + patience
         while True:

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Reported waits of an exchange's members, compared with the virtual times of their arrivals.
+"""The reported waits of an exchange's members, compared with the virtual times of their arrivals.
 
 The engine compares seconds of unrelated clocks. The simulation knows when each member really
 arrived.
@@ -32,11 +32,11 @@ class Arrival:
     """A member's arrival at an exchange, in virtual seconds.
 
     Attributes:
-        began: when it began to wait.
-        asked: when it asked for the quorum.
-        ready: when it was ready for the exchange.
+        began: time at which the member began to wait.
+        asked: time of its quorum request.
+        ready: time at which it was ready for the exchange.
         connecting: duration in which it only connected to the other members.
-        joins: whether it lacked the state.
+        joins: the member lacked the state.
     """
 
     began: float
@@ -64,7 +64,7 @@ class WaitJudge:
         """What the groups said with their updates, each with its slot."""
 
     def comes(self, rank: Rank, key: str, arrival: Arrival) -> None:
-        """Take note of when a rank came to an exchange in the quorum `key`."""
+        """Note when a rank arrived at an exchange in the quorum `key`."""
         number = self._numbers[key, rank.slot, rank.number]
         self._arrivals.setdefault((key, rank.number, number), {})[rank.slot] = arrival
 
@@ -75,7 +75,7 @@ class WaitJudge:
         self._numbers[key, rank.slot, rank.number] += 1
         arrivals = self._arrivals.get((key, rank.number, number), {})
         if len(arrivals) < len(made.rows):
-            return  # a member died before it could say when it came
+            return  # a member died before its arrival was noted
         own = arrivals[rank.slot]
         who = f"g{rank.slot} r{rank.number} in the exchange after step {rank.position.step}"
         charged = [
@@ -83,8 +83,8 @@ class WaitJudge:
         ]
         for slot, why, seconds in charged:
             self.judged[why] += 1
-            # Whoever is charged asked, or came, by so much later than this rank; and a joiner than
-            # all that train.
+            # The charged group asked, or arrived, this much later than this rank. A joiner is
+            # compared with all groups that train as well.
             there = arrivals[slot]
             rest = [
                 each
@@ -93,7 +93,7 @@ class WaitJudge:
             ]
             later = max(there.asked - max([own.began, *(each.asked for each in rest)]), 0.0)
             later += max(there.ready - max([own.began, *(each.ready for each in rest)]), 0.0)
-            if there.joins:  # for its sake all members connect anew
+            if there.joins:  # for a joiner, all members make new connections
                 later += own.connecting
             if seconds > later + self._slack:
                 self._report(
@@ -108,7 +108,7 @@ class WaitJudge:
             self._report("waits", f"{who} waited {waited:.3f} s for others and says {said:.3f} s")
         has_cause = len(charged) < len(waits) or any(each.joins for each in arrivals.values())
         said = sum(seconds for _, _, seconds in waits)
-        # A group that heals forgets what it waited.
+        # A group that heals forgets its waits.
         if has_cause and not own.joins and said < own.connecting - self._slack:
             self._report(
                 "waits", f"{who} was connecting for {own.connecting:.3f} s and says {said:.3f} s"

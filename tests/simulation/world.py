@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The simulated world: groups of ranks with their agent, lighthouse and network, and the judges of
-their behaviour.
+"""The simulated world: groups of ranks with their agent, lighthouse and network.
+
+It also judges their behaviour.
 """
 
 from __future__ import annotations
@@ -47,27 +48,28 @@ if TYPE_CHECKING:
     from titan_ft.protocol.round import Broken, Round
 
 
-_MEETING_SECONDS = (
-    1.0  # that the lighthouse and the members of a round may take to take a newcomer in
-)
-_CLEAR = r".*(group|fault_tolerance\.|lighthouse|host|checkpoint:).*"  # one line: it names a peer, a field or a file
-# Until a manager tries its lighthouse again, as torchft's does.
+# Time in which the lighthouse and the members of a round must take a newcomer in.
+_MEETING_SECONDS = 1.0
+# one line that names a peer, a field or a file
+_CLEAR = r".*(group|fault_tolerance\.|lighthouse|host|checkpoint:).*"
+# Pause of a manager between two attempts to reach its lighthouse, as torchft's has.
 _RECONNECT_SECONDS, _RECONNECT_GROWTH = (0.1, 1.5)
-_AGAIN_SECONDS = 2.0  # that it may take longer after a disturbance
-_LEFT_OUT_SECONDS = (
-    1.5  # that a group which thaws may take to see that the others have left its exchange
-)
-_MISSED_SECONDS = 5.0  # that it may take longer for a rendezvous which it missed, and then it asks whom it can reach
-_BREAK_SECONDS = 4.0  # that a group needs at least to end a step by itself when the others are gone
-_SETTLED_SECONDS = 5.0  # that the groups may take to be over what happened
-_CHOICE_SECONDS = (
-    5.0  # that a group may take to choose a checkpoint from a folder that nobody changes
-)
-_USUAL_STEPS = (
-    3  # that may go by without a commit while a group heals: it replays, an exchange is made again
-)
-_PAUSE_SECONDS = 2.0  # between two steps: a group hangs, and the others cannot know yet
-_LATE_SECONDS = 0.5  # of them, whatever a step takes: pauses, latencies and lags
+_AGAIN_SECONDS = 2.0  # additional time after a disturbance
+# Time in which a thawed group must see that the others have left its exchange.
+_LEFT_OUT_SECONDS = 1.5
+# Additional time after a missed rendezvous. Then the group asks the groups that it can reach.
+_MISSED_SECONDS = 5.0
+# least time that a group needs to end a step by itself when the others are gone
+_BREAK_SECONDS = 4.0
+_SETTLED_SECONDS = 5.0  # time in which the groups must get over a disturbance
+# Time in which a group must choose a checkpoint from a folder that nobody changes.
+_CHOICE_SECONDS = 5.0
+# Steps without a commit that are allowed while a group heals: it replays, and an exchange is
+# repeated.
+_USUAL_STEPS = 3
+# longest pause between two steps: a group hangs, and the others cannot know yet
+_PAUSE_SECONDS = 2.0
+_LATE_SECONDS = 0.5  # delay of a step beyond its own time: pauses, latencies and lags
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Options:
     """The world of one schedule.
 
     Attributes:
-        groups, ranks, steps: numbers of them.
+        groups, ranks, steps: numbers of groups, of ranks in a group, and of updates.
         fault_tolerance: fields of the config, the same for all groups.
         absent: slots of groups that never start.
         late: seconds by which groups start later, by slot.
@@ -87,31 +89,31 @@ class Options:
         transfer_seconds: shortest and longest transfer of a state.
         compute_seconds, apply_seconds: time of a batch and of the optimizer.
         restart_seconds: shortest and longest time from a group's death to its next start.
-        build_seconds: least time from a group's start until it is about to reach the lighthouse.
-        overlap: whether gradients are sent during the backward.
+        build_seconds: shortest time from a group's start until it reaches the lighthouse.
+        overlap: gradients are sent during the backward.
         skew: largest difference between the hosts' wall clocks, in seconds.
         drift: largest gain or loss of a monotonic clock in a second, in seconds.
         odd: slots of groups with another model.
-        folder: whether groups read a checkpoint folder at their start.
+        folder: groups read a checkpoint folder at their start.
         sight: largest delay of a host's view of that folder, in seconds.
-        save_every: steps between two checkpoints of the job; 0: it saves none.
+        save_every: steps between two checkpoints of the job; 0 = it saves none.
         save_seconds: longest time that a rank takes to write its part.
-        save_failures: probability that a rank's save fails; the last step's never does.
-        silent: whether the process group between the groups fails as NCCL does.
-        store_survives: whether a group's store outlives its workers.
+        save_failures: probability that a rank's save fails. The save of the last step never fails.
+        silent: the process group between the groups fails as NCCL does.
+        store_survives: a group's store outlives its workers.
         min_replicas: of the lighthouse.
-        coupling: dependence of gradients on weights; 0 where bits are flipped, so that only the
+        coupling: dependence of gradients on weights. 0 where bits are flipped, so that only the
             flipped values differ.
         switch: probability that a pause point lets another task run.
-        speeds: factor of each slot on `compute_seconds`; empty: 1 for all.
-        last_steps: of the last round of a semi-synchronous method; 0: as many as in the others.
-        buffers: whether a forward may write a part of the state, so that no group offers it between
-            rounds.
+        speeds: factor of each slot on `compute_seconds`; empty = 1 for all.
+        last_steps: steps in the last round of a semi-synchronous method; 0 = as many as in the
+            others.
+        buffers: a forward may write a part of the state, so no group offers it between rounds.
         scarce: probability that a donor's host is short of memory, so that it copies a part.
-        forgets: whether data loaders do not continue where their state was saved.
+        forgets: data loaders do not continue where their state was saved.
         probe_seconds: time that a group waits for a quorum before it probes the lighthouse.
         finish_seconds: time that finished groups wait for others.
-        room: updates that fit the memory of the group's rank with least memory; 0: unlimited.
+        room: updates that fit the memory of the group's rank with least memory; 0 = unlimited.
     """
 
     groups: int
@@ -153,20 +155,20 @@ class Options:
 
     @property
     def round_steps(self) -> int:
-        """Return how many steps a group makes from one exchange to the next."""
+        """Number of steps that a group makes from one exchange to the next."""
         return steps_per_round(FaultTolerance(**self.fault_tolerance))
 
     @property
     def round_seconds(self) -> float:
-        """Return how long the slowest group is at them, about."""
+        """Approximate time of the slowest group for these steps."""
         return self.round_steps * self.compute_seconds * max(self.speeds, default=1.0)
 
     def seconds_of(self, slot: int) -> float:
-        """Return how long a group is at a batch, about."""
+        """Return the approximate time of a group for a batch."""
         return self.compute_seconds * (self.speeds[slot] if self.speeds else 1.0)
 
     def steps_of(self, updates: int) -> int:
-        """Return how many steps of a group so many updates have."""
+        """Return the number of steps in this many updates."""
         total = self.steps * self.round_steps - (
             self.round_steps - self.last_steps if self.last_steps else 0
         )
@@ -175,7 +177,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Problem:
-    """A promise that was broken."""
+    """A broken promise."""
 
     at: float
     promise: str
@@ -184,7 +186,12 @@ class Problem:
 
 @dataclass
 class _Armed:
-    """A fault that waits for a moment of a group (-1: any), after `skip` others."""
+    """A fault that waits for a moment of a group.
+
+    Attributes:
+        slot: of the group; -1 = any group.
+        skip: number of such moments that pass first.
+    """
 
     slot: int
     act: Callable[[Node], None]
@@ -193,17 +200,19 @@ class _Armed:
 
 
 class _Sequence:
-    """Acts of a group's ranks, one after the other, which must be equal on all of them."""
+    """The acts of a group's ranks, one after the other. All ranks must act alike."""
 
     def __init__(self, ranks: int) -> None:
         self._counts = [0] * ranks
-        self._open: dict[
-            int, tuple[dict[str, Any], int, int]
-        ] = {}  # by place: what, of which rank, how many did it
+        # For each place: the act, the rank that made it first, and the number of ranks that made
+        # it.
+        self._open: dict[int, tuple[dict[str, Any], int, int]] = {}
 
     def add(self, rank: int, what: dict[str, Any]) -> str:
-        """Record a rank's next act; return a text if it differs from another rank's act at the same
-        place.
+        """Record a rank's next act.
+
+        Returns:
+            The difference from another rank's act at the same place; empty = there is none.
         """
         place = self._counts[rank]
         self._counts[rank] += 1
@@ -222,19 +231,18 @@ class GroupRun:
     """One attempt of one group.
 
     Attributes:
-        told: ranks that were asked to leave.
-        comes_back: whether it restarts after it has left.
-        entered: when it reached the lighthouse; None if it has not.
-        met_from: when it last reached the lighthouse without any group in sight that it knows it
-            cannot reach.
-        ended_at: when the end of the first process that did not end in order was noticed.
-        heals_since: when it began to heal; None if it does not heal.
+        told: ranks with a leave request.
+        comes_back: the group restarts after it has left.
+        entered: time at which it reached the lighthouse; None = it has not yet.
+        met_from: time at which it last reached the lighthouse without a group in sight that it knows
+            it cannot reach.
+        ended_at: time at which the first end of a process was noticed that was not in order.
+        heals_since: time at which it began to heal; None = it does not heal.
         others_wait: the others wait for its transfer, because its queue is full.
         was_outside: it was outside the largest clique once.
-        rolled_back: it continued from its own state once, because that of others was lost.
-        missed: rounds without a part in them since its arrival; None after its first part in a
-            round.
-        failed_heals: failed fetches.
+        rolled_back: it continued from its own state once, because the others' state was lost.
+        missed: number of rounds without it since its arrival; None after its first part in a round.
+        failed_heals: number of failed fetches.
         heal_broke, former_heal_broke: an exchange broke for it during this heal, and during the
             previous one.
     """
@@ -263,7 +271,7 @@ class GroupRun:
         ]
         self.began = kernel.now
         self.over = False
-        self.members: frozenset[GroupRun] = frozenset()  # of the quorum that it was in last
+        self.members: frozenset[GroupRun] = frozenset()  # the groups of its last quorum
         self.ranks: list[Rank] = []
         for number in range(options.ranks):
             process = world.new_process(
@@ -281,18 +289,21 @@ class GroupRun:
 
     @property
     def alive(self) -> bool:
-        """Say whether all its ranks live."""
+        """True if all its ranks live."""
         return not self.over and all(not rank.process.dead for rank in self.ranks)
 
     @property
     def runs(self) -> bool:
-        """True if all its ranks live and reach each other, and none is frozen or hangs."""
+        """True if all its ranks live, reach each other, and neither are frozen nor hang."""
         at_work = all(rank.process.runs and not rank.hangs for rank in self.ranks)
         return self.alive and at_work and self.link.flows()
 
     @property
     def ended(self) -> str:
-        """Return how all its ranks ended in order; empty if they did not."""
+        """How all its ranks ended in order: "finished" or "drained".
+
+        Empty if they did not.
+        """
         how = {rank.ended.how if rank.ended else "" for rank in self.ranks}
         return how.pop() if len(how) == 1 else ""
 
@@ -303,12 +314,12 @@ class GroupRun:
 
     @property
     def ready(self) -> bool:
-        """Say whether all its ranks hold a committed state."""
+        """True if all its ranks hold a committed state."""
         return self.alive and all(rank.ready for rank in self.ranks)
 
     @property
     def stays(self) -> bool:
-        """Say the same of a group of which some ranks may have ended in order."""
+        """True if all its ranks hold a committed state, or have ended in order."""
         return all(rank.ready and (rank.ended or not rank.process.dead) for rank in self.ranks)
 
 
@@ -318,7 +329,7 @@ class World(standins.World):
     Args:
         seed: determines everything random.
         faults: each with its time.
-        traces: whether to record a trace for people.
+        traces: record a trace for people.
     """
 
     def __init__(
@@ -368,53 +379,52 @@ class World(standins.World):
         self.ranks: dict[Process, Rank] = {}
         self.collectives: dict[Process, GroupCollective] = {}
         self.groups: dict[int, GroupRun] = {}
-        self.entered: list[
-            GroupRun
-        ] = []  # all that came to the lighthouse, also those that are gone
+        # All groups that have reached the lighthouse, including those that are gone.
+        self.entered: list[GroupRun] = []
         self.stores: dict[tuple[str, int], StoreServer] = {}
-        self.trees: dict[tuple[str, int], SimulatedSockets] = {}  # that children connect to
+        # by the address to which children connect
+        self.trees: dict[tuple[str, int], SimulatedSockets] = {}
         self.rings: dict[str, Ring] = {}
         self.managers: dict[str, ManagerServer] = {}
-        self.gone: dict[int, str] = {}  # slots that come no more, and why
-        # For a joiner: who showed sound bytes when its donor was named, if they were enough; and
-        # who that is.
+        self.gone: dict[int, str] = {}  # slots that do not come back, each with the reason
+        # For a joiner: the groups that showed sound bytes when its donor was named, if they were
+        # enough, and the donor's slot.
         self.sound: dict[Rank, tuple[list[int], int]] = {}
-        self.clocks: dict[
-            Node, tuple[float, float]
-        ] = {}  # of each host: its wall clock's error, its clock's rate
+        # For each host: error of its wall clock, and rate of its monotonic clock.
+        self.clocks: dict[Node, tuple[float, float]] = {}
         self.flipped: set[int] = set()  # slots of groups in which a bit has flipped
-        self.thawed: dict[int, float] = {}  # by slot: when one of its ranks was thawed last
-        self.changed = 0.0  # when something last happened to the world
-        self.disturbed = 0.0  # the same, or when training last could not go on
-        self.undisturbed_steps = (
-            0  # committed for the first time since then, and since it could go on again
-        )
-        self.calm_since = 0.0  # when the first of them was
-        self._saves_since = self._judged_saves = (
-            0.0  # since when steps go by that a save could follow; the last one
-        )
-        self.progressed = (
-            0.0  # when a step was last committed for the first time, or a heal began or ended
-        )
-        self.stepped = 0.0  # when a step was last committed for the first time
+        # for each slot, the time at which one of its ranks was last thawed
+        self.thawed: dict[int, float] = {}
+        self.changed = 0.0  # time of the last event in the world
+        self.disturbed = 0.0  # the same, or the last time at which training could not go on
+        # Steps that were first committed since then, while training could go on.
+        self.undisturbed_steps = 0
+        self.calm_since = 0.0  # time of the first of them
+        # Since when each step could be followed by a save, and the time of the last such step.
+        self._saves_since = self._judged_saves = 0.0
+        # Time at which a step was last committed for the first time, or a heal began or ended.
+        self.progressed = 0.0
+        self.stepped = 0.0  # time at which a step was last committed for the first time
         self.furthest = 0
         self.commits = 0
-        self.due: dict[int, float] = {}  # steps to be saved, and since when
+        self.due: dict[int, float] = {}  # steps to be saved, and the time from which each is due
         self.last_fault = max((fault.ends for fault in faults), default=0.0)
-        self.final: set[GroupRun] | None = (
-            None  # groups of the quorum in which the first one finished
-        )
-        self.told_first = (
-            self.told_last
-        ) = -math.inf  # when groups were told to leave, of those that leave together
+        # The groups of the quorum in which the first group finished.
+        self.final: set[GroupRun] | None = None
+        # First and last leave request of the groups that leave together.
+        self.told_first = self.told_last = -math.inf
         self.left = 0  # largest step of a group that has left with them
-        self.struck = -math.inf  # when something other than a request to leave happened last
+        self.struck = -math.inf  # time of the last event other than a leave request
         self._pids = 100
 
     # Running
 
     def run(self) -> list[Problem]:
-        """Run until all groups have ended or a promise is broken; return the broken promises."""
+        """Run until all groups have ended or a promise is broken.
+
+        Returns:
+            The broken promises.
+        """
         kernel = self.kernel
         standins.enter(kernel, self)
         former = seat.PROBE_SECONDS, engine_step.FINISH_SECONDS
@@ -460,9 +470,7 @@ class World(standins.World):
 
     @property
     def bound(self) -> float:
-        """Return the seconds within which a step must be committed while nothing happens to the
-        world.
-        """
+        """Seconds within which a step must be committed while nothing happens to the world."""
         config = self.config
         waits = (
             config["join_timeout_ms"]
@@ -500,25 +508,25 @@ class World(standins.World):
             fault.inject(self)
 
     def disturb(self) -> None:
-        """Take note that something happens to the world."""
+        """Note that something happens to the world."""
         self.changed = self.disturbed = self.kernel.now
         self.undisturbed_steps = 0
 
     def when(
         self, moment: str, slot: int, act: Callable[[Node], None], *, breaks: bool = True
     ) -> None:
-        """Call `act` at the next moment of a kind ("exchange", "vote", ...) of a group, or of any
-        if `slot` is -1.
+        """Call `act` at a group's next moment of a kind ("exchange", "vote", ...).
 
         Args:
-            breaks: whether it does more than ask groups to leave.
+            slot: of the group; -1 = any group.
+            breaks: the act does more than send leave requests.
         """
-        # An exchange is several collectives: any of them may be the one.
+        # An exchange has several collectives. The fault strikes in one of them.
         skip = self.kernel.rng.randrange(3 * self.options.groups) if moment == "exchange" else 0
         self.armed.setdefault(moment, []).append(_Armed(slot, act, skip, breaks))
 
     def moment(self, moment: str, node: Node) -> None:
-        """Trigger the faults that wait for this moment; they strike within a few milliseconds."""
+        """Inject the faults that wait for this moment, within a few milliseconds."""
         armed = self.armed.get(moment)
         if not armed:
             return
@@ -528,7 +536,7 @@ class World(standins.World):
             entry.skip -= 1
             if entry.skip < 0:
                 armed.remove(entry)
-                # What a round has shown is other bytes already when it is served, or it is not.
+                # A flip at this moment comes at once: before the shown bytes are served.
                 late = 0.0 if moment == "naming" else 0.006 * self.kernel.rng.random() ** 2
                 self.kernel.after(late, functools.partial(self._strike, entry, node))
 
@@ -548,13 +556,13 @@ class World(standins.World):
 
     def _job_over(self) -> bool:
         finished = any(group.ended == "finished" for group in self.groups.values())
-        # A person has to choose a checkpoint.
+        # After this error a person must choose a checkpoint.
         return finished or "DivergedError" in self.gone.values()
 
-    # What stand-ins ask
+    # Calls of stand-ins
 
     def new_process(self, name: str, node: Node) -> Process:
-        """Make a process with the clocks of its host. Each rank has its own host."""
+        """Make a process with the clocks of its host. Each rank has a host of its own."""
         self._pids += 1
         rng, lag = self.kernel.rng, self.options.lag
         process = Process(self.kernel, name, pid=self._pids)
@@ -573,11 +581,11 @@ class World(standins.World):
         return f"10.0.{node[0]}.{node[1]}"
 
     def host_of(self, process: Process) -> str:
-        """Return the name of the host that a process is on."""
+        """Return the name of a process's host."""
         return f"host-{self.ranks[process].slot}"
 
     def store_address(self, slot: int) -> tuple[str, int]:
-        """Return host and port of a group's store, which is made if there is none."""
+        """Return host and port of a group's store. Makes the store if there is none."""
         address = (self.host((slot, 0)), 29500)
         server = self.stores.get(address)
         if server is None or server.gone:
@@ -586,7 +594,7 @@ class World(standins.World):
         return address
 
     def connect_store(self, host: str, port: int, timeout: float) -> Store:
-        """Connect the process that runs to a store."""
+        """Connect the running process to a store."""
         server = self.stores.get((host, port))
         node = self.ranks[self.kernel.process].node
         return Store(self.network, node, None if server is None or server.gone else server, timeout)
@@ -596,7 +604,7 @@ class World(standins.World):
         return PrefixStore(prefix, store)
 
     def process_group(self, rank: Rank) -> ProcessGroup:
-        """Make the process group between the groups of one rank."""
+        """Make one rank's process group between the groups."""
         return ProcessGroup(
             self.kernel,
             self.network,
@@ -610,11 +618,11 @@ class World(standins.World):
         )
 
     def manager_server(self, **options: Any) -> ManagerServer:
-        """Start a manager in the process that runs."""
+        """Start a manager in the running process."""
         process = self.kernel.process
         node = self.ranks[process].node
         lighthouse = self.lighthouse
-        # Which its name says, however long it has to wait for the lighthouse.
+        # The manager's name has this time, however long it waits for the lighthouse.
         came = self.kernel.now
         end, pause = came + options["connect_timeout"].total_seconds(), _RECONNECT_SECONDS
         while not (lighthouse.listens and self.network.usable(node, LIGHTHOUSE)):
@@ -634,7 +642,7 @@ class World(standins.World):
         return server
 
     def manager_client(self, address: str) -> ManagerClient:
-        """Connect the process that runs to a manager."""
+        """Connect the running process to a manager."""
         return ManagerClient(self.ranks[self.kernel.process].node, self.managers.get(address))
 
     def connect(self, host: str, port: int, timeout: float) -> None:
@@ -675,7 +683,7 @@ class World(standins.World):
         """Return the lighthouse's status page.
 
         Raises:
-            OSError: it is away or cannot be reached.
+            OSError: the lighthouse is down, or cannot be reached.
         """
         self.network.call(self.ranks[self.kernel.process].node, LIGHTHOUSE, None, timeout)
         if not self.lighthouse.listens:
@@ -689,26 +697,27 @@ class World(standins.World):
         return self.folder.files(self.ranks[self.kernel.process].node)
 
     def group_collective(self) -> GroupCollective:
-        """Return the collectives of the process that runs."""
+        """Return the collectives of the running process."""
         return self.collectives[self.kernel.process]
 
     def fetch(self, *args: Any, **kwargs: Any) -> Any:
-        """Fetch a state for the process that runs."""
+        """Fetch a state for the running process."""
         return self.transfers.fetch(*args, **kwargs)
 
     def free_bytes(self) -> int:
-        """Return the free memory of the running process's host. The ranks of a group see different
-        values.
+        """Return the free memory of the running process's host.
+
+        The ranks of a group see different values.
         """
         rank, ranks = self.ranks[self.kernel.process], self.options.ranks
         room = self.options.room + (rank.slot + rank.number) % ranks if self.options.room else 2**31
         return 2 * ranks * room * rank.update_bytes
 
     def ask_offer(self, *args: Any, **kwargs: Any) -> Any:
-        """Ask for an offer for the process that runs."""
+        """Ask for an offer for the running process."""
         return self.transfers.ask_offer(*args, **kwargs)
 
-    # What ranks tell
+    # Reports of ranks
 
     def chose(self, rank: Rank, step: int) -> None:
         """Compare a rank's chosen checkpoint with those of the group's other ranks."""
@@ -740,7 +749,7 @@ class World(standins.World):
         self.kernel.after(1.0, lambda: self._judge_choice(group))
 
     def told_to_drain(self, rank: Rank) -> bool:
-        """True if a starting rank has already been asked to leave."""
+        """Return True if a starting rank has a leave request already."""
         return rank.number in rank.group.told
 
     def enters(self, rank: Rank, call: str) -> None:
@@ -760,20 +769,22 @@ class World(standins.World):
             and rank.ready
             and any(other.position.standing is Standing.BEHIND for other in others)
         ):
-            self.moment("naming", rank.node)  # of a donor, perhaps this one
+            self.moment("naming", rank.node)  # the moment of a donor; this rank may be one
         rank.voted = True
         self._compare(rank, "calls", ("vote",))
 
     def decided(self, position: Position, outcome: Round | Broken, decision: Decision) -> None:
-        """Compare a rank's decision after a round, and its grounds, with those of the group's other
-        ranks.
+        """Compare a rank's decision after a round with those of the group's other ranks.
+
+        The grounds of the decision are compared as well.
         """
         rank = self.ranks[self.kernel.process]
         if self.options.ranks == 1:
             return
         what: object = type(decision.error) if isinstance(decision, GiveUp) else decision
         if position.standing is Standing.FINISHED and isinstance(decision, Wait | Done):
-            what = "ends or waits"  # who left in order some ranks may not have heard: it is agreed on later
+            # Ranks may have heard of different groups that left in order. They agree on it later.
+            what = "ends or waits"
         facts = {
             **vars(position),
             "left": None,
@@ -783,9 +794,7 @@ class World(standins.World):
         self._compare_all(rank, "decides", facts)
 
     def agreed(self, rank: Rank, answer: str) -> None:
-        """Compare the result of an agreement over the group's store with the other ranks'
-        results.
-        """
+        """Compare the result of an agreement with the results on the group's other ranks."""
         self._compare(rank, "agrees on", answer)
 
     def asks(self, rank: Rank, step: int) -> None:
@@ -802,7 +811,7 @@ class World(standins.World):
             self.report("ranks never part", f"g{rank.slot} {kind}, {apart}")
 
     def saw(self, rank: Rank, event: str, fields: dict[str, Any]) -> None:
-        """Take note of an event of the engine."""
+        """Note an event of the engine."""
         if self.traces:
             told = " ".join(
                 f"{name}={_short(value)}"
@@ -846,8 +855,10 @@ class World(standins.World):
             self._judge_mismatch(rank, fields)
 
     def _judge_full_queue(self, rank: Rank, event: str, reason: str) -> None:
-        """A joiner may make others wait, or start a new fetch once, only if its queue is full or
-        its replay is slow.
+        """Judge the end of a joiner's queue.
+
+        A joiner may let others wait, or fetch a newer state once, only if its queue is full or its
+        replay is slow.
         """
         most = self.options.room or math.inf
         slow = "to replay" in reason and rank.unreplayed > 1
@@ -866,16 +877,16 @@ class World(standins.World):
             self._compare(rank, "ends its queue by", event)
 
     def _judge_break(self, rank: Rank) -> None:
-        """A joined group that trains must not break an exchange in which others wait for it."""
-        # A quorum is asked for one step ahead: who is in it may have gone meanwhile.
+        """Report a joined group that trains and breaks an exchange in which others wait for it."""
+        # A quorum is requested one step ahead. A member may have gone since.
         step = 1.6 * self.options.compute_seconds * max(self.options.speeds, default=1.0)
         quiet = (
             self.kernel.now - self.disturbed
             > self.config["process_group_timeout_ms"] / 1000 + step + 2.0
         )
         at_work = all(group.runs for group in self.groups.values() if not group.over)
-        # What is left of a broken connection, or of a NaN, is seen in the next exchange, which may
-        # be long after it.
+        # The effect of a broken connection, or of a NaN, shows in the next exchange, which may come
+        # much later.
         ends_only = all(
             type(fault).__name__ in ("Kill", "KillGroups", "DrainGroup") for fault in self.faults
         )
@@ -888,8 +899,8 @@ class World(standins.World):
     def tell_to_leave(self, group: GroupRun, ranks: Collection[int], comes_back: bool) -> None:
         """Send SIGTERM to these ranks of a group, some milliseconds apart."""
         self.disturb()
-        # Those that are told soon after each other leave together; told later, a group is judged by
-        # itself.
+        # Groups whose requests come soon after each other leave together. After a longer time, a
+        # group is judged by itself.
         if self.kernel.now - self.told_last > self.config["drain_timeout_seconds"]:
             self.told_first, self.left = self.kernel.now, 0
         self.told_last = self.kernel.now
@@ -909,7 +920,7 @@ class World(standins.World):
         self.kernel.after(seconds, functools.partial(self._judge_leaving, rank, self.kernel.now))
 
     def _judge_leaving(self, rank: Rank, since: float) -> None:
-        """A rank that was asked to leave has ended after a while, in order or not."""
+        """Report a rank that has not ended some time after its leave request."""
         thawed = self.thawed.get(rank.slot, 0.0) >= since
         if rank.process.runs and not thawed:
             seconds = self.kernel.now - since
@@ -919,16 +930,20 @@ class World(standins.World):
             )
 
     def _judge_abandoned(self, rank: Rank, reason: str) -> None:
-        """A group that was asked to leave first finishes its step, unless something prevents it."""
+        """Judge a group that has ended without having left in order.
+
+        After a leave request a group first finishes its step, unless something prevents it.
+        """
         group = rank.group
         if "another rank" in reason:
             fair = any(
                 other.abandoned or other.process.dead for other in group.ranks if other is not rank
             )
         elif "had not begun" in reason:
-            fair = not rank.voted_when_told  # it may vote while it says its last words
+            fair = not rank.voted_when_told  # the rank may vote while its last words are written
         else:
-            # Alone it needs an answer of the lighthouse, and outside of the quorum not even that.
+            # A lone group needs an answer of the lighthouse. A group outside of the quorum gets
+            # none.
             lonely = sum(other.runs for other in self.groups.values()) < self.options.min_replicas
             lately = (
                 self.kernel.now - self.changed
@@ -948,11 +963,10 @@ class World(standins.World):
             )
 
     def _waits_for_last_steps(self, rank: Rank) -> bool:
-        """True if a group waits in the exchange for others that make the last, long step of their
-        round.
+        """Return True if a group waits in the exchange for others that make their last, long step.
 
-        These requested the quorum at the step's beginning. Leaving the exchange would cost them
-        another one all the same.
+        The others requested the quorum at the beginning of this step. If the group left the
+        exchange, they would have to repeat it all the same.
         """
         options, left = (
             self.options,
@@ -969,7 +983,7 @@ class World(standins.World):
             self._judge_loss(rank, step, "started anew")
 
     def committed(self, rank: Rank, step: int, participants: list[int]) -> None:
-        """Take note of a commit."""
+        """Note a commit."""
         if self.traces:
             self.say(
                 rank.process.name,
@@ -989,27 +1003,27 @@ class World(standins.World):
                 self._judge_joiners(participants)
 
     def _judge_joiners(self, participants: Collection[int]) -> None:
-        """A group takes part in the second round after its arrival, unless a fault strikes or its
-        transfer is long.
+        """Judge how soon a group takes part in a round after its arrival.
 
-        The first round is the one under way at its arrival. A holder serves one joiner after the
-        other. A state offered in the middle of a round may be gone at the round's end, before it is
-        fetched.
+        It must do so in the second round, unless a fault strikes or its transfer is long. The first
+        round is the one under way at its arrival. A holder serves one joiner after the other. A
+        state offered in the middle of a round may be gone at the round's end, before it is fetched.
         """
         options = self.options
         fetch = options.transfer_seconds[1] + 0.5 + 8 * options.lag
-        # The others ask for their quorum at the beginning of their last step: from then on they
-        # wait for a joiner. It comes when they have made the first steps of their round, while an
-        # exchange was under way. A deadline may end the round before, behind its first step too.
+        # The others request their quorum at the beginning of their last step. From then on they
+        # wait for a joiner. It arrives after the first steps of their round, which were made during
+        # an exchange. A deadline may end the round earlier, even after its first step.
         limit = self.config["sync_deadline_seconds"] or math.inf
         in_time = math.ceil(min(limit / options.compute_seconds, options.round_steps))
         steps = in_time - 1 - self.config["fragment_sync_delay"]
         fits = fetch < min(steps * options.compute_seconds, limit)
+        # Rounds that the fetch takes.
         fetching = (
             0
             if fits
             else 1 + int(fetch / min(options.round_steps * options.compute_seconds, limit))
-        )  # rounds
+        )
         short = self.furthest == options.steps and options.last_steps > 0
         joining = sum(group.missed is not None and group.runs for group in self.groups.values())
         for group in self.groups.values():
@@ -1024,31 +1038,31 @@ class World(standins.World):
                 and self.network.calm
                 and self.lighthouse.listens
             )
-            # Whose bytes are not the agreed ones is asked once more, a round later.
+            # A group whose bytes are not the agreed ones asks again, one round later.
             quiet &= not self.flipped
             if quiet and group.missed > (1 + fetching) * joining + group.failed_heals:
                 text = f"g{group.slot} has had no part in the {group.missed} rounds since it came"
                 self.report("no stall for a joiner", text)
 
     def save_failed(self, rank: Rank, step: int) -> None:
-        """Take note that a group could not save a step."""
+        """Note that a group could not save a step."""
         self.say(rank.process.name, f"could not save step {step}")
-        self.due.pop(step, None)  # its writer tries again when the next one is due
+        self.due.pop(step, None)  # the group tries again when the next save is due
         self.disturb()
 
     def publishes(self, rank: Rank, step: int) -> None:
-        """Take note that a group is about to publish a checkpoint."""
+        """Note that a group is about to publish a checkpoint."""
         self.say(rank.process.name, f"publishes the checkpoint of step {step}")
         self._judge_replaced(rank, step, "replaces", rank.position.saved_corrupt)
 
     def withdraws(self, rank: Rank, step: int) -> None:
-        """Take note that a group is about to take a checkpoint back."""
+        """Note that a group is about to withdraw a checkpoint."""
         self.say(rank.process.name, f"withdraws the checkpoint of step {step}")
         self.disturb()
         self._judge_replaced(rank, step, "withdraws", True)
 
     def _judge_replaced(self, rank: Rank, step: int, what: str, is_void: bool) -> None:
-        """A state that is not the job's must not replace another group's checkpoint."""
+        """Report a checkpoint of another group that is replaced by a state that is not the job's."""
         assert self.folder is not None
         writer = self.folder.writer(step)
         if is_void and writer not in (-1, rank.slot):
@@ -1060,14 +1074,14 @@ class World(standins.World):
         every, folder = self.options.save_every, self.folder
         if not every or folder is None:
             return
-        # A group hung: who takes over does so at a commit.
+        # After a hang, the group that takes the saves over does so at a commit.
         if self.kernel.now - self._judged_saves > _PAUSE_SECONDS:
             self._saves_since = self.kernel.now
         self._judged_saves = self.kernel.now
         if step % every == 0:
             self.due[step] = self.kernel.now
-        # Its writer may have been busy with an earlier one, and sees at its next commit that this
-        # has ended.
+        # The group may have been busy with an earlier save. It sees the end of that save at its
+        # next commit.
         patience = 2 * self.options.save_seconds + 0.2 + 8 * self.options.lag
         for due, since in self.due.items():
             late = self.kernel.now - max(since, self.calm_since, self._saves_since) > patience
@@ -1078,7 +1092,11 @@ class World(standins.World):
                 )
 
     def heals(self, rank: Rank, computed: bool) -> None:
-        """Record that a rank is behind. `computed`: it discards the gradients of a step."""
+        """Record that a rank is behind.
+
+        Args:
+            computed: it discards the gradients of a step.
+        """
         self.moment("healing", rank.node)
         if (
             computed
@@ -1103,15 +1121,12 @@ class World(standins.World):
         these cases of the design:
 
         - A group whose exchange was complete while it broke for more others returns to their state,
-          without its change.
-        - A joiner received the state before an exchange that broke for it and others. It is behind
-          if a group continues for which the exchange was complete.
-        - A group returns to its own state because the others' state is lost with them.
-        - A group was outside the largest clique, for instance because it could not reach a frozen
-          group.
-        - A group's change is in an update that only others made, on the state of lineage `before`,
-          which the group had as well: it gave up its own update for theirs, and theirs is lost with
-          them.
+        without its change. - A joiner received the state before an exchange that broke for it and
+        others. It is behind if a group continues for which the exchange was complete. - A group
+        returns to its own state because the others' state is lost with them. - A group was outside
+        the largest clique, for instance because it could not reach a frozen group. - A group's
+        change is in an update that only others made, on the state of lineage `before`, which the
+        group had as well: it gave up its own update for theirs, and theirs is lost with them.
         """
         now = {id(update) for update in self.oracle.path(rank.held[1])}
         forsaken = any(
@@ -1132,15 +1147,17 @@ class World(standins.World):
 
     @property
     def _patience(self) -> float:
-        """Return the seconds within which a step is committed if only heals delay the groups."""
+        """Seconds within which a step must be committed if only heals delay the groups."""
         options = self.options
         slots = options.groups if self.config["batch_policy"] == "constant" else 1
         usual = slots * 1.6 * options.round_seconds + options.apply_seconds + 4 * options.jitter
         return _USUAL_STEPS * (usual + 4 * options.lag) + _LATE_SECONDS
 
     def _judge_stall(self, group: GroupRun, heal: float) -> None:
-        """Check that the others train on during a group's heal since `heal`, however long its
-        transfer takes.
+        """Report a heal during which the others do not train on, however long its transfer takes.
+
+        Args:
+            heal: time at which the heal began.
         """
         now = self.kernel.now
         if (
@@ -1152,8 +1169,8 @@ class World(standins.World):
             return
         if group.others_wait or not self._trains_on():
             self.undisturbed_steps = 0
-        # The first step after a disturbance may have been complete before it; with the second one
-        # they are over it.
+        # The first step after a disturbance may have been complete before it. The second one shows
+        # that the groups are past it.
         since = max(heal, self.stepped) if self.undisturbed_steps > 1 else now
         if now - since >= self._patience - 1e-6:
             text = f"g{group.slot} heals, and the others commit nothing for {now - since:.1f} s"
@@ -1162,9 +1179,7 @@ class World(standins.World):
         self.kernel.after(again, functools.partial(self._judge_stall, group, heal))
 
     def _trains_on(self) -> bool:
-        """Say whether enough groups hold the job's state, and nothing slows any group or link
-        down.
-        """
+        """Return True if enough groups hold the job's state, and nothing slows a group or a link."""
         groups = [group for group in self.groups.values() if not group.over and not group.ended]
         ready = sum(group.ready and group.heals_since is None for group in groups)
         at_work = all(
@@ -1178,13 +1193,16 @@ class World(standins.World):
         )
 
     def _judge_lost_work(self, rank: Rank) -> None:
-        """One group ahead must not cost the work of several that are ready one step behind it,
-        except at the very end.
+        """Report a group whose work is lost because of a minority that is one step ahead.
+
+        One group ahead must not cost the work of several that are ready one step behind it, except
+        at the very end.
         """
-        # Those of the round, also one that has died since. Who cannot reach all of the others is in
-        # the lighthouse's quorum, and outside.
+        # The groups of the round, including those that have died since. A group that cannot reach
+        # all of the others is in the lighthouse's quorum, and outside of the round.
         members = [group for slot, group in self.groups.items() if slot in rank.met]
-        # Also who has loaded a checkpoint and has yet to begin: its row claims that state.
+        # A group that has loaded a checkpoint and has yet to begin counts as well: its row claims
+        # that state.
         holders = [
             group
             for group in members
@@ -1193,7 +1211,7 @@ class World(standins.World):
             )
         ]
         held = [group.ranks[rank.number].held for group in holders]
-        # One that has healed for this very round has computed nothing yet.
+        # A group that has healed for this very round has computed nothing yet.
         rear = sum(
             group.runs
             and group.ranks[rank.number].computed
@@ -1216,7 +1234,7 @@ class World(standins.World):
         own = made.rows[made.quorum.rank]
         rank.ahead = own.has_state and own.step > made.verdict.step
         rank.tied = rank.tied and made.verdict.tie
-        # One with steps left may give what it has of former rounds, and no token of this one.
+        # A group with steps left may give changes of earlier rounds, and no token of this one.
         if rank.sent and not any(
             (row.valid_tokens or row.unfinished) and not row.holding_back for row in made.rows
         ):
@@ -1225,10 +1243,11 @@ class World(standins.World):
                 f"{rank.process.name} has sent gradients in a round to which nobody gave any",
             )
         verdict = made.verdict
-        is_shown = own.donor < 0 or own.from_step == verdict.step  # what it asks for, or fetches
+        # of the state that the group asks for, or fetches
+        is_shown = own.donor < 0 or own.from_step == verdict.step
         if not own.has_state and verdict.verified and is_shown:
-            # With fewer holders that show sound bytes than others, or without any, nobody can tell
-            # which are right.
+            # If fewer than half of the holders show sound bytes, nobody can tell which bytes are
+            # right.
             held = [row.slot for row in made.rows if row.has_state and row.step == verdict.step]
             groups = [self.groups[slot] for slot in held]
             sound = [
@@ -1237,8 +1256,9 @@ class World(standins.World):
             self.sound[rank] = (sound if 2 * len(sound) >= len(held) else [], own.donor)
 
     def silenced(self, group: GroupRun, ranks: list[Rank], seconds: float) -> None:
-        """Check later whether a group still seems alive although its first host hears nothing of
-        another host.
+        """Check later whether a group still seems alive although one of its hosts is silent.
+
+        Its first host hears nothing of that host.
         """
         if (
             not group.ready
@@ -1262,8 +1282,8 @@ class World(standins.World):
                     f"g{group.slot} still beats {longest:.0f} s after one of its hosts fell silent",
                 )
 
-        # It is seen when it is silent for the whole patience, at the next look, after looks that
-        # came late. A rank that has not answered its first ping yet has longer
+        # The host is found silent at the next look after the whole patience, and some looks may
+        # come late. A rank that has not answered its first ping yet has longer
         # (`HeartbeatWatch.look`).
         longest = 3 * patience + 0.5
         if since - group.began < patience:
@@ -1283,7 +1303,7 @@ class World(standins.World):
                 and self.lighthouse.listens
                 and not self._job_over()
             )
-            # Nobody has a new quorum while the others sit out an exchange with one that hangs.
+            # The others get no new quorum while they are in an exchange with a group that hangs.
             at_work = quiet and not any(
                 rank.slowness or rank.hangs or rank.process.frozen
                 for other in self.groups.values()
@@ -1308,9 +1328,9 @@ class World(standins.World):
         return any(rank.state.tainted for rank in self.groups[slot].ranks)
 
     def healed(self, rank: Rank) -> None:
-        """Take note that a rank has the job's state."""
+        """Note that a rank has the job's state."""
         self.say(rank.process.name, f"has step {rank.held[0]}, {rank.state.peek()[:8]}")
-        self.undisturbed_steps = 0  # before it, perhaps too few held the state
+        self.undisturbed_steps = 0  # before that, too few groups may have held the state
         rank.group.heals_since, rank.group.others_wait = None, False
         sound, donor = self.sound.pop(rank, ([], -1))
         if (
@@ -1324,7 +1344,7 @@ class World(standins.World):
             )
 
     def rank_ended(self, rank: Rank) -> None:
-        """Take note that a rank ended in order; stop when nothing is left to see."""
+        """Note that a rank ended in order. Stop if all has been seen."""
         ended = rank.ended
         assert ended is not None
         self.say(rank.process.name, f"{ended.how} at step {ended.step}, {ended.digest[:8]}")
@@ -1341,8 +1361,8 @@ class World(standins.World):
             self._judge_left(group)
         if self.final is None and group.ended == "finished":
             # The first group to finish has given up each group that was not in its last round, or
-            # that it cannot reach: those are too late. So is a group that came after that round,
-            # which may be long ago if the finishing group was frozen.
+            # that it cannot reach. Those come too late. So does a group that arrived after that
+            # round, which may be long ago if the finishing group was frozen.
             self.final = {
                 other for other in group.members if other.stays and self._linked(group, other)
             }
@@ -1350,11 +1370,11 @@ class World(standins.World):
         self._judge_end(rank)
 
     def _judge_left(self, group: GroupRun) -> None:
-        """When the last groups with the job's state have left in order, a checkpoint has that
-        state.
+        """Report a job's state that is in no checkpoint after the last groups with it have left in
+        order.
 
-        It may be missing if a fault struck since the first of them was asked to leave: a group that
-        was to save may have died, or may not have been seen by the others.
+        The checkpoint may be missing if a fault struck since the first of them got its leave
+        request. A group that was to save may have died, or the others may not have seen it.
         """
         if self.folder is None or not self.options.save_every:
             return
@@ -1395,7 +1415,7 @@ class World(standins.World):
                 "ranks never part",
                 f"g{group.slot}: ranks {left} have left in order, {stuck} had to end",
             )
-        # One that has its final state may still be killed, or find at its end that a sibling is
+        # A rank with the final state may still be killed, or may find at its end that a sibling is
         # silent.
         if not all(rank.returned for rank in dead):
             group.ended_at = self.kernel.now
@@ -1453,15 +1473,15 @@ class World(standins.World):
     def _may_end(self, rank: Rank, crash: Crash) -> bool:
         name = type(crash.error).__name__
         if rank.group.over:
-            return True  # a sibling has ended: it is being ended as well
+            return True  # a sibling has ended, so the agent ends this rank as well
         if any(fault.excuses(name, rank, self) for fault in self.faults):
             return True
         if name == "LoadError" and self.folder is not None:
-            # What it had chosen is gone: removed, withdrawn by a group whose update nobody else has
-            # made, or replaced. It chooses anew when it is started again.
+            # The chosen checkpoint is gone. It was removed, replaced, or withdrawn by a group whose
+            # update no other group has made. After a restart the group chooses again.
             return max(self.folder.missed, self.folder.replaced) >= rank.group.began
         if name == "GaveUpError" and "start_timeout" in str(crash.error):
-            # Nothing is lost: what it holds is the initial state, or that of a checkpoint.
+            # Nothing is lost: the group holds the initial state, or that of a checkpoint.
             return not rank.position.training and self._too_few(rank)
         if name == "ConfigMismatchError":
             return self._is_later_kind(rank.group)
@@ -1470,8 +1490,9 @@ class World(standins.World):
         return False
 
     def _too_few(self, rank: Rank) -> bool:
-        """True if a rank that waits for the first step met too few groups, and there were no others
-        to meet.
+        """Return True if a rank that waits for the first step met too few groups.
+
+        There were no others to meet.
         """
         least = self.config["min_replica_size"]
         others = [
@@ -1485,22 +1506,23 @@ class World(standins.World):
         )
 
     def _can_be_met(self, group: GroupRun) -> bool:
-        """True if nothing keeps a group from meeting others, and has not for a while."""
+        """Return True if nothing has kept a group from meeting others for a while."""
         came = max(group.met_from, self.thawed.get(group.slot, 0.0), self.disturbed)
         there = group.runs and not group.ended and self._reaches(group)
-        # A group that was there when something happened (a lighthouse started again, its link to it
-        # cut for a while) may first have a request to fail and to repeat, or a member to find
-        # silent.
+        # After an event, such as a restart of the lighthouse or a cut of the link to it, a group
+        # may first have a request that fails and is repeated, or a member that it must find silent.
         again = _AGAIN_SECONDS if self.disturbed > group.met_from else 0.0
         return there and self.kernel.now - came > _MEETING_SECONDS + again
 
     def _how_many_go_on(self, groups: Sequence[GroupRun], own: GroupRun | None = None) -> int:
-        """Return how many of these groups continue if some cannot reach each other; only of parts
-        that include `own`.
+        """Return how many of these groups continue if some cannot reach each other.
 
         As in the engine (docs/failures.md): as many holders of the job's state as possible, then as
         many groups. A larger part without that state could only start the job anew. A tie decides
         which groups continue, not how many.
+
+        Args:
+            own: only parts with this group count; None = all parts.
         """
         claims = {
             group: min(rank.position.claimed_step for rank in group.ranks) for group in groups
@@ -1521,10 +1543,9 @@ class World(standins.World):
         return self.lighthouse.listens and self.network.usable((group.slot, 0), LIGHTHOUSE)
 
     def _is_later_kind(self, group: GroupRun) -> bool:
-        """True if groups of another shape may have reached the lighthouse before this one, by their
-        clocks.
+        """Return True if groups of another shape may have reached the lighthouse before this one.
 
-        The group that was there first defines the job's shape.
+        Their clocks count. The group that was there first defines the job's shape.
         """
         odd, came = group.slot in self.options.odd, group.entered
         clocks = self.options.lag + self.options.skew + 0.05
@@ -1538,8 +1559,9 @@ class World(standins.World):
         )
 
     def _holders(self, step: int, but: GroupRun | None = None) -> list[GroupRun]:
-        """Return the live groups with at least `step` commits that have been reachable for
-        a while.
+        """Return the live groups with at least `step` commits.
+
+        They have been reachable for a while.
         """
         return [
             group
@@ -1566,7 +1588,7 @@ class World(standins.World):
             )
 
     def _judge_mismatch(self, rank: Rank, fields: dict[str, Any]) -> None:
-        """An unchanged state must not be outvoted by a corrupted one."""
+        """Report an unchanged state that is outvoted by a corrupted one."""
         minority = set(fields.get("minority", ()))
         lineages = fields.get("lineages", {})
         tainted = {
@@ -1593,8 +1615,8 @@ class World(standins.World):
     def _split(
         self, fields: dict[str, Any], tainted: dict[int, bool]
     ) -> Iterator[tuple[set[int], set[int]]]:
-        """Yield, for groups with the same last update, the corrupt ones and all that showed a
-        digest.
+        """Yield the corrupt groups, and all that showed a digest, for groups with the same last
+        update.
 
         A group is corrupt by a fault, or because it loaded a corrupt group's save. A donor must not
         make a group corrupt.
@@ -1604,8 +1626,8 @@ class World(standins.World):
             shown = {
                 slot for slot in tainted if lineages.get(slot) == lineage and int(digests[slot], 16)
             }
-            # Who has yet to begin has it from a checkpoint, which beside those that train is a
-            # witness only for bytes that none of them shows.
+            # A group that has yet to begin has its state from a checkpoint. Beside groups that
+            # train, it is a witness only for bytes that none of them shows.
             ready = {slot for slot in shown if all(rank.ready for rank in self.groups[slot].ranks)}
             told = {digests[slot] for slot in ready}
             loaded = {digests[slot]: slot for slot in shown - ready if digests[slot] not in told}
@@ -1613,7 +1635,7 @@ class World(standins.World):
             yield {slot for slot in alike - (ready - self.flipped) if tainted[slot]}, alike
 
     def _judge_end(self, rank: Rank) -> None:
-        """Compare the final states; end when all groups that can have ended."""
+        """Compare the final states. End when all groups that can end have ended."""
         ended = rank.ended
         assert ended is not None
         finished = [
@@ -1644,7 +1666,7 @@ class World(standins.World):
         self._stop_if_over()
 
     def _stop_if_over(self) -> None:
-        """Stop when nothing is left to see."""
+        """Stop if no event can show anything more."""
         started = self.options.groups - len(self.options.absent)
         if "DivergedError" in self.gone.values() or (
             (self._job_over() or len(self.gone) == started) and self._all_ended()
@@ -1652,8 +1674,9 @@ class World(standins.World):
             self.kernel.stop()
 
     def _corruption_wins(self) -> bool:
-        """True if no group in the quorum has a sound state; then the right bytes cannot be
-        determined.
+        """Return True if no group in the quorum has a sound state.
+
+        Then the right bytes cannot be determined.
         """
         here = {int(name.split("/")[1]) for name in self.lighthouse.quorum[1]}
         groups = [group for group in self.groups.values() if group.alive and group.slot in here]
@@ -1666,7 +1689,7 @@ class World(standins.World):
             if not (group.over or group.ended or group.slot in self.gone)
             and (not self._late(group) or group.told or (self.folder is not None and group.chooses))
         ]
-        # Fewer than the lighthouse wants wait for ever (docs/limits.md).
+        # Fewer groups than the lighthouse's minimum wait for ever (docs/limits.md).
         return len(left) < self.options.min_replicas
 
     def _watch(self) -> None:
@@ -1682,7 +1705,7 @@ class World(standins.World):
         self.kernel.after(5.0, self._watch)
 
     def _viable(self) -> bool:
-        """Say whether enough groups run, reach the lighthouse and each other."""
+        """Return True if enough groups run, reach the lighthouse, and reach each other."""
         if self._job_over() or self.furthest >= self.options.steps or not self.lighthouse.listens:
             return False
         running = [
