@@ -1,19 +1,17 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Give tests of the replica dimension small models, and groups that are threads of the test
-process.
-"""
+"""Small models for tests of the replica dimension, and groups that are threads of the test process."""
 
 from __future__ import annotations
 
 import os
 
-# Read when torchft is loaded: its servers log every refused heartbeat.
+# torchft reads it when it is loaded: its servers log every refused heartbeat.
 os.environ.setdefault("RUST_LOG", "error")
 
-from titan_ft.host import cpu  # after the variable
+from titan_ft.host import cpu  # after the variable is set
 
-cpu.prepare()  # before anything imports torchtitan, which reads the device at import
+cpu.prepare()  # before any import of torchtitan, which reads the device at import
 
 import signal  # noqa: E402
 import subprocess  # noqa: E402
@@ -43,12 +41,13 @@ from titan_ft.system.threads import call_for_each  # noqa: E402
 from titan_ft.transfer.reach import Peer, Probe  # noqa: E402
 from titan_ft.transfer.snapshot import TrainState  # noqa: E402
 
-DEADLINE = 20.0  # seconds that anything in these tests may take; only ever reached by a bug
+DEADLINE = 20.0  # seconds that anything in these tests may take; only a bug reaches it
 
 
 class TinyModel(nn.Module):
-    """A model with what a state can consist of: matrices, a scalar parameter, and buffers of both
-    kinds.
+    """A model with all that a state can consist of.
+
+    It has matrices, a scalar parameter, and buffers of both kinds.
     """
 
     def __init__(self) -> None:
@@ -81,8 +80,9 @@ class Counters:
 
 
 class TinyTraining:
-    """One rank's training with torchtitan's containers; the batch of a step depends on its number
-    alone.
+    """One rank's training with torchtitan's containers.
+
+    The batch of a step depends on its number alone.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class TinyTraining:
     ) -> None:
         torch.manual_seed(seed)
         self.model: nn.Module = TinyModel().to(dtype)
-        if not buffers:  # that are part of the state
+        if not buffers:  # without buffers in the state
             self.model._non_persistent_buffers_set.add("passes")
             self.model.inner._non_persistent_buffers_set.add("mask")
         if shard:
@@ -117,7 +117,7 @@ class TinyTraining:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        # FSDP2 shards no scalar: torchtitan's models have none.
+        # FSDP2 cannot shard a scalar. torchtitan's models have none.
         self.model.scale = nn.Parameter(torch.ones(1, dtype=self.model.scale.dtype))
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         fully_shard(self.model.inner, mesh=mesh)
@@ -141,9 +141,9 @@ class TinyTraining:
         return losses
 
 
-@pytest.fixture(scope="module")  # not longer: other modules have worlds of their own
+@pytest.fixture(scope="module")  # not longer, because other modules have worlds of their own
 def world() -> Iterator[None]:
-    """Make this process a world of one rank, as one rank per group is."""
+    """Make this process a world of one rank, as with one rank per group."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -208,10 +208,9 @@ for line in sys.stdin:
 
 
 class MortalLighthouse:
-    """A lighthouse in a process of its own, which can be killed and started again at the same
-    address.
+    """A lighthouse in a process of its own, which can be killed and restarted at the same address.
 
-    (One of this process cannot: its `shutdown` goes on serving the connections that exist.)
+    A lighthouse of this process cannot: after `shutdown` it still serves its connections.
     """
 
     def __init__(self, nursery: subprocess.Popen[str]) -> None:
@@ -230,7 +229,7 @@ class MortalLighthouse:
         self._pid, self._port = int(pid), address.rsplit(":", 1)[1]
 
     def kill(self) -> None:
-        """End it as a crash does: it forgets everything."""
+        """End the lighthouse as a crash does. It forgets everything."""
         os.kill(self._pid, signal.SIGKILL)
 
     @property
@@ -260,8 +259,9 @@ class Trees:
         self._made: list[ControlTree] = []
 
     def connect(self, rank: int = 0, num_ranks: int = 1, port: int = 0) -> ControlTree:
-        """Connect one rank by its group's store at this port. A collective; a group of one rank
-        needs no store.
+        """Connect one rank by its group's store at this port. A collective.
+
+        A group of one rank needs no store.
         """
         host = "127.0.0.1"
         store = (
@@ -289,7 +289,10 @@ class Trees:
 
 
 class Seats:
-    """Takes seats at a lighthouse; each is one rank of a replica group in this process."""
+    """Takes seats at a lighthouse.
+
+    Each seat is one rank of a replica group in this process.
+    """
 
     def __init__(self, lighthouse: str) -> None:
         self.lighthouse = lighthouse
@@ -311,7 +314,10 @@ class Seats:
         return FaultTolerance(**values | changes)
 
     def take(self, slot: int, *, rank: int = 0, world_size: int = 1, **options: Any) -> Membership:
-        """Take the seat of one rank. Those of a group come at the same time: see `take_group`."""
+        """Take the seat of one rank.
+
+        All ranks of a group must do so at the same time (`take_group`).
+        """
         from titan_ft.membership.process_group import build_process_group
 
         if rank == 0 and "store" not in options:
@@ -344,7 +350,11 @@ class Seats:
         of_rank: Callable[[int], dict[str, Any]] = lambda rank: {},
         **options: Any,
     ) -> list[Membership]:
-        """Take the seats of all ranks of a group; `of_rank` gives what differs between them."""
+        """Take the seats of all ranks of a group.
+
+        Args:
+            of_rank: options that differ between the ranks.
+        """
         store = self.open_store(slot)
 
         def take(rank: int) -> Membership:
@@ -376,18 +386,23 @@ class Seats:
         return future
 
     def together(self, *functions: Callable[[], Any]) -> list[Any]:
-        """Run functions at the same time, each on a thread of its own; returns their results in
-        order.
+        """Run functions at the same time, each on a thread of its own.
+
+        Returns:
+            Their results, in order.
         """
         futures = [self.submit(function) for function in functions]
         return [future.result(DEADLINE) for future in futures]
 
     def meet(self, *seats: Membership, steps: list[int] | None = None) -> list[Quorum]:
-        """Let all seats go from quorum to quorum, holding `steps` updates, until all are in one;
-        returns it for each.
+        """Let all seats go from quorum to quorum until all are in one. Each holds `steps` updates.
 
-        The lighthouse makes nobody of the former quorum wait for a newcomer, so that it may take
-        more than one."""
+        The lighthouse lets no member of the last quorum wait for a newcomer, so several quorums may
+        be needed.
+
+        Returns:
+            This quorum, for each seat.
+        """
         slots = sorted({seat.member.slot for seat in seats})
         deadline = time.monotonic() + DEADLINE
 
@@ -414,7 +429,7 @@ class Seats:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition that no event tells of."""
+    """Wait for a condition that no event shows."""
     deadline = time.monotonic() + DEADLINE
     while not condition():
         assert time.monotonic() < deadline, f"never came true: {what}"
@@ -457,13 +472,13 @@ def trees() -> Iterator[Trees]:
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[subprocess.Popen[str]]:
-    """Provide a process that forks lighthouses: it has imported what they need."""
+    """Provide a process that forks lighthouses. It has made their imports already."""
     with subprocess.Popen(
         [sys.executable, "-c", NURSERY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         yield process
         assert process.stdin is not None
-        process.stdin.close()  # ends it, and with it those that are left
+        process.stdin.close()  # ends the process, and the lighthouses that are left
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One attempt to heal: the fetch in the background and the queue of updates."""
+"""One attempt of a heal: the fetch on a thread, and the queue of updates."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from titan_ft.protocol.round import NO_SUMS, NoSums, Update
 from titan_ft.transfer.snapshot import Snapshot
 from titan_ft.transfer.wire import TransferError
 
-SUMS = NoSums()  # of an update
-DEADLINE = 10.0  # seconds; only ever reached by a bug
+SUMS = NoSums()  # size of an update
+DEADLINE = 10.0  # seconds; only a bug reaches it
 FROM_STEP = 5
 
 
 class HeldFetch:
-    """A fetch that ends when the test says so."""
+    """A fetch that ends when the test releases it."""
 
     def __init__(self) -> None:
         self.result: Snapshot | Exception = Snapshot(
@@ -43,7 +43,7 @@ class HeldFetch:
 
 @pytest.fixture
 def held() -> Iterator[HeldFetch]:
-    """Provide a fetch under the test's control; never leaves its thread waiting."""
+    """Provide a fetch under the test's control. It ends with the test."""
     fetch = HeldFetch()
     yield fetch
     fetch.let_go.set()
@@ -63,7 +63,7 @@ def update(step: int, lineage: int) -> Update:
 
 
 def end(held: HeldFetch, attempt: CatchUp) -> None:
-    """Let the fetch end and wait until the attempt knows it."""
+    """Release the fetch, and wait until the attempt knows its end."""
     ended = threading.Event()
     attempt._fetch.add_done_callback(lambda _: ended.set())
     held.let_go.set()
@@ -77,9 +77,9 @@ def end(held: HeldFetch, attempt: CatchUp) -> None:
 def test_the_latest_pace_decides_whether_a_newer_state_is_fetched(
     held: HeldFetch, attempt: CatchUp, at_half: float, at_end: float, in_time: bool
 ) -> None:
-    """Two of four updates came since the queue was half full.
+    """Two of four updates came after the queue was half full.
 
-    Half of the state must have come, too.
+    So half of the state must have come in that time.
     """
     assert held.began.wait(DEADLINE)
     for number in range(4):
@@ -87,7 +87,7 @@ def test_the_latest_pace_decides_whether_a_newer_state_is_fetched(
         attempt.queue_update(update(6 + number, 101 + number), number)
     assert attempt.newer_would_be_in_time is in_time
     end(held, attempt)
-    assert attempt.newer_would_be_in_time, "whose part is there has time for whatever the others do"
+    assert attempt.newer_would_be_in_time, "a rank with its whole part is always in time"
 
 
 def test_the_fetched_state_is_handed_over(held: HeldFetch, attempt: CatchUp) -> None:
@@ -135,12 +135,12 @@ def test_a_bug_in_the_fetch_is_not_a_failed_transfer(
 
 
 def test_cancelling_ends_the_fetch(held: HeldFetch, attempt: CatchUp) -> None:
-    """A fetch of an attempt that was given up must not load the donor any longer."""
+    """The fetch of an abandoned attempt must not load the donor any longer."""
     assert held.began.wait(DEADLINE)
     assert not held.cancelled.is_set()
     attempt.queue_update(update(1, 1), 0)
     attempt.cancel()
-    assert attempt._updates == [], "an error refers to it, and nobody collects garbage for a while"
+    assert attempt._updates == [], "an error refers to the queue, and garbage is collected late"
     assert held.cancelled.is_set()
 
 
@@ -161,7 +161,7 @@ def test_a_replaced_update_drops_the_updates_after_it(attempt: CatchUp) -> None:
 
 
 def test_a_replayed_update_needs_no_memory(attempt: CatchUp) -> None:
-    """Its sums are dropped."""
+    """The queue drops its sums."""
     attempt.queue_update(update(6, 101), 0)
     assert attempt.get_for_replay(0).sums is SUMS
     assert attempt.get_for_replay(0).sums is NO_SUMS

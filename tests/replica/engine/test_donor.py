@@ -20,16 +20,16 @@ from titan_ft.protocol.verdict import judge
 from titan_ft.transfer.snapshot import WHOLE, Part
 from titan_ft.transfer.wire import Message
 
-ME, OTHER, THIRD, FIRST, SECOND = range(5)  # slots: three that hold the state, two that heal
+ME, OTHER, THIRD, FIRST, SECOND = range(5)  # slots: three groups hold the state, two heal
 
 
 class Server:
-    """Stands in for the state server: what it was given, and what joiners want."""
+    """Stands in for the state server. Records its calls, and has the wishes of joiners."""
 
     def __init__(self) -> None:
         self.snapshot: Any = None
         self.offers: list[Message | None] = []
-        # Of a joiner that asks for what is offered.
+        # Called for a joiner that asks for the offered state.
         self.take: Callable[[int, Part], None] = lambda step, part: None
         self.wanted_part: Part | None = None
         self.is_pinned = False
@@ -55,13 +55,13 @@ class Server:
 
 
 class World:
-    """A donor, rounds that it takes in, and what it serves."""
+    """A donor with its server, and rounds for it."""
 
     def __init__(self) -> None:
         self.step, self.copies, self.reused = 5, 0, 0
-        self.shared = (-1, 0)  # step and lineage that another thread may copy
+        self.shared = (-1, 0)  # step and lineage of the state that another thread may copy
         self.has_buffers = False
-        self.is_scarce = False  # the host's memory
+        self.is_scarce = False  # the host is short of memory
         self.server = Server()
         state: Any = SimpleNamespace(
             copy=self._copy,
@@ -75,7 +75,7 @@ class World:
 
     @property
     def served(self) -> tuple[int, Part] | None:
-        """Return the step and the part of what is served."""
+        """Step and part of the served copy."""
         held = self.server.snapshot
         return None if held is None else (held.step, held.part)
 
@@ -106,7 +106,7 @@ class World:
         self.reused += 1
 
     def make_round(self, *joiners: Row, is_update: bool = True, is_holder: bool = True) -> None:
-        """Make a round, and the update that it is, if it is one."""
+        """Make a round. If it is an update, apply it."""
         held = {"lineage": 1000 + self.step, "digest": 77, "training": 1}
         rows = [
             *(Row(slot, Standing.READY, self.step, **held) for slot in (ME, OTHER, THIRD)),
@@ -123,30 +123,29 @@ class World:
 
 
 def fetching(slot: int, donor: int, from_step: int = 5) -> Row:
-    """Return the row of a group that names `donor`, and fetches the state after the update
-    `from_step`.
-    """
+    """Return the row of a group that fetches the state after `from_step` from `donor`."""
     return Row(slot, Standing.CATCHING_UP, 0, donor=donor, from_step=from_step)
 
 
 @pytest.fixture
 def world() -> World:
-    """Provide a group that offers its state and serves nobody."""
+    """Provide a group that offers its state and serves no joiner."""
     made = World()
     made.offer()
     return made
 
 
 def test_the_offered_state_is_copied_for_a_joiner_that_asks(world: World) -> None:
-    """It is copied once, while the step is computed, and served until no joiner fetches it."""
+    """The state is copied once, during the step, and served until no joiner fetches it."""
     (offer,) = world.server.offers
     assert offer is not None
     assert (offer["step"], offer["lineage"], offer["digest"]) == (5, 1005, 0)
     assert (world.served, world.copies) == (None, 0)
     world.ask()
-    world.ask()  # on another of its connections
+    world.ask()  # the joiner asks on another connection
     assert (world.served, world.copies) == ((5, WHOLE), 1)
-    for row in (fetching(FIRST, ME), fetching(FIRST, OTHER)):  # from here first; this one helps
+    # the joiner names this group first; group 1 helps
+    for row in (fetching(FIRST, ME), fetching(FIRST, OTHER)):
         world.make_round(row)
         assert (world.served, world.copies) == ((5, WHOLE), 1)
     world.make_round()
@@ -154,9 +153,9 @@ def test_the_offered_state_is_copied_for_a_joiner_that_asks(world: World) -> Non
 
 
 def test_the_time_of_the_last_step_goes_along(world: World) -> None:
-    """The joiner then knows until when it may load the state.
+    """With this time the joiner knows until when it may load the state.
 
-    Before the second offer it is unknown.
+    Before the second offer the time is unknown.
     """
     world.offer()
     first, second = (offer["milliseconds"] for offer in world.server.offers if offer is not None)
@@ -165,7 +164,7 @@ def test_the_time_of_the_last_step_goes_along(world: World) -> None:
 
 
 def test_a_newcomer_that_does_not_come_to_the_update_is_served_no_more(world: World) -> None:
-    """It has died, or found another state, so the memory is freed.
+    """The newcomer has died, or found another state, so the memory is freed.
 
     While all groups wait, the state stays useful.
     """
@@ -184,9 +183,9 @@ def test_a_state_is_not_copied_for_a_joiner_that_misses_its_update(world: World)
 
 
 def test_a_joiner_that_names_this_group_finds_a_copy(world: World) -> None:
-    """Even if its request comes after the round, when the state is gone."""
+    """The joiner's request may come after the round, when the state is gone."""
     world.make_round(fetching(FIRST, OTHER))
-    assert world.copies == 0, "it may never ask here"
+    assert world.copies == 0, "the joiner may never ask here"
     world.offer()
     world.make_round(fetching(FIRST, ME, 6))
     assert (world.served, world.copies) == ((6, WHOLE), 1)
@@ -207,7 +206,7 @@ def test_a_state_that_may_change_is_copied_by_the_training_thread(world: World) 
 
 
 def test_a_changing_state_is_not_copied_for_a_joiner_that_misses_its_update(world: World) -> None:
-    """While all groups wait, it is copied."""
+    """While all groups wait, the state is copied."""
     world.has_buffers = True
     world.offer()
     world.ask()
@@ -230,7 +229,7 @@ def test_a_copy_that_its_only_donor_serves_is_not_replaced(world: World) -> None
     world.ask()
     world.make_round(fetching(FIRST, ME))
     world.offer()
-    assert world.server.is_pinned, "so that the server offers nothing"
+    assert world.server.is_pinned, "so the server offers nothing"
     world.ask()
     world.make_round(fetching(FIRST, ME), fetching(SECOND, ME, 6))
     assert (world.served, world.copies) == ((5, WHOLE), 1)
@@ -292,7 +291,7 @@ def test_compared_bytes_are_offered_until_that_is_taken_back(world: World) -> No
     assert world.donor.offered_step is None
 
 
-# Where the host's memory is scarce
+# Donors whose hosts are short of memory
 
 
 def test_each_donor_copies_its_part(world: World) -> None:
@@ -336,7 +335,7 @@ def test_a_retry_gets_the_whole(world: World) -> None:
     world.make_round(fetching(FIRST, ME), is_update=False)
     assert world.served == (5, Part(0, 2))
     world.make_round(fetching(FIRST, ME), is_update=False)
-    assert world.copies == 1, "however long the others wait"
+    assert world.copies == 1, "whether or not the others wait"
     world.ask(WHOLE)
     world.make_round(fetching(FIRST, ME), is_update=False)
     assert (world.served, world.copies) == ((5, WHOLE), 2)

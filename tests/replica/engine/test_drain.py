@@ -23,10 +23,10 @@ from titan_ft.run.marks import remove_training_mark
 from titan_ft.system.threads import call_for_each
 
 ROOT = Path(__file__).parents[3]
-DEADLINE = 60.0  # seconds; only ever reached by a bug
+DEADLINE = 60.0  # seconds; only a bug reaches it
 NEVER = 3600.0  # seconds
 
-# The ranks' store is a folder: these processes need no torch, whose import costs seconds.
+# The ranks' store is a folder. These processes need no torch, whose import takes seconds.
 PREAMBLE = """
 import ctypes, os, pathlib, signal, sys, time
 import titan_ft.engine.drain
@@ -53,8 +53,9 @@ Start = Callable[[str], "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start Python code with `drain(...)` at hand, and wait until it said "ready"; ends what is
-    left of it.
+    """Start Python code with `drain(...)`, and wait until it prints "ready".
+
+    The process ends with the test.
     """
     processes = []
 
@@ -77,9 +78,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture(autouse=True)
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Provide the statuses with which ranks of the test process would have ended, after their last
-    words.
-    """
+    """Provide the exit statuses with which ranks of the test process would have ended."""
     statuses: list[int] = []
 
     def end(status: int, *last_words: Callable[[], object]) -> None:
@@ -110,12 +109,12 @@ def build_group(trees: list[ControlTree]) -> list[Drain]:
 
 
 def vote(trees: list[ControlTree]) -> None:
-    """Let all ranks agree, as in a vote: then all have heard what was said before."""
+    """Let all ranks agree, as in a vote. Then each has heard all earlier notes."""
     call_for_each(lambda tree: tree.rank0_decides((), lambda _: ""), trees, "vote", len(trees))
 
 
 def leave_all(ranks: list[Drain]) -> None:
-    """Let ranks leave together: a rank that only closes its tree would be lost."""
+    """Let ranks leave together. A rank that only closes its tree would be lost."""
     call_for_each(Drain.leave, ranks, "leave", len(ranks))
 
 
@@ -144,9 +143,9 @@ def test_three_quarters_of_the_time_are_what_a_group_may_wait_for_others(
 
 
 class Waiting:
-    """The two ranks of a group that waits for others, whose time is over when a test says so.
+    """The two ranks of a group that waits for others. The test ends their time.
 
-    The second one to speak is rank 0, which hears at once what it says itself.
+    The second rank to speak is rank 0, which hears its own notes at once.
     """
 
     def __init__(self, trees: Trees, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +157,7 @@ class Waiting:
         self._monkeypatch.setattr(Drain, "is_urgent", property(lambda drain: drain in ranks))
 
     def hear(self) -> None:
-        """Let both ranks hear what was said."""
+        """Let both ranks hear the notes."""
         vote(self.trees)
 
 
@@ -172,7 +171,7 @@ def test_a_group_waits_no_longer_when_all_its_ranks_have_said_so(waiting: Waitin
     first, second = waiting.first, waiting.second
     assert not first.stops_waiting(False)
     waiting.hurry(first, second)
-    assert not first.stops_waiting(False)  # the other has yet to say so
+    assert not first.stops_waiting(False)  # the other rank has not said it yet
     waiting.hear()
     assert second.stops_waiting(False)
     waiting.hear()
@@ -192,7 +191,7 @@ def test_a_rank_without_a_request_follows_its_sibling(waiting: Waiting) -> None:
 
 
 def test_an_answer_before_a_rank_has_said_so_is_taken_by_all(waiting: Waiting) -> None:
-    """The group cannot leave without this rank's word.
+    """The group cannot leave without this rank's "hurry".
 
     Ranks that have said it wait for the answer.
     """
@@ -209,7 +208,7 @@ def test_an_answer_before_a_rank_has_said_so_is_taken_by_all(waiting: Waiting) -
 def test_an_answer_beside_the_last_word_ends_alike_on_all_ranks(
     waiting: Waiting, answer_first: bool
 ) -> None:
-    """Both ranks have said "hurry", and only one is answered.
+    """Both ranks have said "hurry", and only one has an answer.
 
     The first proposal decides for both.
     """
@@ -229,7 +228,7 @@ def test_an_answer_beside_the_last_word_ends_alike_on_all_ranks(
 def test_a_word_counts_for_one_round(waiting: Waiting) -> None:
     """The others came, and the group could not leave after that round.
 
-    In the next one it says "hurry" again.
+    In the next round it says "hurry" again.
     """
     first, second = waiting.first, waiting.second
     waiting.hurry(first, second)
@@ -250,7 +249,7 @@ def test_a_word_counts_for_one_round(waiting: Waiting) -> None:
 def test_a_rank_pauses_until_it_is_answered_or_its_time_is_over(
     monkeypatch: pytest.MonkeyPatch, trees: Trees
 ) -> None:
-    """It looks at the answer and at its time once more at the end."""
+    """The rank looks at the answer and at its time once more at the end."""
     rank = build(trees.connect())
     pauses: list[int] = []
     assert rank.wait_for_others(lambda: len(pauses) == 3, lambda: pauses.append(1))
@@ -263,7 +262,7 @@ def test_a_rank_pauses_until_it_is_answered_or_its_time_is_over(
 def test_a_group_of_one_rank_decides_by_itself(
     monkeypatch: pytest.MonkeyPatch, trees: Trees
 ) -> None:
-    """No sibling must agree. An answer after its word finds the decision settled."""
+    """No sibling must agree. An answer after "hurry" finds the decision settled."""
     rank = build(trees.connect())
     assert not rank.stops_waiting(False)
     monkeypatch.setattr(Drain, "is_urgent", True)
@@ -275,8 +274,9 @@ def test_a_group_of_one_rank_decides_by_itself(
 
 
 def test_a_rank_that_looks_late_does_not_leave_early(trees: Trees) -> None:
-    """A note for the next vote must not count for the last one on a rank that has not looked
-    yet.
+    """The note for the next vote must not count for the last one.
+
+    A rank may look late after a vote.
     """
     group = trees.connect_group(2)
     fast, slow = build_group(group)
@@ -285,7 +285,7 @@ def test_a_rank_that_looks_late_does_not_leave_early(trees: Trees) -> None:
     vote(group)
     assert not fast.after_vote()
     fast.request()
-    # Of the second vote, while the other rank has not looked after the first.
+    # The note for the second vote, before the other rank has looked after the first one.
     fast.before_vote(lambda: True)
     wait_until(lambda: group[1].heard("leave/2") is not None, "the other rank has heard it")
     assert not slow.after_vote()
@@ -294,7 +294,7 @@ def test_a_rank_that_looks_late_does_not_leave_early(trees: Trees) -> None:
     assert fast.after_vote()
     assert slow.after_vote()
     assert slow.requested
-    assert slow.after_vote(), "an agreement holds, also when this vote did not end a step"
+    assert slow.after_vote(), "the agreement holds even if this vote did not end a step"
     leave_all([fast, slow])
 
 
@@ -316,7 +316,7 @@ def test_a_rank_that_may_not_leave_yet_tells_its_siblings_later(
     for rank in ranks:
         rank.before_vote(lambda: False)
     vote(group)
-    assert all(rank.after_vote() for rank in ranks), "what is agreed stays agreed"
+    assert all(rank.after_vote() for rank in ranks), "the agreement stays"
     leave_all(ranks)
 
 
@@ -382,7 +382,7 @@ say("left")
 def test_the_timeout_ends_a_rank_that_cannot_leave(start: Start) -> None:
     """The timeout runs even if the training thread is stuck in a C call.
 
-    The reason is logged, with status 0.
+    The reason is logged, and the exit status is 0.
     """
     process = start("made = drain(0.5); vote(made); say('ready'); block()")
     process.send_signal(signal.SIGTERM)
@@ -393,7 +393,7 @@ def test_the_timeout_ends_a_rank_that_cannot_leave(start: Start) -> None:
 
 
 def test_before_the_first_vote_nothing_is_waited_for(start: Start, tmp_path: Path) -> None:
-    """A worker that still loads has nothing to finish. Its end is one in order."""
+    """A worker that still loads has nothing to finish. It ends in order."""
     error_file = tmp_path / "error.json"
     marks = f"from titan_ft.run import marks; os.environ['TORCHELASTIC_ERROR_FILE'] = {str(error_file)!r}\n"
     process = start(f"{marks}marks.mark_training(); made = drain(1000); say('ready'); block()")
@@ -498,8 +498,9 @@ def test_a_sibling_that_left_is_not_taken_for_dead(start: Start) -> None:
 
 
 def test_ranks_give_up_together(start: Start) -> None:
-    """When one rank gives up, its sibling follows, also with status 0: the group has left, but not
-    in order.
+    """When one rank gives up, its sibling follows.
+
+    Both end with status 0: the group has left, but not in order.
     """
     code = "made = drain({}, {}, 2); made.before_vote(lambda: True); say('ready'); block()"
     ranks = [start(code.format(seconds, rank)) for rank, seconds in enumerate((0.5, 1000))]
@@ -514,7 +515,7 @@ def test_ranks_give_up_together(start: Start) -> None:
 
 
 def test_a_rank_without_a_request_follows_a_sibling_that_gave_up(start: Start) -> None:
-    """It could make no further step without it.
+    """Without the sibling, the rank could make no further step.
 
     It ends with status 0 as well, because the group has left.
     """

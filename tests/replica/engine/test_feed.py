@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The feed: goes on behind what is committed, uses again what is not, whatever the loader is made
-of.
+"""The feed reads on after the committed batches, and returns uncommitted ones again.
+
+It does so with each kind of loader.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ PLAINER_KINDS = ("streamed", "workers", "streamed, workers")
 def build(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Build]:
-    """torchtitan's own loader over a map-style or a streaming Hugging Face dataset, with and
-    without workers.
+    """Build torchtitan's own loader over a map-style or a streaming Hugging Face dataset.
 
-    With "epochs" a step's batches are about all that a slot has: each one is of another epoch.
+    With and without workers. With "epochs", a slot has about as many batches as a step, so each
+    batch is of another epoch.
     """
     cpu.prepare()
     import datasets
@@ -57,7 +58,7 @@ def build(
         f"The {number}th sentence, and {number * 7919} words more. " * (1 + number % 5)
         for number in range(count)
     ]
-    for file in range(2 * NUM_SLOTS):  # a stream is cut by files: one for each worker of each slot
+    for file in range(2 * NUM_SLOTS):  # a stream is cut by files; each worker of each slot has one
         lines = [json.dumps({"text": text}) + "\n" for text in texts[file :: 2 * NUM_SLOTS]]
         (folder / f"{file}.jsonl").write_text("".join(lines))
     shuffled = "shuffled" in request.param
@@ -102,11 +103,11 @@ def straight(build: Build, slot: int, num_steps: int) -> list[str]:
 
 
 def test_another_process_continues_after_the_last_commit(build: Build) -> None:
-    """A group that was restarted and healed reads the same batches as an undisturbed one."""
+    """A restarted group that has healed reads the same batches as an undisturbed one."""
     ledger, healed = Ledger(NUM_SLOTS), Ledger(NUM_SLOTS)
     feed = Feed(ledger, build, iter)
     sums = [commit(ledger, feed.read(1, 2)) for _ in range(3)]
-    feed.read(1, 2)  # read, never committed: the batch in flight at the kill
+    feed.read(1, 2)  # a batch that was read and not committed, as at a kill
     healed.load_state_dict(ledger.state_dict())
     feed = Feed(healed, build, iter)
     sums += [commit(healed, feed.read(1, 2)) for _ in range(3)]
@@ -115,7 +116,7 @@ def test_another_process_continues_after_the_last_commit(build: Build) -> None:
 
 
 def test_uncommitted_batches_are_used_again(build: Build) -> None:
-    """A retried step has the very same batches, and reads nothing."""
+    """A repeated step has the very same batches, and reads nothing."""
     ledger = Ledger(NUM_SLOTS)
     feed = Feed(ledger, build, iter)
     commit(ledger, feed.read(0, 2))
@@ -138,7 +139,7 @@ def test_the_steps_of_a_round_read_consecutive_batches(build: Build) -> None:
         (reading,) = readings
         assert (reading.entry.first_batch, reading.entry.num_batches) == (0, 6)
         assert reading.checksum == whole.checksum
-        assert not reading.batches, "they would fill the memory in a long round"
+        assert not reading.batches, "batches would fill the memory in a long round"
     commit(ledger, reading)
     assert [each.read(0, 2).checksum for each in (feed, Feed(ledger, build, iter))] == straight(
         build, 0, 4
@@ -146,9 +147,9 @@ def test_the_steps_of_a_round_read_consecutive_batches(build: Build) -> None:
 
 
 def test_reading_ahead_changes_nothing(build: Build) -> None:
-    """It reads the next step, in a round too.
+    """Reading ahead reads the next step's batches, in a round too.
 
-    Another group continues after the commit; batches that another group trained are void.
+    Another group continues after the commit. Batches that another group has trained are void.
     """
     sums = straight(build, 0, 6)
     ledger = Ledger(NUM_SLOTS)
@@ -158,7 +159,7 @@ def test_reading_ahead_changes_nothing(build: Build) -> None:
         for behind in range(0, 2 * steps, 2):
             readings.append(feed.read(0, 2, behind))
             feed.read_ahead([readings[-1]])
-            feed.read_ahead([readings[-1]])  # that much and no more
+            feed.read_ahead([readings[-1]])  # this many and no more
             assert feed.read(0, 2, behind) is readings[-1]
         assert [reading.checksum for reading in readings] == sums[steps - 1 :][:steps]
         (whole,) = merge(readings)
@@ -171,7 +172,7 @@ def test_reading_ahead_changes_nothing(build: Build) -> None:
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_the_end_of_the_data_is_raised_by_the_read_that_meets_it(ahead: bool) -> None:
-    """A step that has its data does not see it.
+    """A step that has its data does not see the end.
 
     Each later read raises it. Batches read ahead are read once.
     """
@@ -190,7 +191,7 @@ def test_the_end_of_the_data_is_raised_by_the_read_that_meets_it(ahead: bool) ->
         reading = feed.read(0, 2)
         if ahead:
             feed.read_ahead([reading])
-            feed.read_ahead([reading])  # that much and no more
+            feed.read_ahead([reading])  # this many and no more
         assert pulled == list(range(last + 1))
         commit(ledger, reading)
     for _ in range(2):
@@ -200,7 +201,7 @@ def test_the_end_of_the_data_is_raised_by_the_read_that_meets_it(ahead: bool) ->
 
 
 def test_batches_of_a_loader_without_a_state_are_not_skipped() -> None:
-    """They were read ahead and are lost. The batches after them must not take their numbers."""
+    """Batches that were read ahead are lost. The batches after them must not take their numbers."""
     batches = [({"input": torch.tensor([number])}, torch.tensor([number])) for number in range(6)]
 
     class Forgetful(Listed):
@@ -249,8 +250,9 @@ def test_a_dropped_slot_is_opened_again_where_it_ends(build: Build) -> None:
 
 
 def read_round(feed: Feed, slot: int, num_steps: int) -> list[Reading]:
-    """Read what a group trains in a round of several steps, of which none is committed before its
-    end.
+    """Read a group's batches of a round of several steps.
+
+    None of them is committed before the round's end.
     """
     readings: list[Reading] = []
     for _ in range(num_steps):
@@ -299,7 +301,7 @@ def test_merged_readings_are_like_one_reading(build: Build) -> None:
     assert [reading.describe() for reading in merge([alone])] == [alone.describe()]
     assert alone.batches
     assert not any(reading.batches for reading in [*merged, *merge([alone])]), (
-        "a long round would fill the memory"
+        "batches of a long round would fill the memory"
     )
 
 
@@ -363,7 +365,7 @@ def opened(events: list[Any]) -> list[tuple[int, int, bool | None]]:
 
 
 def test_an_opening_reports_whether_the_data_continue(build: Build) -> None:
-    """It compares the batch that was read ahead.
+    """The event compares the first batch with the one that was read ahead.
 
     Without one, the answer is unknown. The shard is that of the whole job.
     """
@@ -381,8 +383,9 @@ def test_an_opening_reports_whether_the_data_continue(build: Build) -> None:
 
 
 def test_another_batch_than_the_one_that_follows(caplog: pytest.LogCaptureFixture) -> None:
-    """A loader that does not continue is named in the log and in the event, however the first
-    reader was closed.
+    """The log and the event name a loader that does not continue.
+
+    The way in which the first reader was closed makes no difference.
     """
     batches = [({"input": torch.tensor([number])}, torch.tensor([number])) for number in range(20)]
 
@@ -409,8 +412,9 @@ def test_another_batch_than_the_one_that_follows(caplog: pytest.LogCaptureFixtur
 
 
 def test_batches_of_another_size_prove_nothing() -> None:
-    """A resume with another batch size or sequence length continues at the same place, with other
-    batches.
+    """A resume may have another batch size or sequence length.
+
+    It continues at the same place, with other batches.
     """
     batches = [({"input": torch.tensor([number])}, torch.tensor([number])) for number in range(20)]
     pairs = [({"input": torch.tensor([n, n + 1])}, torch.tensor([n, n + 1])) for n in range(20)]
@@ -424,7 +428,7 @@ def test_batches_of_another_size_prove_nothing() -> None:
 
 
 def test_a_round_has_the_mark_after_its_last_step() -> None:
-    """Of merged readings, the last one has it."""
+    """Merged readings have the mark of the last one."""
     batches = [({"input": torch.tensor([number])}, torch.tensor([number])) for number in range(20)]
     feed = Feed(Ledger(1), lambda slot: Listed(batches), iter)
     readings: list[Reading] = []

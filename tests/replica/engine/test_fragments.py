@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How a model is cut into fragments."""
+"""The cut of a model into fragments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_fragments_are_of_whole_blocks_and_about_equal(num_fragments: int) -> No
 
 
 def test_equal_layers_are_dealt_out_in_turn() -> None:
-    """As in the paper's strided fragments: each has layers of all depths."""
+    """As in the paper's strided fragments, each fragment has layers of all depths."""
     layers = {f"layers.{layer}.weight": 5 for layer in range(7)}
     assert assign(layers, 3) == [0, 1, 2, 0, 1, 2, 0]
 

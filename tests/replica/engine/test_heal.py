@@ -1,8 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A heal, round by round: what is fetched, queued and replayed must make the holders' state, or
-another try.
-"""
+"""A heal, round by round. The fetched, queued and replayed state must equal the holders' state."""
 
 from __future__ import annotations
 
@@ -38,13 +36,14 @@ from titan_ft.transfer.snapshot import Snapshot
 from titan_ft.transfer.wire import TransferError
 
 TOKENS = 100
-MOST_ROUNDS = 200  # only ever reached by a bug
+MOST_ROUNDS = 200  # seconds; only a bug reaches it
 GROUPS = 3  # 0 and 1 hold the state, 2 heals
 
 
 def value_after(step: int, base: int = 1) -> int:
-    """Return the holders' state after `step` updates: of any two updates the order shows, and that
-    each came once.
+    """Return the holders' state after `step` updates.
+
+    It shows the order of any two updates, and that each came once.
     """
     for number in range(1, step + 1):
         base = apply(base, gradient_of(number))
@@ -52,7 +51,7 @@ def value_after(step: int, base: int = 1) -> int:
 
 
 class Total:
-    """Stands in for sums that are kept: one number."""
+    """Stands in for a copy of the sums: one number."""
 
     is_copy = True
 
@@ -77,22 +76,22 @@ def apply(value: int, gradient: int) -> int:
 
 
 class Search:
-    """Finds what the holders offer, as soon as it looks."""
+    """A search that finds the holders' offer at once."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.least_steps: list[int] = []
         self.first_after: int | None = None  # slot after which the first search begins
-        self.pauses: list[float] = []  # seconds
+        self.pauses: list[float] = []  # in seconds
 
     def restart(self, after_seconds: float = 0.0) -> None:
         self.pauses.append(after_seconds)
 
     def end_pause(self) -> None:
-        pass  # it never pauses after a search in vain
+        pass  # this search never pauses after a search without an offer
 
     def wait_for_answers(self, seconds: float) -> bool:
-        return False  # none takes a while
+        return False  # no search takes any time
 
     def poll(self, least_step: int, after: int) -> Offer:
         self.least_steps.append(least_step)
@@ -102,19 +101,20 @@ class Search:
 
 
 class World:
-    """All that surrounds the heal of group 2: the holders make an update in each round, and a fetch
-    ends when told to.
+    """The world around the heal of group 2.
+
+    The holders make an update in each round. A fetch ends when the test releases it.
 
     Attributes:
-        step: that the holders have.
-        offers: whether they offer it.
+        step: committed updates in the holders' state.
+        offers: the holders offer this state.
         fetches: (donor's slot, step) of each fetch.
-        donors: slots of all that each fetch asks.
-        named_donors: the donor that its row names in each round; -1 = none.
-        lose: donors that a fetch loses while the others go on, by place, and why.
-        fetched: says what becomes of a fetch: the state, or an error.
+        donors: slots of all donors of each fetch.
+        named_donors: the donor that the group's row names in each round; -1 = none.
+        lose: the donors that a fetch loses while the others go on, by place, and the reason.
+        fetched: decides the result of a fetch: the state, or an error.
         corrupt: donors whose state has other bytes than they show.
-        applied: steps that were replayed.
+        applied: the replayed steps.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
@@ -126,13 +126,13 @@ class World:
         self.lineages = {5: 55}  # by step
         self.holders: tuple[int, ...] = (0, 1)
         self.offers = True
-        self.is_expected = (
-            False  # its former process, in the holders' exchange: it may ask before it has a quorum
-        )
-        self.has_met = False  # it has a quorum
-        self.offered: Offer | None = None  # instead of what they hold
-        self.milliseconds = 0  # that their last step took, as they say
-        self.step_lasts = False  # longer than a look at the attempt
+        # The holders' exchange expects this group's former process. So a search may find an offer
+        # before the quorum.
+        self.is_expected = False
+        self.has_met = False  # the group has a quorum
+        self.offered: Offer | None = None  # replaces the offer of the holders' state
+        self.milliseconds = 0  # duration of the holders' last step, as their offer has it
+        self.step_lasts = False  # the step lasts longer than a look at the attempt
         self.idle = False  # the holders make no update
         self.broken: set[int] = set()  # numbers of rounds that break
         self.made = 0
@@ -141,30 +141,27 @@ class World:
         self.fetches: list[tuple[int, int]] = []
         self.donors: list[list[int]] = []
         self.lose: dict[int, str] = {}
-        self.report_share: Callable[[float], None] = lambda share: None  # of the latest fetch
+        # function of the latest fetch
+        self.report_share: Callable[[float], None] = lambda share: None
         self.named_donors: list[int] = []
         self.fail: set[int] = set()  # numbers of fetches
         self.corrupt: set[int] = set()
         self.release = threading.Event()  # lets fetches end
         self.applied: list[int] = []
-        self.dropped: list[
-            int
-        ] = []  # states that were there when what rounding had left was dropped
-        self.seconds = 0.0  # of the group's clock
-        self.step_seconds = 0.0  # that the holders' steps take
-        self.others_see: list[
-            int
-        ] = []  # what other ranks of its group say of what is gathered next
+        # The states at the moments when the rounding errors were dropped.
+        self.dropped: list[int] = []
+        self.seconds = 0.0  # time of the group's clock
+        self.step_seconds = 0.0  # duration of the holders' steps
+        # Values of other ranks of the group in the next gather.
+        self.others_see: list[int] = []
         self.retracted = 0
-        self.rooms: list[
-            tuple[int, bool]
-        ] = []  # after how many rounds it took memory, and whether the others waited
-        self.expected: list[
-            tuple[int, ...]
-        ] = []  # groups that its first quorum must include one of, by fetch
-        self.begun: list[
-            int
-        ] = []  # after how many rounds it has said that it has something to finish
+        # For each time when memory was taken: the number of rounds before, and whether the others
+        # waited.
+        self.rooms: list[tuple[int, bool]] = []
+        # For each fetch, the groups of which the first quorum must include one.
+        self.expected: list[tuple[int, ...]] = []
+        # For each `mark_busy`, the number of rounds before.
+        self.begun: list[int] = []
         self.events: list[Event] = []
         self.value = 0  # the joiner's state
         self.position = Position()
@@ -189,10 +186,13 @@ class World:
 
         self.semi = bool(config.get("semi_sync_method"))
         self.search = Search(self)
-        self.heal._search = self.search  # type: ignore[assignment]  # does what a heal asks of it
+        self.heal._search = self.search  # type: ignore[assignment]  # has all that a heal calls
 
     def find_offer(self) -> Offer:
-        """Return what the holders offer; with rounds of several steps they have compared it."""
+        """Return the holders' offer.
+
+        With rounds of several steps they have compared its digest.
+        """
         if not (self.has_met or self.is_expected or self.semi):
             return NO_OFFER
         if self.offered is not None:
@@ -220,12 +220,12 @@ class World:
     def request_quorum(self) -> None:
         pass
 
-    leads = True  # rank 0 of its group
-    last_round: Round | None = None  # it has made no round yet
-    quorum_ready = True  # the quorum that it has asked for is there
+    leads = True  # rank 0 of the group leads
+    last_round: Round | None = None  # the group has made no round yet
+    quorum_ready = True  # the requested quorum is ready
     leave_requested = False
     pauses = 0
-    is_waiting = False  # for other groups, as the watchdog is informed
+    is_waiting = False  # True inside `waiting`, which pauses the watchdog
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -265,7 +265,7 @@ class World:
         assert self.made < MOST_ROUNDS, f"it never ends: {self.events[-5:]}"
         self.on_round(self.made)
         if self.release.is_set() and self.heal._attempt is not None:
-            # Else the rounds could outrun its thread.
+            # Otherwise the rounds could be faster than the fetch's thread.
             concurrent.futures.wait([self.heal._attempt._fetch], 20)
         if self.made in self.broken:
             self.position.count_broken_round()
@@ -407,7 +407,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
 
 
 def healed(world: World) -> bool:
-    """Say whether group 2 holds what the holders hold, as far as it says that it does."""
+    """Return True if group 2 claims the holders' state, and holds it."""
     position = world.position
     return (
         position.standing is Standing.READY
@@ -418,7 +418,7 @@ def healed(world: World) -> bool:
 
 
 def run(world: World) -> None:
-    """Let group 2 heal: it must come to hold what the holders hold."""
+    """Let group 2 heal. It must come to hold the holders' state."""
     world.heal.run()
     assert healed(world)
 
@@ -430,9 +430,7 @@ def test_the_queue_is_replayed_in_order(make: Callable[..., World]) -> None:
     run(world)
     (from_step,) = {step for _, step in world.fetches}
     assert from_step == 5
-    assert world.dropped == [value_after(5)], (
-        "with the state that this group had, before anything is replayed"
-    )
+    assert world.dropped == [value_after(5)], "with this group's former state, before any replay"
     assert world.applied == list(range(6, world.step + 1))
     assert len(world.applied) >= 4
     assert [event.name for event in world.events] == ["heal_started", "heal_finished"]
@@ -471,10 +469,10 @@ def test_attempts_are_spaced_further_and_further_apart(
 
 
 def test_an_update_that_was_missed_is_not_replayed_over(make: Callable[..., World]) -> None:
-    """An update that the group missed makes its queue void.
+    """A missed update makes the queue void. The attempt is abandoned with that reason.
 
-    The attempt is given up with that reason. The exchange worked for this group and broke for the
-    others, who made the update again without it. The state arrives in the round that shows this.
+    The exchange worked for this group and broke for the others, who made the update again without
+    it. The state arrives in the round that shows this.
     """
     world = make()
     world.broken = {2}
@@ -492,17 +490,15 @@ def test_an_update_that_was_missed_is_not_replayed_over(make: Callable[..., Worl
     (failed,) = world.named("heal_failed")
     assert failed.error == "missed an update before update 7"  # type: ignore[attr-defined]  # a HealFailed
     assert [step for _, step in world.fetches] == [5, 8], (
-        "it asks when a round has shown that it does"
+        "the group asks after a round that has shown the state"
     )
-    assert world.applied == list(range(9, world.step + 1)), "none of the first attempt"
+    assert world.applied == list(range(9, world.step + 1)), "no update of the first attempt"
 
 
 def hear_sibling(
     world: World, monkeypatch: pytest.MonkeyPatch, say: Callable[[], FetchStatus]
 ) -> None:
-    """Let another rank of the group say how far its part of the state is, whenever this one
-    asks.
-    """
+    """Let another rank of the group report its progress whenever this rank gathers its own."""
     fetched = CatchUp.fetch_status.fget
     assert fetched is not None
 
@@ -516,7 +512,7 @@ def hear_sibling(
 def test_a_state_counts_when_all_ranks_of_the_group_have_it(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that has its part goes on queueing until its sibling has its own.
+    """A rank that has its part queues updates until its sibling has its own part.
 
     Both load in the same round.
     """
@@ -540,8 +536,9 @@ def test_a_state_counts_when_all_ranks_of_the_group_have_it(
 def test_a_fetch_that_fails_on_one_rank_is_given_up_by_all(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that has its part asks the next donor together with its sibling, and reports the
-    reason.
+    """A rank that has its part asks the next donor together with its sibling.
+
+    It reports the reason.
     """
     world = make()
     world.release.set()
@@ -558,9 +555,7 @@ def test_a_fetch_that_fails_on_one_rank_is_given_up_by_all(
 
 
 def test_bytes_that_nobody_agreed_on_are_not_kept(make: Callable[..., World]) -> None:
-    """After wrong bytes, the next attempt has one donor only, so that a bad donor can be
-    avoided.
-    """
+    """After wrong bytes, the next attempt has one donor only. So a bad donor can be avoided."""
     world = make()
     world.release.set()
     world.corrupt = {0}
@@ -584,7 +579,7 @@ def test_a_lost_donor_is_reported(make: Callable[..., World]) -> None:
 def test_a_donor_that_still_serves_is_named(make: Callable[..., World]) -> None:
     """Later joiners avoid the named donor.
 
-    Otherwise they could take the copy away from this group.
+    Otherwise they could replace the copy that this group fetches.
     """
     world = make()
     world.lose = {0: "it is gone"}
@@ -604,9 +599,9 @@ def test_a_donor_that_still_serves_is_named(make: Callable[..., World]) -> None:
             2,
             {"catch_up_max_gb": 3.5 / 2**10},
             2,
-        ),  # another rank of the group has room for so many
+        ),  # another rank of the group has room for this many updates
         (2**50, 9, {"catch_up_max_gb": 4.5 / 2**10}, 4),
-        (2 * 2 * 3 * 2**20, 9, {}, 3),  # half of it, for two ranks, in updates of 1 MiB
+        (2 * 2 * 3 * 2**20, 9, {}, 3),  # half of the memory, for two ranks, in updates of 1 MiB
         (2 * 2 * 3 * 2**20, 1, {}, 1),
         (0, 9, {}, 1),
         (0, 9, {"catch_up_max_gb": 0.5 / 2**10}, 1),  # less than one update
@@ -637,8 +632,9 @@ def test_without_knowledge_of_memory_nothing_is_bounded(make: Callable[..., Worl
 
 
 def hurry(world: World, number: int, late: float) -> None:
-    """Let transfers bring nothing while the first two updates are queued, and `late` in the third
-    and fourth.
+    """Let transfers bring nothing while the first two updates are queued.
+
+    In the third and fourth update they bring `late`.
     """
     queued = len(world.heal._healing.queued)
     world.report_share(0.0 if queued < 3 else late)
@@ -668,7 +664,7 @@ def test_a_newer_state_is_fetched_once_if_it_would_be_in_time(make: Callable[...
     ]
     (_, first), (_, second) = world.fetches
     assert (first, second >= first + 4) == (5, True)
-    assert world.donors == [[0, 1], [1, 0]], "that is no retry: all give"
+    assert world.donors == [[0, 1], [1, 0]], "it is no retry, so all donors serve"
     assert world.applied == list(range(second + 1, world.step + 1))
     (renewed,) = world.named("catch_up_renewed")
     assert "fault_tolerance.catch_up_max_gb" in renewed.reason  # type: ignore[attr-defined]  # a CatchUpRenewed
@@ -705,7 +701,7 @@ def test_a_newer_state_that_would_be_late_is_not_fetched(
 
 
 def test_a_state_that_is_there_is_kept(make: Callable[..., World]) -> None:
-    """The state arrives in the round that fills the queue. It may be the last one there is."""
+    """The state arrives in the round that fills the queue. It may be the last state that is left."""
     world = make(catch_up_max_gb=4.5 / 2**10)
 
     def go(number: int) -> None:
@@ -731,8 +727,9 @@ def test_a_slow_replay_lets_the_others_wait(
     steps_of_round: int,
     slow: bool,
 ) -> None:
-    """If replays take longer than updates, the others would wait for two replays in each step,
-    unreported.
+    """Replays take longer than updates.
+
+    Otherwise the others would wait for two replays in each step, without a report.
     """
     world = make(
         **(
@@ -838,8 +835,9 @@ def test_a_leave_request_ends_the_heal(make: Callable[..., World]) -> None:
 
 
 def rounds(make: Callable[..., World]) -> World:
-    """Return a world in which the others have just opened a round: they make no update until they
-    are at its end.
+    """Return a world in which the others have just opened a round.
+
+    They make no update until they are at its end.
     """
     world = make(semi_sync_method="diloco", sync_steps=4)
     world.idle = world.quorum_ready = True
@@ -860,12 +858,15 @@ def test_the_state_comes_while_the_others_train_their_round(make: Callable[..., 
 def test_the_name_stays_if_each_donor_is_lost_to_some_rank(
     make: Callable[..., World], lost: tuple[int, ...], named: int
 ) -> None:
-    """Otherwise the name would change again and again, and with it the choice of later joiners."""
+    """Otherwise the named donor would change again and again.
+
+    Later joiners choose by this name.
+    """
     world = make()
     world.heal._set_healing(Healing().start_fetch(Offer((0, 1), 5, 1, 0), 2))
     first = [world.heal._healing.donor]
     for _ in range(3):
-        # This rank has lost the first one of them, and its sibling the others.
+        # This rank has lost the first donor, and its sibling the others.
         world.heal._lost_donors = set(lost[:1])
         seen = [max(lost[1:], default=-1), sum(1 << slot for slot in lost[1:])]
         world.gather = lambda value, seen=seen: [value, seen.pop(0)]  # type: ignore[method-assign,misc]
@@ -875,32 +876,32 @@ def test_the_name_stays_if_each_donor_is_lost_to_some_rank(
 
 
 def mid_round(make: Callable[..., World]) -> World:
-    """Return a world in which the others are in the midst of a round."""
+    """Return a world in which the others are in the middle of a round."""
     world = rounds(make)
     world.quorum_ready = False
     return world
 
 
 def test_a_newcomer_during_a_round_gets_the_state_at_once(make: Callable[..., World]) -> None:
-    """It makes no exchange for that, because no other group is there."""
+    """The newcomer makes no exchange for its state, because no other group is at one."""
     world = mid_round(make)
     assert world.heal.await_offer(4)
-    assert world.search.first_after == 2, "else newcomers would all ask the lowest slots"
+    assert world.search.first_after == 2, "otherwise newcomers would all ask the lowest slots"
     assert world.position.seen_step == 5, (
-        "should its holder die now, the state is lost, and not begun anew"
+        "if its holder dies now, the state is lost, and the job does not start anew"
     )
     world.release.set()
     run(world)
     assert (world.made, world.fetches) == (0, [(0, 5)])
     assert world.donors == [[0]], (
-        "a state has inner moments of its own group: parts of two would not fit together"
+        "a state has the moments of one group: the parts of two do not fit together"
     )
     assert (world.position.step, world.position.lineage) == (5, 55)
     assert not world.heal.ended_on_update
 
 
 def test_no_offer_is_waited_for_when_the_others_are_there(make: Callable[..., World]) -> None:
-    """A group without an offer learns the others' step, and its donor, from the quorum."""
+    """A group without an offer gets the others' step, and its donor, from the quorum."""
     world = mid_round(make)
     world.offers = False
     world.on_pause = lambda number: setattr(world, "quorum_ready", number == 3)
@@ -910,12 +911,12 @@ def test_no_offer_is_waited_for_when_the_others_are_there(make: Callable[..., Wo
     world.release.set()
     run(world)
     assert world.made == 3, (
-        "in the first one they compare their bytes, in the others they wait for its state"
+        "in the first round they compare their bytes, in the others they wait for the state"
     )
 
 
 def test_an_offer_that_comes_late_is_followed_by_a_replay(make: Callable[..., World]) -> None:
-    """The others finish their round before the state is there. Their update is queued."""
+    """The others finish their round before the state arrives. Their update is queued."""
     world = mid_round(make)
 
     def come(number: int) -> None:
@@ -934,7 +935,7 @@ def test_an_offer_that_comes_late_is_followed_by_a_replay(make: Callable[..., Wo
 def test_an_offer_of_other_bytes_is_not_kept(make: Callable[..., World]) -> None:
     """A bit has flipped since the holders compared their bytes.
 
-    The state of another holder is fetched.
+    The group fetches the state of another holder.
     """
     world = mid_round(make)
     world.corrupt = {0}
@@ -946,7 +947,7 @@ def test_an_offer_of_other_bytes_is_not_kept(make: Callable[..., World]) -> None
 def test_an_offer_of_a_group_that_is_gone_is_followed_by_another(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The group died between the search and the fetch."""
+    """The offering group died between the search and the fetch."""
     world = mid_round(make)
     world.release.set()
 
@@ -961,11 +962,11 @@ def test_an_offer_of_a_group_that_is_gone_is_followed_by_another(
     assert len(world.named("heal_failed")) == 1
 
 
-# A newcomer, which asks in the step that it has come in
+# A newcomer that asks during the step in which it arrived
 
 
 def test_a_newcomer_is_back_with_the_first_update(make: Callable[..., World]) -> None:
-    """It has the state before its first round, and the update of that round."""
+    """The newcomer has the state before its first round, and the update of that round."""
     world = make()
     world.milliseconds, world.step_lasts = 40_000, True
     world.release.set()
@@ -973,9 +974,9 @@ def test_a_newcomer_is_back_with_the_first_update(make: Callable[..., World]) ->
     assert (world.made, world.applied) == (1, [6])
     assert (world.donors, world.named_donors) == ([[0, 1]], [0])
     assert set(world.begun) == {0, 1}, (
-        "told to leave, it stays for the round that the others make with it"
+        "after a leave request, it stays for the round that the others make with it"
     )
-    assert world.search.least_steps[-1] == 5, "nothing older than what their quorum has told"
+    assert world.search.least_steps[-1] == 5, "no state older than the one of their quorum"
     assert [event.name for event in world.events] == ["heal_started", "heal_finished"]
 
 
@@ -989,12 +990,12 @@ def before_a_quorum(make: Callable[..., World], **config: Any) -> World:
 def test_a_newcomer_has_the_state_before_there_is_a_quorum(make: Callable[..., World]) -> None:
     """The others' exchange breaks, and is repeated from the same state.
 
-    The newcomer is back with its update.
+    The newcomer takes part in its update.
     """
     world = before_a_quorum(make)
     assert world.heal.await_offer(0)
     assert world.position.seen_step == 5, (
-        "should its holders die now, the state is lost, and not begun anew"
+        "if its holders die now, the state is lost, and the job does not start anew"
     )
     world.on_pause = lambda number: (
         world.release.set() if number < 3 else setattr(world, "quorum_ready", True)
@@ -1002,12 +1003,12 @@ def test_a_newcomer_has_the_state_before_there_is_a_quorum(make: Callable[..., W
     run(world)
     assert (world.made, world.applied, world.donors) == (1, [6], [[0, 1]])
     assert world.expected == [(0, 1)], (
-        "its first quorum must include a group that it got the state from"
+        "its first quorum must include a group that offered the state"
     )
-    assert world.pauses == 3, "it waits for the quorum, and not by looking again and again"
-    assert world.rooms == [(0, False)], "memory for updates is taken while nobody waits"
+    assert world.pauses == 3, "it waits for the quorum, without looking again and again"
+    assert world.rooms == [(0, False)], "memory for updates is taken while no group waits"
     assert world.begun == [0, 1], (
-        "told to leave, it stays for the round that the others make with it"
+        "after a leave request, it stays for the round that the others make with it"
     )
 
 
@@ -1016,7 +1017,7 @@ def test_a_state_that_takes_longer_than_the_quorum_holds_nobody_up(
 ) -> None:
     """The others are at their exchange.
 
-    Its update is queued, and so are later ones, until the state is there.
+    Its update is queued, and so are later ones, until the state arrives.
     """
     world = before_a_quorum(make)
     world.on_pause = lambda number: setattr(world, "quorum_ready", number > 2)
@@ -1029,9 +1030,9 @@ def test_a_state_that_takes_longer_than_the_quorum_holds_nobody_up(
 def test_a_state_that_the_others_went_on_from_without_it_is_given_up(
     make: Callable[..., World],
 ) -> None:
-    """The exchange had the part of the former process, so the others made the update.
+    """The exchange had the gradients of the former process, so the others made the update.
 
-    The newcomer lacks it.
+    The newcomer lacks this update.
     """
     world = before_a_quorum(make)
 
@@ -1043,7 +1044,7 @@ def test_a_state_that_the_others_went_on_from_without_it_is_given_up(
     world.on_pause = go_on
     run(world)
     assert [step for _, step in world.fetches] == [5, 6], (
-        "the second one begun with the first round"
+        "the second attempt begins with the first round"
     )
     assert [len(donors) for donors in world.donors] == [2, 2], "no donor is at fault"
     assert world.named_donors[0] >= 0
@@ -1055,7 +1056,7 @@ def test_the_step_of_the_others_began_before_the_quorum(
 ) -> None:
     """A lone group admits a joiner during a step.
 
-    The joiner's time for the load ends with that step.
+    The joiner must load before the end of that step.
     """
     pace = make().heal._pace
     monkeypatch.setattr("titan_ft.engine.heal.time", SimpleNamespace(monotonic=lambda: 100.0))
@@ -1071,7 +1072,7 @@ def test_a_state_that_comes_with_the_quorum_is_loaded_before_the_exchange_if_tha
 ) -> None:
     """Two others wait during the load.
 
-    It is made now only if they lose less than one group's step.
+    The joiner loads now only if they lose less than one group's step.
     """
     world = before_a_quorum(make)
     world.milliseconds = 1000
@@ -1096,7 +1097,7 @@ def test_a_state_that_comes_with_the_quorum_is_loaded_before_the_exchange_if_tha
 def test_a_quorum_of_those_that_hold_less_says_nothing_of_the_state(
     make: Callable[..., World],
 ) -> None:
-    """The donor is outside of the quorum, because it died. Its state is the latest one left."""
+    """The donor died, so it is outside of the quorum. Its state is the latest one that is left."""
     world = before_a_quorum(make)
 
     def come(number: int) -> None:
@@ -1117,7 +1118,7 @@ def test_a_quorum_of_those_that_hold_less_says_nothing_of_the_state(
 def test_a_newcomer_whose_donors_are_lost_before_the_quorum_asks_again(
     make: Callable[..., World],
 ) -> None:
-    """After a failure one donor serves the whole state."""
+    """After a failure, one donor serves the whole state."""
     world = before_a_quorum(make)
     world.fail = {1}
     world.on_pause = lambda number: (
@@ -1128,7 +1129,7 @@ def test_a_newcomer_whose_donors_are_lost_before_the_quorum_asks_again(
 
 
 def without_offer(make: Callable[..., World]) -> World:
-    """Return a world in which the others are in the midst of a round and offer nothing."""
+    """Return a world in which the others are in the middle of a round and offer nothing."""
     world = mid_round(make)
     world.offers = False
     return world
@@ -1138,7 +1139,7 @@ def without_offer(make: Callable[..., World]) -> World:
 def test_a_joiner_with_a_leave_request_leaves(
     make: Callable[..., World], surround: Callable[[Callable[..., World]], World]
 ) -> None:
-    """It has nothing to finish while it fetches, waits for an offer, or waits for a quorum."""
+    """The joiner has nothing to finish while it fetches, waits for an offer, or waits for a quorum."""
     world = surround(make)
     world.on_pause = lambda number: setattr(world, "leave_requested", True)
     with pytest.raises(Leaving):
@@ -1148,7 +1149,7 @@ def test_a_joiner_with_a_leave_request_leaves(
 
 
 def test_a_newcomer_whose_state_takes_longer_queues_updates(make: Callable[..., World]) -> None:
-    """Its bytes are compared with the digest of the first round that worked."""
+    """The bytes are compared with the digest of the first round that works."""
     world = make()
     world.broken = {1}
     world.on_round = lambda number: world.release.set() if number == 5 else None
@@ -1161,7 +1162,7 @@ def test_a_newcomer_whose_state_takes_longer_queues_updates(make: Callable[..., 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_state_of_another_lineage_is_not_kept(make: Callable[..., World], at_once: bool) -> None:
-    """The groups that offered it go back from it.
+    """The groups that offered the state go back from it.
 
     The round shows the job's state and its holders.
     """
@@ -1211,7 +1212,7 @@ def test_bytes_that_the_first_round_does_not_show_are_not_kept(
     assert world.position.corrupt is False
     assert len(world.named("heal_failed")) == 1
     assert [len(donors) for donors in world.donors] == [2, 1]
-    assert 0 in claims, "nothing that others may hold against theirs"
+    assert 0 in claims, "no claim that the others could compare with theirs"
 
 
 @pytest.mark.parametrize("leads", [True, False])
@@ -1230,7 +1231,7 @@ def test_a_newcomer_pauses_between_searches_in_a_step(
             "the watchdog would take a long step of the others for a hang of this group"
         )
         seconds.append(duration)
-        # Then this rank hears of the offer, as from rank 0.
+        # Then this rank gets the offer, as from rank 0.
         world.leads = leads or len(seconds) == 3
 
     def poll_in_vain(least_step: int, after: int) -> Offer:
@@ -1281,7 +1282,7 @@ def test_the_last_holders_state_is_kept_though_no_round_confirms_it(
 def test_a_group_that_the_others_know_asks_only_after_its_row_has_asked(
     make: Callable[..., World],
 ) -> None:
-    """The others show digests only after a row asks. A state fetched before that would be void."""
+    """The others show digests only after a row asks. A state that is fetched earlier would be void."""
     world = make()
     world.release.set()
     world.heal.run()

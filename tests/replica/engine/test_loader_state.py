@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""States of data loaders: what travels arrives as it was, and what cannot travel is refused when it
-is saved.
+"""States of data loaders arrive unchanged.
+
+A state that cannot travel is refused when it is saved.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from titan_ft.engine.loader_state import load_loader, save_loader
 
 
 class Loader:
-    """A loader of a user's own."""
+    """A user's own loader."""
 
     def __init__(self, state: Any = None) -> None:
         self.state = state
@@ -110,8 +111,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_travel_is_refused_at_once(name: str) -> None:
-    """In one line: the loader's class, the place, the type, the remedy. A heal would meet it hours
-    later.
+    """The error has one line: the loader's class, the place, the type, the remedy.
+
+    Otherwise a heal would fail hours later.
     """
     value, kind = REFUSED[name]
     with pytest.raises(TypeError) as told:
@@ -180,7 +182,7 @@ LATER = {
 
 @pytest.mark.parametrize("name", LATER)
 def test_a_state_whose_value_cannot_travel_later_is_refused_then(name: str) -> None:
-    """The types are those of before. The heal that met such a state ended in UnpicklingError."""
+    """The types are the same as before. A heal with such a state ended in UnpicklingError."""
     good, bad, what = LATER[name]
     loader = Loader({"at": {"value": good}, "tokens": [1, 2]})
     for _ in range(2):
@@ -204,7 +206,9 @@ def test_what_is_just_short_enough_travels() -> None:
 
 
 def test_a_plain_state_is_not_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a text dataset is saved with each batch, and would take five times as long."""
+    """The state of a text dataset is saved with each batch. Reading it back would take five times
+    as long.
+    """
     monkeypatch.delattr(loader_state, "_unpack")
     save_loader(
         Loader(
@@ -222,8 +226,8 @@ class Numbers(torch.utils.data.IterableDataset[int]):
 
 @pytest.mark.parametrize(("before", "now"), [(0, 1), (1, 0), (1, 2), (0, 0), (1, 1)])
 def test_a_state_is_of_a_number_of_workers(before: int, now: int) -> None:
-    """With another number torchdata raised AssertionError at the first batch, at each start
-    again.
+    """With another number of workers, torchdata raised AssertionError at the first batch of each
+    start.
     """
     saved = StatefulDataLoader(Numbers(), batch_size=2, num_workers=before)
     next(iter(saved))
@@ -239,7 +243,7 @@ def test_a_state_is_of_a_number_of_workers(before: int, now: int) -> None:
 
 
 def test_a_state_that_runs_code_is_not_loaded() -> None:
-    """Whoever sends it: a state comes from another process."""
+    """A state comes from another process, and may have been forged."""
 
     class Attack:
         def __reduce__(self) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The outer model: its updates by hand, what of it the groups agree on, what is saved of it."""
+"""The outer model: its updates, the part on which the groups agree, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from titan_ft.membership.process_group import build_process_group
 from titan_ft.protocol.member import Member, Quorum
 from titan_ft.round_settings import OuterOptimizer, outer_optimizer
 
-DEADLINE = 20.0  # seconds; only ever reached by a bug
+DEADLINE = 20.0  # seconds; only a bug reaches it
 NOMINAL = 8  # tokens of a step of all groups
 LOCAL_SGD = OuterOptimizer(1.0, 0.0, nesterov=False)
 DILOCO = OuterOptimizer(0.7, 0.9, nesterov=True)
 
 
 def model(*weights: float) -> nn.Module:
-    """Return a model with a parameter for each of these weights, and one that does not learn."""
+    """Return a model with a trained parameter for each of these weights, and one frozen parameter."""
     made = nn.Module()
     for number, weight in enumerate(weights):
         made.register_parameter(f"weight{number}", nn.Parameter(torch.tensor([weight])))
@@ -44,13 +44,13 @@ def model(*weights: float) -> nn.Module:
 
 
 def weights(of: nn.Module) -> list[float]:
-    """Return the weights that learn."""
+    """Return the trained weights."""
     return [parameter.item() for parameter in of.parameters() if parameter.requires_grad]
 
 
 @torch.no_grad()
 def move(of: nn.Module, *changes: float) -> None:
-    """Do what a round of a group's own steps does: take `changes` from the weights."""
+    """Take `changes` from the weights, as a round of a group's own steps does."""
     for parameter, change in zip(
         (p for p in of.parameters() if p.requires_grad), changes, strict=True
     ):
@@ -58,7 +58,7 @@ def move(of: nn.Module, *changes: float) -> None:
 
 
 def make_round(outer: OuterModel, of: nn.Module, *changes: float) -> float:
-    """Make a round of a group that is alone."""
+    """Make a round of a lone group."""
     move(of, *changes)
     outer.compute_changes({0: 1.0})
     return outer.step()
@@ -74,8 +74,9 @@ def make_round(outer: OuterModel, of: nn.Module, *changes: float) -> float:
 def test_the_outer_optimizer_is_that_of_the_paper(
     lr: float, momentum: float, nesterov: bool
 ) -> None:
-    """v = momentum * v + change; x = x - lr * (change + momentum * v), or lr * v without Nesterov;
-    from v = 0.
+    """v = momentum * v + change; x = x - lr * (change + momentum * v).
+
+    Without Nesterov x - lr * v. At the beginning v = 0.
     """
     group = model(3.0)
     outer = OuterModel([group], OuterOptimizer(lr, momentum, nesterov))
@@ -96,7 +97,7 @@ def test_the_settings_are_those_of_the_method() -> None:
     without = outer_optimizer(
         FaultTolerance(semi_sync_method="diloco", **values | {"outer_momentum": 0.0})
     )
-    OuterModel([model(1.0)], without)  # torch refuses Nesterov's momentum where there is none
+    OuterModel([model(1.0)], without)  # torch refuses Nesterov's momentum without a momentum
 
 
 def test_only_trained_parameters_have_anchors() -> None:
@@ -129,7 +130,7 @@ def test_the_norm_is_that_of_the_whole_change() -> None:
     assert squares == 25.0
     (others,) = struct.unpack("q", struct.pack("d", 144.0))
     assert join_norm(squares, lambda own: [own, others]) == 13.0
-    for nan in (math.nan, -math.nan):  # as a processor makes them: with a sign
+    for nan in (math.nan, -math.nan):  # as signed integers, which a processor makes of them
         assert math.isnan(join_norm(nan, lambda own: [own, others]))
 
 
@@ -144,13 +145,13 @@ def test_a_part_that_several_ranks_hold_counts_once(world: None) -> None:
     assert _num_copies(DTensor.from_local(torch.zeros(4), mesh, [Replicate()])) == mesh.size()
 
 
-# Fragments and what a group keeps
+# Fragments, and the share of its own weights that a group keeps
 
 
 def test_a_fragment_is_updated_alone() -> None:
     """Its anchors and momentum change.
 
-    Those of the other fragments stay, and so does the group's distance from them.
+    The other fragments stay, and so does the group's distance from them.
     """
     group = model(1.0, 2.0, 3.0)
     outer = OuterModel([group], DILOCO, fragments=[0, 1, 0])
@@ -177,14 +178,17 @@ def test_a_group_keeps_a_share_of_its_own_weights() -> None:
     outer = OuterModel([group], LOCAL_SGD)
     move(group, 0.5)
     outer.compute_changes({0: 1.0})
-    move(group, 0.25)  # while the exchange was under way
+    move(group, 0.25)  # moved during the exchange
     outer.step(alpha=0.25)
     assert outer.anchors[0].item() == 0.5
     assert weights(group) == [0.25 * 0.25 + 0.75 * 0.5]
 
 
 def test_the_anchors_are_lent() -> None:
-    """For a save or a validation. The group's own weights come back, even after an error."""
+    """A save or a validation borrows them.
+
+    The group's own weights come back, even after an error.
+    """
     group = model(1.0, 2.0)
     outer = OuterModel([group], LOCAL_SGD)
     move(group, 0.5, 0.25)
@@ -199,7 +203,7 @@ def test_the_anchors_are_lent() -> None:
 
 
 class Seat:
-    """Stands in for a Membership: the quorum is there, the process group is real."""
+    """Stands in for a Membership. The quorum is ready, and the process group is real."""
 
     def __init__(self, store: str, rank: int, members: int) -> None:
         self.timeout = timedelta(seconds=DEADLINE)
@@ -219,8 +223,9 @@ class Seat:
 
 
 class Group:
-    """A group of one rank in the exchange of a round: a model, its anchors, and the tokens that it
-    has trained.
+    """A group of one rank in the exchange of a round.
+
+    It has a model, its anchors, and the number of tokens that it has trained.
     """
 
     def __init__(
@@ -237,8 +242,9 @@ class Group:
         )
 
     def make_round(self, change: float) -> None:
-        """Move by `change`, and make the update of what all groups have: as `RoundStrategy` and
-        `Round` do.
+        """Move by `change`, and make the update of all groups' changes.
+
+        As `RoundStrategy` and `Round` do.
         """
         if self.tokens:
             move(self.model, change, 2 * change)
@@ -255,7 +261,7 @@ class Group:
 
 
 def together(*functions: Callable[[], Any]) -> list[Any]:
-    """Run functions at the same time; returns their results in order."""
+    """Run functions at the same time. Return their results in order."""
 
     def start(function: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -279,22 +285,22 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
             (4, 4),
             (4.0, 8.0),
             6.0,
-        ),  # torchft takes the donor's alone when the other one has just healed: 4
+        ),  # torchft takes the donor's change alone if the other group has just healed: 4
         (
             (4, 4, 0),
             (4.0, 8.0, 99.0),
             6.0,
-        ),  # and counts the donor twice for a joiner: (4 + 8 + 4) / 3
+        ),  # and it counts the donor twice for a joiner: (4 + 8 + 4) / 3
         ((0, 4, 4), (99.0, 4.0, 8.0), 6.0),
         ((6, 2), (4.0, 8.0), 5.0),  # by tokens, and not by groups
-        ((8, 8), (4.0, 8.0), 6.0),  # twice a step's: a round has several
-        ((4, 0), (4.0, 99.0), 4.0),  # nobody else has trained
+        ((8, 8), (4.0, 8.0), 6.0),  # twice the tokens of a step, because a round has several
+        ((4, 0), (4.0, 99.0), 4.0),  # no other group has trained
     ],
 )
 def test_the_update_is_the_mean_of_the_groups_that_trained(
     tokens: tuple[int, ...], changes: tuple[float, ...], mean: float
 ) -> None:
-    """Over real Gloo: weighted by tokens, over exactly the groups that have some.
+    """Over real Gloo, weighted by tokens, over exactly the groups that have trained.
 
     A joiner's zeros weigh nothing.
     """
@@ -303,14 +309,14 @@ def test_the_update_is_the_mean_of_the_groups_that_trained(
     makers = [lambda r=r, n=n: Group(store, r, members, LOCAL_SGD, n) for r, n in enumerate(tokens)]
     groups = together(*makers)
     together(*[lambda g=g, c=c: g.make_round(c) for g, c in zip(groups, changes, strict=True)])
-    for group in groups:  # the one without any has the same weights as the others
+    for group in groups:  # the group without tokens has the others' weights
         assert weights(group.model) == [10.0 - mean, -1.0 - 2 * mean]
 
 
 def test_groups_stay_equal_whoever_takes_part() -> None:
     """In each of three rounds, another one of three groups gives nothing.
 
-    All have the momentum of all rounds.
+    All groups have the momentum of all rounds.
     """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = f"127.0.0.1:{server.port}/outer"
@@ -356,7 +362,7 @@ def test_training_continues_exactly_after_a_save() -> None:
 
 
 def test_a_state_of_before_the_first_update_can_be_saved() -> None:
-    """A momentum of zeros makes the same first update as none. Saving it changes nothing."""
+    """A momentum of zeros makes the same first update as no momentum. A save changes nothing."""
     group, resumed = model(3.0), model(3.0)
     outer, again = OuterModel([group], DILOCO), OuterModel([resumed], DILOCO)
     again.load_state_dict(outer.state_dict())
@@ -381,11 +387,11 @@ def test_names_are_those_of_the_model_without_wrappers() -> None:
     assert set(OuterModel([group], DILOCO).state_dict()) == {"momentum.weight0"}
 
 
-# What heals
+# The state of a heal
 
 
 class Training:
-    """A group of the tests' tiny model under an outer model."""
+    """A group with the tests' tiny model and an outer model."""
 
     def __init__(self, tiny: Any, seed: int, frozen: bool = False) -> None:
         self.inner = tiny(seed)
@@ -412,7 +418,7 @@ class Training:
 
 
 def test_moments_that_are_not_finite_are_dropped(tiny: Any) -> None:
-    """They are the inner optimizer's. The state that is equal in all groups stays."""
+    """They belong to the inner optimizer. The state that is equal in all groups stays."""
     group = Training(tiny, 1)
     group.make_round()
     digest = group.state.digest()
@@ -430,7 +436,7 @@ def test_moments_that_are_not_finite_are_dropped(tiny: Any) -> None:
 
 
 def test_a_joiner_has_all_of_its_donor(tiny: Any) -> None:
-    """Also during a round: anchors, momentum and moments. The joiner's own training is gone."""
+    """During a round, too: anchors, momentum and moments. The joiner's own training is gone."""
     donor, joiner = Training(tiny, 1), Training(tiny, 2)
     donor.make_round()
     digest = donor.state.digest()
@@ -487,7 +493,7 @@ def test_the_digest_covers_the_state_on_which_the_groups_agree(tiny: Any) -> Non
 
 
 def test_a_copy_names_each_tensor_once(tiny: Any) -> None:
-    """Weights travel as anchors, and not twice."""
+    """Weights travel as anchors, and only once."""
     group = Training(tiny, 1)
     group.make_round()
     names = [entry["name"] for entry in json.loads(group.state.copy(1, 7).header)["tensors"]]
@@ -513,8 +519,9 @@ def _moments(group: Training) -> list[list[Any]]:
 @pytest.mark.parametrize("begin", [1, 3, 7])
 @pytest.mark.parametrize("end", [0, 1, 5])
 def test_the_schedule_is_set_to_a_step(tiny: Any, begin: int, end: int) -> None:
-    """Forward or back, after any number of own steps: as after `end` steps of an undisturbed
-    run.
+    """The schedule goes forward or back, after any number of own steps.
+
+    It is then as after `end` steps of an undisturbed run.
     """
     training, straight = tiny(1), tiny(1)
     training.train(begin)

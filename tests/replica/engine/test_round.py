@@ -1,8 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One round of one group: the row that it gives, how it votes, and what it makes of the others'
-rows.
-"""
+"""One round of one group: its row, its vote, and its use of the others' rows."""
 
 from __future__ import annotations
 
@@ -31,7 +29,10 @@ OTHER = Row(1, Standing.READY, 7, lineage=5, digest=3, valid_tokens=60, tokens=6
 
 
 class World:
-    """All that surrounds the rounds of group 0, a group of one rank; group 1 is a row."""
+    """The world around the rounds of group 0, which has one rank.
+
+    Group 1 is a row.
+    """
 
     def __init__(self, **config: Any) -> None:
         self.position = Position(step=7, lineage=5, digest=3, training=True)
@@ -41,14 +42,14 @@ class World:
         self.finite, self.is_launched = True, False
         self.sums: Any = object()
         self.sibling_agrees = True
-        # What the rounds did.
+        # Records of the rounds.
         self.row: Row | None = None
         self.message = b""
         self.asked_with: list[int] = []
         self.votes: list[bool] = []
         self.served: list[Round] = []
         self.offered: list[int] = []  # digests; 0 = the next exchange confirms the bytes
-        self.copied = 0  # ahead of a request
+        self.copied = 0  # number of copies that were made before a request
         self.digests = 0
         # For the exchange and the membership.
         self.quorum_requested = self.contributed = self.may_update = self.has_waiting_joiner = (
@@ -57,8 +58,8 @@ class World:
         self.may_leave: bool | None = None
         self.living = [0, 1]
         self.quorum_ready, self.is_urgent, self.waits = True, False, 0
-        self.urgent_after = 1000  # waits
-        self.siblings: list[bool] = []  # what another rank of the group says to each question
+        self.urgent_after = 1000  # number of waits
+        self.siblings: list[bool] = []  # values of another rank of the group in each gather
         this: Any = self
         self.rounds = Rounds(
             FaultTolerance(enable=True, group_size=2, replica_id=0, **config),
@@ -93,7 +94,7 @@ class World:
 
     def await_quorum_for(self, seconds: float) -> None:
         self.waits += 1
-        assert self.waits < 100, "it waits for ever"
+        assert self.waits < 100, "the wait has no end"
 
     def vote(self, step: int, ok: bool) -> bool:
         self.quorum_requested = False
@@ -137,7 +138,7 @@ class World:
         self.digests += 1
         return "bytes"
 
-    offered_step: int | None = None  # step of the state that is offered
+    offered_step: int | None = None  # step of the offered state
 
     def copy_after_round(self, made: Round, position: Position, *, is_update: bool) -> None:
         self.served.append(made)
@@ -177,8 +178,9 @@ class World:
 
 @pytest.fixture
 def world() -> World:
-    """Provide a world that has made its first round, in which the members are strangers to each
-    other.
+    """Provide a world that has made its first round.
+
+    In that round the members are newcomers to each other.
     """
     world = World()
     world.rounds.make()
@@ -223,10 +225,10 @@ def test_a_group_that_leaves_takes_a_quorum_that_is_ready() -> None:
             dataclasses.replace(GIVEN, unfinished=True),
             GradientUse.GIVE,
             False,
-        ),  # it has steps of its round left
-        (GIVEN, GradientUse.LEAVE_OUT, True),  # the update is made of what the others have by now
+        ),  # the group has steps of its round left
+        (GIVEN, GradientUse.LEAVE_OUT, True),  # the update has the others' gradients
         (NOTHING, GradientUse.OPEN, False),
-        (NOTHING, GradientUse.GIVE, True),  # it waits, or heals: for it the round may be any
+        (NOTHING, GradientUse.GIVE, True),  # the group waits, or heals, and does not know
     ],
 )
 def test_the_exchange_knows_whether_an_update_may_follow(
@@ -243,7 +245,7 @@ def test_the_exchange_knows_whether_an_update_may_follow(
 @pytest.mark.parametrize(
     ("requested", "others_leave", "error", "urgent", "standing", "may_leave"),
     [
-        (True, False, None, False, Standing.READY, True),  # the other group reads so
+        (True, False, None, False, Standing.READY, True),  # the other group reads the request
         (
             False,
             False,
@@ -251,8 +253,8 @@ def test_the_exchange_knows_whether_an_update_may_follow(
             False,
             Standing.READY,
             False,
-        ),  # told from now on, it would leave unseen
-        (False, True, None, False, Standing.READY, True),  # nobody is left to see it
+        ),  # the request came too late for the row
+        (False, True, None, False, Standing.READY, True),  # no group stays to read it
         (
             True,
             False,
@@ -260,7 +262,7 @@ def test_the_exchange_knows_whether_an_update_may_follow(
             False,
             Standing.READY,
             False,
-        ),  # nobody may have read it
+        ),  # perhaps no group has read it
         (
             True,
             False,
@@ -268,7 +270,7 @@ def test_the_exchange_knows_whether_an_update_may_follow(
             True,
             Standing.READY,
             True,
-        ),  # it cannot wait for ever
+        ),  # the time of the group is nearly over
         (
             True,
             False,
@@ -276,7 +278,7 @@ def test_the_exchange_knows_whether_an_update_may_follow(
             False,
             Standing.BEHIND,
             True,
-        ),  # it has nothing that others lack
+        ),  # the group has no state that others lack
     ],
 )
 def test_a_group_leaves_when_the_others_have_read_that_it_does(
@@ -290,7 +292,7 @@ def test_a_group_leaves_when_the_others_have_read_that_it_does(
 ) -> None:
     """Before each vote, the rank reports whether it may leave.
 
-    A request that comes later counts at the next vote.
+    A later request counts at the next vote.
     """
     world.requested, world.error, world.is_urgent = requested, error, urgent
     world.other = dataclasses.replace(OTHER, leaving=others_leave)
@@ -305,12 +307,12 @@ def test_find_living_asks_for_members_of_the_last_round(world: World) -> None:
     assert world.rounds.find_living([1]) == {1}
     world.living = [0]
     assert world.rounds.find_living([0, 1]) == {0}
-    world.leads = False  # rank 0 looks for all
+    world.leads = False  # rank 0 looks for all ranks
     assert world.rounds.find_living([0, 1]) == set()
 
 
 def test_signs_of_a_rank() -> None:
-    """A joiner waits, the others wait, or the group is to leave."""
+    """A joiner waits, the others wait, or the group must leave."""
     world = World(semi_sync_method="diloco", digest_every=0)
     world.quorum_ready, world.has_waiting_joiner, world.requested = False, False, False
     assert world.rounds.signs == Sign(0)
@@ -330,7 +332,7 @@ def test_signs_of_a_rank() -> None:
     ("contribution", "use", "config", "digests"),
     [
         (GIVEN, GradientUse.GIVE, {}, 1),
-        (GIVEN, GradientUse.LEAVE_OUT, {}, 1),  # no change to compare, and one of the majority
+        (GIVEN, GradientUse.LEAVE_OUT, {}, 1),  # no change to compare, but a vote for the majority
         (dataclasses.replace(GIVEN, unfinished=True), GradientUse.GIVE, {}, 1),
         (Contribution(unfinished=True), GradientUse.GIVE, {}, 1),
         (NOTHING, GradientUse.OPEN, {}, 0),  # no step since the last comparison
@@ -341,7 +343,7 @@ def test_signs_of_a_rank() -> None:
             GradientUse.GIVE,
             {"semi_sync_method": None},
             0,
-        ),  # gradients, of which the next digest tells
+        ),  # gradients are no changes of weights
     ],
 )
 def test_digests_are_shown_at_the_end_of_a_round_of_several_steps(
@@ -352,7 +354,7 @@ def test_digests_are_shown_at_the_end_of_a_round_of_several_steps(
 ) -> None:
     """A flipped bit of an anchor would be in the change, and so in every group's update."""
     world = World(**{"semi_sync_method": "diloco", **config})
-    world.rounds.make(use=GradientUse.OPEN)  # where the members met for the first time
+    world.rounds.make(use=GradientUse.OPEN)  # the members meet for the first time
     world.position.digest, world.digests = 3, 0
     world.rounds.make(contribution, use)
     assert world.digests == digests
@@ -362,7 +364,7 @@ def test_digests_are_shown_at_the_end_of_a_round_of_several_steps(
 
 @pytest.mark.parametrize("early", [True, False])
 def test_digests_for_a_newcomer_are_taken_where_no_update_follows(early: bool) -> None:
-    """At the end of a round, the digest is taken in the next one.
+    """At the end of a round there is no digest. The next round has one.
 
     Otherwise the newcomer would replay this update.
     """
@@ -423,7 +425,7 @@ def test_the_row_says_what_is_done_with_the_gradients(
 ) -> None:
     """A group that holds its gradients back shows their weight.
 
-    One that leaves them out weighs nothing.
+    A group that leaves them out weighs nothing.
     """
     made = world.rounds.make(GIVEN, use)
     usual = Row(
@@ -461,9 +463,7 @@ def test_without_a_contribution_nothing_is_given(
     nothing: Contribution,
     use: GradientUse,
 ) -> None:
-    """A group that heals, waits or has an empty share gives no gradient and no entries, and holds
-    none back.
-    """
+    """A group that heals, waits or has an empty share gives no gradient and no entries."""
     world.rounds.make(nothing, use)
     assert world.contributed is False
     assert world.row is not None
@@ -483,7 +483,7 @@ def test_a_group_that_is_behind_adds_nothing(
 ) -> None:
     """One update more may be that of a broken exchange.
 
-    Two more, or any before the start, void the claim.
+    The claim is void after two more, and before the start after any.
     """
     world.position.training, world.max_step = training, max_step
     world.rounds.make(GIVEN)
@@ -495,9 +495,9 @@ def test_a_group_that_is_behind_adds_nothing(
 
 
 def test_a_broken_exchange_is_voted_down(world: World) -> None:
-    """All ranks of the group repeat it.
+    """All ranks of the group repeat the exchange.
 
-    Its rows are not taken in, and no joiner is served from it.
+    Its rows do not count, and no joiner is served after it.
     """
     world.error = ExchangeError("a peer is gone")
     assert world.rounds.make(GIVEN) == Broken("a peer is gone", gave_nonfinite=False)
@@ -574,7 +574,7 @@ def test_the_digest_is_taken_when_a_joiner_may_fetch_the_state(world: World) -> 
     world.rounds.make(GIVEN)
     assert world.digests == 0
     world.other = Row(1, Standing.BEHIND, 0)
-    world.rounds.make(GIVEN)  # it asks
+    world.rounds.make(GIVEN)  # the joiner asks
     assert world.digests == 0
     made = world.rounds.make(GIVEN)
     assert world.digests == 1
@@ -592,13 +592,13 @@ def test_the_digest_is_taken_when_a_joiner_may_fetch_the_state(world: World) -> 
     assert world.digests == 3
 
 
-# What is offered to joiners
+# The offer to joiners
 
 
 def test_a_state_is_offered_while_no_update_is_made(world: World) -> None:
-    """The offer starts with the first such round, also before the job's first step.
+    """The first such round starts the offer, also before the job's first step.
 
-    It is made once.
+    The offer is made once.
     """
     world.other = dataclasses.replace(OTHER, valid_tokens=0)
     for _ in range(2):
@@ -629,13 +629,13 @@ def test_a_group_that_may_not_offer_its_state_takes_it_back(world: World) -> Non
         ({"unfinished": 1}, GradientUse.OPEN, True, False),
         ({"standing": Standing.BEHIND, "step": 0}, GradientUse.OPEN, True, True),
         ({"standing": Standing.CATCHING_UP, "step": 0, "donor": 0}, GradientUse.OPEN, True, False),
-        ({"opening": 1, "digest": 0}, GradientUse.OPEN, False, False),  # are its bytes the others'?
+        ({"opening": 1, "digest": 0}, GradientUse.OPEN, False, False),  # the bytes are not compared
         (
             {},
             GradientUse.OPEN,
             False,
             False,
-        ),  # that one is at the end of its round: an update is next
+        ),  # the other group is at the end of its round: an update is next
         ({}, GradientUse.GIVE, False, False),
     ],
 )
@@ -647,7 +647,7 @@ def test_in_a_round_of_several_steps_compared_bytes_are_offered(
 ) -> None:
     """The agreed state stays unchanged while the groups make local steps.
 
-    For a member that asks, it is copied at once: the next chance comes only after a step.
+    For a member that asks, the state is copied at once. The next chance comes only after a step.
     """
     world, digest = World(semi_sync_method="diloco", digest_every=1), fold48(str([fold48("bytes")]))
     world.position.set_digest(digest)
@@ -659,7 +659,7 @@ def test_in_a_round_of_several_steps_compared_bytes_are_offered(
 def test_a_group_that_waits_for_others_offers_what_it_has_compared() -> None:
     """No group makes an update before the missing groups are back.
 
-    They must be able to get the state.
+    These groups must be able to get the state.
     """
     world, digest = (
         World(semi_sync_method="diloco", digest_every=1, min_replica_size=3),

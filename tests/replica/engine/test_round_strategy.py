@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a group does in a round, without a model; whole runs are in integration/."""
+"""A group's actions in a round, without a model. tests/integration has whole runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from titan_ft.protocol.report import Contribution
 from titan_ft.protocol.round import Update
 from titan_ft.round_settings import num_fragments
 
-TOKENS = 10  # of a step
+TOKENS = 10  # nominal tokens of a step
 
 
 class DataEndedError(Exception):
@@ -35,7 +35,10 @@ class DataEndedError(Exception):
 
 
 class Round:
-    """A group in a round of four steps, the third of its run: notes what it does."""
+    """A group in a round of four steps, the third one of its run.
+
+    Records the group's actions.
+    """
 
     def __init__(
         self,
@@ -127,7 +130,7 @@ class Round:
 def test_a_round_is_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quorum is requested before the last step.
 
-    The change is weighted by the tokens of all steps; the seconds are those of one step.
+    The tokens of all steps weight the change. The seconds are those of one step.
     """
     made = (this := Round(monkeypatch)).train()
     assert this.steps == [9, 10, 11, 12]
@@ -143,7 +146,7 @@ def test_a_round_is_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_group_that_is_awaited_breaks_off_and_trains_on_if_it_was_too_soon(
     monkeypatch: pytest.MonkeyPatch, made: int
 ) -> None:
-    """It reports that steps are left.
+    """The group reports that steps are left.
 
     If no update follows, it makes the remaining ones, and the first ones count as well.
     """
@@ -189,7 +192,7 @@ def test_a_group_that_came_late_gives_its_changes_of_earlier_rounds(
 def test_a_group_that_is_awaited_at_once_gives_its_changes_of_earlier_rounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The others are there before its first step.
+    """The others are ready before its first step.
 
     A change that it does not give would be overwritten.
     """
@@ -204,13 +207,13 @@ def test_a_group_that_came_late_gives_the_batches_of_steps_made_ahead(
 ) -> None:
     """Their tokens are in the weight of its change.
 
-    Without the batches, they would be trained twice.
+    Without the batches in the update, they would be trained twice.
     """
     this = Round(monkeypatch, fragment_sync_delay=2)
     this.train()
     strategy = this.strategy
     assert strategy._ahead is not None
-    # Committed.
+    # Commit the round.
     strategy._ahead.previous, strategy._trained_tokens, strategy._given_tokens = (
         None,
         [2 * TOKENS],
@@ -230,7 +233,7 @@ def test_a_group_that_came_late_gives_the_batches_of_steps_made_ahead(
 
 
 def test_a_round_without_more_data_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its update ends the data. The next round finds none."""
+    """Its update has the last batches. The next round finds no data."""
     made = (this := Round(monkeypatch, data=2, fragment_sync_delay=2)).train()
     assert (made.unfinished, made.valid_tokens) == (False, 2 * TOKENS)
     assert not this.sent
@@ -242,9 +245,9 @@ def test_a_round_without_more_data_is_whole(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_fragments_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each fragment is weighted by the tokens since its last exchange.
+    """Tokens since its last exchange weight each fragment.
 
-    The last round exchanges all of them.
+    The last round exchanges all fragments.
     """
     this = Round(monkeypatch, sync_steps=12, num_fragments=3, last=17)
     assert [this.strategy._fragments_of(update) for update in range(1, 6)] == [
@@ -260,7 +263,7 @@ def test_fragments_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_steps_are_made_while_the_exchange_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These are steps of the next round.
+    """They are steps of the next round.
 
     Their batches follow the uncommitted ones, and are not in the exchange.
     """
@@ -274,7 +277,7 @@ def test_steps_are_made_while_the_exchange_is_under_way(monkeypatch: pytest.Monk
     assert ahead is not None
     assert (done.inner_steps, done.overlapped_seconds) == (4, 2.0)
     assert (ahead.inner_steps, ahead.readings[0].entry) == (2, Entry(0, 12, 2, b"state"))
-    ahead.previous = None  # committed
+    ahead.previous = None  # the round is committed
     strategy.start_update()
     strategy._position.step = 3
     assert strategy._ahead is None
@@ -286,7 +289,7 @@ def test_steps_are_made_while_the_exchange_is_under_way(monkeypatch: pytest.Monk
 
 
 def test_a_group_that_leaves_makes_no_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These steps would be void, and take time from the exchange."""
+    """The steps would be void, and would take time from the exchange."""
     this = Round(monkeypatch, fragment_sync_delay=3)
     this.told = True
     this.train()
@@ -296,13 +299,13 @@ def test_a_group_that_leaves_makes_no_steps_ahead(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("timeout", "spent", "early", "steps", "broken_off"),
     [
-        (6.1, 0.0, False, 4, ""),  # three steps of a second fit into half of it
+        (6.1, 0.0, False, 4, ""),  # three steps of one second fit into half of the time
         (5.9, 0.0, False, 1, "3 steps of the round were left, too many for drain_timeout_seconds"),
         (7.9, 0.1, False, 4, ""),
         (7.9, 0.13, False, 1, "3 steps of the round were left, too many for drain_timeout_seconds"),
-        (1.5, 0.0, True, 4, ""),  # it has asked: the others take what it has when they come
+        (1.5, 0.0, True, 4, ""),  # the group has asked: the others take its steps when they come
         (8.0, 0.6, True, 4, ""),
-        (8.0, 0.63, True, 1, ""),  # three quarters of it would be over behind another step
+        (8.0, 0.63, True, 1, ""),  # after another step, three quarters of the time would be over
     ],
 )
 def test_a_group_that_leaves_finishes_the_round_if_there_is_time(
@@ -315,7 +318,7 @@ def test_a_group_that_leaves_finishes_the_round_if_there_is_time(
 ) -> None:
     """Half of the time is for local steps.
 
-    Up to three quarters may pass while it only waits for others.
+    Up to three quarters may pass while the group only waits for others.
     """
     this = Round(monkeypatch, early=early, drain_timeout_seconds=timeout)
     this.told, this.spent = True, spent
@@ -374,7 +377,7 @@ def test_a_group_that_leaves_with_an_unsaved_state_meets_the_others(
 def test_a_save_during_a_round_has_the_model_of_the_last_update(
     monkeypatch: pytest.MonkeyPatch, spoiled: bool
 ) -> None:
-    """It also has that update's step and LR. Moments that are not finite are dropped."""
+    """The save also has the step and LR of that update. Moments that are not finite are dropped."""
     this, done = Round(monkeypatch), list[str]()
     vars(this.strategy).update(
         outer=SimpleNamespace(restore_model=lambda: done.append("restore")),
@@ -398,7 +401,7 @@ def test_an_overdue_group_need_not_finish_its_round(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("wanted", [2, 5])
 def test_a_joiner_is_served_between_two_steps(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
-    """Also between two steps that are made while the exchange is under way."""
+    """Also between two steps that are made during the exchange."""
     this = Round(monkeypatch, fragment_sync_delay=3)
     this.wanted = wanted
     this.train()
@@ -409,7 +412,7 @@ def test_a_joiner_is_served_between_two_steps(monkeypatch: pytest.MonkeyPatch, w
 def test_no_step_is_made_after_the_last_round(
     monkeypatch: pytest.MonkeyPatch, last: int, steps: int
 ) -> None:
-    """The last round may be shorter than the delay. After it there are no steps."""
+    """The last round may be shorter than the delay. No steps follow it."""
     this = Round(monkeypatch, fragment_sync_delay=3, last=last)
     this.train()
     assert len(this.steps) == steps
@@ -426,9 +429,9 @@ def test_a_group_that_is_awaited_makes_no_steps_ahead(monkeypatch: pytest.Monkey
 def test_a_slow_group_requests_the_quorum_at_the_deadline_and_trains_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It trains until the others are there, and gives the steps made so far.
+    """The group trains until the others are ready, and gives the steps made so far.
 
-    No group waits for more.
+    No group waits for more steps.
     """
     this = Round(monkeypatch, sync_deadline_seconds=2.0, awaited=3)
     made = this.train()
@@ -468,7 +471,7 @@ def test_fragments_that_do_not_fit_the_model_are_refused(
 
 
 def test_a_model_is_cut() -> None:
-    """Into blocks of about equal size, or as the config says.
+    """The fragments have blocks of about equal size, or are as the config says.
 
     Frozen parameters are in no fragment.
     """
@@ -477,8 +480,9 @@ def test_a_model_is_cut() -> None:
 
 
 def test_ranks_with_other_shards_cut_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights without shards are equal on all ranks of a group, which must exchange them in the
-    same round.
+    """Weights without shards are equal on all ranks of a group.
+
+    The ranks must exchange them in the same round.
     """
     cuts = []
     for rank in (0, 1):
@@ -581,7 +585,7 @@ def test_weights_that_cannot_hold_the_outer_model_are_refused() -> None:
         (0.0, 3, "one step was left", "SIGTERM: one step was left"),
         (0.0, 3, "", "SIGTERM: the others were not there in time to exchange the round"),
         (1.5, 3, "", ""),  # the round is in an update
-        (0.0, 0, "", ""),  # it has come to the end of others' round, or has not begun one
+        (0.0, 0, "", ""),  # the group came to the end of others' round, or has not begun one
     ],
 )
 def test_a_departure_names_the_batches_that_are_in_no_update(
@@ -604,7 +608,7 @@ def leaving(work: RoundWork, ahead: RoundWork | None = None, broken_off: str = "
 
 
 def test_the_batches_of_a_slot_are_one_stretch() -> None:
-    """They are void, and trained again. An audit must be able to count them."""
+    """The batches are void, and trained again. An audit must be able to count them."""
     readings = [Reading(Entry(1, first, 1, b""), [], "c5") for first in (30, 31)]
     (void,) = leaving(RoundWork(31, 0.1, readings)).void
     assert (void.entry.slot, void.entry.first_batch, void.entry.num_batches) == (1, 30, 2)
@@ -612,7 +616,7 @@ def test_the_batches_of_a_slot_are_one_stretch() -> None:
 
 @pytest.mark.parametrize("made_ahead", [False, True])
 def test_a_group_that_leaves_after_a_round_names_the_steps_of_the_next(made_ahead: bool) -> None:
-    """It made them while the exchange was under way.
+    """These steps were made during the exchange.
 
     They are void, although the group leaves in order.
     """
@@ -626,14 +630,14 @@ def test_a_group_that_leaves_after_a_round_names_the_steps_of_the_next(made_ahea
     ("committed", "void"),
     [
         (2, [(1, 8, 6)]),  # of both rounds
-        (3, [(1, 12, 2)]),  # the first one has just come into an update
+        (3, [(1, 12, 2)]),  # the first one has just become an update
         (4, []),
     ],
 )
 def test_a_rank_that_the_timeout_ends_names_the_batches_of_its_rounds(
     committed: int, void: list[tuple[int, int, int]]
 ) -> None:
-    """Those of steps made ahead count as well. A batch in an update is not void."""
+    """Steps made ahead count as well. A batch in an update is not void."""
     work = RoundWork(9, 0.1, [Reading(Entry(1, 8, 4, b""), [], "c5")])
     ahead = RoundWork(13, 0.1, [Reading(Entry(1, 12, 2, b""), [], "c5")], previous=work)
     strategy = RoundStrategy.__new__(RoundStrategy)
@@ -658,7 +662,7 @@ def test_a_rank_that_the_timeout_ends_names_the_batches_of_its_rounds(
 def test_what_follows_an_update(
     step: int, exclusions: int, opening: Opening | None, done: list[str], heals: bool
 ) -> None:
-    """A group whose change was not finite heals, and has the anchors if no peer is left.
+    """A group whose change was not finite heals. If no peer is left, it has the anchors.
 
     Otherwise it opens the next round. After the last update there is none.
     """
@@ -728,7 +732,7 @@ def test_a_group_that_rolls_back_keeps_its_round(
         assert this.changes == [{0: 4 * TOKENS / 100}] * 2
         strategy._forget_work()
         strategy.resume_after_heal()
-        assert strategy._ahead is None  # a state that is loaded ends it
+        assert strategy._ahead is None  # a load of a state ends it
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Steps of several groups, which are threads: real rounds and ledgers over an exchange in memory,
-scripted quorums.
+"""Steps of several groups, which are threads.
+
+Rounds and ledgers are real. The exchange is in memory, and the quorums are scripted.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from titan_ft.protocol.round import Round
 from titan_ft.protocol.row import fold48
 from titan_ft.transfer.snapshot import Snapshot
 
-DEADLINE = 20.0  # seconds; only ever reached by a bug
-TOKENS = 100  # of a batch
+DEADLINE = 20.0  # seconds; only a bug reaches it
+TOKENS = 100  # nominal tokens of a batch
 NAN = float("nan")
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nobody pause: a round ends when all of its members are in it."""
+    """Let no group pause. A round ends when all of its members are in it."""
     monkeypatch.setattr(step, "PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(heal, "PAUSE_SECONDS", 0.0)
 
@@ -54,8 +55,9 @@ def readers(*slots: int) -> tuple[GroupProcess, ...]:
 
 
 class Hub:
-    """Where the groups meet: quorum number n has the slots `quorums[n]`; after the last one they
-    stay the same.
+    """The place where the groups meet.
+
+    Quorum number n has the slots `quorums[n]`. After the last one they stay the same.
     """
 
     def __init__(
@@ -65,14 +67,14 @@ class Hub:
         restarted: dict[int, int] | None = None,
     ) -> None:
         self._quorums = quorums
-        self.broken = broken  # numbers of those whose exchange breaks for all
-        # Slot -> number of the first quorum that its next process is in.
+        self.broken = broken  # numbers of the quorums whose exchange breaks for all members
+        # For each slot, the number of the first quorum with its next process.
         self._restarted = restarted or {}
         self._told: dict[tuple[int, int], Any] = {}
         self._changed = threading.Condition()
 
     def slots(self, number: int) -> Sequence[int]:
-        """Return who is in a quorum."""
+        """Return the members of a quorum."""
         return self._quorums[min(number, len(self._quorums) - 1)]
 
     def member(self, number: int, slot: int) -> Member:
@@ -81,7 +83,7 @@ class Hub:
         return Member(slot, started, f"{slot}-{started:g}", "c0ffee")
 
     def gather(self, number: int, slot: int, value: object) -> list[Any]:
-        """Return what all of a quorum tell, in their order."""
+        """Return the values of all members of a quorum, in their order."""
         keys = [(number, member) for member in self.slots(number)]
         with self._changed:
             self._told[number, slot] = value
@@ -94,7 +96,7 @@ class Hub:
 class Seat:
     """Stands in for a Membership of a group of one rank."""
 
-    max_step = 0  # that the others report
+    max_step = 0  # the largest step that the members report
 
     def __init__(self, hub: Hub, slot: int) -> None:
         self.hub, self.slot, self.number, self.quorum_requested = hub, slot, -1, False
@@ -109,45 +111,44 @@ class Seat:
     quorum_ready = True
 
     def need_quorum(self) -> None:
-        """The quorum is there."""
+        """Do nothing: the quorum is ready."""
 
     @property
     def member(self) -> Member:
-        """Return the group's process."""
+        """The group's process."""
         return self.hub.member(self.number, self.slot)
 
     def await_quorum_for(self, seconds: float) -> None:
-        """The quorum is there."""
+        """Do nothing: the quorum is ready."""
 
     def await_quorum(self) -> Quorum:
-        """Return it."""
         slots = self.hub.slots(self.number)
         members = tuple(self.hub.member(self.number, slot) for slot in slots)
         return Quorum(f"quorum {self.number}", slots.index(self.slot), members, self.max_step)
 
     def vote(self, step: int, ok: bool) -> bool:
-        """Be the only voter."""
+        """Return this rank's vote: it is alone."""
         self.quorum_requested = False
         return ok
 
     def find_addresses(self, slots: Sequence[int]) -> list[str]:
-        """Name no real one."""
+        """Return made-up addresses."""
         return [f"slot {slot}" for slot in slots]
 
     def find_holders(self) -> dict[int, Any]:
-        """Know nobody."""
+        """Find no holder."""
         return {}
 
     def remember_donors(self, slots: Sequence[int]) -> None:
-        """Each quorum has all groups that are there."""
+        """Do nothing: each quorum has all living groups."""
 
     def find_outsiders(self, quorum: Quorum, step: int) -> list[int]:
-        """See nobody."""
+        """Find no outsider."""
         return []
 
 
 class Total:
-    """Stands in for sums: one number."""
+    """Stands in for the sums: one number."""
 
     is_copy = False
 
@@ -155,27 +156,27 @@ class Total:
         self.value = value
 
     def copy(self) -> Total:
-        """Copy nothing: a number lasts."""
+        """Return this object: a number needs no copy."""
         return self
 
     def write(self, scale: float | None = None) -> None:
-        """Leave it to who applies it."""
+        """Do nothing: the test applies the sum."""
 
 
 class Room:
-    """Stands in for the memory of kept sums."""
+    """Stands in for the memory of copied sums."""
 
     num_bytes = 4
 
     def keep_on_device(self) -> int:
-        """Keep none there: there is no device."""
+        """Return False: there is no device."""
         return 0
 
     def prepare(self) -> None:
-        """Take none: a number needs none."""
+        """Do nothing: a number needs no memory."""
 
     def drop(self) -> None:
-        """Give none back."""
+        """Do nothing: a number needs no memory."""
 
 
 class Exchange:
@@ -190,11 +191,11 @@ class Exchange:
 
     @property
     def is_launched(self) -> bool:
-        """Say whether an exchange was launched."""
+        """True if an exchange is launched."""
         return self._armed is not None
 
     def arm(self, newest_step: int) -> None:
-        """Decide now, as the flight does when its quorum comes."""
+        """Decide now whether the gradients count. The flight does so when its quorum comes."""
         self.launch(newest_step)
 
     def launch(self, newest_step: int | None = None, *, may_update: bool = True) -> None:
@@ -219,7 +220,7 @@ class Exchange:
 
 
 class Idle:
-    """Stands in for what these tests have no use of: drain, watchdog, state server, state."""
+    """Stands in for parts that these tests do not use: drain, watchdog, state server, state."""
 
     requested = False
     snapshot = None
@@ -229,23 +230,23 @@ class Idle:
         return lambda *_, **__: None
 
     def after_vote(self) -> bool:
-        """Never leave."""
+        """Return False: the group never leaves."""
         return False
 
     def wait_for_others(self, *_: Callable[[], object]) -> bool:
-        """Never leave."""
+        """Return True: the group never leaves."""
         return True
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Pause nothing."""
+        """Do nothing."""
         return contextlib.nullcontext()
 
 
 class State(Idle):
-    """Stands in for a TrainState, whose bytes are a text."""
+    """Stands in for a TrainState. Its bytes are a text."""
 
     bytes = "good"
-    digests = 0  # taken
+    digests = 0  # number of digests that were taken
     load_seconds = 0.0
 
     def digest(self) -> str:
@@ -260,20 +261,21 @@ class Alone:
     leads = True
 
     def clock(self) -> float:
-        """Return a clock that stands."""
+        """Return a constant time."""
         return 0.0
 
     def gather(self, value: int) -> list[int]:
-        """Return the own value."""
         return [value]
 
 
 class Groups:
-    """All groups of a job. The gradient of a batch is its slot's number + 1; what is applied is the
-    mean over them.
+    """All groups of a job.
+
+    The gradient of a batch is its slot's number + 1. The applied number is the mean over the
+    groups.
 
     Args:
-        gradient: makes another one of it: of the group, and the slots it has read.
+        gradient: makes another gradient of it, from the group and the slots that it has read.
     """
 
     def __init__(
@@ -286,8 +288,10 @@ class Groups:
         self.all = [OneGroup(hub, slot, size, gradient, config) for slot in range(size)]
 
     def run(self, *lives: Callable[[OneGroup], Any]) -> list[Any]:
-        """Let each group live its life, the last one of `lives` counting for the rest; returns what
-        they return.
+        """Let each group run its function. The last one of `lives` is for all further groups.
+
+        Returns:
+            The functions' results.
         """
         futures: list[Future[Any]] = [Future() for _ in self.all]
 
@@ -315,7 +319,7 @@ class OneGroup:
     ) -> None:
         self.slot, self.read, self.events = slot, list[int](), RecordedEvents()
         self.applied: list[float] = []
-        self._share = 1 / size  # of a batch in the nominal tokens
+        self._share = 1 / size  # tokens of a batch in the nominal tokens
         self.config = FaultTolerance(enable=True, group_size=size, replica_id=slot, **config)
         self.seat, idle = Seat(hub, slot), Idle()
         seat = self.seat
@@ -363,7 +367,7 @@ class OneGroup:
         )
 
     def step(self, arm: bool = False) -> Committed | None:
-        """Make one step, as the trainer does; returns None if the group must heal."""
+        """Make one step as the trainer does. Return None if the group must heal."""
         self.read = []
         contribution = self.train(self.dimension.slots_to_read())
         if arm:
@@ -404,7 +408,8 @@ class OneGroup:
 def test_the_first_step_waits_for_groups_that_live_outside_of_the_quorum(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It waits beyond `start_timeout_seconds`, until these groups have been silent for a while.
+    """The group waits beyond `start_timeout_seconds`, until these groups have been silent for a
+    while.
 
     Each set of groups is reported once.
     """
@@ -414,7 +419,7 @@ def test_the_first_step_waits_for_groups_that_live_outside_of_the_quorum(
 
     def find_outsiders(quorum: Quorum, step: int) -> list[int]:
         looks.append(now[0])
-        return [2] if now[0] < 120.0 and now[0] != 110.0 else []  # it was silent for a moment
+        return [2] if now[0] < 120.0 and now[0] != 110.0 else []  # silent for a moment
 
     def clock() -> float:
         now[0] += 1.0
@@ -425,15 +430,16 @@ def test_the_first_step_waits_for_groups_that_live_outside_of_the_quorum(
     assert group.dimension.start(0)
     assert now[0] == 119.0 + decisions.ALONE_SECONDS
     assert looks[0] == 101.0 + 8.0 - decisions.ALONE_SECONDS, (
-        "the page is not read while there is time anyway"
+        "the page is not read while there is time left"
     )
     said = [text for text in caplog.messages if text.startswith("groups [2] live")]
-    assert len(said) == 2, "and again when it is back"
+    assert len(said) == 2, "and once more when the group is back"
 
 
 def test_the_ranks_of_a_group_finish_in_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that knows that all groups hold the final state makes rounds until its sibling knows
-    it, too.
+    """A rank may know first that all groups hold the final state.
+
+    It makes rounds until its sibling knows it as well.
     """
     group = Groups(1, Hub([0])).all[0]
     group.position.adopt_state(10, 5)
@@ -446,11 +452,11 @@ def test_the_ranks_of_a_group_finish_in_the_same_round(monkeypatch: pytest.Monke
         ),
     )
     assert group.dimension.finish() is not None
-    assert group.seat.number == 3, "the one behind it is the last, so that others see it too"
+    assert group.seat.number == 3, "one more round is made, so that others see it as well"
 
 
 def told(committed: Committed) -> tuple[list[int], list[int]]:
-    """Return whose gradients a step has and which slots' batches."""
+    """Return the groups whose gradients a step has, and the slots of its batches."""
     return committed.participants, committed.update.slots
 
 
@@ -462,8 +468,9 @@ def told(committed: Committed) -> tuple[list[int], list[int]]:
 def test_a_group_that_forces_its_gradient_alone_spoils_no_sum(
     quorums: list[list[int]], least: int
 ) -> None:
-    """A group without finite gradients, among groups without finite ones, leaves its own out when a
-    group with finite ones comes.
+    """A group forces its gradients, because no group seems to have finite ones.
+
+    When a group with finite ones comes, it leaves its own out.
     """
     groups = Groups(
         2,
@@ -481,7 +488,7 @@ def test_a_group_that_forces_its_gradient_alone_spoils_no_sum(
 
 
 def test_a_batch_that_makes_nans_is_not_dealt_out() -> None:
-    """Even with batch_policy "constant", a step is made without the slot of an excluded group."""
+    """With batch_policy "constant", too, a step is made without the slot of an excluded group."""
     groups = Groups(
         3,
         Hub([0, 1, 2]),
@@ -517,15 +524,15 @@ def test_a_quorum_shows_which_shares_are_gone(
 ) -> None:
     """With batch_policy "constant", the others take over these shares and repeat the exchange.
 
-    No round is made only to find them out. After a round that worked, its rows show who reads which
-    slot. At first group 1 trains slot 0 as well, and group 2 slot 4.
+    No round is made only to find them. After a round that worked, its rows show which group reads
+    which slot. At first group 1 trains slot 0 as well, and group 2 slot 4.
     """
 
     def live(group: OneGroup) -> Committed | None:
         if group.slot in reads:
             return group.step()
         if 0 not in hub.broken and group.slot in hub.slots(0):
-            group.rounds.make(group.train(group.dimension.slots_to_read()))  # its only one
+            group.rounds.make(group.train(group.dimension.slots_to_read()))  # its only exchange
         return None
 
     groups = Groups(5, hub, batch_policy="constant")
@@ -540,7 +547,10 @@ def test_a_quorum_shows_which_shares_are_gone(
 
 
 def test_a_group_that_is_back_at_once_is_another_process() -> None:
-    """Its share is taken over in its first round. It trains nothing itself in this step."""
+    """The others take its share over in its first round.
+
+    The new process trains nothing in this step.
+    """
     hub = Hub([0, 1, 2], broken=[0], restarted={1: 1})
     groups = Groups(3, hub, batch_policy="constant")
     back = groups.all[1]
@@ -559,7 +569,7 @@ def test_a_group_that_is_back_at_once_is_another_process() -> None:
             2,
         )
     assert [group.read for group in groups.all] == [[0, 1], [], [2]]
-    assert back.dimension.slots_to_read() == [], "it heals to the step that the others are at"
+    assert back.dimension.slots_to_read() == [], "it heals to the others' step"
 
 
 def test_nothing_is_taken_over_for_a_step_that_has_to_wait() -> None:
@@ -573,7 +583,7 @@ def test_nothing_is_taken_over_for_a_step_that_has_to_wait() -> None:
 
     def live(group: OneGroup) -> Committed | None:
         if group is back:
-            group.ledger.readers = readers(0, 2)  # as if it had healed on a later update
+            group.ledger.readers = readers(0, 2)  # as after a heal on a later update
         return group.step() if group.slot < 2 else None
 
     first, second, _ = groups.run(live)
@@ -617,7 +627,7 @@ def test_a_group_that_was_excluded_contributes_after_a_heal() -> None:
 def test_a_forced_gradient_is_forced_again_when_the_exchange_breaks() -> None:
     """No group has a finite gradient then either.
 
-    Leaving it out again would cost one more exchange.
+    It would cost one more exchange to leave the gradient out again.
     """
     groups = Groups(2, Hub([0, 1], broken=(2,)), lambda group, usual: NAN)
     for committed in groups.run(OneGroup.step):
@@ -653,7 +663,7 @@ def test_three_exclusions_in_a_row_end_the_group() -> None:
 def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """With batch_policy "constant", the others repeat an exchange that lacks a batch.
 
-    No joiner replays it.
+    No joiner replays that exchange.
     """
     groups = Groups(3, Hub([0, 1, 2]), batch_policy="constant")
     for group in groups.all:
@@ -674,7 +684,7 @@ def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyP
 
     def go_on(group: OneGroup) -> list[Committed]:
         made = group.steps(1)
-        # As if the one that was to read slot 2 had died within the next step.
+        # As if the group that was to read slot 2 had died in the next step.
         group.ledger.readers = readers(0, 1, 2)
         return made + group.steps(2)
 
@@ -696,7 +706,10 @@ def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyP
 
 
 def test_a_group_that_is_behind_adds_nothing() -> None:
-    """Its gradients of an old state are in no sum, whether launched during backward or not."""
+    """Its gradients of an old state are in no sum.
+
+    It makes no difference whether the exchange was launched during backward.
+    """
     for arm in (False, True):
         groups = Groups(2, Hub([0, 1]))
         late, other = groups.all
@@ -714,7 +727,7 @@ def test_a_group_that_is_behind_adds_nothing() -> None:
 
 
 def test_digests_are_shown_when_a_newcomer_comes() -> None:
-    """Only in the first round with the newcomer: the digest of a large state takes a while."""
+    """Only the first round with the newcomer has a digest. A digest of a large state takes long."""
     groups = Groups(2, Hub([0], [0], [0, 1], [0, 1], [0, 1]))
     second = groups.all[1]
     digests = []
@@ -732,7 +745,7 @@ def test_digests_are_shown_when_a_newcomer_comes() -> None:
 
     groups.run(go_on, come)
     assert digests == [1, 1, 2, 2]
-    assert second.state.digests == 0, "it has no state to show"
+    assert second.state.digests == 0, "the group has no state to show"
 
 
 def test_a_quorum_requested_at_the_commit_claims_the_new_step() -> None:
@@ -761,8 +774,9 @@ def in_rounds(size: int, hub: Hub, **config: Any) -> Groups:
 
 
 def open_and_train(group: OneGroup, made: int = 4) -> Committed | None:
-    """Open a round, as a group does behind an update, and make so many steps of it; the rest when
-    it trains on.
+    """Open a round, as a group does after an update, and make this many steps of it.
+
+    Make the rest if the decision is to train on.
     """
     group.read = []
     opening = group.dimension.open_round()
@@ -770,8 +784,9 @@ def open_and_train(group: OneGroup, made: int = 4) -> Committed | None:
 
 
 def commit(group: OneGroup, made: int) -> Committed | None:
-    """Meet the others with so many steps of four, and make the rest when nobody is at the end of
-    them.
+    """Meet the others with this many of four steps.
+
+    Make the rest if no group is at the end of its round.
     """
     group.read = [group.slot] * made
 
@@ -796,13 +811,13 @@ def commit(group: OneGroup, made: int) -> Committed | None:
 
 
 def steps_of(committed: Committed | None) -> dict[int, int]:
-    """Return how many steps of each group an update has."""
+    """Return the number of each group's steps in an update."""
     assert committed is not None
     return {entry.slot: entry.num_batches for entry in committed.update.entries}
 
 
 def test_a_group_that_meets_others_at_the_begin_of_their_round_trains_on() -> None:
-    """It has healed while the others make an opening round.
+    """The group has healed while the others make an opening round.
 
     No update may be made of its first step alone.
     """
@@ -855,7 +870,7 @@ def test_a_group_that_opens_a_round_at_whose_end_the_others_are_makes_its_update
 def test_a_group_does_not_wait_for_others_that_train_already(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Their opening round was complete, and its own broke.
+    """The others' opening round was complete, and the group's own one broke.
 
     It trains like them, with its request pending.
     """
@@ -873,7 +888,7 @@ def test_a_group_that_meets_others_early_shows_its_bytes_to_a_joiner() -> None:
     groups = in_rounds(2, Hub([0], [0, 1]))
     for group in groups.all:
         group.position.adopt_state(3, 7)
-    groups.all[0].rounds.make()  # alone; the other one comes after it
+    groups.all[0].rounds.make()  # alone; the other group comes after it
     groups.all[0].position.set_digest(0)
 
     def give_early(group: OneGroup) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a group does for an update of one step, without a model; whole runs are in integration/."""
+"""A group's actions for an update of one step, without a model. tests/integration has whole runs."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ def test_an_update_is_clipped_stepped_and_counted() -> None:
     assert strategy.apply(update)() == 3.0
     assert done == ["write x 2.0", "clip", "await staging", "step at 0.25", "schedule", "count 7"]
     assert strategy.work.lr == 0.25
-    sums.is_copy = True  # a replay: the LR is that of no update of this rank's work
+    sums.is_copy = True  # a replay: the LR belongs to no update of this rank's work
     strategy.apply(update)
     assert strategy.work.lr == 0.25
 
 
 def test_a_step_that_is_discarded_leaves_no_batches() -> None:
-    """The batches stay in the feed: another group has read them as well, or this one reads them
-    again.
+    """The batches stay in the feed.
+
+    Another group has read them as well, or this group reads them again.
     """
     cleared: list[bool] = []
     strategy = StepStrategy.__new__(StepStrategy)

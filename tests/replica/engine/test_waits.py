@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an exchange waited: for whom, how long and why, as the rows say it."""
+"""The waits of an exchange, for which group, how long and why, by the rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def waits(
     connected: float = 0.0,
     gone: Any = (),
 ) -> list[tuple[int, Why, float]]:
-    """Return what the first member waited for."""
+    """Return the waits of the first member."""
     found = find_waits(
         rows,
         0,
@@ -48,7 +48,7 @@ def waits(
 
 
 def test_the_wait_is_for_the_last_group() -> None:
-    """For the time that it came later than this group.
+    """The wait is the time by which the last group came later than this one.
 
     If this group came last, there is no wait.
     """
@@ -84,7 +84,7 @@ def test_the_wait_for_the_quorum_is_for_the_last_request() -> None:
         (1, Why.BETWEEN_STEPS, 1.5),
         (2, Why.LOST, 0.5),
     ]
-    assert waits(late, early, began=-2.0) == [], "it asked last: it has waited for nobody"
+    assert waits(late, early, began=-2.0) == [], "the group asked last, so it has waited for nobody"
 
 
 def test_connecting_at_the_start_is_charged_to_nobody() -> None:
@@ -97,7 +97,7 @@ def test_connecting_at_the_start_is_charged_to_nobody() -> None:
 
 
 def test_connecting_is_charged_to_joiners_and_lost_groups() -> None:
-    """From the answer on, or from the moment when this group was ready."""
+    """The charge begins with the answer, or when this group was ready."""
     own, other = row(0, 5.0, connecting=True), row(1, 5.0, connecting=True)
     joiner = row(2, 5.5, connecting=True, activity=Why.CATCHING_UP)
     assert waits(own, other, joiner, began=-1.0, connected=5.0) == [
@@ -111,16 +111,16 @@ def test_connecting_is_charged_to_joiners_and_lost_groups() -> None:
         (2, Why.CONNECTING, 0.5),
     ]
     assert waits(row(0, 5.0), joiner, began=5.0, connected=4.0) == [(2, Why.CONNECTING, 0.5)], (
-        "it was busy longer"
+        "the group was busy longer"
     )
     late = row(0, 6.0, connecting=True)
     assert waits(late, joiner, began=3.0, connected=5.0) == [(2, Why.CATCHING_UP, 2.0)], (
-        "then its own ranks were late"
+        "the wait was for ranks of this group"
     )
 
 
 def test_a_joiner_that_asks_while_the_lighthouse_waits_for_a_lost_group_is_not_waited_for() -> None:
-    """It may be the new process of the lost group, whose last heartbeat is not old enough yet."""
+    """The joiner may be the new process of the lost group, whose last heartbeat is still too young."""
     own, joiner = (
         row(0, 0.0, asked_before_seconds=1.0),
         row(1, 0.0, asked_before_seconds=0.2, activity=Why.CATCHING_UP),
@@ -130,7 +130,7 @@ def test_a_joiner_that_asks_while_the_lighthouse_waits_for_a_lost_group_is_not_w
 
 
 def test_time_before_the_own_request_belongs_to_the_exchange_before() -> None:
-    """Gradients that are exchanged once more were ready long ago."""
+    """Gradients of a repeated exchange were ready long ago."""
     assert waits(
         row(0, 0.0, asked_before_seconds=1.0),
         row(1, 0.2, asked_before_seconds=1.0),
@@ -139,7 +139,7 @@ def test_time_before_the_own_request_belongs_to_the_exchange_before() -> None:
 
 
 def make(log: WaitLog, began: float, *rows: Row, answered: float = 10.0, left: Any = ()) -> None:
-    """Make an exchange that works; `began` and `answered` by one clock."""
+    """Make an exchange that works. `began` and `answered` are times of one clock."""
     log.start_wait(began)
     log.record_success(rows, 0, answered, answered, [(each.slot, 0.0) for each in rows], left)
 
@@ -180,14 +180,14 @@ def test_a_broken_exchange_is_charged_to_the_groups_that_are_gone(
         answered=13.1,
         left=left,
     )
-    # 0.5 s and 0.1 s until they broke, and 0.3 s in which the lighthouse waited for it.
+    # 0.5 s and 0.1 s until the exchanges broke, and 0.3 s in which the lighthouse waited.
     assert take(log) == [(2, 0.9, why)]
     make(log, 20.0, row(0, 0.0), row(1, 0.3), answered=20.0)
-    assert take(log) == [(1, 0.3, "computing")], "it is gone once"
+    assert take(log) == [(1, 0.3, "computing")], "the group is gone once"
 
 
 def test_a_group_that_was_restarted_meanwhile_was_lost_too() -> None:
-    """Its new process is in the next exchange. The former process is charged."""
+    """The restarted group's new process is in the next exchange. The former process is charged."""
     log = WaitLog()
     make(log, 10.0, row(0, 0.0), row(1, 0.0))
     log.start_wait(11.0)
@@ -199,7 +199,10 @@ def test_a_group_that_was_restarted_meanwhile_was_lost_too() -> None:
 
 
 def test_an_update_that_is_held_back_waits_for_the_groups_it_needs() -> None:
-    """For all of the time until the next exchange, whichever group came last to the one before."""
+    """The whole time until the next exchange is charged to them.
+
+    It makes no difference which group came last to the exchange before.
+    """
     log = WaitLog()
     make(log, 10.0, row(0, 0.0), row(1, 0.05))
     log.record_hold([2, 3], Why.TOO_FEW)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-DEADLINE = 60.0  # seconds; only ever reached by a bug
+DEADLINE = 60.0  # seconds; only a bug reaches it
 
 PREAMBLE = """
 import sys, threading, time
@@ -28,7 +28,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start Python code with the watchdog imported; ends what is left of it."""
+    """Start Python code that imports the watchdog. The process ends with the test."""
     processes = []
 
     def start(code: str, **options: int) -> subprocess.Popen[str]:
@@ -52,7 +52,7 @@ def start() -> Iterator[Start]:
 def test_a_hang_is_explained_reported_and_ended(start: Start) -> None:
     """A training thread waits for ever.
 
-    All stacks and the field are in the log, the event is emitted, status 1.
+    The log has all stacks and the field, the event is emitted, and the exit status is 1.
     """
     process = start("""
 def stuck_in_a_lock(): threading.Lock().__enter__(); lock = threading.Lock(); lock.acquire(); lock.acquire()
@@ -70,7 +70,7 @@ stuck_in_a_lock()
 
 
 def test_last_words_come_in_their_order(start: Start) -> None:
-    """The last ones may end the process, and must not cut off those before them."""
+    """A last word may end the process, and must not cut off those before it."""
     process = start(
         """
 import os
@@ -84,7 +84,7 @@ end_process(3, lambda: (time.sleep(0.3), say("first")), lambda: say("second"), l
 
 
 def test_last_words_that_fail_do_not_hold_up_the_end(start: Start) -> None:
-    """They do not cut off the others either. Nobody reads the pipe of stderr, which is full."""
+    """A last word that fails does not cut off the others. Nobody reads the full pipe of stderr."""
     receive, send = os.pipe()
     process = start(
         """
@@ -156,9 +156,9 @@ keeps_the_gil()
 
 @pytest.mark.slow
 def test_beats_and_pauses_keep_it_alive(start: Start) -> None:
-    """Slow progress is no hang.
+    """Slow progress is no hang, and neither is a long or nested pause.
 
-    A long or nested pause is none either, and after it the full time counts again.
+    After a pause, the full time counts again.
     """
     process = start("""
 watchdog = Watchdog(1.5, told)
@@ -189,7 +189,7 @@ say("alive")
 
 
 def test_off_or_closed_it_never_ends_anything(start: Start) -> None:
-    """Zero seconds turn it off. A closed one has no timer left either."""
+    """Zero seconds turn the watchdog off. After `close`, no timer is left either."""
     process = start(
         "Watchdog(0, told); w = Watchdog(0.2, told); w.close(); w.close(); time.sleep(0.5); say('alive')"
     )
@@ -199,9 +199,7 @@ def test_off_or_closed_it_never_ends_anything(start: Start) -> None:
 
 @pytest.mark.slow
 def test_time_in_which_the_process_was_stopped_does_not_count(start: Start) -> None:
-    """A process that was stopped for longer than the timeout and continued does not count as
-    hung.
-    """
+    """The process was stopped for longer than the timeout, and then continued."""
     process = start("""
 watchdog = Watchdog(3.0, told)
 threading.Thread(target=lambda: [(time.sleep(0.2), say("tick")) for _ in range(1000)], daemon=True).start()
@@ -213,7 +211,7 @@ say("alive")
     assert process.stdout is not None
     assert process.stdout.readline() == "tick\n"
     os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(4)  # longer than the timeout, shorter than that of the GIL's backstop
+    time.sleep(4)  # longer than the timeout, and shorter than the backstop for the GIL
     os.kill(process.pid, signal.SIGCONT)
     # Its threads ran again for several ticks of the watchdog.
     ticks = [process.stdout.readline() for _ in range(3)]

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The exchange of gradients, over real Gloo between members that are threads of this process."""
+"""The exchange of gradients over real Gloo. The members are threads of this process."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ from titan_ft.protocol.errors import LighthouseError
 from titan_ft.protocol.member import Member, Quorum
 from titan_ft.system.process import borrowed_socket
 
-DEADLINE = 20.0  # seconds; only ever reached by a bug
+DEADLINE = 20.0  # seconds; only a bug reaches it
 CPU = torch.device("cpu")
 
 
 class Model(nn.Module):
-    """Layers of different sizes; one of them is only used on demand, one never learns."""
+    """Layers of different sizes.
+
+    One layer is used only on demand, and one is frozen.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -55,7 +58,10 @@ class Model(nn.Module):
 
 
 class Seat:
-    """Stands in for a Membership: quorums come when the test says so, the process group is real."""
+    """Stands in for a Membership.
+
+    The test makes the quorums, and the process group is real.
+    """
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout = timedelta(seconds=timeout_seconds)
@@ -64,21 +70,20 @@ class Seat:
         self.num_aborts = 0
 
     def await_quorum(self) -> Quorum:
-        """Wait for the quorum."""
         return self.quorum.result(DEADLINE)
 
     def watch_exchange(self) -> contextlib.AbstractContextManager[None]:
-        """Watch over nobody."""
+        """Return a context that does nothing."""
         return contextlib.nullcontext()
 
     def abort(self) -> None:
-        """Break off, as Membership does."""
+        """Abort the process group, as Membership does."""
         self.num_aborts += 1
         self.process_group.abort()
 
 
 MESSAGE = bytes([0, 255, 0])
-NEWEST = 0  # updates that a member of the quorum may have for a rank's gradients to count
+NEWEST = 0  # largest step of a member with which a rank's gradients still count
 
 
 class Rank:
@@ -100,7 +105,7 @@ class Rank:
         self.model = Model(seed)
         self.count = torch.zeros(2)
         self.seat = Seat(timeout_seconds)
-        self.sums: Sums  # of the last exchange
+        self.sums: Sums  # outcome of the last exchange
         self.exchange = GradientExchange(
             self.model.parameters(),
             self.seat,  # type: ignore[arg-type]  # stands in for it
@@ -124,7 +129,7 @@ class Rank:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Return those that learn, in the order of the model."""
+        """Return the trained parameters, in the order of the model."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def gradients(self) -> list[torch.Tensor | None]:
@@ -132,8 +137,9 @@ class Rank:
         return [None if p.grad is None else p.grad.clone() for p in self.parameters]
 
     def finish(self, gives: bool = True, *, may_update: bool = True) -> Reduced:
-        """Complete the exchange; the row tells rank and a number, the message is one byte longer
-        for each rank.
+        """Complete the exchange.
+
+        The row has the rank and a number. Each further rank's message is one byte longer.
         """
         reduced = exchange_with(
             self.exchange,
@@ -160,7 +166,7 @@ class Ring:
         timeout_seconds: float = DEADLINE,
         counts: bool = False,
     ) -> Rank:
-        """Make a rank without a quorum yet."""
+        """Make a rank without a quorum."""
         return Rank(seed, bucket_bytes, overlap, timeout_seconds, counts)
 
     def meet(self, *ranks: Rank) -> None:
@@ -192,7 +198,7 @@ class Ring:
         return future
 
     def together(self, *functions: Callable[[], Any]) -> list[Any]:
-        """Run functions at the same time; returns their results in order."""
+        """Run functions at the same time. Return their results in order."""
         futures = [self.start(function) for function in functions]
         return [future.result(DEADLINE) for future in futures]
 
@@ -226,9 +232,7 @@ def sums(*gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("bucket_bytes", [4, 60, 1 << 20], ids=["a bucket each", "some", "one"])
 def test_two_ranks_get_the_sum(ring: Ring, overlap: bool, bucket_bytes: int) -> None:
-    """Both ranks write the exact sum of their gradients, for any buckets, with and without
-    overlap.
-    """
+    """Both ranks write the exact sum of their gradients, for any buckets, with and without overlap."""
     ranks = [ring.rank(bucket_bytes=bucket_bytes, overlap=overlap) for _ in range(2)]
     ring.meet(*ranks)
 
@@ -238,7 +242,7 @@ def test_two_ranks_get_the_sum(ring: Ring, overlap: bool, bucket_bytes: int) -> 
         rank.backward(seed=number)
         before = rank.gradients()
         reduced = rank.finish()
-        check_gradients(rank, before)  # untouched until they are written
+        check_gradients(rank, before)  # gradients are untouched until the write
         rank.sums.write(1.0)
         return before, reduced
 
@@ -250,16 +254,17 @@ def test_two_ranks_get_the_sum(ring: Ring, overlap: bool, bucket_bytes: int) -> 
 
 
 def test_a_pipelines_gradients_travel_with_its_last_microbatch(ring: Ring) -> None:
-    """Autograd's hooks run after each microbatch, and a gradient is final with the last one.
+    """Autograd's hooks run after each microbatch. A gradient is final with the last one.
 
-    In every step.
+    This holds in every step.
     """
     ranks = [Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, hook_calls=3) for _ in range(2)]
 
     def step(number: int, first: int) -> list[torch.Tensor | None]:
         rank, missing = ranks[number], []
         rank.model.zero_grad()
-        rank.backward(seed=9)  # of an earlier batch of this step: nothing is armed
+        # a backward of an earlier batch of this step: the exchange is not armed
+        rank.backward(seed=9)
         rank.exchange.arm(NEWEST)
         for microbatch in range(3):
             missing.append(sum(len(bucket.missing_parts) for bucket in rank.exchange._buckets))
@@ -268,7 +273,7 @@ def test_a_pipelines_gradients_travel_with_its_last_microbatch(ring: Ring) -> No
         before = rank.gradients()
         unused = sum(gradient is None for gradient in before)
         assert missing == [len(before)] * 3 + [unused], (
-            "all that has a gradient is handed over, in the last backward"
+            "all gradients are handed over in the last backward"
         )
         rank.finish()
         rank.sums.write(1.0)
@@ -305,7 +310,7 @@ def test_gradients_without_a_hook_call_are_taken_at_the_end(ring: Ring) -> None:
 
 
 def test_a_gradient_that_changes_after_its_last_microbatch_ends_the_run() -> None:
-    """It has left already. The update would have other bytes than in stock torchtitan."""
+    """The gradient has left already. The update would have other bytes than in stock torchtitan."""
     rank = Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, hook_calls=1)
     rank.exchange.arm(NEWEST)
     rank.backward(seed=1)
@@ -317,8 +322,9 @@ def test_a_gradient_that_changes_after_its_last_microbatch_ends_the_run() -> Non
 
 
 def test_the_first_backward_counts_the_calls_of_each_hook(ring: Ring) -> None:
-    """The hook of a weight that is used twice is called twice, by a loss that goes backward in two
-    parts. After the first call, half of the gradient is there.
+    """A loss that goes backward in two parts calls the hook of a shared weight twice.
+
+    After the first call, half of the gradient is there.
     """
     ranks = [
         Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, hook_calls=HookCalls.COUNTED)
@@ -386,7 +392,7 @@ def test_a_rank_alone_keeps_its_gradients(ring: Ring) -> None:
     """In a quorum of one, the sum is the rank's own gradient, and nothing is sent."""
     rank = ring.rank()
     ring.meet(rank)
-    rank.seat.process_group.abort()  # it would not survive a collective
+    rank.seat.process_group.abort()  # a collective would not keep this value
     rank.backward(seed=1)
     before = rank.gradients()
     assert rank.finish().rows == [[0.0, 2.0**-40]]
@@ -395,8 +401,9 @@ def test_a_rank_alone_keeps_its_gradients(ring: Ring) -> None:
 
 
 def test_a_rank_that_does_not_contribute_sends_zeros(ring: Ring) -> None:
-    """A group that heals, or whose gradients are void, adds no gradient and no count, and still
-    gets the sum.
+    """A group that heals adds no gradient and no count, and still gets the sum.
+
+    So does a group whose gradients are void.
     """
     giver, taker = ring.rank(counts=True), ring.rank(counts=True)
     ring.meet(giver, taker)
@@ -404,7 +411,7 @@ def test_a_rank_that_does_not_contribute_sends_zeros(ring: Ring) -> None:
         rank.count.fill_(1.0 + number)
         rank.backward(seed=number, sometimes=rank is taker)
     for bucket in taker.exchange._buckets:
-        bucket.flat.fill_(7.0)  # the last sums, say
+        bucket.flat.fill_(7.0)  # for example the last sums
     expected = giver.gradients()
     ring.together(giver.finish, lambda: taker.finish(gives=False))
     for rank in (giver, taker):
@@ -414,8 +421,9 @@ def test_a_rank_that_does_not_contribute_sends_zeros(ring: Ring) -> None:
 
 
 def test_a_rank_that_offers_nothing_has_time_for_itself(ring: Ring) -> None:
-    """The others exchange their buckets while a healing rank replays earlier sums, which leaves the
-    buckets alone.
+    """The others exchange their buckets while a healing rank replays earlier sums.
+
+    The replay leaves the buckets alone.
     """
     giver, taker = ring.rank(), ring.rank()
     ring.meet(giver, taker)
@@ -467,7 +475,7 @@ def send(rank: Rank) -> None:
 
 
 def launch_empty(rank: Rank) -> None:
-    """Launch one to which the rank gives nothing."""
+    """Launch an exchange to which the rank gives nothing."""
     rank.exchange.launch()
 
 
@@ -480,7 +488,7 @@ def test_an_exchange_is_launched_once(
 ) -> None:
     """A second launch before `finish` is a bug: two threads would write the same buckets.
 
-    The first one goes on.
+    The first exchange goes on.
     """
     rank = ring.rank()
     rank.backward(seed=1)
@@ -501,7 +509,7 @@ def test_an_exchange_is_launched_once(
 
 
 def test_without_a_giver_only_rows_travel(ring: Ring) -> None:
-    """Without gradients no bucket is exchanged: a waiting job must not compete with a transfer."""
+    """Without gradients no bucket is exchanged. A waiting job must not compete with a transfer."""
     ranks = [ring.rank(), ring.rank()]
     ring.meet(*ranks)
     summed: list[int] = []
@@ -527,7 +535,7 @@ def test_without_a_giver_only_rows_travel(ring: Ring) -> None:
 
 
 class _Noted:
-    """An operation, which notes when it is waited for."""
+    """An operation that records the wait for it."""
 
     def __init__(self, work: Any, name: str, notes: list[str]) -> None:
         self._work, self._name, self._notes = work, name, notes
@@ -539,7 +547,7 @@ class _Noted:
 
 
 def note_operations(rank: Rank) -> list[str]:
-    """Note the sums that a rank begins and waits for, and when it sends facts to all."""
+    """Record when a rank starts sums, waits for them, and sends facts."""
     notes: list[str] = []
     group = rank.seat.process_group
     reduce, send = group.allreduce, group.alltoall_base
@@ -576,7 +584,7 @@ def test_three_sums_are_in_flight(ring: Ring) -> None:
 
 
 def test_a_member_that_lacks_a_sum_sends_no_row(ring: Ring) -> None:
-    """Its last sum breaks.
+    """The member's last sum breaks.
 
     The other members, whose sums are complete, must not commit without it.
     """
@@ -599,7 +607,7 @@ def test_a_member_that_lacks_a_sum_sends_no_row(ring: Ring) -> None:
     group.allreduce = allreduce
 
     def tell(quorum: Quorum) -> tuple[list[float], bytes]:
-        return [0.0], b""  # a message would be a second chance to notice
+        return [0.0], b""  # a message would be a second chance to notice the loss
 
     outcomes = [ring.start(lambda rank=rank: exchange_with(rank.exchange, tell)) for rank in ranks]
     for outcome in outcomes:
@@ -692,7 +700,7 @@ def test_low_precision_gradients_are_added_in_float32(ring: Ring) -> None:
 
 
 def test_scaling_and_keeping(ring: Ring) -> None:
-    """A copy of the sums outlives the next exchange. The sums are scaled at each write."""
+    """A copy of the sums outlives the next exchange. Each write scales the sums."""
     rank = ring.rank()
     ring.meet(rank)
     rank.backward(seed=1)
@@ -709,14 +717,17 @@ def test_scaling_and_keeping(ring: Ring) -> None:
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_gradients_of_another_loss_are_scaled_once(ring: Ring, kept: bool) -> None:
-    """Live or replayed, and after a broken exchange. Unscaled gradients travel and are kept."""
+    """Live or replayed, and after a broken exchange.
+
+    Gradients travel, and are kept, without the scale.
+    """
     rank = Rank(0, 60, overlap=False, timeout_seconds=DEADLINE, gradient_scale=0.25)
     ring.meet(rank)
     rank.backward(seed=1)
     before = rank.gradients()
     rank.finish()
     ring.meet(rank)
-    rank.finish()  # once more, from the same gradients
+    rank.finish()  # again, from the same gradients
     (rank.sums.copy() if kept else rank.sums).write(2.0)
     check_gradients(rank, [None if gradient is None else gradient * 0.5 for gradient in before])
 
@@ -725,7 +736,7 @@ def test_gradients_of_another_loss_are_scaled_once(ring: Ring, kept: bool) -> No
 
 
 def fragmented(ring: Ring, number: int = 2, quantize: bool = False) -> list[Rank]:
-    """Return ranks that know each other and have gradients of three fragments."""
+    """Return ranks in one quorum with gradients of three fragments."""
     ranks = []
     for seed in range(number):
         rank = Rank(0, 60, overlap=False, timeout_seconds=DEADLINE)
@@ -750,7 +761,7 @@ def only(
     fragments: Collection[int],
     gradients: list[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of these fragments, None for the others."""
+    """Return the gradients of these fragments, and None for the others."""
     return [
         gradient if place % 3 in fragments else None for place, gradient in enumerate(gradients)
     ]
@@ -761,13 +772,13 @@ def only(
 def test_only_given_fragments_travel(ring: Ring, given: list[int], kept: bool) -> None:
     """Parameters of other fragments get no gradient, so an optimizer skips them.
 
-    Joiners as well.
+    This holds on joiners as well.
     """
     ranks = fragmented(ring, 3)
     totals = only(given, sums(ranks[0].gradients(), ranks[1].gradients()))
     for rank in ranks[:2]:
         rank.exchange.give_fragments(dict.fromkeys(given, 1.0))
-    ranks[2].exchange.launch()  # it knows of no fragment
+    ranks[2].exchange.launch()  # a joiner knows of no fragment
     ring.together(*[rank.finish for rank in ranks])
     for rank in ranks:
         reduced = rank.sums.copy()
@@ -791,7 +802,7 @@ def test_a_stage_that_lacks_a_given_fragment_sends_rows(ring: Ring) -> None:
 
 
 def test_a_mean_is_by_the_weights_that_were_given(ring: Ring) -> None:
-    """Each fragment has its own weight: a group may have trained more on one than on the other."""
+    """Each fragment has its own weight: a group may have trained more on one than on another."""
     ranks = fragmented(ring)
     first, second = (only([0, 1], rank.gradients()) for rank in ranks)
     for rank, weights in zip(ranks, ({0: 0.25, 1: 1.0}, {0: 0.75, 1: 3.0}), strict=True):
@@ -825,8 +836,9 @@ def test_givers_of_different_fragments_send_rows_only(ring: Ring) -> None:
 
 
 def test_a_whole_exchange_goes_on_without_the_training_thread(ring: Ring) -> None:
-    """Rows and sums travel between the threads while this rank does something else, which is in
-    neither.
+    """Rows and sums travel between the threads while this rank does other work.
+
+    Neither has a part of that work.
     """
     ranks = fragmented(ring)
     totals = only([0], sums(*[rank.gradients() for rank in ranks]))
@@ -851,7 +863,7 @@ def test_a_whole_exchange_goes_on_without_the_training_thread(ring: Ring) -> Non
 
 
 def test_a_whole_exchange_that_broke_is_repeated(ring: Ring) -> None:
-    """It breaks while the training thread is busy.
+    """The exchange breaks while the training thread is busy.
 
     `finish` raises, and the next exchange has the same sums.
     """
@@ -873,7 +885,7 @@ def test_a_whole_exchange_that_broke_is_repeated(ring: Ring) -> None:
 
 
 def quantized(ring: Ring, number: int = 2) -> list[Rank]:
-    """Return ranks that know each other, send 8 bits and have gradients of their own."""
+    """Return ranks in one quorum that send 8 bits and have gradients of their own."""
     ranks = [
         Rank(0, 200, overlap=False, timeout_seconds=DEADLINE, quantize=True) for _ in range(number)
     ]
@@ -884,7 +896,7 @@ def quantized(ring: Ring, number: int = 2) -> list[Rank]:
 
 
 def note_payloads(rank: Rank) -> list[bytes]:
-    """Return the list of what a rank gives to all-gathers from now on."""
+    """Return a list. From now on it gets the payloads of a rank's all-gathers."""
     sent: list[bytes] = []
     gather = rank.seat.process_group.allgather
 
@@ -902,8 +914,10 @@ def values_of(rank: Rank) -> torch.Tensor:
 
 
 def exchange_all(ring: Ring, ranks: list[Rank]) -> torch.Tensor:
-    """Let ranks exchange and make the update; their gradients then are what they were before.
-    Returns the sums.
+    """Let ranks exchange and make the update. Afterwards their gradients are as before.
+
+    Returns:
+        The sums.
     """
     before = [rank.gradients() for rank in ranks]
     ring.meet(*ranks)
@@ -949,7 +963,7 @@ def test_quantized_sums_have_the_same_bytes_everywhere(ring: Ring) -> None:
 
 
 def test_the_rounding_error_is_sent_later(ring: Ring) -> None:
-    """The sums of many exchanges add up to the exact ones: errors neither grow nor drift."""
+    """The sums of many exchanges add up to the exact ones. Errors neither grow nor drift."""
     ranks = quantized(ring)
     exact = sum(values_of(rank).double() for rank in ranks)
     first = exchange_all(ring, ranks).double()
@@ -960,10 +974,10 @@ def test_the_rounding_error_is_sent_later(ring: Ring) -> None:
 
 
 def test_a_broken_quantized_exchange_is_repeated_with_the_same_bytes(ring: Ring) -> None:
-    """It breaks in the last bucket. The rounding errors of the other buckets do not count twice."""
+    """The exchange breaks in the last bucket. The rounding errors of other buckets count once."""
     ranks = quantized(ring, 3)
     survivors, lost = ranks[:2], ranks[2]
-    exchange_all(ring, ranks)  # so that something is left
+    exchange_all(ring, ranks)  # values with a rounding error
     payloads = [note_payloads(rank) for rank in survivors]
     gather, num_buckets = lost.seat.process_group.allgather, len(lost.exchange._buckets)
     left = num_buckets
@@ -972,8 +986,7 @@ def test_a_broken_quantized_exchange_is_repeated_with_the_same_bytes(ring: Ring)
         nonlocal left
         left -= 1
         if not left:
-            # An abort before the survivors come to their last bucket would break them off in an
-            # earlier one.
+            # An abort before the survivors' last bucket would break an earlier bucket.
             wait_until(
                 lambda: all(len(sent) == num_buckets for sent in payloads),
                 "the survivors give their last",
@@ -1000,7 +1013,7 @@ def test_a_broken_quantized_exchange_is_repeated_with_the_same_bytes(ring: Ring)
         for parameter in rank.parameters:
             parameter.grad = torch.zeros_like(parameter)
     total = exchange_all(ring, survivors)
-    assert total.abs().max() > 0, "what the last exchange has left, of nothing new"
+    assert total.abs().max() > 0, "the last exchange's rounding error, and no new gradient"
     assert exchange_all(ring, survivors).abs().max() < total.abs().max()
 
 
@@ -1011,7 +1024,7 @@ def test_the_rounding_error_stays_if_this_rank_gives_nothing(ring: Ring, gives: 
     exchange_all(ring, [rank, peer])
     sent = note_payloads(rank)
     ring.meet(rank, peer)
-    ring.together(rank.finish, peer.finish)  # broke elsewhere, say
+    ring.together(rank.finish, peer.finish)  # as after an exchange that broke elsewhere
     kept = rank.sums.copy()
     before = rank.gradients()
     if gives == "nothing":
@@ -1027,7 +1040,7 @@ def test_the_rounding_error_stays_if_this_rank_gives_nothing(ring: Ring, gives: 
 
 
 def test_the_rounding_error_goes_with_the_state(ring: Ring) -> None:
-    """A group that has loaded another group's state starts like one that has sent nothing yet."""
+    """A group that has loaded another group's state starts like a group that has sent nothing."""
     ranks = quantized(ring)
     sent = note_payloads(ranks[0])
     exchange_all(ring, ranks)
@@ -1039,8 +1052,9 @@ def test_the_rounding_error_goes_with_the_state(ring: Ring) -> None:
 
 
 def test_a_rank_alone_rounds_nothing(ring: Ring) -> None:
-    """In a quorum of one, the sum is its own gradient plus the earlier rounding error, which is 0
-    afterwards.
+    """In a quorum of one, the sum is the own gradient plus the earlier rounding error.
+
+    The error is 0 afterwards.
     """
     rank, peer = quantized(ring)
     exact = sum(values_of(each).double() for each in (rank, peer))
@@ -1077,12 +1091,12 @@ def test_the_rounding_error_belongs_to_a_fragment(ring: Ring) -> None:
             for parameter, gradient in zip(rank.parameters, before, strict=True):
                 parameter.grad = None if gradient is None else gradient.clone()
     assert (totals - exact).abs().max() < 1.1 * 4.0 / 127, (
-        "of the last exchange, two halves of a scale"
+        "of the last exchange: two halves of a scale"
     )
 
 
 def test_a_quantized_gradient_that_is_not_finite_is_seen(ring: Ring) -> None:
-    """It is found before it is rounded. The sum has no finite number in its place."""
+    """The value is found before it is rounded. The sum has no finite number in its place."""
     ranks = quantized(ring)
     assert ranks[0].parameters[0].grad is not None
     ranks[0].parameters[0].grad[0, 0] = float("inf")
@@ -1128,7 +1142,9 @@ def test_sums_in_bfloat16_have_the_same_bytes_everywhere(ring: Ring) -> None:
         assert found is not None
         exact = torch.stack([term for term in terms if term is not None])
         assert bool(((found - exact.sum(0)).abs() <= exact.abs().sum(0) / 127).all())
-        assert torch.equal(found, found.bfloat16().float()), "rounded once, when it is whole"
+        assert torch.equal(found, found.bfloat16().float()), (
+            "rounded once, when the sum is complete"
+        )
 
 
 @pytest.mark.parametrize("numel", [1, 64, 601])
@@ -1153,7 +1169,7 @@ def test_buckets_in_bfloat16_take_half_of_the_memory(numel: int) -> None:
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_means_of_sums_in_bfloat16_are_rounded_once(ring: Ring, kept: bool) -> None:
-    """They are made in fp32: a product in bfloat16 would lose digits."""
+    """Means are made in fp32. A product in bfloat16 would lose digits."""
     ranks = [Rank(0, 200, overlap=False, timeout_seconds=DEADLINE, **BFLOAT16) for _ in range(2)]
     ring.meet(*ranks)
     for seed, rank in enumerate(ranks):
@@ -1168,7 +1184,7 @@ def test_means_of_sums_in_bfloat16_are_rounded_once(ring: Ring, kept: bool) -> N
 
 
 def test_a_broken_exchange_in_bfloat16_is_repeated(ring: Ring) -> None:
-    """From the same gradients, with the survivors.
+    """The survivors repeat it from the same gradients.
 
     A rank alone rounds them too, and a NaN is named.
     """
@@ -1191,7 +1207,7 @@ def test_a_broken_exchange_in_bfloat16_is_repeated(ring: Ring) -> None:
         assert found is not None
         assert terms is not None
         views = [[*parts, weights] for parts, weights in map(bucket.split, (found, terms))]
-        assert all(map(torch.equal, *views))  # what lies between gradients and weights is anything
+        assert all(map(torch.equal, *views))  # the gap between gradients and weights has any bytes
     check_gradients(ranks[0], own[0])
     ring.meet(ranks[2])
     ranks[2].finish()
@@ -1216,7 +1232,7 @@ def meet_for_operations(
     number: int,
     timeout_seconds: float = DEADLINE,
 ) -> tuple[list[Operations], list[BreakableGloo]]:
-    """Return the operations of ranks that know each other, and their process groups."""
+    """Return the operations of ranks in one quorum, and their process groups."""
     ranks = [ring.rank() for _ in range(number)]
     groups = [BreakableGloo(timedelta(seconds=DEADLINE)) for _ in ranks]
     for rank, group in zip(ranks, groups, strict=True):
@@ -1233,7 +1249,7 @@ OPERATIONS = {"all-gather": Operations.all_gather, "all-to-all": Operations.all_
 
 
 def payload(operation: str, seed: int, num_members: int, columns: int) -> torch.Tensor:
-    """Return what a member gives to an operation."""
+    """Return a member's input to an operation."""
     generator = torch.Generator().manual_seed(seed)
     shape = (columns,) if operation == "all-gather" else (num_members, columns)
     return torch.randint(256, shape, dtype=torch.uint8, generator=generator)
@@ -1252,7 +1268,7 @@ def test_the_timeout_bounds_a_slice_and_not_a_bucket(
     operation: str,
 ) -> None:
     """On a slow link that works, a bucket arrives even if it takes longer than the timeout."""
-    # Gloo itself would wait for half a bucket, which takes longer.
+    # Gloo itself would wait for half of the bucket, which takes longer.
     seconds, timeout, size = (1.25, 0.5, 8 << 20)
     monkeypatch.setattr(operations, "_SLICE_BYTES", size // 8)
     made, groups = meet_for_operations(ring, 2, timeout)
@@ -1263,7 +1279,7 @@ def test_the_timeout_bounds_a_slice_and_not_a_bucket(
     run, given = OPERATIONS[operation], payload(operation, 0, 2, size)
     began = time.monotonic()
     ring.together(*[lambda f=f: run(f, given) for f in made])
-    assert time.monotonic() - began > 2 * timeout, "the link was no slow one"
+    assert time.monotonic() - began > 2 * timeout, "the link was not slow"
 
 
 @pytest.mark.parametrize("columns", [1, 96, 97, 384, 1000])
@@ -1313,7 +1329,7 @@ def test_a_gpu_gets_no_slices(ring: Ring) -> None:
 
 @pytest.mark.parametrize("quantize", [False, True])
 def test_bytes_on_the_wire_are_counted(ring: Ring, quantize: bool) -> None:
-    """Bytes of gradients, whether the exchange works or breaks. A rank alone sends none."""
+    """Bytes of gradients count, whether the exchange works or breaks. A lone rank sends none."""
     ranks = [
         Rank(0, 1 << 20, overlap=False, timeout_seconds=DEADLINE, quantize=quantize)
         for _ in range(3)
@@ -1386,9 +1402,9 @@ def test_sharded_gradients_travel_as_shards(ring: Ring, world: None) -> None:
 
 
 def test_parameters_are_cut_into_buckets_in_order() -> None:
-    """Runs of at most the given size.
+    """A bucket has a run of parameters of at most the given size.
 
-    A larger parameter has a bucket of its own, and none is lost or reordered.
+    A larger parameter has a bucket of its own. None is lost or reordered.
     """
     parts = [Gradient(nn.Parameter(torch.empty(numel))) for numel in (2, 2, 1, 30, 3, 0, 1, 1)]
     runs = partition(parts, 16)
@@ -1451,9 +1467,9 @@ def test_collectives_come_in_the_order_of_the_buckets(
         for bucket in order:
             rank.exchange._fill(bucket, [0])
     ring.together(*[rank.finish for rank in ranks])
-    # First each member tells whether it knows of an update, whether it gives, and what. Each bucket
-    # carries a weight per parameter besides the gradients; the rows, with the messages' sizes, and
-    # the messages come last.
+    # First each member reports whether it knows of an update, whether it gives, and what. Each
+    # bucket carries a weight per parameter besides the gradients. The rows come last, with the
+    # messages' sizes, and then the messages.
     assert launched[0] == launched[1] == [6, 41, 121, 4, 10, 4, 13, 8, 2]
     ranks[0].sums.write(1.0)
     assert all(parameter.grad.unique().tolist() == [3.0] for parameter in ranks[0].parameters)
@@ -1473,14 +1489,14 @@ def test_counts_are_summed_exactly_and_unscaled(ring: Ring, bucket_bytes: int) -
         )
         rank.backward(seed=number)
         rank.exchange.arm(NEWEST)
-        # The last backward recomputes a layer, which counts once more, and finishes the gradients
+        # The last backward recomputes a layer, which counts again, and finishes the gradients
         # before that.
         rank.backward(seed=number)
         rank.count.add_(torch.tensor([-1.0, 0.0]))
     own = [rank.count.clone() for rank in ranks]
     ring.together(*[rank.finish for rank in ranks])
     assert [rank.count.tolist() for rank in ranks] == [count.tolist() for count in own], (
-        "untouched until the commit"
+        "counts are untouched until the commit"
     )
     kept = ranks[2].sums.copy()
     for rank in ranks:
@@ -1520,7 +1536,7 @@ def test_buckets_leave_during_backward(ring: Ring, monkeypatch: pytest.MonkeyPat
     seen: list[bool] = []
     rank.model.first.register_full_backward_hook(lambda *_: seen.append(launched.wait(DEADLINE)))
     rank.exchange.arm(NEWEST)
-    # A hook of the first layer needs an input that learns.
+    # A hook of the first layer needs an input that requires a gradient.
     batch = torch.ones(5, 4, requires_grad=True)
     rank.model(batch).backward()
     assert seen == [True]
@@ -1572,8 +1588,9 @@ def test_only_the_armed_backward_launches(ring: Ring) -> None:
 
 
 def test_a_broken_exchange_is_repeated_from_the_same_gradients(ring: Ring) -> None:
-    """After a member is lost, the survivors repeat with their gradients: the exact sum, and nothing
-    is computed again.
+    """After a member is lost, the survivors repeat with their gradients.
+
+    The sum is exact, and nothing is computed again.
     """
     ranks = [ring.rank(counts=True) for _ in range(3)]
     ring.meet(*ranks)
@@ -1591,7 +1608,7 @@ def test_a_broken_exchange_is_repeated_from_the_same_gradients(ring: Ring) -> No
         with pytest.raises(ExchangeError):
             failed.result(DEADLINE)
     assert time.monotonic() - started < DEADLINE / 2, (
-        "closed connections are noticed, no timeout is waited for"
+        "the survivors notice closed connections, and wait for no timeout"
     )
     assert [rank.seat.num_aborts for rank in survivors] == [1, 1]
     for flat in touched:  # an operation that was broken off may still do so
@@ -1600,7 +1617,9 @@ def test_a_broken_exchange_is_repeated_from_the_same_gradients(ring: Ring) -> No
         check_gradients(rank, gradients)
     ring.meet(*survivors)
     ring.together(*[rank.finish for rank in survivors])
-    assert all(bool((flat == 7.0).all()) for flat in touched), "what it touches is in use no more"
+    assert all(bool((flat == 7.0).all()) for flat in touched), (
+        "it writes to memory that is not in use any more"
+    )
     for rank in survivors:
         rank.sums.write(1.0)
         check_gradients(rank, sums(*before))
@@ -1624,7 +1643,7 @@ def test_a_peer_that_hangs_costs_the_timeout(ring: Ring) -> None:
     ring.meet(rank)
     rank.finish()
     late = torch.ones(41)
-    with pytest.raises(RuntimeError):  # what the peer sends now reaches nobody
+    with pytest.raises(RuntimeError):  # the peer's later bytes reach no rank
         peer.seat.process_group.allreduce([late], dist.AllreduceOptions()).wait()
     rank.sums.write(1.0)
     check_gradients(rank, expected)
@@ -1633,7 +1652,7 @@ def test_a_peer_that_hangs_costs_the_timeout(ring: Ring) -> None:
 def test_the_timeout_is_of_a_collective_not_of_the_rendezvous(ring: Ring) -> None:
     """Membership builds process groups with a short timeout.
 
-    A peer may be later than that in an exchange.
+    In an exchange, a peer may be later than that.
     """
     ranks = [ring.rank(), ring.rank()]
     for rank in ranks:
@@ -1731,13 +1750,13 @@ def test_a_broken_number_of_givers_is_no_number(
     )
     with pytest.raises(ExchangeError, match="communicator was aborted"):
         rank.finish(gives=False)
-    assert sizes == [2 * 3], "after the number of givers nothing is sent"
+    assert sizes == [2 * 3], "nothing is sent after the number of givers"
 
 
 def test_no_thread_outlives_its_exchange(ring: Ring) -> None:
-    """Broken or not, the exchange's thread has ended when `finish` returns.
+    """The exchange's thread has ended when `finish` returns, whether or not it worked.
 
-    The next one writes the same buckets.
+    The next exchange writes the same buckets.
     """
     others = set(threading.enumerate())
     rank = ring.rank()
@@ -1755,11 +1774,11 @@ def test_no_thread_outlives_its_exchange(ring: Ring) -> None:
     ]
 
 
-# Who owns what
+# Owners of memory
 
 
 def test_an_update_owns_its_sums_until_the_next_exchange(ring: Ring) -> None:
-    """After that, a write would make an update of other bytes, and is refused. A copy lasts."""
+    """A later write would make an update of other bytes, and is refused. A copy lasts."""
     rank = ring.rank()
     ring.meet(rank)
     rank.backward(seed=1)
@@ -1777,7 +1796,10 @@ def test_an_update_owns_its_sums_until_the_next_exchange(ring: Ring) -> None:
 
 
 def test_a_bucket_names_the_owner_of_its_memory(ring: Ring) -> None:
-    """The training, the exchange, or the update; after a broken exchange the training again."""
+    """The owner is the training, the exchange, or the update.
+
+    After a broken exchange it is the training again.
+    """
     rank, peer = ring.rank(), ring.rank()
     ring.meet(rank, peer)
     states = lambda: {bucket.state for bucket in rank.exchange._buckets}  # noqa: E731
@@ -1805,7 +1827,7 @@ def test_a_bucket_names_the_owner_of_its_memory(ring: Ring) -> None:
 def test_sums_of_a_broken_exchange_hold_no_memory(ring: Ring) -> None:
     """Its buckets get other memory.
 
-    An earlier update must not keep the old one, which may be gigabytes.
+    An earlier update must not keep the old memory, which may be gigabytes.
     """
     rank, peer = ring.rank(), ring.rank()
     ring.meet(rank)

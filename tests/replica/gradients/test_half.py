@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients in bfloat16: what is sent, what it comes to, and how far that is from the sum."""
+"""Gradients in bfloat16: the payloads, their sum, and its error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titan_ft.gradients import half
 
 
 def exchange(flats: list[torch.Tensor], num_exact: int) -> list[torch.Tensor]:
-    """Let members exchange; returns what each of them has then."""
+    """Let members exchange. Return each member's sum."""
     number = len(flats)
     numel = flats[0].numel() - num_exact
     rows = [half.cut(flat[:numel].to(torch.bfloat16), flat[numel:], number) for flat in flats]
@@ -46,12 +46,12 @@ def test_sums_are_equal_everywhere_and_as_exact_as_promised(number: int, numel: 
 def test_terms_are_added_up_before_they_are_rounded_again() -> None:
     """A ring in bfloat16 would lose each of the small terms."""
     flats = [torch.tensor([256.0 if member == 0 else 0.75]) for member in range(5)]
-    # 259, between 258 and 260, goes to the even one.
+    # 259, between 258 and 260, is rounded to the even one.
     assert exchange(flats, 0)[0].tolist() == [260.0]
 
 
 def test_values_that_are_not_finite_stay_so() -> None:
-    """In their places, and only there."""
+    """A value that is not finite stays in its place, and others stay finite."""
     flats = [torch.tensor([1.0, float("nan"), float("inf"), 2.0]), torch.ones(4)]
     found = exchange(flats, 1)[0]
     assert found[[0, 3]].tolist() == [2.0, 3.0]

@@ -1,8 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Changes in 8 bits: how far they are off, and that what is lost in one exchange comes with the
-next.
-"""
+"""Changes in 8 bits: their rounding error, which the next exchange sends."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from titan_ft.gradients.quantize import (
 )
 
 TINY = torch.finfo(torch.float32).tiny
-# Of a scale: the nearest multiple, but for the rounding of the scale and of the quotient.
+# Of a scale: the nearest multiple, with the rounding of the scale and of the quotient.
 HALF = 0.5 * (1 + 2**-15)
 
 
@@ -34,7 +32,7 @@ def draw(numel: int, seed: int = 0) -> torch.Tensor:
 
 
 def travel(values: torch.Tensor) -> torch.Tensor:
-    """Return what arrives of values."""
+    """Return the values that arrive."""
     return decode(encode(values, 0), 0)[0][: values.numel()]
 
 
@@ -48,7 +46,7 @@ def scales_of(values: torch.Tensor) -> torch.Tensor:
     "numel", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 7, 40 * BLOCK + 255]
 )
 def test_no_value_is_off_by_more_than_half_of_its_blocks_scale(numel: int) -> None:
-    """For other values of any size, in full blocks and in the last one."""
+    """For values of any size, in full blocks and in the last one."""
     values = draw(numel)
     off = (travel(values).double() - values.double()).abs()
     assert bool((off <= HALF * scales_of(values)).all())
@@ -65,7 +63,7 @@ def test_a_large_value_spoils_its_own_block_only() -> None:
 
 
 def test_the_largest_values_of_a_block_are_sent_as_they_are() -> None:
-    """Up to the rounding of the scale, with either sign. None of them wraps around."""
+    """Apart from the rounding of the scale, with either sign. None of them wraps around."""
     values = torch.tensor([3.7, -3.7, 0.0, 3.7 / 127])
     assert torch.allclose(travel(values), values, rtol=1e-6, atol=0)
 
@@ -128,7 +126,7 @@ def test_payloads_are_added_up_in_their_order() -> None:
 
 
 def exchange(residual: Residual, change: torch.Tensor) -> torch.Tensor:
-    """Send a change once; return what arrives."""
+    """Send a change once. Return the values that arrive."""
     residual.start_exchange()
     given = change.clone()
     residual.add_to(given)
@@ -162,7 +160,7 @@ def test_the_rounding_error_arrives_later() -> None:
         residual.commit()
         largest = torch.maximum(largest, scales_of(change))
     off = (with_feedback - exact).abs()
-    assert bool((off <= 0.6 * largest).all()), "half a scale: that of the last exchange"
+    assert bool((off <= 0.6 * largest).all()), "half a scale, of the last exchange"
     assert (without - exact).abs().max() > 5 * off.max()
 
 
@@ -186,7 +184,7 @@ def test_a_repeated_exchange_sends_the_same_bytes() -> None:
     assert all(torch.equal(each, sent[0]) for each in sent)
     residual.commit()
     third = exchange(residual, change)
-    assert third[1].item() == 0.0, "0.4 + 0.4 went as 1, which leaves -0.2"
+    assert third[1].item() == 0.0, "0.4 + 0.4 was sent as 1, which leaves -0.2"
 
 
 def test_an_exchange_without_this_groups_change_keeps_its_rounding_error() -> None:
@@ -197,7 +195,7 @@ def test_an_exchange_without_this_groups_change_keeps_its_rounding_error() -> No
     residual, change = Residual(), torch.tensor([127.0, 0.4])
     exchange(residual, change)
     residual.commit()
-    # Broke; then an exchange to which this group gives nothing, whose update is made.
+    # The exchange broke. In the next one, this group gives nothing, and the update is made.
     exchange(residual, change)
     residual.start_exchange()
     residual.commit()
@@ -205,7 +203,7 @@ def test_an_exchange_without_this_groups_change_keeps_its_rounding_error() -> No
 
 
 def test_a_group_alone_has_no_rounding_error() -> None:
-    """It takes its change unrounded, with the error of earlier ones."""
+    """The group takes its change unrounded, with the error of earlier ones."""
     residual = Residual()
     exchange(residual, torch.tensor([127.0, 0.4]))
     residual.commit()
@@ -219,7 +217,7 @@ def test_a_group_alone_has_no_rounding_error() -> None:
 
 
 def test_the_rounding_error_is_dropped_with_the_state() -> None:
-    """It does not belong to another state."""
+    """The error does not belong to another state."""
     residual = Residual()
     for _ in range(2):
         exchange(residual, torch.tensor([127.0, 0.4]))
@@ -231,7 +229,7 @@ def test_the_rounding_error_is_dropped_with_the_state() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_change_that_is_not_finite_has_no_rounding_error(bad: float) -> None:
-    """If it was applied nevertheless, the next change is finite again."""
+    """If the change was applied nevertheless, the next one is finite again."""
     residual, change = Residual(), torch.tensor([127.0, 0.4, bad])
     assert bool(exchange(residual, change).isnan().all())
     residual.commit()
