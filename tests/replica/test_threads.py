@@ -1,8 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The engine's threads are those of a table in docs/patches.md; and the threads for single
-calls.
-"""
+"""The table in docs/patches.md has all threads of the engine. And the threads for single calls."""
 
 from __future__ import annotations
 
@@ -21,11 +19,11 @@ from titan_ft.system.threads import call_aside, call_for_each
 ROOT = Path(__file__).parents[2]
 ROOMS = ("protocol", "transfer", "membership", "gradients", "engine")
 STARTS = ("threading.Thread", "ThreadPoolExecutor", "threading.Timer")
-DEADLINE = 10.0  # seconds; only ever reached by a bug
+DEADLINE = 10.0  # seconds; only a bug reaches it
 
 
 def places_that_start_threads() -> Counter[str]:
-    """Return how many places start a thread in each file of the engine."""
+    """Return the number of places that start a thread, for each file of the engine."""
     package = ROOT / "titan_ft"
     files = [
         *(path for room in ROOMS for path in (package / room).glob("*.py")),
@@ -40,8 +38,9 @@ def places_that_start_threads() -> Counter[str]:
 
 
 def test_every_thread_is_in_the_table_with_its_owner_and_its_end() -> None:
-    """A thread that nobody knows of outlives what it works for, or waits for a lock that another
-    one holds.
+    """A thread that is not in the table may outlive its owner.
+
+    Or it waits for a lock that another thread holds.
     """
     lines = (
         (ROOT / "docs/patches.md")
@@ -60,7 +59,7 @@ def test_every_thread_is_in_the_table_with_its_owner_and_its_end() -> None:
 
 
 def test_a_call_aside_has_an_outcome() -> None:
-    """A result, an error, or the outcome that the caller has given it meanwhile."""
+    """The outcome is a result, an error, or a value that the caller has set meanwhile."""
 
     def fail() -> None:
         raise ValueError("no")
@@ -104,7 +103,10 @@ def test_an_error_of_a_call_aside_holds_nothing() -> None:
 
 
 def test_calls_for_each_item_are_made_at_once_and_in_order() -> None:
-    """So many at a time; an error of one is the caller's."""
+    """A limited number of calls runs at a time.
+
+    The caller gets the error of a call.
+    """
     meet = threading.Barrier(3, timeout=DEADLINE)
 
     def double(item: int) -> int:

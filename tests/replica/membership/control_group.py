@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A group whose ranks are threads of the test process, with relays on the links of its tree."""
+"""A group whose ranks are threads of the test process.
+
+Relays are on the links of its control tree.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ from titan_ft.system.refusal import Refusal
 from titan_ft.system.seal import add_seal, remove_seal
 
 T = TypeVar("T")
-DEADLINE = 20.0  # seconds that anything in these tests may take; only ever reached by a bug
+DEADLINE = 20.0  # seconds that anything in these tests may take; only a bug reaches it
 HOST, TOKEN = "127.0.0.1", "the run's token"
-RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close() sends a RST, and drops what is on its way
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close() sends a RST, and drops all bytes on their way
 
 
 class Store:
@@ -44,11 +47,11 @@ class Store:
 
 
 class Relay:
-    """Passes the connections of a parent's children on, and resets them.
+    """Passes on the connections of a parent's children, and resets them.
 
     Args:
-        reset_at: resets all connections at this chunk, counted from 0; None = at none.
-        loses: drops that chunk; else it is passed on right before the reset.
+        reset_at: resets all connections at this chunk, counted from 0; None = at no chunk.
+        loses: drops that chunk. Otherwise it is passed on right before the reset.
 
     Attributes:
         connections: pairs of sockets, the child's first.
@@ -76,7 +79,7 @@ class Relay:
             for end in ends:
                 with contextlib.suppress(OSError):
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-                    end.shutdown(socket.SHUT_RD)  # wakes the thread that reads from it
+                    end.shutdown(socket.SHUT_RD)  # wakes the thread that reads from the socket
                 end.close()
         self.connections = []
 
@@ -135,7 +138,7 @@ class ControlGroup:
 
     Attributes:
         trees: by rank.
-        notes: topics that each rank has heard of, in order.
+        notes: topics that each rank has heard, in order.
         losses: ranks that each rank has lost.
         refusals: reports of all ranks.
     """
@@ -191,7 +194,7 @@ class ControlGroup:
         return [made.result(DEADLINE) for made in calls]
 
     def agree(self, *without: int) -> list[Future[str]]:
-        """Start an agreement on all ranks without those.
+        """Start an agreement on all ranks but those in `without`.
 
         Each gives a word, and rank 0 joins the words.
         """
@@ -199,7 +202,7 @@ class ControlGroup:
         return [self.submit(self._agree, self.trees.index(tree), tree) for tree in trees]
 
     def check_agreements(self, number: int) -> None:
-        """Let all ranks agree so many times, and check that each gets the words of all."""
+        """Let all ranks agree several times. Check that each rank gets the words of all ranks."""
         expected = join_words({f"w{rank}" for rank in range(len(self.trees))})
         for _ in range(number):
             assert [answer.result(DEADLINE) for answer in self.agree()] == [expected] * len(

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A parent finds a child whose process does not run.
 
-A process that runs is never lost, whatever Python does.
+A process that runs is never lost, whatever its Python code does.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PingedGroup:
         self._pids = [int(self.read(rank)[0].split()[1]) for rank in range(self.num_ranks)]
 
     def read(self, rank: int) -> list[str]:
-        """Return the lines that a rank has written so far."""
+        """Return the lines that a rank has written."""
         path = self._folder / f"rank-{rank}"
         return path.read_text().splitlines() if path.exists() else []
 
@@ -69,12 +69,12 @@ class PingedGroup:
         return [[line for line in self.read(rank) if line.startswith("lost")] for rank in ranks]
 
     def send(self, number: int, *ranks: int) -> None:
-        """Send a signal to ranks; without ranks, to all."""
+        """Send a signal to some ranks, or to all."""
         for rank in ranks or range(self.num_ranks):
             os.kill(self._pids[rank], number)
 
     def wait_for(self, line: str, *ranks: int) -> None:
-        """Wait until ranks have written a line; without ranks, all."""
+        """Wait until some ranks, or all, have written a line."""
         for rank in ranks or range(self.num_ranks):
             wait_until(lambda rank=rank: line in self.read(rank), f"rank {rank}: {line}")
 
@@ -109,7 +109,8 @@ def test_a_long_call_is_no_silence_and_a_stopped_inner_rank_is(pinged: PingedGro
     pinged.send(signal.SIGSTOP, 1)
     pinged.wait_for("lost 1 node-1 silent", 0, 2, 5, 6)
     assert pinged.losses(0, 2, 5, 6) == [["lost 1 node-1 silent"]] * 4
-    assert pinged.losses(3, 4) == [[], []]  # nothing tells them: their parent is stopped
+    # these ranks hear nothing, because their parent is stopped
+    assert pinged.losses(3, 4) == [[], []]
 
 
 def test_a_killed_rank_is_gone_and_not_silent(pinged: PingedGroup) -> None:
@@ -138,7 +139,7 @@ def test_a_rank_that_has_left_may_be_silent(pinged: PingedGroup) -> None:
 
 
 def test_a_group_that_is_frozen_as_a_whole(pinged: PingedGroup) -> None:
-    """It thaws rank by rank, and every rank gets the whole time again."""
+    """The group thaws rank by rank, and every rank gets the whole time again."""
     pinged.send(signal.SIGSTOP)
     until = time.monotonic() + 2 * PATIENCE
     wait_until(lambda: time.monotonic() > until, "it was frozen for twice the patience")
@@ -155,7 +156,7 @@ def test_a_group_that_is_frozen_as_a_whole(pinged: PingedGroup) -> None:
 
 
 def test_a_connection_that_is_closed_while_its_answer_waits() -> None:
-    """The selector found the socket ready before the close."""
+    """The selector finds the socket ready before the close."""
     echo, selected = EchoServer(HOST), Selected()
     pings = Pings(PATIENCE, selected.selector)
     pings.add(1, echo.address)
@@ -237,7 +238,7 @@ class Selected:
 
 
 def test_another_server_at_the_address_is_no_answer() -> None:
-    """That server's bytes are not the numbers of the pings."""
+    """The other server's bytes are not the numbers of the pings."""
     stranger = socket.create_server((HOST, 0))
     asked: list[bytes] = []
 

@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A control tree over real sockets: strangers, dead processes, and a machine without
-descriptors.
+"""A control tree over real sockets.
+
+Strangers, dead processes, and a machine without descriptors disturb it.
 """
 
 from __future__ import annotations
@@ -98,9 +99,10 @@ def started_ranks(folder: Path, where: str) -> Iterator[list[subprocess.Popen[st
 def test_a_killed_rank_is_named_on_all_others(
     tmp_path: Path, victim: int, where: str, earliest: float, latest: float
 ) -> None:
-    """All ranks hear of it and its host: at once if it ran on the same host, else after the grace.
+    """All ranks hear of the killed rank and its host.
 
-    A process that the rank has forked keeps none of its connections open.
+    They hear of it at once if it ran on the same host, else after the grace. A process that the
+    rank has forked keeps none of its connections open.
     """
     with started_ranks(tmp_path, where) as processes:
         for process in processes:
@@ -219,7 +221,7 @@ def check_nothing_has_changed(group: ControlGroup) -> None:
 
 
 def is_closed(stranger: socket.socket) -> bool:
-    """Wait until the other end closes the connection. Return whether it did."""
+    """Return True if the other end closes the connection within the deadline."""
     stranger.settimeout(DEADLINE)
     try:
         while stranger.recv(4096):
@@ -278,8 +280,9 @@ def test_a_thousand_strangers(group: ControlGroup) -> None:
 
 @strangers.numbers_of_strangers
 def test_fuzzed_lines_cost_a_child_nothing(group: ControlGroup, number_of_strangers: int) -> None:
-    """Whatever comes at the port: the group agrees in between, and one refusal of each kind is
-    reported.
+    """The group agrees in between, whatever bytes come at the port.
+
+    Each kind of refusal is reported once.
     """
     said = (chunk for chunk in relay_of(group).chunks if len(chunk) >= HELLO_BYTES)
     beginnings = list(itertools.islice(said, 3))  # handshakes of real children
@@ -300,7 +303,7 @@ def test_fuzzed_lines_cost_a_child_nothing(group: ControlGroup, number_of_strang
 def test_each_kind_of_stranger_is_reported_once(
     group: ControlGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A child is no stranger, whether it comes back or ends during its handshake."""
+    """A child is no stranger if it comes back, or if it ends during its handshake."""
     monkeypatch.setattr(control_sockets, "HANDSHAKE_SECONDS", 0.2)
     sockets = group.trees[0]._sockets
     assert sockets is not None
@@ -411,7 +414,7 @@ def test_a_child_that_sends_no_frames(sent: bytes) -> None:
 
 
 def test_a_child_without_the_token() -> None:
-    """Its error says so, and names both ends."""
+    """The child's error names the token and both ends."""
     store = Store()
     with ControlGroup(1) as pool:
         parent = make_tree(0, 2, store)
@@ -428,7 +431,7 @@ def test_a_child_without_the_token() -> None:
 
 
 def test_a_parent_that_is_gone() -> None:
-    """The address is that of an earlier process. The start fails after the grace."""
+    """The address belongs to an earlier process. The start fails after the grace."""
     store = Store()
     with socket.create_server((HOST, 0)) as server:
         port = server.getsockname()[1]
@@ -495,7 +498,7 @@ def test_both_ends_prove_the_token() -> None:
 
 
 def test_what_a_rank_says_about_itself() -> None:
-    """A text is cut if that does no harm, and contains no control characters."""
+    """A harmless text is cut if it is too long, and contains no control characters."""
     assert Identity.unpack(Identity("\x1b[2J" + "x" * 100, "1" * 100).pack()) == Identity(
         "\\x1b[2J" + "x" * 60, ""
     )
@@ -563,14 +566,14 @@ def test_a_process_without_descriptors(group: ControlGroup) -> None:
         wait_until(lambda: sockets._unproved, "it is accepted")
         listener.fail_for(0.3)
         with socket.create_connection(parent_address(group)):
-            assert is_closed(stranger), "its descriptor is for a child"
+            assert is_closed(stranger), "the descriptor is for a child"
     check_nothing_has_changed(group)
     assert 1 <= listener.num_refusals < 20
     assert [each.kind for each in group.refusals] == ["no_descriptors"]
 
 
 class Sleeper:
-    """A node that has nothing to do until an event comes."""
+    """A node without a tick until an event comes."""
 
     def __init__(self) -> None:
         self.next_tick = math.inf

@@ -72,7 +72,7 @@ def test_rank_0_announces_and_waits_for_nobody() -> None:
         assert [
             group.trees[0].rank0_announces(lambda text=text: text).text for text in texts
         ] == texts
-        group.trees[0].say("all have them")  # a note comes after them on each connection
+        group.trees[0].say("all have them")  # a note follows them on each connection
         wait_until(
             lambda: all(tree.heard("all have them") is not None for tree in group.trees),
             "all have them",
@@ -154,8 +154,9 @@ def test_notes_are_forgotten_in_the_end() -> None:
 
 
 def test_a_note_is_known_before_the_next_decision() -> None:
-    """All listeners have seen it by then: a group that is to leave after a vote must leave after
-    that vote.
+    """All listeners have heard a note before the next decision.
+
+    A group that must leave after a vote leaves after that vote.
     """
     with ControlGroup(9, fan_out=2) as group:
         for number in range(20):
@@ -167,8 +168,9 @@ def test_a_note_is_known_before_the_next_decision() -> None:
 
 
 def test_a_rank_hears_itself_although_nothing_comes() -> None:
-    """The tree's thread calls the listener, and must not wait for a message from another rank
-    first.
+    """The tree's thread calls the listener.
+
+    It must not wait for a message from another rank first.
     """
     with ControlGroup(2) as group:
         group.trees[0].say("topic")
@@ -301,10 +303,10 @@ def test_a_reset_at_each_message_costs_nothing(
 def test_a_child_that_reads_nothing_keeps_nobody_else_waiting(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its messages are kept. 27 MB are more than the kernel's buffers take: 10 MB on Linux."""
+    """The parent keeps the messages. 27 MB exceed the kernel's buffers: 10 MB on Linux."""
     store = RelayedStore()
     with ControlGroup(5, store=store, fan_out=2) as group:  # rank 1 has ranks 3 and 4
-        group.check_agreements(1)  # else the relay could hold a child's proof back
+        group.check_agreements(1)  # otherwise the relay could hold a child's proof back
         store.relays[1].open.clear()
         texts = [f"{number % 10}" * 900_000 for number in range(30)]
         for topic, text in enumerate(texts):
@@ -325,7 +327,7 @@ def test_a_child_that_reads_nothing_keeps_nobody_else_waiting(
 
 
 def test_a_link_that_is_cut_for_longer_is_a_loss() -> None:
-    """All ranks hear of it at once, with the rank. Both ends of the link report the other one."""
+    """All ranks hear at once which rank is lost. Both ends of the link report the other one."""
     store = RelayedStore()
     with ControlGroup(5, store=store, fan_out=2) as group:
         group.check_agreements(1)
@@ -357,7 +359,7 @@ def test_a_bug_in_the_node_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> Non
         for wait in waits[1:]:
             with pytest.raises(RuntimeError):
                 wait.result(DEADLINE)
-        # A rank that leaves ends at the loss of a sibling. It must end at its own loss as well.
+        # A leaving rank ends when it loses a sibling. It must end at its own loss as well.
         assert group.losses[0] == [0]
         later: list[str] = []
         group.trees[0].listen_for_losses(lambda loss: later.append(loss.reason))
@@ -367,7 +369,7 @@ def test_a_bug_in_the_node_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_words_that_are_too_long_together() -> None:
-    """Rank 0 raises an error. No rank is taken for a sender of bad frames."""
+    """Rank 0 raises an error. No rank is lost for bad frames."""
     with ControlGroup(3) as group:
         long = [
             group.submit(tree.rank0_decides, [str(tree._rank) * 500_000], join_words)
@@ -392,7 +394,7 @@ class BlockedLog(logging.Handler):
 
 
 def test_a_log_that_nobody_reads() -> None:
-    """It may stop the tree's thread. The training thread still reads notes, and goes on."""
+    """The log may stop the tree's thread. The training thread still reads notes, and goes on."""
     log = BlockedLog()
     logging.getLogger("titan_ft.membership").addHandler(log)
     try:
@@ -420,7 +422,7 @@ def test_ranks_that_leave_are_not_lost() -> None:
             group.check_agreements(1)
             leaving = [group.submit(group.trees[order[0]].leave, DEADLINE)]
             with pytest.raises(TimeoutError):
-                leaving[0].result(0.05)  # its neighbours may still need it
+                leaving[0].result(0.05)  # the rank's neighbours may still need it
             leaving += [group.submit(group.trees[rank].leave, DEADLINE) for rank in order[1:]]
             assert [each.result(DEADLINE) for each in leaving] == [None] * 7
             assert group.losses == [[]] * 7
@@ -428,8 +430,9 @@ def test_ranks_that_leave_are_not_lost() -> None:
 
 @pytest.mark.parametrize("first", [0, 1], ids=["parent", "child"])
 def test_a_late_leaver_waits_for_nobody_that_has_ended(first: int) -> None:
-    """The other rank did not wait for it. The grace for a lost connection is not waited for
-    either.
+    """The other rank did not wait for the late one.
+
+    The late rank does not wait for the grace of the closed connection either.
     """
     with ControlGroup(2) as group:
         group.trees[first].leave(0.05)

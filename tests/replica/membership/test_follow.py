@@ -14,12 +14,12 @@ import pytest
 
 from titan_ft.run.lighthouse import Announcement, LighthouseAddress
 
-DEADLINE = 20.0  # seconds; only ever reached by a bug
+DEADLINE = 20.0  # seconds; only a bug reaches it
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """The file in which lighthouses announce themselves."""
+    """Return the file in which lighthouses announce themselves."""
     return tmp_path / "lighthouse.json"
 
 
@@ -41,9 +41,7 @@ def named(seat: Any, name: str) -> list[dict[str, Any]]:
 def test_groups_follow_one_that_died(
     moving: Any, path: Path, nursery: subprocess.Popen[str]
 ) -> None:
-    """Both ranks of both groups go on under their names as soon as another lighthouse is
-    announced.
-    """
+    """Both ranks of both groups go on under their names as soon as another lighthouse is announced."""
     from tests.replica.conftest import MortalLighthouse
 
     first = MortalLighthouse(nursery)
@@ -56,7 +54,7 @@ def test_groups_follow_one_that_died(
     for seat in seats:
         seat.request_quorum(4)
     with pytest.raises(TimeoutError):
-        seats[0]._pending.result(0.5)  # nobody answers
+        seats[0]._pending.result(0.5)  # no lighthouse answers
     second = MortalLighthouse(nursery)
     Announcement(second.address, job="78").write(path)
     after = moving.together(*[seat.await_quorum for seat in seats])
@@ -94,7 +92,7 @@ def test_a_group_in_the_midst_of_a_step_is_waited_for(
 ) -> None:
     """The group follows during its step.
 
-    The successor knows no group, and gives no quorum without it.
+    The successor knows no group, and gives no quorum without this one.
     """
     Announcement(start_lighthouse()).write(path)
     early, late = moving.take(0), moving.take(1)
@@ -116,7 +114,7 @@ def test_a_file_that_cannot_be_read_makes_no_lighthouse_count(
 ) -> None:
     """Changed members count only from the announced lighthouse.
 
-    An unreadable file does not show it.
+    An unreadable file does not show which one that is.
     """
     announced = Announcement(start_lighthouse())
     announced.write(path)
@@ -135,13 +133,13 @@ def test_one_that_was_only_slow_gives_no_quorum_any_more(
 ) -> None:
     """A successor is announced and one group has followed.
 
-    The old lighthouse still answers the other.
+    The old lighthouse still answers the other group.
     """
     Announcement(start_lighthouse()).write(path)
     one, other = moving.take(0), moving.take(1)
     moving.meet(one, other, steps=[3, 3])
     moving.together(lambda: one.vote(3, True), lambda: other.vote(3, True))
-    other._seat._follower.close()  # as if shared storage had yet to tell it
+    other._seat._follower.close()  # as if shared storage showed the file late
     successor = start_lighthouse()
     Announcement(successor).write(path)
     one._events.wait_for("lighthouse_moved")
@@ -157,9 +155,7 @@ def test_one_that_was_only_slow_gives_no_quorum_any_more(
 def test_a_first_start_waits_for_the_successor(
     moving: Any, path: Path, start_lighthouse: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file names a lighthouse that is gone. The group waits, because Slurm starts another
-    one.
-    """
+    """The file names a lighthouse that is gone. The group waits, because Slurm starts another one."""
     monkeypatch.setattr("titan_ft.membership.seat.CONNECT_SECONDS", 0.3)
     Announcement("http://127.0.0.1:9").write(path)
     taken = moving.submit(lambda: moving.take(0))
@@ -173,7 +169,7 @@ def test_a_first_start_waits_for_the_successor(
 def test_a_name_that_stands_for_another_address(
     seats: Any, monkeypatch: pytest.MonkeyPatch, nursery: subprocess.Popen[str]
 ) -> None:
-    """The name is resolved again when nobody answers, and not before."""
+    """The name is resolved again only when no lighthouse answers."""
     from tests.replica.conftest import MortalLighthouse
     from titan_ft.run import lighthouse as where
 
@@ -184,7 +180,7 @@ def test_a_name_that_stands_for_another_address(
     seat = seats.take(0)
     seats.meet(seat)
     numbers[:] = ["10.0.0.2"]
-    time.sleep(2.5)  # two looks at a name that is not asked
+    time.sleep(2.5)  # two looks without a resolution of the name
     assert not named(seat, "lighthouse_moved")
     mortal.kill()
     mortal.start()

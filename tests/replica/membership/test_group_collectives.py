@@ -33,8 +33,9 @@ def test_a_union_has_the_numbers_of_all_ranks(
 
 
 def _told(numbers: list[int], everybody: list[list[int]]) -> list[int]:
-    """Return the values that a rank with these numbers gives: the largest one, then masks of 62
-    each.
+    """Return the values that a rank with these numbers gathers.
+
+    The largest number comes first, and then masks of 62 numbers each.
     """
     largest = max((number for each in everybody for number in each), default=-1)
     masks = [

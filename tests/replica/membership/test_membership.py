@@ -35,13 +35,11 @@ from titan_ft.run.error_file import is_network_error, is_transient
 from titan_ft.run.lighthouse import LighthouseAddress
 from titan_ft.system.address import split_address
 
-DEADLINE = 20.0  # seconds; only ever reached by a bug
+DEADLINE = 20.0  # seconds; only a bug reaches it
 
 
 def add_up(seats: Any, *members: Membership) -> list[float]:
-    """Let the members add 1, 2, 4, ... over the process group. Return the sum that each member
-    has.
-    """
+    """Let the members add 1, 2, 4, ... over the process group. Return each member's sum."""
     tensors = [torch.tensor([float(2**number)]) for number in range(len(members))]
     options = AllreduceOptions()
     options.reduceOp = ReduceOp.SUM
@@ -94,7 +92,7 @@ def test_a_group_alone_has_a_quorum_of_one(seats: Any) -> None:
 
 
 def test_the_largest_number_of_updates_is_told(seats: Any) -> None:
-    """The quorum has the largest number of updates. So each group sees whether it is behind."""
+    """The quorum has the largest number of updates, so each group sees whether it is behind."""
     quorums = seats.meet(seats.take(0), seats.take(1), seats.take(2), steps=[5, 3, 5])
     assert [quorum.max_step for quorum in quorums] == [5, 5, 5]
 
@@ -108,7 +106,7 @@ def test_asking_returns_at_once(seats: Any, start_lighthouse: Callable[..., str]
     assert one.quorum_requested
     assert not one._pending.done()
     seats.meet(one, two)
-    assert one.quorum_requested, "a quorum is used up by the vote, not by looking at it"
+    assert one.quorum_requested, "the vote uses a quorum up, a look does not"
 
 
 @pytest.mark.parametrize("asks_again", [False, True])
@@ -133,7 +131,7 @@ def compute_alone(seats: Any, step_seconds: float) -> list[Membership]:
     ranks: list[Membership] = seats.take_group(0)
     seats.meet(*ranks)
     seats.together(*[partial(rank.vote, 0, True) for rank in ranks])
-    # As measured in earlier steps.
+    # As after earlier steps.
     ranks[0]._computing_seconds, ranks[0]._connecting_seconds = (step_seconds, 0.01)
     for rank in ranks:
         rank.request_quorum(1, may_grow=True)
@@ -141,14 +139,14 @@ def compute_alone(seats: Any, step_seconds: float) -> list[Membership]:
 
 
 def test_a_lone_group_that_computes_admits_a_group_that_comes(seats: Any) -> None:
-    """The quorum stays open until it is needed.
+    """The quorum stays open until the group needs it.
 
     So the joiner is in the exchange of the current step.
     """
     ranks = compute_alone(seats, DEADLINE)
     joiner = seats.take(1)
     for rank in ranks:
-        with pytest.raises(TimeoutError):  # a group that only heartbeats is in no quorum yet
+        with pytest.raises(TimeoutError):  # a group with heartbeats alone is in no quorum yet
             rank._pending.result(0.3)
     joiner.request_quorum(0)
     assert [seat.await_quorum().slots for seat in (joiner, *ranks)] == [[0, 1]] * 3
@@ -194,7 +192,7 @@ def test_a_group_that_computes_and_is_not_alone_has_its_quorum_at_once(seats: An
 
 
 def test_waiting_for_a_quorum_needs_a_question(seats: Any) -> None:
-    """To wait without a request is a bug. It raises, and does not wait for ever."""
+    """A wait without a request is a bug. It raises, and does not wait for ever."""
     with pytest.raises(AssertionError, match="request_quorum"):
         seats.take(0).await_quorum()
 
@@ -203,8 +201,9 @@ def test_waiting_for_a_quorum_needs_a_question(seats: Any) -> None:
 def test_a_quorum_is_asked_for_once_in_a_round(
     seats: Any, start_lighthouse: Callable[..., str], answered: bool
 ) -> None:
-    """A second request before the vote is a bug: it would drop the answer to the first on one rank
-    only.
+    """A second request before the vote is a bug.
+
+    It would drop the answer to the first request on one rank only.
     """
     seats.lighthouse = start_lighthouse(min_replicas=2)
     one, two = seats.take(0), seats.take(1)
@@ -214,7 +213,7 @@ def test_a_quorum_is_asked_for_once_in_a_round(
         one.await_quorum()
     with pytest.raises(AssertionError, match="requested already"):
         one.request_quorum(0)
-    assert one.quorum_ready == answered, "the first one goes on"
+    assert one.quorum_ready == answered, "the first request goes on"
     seats.meet(one, two)
     one.vote(0, True)
     one.request_quorum(1)
@@ -307,7 +306,7 @@ def test_a_quorum_goes_on_after_a_yes(seats: Any) -> None:
 
 
 def test_a_no_of_one_group_renews_the_quorum(seats: Any) -> None:
-    """After one group's failed exchange all members build a new process group, which works."""
+    """After one group's failed exchange, all members build a new process group, which works."""
     members = seats.take(0), seats.take(1)
     before = seats.meet(*members)[0]
     assert [members[0].vote(0, True), members[1].vote(0, False)] == [True, False]
@@ -332,7 +331,7 @@ def test_ranks_of_a_group_agree(seats: Any) -> None:
 def test_a_vote_ends_although_a_rank_does_not_vote(
     seats: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit is there because the other groups wait for this vote."""
+    """The vote has a limit, because the other groups wait for it."""
     monkeypatch.setattr("titan_ft.membership.membership.VOTE_SECONDS", 0.2)
     ranks = seats.take_group(0)
     seats.meet(*ranks)
@@ -386,7 +385,7 @@ def test_a_newcomer_is_in_the_next_quorum(seats: Any) -> None:
 
 
 class Stranger:
-    """A client that requests quorums again and again, and does nothing else."""
+    """A client that requests quorums again and again."""
 
     def __init__(self, lighthouse: str, replica_id: str, step: int = 0) -> None:
         from torchft.coordination import LighthouseClient
@@ -422,8 +421,9 @@ class Stranger:
 
 @pytest.fixture
 def stranger(seats: Any) -> Iterator[Stranger]:
-    """Provide a member of another kind of job, with an impossible step, that sorts before all
-    groups.
+    """Provide a member of another kind of job, with an impossible step.
+
+    It sorts before all groups.
     """
     stranger = Stranger(seats.lighthouse, "somebody_elses_llama_0", step=1_000_000)
     yield stranger
@@ -446,7 +446,7 @@ def test_a_foreign_member_is_left_aside(
     for member in members:
         (event,) = member._events.named("foreign_member")
         assert (event["member"], event["reason"]) == ("somebody_elses_llama_0", UNSEALED)
-    assert caplog.text.count("somebody_elses_llama_0") == 2  # once by each group
+    assert caplog.text.count("somebody_elses_llama_0") == 2  # each group logs it once
 
 
 def test_who_is_behind_shows_in_spite_of_a_stranger(seats: Any, stranger: Stranger) -> None:
@@ -468,9 +468,8 @@ def test_one_rank_of_a_group_names_a_stranger(seats: Any, stranger: Stranger) ->
 def test_strangers_are_reported_again_after_a_pause(
     seats: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is one line for each reason, whatever the strangers' names.
-
-    Control characters are escaped once.
+    """Each reason has one line, whatever the strangers' names are. Control characters are escaped
+    once.
     """
     seat = seats.take(0)
     now = 1000.0
@@ -509,7 +508,7 @@ def test_a_member_that_dies_before_the_process_group_stands(
 
 
 def fate(seat: Membership) -> BaseException:
-    """Go from quorum to quorum until one of them ends this group. Return the reason."""
+    """Go from quorum to quorum until one of them ends this group. Return the error."""
     while True:
         if not seat.quorum_requested:
             seat.request_quorum(0)
@@ -526,7 +525,8 @@ def stay(seat: Any, slots: list[int], stranger: bool = False) -> None:
 
     Each exchange must work.
 
-    With `stranger`, a stranger must have been named as well.
+    Args:
+        stranger: a stranger must have been named as well.
     """
     while True:
         if not seat.quorum_requested:
@@ -553,8 +553,9 @@ def test_the_older_of_two_processes_of_a_slot_ends(seats: Any) -> None:
 
 
 def test_a_bystander_takes_the_newer_process(seats: Any) -> None:
-    """A third group exchanges with the newer process even in a quorum that still has the older
-    one.
+    """A third group exchanges with the newer process.
+
+    It does so even in a quorum that still has the older one.
     """
     bystander, old = seats.take(1), seats.take(0)
     seats.meet(bystander, old)
@@ -569,7 +570,7 @@ def test_a_bystander_takes_the_newer_process(seats: Any) -> None:
             for seat in (bystander, old):
                 seat.request_quorum(0)
             old.await_quorum()
-            # A quorum of the former two, made before the newer one's question was there.
+            # A quorum of the first two, made before the newer process's request.
             bystander.await_quorum()
             for seat in (bystander, old):
                 seat.vote(0, True)
@@ -613,10 +614,9 @@ def test_a_bystander_takes_the_newer_process(seats: Any) -> None:
 def test_a_newcomer_of_another_kind_ends(
     seats: Any, kind: dict[str, str], error: type[Exception], told: list[str], named: str
 ) -> None:
-    """A newcomer with another config, shape, job or token ends, and the error names the group that
-    it differs from.
+    """A newcomer with another config, shape, job or token ends.
 
-    The first group logs the newcomer and goes on.
+    The error names the group that it differs from. The first group logs the newcomer and goes on.
     """
     old = seats.take(0, config=seats.config(0, job_id="ours"), shape="1r")
     seats.meet(old)
@@ -640,7 +640,7 @@ def test_a_newcomer_of_another_kind_ends(
 
 
 def test_a_lighthouse_that_is_not_there(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taking a seat fails within `CONNECT_SECONDS`. The error names both settings of the
+    """The group takes no seat within `CONNECT_SECONDS`. The error names both settings of the
     address.
     """
     monkeypatch.setattr("titan_ft.membership.seat.CONNECT_SECONDS", 0.5)
@@ -698,7 +698,7 @@ def restart(lighthouse: Any) -> None:
             socket.create_connection((host, int(port)), 1.0).close()
         except ConnectionRefusedError:
             break
-        except OSError:  # just ending
+        except OSError:  # it is ending
             pass
     lighthouse.start()
 
@@ -706,8 +706,7 @@ def restart(lighthouse: Any) -> None:
 def test_a_lighthouse_that_comes_back(seats: Any, mortal_lighthouse: Any) -> None:
     """The lighthouse dies during a request and comes back. The groups meet well before the timeout.
 
-    The new lighthouse counts quorums from the beginning, under numbers that the stores know
-    already.
+    The new lighthouse numbers quorums from the beginning. The stores have these numbers already.
     """
     seats.lighthouse = mortal_lighthouse.address
     members = [seats.take(slot) for slot in (0, 1)]
@@ -742,7 +741,9 @@ def test_no_key_of_a_store_is_used_twice(seats: Any, mortal_lighthouse: Any) -> 
             for member in members:
                 member.vote(5, False)
         restart(mortal_lighthouse)
-    assert len(set(keys)) < len(keys), "the lighthouse never repeated itself: nothing was tested"
+    assert len(set(keys)) < len(keys), (
+        "the lighthouse never repeated a number, so this test shows nothing"
+    )
     for group in groups:
         assert len(set(group.configured)) == len(group.configured)
 
@@ -759,7 +760,7 @@ def test_a_forgetful_lighthouse_separates_nobody(
     That group waits for its former members.
     """
     seats.lighthouse = mortal_lighthouse.address
-    # The second group's heartbeat is slow, so that the new lighthouse does not know it before it
+    # The second group's heartbeat is slow. So the new lighthouse does not know the group before it
     # asks.
     one = seats.take(0)
     monkeypatch.setattr("titan_ft.membership.seat.beat_interval", lambda config: timedelta(hours=1))
@@ -849,8 +850,9 @@ def test_an_abort_is_of_one_quorum_only(seats: Any) -> None:
 def test_an_abort_before_another_rank_has_begun(
     seats: Any, wait_until: Callable[..., None]
 ) -> None:
-    """A rank that builds its process group later sees the abort, and does not wait in that
-    exchange.
+    """A rank that builds its process group later sees the abort.
+
+    It does not wait in that exchange.
     """
     groups = [FakeProcessGroup() for _ in range(2)]
     ranks = seats.take_group(0, of_rank=lambda rank: {"process_group": groups[rank]})
@@ -867,7 +869,7 @@ def test_an_abort_before_another_rank_has_begun(
 
 
 def test_an_abort_of_a_former_quorum_does_nothing(seats: Any) -> None:
-    """A watch may act late. Then there is another process group, which goes on."""
+    """A watch may act late. Then another process group is there, which goes on."""
     group = FakeProcessGroup()
     member = seats.take(0, process_group=group)
     seats.meet(member)
@@ -903,7 +905,7 @@ def test_an_exchange_that_the_others_have_left(seats: Any) -> None:
 def test_an_exchange_that_another_group_has_broken_off(
     seats: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All members live, but one of them took another for dead. NCCL's abort reaches nobody."""
+    """All members live, but one of them took another for dead. NCCL's abort reaches no other rank."""
     group = FakeProcessGroup()
     config = seats.config(0, process_group="nccl")
     waits, leaves = (
@@ -927,8 +929,9 @@ def test_an_exchange_that_another_group_has_broken_off(
 def test_a_store_that_went_with_its_group_is_not_tried_again(
     seats: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A newcomer would otherwise wait seconds for the host of a dead group, and the others for the
-    newcomer.
+    """A newcomer would otherwise wait seconds for the host of a dead group.
+
+    The others would wait for the newcomer.
     """
     member = seats.take(0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -943,9 +946,7 @@ def test_a_store_that_went_with_its_group_is_not_tried_again(
 
 
 def test_with_nccl_a_silent_member_is_waited_for_half_as_long(seats: Any) -> None:
-    """NCCL shows no closed connection. The patience is one heartbeat timeout, as at the
-    lighthouse.
-    """
+    """NCCL shows no closed connection. The patience is one heartbeat timeout, as at the lighthouse."""
     gloo, nccl = (
         seats.take(
             slot, config=seats.config(slot, process_group=backend), process_group=FakeProcessGroup()
@@ -971,7 +972,7 @@ def test_who_of_a_former_quorum_still_heartbeats(
 ) -> None:
     """Another process in the slot of a dead one does not count.
 
-    Without a page, all count as living.
+    Without a page, all groups count as living.
     """
     own, other = seats.take(0), seats.take(1)
     (quorum, _) = seats.meet(own, other)
@@ -1020,7 +1021,7 @@ def test_a_group_finds_its_counterparts_without_a_quorum(
     )
     assert [rank.find_addresses([1]) for rank in waits] == [["10.0.1.0:1"], ["10.0.1.1:1"]]
     assert waits[0].find_addresses([2, 1]) == ["", "10.0.1.0:1"], (
-        "the others give what one that is gone would have"
+        "the others give the data of a group that is gone"
     )
     with pytest.raises(ConnectionError):
         waits[0].find_addresses([2])
@@ -1029,7 +1030,7 @@ def test_a_group_finds_its_counterparts_without_a_quorum(
 def test_whose_state_a_newcomer_can_use(seats: Any) -> None:
     """Only an exchange that expects its former process.
 
-    Other exchanges make an update before it has a quorum.
+    Other exchanges make an update before the newcomer has a quorum.
     """
     first, former = seats.take(0), seats.take(1)
     seats.meet(first, former)
@@ -1048,8 +1049,9 @@ def test_whose_state_a_newcomer_can_use(seats: Any) -> None:
 def test_a_process_group_that_cannot_be_aborted(
     seats: Any, wait_until: Callable[..., None], stuck: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The other ranks still get the note, the log has the reason, and the next quorum is
-    watched.
+    """The other ranks still get the note, and the log has the reason.
+
+    The next quorum is watched.
     """
 
     class Stuck(FakeProcessGroup):
@@ -1073,7 +1075,7 @@ def test_a_process_group_that_cannot_be_aborted(
 
 
 def test_closing_after_the_silence(seats: Any) -> None:
-    """A group whose heartbeats have stopped makes no requests, and can be closed once or twice."""
+    """A group whose heartbeats have stopped makes no requests. It can be closed once or twice."""
     member, other = seats.take(0), seats.take(1)
     seats.meet(member, other)
     member.stop_heartbeats()
@@ -1107,7 +1109,7 @@ def test_a_vote_under_way_when_the_group_falls_silent(
 
 
 def test_closing_stops_the_heartbeats_and_the_process_group(seats: Any) -> None:
-    """A closed seat has no process group that a peer could wait for. Closing needs no peer."""
+    """A closed seat has no process group for which a peer could wait. The close needs no peer."""
     group = FakeProcessGroup()
     member = seats.take(0, process_group=group)
     seats.meet(member)
@@ -1152,8 +1154,9 @@ def test_who_has_tried_already_is_not_kept_waiting(
 def test_nobody_waits_for_a_group_that_it_cannot_reach(
     seats: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a restart of the lighthouse, a group that is present but unreachable is not waited
-    for.
+    """A group is present and unreachable after a restart of the lighthouse.
+
+    The others do not wait for it.
     """
     members = [seats.take(slot) for slot in range(2)]
     seats.meet(*members)

@@ -34,11 +34,12 @@ from titan_ft.membership.rendezvous import Rendezvous
 from titan_ft.protocol.errors import LighthouseError
 from titan_ft.protocol.member import Member, Quorum
 
-DEADLINE = 20.0  # seconds; only ever reached by a bug
-TIMEOUT = timedelta(seconds=90)  # of operations: well above the deadline
+DEADLINE = 20.0  # seconds; only a bug reaches it
+TIMEOUT = timedelta(seconds=90)  # timeout of operations, well above the deadline
 
 
-OPEN: list[AbortableNccl] = []  # of the test that runs: they watch until they are aborted
+# exchanges of the running test: they are watched until they are aborted
+OPEN: list[AbortableNccl] = []
 
 
 class Communicator:
@@ -67,7 +68,7 @@ class Communicator:
     def wait(self, timeout: Any = None) -> bool:
         if self.lost:
             self.waiting.set()
-            assert self.aborted.wait(DEADLINE), "nobody has aborted"
+            assert self.aborted.wait(DEADLINE), "no thread has aborted"
             self.tensor.fill_(7)
         else:
             self.tensor.mul_(self.world_size)
@@ -119,7 +120,7 @@ class Seat:
     Attributes:
         there: set when the quorum is ready.
         asked: released by each thread that waits for the quorum.
-        error: why there is no quorum.
+        error: the reason if there is no quorum.
     """
 
     def __init__(self, nccl: AbortableNccl, timeout: timedelta = TIMEOUT) -> None:
@@ -152,8 +153,9 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, gpu_path: None) -> None:
 
 
 def build_exchange(seat: Seat) -> GradientExchange:
-    """Build the exchange of one parameter, with a bucket on a device whose tensors have no
-    bytes.
+    """Build the exchange of one parameter.
+
+    Its bucket is on a device whose tensors have no bytes.
     """
     where = torch.device("meta")
     parameter = torch.nn.Parameter(torch.ones(3, device=where))
@@ -166,7 +168,7 @@ def lose(communicator: Communicator) -> None:
 
 @pytest.fixture(autouse=True)
 def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")  # as torchtitan leaves it
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")  # as torchtitan leaves the gradient
     monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "60")
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 0))
@@ -193,7 +195,7 @@ def configure(
 
 
 def exchange(nccl: Nccl) -> threading.Thread:
-    """Start a sum that waits for a lost peer. Its thread ends with it."""
+    """Start a sum that waits for a lost peer. Its thread ends with the sum."""
     nccl.made[-1].lost = True
     thread = threading.Thread(
         target=lambda: nccl.made[-1].allreduce([torch.ones(1)], None).wait(), daemon=True
@@ -219,15 +221,16 @@ def test_a_set_up_that_hangs_before_the_first_sum_is_left_to_itself(store: TCPSt
     nccl.prepare = lambda _: None
     configure(nccl, store, "b")
     goes_on.set()
-    assert nccl.made[0].aborted.wait(DEADLINE), "nobody aborts what came too late"
+    assert nccl.made[0].aborted.wait(DEADLINE), "no thread aborts the late communicator"
     nccl.allreduce([torch.ones(1)], AllreduceOptions()).wait()
-    assert nccl.made[1].tensor.tolist() == [3.0], "another communicator is in force"
+    assert nccl.made[1].tensor.tolist() == [3.0], "another communicator is in use"
     assert not nccl.made[1].aborted.is_set()
 
 
 def test_a_set_up_that_hung_does_not_make_a_broken_sum_sound(store: TCPStore) -> None:
-    """A thread that comes too late does not take back why the communicator in force was broken
-    off.
+    """A thread that comes too late does not change the error of the communicator in use.
+
+    That one was broken off.
     """
     nccl, goes_on = Nccl(), threading.Event()
     nccl.prepare = lambda _: goes_on.wait(DEADLINE)  # type: ignore[assignment, return-value]
@@ -262,7 +265,7 @@ def test_a_set_up_that_comes_too_late_connects_nobody(
 
 
 def test_a_set_up_that_is_aborted_is_over(store: TCPStore) -> None:
-    """This holds even before there is a communicator, for example if the group leaves meanwhile."""
+    """Even before there is a communicator, for example if the group leaves meanwhile."""
     nccl = Nccl()
     nccl.prepare = lambda _: nccl.abort()
     with pytest.raises(RuntimeError, match="aborted"):
@@ -277,7 +280,7 @@ def test_a_set_up_that_is_aborted_is_over(store: TCPStore) -> None:
 def test_a_communicator_is_made_on_the_device_of_the_thread_that_asks(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread makes it, and a new thread starts on the first device."""
+    """Another thread makes the communicator, and a new thread starts on the first device."""
     asked, on_device, made_on = (list[threading.Thread]() for _ in range(3))
 
     def for_thread() -> Callable[[], None]:
@@ -305,7 +308,7 @@ def test_garbage_of_an_aborted_set_up_is_no_connection(store: TCPStore) -> None:
     nccl.prepare = abort
     with pytest.raises(RuntimeError, match="aborted"):
         configure(nccl, store, "a")
-    with pytest.raises(RuntimeError, match="aborted"):  # even if it is what it would be
+    with pytest.raises(RuntimeError, match="aborted"):  # even if the sum happens to be right
         configure(nccl, store, "b", world_size=7)
 
 
@@ -324,7 +327,10 @@ def test_a_lost_member_that_nccl_notices_ends_the_exchange(store: TCPStore) -> N
 
 
 def test_an_error_of_a_former_communicator_ends_only_that(store: TCPStore) -> None:
-    """The current communicator goes on, even if it was set while torch was asked for the error."""
+    """The current communicator goes on.
+
+    The error may have been set while torch was asked for it.
+    """
     nccl = Nccl()
     asked, replaced, told = threading.Event(), threading.Event(), threading.Event()
 
@@ -353,7 +359,7 @@ def test_an_error_of_a_former_communicator_ends_only_that(store: TCPStore) -> No
 def test_who_learns_of_a_dead_member_ends_its_own_exchange(store: TCPStore, trees: Any) -> None:
     """`Membership` calls this when heartbeats end.
 
-    The exchange of that quorum breaks off; the next one works.
+    The exchange of that quorum breaks off, and the next one works.
     """
     nccl = Nccl()
     own = Member(0, 1.0, "own", "c", "j", f"127.0.0.1:{store.port}")
@@ -378,7 +384,7 @@ def test_who_learns_of_a_dead_member_ends_its_own_exchange(store: TCPStore, tree
 
 
 def test_what_takes_too_long_is_broken_off(store: TCPStore) -> None:
-    """Nobody has noticed that a member is lost. A new communicator has the whole time again."""
+    """No member has noticed the loss. A new communicator has the whole time again."""
     nccl = Nccl()
     configure(nccl, store, "a")
     with nccl.deadline(timedelta(seconds=0.2)):
@@ -391,7 +397,7 @@ def test_what_takes_too_long_is_broken_off(store: TCPStore) -> None:
 
 
 def test_what_is_over_in_time_is_not_broken_off_later(store: TCPStore) -> None:
-    """This holds for a failed exchange as well: by then the communicator may be another one."""
+    """So it is after a failed exchange: by then the communicator may be another one."""
     nccl, looks = Nccl(), threading.Semaphore(0)
 
     class Watched(Communicator):
@@ -405,7 +411,7 @@ def test_what_is_over_in_time_is_not_broken_off_later(store: TCPStore) -> None:
     time.sleep(0.1)
     nccl.made[0].__class__ = Watched
     for _ in range(2):
-        assert looks.acquire(timeout=DEADLINE), "nobody watches it any more"
+        assert looks.acquire(timeout=DEADLINE), "no thread watches it any more"
     assert nccl.errored() is None
 
 
@@ -434,7 +440,7 @@ def test_a_thread_that_was_left_launches_nothing_in_the_next_quorum(
     goes_on.set()
     threads[0].join(DEADLINE)
     assert not threads[0].is_alive()
-    assert nccl.made[1].tensor is of_set_up, "it has launched on another communicator"
+    assert nccl.made[1].tensor is of_set_up, "the thread launched on another communicator"
 
 
 def test_the_time_of_an_exchange_begins_with_its_quorum(on_a_gpu: None) -> None:
@@ -475,9 +481,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 @two_gpus
 @pytest.mark.parametrize("when", ["in a sum", "in the set-up"])
 def test_a_peer_is_killed(when: str) -> None:
-    """After SIGKILL of a peer, the survivor breaks off, and sums on with a communicator of its
-    own.
-    """
+    """After SIGKILL of a peer, the survivor breaks off, and sums with a communicator of its own."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     program = [sys.executable, __file__, str(store.port), when]
     environment = {**os.environ, **device.nccl_environment({}, int(TIMEOUT.total_seconds() * 1000))}
@@ -508,7 +512,7 @@ def run_rank(port: int, when: str, rank: int) -> None:
     if when == "in the set-up":
         store.set("victim" if rank else "survivor", "1")
         if rank:
-            signal.pause()  # it never comes
+            signal.pause()  # the killed rank never comes
         store.wait(["killed"])
         began = time.monotonic()
         try:
@@ -527,8 +531,8 @@ def run_rank(port: int, when: str, rank: int) -> None:
             assert nccl.errored() is None
         store.set("victim" if rank else "survivor", "1")
         if rank:
-            signal.pause()  # it leaves the survivor alone in the next one
-        # What a pulse does when the heartbeats end; NCCL may notice first.
+            signal.pause()  # the survivor is alone in the next quorum
+        # A pulse does this when the heartbeats end. NCCL may notice first.
         threading.Thread(
             target=lambda: (store.wait(["killed"]), time.sleep(2), nccl.abort()), daemon=True
         ).start()

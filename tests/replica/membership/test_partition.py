@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Groups that cannot reach each other: which go on, and which wait outside; with a real
-lighthouse.
+"""Groups that cannot reach each other: some go on, the others wait outside.
+
+The lighthouse is real.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from titan_ft.protocol.errors import Leaving
 from titan_ft.protocol.member import Quorum
 from titan_ft.transfer.reach import Peer
 
-DEADLINE = 20.0  # seconds; only ever reached by a bug
+DEADLINE = 20.0  # seconds; only a bug reaches it
 
 
 class Network:
@@ -33,10 +34,11 @@ class Network:
         # (slot, slot of the other, group rank); one direction each.
         self._dead: set[tuple[int, int, int]] = set()
         self.slow = threading.Event()  # the next exchange takes long, and works
-        self.silent = False  # an exchange over a dead link waits until somebody breaks it off
+        self.silent = False  # an exchange over a dead link waits until it is broken off
         self.groups: list[NoProcessGroup] = []
         self._lock = threading.Lock()
-        self._made: Counter[tuple[Membership, str]] = Counter()  # exchanges of a seat in a quorum
+        # number of exchanges of a seat in a quorum
+        self._made: Counter[tuple[Membership, str]] = Counter()
         self._worked: dict[tuple[str, int, int], bool] = {}
 
     def cut(self, one: int, other: int, rank: int = 0) -> None:
@@ -54,8 +56,10 @@ class Network:
         )
 
     def exchange(self, seat: Membership, quorum: Quorum, rank: int) -> bool:
-        """Make an exchange with the quorum's members. Returns whether it worked, the same for
-        all.
+        """Make an exchange with the quorum's members.
+
+        Returns:
+            True if it worked. All members get the same result.
         """
         with self._lock:
             self._made[seat, quorum.key] += 1
@@ -63,9 +67,7 @@ class Network:
             worked = self._worked.setdefault(exchange, self.works(quorum.slots, rank))
         if self.slow.is_set():
             with seat.watch_exchange():
-                assert not seat.process_group.aborted.wait(1.0), (
-                    "an exchange that is only slow is broken off"
-                )
+                assert not seat.process_group.aborted.wait(1.0), "a slow exchange was broken off"
             self.slow.clear()
         if worked:
             return True
@@ -109,11 +111,11 @@ class NoProcessGroup:
 class Group:
     """A group that trains, with one thread for each rank.
 
-    A step is its number, a heal takes no time.
+    A step is its number, and a heal takes no time.
 
     Attributes:
         commits: (step, slots of the members) of each committed step.
-        sigterm: the ranks that have been asked to leave.
+        sigterm: the ranks with a leave request.
         left: the ranks that have left in order.
     """
 
@@ -181,7 +183,7 @@ class Group:
             self._told.notify_all()
 
     def wait_for(self, slots: list[int], steps: int = 3) -> None:
-        """Wait until the group has committed so many further steps with exactly these groups."""
+        """Wait until the group has committed this many further steps with exactly these groups."""
         with self._told:
             begun = len(self.commits)
             met = self._told.wait_for(
@@ -208,8 +210,7 @@ class Group:
 def network(
     seats: Any, start_lighthouse: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> Network:
-    # The lighthouse waits for a group that is still looking at its links, as it does with the
-    # default.
+    # The lighthouse waits for a group that is still looking at its links, as with the default.
     seats.lighthouse = start_lighthouse(join_timeout_ms=10_000)
     monkeypatch.setattr(partition, "_PROBE_PAUSE_SECONDS", 0.05)
     return Network(seats)
@@ -272,7 +273,8 @@ def test_an_exchange_over_a_silent_link_is_broken_off(
     network.cut(0, 2, rank=1)
     for group in groups[:2]:
         group.wait_for([0, 1], steps=20)
-        assert group.broken <= 2  # the other end may be quicker: then this one tells after the next
+        # the other end may be quicker: then this end reports after the next vote
+        assert group.broken <= 2
     groups[2].wait_for_event("outside")
     network.mend()
     for group in groups:
@@ -293,22 +295,23 @@ def test_a_link_that_one_rank_has_lost_is_known_to_its_group_after_the_vote(seat
 def test_a_rank_that_looks_late_does_not_hear_of_the_next_vote(seats: Any) -> None:
     """A sibling may report a dead link before its next vote.
 
-    A late rank must not take it for this vote's.
+    A late rank must not take the report for one of this vote.
     """
     ranks = seats.take_group(0)
     seats.meet(*ranks)
     seats.together(lambda: ranks[0].vote(0, True), lambda: ranks[1].vote(0, False))
     ranks[1]._partition._dead_links = partition._DeadLinks(ranks[1]._rendezvous.prefix, [])
     ranks[1]._partition.before_vote(ok=False)
-    ranks[1]._control.settle("said", "it")  # what was said before is known as well
+    ranks[1]._control.settle("said", "it")  # all earlier notes are known as well
     assert not ranks[0]._partition.must_report(1)
 
 
 def test_a_link_that_flickers(
     network: Network, start: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A link passes each probe and fails each exchange. Its group comes back more and more
-    seldom.
+    """A link passes each probe and fails each exchange.
+
+    Its group comes back less and less often.
     """
     groups = [start(slot) for slot in range(3)]
     for group in groups:
@@ -330,7 +333,7 @@ def test_a_link_that_flickers(
 def test_a_process_that_ended_is_no_dead_link(
     network: Network, start: Callable[..., Group]
 ) -> None:
-    """A process that is unreachable and sends no heartbeats is gone. No dead link is reported."""
+    """The process is unreachable and sends no heartbeats, so it is gone. No dead link is reported."""
     groups = [start(slot) for slot in range(3)]
     for group in groups:
         group.wait_for([0, 1, 2])
@@ -359,7 +362,7 @@ def test_a_slow_exchange_is_not_broken_off(network: Network, start: Callable[...
     network.slow.set()
     for group in groups:
         group.wait_for([0, 1])
-    assert asked > 0, "nobody looked: nothing was tested"
+    assert asked > 0, "no rank looked, so this test shows nothing"
     assert [group.broken for group in groups] == [0, 0]
 
 
@@ -379,7 +382,7 @@ def test_the_lighthouse_goes_while_a_group_is_outside(
     leaves.wait_for_event("outside")
     mortal_lighthouse.kill()
     network.mend()
-    for _ in range(3):  # looks that find the link good, and no lighthouse to tell it to
+    for _ in range(3):  # looks that find the link good, without a lighthouse for the report
         wait_for_a_look(leaves)
     mortal_lighthouse.start()
     for group in (stays, leaves):
@@ -392,7 +395,7 @@ def wait_for_a_look(group: Group) -> None:
     seat, deadline = group.ranks[0], time.monotonic() + DEADLINE
     looks = seat._control.num_agreements
     while seat._control.num_agreements == looks:
-        assert time.monotonic() < deadline, "it looks no more"
+        assert time.monotonic() < deadline, "the group looks no more"
         time.sleep(0.005)
 
 
@@ -414,9 +417,7 @@ def test_a_group_that_ends_outside(network: Network, start: Callable[..., Group]
 def test_a_group_that_is_told_to_leave_outside(
     network: Network, start: Callable[..., Group]
 ) -> None:
-    """The others need nothing of this group. Both ranks leave at once, although one had the
-    signal.
-    """
+    """The others need nothing of this group. Both ranks leave at once, although one got the signal."""
     stays, leaves = start(0, world_size=2), start(1, world_size=2)
     stays.wait_for([0, 1])
     network.cut(0, 1)
@@ -434,9 +435,7 @@ def test_a_group_that_is_told_to_leave_outside(
 def test_leaving_outside_waits_for_no_look(
     network: Network, start: Callable[..., Group], told: int
 ) -> None:
-    """A probe of dead links may take longer than drain_timeout_seconds. No rank waits for its
-    end.
-    """
+    """A probe of dead links may take longer than drain_timeout_seconds. No rank waits for its end."""
     stays, leaves = start(0, world_size=2), start(1, world_size=2)
     stays.wait_for([0, 1])
     network.cut(0, 1)

@@ -1,11 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Breaking off Gloo.
+"""Gloo is broken off.
 
-Ranks are processes, one of them is stopped, and only Gloo's sockets are shut down.
+Ranks are processes, and one of them is stopped. Only Gloo's sockets are shut down.
 
-This file is also the ranks' program: it forks a rank for each line on stdin, so that only the first
-process has to import.
+This file is also the ranks' program. It forks a rank for each line on stdin, so only the first
+process imports.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 from titan_ft.membership.process_group import BreakableGloo, _Link, _Operation
 from titan_ft.system.process import borrowed_socket, own_sockets
 
-DEADLINE = 20.0  # seconds; only ever reached by a bug
-TIMEOUT = timedelta(seconds=90)  # of the process groups: well above the deadline
-# Float32; Gloo cuts what three ranks sum into six, each more than sockets hold.
+DEADLINE = 20.0  # seconds; only a bug reaches it
+TIMEOUT = timedelta(seconds=90)  # timeout of the process groups, well above the deadline
+# Number of float32. Gloo cuts the sum of three ranks into six parts, each larger than a socket's
+# buffer.
 SEGMENTS_OF_1_MIB = 6 << 18
 TCP_INFO_BYTES_RECEIVED = 128  # offset in tcp_info, of linux/tcp.h
 TWO_NOTICES = 96  # bytes: Gloo announces two segments before it waits
@@ -55,7 +56,7 @@ class Opened:
             each.settimeout(DEADLINE)
 
     def living(self) -> list[str]:
-        """Return the sockets that still work, by trying them."""
+        """Return the sockets that still work."""
         ways: dict[str, Callable[[], bytes]] = {
             "listener": lambda: self._pass(
                 socket.create_connection(self.listener.getsockname()), self.listener.accept()[0]
@@ -109,7 +110,7 @@ def listening() -> set[int]:
             with socket.socket(fileno=os.dup(int(name))) as each:
                 if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     found.add(os.fstat(each.fileno()).st_ino)
-        except OSError:  # no socket, or this folder
+        except OSError:  # not a socket, or this folder
             continue
     return found
 
@@ -117,7 +118,7 @@ def listening() -> set[int]:
 def all_reduce(group: BreakableGloo, elements: int = 1) -> str:
     """Sum numbers over the ranks. Return the result or the error."""
     options = AllreduceOptions()
-    options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]  # the stub knows only the enum's inner type
+    options.reduceOp = ReduceOp.SUM  # the stub knows only the enum's inner type
     options.timeout = TIMEOUT
     numbers = torch.ones(elements)
     try:
@@ -148,7 +149,7 @@ def shrink_send_buffers() -> None:
     for descriptor, inode in own_sockets():
         with contextlib.suppress(OSError), borrowed_socket(descriptor, inode) as each:
             assert each is not None
-            # The system makes the least of it that it allows.
+            # The system rounds it up to its minimum.
             each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
 
 
@@ -168,7 +169,7 @@ def find_hosts(links: list[tuple[int, int]]) -> list[str]:
 
 
 def wait_received(octets: int) -> None:
-    """Wait until a connection of this process has received so many bytes."""
+    """Wait until a connection of this process has received this many bytes."""
     deadline = time.monotonic() + DEADLINE
     while time.monotonic() < deadline:
         for descriptor, inode in own_sockets():
@@ -187,7 +188,7 @@ def wait_received(octets: int) -> None:
 def be_rank(order: dict[str, Any]) -> None:
     """Act as one rank. Orders come through the store, and reports go there."""
     rank, name = order["rank"], order["name"]
-    # One who waits at a store keeps others from telling it anything.
+    # A client that waits at a store can report nothing meanwhile. So there are two.
     waits, tells = (
         TCPStore(
             "127.0.0.1", order["port"], is_master=False, timeout=TIMEOUT, wait_for_workers=False
@@ -210,7 +211,7 @@ def be_rank(order: dict[str, Any]) -> None:
     wait("again")
     tell("links", len(group._links))
     tell("hosts", find_hosts(group._links))
-    kept = group._pg  # else its listener is closed, as it should be
+    kept = group._pg  # otherwise its listener is closed, as it should be
     listeners = listening()
     reducing = threading.Thread(
         target=lambda: tell("second", collective(group, order["elements"])), daemon=True
@@ -238,7 +239,7 @@ def be_rank(order: dict[str, Any]) -> None:
 
 def main() -> None:
     """Fork a rank for each order on stdin, and print its pid."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for them
     for line in sys.stdin:
         if (pid := os.fork()) == 0:
             be_rank(json.loads(line))
@@ -297,7 +298,7 @@ class Ranks:
     def stop(self, rank: int) -> None:
         """Stop a rank. Return when all its threads have stopped.
 
-        A thread that a busy machine stops late could still read what arrives.
+        On a busy machine, a thread that stops late could still read arriving bytes.
         """
         os.kill(self.pids[rank], signal.SIGSTOP)
         deadline = time.monotonic() + DEADLINE
@@ -306,7 +307,7 @@ class Ranks:
             time.sleep(0.01)
 
     def wait_unread(self, pid: int, octets: int = 1) -> None:
-        """Wait until so many bytes lie unread in each connection of a stopped process with input.
+        """Wait until this many bytes lie unread in each busy connection of a stopped process.
 
         By then the other ranks wait in their operation.
         """
@@ -317,9 +318,7 @@ class Ranks:
         self._wait_queued(pid, lambda unsent, _: unsent > 0)
 
     def _wait_queued(self, pid: int, condition: Callable[[int, int], bool]) -> None:
-        """Wait until one of a process's connections has the wanted numbers of bytes in its
-        queues.
-        """
+        """Wait until a connection of a process has these numbers of bytes in its queues."""
         sockets = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
         deadline = time.monotonic() + DEADLINE
         while True:
@@ -351,7 +350,7 @@ def nursery() -> Iterator[subprocess.Popen[str]]:
     ) as process:
         yield process
         assert process.stdin is not None
-        process.stdin.close()  # ends it
+        process.stdin.close()  # ends the process
 
 
 @pytest.fixture
@@ -370,14 +369,12 @@ def ranks(nursery: subprocess.Popen[str], request: pytest.FixtureRequest) -> Ite
 
 
 def test_connections_are_between_the_addresses_that_the_groups_name(ranks: Ranks) -> None:
-    """The host's own name often resolves to a loopback address, which another host does not
-    reach.
-    """
+    """The host's own name often resolves to a loopback address, which no other host reaches."""
     ranks.start(3)
     for rank in range(3):
         ranks.tell(rank, "again")
     hosts = {host for rank in range(3) for host in ranks.hear(rank, "hosts")}
-    assert hosts >= {host_of(0), host_of(1)}  # which listen; the last one connects to them
+    assert hosts >= {host_of(0), host_of(1)}  # both listen; the last one connects to them
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -385,8 +382,9 @@ def test_connections_are_between_the_addresses_that_the_groups_name(ranks: Ranks
 def test_an_operation_that_waits_for_a_stopped_rank_ends_at_once(
     ranks: Ranks, num_ranks: int, collective: str
 ) -> None:
-    """An abort ends it long before its timeout. The process can then be in another process
-    group.
+    """An abort ends the operation long before its timeout.
+
+    The process can then be in another process group.
     """
     ranks.start(num_ranks, collective=collective)
     *live, stopped = range(num_ranks)
@@ -408,22 +406,22 @@ def test_an_operation_in_the_middle_of_a_send_to_a_rank_that_dies_ends(
 ) -> None:
     """Gloo does not report the lost connection to a sender.
 
-    The sender notices it itself, or an abort ends it.
+    The sender notices it by itself, or an abort ends it.
     """
-    # Of a ring: the sender sends to the victim, and receives from the third.
+    # Of a ring: the sender sends to the victim, and receives from the third rank.
     victim, sender, third = (0, 1, 2) if collective == "all-reduce" else (0, 2, 1)
     ranks.start(3, elements=SEGMENTS_OF_1_MIB, sender=sender, collective=collective)
     for rank in (sender, third):
         ranks.stop(rank)
     ranks.tell(victim, "again")
     for rank in (sender, third):
-        # What the victim is ready to receive and to send.
+        # The bytes that the victim is ready to receive and to send.
         ranks.wait_unread(ranks.pids[rank], TWO_NOTICES)
     ranks.stop(victim)
     for rank in (sender, third):
         os.kill(ranks.pids[rank], signal.SIGCONT)
         ranks.tell(rank, "again")
-    ranks.hear(sender, "received")  # it waits for what it sends now
+    ranks.hear(sender, "received")  # the sender waits for this
     ranks.wait_unsent(ranks.pids[sender])
     os.kill(ranks.pids[victim], signal.SIGKILL)
     if not aborts:
@@ -440,8 +438,9 @@ def test_an_operation_in_the_middle_of_a_send_to_a_rank_that_dies_ends(
 def test_an_operation_that_waits_for_a_rank_that_dies_breaks_by_itself(
     ranks: Ranks, num_ranks: int, collective: str
 ) -> None:
-    """No abort is needed: the end of the connections reaches ranks that send to it or receive from
-    it.
+    """No abort is needed.
+
+    The end of the connections reaches the ranks that send to the dead one or receive from it.
     """
     ranks.start(num_ranks, elements=SEGMENTS_OF_1_MIB, collective=collective)
     *live, dying = range(num_ranks)
@@ -457,7 +456,7 @@ def test_an_operation_that_waits_for_a_rank_that_dies_breaks_by_itself(
 class Work:
     """Stands in for an operation of Gloo that is complete after some checks.
 
-    Until `busy_until`, something arrives at each check.
+    Until `busy_until`, some bytes arrive at each check.
     """
 
     def __init__(self, complete_at: float, peer: socket.socket, busy_until: int = 0) -> None:
@@ -469,17 +468,15 @@ class Work:
         )
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Take hardly any time."""
         self.looks += 1
         if self.looks <= self._busy_until:
             self._peer.sendall(b"x")
-            time.sleep(0.02)  # the system holds packets back until the ones before are acknowledged
+            time.sleep(0.02)  # the system holds packets back until earlier ones are acknowledged
         if self.looks < self._complete_at:
             raise RuntimeError("timed out")
         return True
 
     def is_completed(self) -> bool:
-        """Say whether it is."""
         return self.looks >= self._complete_at
 
 
@@ -494,7 +491,7 @@ def test_an_operation_of_an_aborted_process_group_is_waited_for_no_longer() -> N
 
         def wait(self, timeout: timedelta) -> bool:
             self.looks += 1
-            assert self.looks == 1, "it is waited for again"
+            assert self.looks == 1, "a second wait began"
             raise RuntimeError("timed out")
 
     with socket.socketpair()[0] as connection:
@@ -516,8 +513,9 @@ def test_what_a_member_sent_before_it_closed_its_connections_still_comes() -> No
     ):
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link = _Link(own.fileno(), os.fstat(own.fileno()).st_ino)
-        closed = _Link(link.descriptor, link.inode + 1)  # the descriptor is another file's by now
-        assert _Operation(Work(50, peer), threading.Event(), [link]).wait(), "it is open"
+        # the descriptor belongs to another file by now
+        closed = _Link(link.descriptor, link.inode + 1)
+        assert _Operation(Work(50, peer), threading.Event(), [link]).wait(), "the file is open"
         assert _Operation(Work(50, peer, 50), threading.Event(), [link, closed]).wait()
         work = Work(50, peer, 10)
         with pytest.raises(RuntimeError, match="a connection to another member is closed"):
@@ -536,7 +534,7 @@ def test_only_connections_of_gloo_are_shut_down(ranks: Ranks, errored: bool) -> 
     ranks.start(3, errored, reduces=False)
     for rank in range(3):
         ranks.tell(rank, "again")
-        assert ranks.hear(rank, "links") == 2, "one to each other rank"
+        assert ranks.hear(rank, "links") == 2, "one connection to each other rank"
     ranks.tell(0, "abort")
     assert ranks.hear(0, "living") == ["listener", "connection", "pair", "datagrams"]
     assert ranks.hear(0, "spared") is True

@@ -29,8 +29,8 @@ from titan_ft.membership.pulse import (
 )
 from titan_ft.protocol.member import Member
 
-DEADLINE = 20.0  # seconds; only ever reached by a bug
-SILENCE_SECONDS = 0.3  # of listening for what must not come: many looks
+DEADLINE = 20.0  # seconds; only a bug reaches it
+SILENCE_SECONDS = 0.3  # time without an event, long enough for many looks
 
 OWN = Member(3, 1.5, "own", "digest", job="job")
 
@@ -80,13 +80,13 @@ class Lighthouse:
     def __init__(self) -> None:
         self.page = PAGE
         self.promised: int | None = (
-            None  # bytes that its answer is said to have; it ends with the page all the same
+            None  # number of bytes that the answer claims; it ends with the page all the same
         )
         self.asked: queue.SimpleQueue[str] = queue.SimpleQueue()
         told = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:  # the name that the base class calls
+            def do_GET(self) -> None:  # the base class calls this name
                 told.asked.put(self.path)
                 self.send_response(200)
                 if told.promised is not None:
@@ -185,8 +185,9 @@ OTHER = Member(1, 2.5, "other", "digest", job="job")
     ],
 )
 def test_who_has_gone_on_without_this_group(quorum: list[Member], slots: list[int]) -> None:
-    """Groups of the exchange that form a quorum without this group; not strangers, not joiners
-    alone.
+    """Groups of the exchange that form a quorum without this group.
+
+    Not strangers, and not joiners alone.
     """
     names, others = [member.replica_id for member in quorum], [OTHER, replace(OTHER, slot=0)]
     assert find_successors(OWN, others, names) == slots
@@ -194,7 +195,10 @@ def test_who_has_gone_on_without_this_group(quorum: list[Member], slots: list[in
 
 
 def test_who_lives_outside_of_a_quorum() -> None:
-    """Groups of the job with a fresh heartbeat; not members of the quorum under an earlier name."""
+    """Groups of the job with a fresh heartbeat.
+
+    Not members of the quorum under an earlier name.
+    """
     beats = {
         OWN.replica_id: 0.1,
         replace(OWN, edition=1).replica_id: 0.1,
@@ -216,8 +220,9 @@ def test_who_lives_outside_of_a_quorum() -> None:
 
 
 def test_who_is_outside_because_of_a_dead_link() -> None:
-    """Silent groups whose last name reports a dead link and a later state; not a successor without
-    one.
+    """Silent groups whose last name reports a dead link and a later state.
+
+    Not a group whose successor reports no dead link.
     """
     reporting, second = OTHER.reporting(5, [OWN]), replace(OTHER, slot=2).reporting(7, [OWN])
     successor = replace(second, started=second.started + 9, edition=0, report=None)
@@ -239,7 +244,10 @@ def test_who_is_outside_because_of_a_dead_link() -> None:
 
 
 def test_a_quorum_that_counts_on_a_former_process() -> None:
-    """A former process of this group; not this process under another name, and no other group's."""
+    """A former process of this group.
+
+    Not this process under another name, and no other group's process.
+    """
     former, others = (
         replace(OWN, started=1.0, unique="former"),
         [OTHER, replace(OWN, started=1.0, job="another")],
@@ -257,7 +265,7 @@ def test_an_exchange_that_the_others_have_left_is_broken_off(
     pulse, told = watch([OTHER.replica_id])
 
     def show(*members: Member) -> None:
-        for _ in range(3):  # the page as it was is looked at before
+        for _ in range(3):  # the former page is looked at before
             lighthouse.asked.get(timeout=DEADLINE)
         assert told.empty()
         lighthouse.page = "".join(f"  <b>{member.replica_id}</b> <br/>\n" for member in members)
@@ -299,7 +307,7 @@ def test_a_member_that_asks_for_the_next_quorum_has_left(
 def test_an_exchange_that_one_member_has_left_is_broken_off(
     lighthouse: Lighthouse, wait_until: Callable[..., None]
 ) -> None:
-    """Four looks in a row must see it: a member that completes the exchange earlier also asks."""
+    """Four looks in a row must see it. A member that completes the exchange earlier also asks."""
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     page, members = StatusPage(lighthouse.address), [OTHER.replica_id]
     alone = f"  {OTHER.replica_id}: seen 0.1s ago\n[0/0 participants healthy]\n"
@@ -323,7 +331,7 @@ def test_an_exchange_that_one_member_has_left_is_broken_off(
             lighthouse.page = text
 
     try:
-        for _ in range(2):  # looks in one exchange do not count in the next
+        for _ in range(2):  # looks in one exchange do not count in the next one
             with pulse.watching():
                 while not lighthouse.asked.empty():
                     lighthouse.asked.get()
@@ -387,8 +395,9 @@ def test_the_first_look_may_come_long_before_the_next(lighthouse: Lighthouse) ->
 def test_it_looks_again_when_a_member_would_be_silent(
     lighthouse: Lighthouse, wait_until: Any
 ) -> None:
-    """With NCCL nothing else ends the exchange. The pulse looks at most ten times in an
-    interval.
+    """With NCCL nothing else ends the exchange.
+
+    The pulse looks at most ten times in an interval.
     """
     lighthouse.page = "    1:c: seen 0.9s ago\n    2:d: seen 0.2s ago\n"
     pauses: list[float] = []
@@ -428,8 +437,9 @@ def test_it_looks_again_when_a_member_would_be_silent(
 def test_members_that_live_or_are_new_are_waited_for(
     lighthouse: Lighthouse, watch: Callable[..., tuple], members: list[str]
 ) -> None:
-    """A living member, and one that the lighthouse does not know yet, break nothing off; nor does a
-    stranger.
+    """A living member, and one that the lighthouse does not know yet, break nothing off.
+
+    Neither does a stranger.
     """
     pulse, silences = watch(members)
     with pulse.watching():
@@ -441,8 +451,9 @@ def test_members_that_live_or_are_new_are_waited_for(
 def test_it_is_not_asked_between_exchanges(
     lighthouse: Lighthouse, watch: Callable[..., tuple]
 ) -> None:
-    """Exchanges that end before the first look cause no request, and none follows after an
-    exchange.
+    """Exchanges that end before the first look cause no request.
+
+    None follows after an exchange.
     """
     pulse, silences = watch(["1:c"])
     for _ in range(50):
@@ -457,7 +468,7 @@ def test_it_is_not_asked_between_exchanges(
 def test_a_lighthouse_that_is_away_breaks_nothing_off(
     lighthouse: Lighthouse, watch: Callable[..., tuple]
 ) -> None:
-    """Without an answer no member counts as silent. Looking goes on when the lighthouse is back."""
+    """Without an answer no member counts as silent. The looks go on when the lighthouse is back."""
     lighthouse.page = ""
     pulse, silences = watch(["1:c"])
     with pulse.watching():
@@ -488,8 +499,9 @@ def test_a_lighthouse_that_dies_in_mid_answer_ends_no_watching(
 def test_a_lighthouse_that_hears_late_breaks_nothing_off(
     lighthouse: Lighthouse, watch: Callable[..., tuple], own: float, silent: bool
 ) -> None:
-    """If this group's own heartbeat is older than half of the patience, no member counts as
-    gone.
+    """This group's own heartbeat is older than half of the patience.
+
+    So no member counts as gone.
     """
     lighthouse.page = f"  1:c: seen 3.5s ago\n  {OWN.replica_id}: seen {own}s ago\n"
     pulse, silences = watch(["1:c"])
@@ -502,7 +514,7 @@ def test_a_lighthouse_that_hears_late_breaks_nothing_off(
 
 
 def test_an_exchange_that_ends_meanwhile_is_the_one_that_is_broken_off() -> None:
-    """An action runs during the exchange that was looked at, never during the next one."""
+    """An action runs during the exchange that was looked at, and never during the next one."""
     found, over = threading.Event(), threading.Event()
     went_on: list[bool] = []
 

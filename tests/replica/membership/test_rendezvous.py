@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How the members of a quorum meet. `test_membership.py` tests it with a lighthouse."""
+"""The meeting of a quorum's members.
+
+`test_membership.py` tests it with a lighthouse.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def serve(port: int = 0) -> TCPStore:
 def meet(
     key: str, members: tuple[Member, Member], ends: tuple[Rendezvous, Rendezvous]
 ) -> list[str | None]:
-    """Let two groups build the process group of a quorum. Return what went wrong in each."""
+    """Let two groups build the process group of a quorum. Return the error of each."""
     with ThreadPoolExecutor(2) as pool:
         return list(
             pool.map(lambda end, own: end.configure(key, 1, members, own, 0), ends, members)
@@ -54,8 +57,8 @@ def rendezvous(control: ControlTree, slot: int) -> Rendezvous:
 def test_another_process_serves_its_store_at_the_same_port(trees: Trees) -> None:
     """The leader restarts at a fixed port (torchrun --master-port). The others meet it at once.
 
-    A connection to the dead process is of no use. To learn that from a broken exchange would keep
-    all others for the whole timeout of the meeting.
+    A connection to the dead process is of no use. A broken exchange would show that only after the
+    whole timeout of the meeting.
     """
     store = serve()
     lower, upper = (
@@ -76,8 +79,9 @@ def test_another_process_serves_its_store_at_the_same_port(trees: Trees) -> None
 
 
 def test_what_a_stranger_writes_is_no_address(trees: Trees) -> None:
-    """A forged step would turn holders into joiners, and a forged address would be asked for the
-    state.
+    """A forged step would turn holders into joiners.
+
+    Joiners would ask a forged address for the state.
     """
     store = serve()
     pair = tuple(
@@ -93,7 +97,7 @@ def test_what_a_stranger_writes_is_no_address(trees: Trees) -> None:
 
 
 def test_a_store_keeps_the_keys_of_the_last_meeting_only(trees: Trees) -> None:
-    """Otherwise each change of membership would leave its members' addresses, and those of Gloo."""
+    """Otherwise each change of members would leave their addresses, and those of Gloo."""
     store = serve()
     quorum = tuple(
         Member(slot, 1.0 + slot, f"unique-{slot}", "c", "j", f"127.0.0.1:{store.port}")
@@ -127,7 +131,7 @@ def members(slots: Iterable[int], came: Mapping[int, float] = MappingProxyType({
     """Return members of these slots.
 
     Args:
-        came: when a slot's process started; 1.0 for the first processes.
+        came: start of a slot's process; 1.0 for the first processes.
     """
     return [
         Member(slot, time, f"{slot} {time}", "digest", "job", f"10.0.0.{slot}:1")
@@ -147,15 +151,15 @@ def leaders(quorum: Sequence[Member], num_ranks: int) -> list[Member]:
 def test_columns_meet_at_the_stores_of_many_groups(
     num_ranks: int, num_groups: int, most: int
 ) -> None:
-    """A store serves about twice the ranks of a group, or one column. Before, one store served
-    all.
-    """
+    """A store serves about twice the ranks of a group, or one column. Before, one store served all."""
     columns = Counter(leaders(members(range(num_groups)), num_ranks))
     assert max(columns.values()) <= most
 
 
 def test_all_members_find_the_same_leader() -> None:
-    """The order of the lighthouse's names, and the member that looks, make no difference."""
+    """The order of the lighthouse's names makes no difference, and neither does the member that
+    looks.
+    """
     quorum = members(range(20))
     assert leaders(quorum, 50) == leaders(quorum[::-1], 50)
 
@@ -167,7 +171,7 @@ def test_a_death_moves_the_columns_of_the_dead_group_and_few_others() -> None:
     former, moved = leaders(before, 1000), leaders(survivors, 1000)
     others = [(old, new) for old, new in zip(former, moved, strict=True) if old.slot != 7]
     assert len(others) < 1000, "group 7 led columns"
-    # One group more is among the older half now, and wins its share of them.
+    # One more group is among the older half now, and gets its share of the columns.
     assert sum(old != new for old, new in others) < 2 * 1000 / 20
     assert {new.slot for old, new in others if old != new} <= {20}
 
@@ -182,14 +186,12 @@ def test_a_group_that_comes_moves_no_column(num_groups: int) -> None:
         there = members(other for other in range(num_groups) if other != slot)
         whole = members(range(num_groups), {slot: 9.0})
         assert slot not in {leader.slot for leader in leaders(whole, 100)}
-        if num_groups % 2 == 0:  # the older half is the same one as before
+        if num_groups % 2 == 0:  # the older half is the same as before
             assert leaders(whole, 100) == leaders(there, 100)
 
 
 def test_the_limit_of_a_meeting_grows() -> None:
-    """A constant of two seconds ended the meetings of many groups, or of large ones, again and
-    again.
-    """
+    """With a constant of two seconds, the meetings of many or large groups ended again and again."""
     assert find_limit(2, 1) == pytest.approx(2.0, abs=0.1)
     assert find_limit(300, 8) == pytest.approx(5.0, abs=0.1)
     assert find_limit(12, 8192) == pytest.approx(10.3, abs=0.1)

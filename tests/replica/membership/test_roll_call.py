@@ -47,7 +47,7 @@ def checking(
 def test_a_check_that_fails_is_repeated(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Otherwise the thread would be gone, and no lost group would be reported any more."""
+    """Otherwise the thread would end, and no lost group would be reported any more."""
     monkeypatch.setattr(roll_call, "_MIN_PAUSE_SECONDS", 0.01)
     num_calls = 0
     checked_again = threading.Event()

@@ -37,7 +37,7 @@ os._exit(0)
 def test_a_client_that_is_garbage_does_not_hang_a_forked_child() -> None:
     """A data loader's worker collects inherited garbage.
 
-    torchft's client would wait for threads it lacks.
+    torchft's client would wait for threads that the worker lacks.
     """
     ended = subprocess.run(
         [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=True

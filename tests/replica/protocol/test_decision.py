@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a group does after a round: the whole policy, without a process, a thread or a clock."""
+"""The decision of a group after a round: the whole policy, without a process, a thread or a clock."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ PACKAGE = Path(titan_ft.__file__).parent
 
 
 def ready(slot: int, **facts: Any) -> Row:
-    """Return the row of a group that trains, with the gradients of one batch, and that has shown
-    its bytes.
+    """Return the row of a group that trains.
+
+    It has the gradients of one batch, and has shown its bytes.
     """
     usual = {
         "standing": Standing.READY,
@@ -74,8 +75,8 @@ def made_of(
     """Return the round of these rows, as the member `rank` sees it.
 
     Args:
-        read: slots whose data each member's gradients are made of; None = each its own, if it has
-            any.
+        read: slots whose data each member's gradients are made of; None = each member with
+            gradients has read its own slot.
     """
     members = tuple(Member(row.slot, 0.0, f"u{row.slot}", "c") for row in rows)
     if read is None:
@@ -134,7 +135,7 @@ def test_the_group_that_is_ahead_of_most_heals() -> None:
 
 
 def test_as_many_groups_ahead_as_behind_heal_the_groups_behind() -> None:
-    """The later state counts: an update that half of the groups hold is not given up."""
+    """The later state counts. An update that half of the groups hold is not given up."""
     assert judge([ready(0, step=STEP + 1), ready(1)]).step == STEP + 1
     assert judge([ready(0, step=STEP + 1), ready(1), ready(2)]).step == STEP
 
@@ -158,7 +159,9 @@ def test_no_group_goes_back_from_the_last_step() -> None:
 
 
 def test_groups_with_steps_left_do_not_outvote_one_that_is_ahead() -> None:
-    """They loaded a state that was offered during the update, or their gradients are in it."""
+    """The unfinished groups loaded a state that was offered during the update, or gave gradients to
+    it.
+    """
     rows = [ready(0, step=STEP + 1), ready(1, unfinished=1), ready(2, unfinished=1)]
     assert judge(rows).step == STEP + 1
     assert decide(trains(), made_of(rows, 1), config(1)) == StartHeal()
@@ -183,7 +186,7 @@ def test_a_checkpoint_is_no_second_witness_for_the_group_that_wrote_it() -> None
     verdict = judge([ready(0, digest=8), ready(1), loaded, ready(3)])
     assert (verdict.holders, verdict.corrupt) == ((1, 3), (0, 2))
     assert judge([ready(1), loaded]).tie, (
-        "its writer is gone: nobody can tell whose bytes are right"
+        "its writer is gone, so nobody can tell which bytes are right"
     )
     assert judge([ready(0), ready(1), loaded, dataclasses.replace(loaded, slot=3)]).corrupt == (
         2,
@@ -195,7 +198,7 @@ def test_a_checkpoint_is_no_second_witness_for_the_group_that_wrote_it() -> None
 
 
 def test_a_group_that_has_not_started_does_not_count() -> None:
-    """It heals in the same round. The step would be made by one group alone."""
+    """The group heals in the same round. One group alone would make the step."""
     rows = [ready(0), ready(1, valid_tokens=0, training=0)]
     assert isinstance(decide(trains(), made_of(rows), config(min_replica_size=2)), Wait)
 
@@ -219,7 +222,7 @@ def test_no_update_is_made_in_an_opening_round() -> None:
 
 
 def test_held_back_gradients_are_sent_when_the_step_can_be_committed() -> None:
-    """They are not in this round's sum, so the next round is the update."""
+    """These gradients are not in this round's sum, so the next round is the update."""
     rows = [ready(0, holding_back=1), ready(1, holding_back=1), ready(2)]
     assert decide(trains(), made_of(rows), config()) == Repeat()
     assert not is_update(made_of(rows), config())
@@ -227,7 +230,9 @@ def test_held_back_gradients_are_sent_when_the_step_can_be_committed() -> None:
 
 
 def test_a_joiner_that_is_awaited_is_waited_for() -> None:
-    """As long as it fetches. A joiner that did not ask for it costs nothing."""
+    """The others wait as long as the joiner fetches. A joiner that did not ask for it costs
+    nothing.
+    """
     joiner = Row(slot=1, standing=Standing.CATCHING_UP, step=0, donor=0, others_wait=1)
     assert isinstance(decide(trains(), made_of([ready(0), joiner]), config()), Wait)
     assert (
@@ -237,8 +242,9 @@ def test_a_joiner_that_is_awaited_is_waited_for() -> None:
 
 
 def test_a_missing_share_is_taken_over() -> None:
-    """With batch_policy "constant", the remaining groups train the batches of a group that left
-    within the step.
+    """With batch_policy "constant", a group may leave within the step.
+
+    The remaining groups train its batches.
     """
     rows = [ready(0), ready(1)]
     for rank, share in enumerate(([2], [])):
@@ -267,7 +273,7 @@ def test_a_group_that_is_back_takes_its_own_slot_over() -> None:
 
 
 def test_groups_without_any_gradient_take_over() -> None:
-    """Even if no group is left that has read for this step."""
+    """This holds even if no group is left that has read data for this step."""
     made = made_of([ready(2, valid_tokens=0)])
     assert decide(trains(), made, config(2, batch_policy="constant")) == TakeOver([2, 0, 1])
 
@@ -299,7 +305,7 @@ def test_exclusions_in_a_row_end_the_group() -> None:
 
 
 def test_groups_give_up_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The highest slot first, the lowest never.
+    """The group with the highest slot is the first, and the one with the lowest never gives up.
 
     If all gave up at once, the job's state would be lost.
     """
@@ -326,7 +332,7 @@ def test_bytes_that_differ_without_a_majority_end_the_run() -> None:
 
 
 def test_a_group_that_leaves_finishes_its_step() -> None:
-    """It applies an update, and waits for nothing else."""
+    """The leaving group applies an update, and waits for nothing else."""
     assert decide(trains(leaving=True), made_of([ready(0), ready(1)]), config()) == Commit()
     assert decide(trains(leaving=True), made_of([ready(0)]), config(min_replica_size=2)) == Leave()
     assert decide(trains(leaving=True), Broken("closed"), config()) == Leave()
@@ -374,7 +380,9 @@ def test_the_first_step_waits_for_all_groups_up_to_a_time() -> None:
 
 
 def test_a_group_that_comes_to_others_that_wait_in_their_first_step_waits_with_them() -> None:
-    """For any time: two groups that came by turns gave up by turns, and the job never started."""
+    """The wait has no limit: two groups that came by turns gave up by turns, and the job never
+    started.
+    """
     rows = [
         ready(0, step=0, valid_tokens=8, waited_seconds=5.5, training=True),
         ready(1, step=0, valid_tokens=0, training=0),
@@ -393,8 +401,9 @@ def test_a_group_in_start_heals_if_the_round_is_an_update() -> None:
 
 
 def test_a_group_that_has_finished_stays_for_those_that_need_it() -> None:
-    """Until all groups hold the final state and none is missing, except for groups that left in
-    order.
+    """It stays until all groups hold the final state and none is missing.
+
+    Groups that left in order are not waited for.
     """
     done = Row(slot=0, standing=Standing.FINISHED, step=STEP, digest=9)
     other = dataclasses.replace(done, slot=1)
@@ -414,7 +423,7 @@ def test_a_group_that_has_finished_stays_for_those_that_need_it() -> None:
 
 
 def test_a_group_that_heals_makes_round_after_round() -> None:
-    """Whether it asks or fetches, it repeats."""
+    """The group repeats, whether it asks or fetches."""
     position = Position(standing=Standing.BEHIND)
     assert decide(position, made_of([behind(0), ready(1), ready(2)]), config()) == Repeat()
     fetching = Position(standing=Standing.CATCHING_UP, donor=2)
@@ -429,7 +438,7 @@ def test_a_group_that_heals_makes_round_after_round() -> None:
         ([behind(0)], {1}),
         ([behind(2), behind(0)], {3, 1}),
         ([behind(5)], {1}),
-        ([behind(0, standing=Standing.CATCHING_UP, donor=3)], set()),  # it has one
+        ([behind(0, standing=Standing.CATCHING_UP, donor=3)], set()),  # the group has a donor
     ],
 )
 def test_a_group_asks_the_holder_with_the_next_slot_first(
@@ -437,11 +446,11 @@ def test_a_group_asks_the_holder_with_the_next_slot_first(
 ) -> None:
     """As `Healing.choose_donors` does."""
     assert find_first_donors(made_of([ready(1), ready(3), ready(4), *joiners])) == first
-    assert find_first_donors(made_of([behind(6), *joiners])) == set(), "nobody holds the state"
+    assert find_first_donors(made_of([behind(6), *joiners])) == set(), "no group holds the state"
 
 
 def test_without_a_holder_the_latest_state_that_is_left_counts() -> None:
-    """Only after a while, because holders may be late.
+    """It counts only after a while, because holders may be late.
 
     A group with an older state waits for the later one.
     """
@@ -463,7 +472,7 @@ def test_without_a_holder_the_latest_state_that_is_left_counts() -> None:
 
 
 def test_a_replay_is_finished_before_an_older_state_counts() -> None:
-    """A joiner's row shows the step after its replay. So no group goes back to less."""
+    """A joiner's row shows the step after its replay. So no group goes back to an earlier step."""
     joiner = Position(
         standing=Standing.CATCHING_UP, step=20, target=35, alone_seconds=ALONE_SECONDS
     )
@@ -477,7 +486,7 @@ def test_a_replay_is_finished_before_an_older_state_counts() -> None:
     assert isinstance(decide(other, made_of(rows, 1), config(1)), Wait)
 
 
-# What holds for all rows
+# Rules for all rows
 
 
 def rows_of_a_job() -> st.SearchStrategy[list[Row]]:
@@ -519,7 +528,7 @@ def rows_of_a_job() -> st.SearchStrategy[list[Row]]:
 
 
 def configs(size: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Draw what all groups of a job configure alike."""
+    """Draw the settings that all groups of a job have in common."""
     return st.fixed_dictionaries(
         {
             "size": st.just(size),
@@ -530,7 +539,7 @@ def configs(size: int) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def position_of(row: Row) -> Position:
-    """Return the position of the group that told `row`."""
+    """Return the position of the group with this row."""
     return Position(step=row.step, standing=row.standing, training=True, donor=row.donor)
 
 
@@ -557,8 +566,9 @@ def test_the_verdict_is_about_one_state(rows: list[Row]) -> None:
 @settings(max_examples=600, deadline=None)
 @given(st.data(), rows_of_a_job())
 def test_all_groups_decide_alike(data: st.DataObject, rows: list[Row]) -> None:
-    """Either all training groups commit a round or none does, and joiners queue it in the same
-    case. A second call gives the same decision.
+    """All training groups commit a round or none does. Joiners queue it in the same case.
+
+    A second call gives the same decision.
     """
     shared = data.draw(configs(len(rows) + data.draw(st.integers(0, 2))))
     acts = []
@@ -604,7 +614,7 @@ def test_what_is_missing_is_taken_over_once() -> None:
     assert any(takes), "none of these rounds lacks a slot"
 
 
-# How it is kept so
+# Checks of the source
 
 
 def test_only_its_own_methods_write_a_position() -> None:
@@ -631,7 +641,7 @@ def test_only_its_own_methods_write_a_position() -> None:
 def test_the_policy_reads_no_clock_of_its_own(name: str) -> None:
     """Ranks of a group would decide differently by their own clocks.
 
-    `GroupCollectives.clock` is the one to use. A duration that is only reported, or agreed on by
+    They decide by `GroupCollectives.clock`. A duration that is only reported, or agreed on by
     `gather`, may be measured.
     """
     started = {"started = time.monotonic()", "time.monotonic() - started"}
@@ -655,8 +665,9 @@ def test_the_policy_reads_no_clock_of_its_own(name: str) -> None:
 
 
 def test_a_clock_that_decides_is_gathered() -> None:
-    """In a heal, a rank compares its clock only inside `gather`, so that its siblings learn of
-    it.
+    """In a heal, a rank compares its clock only inside `gather`.
+
+    So its siblings know the result.
     """
     tree = ast.parse((PACKAGE / "engine" / "heal.py").read_text())
     gathered = [
@@ -688,7 +699,8 @@ def test_a_clock_that_decides_is_gathered() -> None:
 
 
 def test_updates_of_other_gradients_are_other_states() -> None:
-    """Even in quorums of the same number, because a restarted lighthouse counts from the beginning.
+    """They differ even in quorums of the same number: a restarted lighthouse counts from the
+    beginning.
 
     One group committed the step with all gradients. For the others it broke, and they make it
     without that group.

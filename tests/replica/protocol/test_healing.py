@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The states of a heal: which transition leads where, and what makes an attempt void."""
+"""The phases of a heal: the result of each transition, and the reasons for a void attempt."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def asking(**changes: int) -> Healing:
 
 
 def fetching(**changes: int) -> Healing:
-    """Return one whose offered state is on its way."""
+    """Return a heal whose offered state is on its way."""
     return replace(asking().start_fetch(OFFER, 8), **changes)
 
 
 def replaying(updates: int = 0) -> Healing:
-    """Return one whose state is confirmed and loaded, with `updates` in the queue."""
+    """Return a heal with a confirmed and loaded state, and `updates` queued updates."""
     healing = replace(fetching(), digest=DIGEST).finish_fetch().mark_loaded()
     for number in range(updates):
         healing = healing.queue_update(
@@ -47,7 +47,7 @@ def replaying(updates: int = 0) -> Healing:
     return healing
 
 
-# The way in
+# The way to READY
 
 
 def test_the_way_in() -> None:
@@ -112,7 +112,7 @@ def test_transitions_that_are_refused(transition: Callable[[], Healing]) -> None
 def test_a_ready_group_has_a_confirmed_state(
     confirmed: bool, loaded: bool, queued: int, may: bool
 ) -> None:
-    """It is loaded, with at most one update left, which the holders apply now."""
+    """The state is loaded, with at most one update left, which the holders apply now."""
     healing = replace(replaying(queued), digest=DIGEST if confirmed else 0, is_loaded=loaded)
     assert healing.may_finish is may
 
@@ -121,7 +121,7 @@ def test_a_ready_group_has_a_confirmed_state(
 
 
 def test_a_round_with_all_digests_confirms_the_state() -> None:
-    """Before or after it is loaded."""
+    """It does so before or after the state is loaded."""
     assert fetching().confirm(FROM_STEP, LINEAGE, DIGEST, 0).digest == DIGEST
     loaded = fetching().finish_fetch().mark_loaded()
     assert loaded.confirm(FROM_STEP, LINEAGE, DIGEST, DIGEST).digest == DIGEST
@@ -141,14 +141,14 @@ def test_a_state_that_no_round_confirms_is_void(step: int, lineage: int, digest:
 
 
 def test_bytes_that_the_holders_do_not_show_are_void() -> None:
-    """A donor served them: this is a failure."""
+    """A donor served these bytes, so the attempt is a failure."""
     with pytest.raises(VoidError) as caught:
         fetching().finish_fetch().mark_loaded().confirm(FROM_STEP, LINEAGE, DIGEST, DIGEST + 1)
     assert not isinstance(caught.value, OutdatedError)
 
 
 def test_a_confirmed_state_is_void_when_the_holders_have_a_later_one() -> None:
-    """A state that the queue does not lead to."""
+    """The queue does not lead to their state."""
     healing = replaying(2)
     assert healing.confirm(FROM_STEP + 2, LINEAGE, 0, 0) is healing
     with pytest.raises(OutdatedError, match="have made an update since"):
@@ -156,7 +156,7 @@ def test_a_confirmed_state_is_void_when_the_holders_have_a_later_one() -> None:
 
 
 def test_a_group_that_asks_has_nothing_to_compare() -> None:
-    """A round changes nothing for it."""
+    """A round changes nothing for this group."""
     assert asking().confirm(9, 9, 9, 9) == asking()
 
 
@@ -173,8 +173,8 @@ def test_updates_queue_in_order() -> None:
 @pytest.mark.parametrize(
     ("step", "base"),
     [
-        (9, 102),  # one was missed
-        (8, 302),  # the number follows, the state does not
+        (9, 102),  # an update was missed
+        (8, 302),  # the number follows, and the state does not
         (5, 99),  # the fetched step was made again
     ],
 )
@@ -188,14 +188,14 @@ def test_an_update_that_does_not_follow_is_void(step: int, base: int) -> None:
 
 @pytest.mark.parametrize(("step", "base"), [(7, 101), (6, 99)])
 def test_the_first_update_follows_the_fetched_state(step: int, base: int) -> None:
-    """Also after the fetch."""
+    """This holds after the fetch, too."""
     for healing in (fetching(), replaying()):
         with pytest.raises(OutdatedError):
             healing.queue_update(step, base, 1)
 
 
 def test_an_update_that_no_other_group_committed_is_replaced() -> None:
-    """The others made it again. Updates queued after it are void."""
+    """The others made the update again. Updates queued after it are void."""
     healing = (
         fetching().queue_update(6, LINEAGE, 101).queue_update(7, 101, 102).queue_update(8, 102, 103)
     )
@@ -205,7 +205,7 @@ def test_an_update_that_no_other_group_committed_is_replaced() -> None:
 
 
 def test_a_replayed_update_cannot_be_replaced() -> None:
-    """It is in the state."""
+    """The update is in the state."""
     healing = replaying(3).mark_replayed().mark_replayed()
     assert healing.num_remaining == 1
     assert healing.queue_update(8, 102, 203).queued == (101, 102, 203)
@@ -214,7 +214,7 @@ def test_a_replayed_update_cannot_be_replaced() -> None:
 
 
 def test_waiting_groups_go_on() -> None:
-    """When the state is there, or when one update is left to replay."""
+    """They go on when the state is fetched, or when one update is left to replay."""
     assert fetching().let_others_wait().others_wait
     assert not fetching().let_others_wait().finish_fetch().others_wait
     assert not replaying(2).let_others_wait().let_others_go_on().others_wait
@@ -233,7 +233,7 @@ def test_an_outdated_state_counts_as_no_failure() -> None:
 
 
 def test_a_state_is_renewed_once() -> None:
-    """The heal remembers this over later failures."""
+    """Later failures do not change this."""
     assert fetching().drop_for_newer().is_renewed
     assert fetching().drop_for_newer().start_fetch(OFFER, 8).drop_failed().is_renewed
     assert not fetching().drop_failed().is_renewed
@@ -289,7 +289,7 @@ def test_another_donor_is_named_when_the_named_one_is_gone() -> None:
 
 
 def test_the_state_that_most_offer_is_chosen() -> None:
-    """Of equally many, the later one, with all groups that offer it."""
+    """Of equally frequent states, the later one is chosen, with all groups that offer it."""
     offers = [
         Offer((0,), 5, 1, 0),
         Offer((1,), 6, 2, 0, 40),
@@ -302,7 +302,7 @@ def test_the_state_that_most_offer_is_chosen() -> None:
 
 
 def test_slots_go_around() -> None:
-    """Beginning with the first slot above the given one."""
+    """The order begins with the first slot above the given one."""
     assert rotate([3, 0, 1], after=0) == (1, 3, 0)
     assert rotate([3, 0, 1], after=3) == (0, 1, 3)
     assert rotate([], after=3) == ()
@@ -314,14 +314,17 @@ def test_slots_go_around() -> None:
 @pytest.mark.parametrize("seed", range(100))
 def test_no_order_of_events_makes_another_state_the_jobs(seed: int) -> None:
     """Holders commit and repeat updates, rounds break, transfers fail or bring wrong bytes, donors
-    die. In any order: a ready group holds the holders' bytes, its queue is bounded while no group
-    waits, and the replay has every update after the fetched state once and in order.
+    die.
+
+    This holds for any order of these events. A ready group holds the holders' bytes. Its queue is
+    bounded while no group waits. The replay has every update after the fetched state once and in
+    order.
     """
     draw = random.Random(seed)
     history = [1000]  # the holders' lineage after each update
-    shows = True  # whether all holders show their digest in the next round
+    shows = True  # all holders show their digest in the next round
     healing = Healing(max_queued=draw.randint(1, 5), last_donor=2)
-    state: list[int] = []  # lineages that the group's own state went through
+    state: list[int] = []  # lineages of the group's own state over time
     bytes_right = True
     for _ in range(200):
         if healing.phase is Phase.READY:
@@ -360,7 +363,7 @@ def test_no_order_of_events_makes_another_state_the_jobs(seed: int) -> None:
                     healing = healing.mark_replayed()
                 assert healing.target_step <= len(history) - 1
                 assert healing.digest == 10_000 + healing.lineage
-                assert bytes_right, "nobody is ready with bytes that no round has shown"
+                assert bytes_right, "no group is ready with bytes that no round has shown"
                 first = healing.from_step
                 assert state == history[first : healing.target_step + 1]
                 healing = healing.finish()

@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which groups leave after a round, and which of them saves the state: without a process, a thread
-or a clock.
+"""The groups that leave after a round, and the one of them that saves the state.
+
+Without a process, a thread or a clock.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ STEP = 7
 
 
 class Told(Enum):
-    """When a rank is told to leave."""
+    """The time of a rank's leave request."""
 
     NOT = auto()
-    BEFORE = auto()  # it sends its row
-    AFTER = auto()  # and before the vote
+    BEFORE = auto()  # before it sends its row
+    AFTER = auto()  # after its row, and before the vote
 
 
 def ready(slot: int, leaving: bool = False, **facts: Any) -> Row:
@@ -50,7 +51,7 @@ def made_of(rows: Sequence[Row], rank: int = 0) -> Round:
 
 
 class Group:
-    """One group in a round: what each of its ranks reads, and what the group makes of it."""
+    """One group in a round: the rows that its ranks read, and the group's decision."""
 
     def __init__(self, slot: int, columns: Sequence[Sequence[Row]], told: Sequence[Told]) -> None:
         self.slot = slot
@@ -72,7 +73,11 @@ class Group:
 
 
 def play(told: Sequence[Sequence[Told]]) -> list[Group]:
-    """Let groups whose ranks are told like that make a round; `told` is by group, then by rank."""
+    """Let groups make a round.
+
+    Args:
+        told: times of the leave requests, by group and by rank.
+    """
     columns = [
         [ready(slot, ranks[number] is Told.BEFORE) for slot, ranks in enumerate(told)]
         for number in range(len(told[0]))
@@ -82,7 +87,7 @@ def play(told: Sequence[Sequence[Told]]) -> list[Group]:
 
 @pytest.mark.parametrize(("groups", "ranks"), [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2)])
 def test_a_state_stays_or_is_saved(groups: int, ranks: int) -> None:
-    """For any order of requests: a group trains on, or the leaving groups agree on the one that
+    """In any order of requests, a group trains on, or the leaving groups agree on the one that
     saves.
     """
     for flat in itertools.product(Told, repeat=groups * ranks):
@@ -97,7 +102,7 @@ def test_a_state_stays_or_is_saved(groups: int, ranks: int) -> None:
         assert len(savers) == (not stays), (told, last)
         for found in last.values():
             assert found is None or (found.agreed and not stays)
-        # A group that has shown that it leaves is not held up; one of which no rank was told stays.
+        # A group that has shown its request leaves. A group without a request stays.
         for group in played:
             if Told.BEFORE in told[group.slot]:
                 assert group.leaves
@@ -126,12 +131,12 @@ def find(position: Position, own: int = 0) -> LastToLeave | None:
 
 
 def test_a_joiner_is_no_heir() -> None:
-    """It trains on only after it has the state.
+    """A joiner trains on only after it has the state.
 
     The only holder saves, and stays visible meanwhile.
     """
     joiner = Row(1, Standing.CATCHING_UP, 0)
-    # Of a checkpoint: it has yet to begin, and the update passes it by.
+    # The group has loaded a checkpoint. It has yet to begin, and misses the update.
     loaded = Row(1, Standing.READY, STEP)
     for row in (joiner, loaded):
         assert find(position_after(ready(0, leaving=True), row)) == LastToLeave((0,), agreed=True)
@@ -140,7 +145,7 @@ def test_a_joiner_is_no_heir() -> None:
 
 
 def test_a_group_with_another_state_saves_nothing() -> None:
-    """It is behind, ahead, or has other bytes. Its state is not the job's."""
+    """Its state is behind, ahead, or has other bytes. So it is not the job's."""
     others = [ready(1, True, digest=5), ready(2, True, digest=5)]
     for own in (
         ready(0, True, digest=6),
@@ -176,14 +181,14 @@ def test_holders_of_the_final_state_count() -> None:
     assert find(position_after(*finished, standing=Standing.FINISHED)) is None
 
 
-# Whose turn it is to save
+# The turn to save
 
 
 class Turns:
     """Group 2 of three that leave together, at one look after the other.
 
     Args:
-        living: the groups that live, by look; the last entry lasts.
+        living: the groups that live, by look; the last entry is for all later looks.
         saved: the look at which the state is saved first.
         hurry: the look at which this group may wait for others no longer.
         begun: the look at which another group writes the state.
@@ -218,7 +223,7 @@ class Turns:
 
     def _pause(self, seconds: float) -> None:
         self.look += 1
-        assert self.look < 50, "it waits for ever"
+        assert self.look < 50, "the wait has no end"
 
     def wait(self, *slots: int) -> bool:
         last = LastToLeave(slots, agreed=True)
@@ -230,7 +235,7 @@ class Turns:
 
 
 def test_the_first_one_saves_at_once() -> None:
-    """It looks for no other group.
+    """The first group looks for no other group.
 
     It saves nothing if a group that left before has saved the state.
     """
@@ -247,14 +252,14 @@ def test_the_others_stay_until_the_state_is_saved() -> None:
 
 
 def test_the_next_one_saves_if_those_before_it_die() -> None:
-    """One after the other. A group that is gone does not come back for its turn."""
+    """They die one after the other. A group that is gone does not come back for its turn."""
     turns = Turns([0, 1], [1], [0, 1], [0])
     assert turns.wait(0, 1, 2)
     assert turns.has_askers == [{0, 1}, {0, 1}, {1}, {1}]
 
 
 def test_a_group_that_has_saved_and_left_is_not_taken_for_dead() -> None:
-    """It saved and left right after this group's first look."""
+    """The group saved and left right after this group's first look."""
     turns, looks = Turns([0]), list[str]()
 
     def find_living(slots: Collection[int]) -> set[int]:
@@ -292,7 +297,7 @@ def test_a_group_leaves_the_save_to_the_one_that_took_the_turn() -> None:
 
 
 def test_a_group_that_is_outside_saves_nothing() -> None:
-    """It left without a round that agreed to it.
+    """The group left without a round that agreed to it.
 
     The groups that went on without it have the job's state.
     """

@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ledger: entries on the wire, what a commit changes, shards that do not depend on the groups,
-shares.
+"""The ledger: entries on the wire, commits, and shares.
+
+Its shards do not depend on the groups.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def entry(
     ],
 )
 def test_entries_survive_the_wire(entries: list[Entry]) -> None:
-    """A loader's state comes back with any bytes. No entries take no bytes."""
+    """A loader's state comes back with any bytes. An empty list takes no bytes."""
     data = encode(entries)
     assert decode(data) == entries
     assert bool(data) == bool(entries)
@@ -64,7 +65,7 @@ def test_it_heals_to_a_joiner_as_json() -> None:
     """A joiner's ledger equals the donor's after a trip through a snapshot's header."""
     ledger, joiner = Ledger(3), Ledger(3)
     ledger.advance([entry(0, 0), entry(2, 0)], readers=processes(0, 2))
-    joiner.advance([entry(1, 0)], readers=processes(1))  # what it holds itself is void
+    joiner.advance([entry(1, 0)], readers=processes(1))  # its own values are void
     joiner.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
     assert joiner.state_dict() == ledger.state_dict()
     assert [joiner.count_committed(slot) for slot in range(3)] == [2, 0, 2]
@@ -72,8 +73,9 @@ def test_it_heals_to_a_joiner_as_json() -> None:
 
 
 def test_shards_carry_over_to_another_split_into_groups() -> None:
-    """Two groups of two data ranks continue where four groups of one stopped: the job has the same
-    shards.
+    """Two groups of two data ranks continue where four groups of one rank stopped.
+
+    The job has the same shards.
     """
     before = Ledger(4)
     before.advance(
@@ -99,20 +101,20 @@ def test_shards_carry_over_to_another_split_into_groups() -> None:
 def test_a_shard_that_was_not_begun_stays_so() -> None:
     """A slot without a committed batch is read from its beginning after a resume as well."""
     ledger = Ledger(2)
-    ledger.advance([entry(1, 0)], readers=processes(1))  # what it holds itself is void
+    ledger.advance([entry(1, 0)], readers=processes(1))  # its own values are void
     ledger.load_shards(Ledger(2).shards())
     assert ledger.loader_state(1) is None
     assert ledger.count_committed(1) == 0
 
 
 def test_absent_slots_are_dealt_out_evenly() -> None:
-    """Each reader in turn, in the same order everywhere.
+    """Each reader gets slots in turn, in the same order everywhere.
 
-    Readers without a share are in the answer, too.
+    Readers without a share are in the answer as well.
     """
     assert share_out([5, 1, 3, 4], [0, 2, 6]) == {0: [1, 5], 2: [3], 6: [4]}
     assert share_out([], [0, 2]) == {0: [], 2: []}
-    assert share_out([1], []) == {}, "nobody has made an update yet"
+    assert share_out([1], []) == {}, "no group has made an update yet"
 
 
 def test_readers_that_are_gone_leave_their_shares_to_the_others() -> None:
@@ -132,10 +134,10 @@ def test_readers_that_are_gone_leave_their_shares_to_the_others() -> None:
     started_again = (0, zero[1] + 1.0)
     assert deal_anew(shares, [started_again, two, three, five]) == {two: [0], three: [1], five: []}
     assert deal_anew(shares, [started_again, two, three, five]) == {two: [], three: [], five: []}, (
-        "once"
+        "taken over once"
     )
     assert deal_anew(shares, [three, five]) == {three: [0, 4], five: [2]}, (
-        "and what has been taken over"
+        "the slots that were taken over as well"
     )
     assert shares == {three: [3, 1, 0, 4], five: [5, 2]}
     assert deal_anew(shares, newcomer) == {}

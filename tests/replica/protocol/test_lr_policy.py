@@ -13,7 +13,7 @@ from titan_ft.protocol.lr_policy import lr_factor, scaled_lr
 
 @pytest.mark.parametrize(("policy", "factor"), [("none", 1.0), ("sqrt", 0.5), ("linear", 0.25)])
 def test_factor(policy: str, factor: float) -> None:
-    """For a quarter of the batch. With all of it, no policy changes anything."""
+    """With a quarter of the batch. With all of it, each policy gives 1."""
     assert lr_factor(policy, 0.25) == factor
     assert lr_factor(policy, 1.0) == 1.0
     assert policy in CHOICES["lr_policy"]

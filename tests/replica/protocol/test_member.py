@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Names at the lighthouse, and which of them make an exchange together."""
+"""Names at the lighthouse, and the choice of those that make an exchange together."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_member_survives_its_name(job: str, store: str) -> None:
     one = Member(12, 1_700_000_000.123457, "abc", "c0ffee", job, store, shape(4, dp_shard=2, tp=2))
     assert Member.parse(one.replica_id, one.token) == one
     assert not any(char.isspace() for char in one.replica_id), (
-        "the lighthouse's page is read by words"
+        "words of the lighthouse's page are separated by spaces"
     )
 
 
@@ -99,7 +99,7 @@ def test_a_foreign_name_is_no_member(name: str) -> None:
 
 TOKEN = "0123456789abcdef"
 FORGED = [
-    lambda own: own.replica_id.rpartition("/")[0],  # as an older version makes names
+    lambda own: own.replica_id.rpartition("/")[0],  # a name of an older version
     lambda own: own.replica_id[:-1] + ("0" if own.replica_id[-1] != "0" else "1"),
     lambda own: replace(own, token="").replica_id,
     lambda own: replace(own, token="another").replica_id,
@@ -143,7 +143,10 @@ def test_a_seal_shows_nothing_of_the_token() -> None:
 
 
 def test_a_group_with_another_token_is_set_aside_by_both() -> None:
-    """Two processes without a common token or version set each other aside, with one reason."""
+    """Two processes without a common token or version set each other aside.
+
+    Both give one reason.
+    """
     one, other = member(0, 1.0, token=TOKEN), member(1, 2.0, token="another")
     assert admit(one, names(one, other)) == Admission((one,), {other.replica_id: UNSEALED})
     assert admit(other, names(one, other)) == Admission((other,), {one.replica_id: UNSEALED})
@@ -164,7 +167,7 @@ def test_a_newcomer_beside_groups_of_another_token_only_ends() -> None:
 def test_a_forged_name_does_not_end_a_newcomer_of_a_living_job(
     forge: Callable[[Member], str],
 ) -> None:
-    """A group that comes back meets the others, and so learns that its token is theirs."""
+    """A group that comes back meets the others. So it knows that they have its token."""
     ours = member(0, 2.0, token=TOKEN), member(1, 3.0, token=TOKEN)
     name = forge(member(1, 1.0, token=TOKEN))
     for own in ours:
@@ -175,7 +178,7 @@ def test_a_forged_name_does_not_end_a_newcomer_of_a_living_job(
 
 
 def test_a_newcomer_beside_other_kinds_of_jobs_goes_on() -> None:
-    """They need no token, and do not say that they are of this job."""
+    """These jobs need no token, and do not claim to be this job."""
     own = member(0, token=TOKEN)
     assert admit(own, ["somebody_elses_llama_0", own.replica_id], is_first=True).members == (own,)
 
@@ -184,7 +187,7 @@ def test_a_newcomer_beside_other_kinds_of_jobs_goes_on() -> None:
 
 
 def test_members_of_one_kind_are_taken_by_slot() -> None:
-    """For any order in the reply, each member computes the same list, in order of slot."""
+    """In any order of the reply, each member computes the same list, in the order of the slots."""
     members = [member(0, 3.0), member(1, 1.0), member(2, 2.0)]
     for order in itertools.permutations(members):
         for own in members:
@@ -204,7 +207,7 @@ def test_a_foreign_name_is_set_aside(name: str) -> None:
 
 
 def test_a_newer_job_is_set_aside() -> None:
-    """The older job goes on with its own groups, and reports which job the others belong to."""
+    """The older job goes on with its own groups, and reports the job of the others."""
     ours, theirs = (member(0, 1.0), member(2, 9.0)), member(1, 5.0, job="k")
     admission = admit(ours[1], names(*ours, theirs))
     assert admission.members == ours
@@ -269,8 +272,7 @@ SHAPES = [
         "2 ranks (dp_shard 2)",
         "as many ranks and the same [parallelism] degrees",
     ),
-    # As many ranks, cut in another way; what the parameters look like follows from it and is not
-    # told.
+    # As many ranks, cut in another way. The layout follows from it, and is not reported.
     (
         shape(4, 0xCD, dp_shard=2, tp=2),
         shape(4, 0xAB, dp_shard=4),
@@ -360,7 +362,7 @@ def test_the_config_of_another_job_says_nothing() -> None:
 
 
 def test_the_newest_process_of_a_slot_is_taken() -> None:
-    """The others need not wait for the older one to leave, and it is no stranger."""
+    """The others need not wait until the older process leaves. It is no stranger."""
     other, old, new = member(1, 1.0), member(0, 2.0), member(0, 3.0)
     for own in (other, new):
         assert admit(own, names(old, new, other)) == Admission((new, other))
@@ -386,7 +388,7 @@ def test_a_newer_process_of_another_kind_replaces_no_group() -> None:
 
 
 def test_processes_started_in_the_same_microsecond() -> None:
-    """One of them counts as older nevertheless: it ends, and both agree on it."""
+    """One of them counts as older nevertheless. It ends, and both agree on it."""
     one, two = member(0, 1.0, unique="a"), member(0, 1.0, unique="b")
     assert admit(two, names(one, two)).members == (two,)
     with pytest.raises(ReplacedError):
@@ -394,8 +396,9 @@ def test_processes_started_in_the_same_microsecond() -> None:
 
 
 def test_every_quorum_has_a_way_on() -> None:
-    """In all small quorums, the members that go on compute one list, are all in it, and the oldest
-    is alive.
+    """In all small quorums, the members that go on compute one list and are all in it.
+
+    The oldest group is alive.
     """
     kinds = [
         member(slot, 0.0, config=config, job=job)

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which of the groups that cannot all reach each other go on, against trying every subset."""
+"""The groups that go on if some cannot reach each other. Compared with a trial of every subset."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Link = tuple[int, int]
 
 
 def members_with(steps: list[int], dead: set[Link]) -> list[Member]:
-    """Make groups of which both ends of each dead link tell of it, holding `steps`."""
+    """Make groups that hold `steps`. Both ends of each dead link report it."""
     plain = [
         Member(slot, 1.0, f"{slot:08x}-process", "c", "j", f"10.0.0.{slot}:7")
         for slot in range(len(steps))
@@ -43,7 +43,7 @@ def members_with(steps: list[int], dead: set[Link]) -> list[Member]:
 
 
 def brute_force(steps: list[int], dead: set[Link]) -> list[int]:
-    """Return the best subset of slots, by trying all of them."""
+    """Return the best subset of slots, by a trial of all subsets."""
     links = {frozenset(link) for link in dead}
     cut_off = sorted({slot for link in dead for slot in link})
     latest = max((steps[slot] for slot in cut_off), default=0)
@@ -78,8 +78,9 @@ def networks(draw: st.DrawFn) -> tuple[list[int], set[Link]]:
 
 @given(networks())
 def test_the_best_subset_goes_on(network: tuple[list[int], set[Link]]) -> None:
-    """Most holders of the state, then most groups, then most of the latest state, then the lowest
-    slots.
+    """Most holders of the state, then most groups, then most holders of the latest state.
+
+    Then the lowest slots.
     """
     steps, dead = network
     members = members_with(steps, dead)
@@ -92,9 +93,9 @@ def test_the_best_subset_goes_on(network: tuple[list[int], set[Link]]) -> None:
 def test_all_groups_find_the_same_members(
     network: tuple[list[int], set[Link]], random: object
 ) -> None:
-    """For any order of the names in the reply.
+    """The order of the names in the reply makes no difference.
 
-    Each group also knows the ones that it cannot reach.
+    Each group also knows the groups that it cannot reach.
     """
     steps, dead = network
     members = members_with(steps, dead)
@@ -107,15 +108,16 @@ def test_all_groups_find_the_same_members(
         assert {member.slot for member in admission.cut_off} == {
             slot for link in dead for slot in link if own.slot in link
         } - {own.slot}
-        assert own in expected or admission.cut_off, "who is outside knows why"
+        assert own in expected or admission.cut_off, "a group that stays outside knows the reason"
 
 
 @given(networks(), st.data())
 def test_no_group_decides_before_both_ends_have_reported(
     network: tuple[list[int], set[Link]], data: st.DataObject
 ) -> None:
-    """Until a group that is cut off has reported its step, all groups are members and make no
-    exchange.
+    """All groups are members and make no exchange.
+
+    They wait for the step of a group that is cut off.
     """
     steps, dead = network
     if not dead:
@@ -136,7 +138,7 @@ def test_no_group_decides_before_both_ends_have_reported(
 def test_one_step_ahead_does_not_halt_the_others() -> None:
     """Group 0 alone has completed the exchange that broke for 1 and 2.
 
-    These two go on. Of only two groups, the one ahead does.
+    These two go on. Of only two groups, the one ahead goes on.
     """
     assert brute_force([100, 99, 99], {(0, 1), (0, 2)}) == [1, 2]
     assert brute_force([99, 100], {(0, 1)}) == [1]
@@ -148,7 +150,7 @@ def test_one_step_ahead_does_not_halt_the_others() -> None:
 
 
 def test_a_group_that_comes_back_is_not_meant_by_old_reports() -> None:
-    """Reports of its old name do not count against the new one, and its own report is dropped."""
+    """Reports of its old name do not count for the new one, and its own report is dropped."""
     members = members_with([5, 5], {(0, 1)})
     back = members[1].renamed("ffffffff-process")
     both = (members[0], back)
@@ -188,7 +190,7 @@ def mesh(num_groups: int) -> set[Link]:
 
 
 def test_a_mesh_of_dead_links_is_no_deep_recursion() -> None:
-    """No group of 500 reaches another one, as behind a wrong firewall: the first one goes on alone.
+    """No group of 500 reaches another one, as with a wrong firewall. The first one goes on alone.
 
     A recursion for each group exceeded Python's limit, in all groups at once.
     """
@@ -214,7 +216,7 @@ def test_many_groups_decide_in_time(
 def test_the_search_finds_the_set_that_networkx_finds(
     count: int, random: Random, density: float
 ) -> None:
-    """Also for more groups than all subsets can be tried of."""
+    """For more groups, too, than all subsets can be tried of."""
     pairs = itertools.combinations(range(count), 2)
     alive = networkx.Graph(pair for pair in pairs if random.random() > density)
     weights = {place: random.choice([1, 50, 51]) for place in range(count)}
@@ -229,9 +231,7 @@ def test_the_search_finds_the_set_that_networkx_finds(
 
 
 def test_a_report_names_the_groups_that_report_this_one() -> None:
-    """Otherwise three groups that lost each other for a moment would take turns in dropping one,
-    without end.
-    """
+    """Otherwise three groups that lost each other for a moment would drop one in turn, without end."""
     own, one, two = (
         Member(slot, 1.0 + slot, f"{slot:08x}-process", "config", "job") for slot in range(3)
     )

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a group holds and has heard, and how each event of its life changes it."""
+"""A group's state and knowledge, and the change of both by each event."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def update(step: int) -> Update:
 
 
 def test_an_update_makes_another_state() -> None:
-    """It has its own step and lineage. The digest of the state before is void."""
+    """The new state has its own step and lineage. The digest of the earlier state is void."""
     position = Position(step=7, lineage=5, seen_step=7)
     position.set_digest(9)
     position.advance(update(8))
@@ -81,7 +81,7 @@ def test_a_round_shows_steps_checkpoints_and_leaving_groups() -> None:
 
 
 def test_bytes_that_all_have_shown_are_agreed_on() -> None:
-    """Not if one holder has taken no digest, and not at a tie."""
+    """They are not if one holder has taken no digest, or at a tie."""
     position = Position(agreed_step=3)
     position.observe(made_of(ready(0), ready(1, digest=0)))
     assert position.agreed_step == 3
@@ -92,7 +92,7 @@ def test_bytes_that_all_have_shown_are_agreed_on() -> None:
 
 
 def test_a_corrupt_group_withdraws_its_checkpoints() -> None:
-    """All groups count checkpoints from the last agreement on again.
+    """All groups count only the checkpoints up to the last agreement.
 
     Only the corrupt group withdraws its own.
     """
@@ -128,7 +128,7 @@ def test_a_checkpoint_of_an_update_that_the_job_goes_back_from_does_not_count() 
 
 
 def test_a_group_of_another_history_is_not_corrupt() -> None:
-    """The job went through its state. If all other groups are lost, it counts."""
+    """The job went through its state. If all other groups are lost, this state counts."""
     position = Position(step=7)
     position.observe(made_of(ready(0, lineage=6), ready(1, lineage=5), ready(2, lineage=5)))
     assert not position.corrupt

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which groups are lost, by plain numbers."""
+"""The lost groups, by plain numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BEAT = 0.5
     ],
 )
 def test_limit(step_seconds: float, beat_seconds: float, expected: float) -> None:
-    """Some seconds at least, a few steps where these are long, and some heartbeat timeouts."""
+    """Some seconds at least, a few long steps, and some heartbeat timeouts."""
     assert silence_limit(step_seconds, beat_seconds) == expected
 
 
@@ -54,8 +54,9 @@ def test_silent_group_is_lost_once_and_then_back() -> None:
 
 
 def test_a_page_that_is_read_late_makes_no_dead_group_live() -> None:
-    """On a busy host the ages on the page are seconds old when they are counted: the last heartbeat
-    seems to move.
+    """On a busy host the ages on the page are seconds old when they are counted.
+
+    The last heartbeat of a dead group then seems to move.
     """
     roll = trained()
     assert roll.find_changes({0: 0.0, 1: 0.0, 2: 10.5}, [], 16.0) == [Lost(2, 10.5, 5)]
@@ -64,7 +65,7 @@ def test_a_page_that_is_read_late_makes_no_dead_group_live() -> None:
 
 
 def test_group_that_takes_part_is_back() -> None:
-    """It was silent until then, also if the next call comes later."""
+    """The group was silent until then, even if the next call comes later."""
     roll = trained()
     assert roll.find_changes({0: 0.0, 1: 0.0, 2: 11.0}, [], 16.0) == [Lost(2, 11.0, 5)]
     roll.commit(20, [0, 1, 2], 18.0)
@@ -73,7 +74,10 @@ def test_group_that_takes_part_is_back() -> None:
 
 
 def test_lost_group_is_reported_again_when_it_stays_away() -> None:
-    """An agent may have been restarting it at the first report; its host may be gone by now."""
+    """At the first report, an agent may have been restarting the group.
+
+    Its host may be gone by now.
+    """
     roll = trained()
     reports = [
         roll.find_changes({0: 0.0, 1: 0.1, 2: now - 5.0}, [], now)
@@ -95,17 +99,16 @@ def test_who_leaves_in_order_or_never_came_is_not_lost() -> None:
 
 
 def test_group_that_takes_part_was_heard() -> None:
-    """A lighthouse that was started again does not list a group yet that has just taken part in a
-    step.
-    """
+    """A restarted lighthouse does not list a group yet that has just taken part in a step."""
     roll = trained()
     roll.commit(6, [0, 1, 2], 30.0)
     assert roll.find_changes({0: 0.0}, [], 31.0) == []
 
 
 def test_only_the_lowest_group_that_trains_reports() -> None:
-    """Also where the lowest of all is the lost one; a group that has just come, and knows nothing,
-    does not count.
+    """The lowest group of all may be the lost one.
+
+    A group that has just come knows nothing, and does not count.
     """
     silent = {0: 40.0, 1: 0.1, 2: 0.1}
     assert trained(own=1).find_changes(silent, [], 45.0) == [Lost(0, 40.0, 5)]
@@ -118,8 +121,9 @@ def test_only_the_lowest_group_that_trains_reports() -> None:
 
 
 def test_a_group_that_was_restarted_since_is_not_left_the_report() -> None:
-    """It has never seen the lost group, whose last heartbeat is too old for it, and says
-    nothing.
+    """The restarted group has never heard the lost one, whose last heartbeat is too old.
+
+    So it reports nothing.
     """
     before, after = {0: 1.0, 1: 1.0, 2: 1.0}, {0: 99.0, 1: 1.0, 2: 1.0}
     roll = trained(own=2)
@@ -135,8 +139,9 @@ def test_a_group_that_was_restarted_since_is_not_left_the_report() -> None:
 
 
 def test_a_start_that_becomes_known_late_is_no_restart() -> None:
-    """The status page names a group's heartbeat before its start: group 0 has heard group 1, and
-    reports it.
+    """The status page shows a group's heartbeat before its start.
+
+    Group 0 has heard group 1, and reports it.
     """
     roll = trained(own=2)
     assert roll.find_changes({0: 0.0, 1: 0.5, 2: 0.1}, [], 5.5) == []
@@ -145,7 +150,7 @@ def test_a_start_that_becomes_known_late_is_no_restart() -> None:
 
 
 def test_who_could_not_hear_gives_all_groups_time() -> None:
-    """After a freeze of its own, or without a lighthouse, nobody is lost at once."""
+    """After a freeze of this group, or without a lighthouse, no group is lost at once."""
     roll = trained()
     roll.restart_clocks(100.0)
     assert roll.find_changes({0: 0.0}, [], 100.0) == []
@@ -162,7 +167,7 @@ def test_long_steps_give_more_time() -> None:
 
 
 def test_ages_are_those_of_the_newest_process() -> None:
-    """Names of processes that are gone stay on the page; those of other jobs are nobody's."""
+    """Names of ended processes stay on the page. Names of other jobs do not count."""
     found = ((0, 1.0, "a"), (1, 1.0, "b"), (1, 2.0, "c"))
     own, old, new = (Member(slot, started, unique, "c", "job") for slot, started, unique in found)
     other = Member(1, 1.0, "d", "c", "another job")

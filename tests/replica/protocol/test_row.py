@@ -1,8 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What follows from the members' rows: who holds the state, whose gradient counts, who serves
-whom.
-"""
+"""The meaning of the members' rows: the holders, the counted gradients, the donors."""
 
 from __future__ import annotations
 
@@ -18,8 +16,9 @@ LARGEST = 2**48 - 1
 
 
 def ready(slot: int, step: int = 7, **facts: float) -> Row:
-    """Return the row of a training member; it weighs 10 valid tokens and shows its bytes unless
-    told otherwise.
+    """Return the row of a training member.
+
+    Unless told otherwise, it weighs 10 valid tokens and shows its bytes.
     """
     usual = {
         "standing": Standing.READY,
@@ -142,8 +141,9 @@ def test_a_joiner_weighs_nothing() -> None:
 
 
 def catching_up(slot: int, donor: int, **facts: float) -> Row:
-    """Return the row of a member that fetches from slot `donor` (-1: rests between two
-    attempts).
+    """Return the row of a member that fetches from slot `donor`.
+
+    -1 = it pauses between two attempts.
     """
     return Row(
         **{"slot": slot, "standing": Standing.CATCHING_UP, "step": 0, "donor": donor, **facts}
@@ -200,7 +200,7 @@ def test_a_claim_of_an_older_step_is_a_stray(older: int) -> None:
 def test_a_group_ahead_of_most_goes_back() -> None:
     """The exchange was complete for one group and broke for two.
 
-    They keep their gradients, and it heals.
+    They keep their gradients, and the one group heals.
     """
     verdict = judge([ready(0, step=6), ready(1, step=7), ready(2, step=6)])
     assert verdict.step == 6
@@ -211,14 +211,14 @@ def test_a_group_ahead_of_most_goes_back() -> None:
 
 @pytest.mark.parametrize("standing", [Standing.BEHIND, Standing.CATCHING_UP, Standing.FINISHED])
 def test_only_groups_that_train_outvote_a_group_ahead(standing: Standing) -> None:
-    """Joiners have no gradients to lose, and two updates are no broken exchange."""
+    """Joiners have no gradients to lose. Two updates ahead are not from one broken exchange."""
     rear = [Row(slot=slot, standing=standing, step=6, digest=9) for slot in (0, 2, 3)]
     assert judge([rear[0], ready(1, step=7), *rear[1:]]).step == 7
     assert judge([ready(0, step=5), ready(1, step=7), ready(2, step=5)]).step == 7
 
 
 def test_a_member_without_a_digest_does_not_differ() -> None:
-    """It trains on, and no joiner's state is confirmed."""
+    """The member trains on, and no joiner's state is confirmed."""
     verdict = judge([ready(0, digest=0), ready(1, digest=5), ready(2, digest=5), behind(3)])
     assert verdict.holders == verdict.contributors == (0, 1, 2)
     assert verdict.digest == 5
@@ -235,7 +235,7 @@ def test_a_corrupt_group_offers_nothing() -> None:
 
 
 def test_two_against_two_is_a_tie_without_holders() -> None:
-    """Bytes of one lineage differ without a majority: no member counts, contributes or serves."""
+    """Bytes of one lineage differ without a majority. No member counts, contributes or serves."""
     verdict = judge(
         [ready(0, digest=1), ready(1, digest=1), ready(2, digest=2), ready(3, digest=2), behind(4)]
     )
@@ -246,7 +246,7 @@ def test_two_against_two_is_a_tie_without_holders() -> None:
 
 
 def test_equally_common_lineages_are_no_tie() -> None:
-    """States of different quorums are both sound. All members follow the lowest rank's."""
+    """States of different quorums are both sound. All members take the lowest rank's lineage."""
     verdict = judge([behind(0), ready(1, lineage=9), ready(2, lineage=4), behind(3)])
     assert not verdict.tie
     assert verdict.holders == (1,)
@@ -255,7 +255,7 @@ def test_equally_common_lineages_are_no_tie() -> None:
 
 
 def test_a_lineage_is_chosen_before_digests_are_compared() -> None:
-    """Digests of another lineage do not count: only a tie within the chosen lineage is one."""
+    """Digests of another lineage do not count. A tie can only be within the chosen lineage."""
     rows = [
         ready(0, lineage=1, digest=1),
         ready(1, lineage=1, digest=2),
@@ -284,7 +284,7 @@ def test_a_plurality_wins() -> None:
 def test_a_tie_before_the_first_step_goes_to_the_lowest_slot() -> None:
     """Initial states are equally good.
 
-    The others heal from the lowest slot instead of ending the job.
+    The others heal from the lowest slot, and the job does not end.
     """
     verdict = judge(
         [
@@ -324,7 +324,7 @@ def test_no_member_has_a_valid_token() -> None:
 
 
 def test_a_finished_member_serves_but_does_not_contribute() -> None:
-    """It holds the final state and offers it, and adds nothing to an update."""
+    """The member holds the final state and offers it, and adds nothing to an update."""
     verdict = judge(
         [Row(slot=0, standing=Standing.FINISHED, step=7, valid_tokens=10, digest=9), behind(1)]
     )
@@ -362,8 +362,9 @@ def test_every_member_comes_to_the_same_verdict() -> None:
 
 
 def test_lineages_differ_by_parent_quorum_step_and_what_they_are_made_of() -> None:
-    """States that came about differently have different lineages; equal histories have equal
-    ones.
+    """States with different histories have different lineages.
+
+    Equal histories have equal lineages.
     """
     base = descend(0, "1/abc", 1, "[0]")
     assert base == descend(0, "1/abc", 1, "[0]")

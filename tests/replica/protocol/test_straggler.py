@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which groups are stragglers, step by step."""
+"""The stragglers, step by step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def slots(changes: list[StragglerChange]) -> list[int]:
 
 
 def test_a_lasting_straggler_is_reported_once() -> None:
-    """At the last of `steps` slow steps, with its ratio to the others."""
+    """The report comes at the last of `steps` slow steps, with the ratio to the others."""
     stragglers = Stragglers(factor=1.5, steps=3)
     slow = {0: 1.0, 1: 3.0, 2: 2.0}
     assert stragglers.observe(slow) == []
@@ -36,7 +36,7 @@ def test_one_good_step_breaks_the_row() -> None:
 def test_a_straggler_recovers_after_as_many_good_steps() -> None:
     """A single good step changes nothing.
 
-    After `steps` of them in a row, it can be reported again.
+    After `steps` good steps in a row, the group can be reported again.
     """
     stragglers = Stragglers(factor=1.5, steps=2)
     slow, good = {0: 1.0, 1: 2.0}, {0: 1.0, 1: 1.0}
@@ -48,9 +48,7 @@ def test_a_straggler_recovers_after_as_many_good_steps() -> None:
 
 
 def test_an_absent_group_starts_anew() -> None:
-    """A group that misses a step has no slow steps in a row, and is no straggler when it is
-    back.
-    """
+    """An absent group has no slow steps in a row, and is no straggler when it is back."""
     stragglers = Stragglers(factor=1.5, steps=2)
     slow, absent = {0: 1.0, 1: 1.0, 2: 2.0}, {0: 1.0, 1: 1.0}
     told = [
@@ -68,5 +66,5 @@ def test_one_slow_group_of_many_does_not_hide_another() -> None:
 
 @pytest.mark.parametrize("seconds", [{}, {3: 7.0}, {0: 0.0, 1: 5.0}])
 def test_without_a_comparison_there_is_no_straggler(seconds: dict[int, float]) -> None:
-    """A group is alone, or a coarse clock shows times of zero."""
+    """The group is alone, or a coarse clock shows times of zero."""
     assert Stragglers(factor=1.5, steps=1).observe(seconds) == []

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The strategy of a job: what depends on rounds of several steps, in one place."""
+"""The strategy of a job has all that depends on rounds of several steps."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ PACKAGE = Path(__file__).parents[3] / "titan_ft"
 
 @pytest.mark.parametrize("room", ["protocol", "gradients", "membership"])
 def test_only_the_strategy_asks_for_the_method(room: str) -> None:
-    """A check of the method elsewhere hides its reason, and a new method would have to find all of
-    them.
+    """A check of the method elsewhere hides its reason.
+
+    For a new method, all such checks would have to be found.
     """
     asking = [
         path.name
@@ -28,9 +29,9 @@ def test_only_the_strategy_asks_for_the_method(room: str) -> None:
 
 
 def test_a_method_makes_rounds() -> None:
-    """Of `sync_steps`, or of a part of them for each fragment.
+    """A round has `sync_steps` steps, or a part of them for each fragment.
 
-    Without a method, an update is a step.
+    Without a method, an update is one step.
     """
     plain = strategy_of(FaultTolerance(sync_steps=8))
     assert (type(plain), plain.unit, plain.steps) == (EveryStep, "step", 1)
@@ -42,9 +43,9 @@ def test_a_method_makes_rounds() -> None:
 
 
 def test_donors_of_a_joiner() -> None:
-    """All holders, or `heal_donors`.
+    """All holders, or `heal_donors` of them.
 
-    In rounds only one: moments of two groups do not fit together.
+    With rounds only one: the moments of two groups do not fit together.
     """
     assert [
         strategy_of(FaultTolerance(heal_donors=most)).limit_donors(5) for most in (0, 2, 9)

@@ -20,10 +20,10 @@ from tests.replica.protocol.control.world import World
 
 @dataclass
 class Findings:
-    """What a number of schedules came to.
+    """The results of a number of schedules.
 
     Attributes:
-        problems: the first broken rule of each schedule that broke one, by its seed.
+        problems: for each seed whose schedule broke a rule, the first broken rule.
     """
 
     schedules: int = 0
@@ -70,7 +70,7 @@ def run(schedule: Schedule, traces: bool = False) -> World:
 
 
 def shrink(schedule: Schedule) -> Schedule:
-    """Leave out faults and notes as long as a rule is broken."""
+    """Leave out faults and notes as long as a rule is still broken."""
     for fault in schedule.faults:
         others = tuple(other for other in schedule.faults if other is not fault)
         smaller = replace(schedule, faults=others)
@@ -91,7 +91,7 @@ def show(schedule: Schedule) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Explore; 1 if a rule was broken."""
+    """Explore. Return 1 if a rule was broken."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schedules", type=int, default=1000, help="how many (1000)")
     parser.add_argument("--seed", type=int, default=0, help="of the first one; the next follow (0)")

@@ -44,9 +44,9 @@ class Mutation:
     """A defect.
 
     Attributes:
-        name: the function that puts it into the machine.
-        text: what goes wrong.
-        apply: puts it into the machine.
+        name: of the function that puts the defect into the machine.
+        text: description of the defect.
+        apply: puts the defect into the machine.
     """
 
     name: str
@@ -695,7 +695,7 @@ def never_ends(patch: Patch) -> None:
 
 
 def main() -> int:
-    """Explore with each mutation; 1 if one is not found."""
+    """Explore with each mutation. Return 1 if one is not found."""
     missed = 0
     for mutation in MUTATIONS:
         found = find(mutation)

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The rules that every schedule must keep.
 
-They are judged from the events that the ranks and the network make, and from the nodes' actions.
-Nothing here looks into a node.
+The events of the ranks and the network, and the nodes' actions, show whether a rule is kept. This
+module never looks into a node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ START_SECONDS = 10.0
 
 MIN_RETRY_SECONDS = 0.03
 
-_LATE_SECONDS = 0.02  # that the hosts' ticks and acts add
+_LATE_SECONDS = 0.02  # additional time for the hosts' ticks and acts
 
 
 class Rules:
@@ -36,26 +36,26 @@ class Rules:
         ranks = range(schedule.num_ranks)
         tree = schedule.num_ranks, schedule.fan_out
         self._neighbours = [find_neighbours(rank, *tree) for rank in ranks]
-        # Words by agreement and rank.
+        # Words, by agreement and rank.
         self._joined: dict[int, dict[int, set[str]]] = defaultdict(dict)
         self._decided: dict[int, str] = {}
         self._answered = [0 for _ in ranks]
-        self._said: dict[str, set[str]] = defaultdict(set)  # texts by topic
-        # Topics by agreement: the sender said them before it joined.
+        self._said: dict[str, set[str]] = defaultdict(set)  # texts, by topic
+        # For each agreement, topics that its sender said before it joined.
         self._before: dict[int, set[str]] = defaultdict(set)
-        # Ranks that said a note that needs all.
+        # For each note that needs all ranks, the ranks that have said it.
         self._shared: dict[str, set[int]] = defaultdict(set)
         self._said_by: list[set[str]] = [set() for _ in ranks]
         self._heard: list[dict[str, str]] = [{} for _ in ranks]
         self._lost: list[set[int]] = [set() for _ in ranks]
         self._killed: set[int] = set()
         self._left: set[int] = set()
-        self._leaves: dict[int, float] = {}  # time by rank
+        self._leaves: dict[int, float] = {}  # time of the end, by rank
         self._connected: set[tuple[int, int]] = set()  # rank and peer
         self._ended: set[int] = set()
-        self._silent: set[tuple[int, int]] = set()  # rank, and the neighbour without a heartbeat
+        self._silent: set[tuple[int, int]] = set()  # a rank, and its neighbour without a heartbeat
         self._unexcused: set[tuple[int, int]] = set()  # those of them that were not leaving
-        self._impaired: dict[int, list[tuple[float, float]]] = defaultdict(list)  # links by child
+        self._impaired: dict[int, list[tuple[float, float]]] = defaultdict(list)  # by child
         self._last_loss = 0.0
         self._dialed: dict[int, float] = {}  # time of the last attempt, by rank
         # A link without a fault works after this time: a dial, its proof, and the first frame.
@@ -63,10 +63,10 @@ class Rules:
         self._calm = 0.0  # time of the last fault's end
 
     def report(self, text: str) -> None:
-        """Note a broken rule."""
+        """Report a broken rule."""
         self.problems.append(text)
 
-    # What the ranks ask for, and what befalls them
+    # Acts of the ranks, and faults
 
     def on_join(self, rank: int, number: int, words: set[str]) -> None:
         """A rank joins an agreement."""
@@ -113,7 +113,10 @@ class Rules:
         self._impaired[child].append((begin, end))
 
     def on_fault(self, end: float) -> None:
-        """A fault lasts until this time: it is over, and both ends of the link can see it."""
+        """A fault lasts until this time.
+
+        By then both ends of the link can see its end.
+        """
         self._calm = max(self._calm, end)
 
     def on_frozen(self, rank: int, begin: float, end: float) -> None:
@@ -129,7 +132,7 @@ class Rules:
             self._unexcused.add((rank, peer))
 
     def on_dial(self, now: float, rank: int) -> None:
-        """A rank tries to connect: not so often that it takes the host's time."""
+        """A rank tries to connect. It must not do so too often."""
         if now - self._dialed.get(rank, -math.inf) < MIN_RETRY_SECONDS:
             self.report(f"rank {rank} dials again after {now - self._dialed[rank]:.3f} s")
         self._dialed[rank] = now
@@ -141,15 +144,18 @@ class Rules:
             self.on_fault(end + START_SECONDS)
 
     def on_connected(self, now: float, rank: int, peer: int) -> None:
-        """An end of a connection can send. At the first one, a rank hears what came before."""
+        """An end of a connection can send.
+
+        At the first one, a rank gets the earlier notes.
+        """
         if (rank, peer) not in self._connected:
             self._connected.add((rank, peer))
             self.on_fault(now)
 
-    # What the nodes say
+    # Actions of the nodes
 
     def on_union(self, rank: int, number: int, words: frozenset[str]) -> None:
-        """Rank 0 is asked to decide: it must have exactly the words of all ranks."""
+        """Rank 0 must decide. It must have exactly the words of all ranks."""
         joined = self._joined[number]
         if rank != 0 or len(joined) != self._schedule.num_ranks:
             self.report(f"rank {rank} decides on agreement {number} of {len(joined)} ranks")
@@ -157,7 +163,7 @@ class Rules:
             self.report(f"agreement {number} has the words {sorted(words)}: not the ranks' words")
 
     def on_answer(self, rank: int, number: int, text: str) -> None:
-        """A rank has an answer: once each, in the order of agreements, as rank 0 decided it."""
+        """A rank has an answer: once each, in the order of agreements, as rank 0 has decided."""
         self.answers += 1
         has_part = self._schedule.is_announced(number) or rank in self._joined[number]
         if number != self._answered[rank] + 1 or not has_part:
@@ -183,7 +189,10 @@ class Rules:
             self.report(f"rank {rank} hears another text of topic {topic} than rank 0 took")
 
     def on_left(self, now: float, rank: int) -> None:
-        """A node says that its rank may end: at once, also if a neighbour did not wait for it."""
+        """A node reports that its rank may end.
+
+        The rank ends at once, even if a neighbour did not wait for it.
+        """
         waited = set(self._neighbours[rank]) - self._leaves.keys() - self._lost[rank]
         if rank not in self._leaves or waited:
             self.report(f"rank {rank} may end, while ranks {sorted(waited)} have not left")
@@ -216,7 +225,7 @@ class Rules:
             self.report(f"rank {rank} loses rank {lost}, which is alive and had its chance")
 
     def _may_lose(self, now: float, rank: int, lost: int) -> bool:
-        """True if the neighbour is dead, or has given this rank up, or the link could not work."""
+        """Return True if the neighbour is dead, has given this rank up, or has no working link."""
         if lost in self._killed or rank in self._lost[lost] or (rank, lost) in self._silent:
             return True
         if lost in self._ended and lost not in self._left:
@@ -224,7 +233,7 @@ class Rules:
         return not self._could_work(max(rank, lost), now - GRACE_SECONDS, now)
 
     def _may_wait(self, now: float, rank: int, peer: int) -> bool:
-        """True if a rank that leaves may still wait for this neighbour."""
+        """Return True if a rank that leaves may still wait for this neighbour."""
         if peer in self._lost[rank]:
             return False
         if peer in self._killed | self._ended:
@@ -233,12 +242,12 @@ class Rules:
         return not self._could_work(max(rank, peer), both_left, now)
 
     def _could_leave(self, now: float, rank: int, peer: int) -> bool:
-        """True if a rank that leaves needed this neighbour no more for some time."""
+        """Return True if a leaving rank has not needed this neighbour for some time."""
         both_left = max(self._leaves[rank], self._leaves.get(peer, math.inf))
         return peer not in self._lost[rank] and self._could_work(max(rank, peer), both_left, now)
 
     def _could_work(self, child: int, begin: float, end: float) -> bool:
-        """True if a link had enough time without a fault between two times."""
+        """Return True if a link had enough time without a fault between two times."""
         at = begin
         for fault_begin, fault_end in [*sorted(self._impaired[child]), (end, math.inf)]:
             if min(fault_begin, end) - at >= self._repair_seconds:
@@ -246,10 +255,10 @@ class Rules:
             at = max(at, fault_end)
         return False
 
-    # At the end: nothing is left to happen
+    # The end: no event is left
 
     def finish(self, kept: list[int | None]) -> None:
-        """Judge what has not happened.
+        """Judge missing events.
 
         Args:
             kept: number of messages that each node keeps; None = the rank is gone.
@@ -268,7 +277,7 @@ class Rules:
             self._finish_whole()
 
     def _finish_whole(self) -> None:
-        """Nobody was lost: each rank has all answers and notes, and has left."""
+        """No rank was lost: each rank has all answers and notes, and has left."""
         for rank in range(self._schedule.num_ranks):
             if not self._killed:
                 self._finish_rank(rank)

@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Children that answer are left alone, silent ones are found, and a parent that did not run knows
-nothing.
+"""Heartbeats: a child that answers is never lost, and a silent child is.
+
+A parent that did not run knows nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ INTERVAL = PATIENCE / PINGS
 
 
 class Watched:
-    """A watch over children 1 and 2 with a clock, looked at when it is time."""
+    """A watch over children 1 and 2, with a clock. The test looks at the right times."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -27,7 +28,7 @@ class Watched:
             self.watch.add(child, self.now)
 
     def look(self, *answering: int, late: float = 0.0) -> dict[int, float]:
-        """Look at the next time; these children have answered just before."""
+        """Look at the next time. These children have answered just before."""
         self.now = self.watch.next_look + late
         for child in answering:
             self.watch.note_answer(child, self.now)
@@ -40,7 +41,7 @@ def test_children_that_answer() -> None:
 
 
 def test_a_silent_child_is_found_in_time() -> None:
-    """Not before the patience is over, and at the first look after that."""
+    """It is found after the patience, at the first look."""
     watched = Watched()
     watched.look(1, 2)
     heard = watched.now
@@ -51,7 +52,7 @@ def test_a_silent_child_is_found_in_time() -> None:
 
 
 def test_a_parent_that_looks_late_begins_anew() -> None:
-    """It was frozen, or a call kept Python's lock: so were the answers."""
+    """The parent was frozen, or a call kept Python's lock. So it could not read the answers."""
     watched = Watched()
     watched.look(1, 2)
     assert watched.look(late=10 * PATIENCE) == {}
@@ -63,8 +64,9 @@ def test_a_parent_that_looks_late_begins_anew() -> None:
 
 
 def test_a_short_freeze_of_the_whole_group() -> None:
-    """It ends before a look is late, and leaves a child almost half of the patience to thaw after
-    its parent.
+    """The freeze ends before a look is late.
+
+    It leaves a child almost half of the patience to thaw after its parent.
     """
     watched = Watched()
     watched.look(1, 2)
@@ -75,7 +77,7 @@ def test_a_short_freeze_of_the_whole_group() -> None:
 
 
 def test_a_child_that_has_never_answered() -> None:
-    """Has the time that a first connection may take."""
+    """The child has the time that a first connection may take."""
     watched = Watched()
     while not (found := watched.look(1)):
         assert watched.now - 100.0 <= START_SECONDS + INTERVAL
@@ -84,7 +86,7 @@ def test_a_child_that_has_never_answered() -> None:
 
 
 def test_nobody_is_watched() -> None:
-    """There is no next look. A child that comes then is pinged at once."""
+    """No look is planned. A child that comes then is pinged at once."""
     watch = HeartbeatWatch(PATIENCE)
     assert watch.next_look == math.inf
     watch.add(1, 5.0)

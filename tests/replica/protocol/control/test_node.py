@@ -65,7 +65,7 @@ class Group:
             self.act(rank, node.start(0.0))
 
     def act(self, rank: int, actions: list[Action]) -> None:
-        """Carry actions out, and those that follow."""
+        """Carry out actions, and all that follow from them."""
         for action in actions:
             match action:
                 case Connect(peer):
@@ -145,7 +145,7 @@ def test_a_message_fits_into_a_frame_or_is_refused() -> None:
 
 
 def test_an_agreement_costs_one_frame_up_and_one_down() -> None:
-    """No frame is there only to acknowledge."""
+    """No frame only acknowledges."""
     group = Group(7)
     group.frames.clear()
     for number in range(1, 100):
@@ -172,7 +172,7 @@ def test_the_first_text_of_a_topic_wins_on_all_ranks() -> None:
 
 
 def test_one_note_of_a_topic_travels_up() -> None:
-    """If all ranks of a large group say the same, rank 0 gets it once from each child."""
+    """If all ranks of a large group send the same note, rank 0 gets it once from each child."""
     node = Node(1, 4, fan_out=2)
     node.connected(0, 0.0)
     node.connected(3, 0.0)
@@ -230,7 +230,7 @@ def test_misuse_raises_and_changes_nothing() -> None:
 
 
 def test_a_parent_that_does_not_come_back_is_lost() -> None:
-    """The child tries again and again, and is told when to do so."""
+    """The child tries again and again, at the times that the node gives."""
     node = Node(1, 3)
     assert node.start(5.0) == [Connect(0)]
     assert node.say("before", "", 5.0) == []
@@ -284,7 +284,7 @@ def test_bad_frames_between_good_ones_cost_no_rank() -> None:
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_rank_that_cannot_be_lost(rank: int) -> None:
-    """Rank 0 is told of its own loss, or of a rank beyond the group."""
+    """A message reports the loss of rank 0 to itself, or the loss of a rank beyond the group."""
     node = Node(0, 3)
     node.connected(1, 0.0)
     assert node.receive(1, encode(Frame(1, 0, LossMessage(rank, "", ""))), 0.0) == [Close(1)]
@@ -307,7 +307,7 @@ def test_an_answer_that_is_not_due(peer: int, number: int, has_joined: bool) -> 
 
 
 def test_a_process_that_has_ended_is_lost_at_once() -> None:
-    """Also if the sockets find that out later, and while a new connection is tried."""
+    """The sockets may find that out later, and while a new connection is tried."""
     node = Node(1, 2)
     node.start(0.0)
     node.connected(0, 0.0, "node-7")
@@ -319,8 +319,9 @@ def test_a_process_that_has_ended_is_lost_at_once() -> None:
 
 
 def test_words_that_are_too_long_together_are_nobodys_fault() -> None:
-    """The words of each rank fit into a frame, and their union does not: rank 0 learns that, and no
-    rank is lost.
+    """The words of each rank fit into a frame, and their union does not.
+
+    Rank 0 gets the error, and no rank is lost.
     """
     group = Group(7)
     for rank, node in enumerate(group.nodes):
@@ -350,7 +351,7 @@ def test_notes_take_a_bounded_room() -> None:
     assert max(len(node._shares) for node in group.nodes) <= nodes.MAX_TOPICS
     group.actions.clear()
     group.act(2, group.nodes[2].say(str(nodes.MAX_TOPICS), "again", 0.0))
-    assert group.actions == [], "a topic of late is known"
+    assert group.actions == [], "a recent topic is known"
 
 
 def test_a_note_that_needs_all_ranks_costs_one_message_on_each_link() -> None:
@@ -364,7 +365,7 @@ def test_a_note_that_needs_all_ranks_costs_one_message_on_each_link() -> None:
 
 
 def test_an_end_without_a_message_that_the_sender_leaves() -> None:
-    """It would hide a loss."""
+    """The end would hide a loss."""
     node = Node(0, 2)
     node.connected(1, 0.0)
     assert node.receive(1, encode(Frame(1, 0, EndMessage())), 0.0) == [Close(1)]

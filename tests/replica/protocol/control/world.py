@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A group of real nodes over an adversarial network, in virtual time.
 
-Frames of one connection keep their order. All else may happen in any order, and each host has a
-clock of its own.
+Frames of one connection keep their order. All other events may happen in any order, and each host
+has a clock of its own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MAX_EVENTS = 100_000
 
 
 class Connection:
-    """A connection of a rank to its parent, or the attempt to make one."""
+    """A connection of a rank to its parent, or an attempt to make one."""
 
     def __init__(self, child: int, parent: int) -> None:
         self.child, self.parent = child, parent
@@ -94,7 +94,7 @@ class World:
         self._hosts = [Host(rank, schedule, self._dice.uniform(-50, 1000)) for rank in ranks]
         self._blocks: dict[int, Block] = {}
         self._slow: dict[int, Slow] = {}
-        self._frames: Counter[int] = Counter()  # sent on a link, by its child
+        self._frames: Counter[int] = Counter()  # frames sent on a link, by its child
         self.rules = Rules(schedule)
         cuts = [fault for fault in schedule.faults if isinstance(fault, Cut) and fault.frame]
         bad = [fault for fault in schedule.faults if isinstance(fault, Garbage)]
@@ -103,11 +103,11 @@ class World:
 
     @property
     def problems(self) -> list[str]:
-        """The rules that were broken, in the order of time."""
+        """The broken rules, in the order of time."""
         return self.rules.problems
 
     def run(self) -> World:
-        """Run until nothing is left to happen, or a rule is broken."""
+        """Run until no event is left, or until a rule is broken."""
         for fault in self.schedule.faults:
             self._plan_fault(fault)
         self._plan_starts()
@@ -139,7 +139,7 @@ class World:
         heapq.heappush(self._heap, (max(time, self.now), self._planned, act))
 
     def _post(self, time: float, host: Host, act: Callable[[], None]) -> None:
-        """Let a host do something, as soon as it is not frozen."""
+        """Let a host act as soon as it is not frozen."""
 
         def do() -> None:
             if self.now < host.frozen_until or host.inbox:
@@ -161,7 +161,10 @@ class World:
     # Ranks
 
     def _plan_starts(self) -> None:
-        """A rank starts after its parent: first it reads the parent's address from the store."""
+        """A rank starts after its parent.
+
+        First it reads the parent's address from the store.
+        """
         starts: list[float] = []
         for host in self._hosts:
             parent = find_parent(host.rank, self.schedule.fan_out)
@@ -228,7 +231,7 @@ class World:
         self._act(host, host.node.leave(self._clock(host)))
 
     def _end(self, host: Host) -> None:
-        """End a process in order: what it has sent arrives."""
+        """End a process in order. Its sent frames arrive."""
         if not host.alive:
             return
         self._act(host, host.node.end(self._clock(host)))
@@ -337,10 +340,10 @@ class World:
         host.current[peer] = connection
         self.rules.on_connected(self.now, host.rank, peer)
         self._act(host, host.node.connected(peer, self._clock(host), f"host {peer}"))
-        # It ended before it knew of this connection.
+        # The host ended before it knew of this connection.
         if not self._hosts[peer].alive and not connection.broken:
             self._break(connection, self._delay(connection.child), 0.0)
-        if is_stale:  # the parent has accepted what its child has given up, and sees that later
+        if is_stale:  # the child has given up, and the parent sees that later
             end = self.now + self._dice.uniform(0, 0.4)
             self.rules.on_fault(end)
             self._plan_end(connection, host.rank, peer, end)
@@ -379,7 +382,7 @@ class World:
             self._act(host, host.node.receive(peer, frame, self._clock(host)))
 
     def _break(self, connection: Connection, child_late: float, parent_late: float) -> None:
-        """Break a connection: of the frames under way, the first ones still arrive."""
+        """Break a connection. Of the frames under way, the first ones still arrive."""
         if connection.broken:
             return
         connection.broken = True
@@ -507,7 +510,7 @@ class World:
             self._act(parent, silence)
 
     def _thaw(self, host: Host) -> None:
-        """Let a host do what it has missed, with its clock's tick first or last."""
+        """Let a host do its delayed acts, with its clock's tick first or last."""
         if self.now < host.frozen_until:
             return
         missed, host.inbox = host.inbox, deque()
