@@ -29,7 +29,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start_donor() -> Iterator[Callable[..., Donor]]:
-    """Provide the builder of donors, and close them."""
+    """Provide the builder of donors. They are closed with the test."""
     donors: list[Donor] = []
 
     def start(**kwargs: Any) -> Donor:
@@ -37,15 +37,13 @@ def start_donor() -> Iterator[Callable[..., Donor]]:
         return donors[-1]
 
     yield start
-    for (
-        donor
-    ) in donors:  # closing waits for the server's poll, which need not hold up the next test
+    for donor in donors:  # the close waits for the server's poll, and must not delay the next test
         threading.Thread(target=donor.server.close).start()
 
 
 @pytest.fixture
 def donor(start_donor: Callable[..., Donor]) -> Donor:
-    """Provide a donor without a snapshot yet."""
+    """Provide a donor without a snapshot."""
     return start_donor()
 
 

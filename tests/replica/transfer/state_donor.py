@@ -17,7 +17,7 @@ from titan_ft.transfer.snapshot import Snapshot
 from titan_ft.transfer.state_fetch import fetch
 from titan_ft.transfer.state_server import CompletedTransfer, StateServer
 
-DEADLINE = 10.0  # seconds; only ever reached by a bug
+DEADLINE = 10.0  # seconds; only a bug reaches it
 CHUNK = 1000  # bytes of one request in these tests
 TOKEN = "a shared secret"
 
@@ -42,7 +42,7 @@ class Donor:
         self, wait_seconds: float = DEADLINE, token: str = TOKEN, max_mbps: float = 0.0
     ) -> None:
         self.served: list[tuple[str, int]] = []
-        self.given = 0  # bytes, to the last of them
+        self.given = 0  # bytes of the last complete transfer
         self.told = threading.Event()
         self.refusals: list[Refusal] = []
         self.server = StateServer(

@@ -32,7 +32,7 @@ class Host:
     def __init__(self) -> None:
         self.gives = threading.Event()
         self.gives.set()
-        self.asked: list[bool] = []  # whether the training thread did
+        self.asked: list[bool] = []  # True if the training thread pinned it
         self.is_short = False
         self._training = threading.current_thread()
         self._pinned = set[int]()  # addresses
@@ -86,8 +86,9 @@ def test_memory_is_pinned_once_and_not_by_the_training_thread(host: Host) -> Non
 
 
 def test_whoever_reserves_does_not_wait(host: Host) -> None:
-    """`take` waits for the thread that pins: pinning the memory a second time would take as
-    long.
+    """`take` waits for the thread that pins.
+
+    It would take as long to pin the memory a second time.
     """
     host.gives.clear()
     memory = HostMemory()
@@ -98,7 +99,7 @@ def test_whoever_reserves_does_not_wait(host: Host) -> None:
 
 
 def test_a_copy_that_nothing_was_reserved_for_has_pinned_memory_too(host: Host) -> None:
-    """Examples are the first copy on a host with scarce memory, and a copy while another one is
+    """Such copies are the first copy on a host with scarce memory, and a copy while another is
     read.
     """
     memory = HostMemory()
@@ -131,13 +132,13 @@ def test_a_host_without_memory_to_pin_is_named(
 
 
 def test_a_joiner_has_other_memory_too(host: Host, caplog: pytest.LogCaptureFixture) -> None:
-    """A joiner fetches into unpinned memory, and queues there: a slow return is better than
-    none.
+    """A joiner fetches into unpinned memory, and queues there. It may be slow, but needs no
+    pinning.
     """
     pinned = device.empty_host(1000, torch.float32)
     assert host.is_pinned(pinned)
     host.is_short = True
-    for _ in range(3):  # the buckets of an update, for instance
+    for _ in range(3):  # for example the buckets of an update
         found = device.empty_host(1000, torch.float32)
         assert (found.numel(), found.dtype, host.is_pinned(found)) == (1000, torch.float32, False)
     (line,) = caplog.messages
@@ -242,7 +243,7 @@ def test_on_a_cpu_nothing_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.lend(NUM_BYTES).data_ptr() == lent.data_ptr()
 
 
-# What is left
+# Free memory
 
 
 def write(root: Path, **files: str) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a state server offers, how a joiner finds the offer, and how it gets the state."""
+"""The offers of a state server, a joiner's search for them, and the copy that it gets."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_is_offered_is_copied_when_it_is_wanted(
     assert donor.server.wanted_part is None
     fetched = background.submit(donor.fetch, 5)
     wait_until(lambda: donor.server.wanted_part == WHOLE)
-    time.sleep(0.05)  # longer than an answer takes that would be too soon
+    time.sleep(0.05)  # longer than an answer takes that would be too early
     assert not fetched.done()
     sent = donor.publish(make_snapshot(5, 3000))
     assert donor.server.wanted_part is None
@@ -106,7 +106,9 @@ def test_what_can_be_copied_at_once_is_copied_for_who_wants_it(donor: Donor) -> 
     donor.server.offer(Message(step=6, lineage=1006, digest=0), copy)
     assert ask_offer(donor.address, TOKEN) is None
     donor.server.pin(False)
-    assert find_offer(donor.address, TOKEN) == (6, 1006, 0, 0), "the other one has a donor besides"
+    assert find_offer(donor.address, TOKEN) == (6, 1006, 0, 0), (
+        "the other joiner has one more donor"
+    )
 
 
 def test_a_group_that_is_about_to_make_the_update_is_waited_for(
@@ -122,7 +124,7 @@ def test_a_group_that_is_about_to_make_the_update_is_waited_for(
     assert found is not None
     assert found[:3] == (6, 1006, 0)
     assert find_offer(donor.address, TOKEN, 6) == (6, 1006, 0, 0)
-    assert find_offer(donor.address, TOKEN, 7) == (6, 1006, 0, 0), "nobody waits for long"
+    assert find_offer(donor.address, TOKEN, 7) == (6, 1006, 0, 0), "no joiner waits for long"
     donor.server.offer(None)
     assert ask_offer(donor.address, TOKEN, 7) is None
 
@@ -130,9 +132,9 @@ def test_a_group_that_is_about_to_make_the_update_is_waited_for(
 def test_what_cannot_be_copied_at_once_is_waited_for(
     start_donor: Callable[..., Donor], background: ThreadPoolExecutor
 ) -> None:
-    """An update is being made.
+    """The training thread makes an update.
 
-    The round after it shows the donor that a joiner wants the state before.
+    The round after it shows the donor that a joiner wants the state.
     """
     donor, asked = start_donor(), threading.Event()
     donor.server.offer(Message(step=5, lineage=1005, digest=0), lambda step, part: asked.set())
@@ -143,7 +145,7 @@ def test_what_cannot_be_copied_at_once_is_waited_for(
 
 
 def test_a_joiner_with_several_donors_says_which_part_each_may_copy(donor: Donor) -> None:
-    """The part is the place of the donor among them. From one donor, the joiner needs the whole."""
+    """The place of the donor among all donors is its part. A lone donor copies the whole state."""
     parts: list[Part] = []
 
     def copy(step: int, part: Part) -> None:
@@ -162,7 +164,7 @@ def test_a_joiner_with_several_donors_says_which_part_each_may_copy(donor: Donor
 def test_a_part_is_followed_by_the_whole_for_who_needs_more(
     start_donor: Callable[..., Donor],
 ) -> None:
-    """Memory is scarce. A joiner that fetches the present part goes on with the whole."""
+    """Memory is scarce. A joiner that fetches the present part goes on with the whole state."""
     donor, parts = start_donor(), list[Part]()
     whole = make_snapshot(5, 3000)
 
@@ -260,7 +262,7 @@ class Searching:
         assert not self.search.wait_for_answers(DEADLINE), (
             "it waits for a search under way, and for nothing else"
         )
-        assert self.search.poll(least_step, after) == NO_OFFER  # it has just begun
+        assert self.search.poll(least_step, after) == NO_OFFER  # the search has just begun
         assert self.search.wait_for_answers(DEADLINE)
         return self.search.poll(least_step, after)
 
@@ -268,8 +270,9 @@ class Searching:
 def test_of_all_groups_that_live_one_with_an_offer_is_found(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a group that is unreachable, has another token or offers nothing, the next one is
-    asked.
+    """A group that is unreachable, has another token or offers nothing is passed over.
+
+    The next group is asked.
     """
     with socket.create_server(("127.0.0.1", 0)) as closed:
         gone = f"127.0.0.1:{closed.getsockname()[1]}"
@@ -291,7 +294,7 @@ def test_of_all_groups_that_live_one_with_an_offer_is_found(
 def test_groups_that_offer_the_same_state_are_found_together(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some groups are asked at the same time.
+    """Several groups are asked at the same time.
 
     The next ones are asked if none of them offers anything.
     """
@@ -299,7 +302,7 @@ def test_groups_that_offer_the_same_state_are_found_together(
     for donor in servers[2:]:
         donor.server.offer(Message(step=5, lineage=7, digest=0), lambda step, part: None)
     addresses = {slot: donor.address for slot, donor in enumerate(servers)}
-    for max_asked in (8, None):  # None = all
+    for max_asked in (8, None):  # None = all groups
         this = Searching(monkeypatch, addresses, max_asked=max_asked)
         assert this.find(after=0) == Offer((2, 3, 4), 5, 7, 0)
     this = Searching(monkeypatch, addresses, max_asked=2)
@@ -322,8 +325,9 @@ def test_an_address_that_is_known_is_not_looked_up(
 def test_a_search_in_vain_is_followed_by_another_one_after_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The pause doubles up to a second, so that a waiting group does not load the lighthouse and
-    the others.
+    """The pause doubles up to a second.
+
+    So a waiting group loads neither the lighthouse nor the others.
     """
     this, pauses = Searching(monkeypatch, {}), list[float]()
     assert this.find() == NO_OFFER
@@ -356,13 +360,13 @@ def test_a_search_for_an_outdated_state_is_followed_by_another_one_at_once(
 def test_a_round_ends_the_pause_after_a_search_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between short rounds an offer lasts one step, and each search missed it.
 
-    The pause after a failure goes on.
+    The pause after a failed attempt goes on.
     """
     this = Searching(monkeypatch, {})
     for _ in range(3):
         this.search.end_pause()
         this.search.poll(1, -1)
-        assert this.search.wait_for_answers(DEADLINE), "it begins at once"
+        assert this.search.wait_for_answers(DEADLINE), "the search begins at once"
         assert this.search.poll(1, -1) == NO_OFFER
     this.search.restart(4.0)
     this.search.end_pause()

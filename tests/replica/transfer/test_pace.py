@@ -31,7 +31,7 @@ def test_the_rate_holds_over_all_connections(max_mbps: float, connections: int) 
     pace = Pace(max_mbps, clock)
     rate, begin = max_mbps * 1e6 / 8, clock.now
     sent: Counter[int] = Counter()
-    # When who has sent a slice and wants to send another.
+    # Times at which the connections have sent a slice and want to send the next one.
     turns = [(begin, number) for number in range(connections)]
     for _ in range(2000):
         clock.now, number = heapq.heappop(turns)

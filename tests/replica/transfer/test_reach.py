@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which peers a rank can exchange bytes with; with real sockets."""
+"""The peers with which a rank can exchange bytes. With real sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from titan_ft.transfer.reach import Peer, Probe, address_key
 from titan_ft.transfer.state_server import StateServer
 
 TOKEN = "a shared secret"
-DEADLINE = 20.0  # seconds; only ever reached by a bug
+DEADLINE = 20.0  # seconds; only a bug reaches it
 
 
 @pytest.fixture
@@ -46,8 +46,9 @@ def serve(servers: dict[str, StateServer]) -> Callable[..., str]:
 
 
 class Path:
-    """A way to an address that passes so many bytes in each direction, and then loses
-    everything.
+    """A path to an address.
+
+    It passes this many bytes in each direction, and then loses everything.
     """
 
     def __init__(self, target: str, passes: int = 1 << 30) -> None:
@@ -99,7 +100,7 @@ def lay(
         if target in servers:
             servers[target].address = paths[
                 -1
-            ].address  # the path stands for a network, and is no relay
+            ].address  # the path stands for a network, and not for a relay
         return paths[-1]
 
     yield make
@@ -119,7 +120,7 @@ def closed_port() -> str:
 
 
 def test_peers_that_can_be_reached(serve: Callable[..., str]) -> None:
-    """They are not in the result, however many there are."""
+    """Reachable peers are not in the result, however many there are."""
     own, addresses = serve(), [serve() for _ in range(40)]
     assert ask(own) == {}
     assert ask(own, *addresses) == {}
@@ -128,7 +129,7 @@ def test_peers_that_can_be_reached(serve: Callable[..., str]) -> None:
 
 
 def test_a_peer_that_is_not_there(serve: Callable[..., str]) -> None:
-    """It is named with the reason; the others are not."""
+    """The missing peer is named with the reason. The others are not."""
     reasons = ask(serve(), serve(), closed_port(), serve())
     assert reasons.keys() == {"u1"}
     assert "refused" in reasons["u1"]
@@ -152,7 +153,7 @@ def test_a_path_that_loses_everything(
     monkeypatch: pytest.MonkeyPatch,
     connected: bool,
 ) -> None:
-    """It loses the first packet already, or everything once the connection is made."""
+    """The path loses the first packet already, or everything after the connection is made."""
     own, peer = serve(), serve()
     connect = reach._connect
 
@@ -183,7 +184,7 @@ def test_a_peer_that_is_busy_can_be_reached(
     """
     monkeypatch.setattr(reach, "CONNECT_SECONDS", 0.3)
     probe = Probe(TOKEN, serve(), 0)
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # nobody accepts its connections
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # its connections are not accepted
         busy = Peer("busy", "", f"127.0.0.1:{listener.getsockname()[1]}")
         assert probe([busy]) == {}
         assert probe.find_answering([busy]) == []
@@ -193,8 +194,9 @@ def test_a_peer_that_is_busy_can_be_reached(
 def test_a_path_of_one_direction(
     serve: Callable[..., str], lay: Callable[..., Path], passes: int
 ) -> None:
-    """The peer is reached, but cannot reach this rank. Such a link is dead, and the reason says
-    so.
+    """The peer is reached, but cannot reach this rank.
+
+    Such a link is dead, and the reason says so.
     """
     back = closed_port() if passes < 0 else lay(serve(), passes=passes).address
     reasons = ask(back, serve())
@@ -211,8 +213,9 @@ def test_a_peer_with_another_token_can_be_reached(serve: Callable[..., str]) -> 
 def test_an_address_comes_from_the_groups_store(
     serve: Callable[..., str], lay: Callable[..., Path]
 ) -> None:
-    """A rank that has never exchanged with a peer looks its address up; a store without it, or
-    none, is a dead link.
+    """A rank that has never exchanged with a peer looks its address up.
+
+    The link is dead if the store lacks the address, or does not answer.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where, own = f"127.0.0.1:{store.port}", serve()
@@ -244,7 +247,7 @@ def test_ranks_meet_at_the_peers_store(serve: Callable[..., str]) -> None:
 
 
 def test_what_takes_too_long_is_left_alone() -> None:
-    """Results and errors are passed on. Silence is an error after the limit."""
+    """Results and errors are passed on. Without either, there is an error after the limit."""
     assert call_within(DEADLINE, lambda: 7) == 7
     with pytest.raises(KeyError):
         call_within(DEADLINE, lambda: {}["nothing"])

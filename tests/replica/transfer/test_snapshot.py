@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The state that heals: its copy, its digest, and loads that give the same bytes."""
+"""The state of a heal: its copy, its digest, and loads that give the same bytes."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ KINDS = [
 
 
 def bytes_of(training: Any) -> list[bytes]:
-    """Return the bytes of parameters, persistent buffers and optimizer state, without the code
-    under test.
+    """Return the bytes of parameters, persistent buffers and optimizer state.
+
+    Without the code under test.
     """
     tensors: list[torch.Tensor] = [*training.model.parameters()]
     tensors += [b for n, b in training.model.named_buffers() if n != "scratch"]
@@ -62,11 +63,10 @@ def with_header(snapshot: Snapshot, header: dict[str, Any]) -> Snapshot:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fresh_group_becomes_the_donor(tiny: Tiny, world: None, kind: dict[str, Any]) -> None:
-    """A fresh model with an optimizer that has no state yet takes over everything: equal bytes,
-    digest, LR, counters.
+    """A fresh model whose optimizer has no state yet takes over everything.
 
-    Three further steps on each side then give equal losses and bytes: nothing that steers an update
-        is missing.
+    Bytes, digest, LR and counters are equal. Three further steps on each side then give equal
+    losses and bytes. So no value that controls an update is missing.
     """
     donor, joiner = tiny(seed=1, **kind), tiny(seed=2, **kind)
     donor.train(4)
@@ -105,8 +105,9 @@ def test_a_group_that_has_trained_becomes_the_donor(tiny: Tiny) -> None:
 
 
 def test_what_depends_on_the_weights_is_made_again_from_those_that_were_loaded(tiny: Tiny) -> None:
-    """`on_load` is called once for each load, after it. float8's scales would be stale
-    otherwise.
+    """`on_load` is called once for each load, after it.
+
+    Otherwise float8's scales would be outdated.
     """
     donor, joiner = tiny(seed=1), tiny(seed=2)
     donor.train(2)
@@ -186,8 +187,9 @@ def test_the_copy_says_what_it_is(tiny: Tiny) -> None:
 
 
 def test_buffers_that_are_not_saved_do_not_heal(tiny: Tiny) -> None:
-    """A non-persistent buffer, at any depth, is neither copied, nor overwritten, nor part of the
-    digest.
+    """A non-persistent buffer, at any depth, is neither copied nor overwritten.
+
+    It is no part of the digest.
     """
     donor, joiner = tiny(seed=1), tiny(seed=2)
     donor.train(1)
@@ -233,7 +235,7 @@ def test_memory_of_a_returned_copy_is_used_again(tiny: Tiny) -> None:
 
 
 def leave(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> None:
-    """Give the host so much free memory."""
+    """Give the host this much free memory."""
     monkeypatch.setattr(host_memory, "free_bytes", lambda: num_bytes)
 
 
@@ -269,7 +271,7 @@ def test_where_memory_is_scarce_donors_copy_parts(
 def test_where_memory_is_not_scarce_a_donor_copies_all(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of the free memory suffices for all ranks, or is unknown, or the memory is at hand."""
+    """It does so if half of the free memory suffices for all ranks, is unknown, or is at hand."""
     donor = tiny(seed=1)
     donor.train(1)
     size = donor.state.payload_bytes
@@ -305,7 +307,7 @@ def test_a_shared_state_is_copied_in_parts_where_memory_is_scarce(
 
 
 def test_a_shared_state_is_copied_by_another_thread_until_the_next_update(tiny: Tiny) -> None:
-    """The bytes, counters and parameters are those of the time when the state was shared.
+    """The bytes, counters and parameters are those at the time of sharing.
 
     Reading counts tokens for a moment, and FSDP replaces its shards by whole parameters.
     """
@@ -513,9 +515,7 @@ def test_chunks_cannot_be_swapped() -> None:
 
 
 def test_the_lane_sum_is_what_its_docstring_says() -> None:
-    """Equal to the sum of lanes times odd position-dependent weights modulo 2**64, computed in
-    Python.
-    """
+    """It equals the sum of lanes times odd position-dependent weights modulo 2**64, made in Python."""
     lanes = [3, 2**63 - 1, -5, 2**40 + 1]
     weights = [(n * 0x5851F42D4C957F2D + 0x14057B7EF767814F) | 1 for n in range(4)]
     expected = sum(lane * weight for lane, weight in zip(lanes, weights, strict=True)) % 2**64
@@ -549,8 +549,9 @@ def test_memory_layout_does_not_matter() -> None:
 def test_sharded_optimizer_state_gets_the_sharding_of_its_parameter(
     tiny: Tiny, world: None
 ) -> None:
-    """On a fresh FSDP model, moments arrive as DTensors like their parameter, Adam's step as a
-    plain scalar.
+    """On a fresh FSDP model, moments arrive as DTensors like their parameter.
+
+    Adam's step arrives as a plain scalar.
     """
     donor, joiner = tiny(seed=1, shard=True), tiny(seed=2, shard=True)
     donor.train(1)
@@ -567,7 +568,7 @@ def test_sharded_optimizer_state_gets_the_sharding_of_its_parameter(
         assert state["step"].shape == ()
 
 
-# What does not fit
+# States that do not fit
 
 
 def check_refused(tiny: Tiny, snapshot: Snapshot, *fragments: str) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How a joiner fetches a state, when connections and donors fail."""
+"""A joiner's fetch of a state, while connections and donors fail."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from titan_ft.transfer.wire import VERSION, SealedStream, TransferError, check_j
 @pytest.mark.parametrize("connections", [1, 3, 16])
 @pytest.mark.parametrize("num_bytes", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 7 * CHUNK + 13])
 def test_every_byte_arrives(donor: Donor, num_bytes: int, connections: int) -> None:
-    """Sizes are no multiple of a chunk, or zero, or there are more connections than chunks."""
+    """Sizes are no multiple of a chunk, or zero, or smaller than one chunk for each connection."""
     sent = donor.publish(make_snapshot(5, num_bytes))
     check_equal(donor.fetch(5, connections=connections), sent)
     assert donor.told.wait(DEADLINE)
@@ -85,7 +85,7 @@ def test_a_donor_without_the_token_is_refused_by_the_joiner() -> None:
         stream = connection.makefile("rwb")
         write_line(stream, {"nonce": "00", "version": VERSION})
         heard.append(stream.readline())
-        # The best it can do without the token: send the joiner's own proof back.
+        # Without the token, its best attempt is to send the joiner's own proof back.
         stream.write(json.dumps({"proof": json.loads(heard[0])["proof"]}).encode() + b"\n")
         stream.flush()
         heard.append(stream.read())
@@ -95,7 +95,7 @@ def test_a_donor_without_the_token_is_refused_by_the_joiner() -> None:
         fetch([address], TOKEN, 5, "4", 1, DEADLINE)
     ended.result(DEADLINE)
     assert TOKEN.encode() not in heard[0]
-    assert heard[1] == b"", "nothing is asked of a server that proved nothing"
+    assert heard[1] == b"", "nothing is asked of a server without a proof"
 
 
 def test_a_donor_that_dies_in_mid_transfer_is_noticed_at_once() -> None:
@@ -191,8 +191,9 @@ def test_a_cancelled_transfer_ends(donor: Donor) -> None:
 def test_the_state_is_complete_without_the_last_word(
     donor: Donor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A donor that dies right after the last byte has given the state. It only misses the
-    farewell.
+    """A donor that dies right after the last byte has given the state.
+
+    It only misses the farewell.
     """
     sent = donor.publish(make_snapshot(5, 3 * CHUNK))
     request = state_fetch._DonorConnection.request
@@ -221,8 +222,9 @@ def test_what_arrives_corrupted_is_fetched_again(
     place: object,
     times: int,
 ) -> None:
-    """A flipped bit in the header or in a chunk is noticed and logged, and that part is fetched
-    again.
+    """A flipped bit in the header or in a chunk is noticed and logged.
+
+    That part is fetched again.
     """
     asked = watch(
         lambda where, count, send: send_corrupted if where == place and count <= times else send
@@ -258,8 +260,8 @@ class Proxy:
     """Stands between joiners and a donor, and breaks connections.
 
     Args:
-        cuts: bytes from the donor after which a connection breaks, by its number in order of
-            arrival.
+        cuts: for each connection, by its number in order of arrival, the number of the donor's bytes
+            after which it breaks.
         how: the kind of break: "reset", "close", "silence", or "gone" (a close, and no further
             connection is accepted).
     """
@@ -334,11 +336,12 @@ def test_a_broken_connection_is_made_again(
     monkeypatch: pytest.MonkeyPatch,
     how: str,
 ) -> None:
-    """A connection that breaks or falls silent within a chunk costs that chunk only, and no
-    timeout.
+    """A connection that breaks or falls silent within a chunk costs that chunk only.
+
+    It costs no timeout.
     """
     monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 1.5)
-    # 0 is the header's; within: 4 chunks and their lines.
+    # Connection 0 is the header's. Within: 4 chunks and their lines.
     asked, proxy = (watch(), start_proxy(donor, {1: 5300}, how))
     sent = donor.publish(make_snapshot(5, 10 * CHUNK))
     check_equal(fetch([proxy.address], TOKEN, 5, "4", 1, 600.0), sent)
@@ -371,7 +374,7 @@ def test_the_donor_is_told_even_if_the_first_connection_broke(
     digest = hashlib.sha256(sent.header).hexdigest()
     answer = {"held": [0, CHUNK], "bytes": len(sent.header), "sha256": digest}
     lines = ({"nonce": "0" * 32, "version": VERSION}, {"proof": "0" * 64}, answer)
-    # Of the seal.
+    # Bytes of the seal.
     num_bytes = sum(len(msgspec.json.encode(line)) + 1 for line in lines) + len(digest)
     proxy = start_proxy(donor, {0: num_bytes + len(sent.header)}, "close")
     check_equal(fetch([proxy.address], TOKEN, 5, "4", 1, DEADLINE), sent)
@@ -394,7 +397,7 @@ def test_connections_that_always_break_fail_the_transfer(
 def test_a_donor_that_is_gone_is_given_up_at_once(
     donor: Donor, start_proxy: Callable[..., Proxy]
 ) -> None:
-    """After a break nobody listens any more. Another donor can be asked without a wait."""
+    """After a break the address is closed. Another donor can be asked without a wait."""
     proxy = start_proxy(donor, {1: 5300}, "gone")
     donor.publish(make_snapshot(5, 10 * CHUNK))
     started = time.monotonic()
@@ -411,7 +414,7 @@ def test_what_has_come_of_a_state_is_let_go_of_at_once(
     background: ThreadPoolExecutor,
     how: str,
 ) -> None:
-    """The memory must not wait for a garbage collection: the next attempt needs it."""
+    """The memory must not wait for a garbage collection, because the next attempt needs it."""
     taken: list[weakref.ref[Any]] = []
     cancelled, some = threading.Event(), threading.Event()
 
@@ -458,7 +461,7 @@ def test_what_has_come_of_a_state_is_let_go_of_at_once(
 def test_a_stopped_donor_is_given_up_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """The donor's kernel still accepts connections.
 
-    The silence costs a stall, not the whole timeout.
+    The silence costs a stall, and not the whole timeout.
     """
     monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 0.2)
     started = time.monotonic()
@@ -550,7 +553,7 @@ def test_a_transfer_may_last_as_long_as_bytes_arrive(
 
     monkeypatch.setattr(state_fetch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(state_fetch._Slices, "accept_slice", finish_late)
-    # No slice is late by this clock.
+    # By this clock no slice is late.
     monkeypatch.setattr(state_fetch._Slices, "_find_late", lambda *_: None)
     donors = start_donors(start_donor, 2)
     snapshot = make_snapshot(5, 10 * CHUNK)
@@ -568,8 +571,9 @@ def fetch_from(donors: list[Donor], **more: Any) -> Snapshot:
 
 @pytest.mark.parametrize("number", [2, 4, 8])
 def test_several_donors_give_a_part(start_donor: Callable[..., Donor], number: int) -> None:
-    """Each byte comes once, from any donor that is quick enough. Donors learn how much they
-    gave.
+    """Each byte comes once, from any donor that is quick enough.
+
+    Donors learn how much they gave.
     """
     donors = start_donors(start_donor, number, max_mbps=1.0)
     snapshot = make_snapshot(5, 60 * CHUNK + 1)
@@ -602,7 +606,7 @@ def test_a_joiner_without_memory_has_no_state(
 def test_a_donor_that_dies_costs_its_slices(
     start_donor: Callable[..., Donor], start_proxy: Callable[..., Proxy]
 ) -> None:
-    """The others give the slices that it owes. Its earlier slices are not fetched again."""
+    """The others give its missing slices. Its earlier slices are not fetched again."""
     donors = start_donors(start_donor, 3, max_mbps=1.0)
     snapshot, lost = make_snapshot(5, 200 * CHUNK), []
     for donor in donors:
@@ -619,7 +623,7 @@ def test_a_donor_that_dies_costs_its_slices(
     assert donors[0].told.wait(DEADLINE)
     assert donors[2].told.wait(DEADLINE)
     given = donors[0].given + donors[2].given
-    assert 0 < 200 * CHUNK - given < 5 * CHUNK, "what came before it died counts"
+    assert 0 < 200 * CHUNK - given < 5 * CHUNK, "slices from before its death count"
 
 
 def test_a_donor_that_falls_silent_holds_nothing_up(
@@ -645,10 +649,10 @@ def test_a_donor_that_falls_silent_holds_nothing_up(
     started = time.monotonic()
     try:
         check_equal(fetch_from(donors, report_lost=lambda *what: lost.append(what)), snapshot)
-        assert held, "nobody was silent"
+        assert held, "no donor was silent"
         assert asked.count(3 * CHUNK) == 2
         assert time.monotonic() - started < state_fetch._STALL_SECONDS / 2
-        assert lost == [], "it may only have been slow"
+        assert lost == [], "the donor may only have been slow"
     finally:
         release.set()
 
@@ -667,7 +671,7 @@ def test_what_comes_too_late_is_not_kept(
             release.wait(DEADLINE)
         elif (
             place == 0
-        ):  # the other donor's answer is on its way: let the first one's come a moment later
+        ):  # the other donor's answer is on its way: delay the first donor's a moment longer
             threading.Timer(0.05, release.set).start()
         return send
 
@@ -697,7 +701,8 @@ def test_donors_whose_headers_differ_are_not_mixed(start_donor: Callable[..., Do
         fetched.payload, snapshot.payload if first == 0 else torch.zeros_like(snapshot.payload)
     )
     wait_until(lambda: donors[first].given == 10 * CHUNK)
-    assert [place for place, _ in lost] in ([], [1 - first])  # it may come when all is there
+    # the other header may come when all bytes are there
+    assert [place for place, _ in lost] in ([], [1 - first])
 
 
 def test_a_donor_that_has_yet_to_copy_is_not_waited_for(start_donor: Callable[..., Donor]) -> None:
@@ -727,7 +732,7 @@ def test_no_donor_is_lost_when_the_transfer_is_not_wanted(
 def test_without_any_donor_left_the_error_names_all(start_donor: Callable[..., Donor]) -> None:
     """The error has each reason.
 
-    After a refusal, that error is raised: no other attempt would help.
+    A refusal is raised as it is: no other attempt would help.
     """
     donors, lost = start_donors(start_donor, 2), []
     for donor in donors:
@@ -736,12 +741,12 @@ def test_without_any_donor_left_the_error_names_all(start_donor: Callable[..., D
         TransferError, match=rf"{donors[0].address}, {donors[1].address}: the donor has no state of"
     ):
         fetch_from(donors, report_lost=lambda *what: lost.append(what))
-    assert len(lost) == 1, "the second one is the end of the attempt, which has an event of its own"
+    assert len(lost) == 1, "the second loss ends the attempt, which has an event of its own"
     with pytest.raises(RefusedError, match="TITAN_FT_TOKEN"):
         fetch([donor.address for donor in donors], "another", 6, "4", 2, DEADLINE)
 
 
-# Donors whose hosts have no memory for all of a state
+# Donors whose hosts have no memory for a whole state
 
 
 def publish_parts(donors: list[Donor], sent: Snapshot, *held: tuple[int, int]) -> None:
@@ -756,10 +761,10 @@ def publish_parts(donors: list[Donor], sent: Snapshot, *held: tuple[int, int]) -
     "held",
     [
         [(0, 2500), (2500, 2501), (2501, 9001)],
-        [(0, 9001), (1, 8999)],  # one of them has room for all
+        [(0, 9001), (1, 8999)],  # one of them has room for the whole state
         [(0, 5200), (4100, 9001)],
         [(0, 0), (0, 9001), (9001, 9001)],
-        [(0, 300), (300, 700), (700, 9001)],  # several in one slice
+        [(0, 300), (300, 700), (700, 9001)],  # several parts in one slice
     ],
 )
 def test_parts_that_donors_hold_become_one_state(
@@ -795,14 +800,14 @@ def test_a_donor_that_alone_held_its_part_costs_the_attempt(
     publish_parts(donors, sent, (0, 10 * CHUNK), (10 * CHUNK, 20 * CHUNK), (20 * CHUNK, 30 * CHUNK))
     proxy = start_proxy(donors[1], {1: 300}, "gone")
     addresses = [donors[0].address, proxy.address, donors[2].address]
-    started = time.monotonic()  # of 8 s that each of the others would take
+    started = time.monotonic()  # 8 s that each of the others would take
     with pytest.raises(
         TransferError, match="the donors that are left do not hold all of it"
     ) as raised:
         fetch(addresses, TOKEN, 5, "4", 3, DEADLINE, report_lost=lambda *what: lost.append(what))
     assert time.monotonic() - started < DEADLINE / 2
     assert "ConnectionRefused" in str(raised.value)
-    assert {place for place, _ in lost} <= {1}, "its end may be told as that of the attempt"
+    assert {place for place, _ in lost} <= {1}, "its end may be reported as that of the attempt"
 
 
 def test_what_a_dead_donor_owes_is_cut_to_what_the_others_hold() -> None:
@@ -823,7 +828,7 @@ def test_what_a_dead_donor_owes_is_cut_to_what_the_others_hold() -> None:
 
 
 def test_who_has_yet_to_say_what_it_holds_is_waited_for(start_donor: Callable[..., Donor]) -> None:
-    """It may hold the missing bytes. Meanwhile the others go on with their slices."""
+    """The donor may have the missing bytes. Meanwhile the others go on with their slices."""
     donors, sent = start_donors(start_donor, 2, max_mbps=0.1), make_snapshot(5, 10 * CHUNK)
     publish_parts(donors[:1], sent, (0, 5 * CHUNK))
     timer = threading.Timer(0.5, publish_parts, (donors[1:], sent, (5 * CHUNK, 10 * CHUNK)))
@@ -835,7 +840,9 @@ def test_who_has_yet_to_say_what_it_holds_is_waited_for(start_donor: Callable[..
 def test_a_donor_that_says_nonsense_of_what_it_holds_gives_nothing(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It claims more bytes than there are, or a negative range. Nobody waits for them."""
+    """The donor claims more bytes than there are, or a negative range. The joiner does not wait for
+    it.
+    """
     donors, sent = start_donors(start_donor, 2), make_snapshot(5, 10 * CHUNK)
     publish_parts(donors, sent, (0, 5 * CHUNK), (5 * CHUNK, 10 * CHUNK))
     monkeypatch.setattr(

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a donor serves, to whom, and how fast."""
+"""The service of a donor: its content, its access, and its speed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_wrong_token_is_refused_by_the_donor(donor: Donor) -> None:
 def test_an_unproved_connection_learns_nothing(
     donor: Donor, proof: object, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever the proof is, the donor refuses, closes the connection, and prints no traceback."""
+    """For any wrong proof, the donor refuses, closes the connection, and prints no traceback."""
     donor.publish(make_snapshot(5, 10))
     with socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as stranger:
         stream = stranger.makefile("rwb")
@@ -83,8 +83,9 @@ class _Stream:
 def test_nothing_is_served_before_its_copy_is_complete(
     start_donor: Callable[..., Donor], background: ThreadPoolExecutor
 ) -> None:
-    """The server's threads wait for the GPU, `publish` does not. The event has the copy's
-    duration.
+    """The server's threads wait for the GPU, and `publish` does not.
+
+    The event has the copy's duration.
     """
     sent, event = make_snapshot(5, CHUNK), _Stream()
     complete, told = sent.payload.clone(), []
@@ -172,7 +173,10 @@ def test_a_withdrawn_snapshot_is_served_to_nobody(start_donor: Callable[..., Don
 
 
 def test_memory_under_a_reader_is_not_given_back(donor: Donor) -> None:
-    """Withdrawn in the middle of an answer, a snapshot stays until the reader has all of it."""
+    """A snapshot that is withdrawn in the middle of an answer stays.
+
+    It stays until the reader has all of it.
+    """
     # More than the sockets hold, so that the answer waits for the reader.
     sent = make_snapshot(5, 32 << 20)
     donor.publish(sent)
@@ -212,7 +216,7 @@ def test_garbage_from_a_stranger_does_not_hurt_the_donor(
     with socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as stranger:
         stream = stranger.makefile("rb")
         stream.readline()
-        with contextlib.suppress(OSError):  # the donor may have had enough before the end
+        with contextlib.suppress(OSError):  # the donor may close the connection before the end
             stranger.sendall(garbage)
             stranger.shutdown(socket.SHUT_WR)
         assert b"bytes" not in read_rest(stream)
@@ -307,8 +311,9 @@ def test_a_stranger_who_says_nothing_is_dropped(
 def test_a_stranger_who_says_little_is_dropped(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A byte now and then passes the timeout of each read, and would hold a thread and a descriptor
-    for good.
+    """A byte now and then passes the timeout of each read.
+
+    It would hold a thread and a descriptor for good.
     """
     monkeypatch.setattr(state_server, "_HANDSHAKE_SECONDS", 0.5)
     monkeypatch.setattr(state_server, "_POLL_SECONDS", 0.1)
@@ -317,7 +322,7 @@ def test_a_stranger_who_says_little_is_dropped(
         deadline = time.monotonic() + DEADLINE
         with contextlib.suppress(ConnectionError):
             while True:
-                assert time.monotonic() < deadline, "it is still connected"
+                assert time.monotonic() < deadline, "the stranger is still connected"
                 stranger.sendall(b" ")
                 time.sleep(0.05)
 
@@ -331,18 +336,21 @@ def test_the_oldest_of_many_strangers_is_dropped(donor: Donor) -> None:
             stranger = socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE)
             strangers.callback(stranger.close)
             streams.append(stranger.makefile("rb"))
-            streams[-1].readline()  # it is counted
+            streams[-1].readline()  # the stranger is counted
         assert read_rest(streams[0]) == b""
         check_equal(donor.fetch(5), sent)
 
 
 def test_a_crowd_of_one_host_takes_no_place_of_another(donor: Donor) -> None:
-    """A joiner's handshake takes some trips, and a stranger's host connects many times meanwhile."""
+    """A joiner's handshake takes several trips.
+
+    A stranger's host connects many times meanwhile.
+    """
     address = ("127.0.0.1", donor.server.port)
     with contextlib.ExitStack() as crowd:
         joiner = socket.create_connection(address, DEADLINE, source_address=("127.0.0.2", 0))
         crowd.callback(joiner.close)
-        joiner.makefile("rb").readline()  # it is counted, as the oldest
+        joiner.makefile("rb").readline()  # the joiner is counted, as the oldest
         streams = []
         for _ in range(state_server._MAX_UNPROVED + 5):
             stranger = socket.create_connection(address, DEADLINE)
@@ -356,7 +364,7 @@ def test_a_crowd_of_one_host_takes_no_place_of_another(donor: Donor) -> None:
 
 
 def test_a_process_without_descriptors(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A joiner waits in the kernel's queue. The thread that listens does not spin meanwhile."""
+    """A joiner waits in the kernel's queue. Meanwhile the thread that listens does not spin."""
     sent = donor.publish(make_snapshot(5, CHUNK))
     accept, num_refusals = donor.server._server.socket.accept, 0
     end = time.monotonic() + 0.3
@@ -375,8 +383,9 @@ def test_a_process_without_descriptors(donor: Donor, monkeypatch: pytest.MonkeyP
 
 @strangers.numbers_of_strangers
 def test_fuzzed_lines_cost_a_joiner_nothing(donor: Donor, number_of_strangers: int) -> None:
-    """Whatever comes at the port: joiners are served in between, and one refusal of each kind is
-    reported.
+    """Joiners are served in between, whatever bytes come at the port.
+
+    Each kind of refusal is reported once.
     """
     sent = donor.publish(make_snapshot(5, CHUNK))
     hello = json.dumps({"nonce": "00" * 16, "proof": "00" * 32, "version": VERSION}).encode()
@@ -397,13 +406,13 @@ def test_fuzzed_lines_cost_a_joiner_nothing(donor: Donor, number_of_strangers: i
 def test_each_kind_of_stranger_is_reported_once(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Joiners are no strangers, and neither is one that is killed before it says anything."""
+    """Joiners are no strangers, and neither is one that is killed before its first byte."""
     monkeypatch.setattr(state_server, "_HANDSHAKE_SECONDS", 0.5)
     monkeypatch.setattr(state_server, "_POLL_SECONDS", 0.1)
     donor = start_donor()
     sent = donor.publish(make_snapshot(5, CHUNK))
     check_equal(donor.fetch(5), sent)
-    for begun in (b"", b" " * 3000):  # the second is a probe of the link
+    for begun in (b"", b" " * 3000):  # the second one is a probe of the link
         with socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as killed:
             killed.makefile("rb").readline()
             killed.sendall(begun)
@@ -441,8 +450,9 @@ def test_a_throttled_donor_is_not_taken_for_dead(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A chunk may take longer than the silence that breaks a connection. Slow bytes are no
-    silence.
+    """A chunk may take longer than the silence that breaks a connection.
+
+    Slow bytes are no silence.
     """
     monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 3.0)
     donor = start_donor(max_mbps=0.008)  # 1000 bytes per second
@@ -497,7 +507,7 @@ def test_a_donor_that_has_yet_to_copy_says_so(
     background: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It says so again and again until the snapshot is there."""
+    """It reports this again and again until the snapshot is there."""
     monkeypatch.setattr(state_server, "_WAITING_SECONDS", 0.02)
     said: list[int] = []
 

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A transfer with TLS: nobody on the network can read it, even with a certificate of his own."""
+"""A transfer with TLS. Nobody on the network can read it, even with a certificate of his own."""
 
 from __future__ import annotations
 
@@ -75,8 +75,9 @@ def accept_one(listener: socket.socket, talk: Callable[[socket.socket], None]) -
 
 
 def test_another_certificate_does_not_pass(secure: Donor, background: ThreadPoolExecutor) -> None:
-    """A relay that ends TLS on both sides shows its own certificate, and the proofs cover the
-    fingerprint.
+    """A relay that ends TLS on both sides shows its own certificate.
+
+    The proofs cover the certificate's fingerprint.
     """
     publish_secret(secure)
     own = Certificate.make()
@@ -100,8 +101,9 @@ def test_another_certificate_does_not_pass(secure: Donor, background: ThreadPool
 
 
 def test_tls_cannot_be_talked_away(secure: Donor) -> None:
-    """A relay removes "tls" from the greeting. The joiner goes on without TLS; the donor does
-    not.
+    """A relay removes "tls" from the greeting.
+
+    The joiner goes on without TLS, and the donor does not.
     """
     publish_secret(secure)
     heard = bytearray()
@@ -145,7 +147,7 @@ def test_a_donor_that_stops_in_the_handshake_of_tls_costs_a_stall(
 
 
 def test_a_stranger_leaves_no_connection_behind(secure: Donor, certificate: Certificate) -> None:
-    """This holds with and without TLS."""
+    """With and without TLS."""
     sent = secure.publish(make_snapshot(5, CHUNK))
     with socket.create_connection(("127.0.0.1", secure.server.port), DEADLINE) as stranger:
         stranger.sendall(b"   GET / HTTP/1.1\r\n\r\n")
@@ -243,7 +245,7 @@ def test_a_certificate_is_new_each_time(certificate: Certificate) -> None:
 
 
 def test_a_server_has_it_from_the_start(certificate: Certificate) -> None:
-    """By its last argument, as a worker starts it."""
+    """The certificate is an argument of the server, as a worker starts it."""
     server = StateServer("127.0.0.1", TOKEN, DEADLINE, lambda *_: None, 0.0, certificate)
     try:
         with socket.create_connection(("127.0.0.1", server.port), DEADLINE) as joiner:
@@ -258,8 +260,9 @@ def test_a_server_has_it_from_the_start(certificate: Certificate) -> None:
 def test_a_peer_that_becomes_busy_can_be_reached(
     secure: Donor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long call takes the GIL after the greeting, before TLS begins: the peer's kernel takes what
-    it is sent.
+    """A long call takes the GIL after the greeting, before TLS begins.
+
+    The peer's kernel takes the bytes.
     """
     monkeypatch.setattr(reach, "CONNECT_SECONDS", 0.3)
     over = threading.Event()
@@ -281,12 +284,13 @@ def test_a_peer_that_becomes_busy_can_be_reached(
 def test_a_connection_that_is_cut_is_made_again(
     secure: Donor, certificate: Certificate, background: ThreadPoolExecutor, after_tls: bool
 ) -> None:
-    """A peer takes a probe for a broken exchange's connection and closes it: the second one finds
-    the peer alive.
+    """A peer takes a probe for a broken exchange's connection, and closes it.
+
+    The second probe finds the peer alive.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        listener.settimeout(DEADLINE)  # the code before did not come again
+        listener.settimeout(DEADLINE)  # the former code did not come again
 
         def serve() -> None:
             connection, _ = listener.accept()
@@ -298,7 +302,7 @@ def test_a_connection_that_is_cut_is_made_again(
                         secured.recv(4096)
                         secured.shutdown(socket.SHUT_RDWR)
                 else:
-                    connection.recv(4096)  # what is unread would make the cut a reset
+                    connection.recv(4096)  # unread bytes would make the cut a reset
             connection, _ = listener.accept()
             sealed = check_joiner(connection, address, TOKEN, certificate)
             with contextlib.closing(sealed.connection):

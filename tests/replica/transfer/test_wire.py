@@ -1,7 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a relay between joiner and donor, without the token, can read and change; with real
-sockets.
+"""The access of a relay between joiner and donor that lacks the token.
+
+With real sockets.
 """
 
 from __future__ import annotations
@@ -112,14 +113,15 @@ def test_a_relay_at_another_address_reads_nothing(
     with pytest.raises(RefusedError):
         fetch([relay.address], TOKEN, 5, "4", 1, DEADLINE)
     assert SECRET not in relay.read
-    assert b"tensors" not in relay.read, "nor the header"
+    assert b"tensors" not in relay.read, "the relay does not read the header either"
     with pytest.raises(RefusedError):
         ask_offer(relay.address, TOKEN)
 
 
 def forge(data: bytes) -> bytes:
-    """Change the weights, and their digest in the line before, as far as that is possible without
-    the token.
+    """Change the weights, and their digest in the line before.
+
+    The relay changes as much as it can without the token.
     """
     forged = data.replace(SECRET, FORGED)
     line, newline, payload = forged.partition(b"\n")
@@ -135,15 +137,18 @@ def forge(data: bytes) -> bytes:
 def test_a_relay_on_the_wire_changes_nothing(
     donor: Donor, start_relay: Callable[..., Relay]
 ) -> None:
-    """At the donor's own address it passes the handshake on, and reads. Its changes are noticed."""
+    """At the donor's own address, the relay passes the handshake on, and reads.
+
+    Its changes are noticed.
+    """
     publish_secret(donor)
     assert len(SECRET) == len(FORGED)
     relay = start_relay(donor, forge)
-    # Where the joiner dials, as if the relay were on the donor's wire.
+    # The joiner dials this address, as if the relay were on the donor's wire.
     donor.server.address = relay.address
     with pytest.raises(TransferError, match=r"SealError|checksums differ"):
         fetch([relay.address], TOKEN, 5, "4", 1, DEADLINE)
-    assert SECRET in relay.read, "it was there to be changed"
+    assert SECRET in relay.read, "the relay had something to change"
 
 
 def connect_ends() -> tuple[SealedStream, SealedStream, bytearray]:
@@ -299,7 +304,8 @@ def refuse(donor: socket.socket, address: str) -> None:
     """Let a donor take a connection. Keep no reference to its end, so that it is closed."""
     try:
         check_joiner(donor, address, TOKEN)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # what its server expects
+    # the errors that its server expects
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         donor.close()
         return
     raise AssertionError("the donor has taken a stranger for a joiner")
@@ -330,7 +336,7 @@ def test_thousands_of_first_lines_prove_nothing(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_thousands_of_changed_lines_are_none(seed: int) -> None:
-    """After the handshake of a recorded conversation, every line but the next one is refused."""
+    """After the handshake of a recorded conversation, each line but the next one is refused."""
     random = Random(seed)
     joiner, donor, wire = connect_ends()
     for number in range(2500):
@@ -344,6 +350,6 @@ def test_thousands_of_changed_lines_are_none(seed: int) -> None:
                 assert donor.read() == {}
             wire.clear()
             donor._last_seal = last
-            donor.stream.read()  # what is left in its buffer
+            donor.stream.read()  # the rest in its buffer
         wire[:] = true
         assert donor.read()["step"] == number, "the true line still counts"
