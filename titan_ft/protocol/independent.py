@@ -54,27 +54,28 @@ class _Search:
     def _find_in_part(self, part: frozenset[int]) -> int:
         """Return the weight of the heaviest set within a part.
 
-        Each turn of the loop decides about one place. With the place, its neighbours go as well, so
-        that little is left for the recursion. The loop goes on without the place: a recursion would
-        be as deep as there are groups, and a mesh of 500 of them would exceed Python's limit.
+        Each turn of the loop takes one place out of the part. The set with this place lacks all of
+        its neighbours, so little is left for the recursion. The loop goes on without the place: a
+        recursion would be as deep as there are groups, and a mesh of 500 of them would exceed
+        Python's limit.
         """
+        if part in self._found:
+            return self._found[part]
         weights_with_place: list[tuple[frozenset[int], int]] = []
-        while part not in self._found:
+        parts = [part]
+        while len(parts) == 1 and parts[0] not in self._found:
+            (part,) = parts
             place = max(part, key=lambda place: len(self._dead[place] & part))
             others = part - {place}
             with_place = self._weights[place] + self.find_weight(others - self._dead[place])
             weights_with_place.append((part, with_place))
             parts = self._reduce(others)
-            if len(parts) != 1:
-                without_place = sum(map(self._find_in_part, parts))
-                break
-            (part,) = parts
-        else:
-            without_place = self._found[part]
+        # The rest is a part with a known weight, several parts, or nothing.
+        weight = sum(map(self._find_in_part, parts))
         for part, with_place in reversed(weights_with_place):
-            without_place = max(with_place, without_place)
-            self._found[part] = without_place
-        return without_place
+            weight = max(with_place, weight)
+            self._found[part] = weight
+        return weight
 
     def _reduce(self, places: Set[int]) -> list[frozenset[int]]:
         """Return the parts of `places` between which no link is dead, without needless places."""

@@ -17,7 +17,7 @@ def lr_factor(policy: str, share: float) -> float:
         return 1.0
     if policy == "linear":
         return share
-    assert policy == "sqrt", f"lr_policy {policy!r} has passed the check of the config"
+    assert policy == "sqrt", f"an unknown lr_policy: {policy!r}"
     return math.sqrt(share)  # FT-HSDP's rule (arXiv 2602.00277)
 
 
