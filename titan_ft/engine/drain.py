@@ -275,8 +275,8 @@ class Drain:
         """End now if this rank has a leave request, and another rank has died or ended.
 
         The step cannot be finished then. When a rank dies, the agent sends SIGTERM to the other
-        ranks. When this rank ends, it tells its siblings through the tree. The tree's own thread
-        must not wait for that, so the end runs on another thread.
+        ranks. When this rank ends, it sends a note to its siblings. The tree's own thread must not
+        wait for that, so the end runs on another thread.
         """
         if not self._requested or self._left:
             return

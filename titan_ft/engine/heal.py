@@ -72,16 +72,16 @@ from titan_ft.transfer.wire import TransferError
 logger = logging.getLogger(__name__)
 
 _MIN_ASKED = 8
-"""A joiner asks at least this many groups at once. The state in most of the offers counts, so a few
-offers would not be enough, even if `heal_donors` is smaller."""
+"""A joiner asks at least this many groups at once, even if `heal_donors` is smaller. The state in
+most of the offers counts, and a few offers are too few to decide."""
 _MIN_REPLAYED = 2
-"""Updates that a joiner replays in each round, even if the others then wait for it. The others make
-one update in a round, so the queue becomes shorter."""
+"""A joiner replays at least this many updates in each round, even if the others then wait for it.
+The others make one update in a round, so the queue becomes shorter."""
 _MAX_SLOW_ROUNDS = 3
 """After this many rounds in a row in which a replay took longer than an update, the joiner asks the
 others to wait."""
 _MAX_SHORT_QUEUE = 3
-"""The others need not wait for a joiner with at most this many queued updates."""
+"""A joiner with at most this many queued updates does not ask the others to wait."""
 _LOAD_TIMES_IN_RESERVE = 4
 """A load takes one load time, and the digest after it about another one. The others must not wait
 if both take twice as long as last time."""
@@ -149,7 +149,7 @@ class Heal:
         self._search = OfferSearch(rounds.find_holders, token, max_asked)
         self._holder_watch = HolderWatch(position, rounds, group)
         self._pace = _Pace()
-        # `await_offer` searches before the heal begins. It asks the slots after this group's own first.
+        # `await_offer` searches before the heal begins, from the slot after this group's own on.
         self._healing = Healing(Phase.READY, last_donor=config.replica_id)
         self._attempt: CatchUp | None = None
         # Slots of donors that serve this rank no more. The fetch's thread adds to it.
@@ -226,8 +226,8 @@ class Heal:
         self._search.restart()
         # This group's own state is not the job's.
         self._rounds.retract_offer()
-        # Ask the slots after this group's own first. Otherwise joiners that come together would all
-        # ask the same holder.
+        # Ask from the slot after this group's own on. Otherwise joiners that come together would
+        # all ask the same holder first.
         healing = Healing(max_queued=self._agree_on_queue(), last_donor=self._config.replica_id)
         self._set_healing(healing)
         self._least_step = 1
@@ -266,7 +266,7 @@ class Heal:
         Raises:
             Leaving: the group got a leave request.
         """
-        # First: the others must not wait for this group when they come.
+        # Request it first, so that the others need not wait for this group when they come.
         self._rounds.request_quorum()
         while not self._is_in(Phase.READY):
             self._leave_if_requested()
@@ -314,7 +314,7 @@ class Heal:
             self._replay_until(self._pace.find_load_deadline(self._state.load_seconds))
 
     def _await_state(self) -> None:
-        """Wait for the state while the others compute a step, as long as it can still be loaded."""
+        """Wait for the state while the others compute a step, until it is too late to load it."""
         self._prepare_memory()
         # A round of several steps takes too long: a leave request would go unnoticed.
         if self._strategy.has_long_rounds:
@@ -341,8 +341,8 @@ class Heal:
         """Return True if the others lose less time by waiting than this group gains.
 
         The others have nothing to compute. While this group loads the state and takes its digest,
-        each of them waits for about twice `load_seconds`. If they need not wait, this group is back
-        one step later.
+        each of them waits for about twice `load_seconds`. Otherwise this group loads the state in
+        their next step, and is back one step later.
         """
         if not self._is_in(Phase.REPLAYING):
             return False

@@ -270,7 +270,7 @@ def _decide_training(position: Position, made: Round, config: FaultTolerance) ->
     """
     verdict, own_rank = made.verdict, made.quorum.rank
     if verdict.strays:
-        # The sum has gradients of strays. They come to the next round as joiners, which give none.
+        # The sum has gradients of strays. In the next round the strays are joiners, and give none.
         return Repeat()
     if verdict.duplicates:
         # The sum has gradients of the same data twice.
@@ -509,7 +509,7 @@ def find_last_to_leave(position: Position, left: Collection[int], own: int) -> L
     if not staying:
         # All others leave, and believe that this group trains on. So this group saves.
         return LastToLeave((own,), agreed=True)
-    # This group leaves without a round in which it could tell the others: they hang, or are in a
-    # long round. Nobody knows which of them stay. If some do, a save is superfluous, and costs only
-    # time of the groups that leave.
+    # This group leaves without a round that shows its request: the others hang, or are in a long
+    # round. Nobody knows which of them stay. If some do, a save is superfluous, and costs only time
+    # of the groups that leave.
     return LastToLeave(tuple(sorted(staying | {own})), agreed=False)
