@@ -70,10 +70,12 @@ _DROPPED = (
 """Flags of the tests in whose place this module has its own: their data is in torchtitan's
 checkout.
 """
-_SELECTIVE = (
+_OF_BASE_CONFIG = (
+    "--checkpoint.no-last_save_model_only",
     "--activation_checkpoint.mode=selective",
     "--activation_checkpoint.selective_ac_option=2",
 )
+"""What 0.2's tests have from the config that they begin with; those of 0.3 name it themselves."""
 
 
 class Verdict(StrEnum):
@@ -150,12 +152,14 @@ def own_flags(run: str, release: str) -> list[str]:
         "--training.mixed_precision_reduce=float32",
         "--validation.dataset=austen_validation",
         "--lr_scheduler.warmup_steps=2",
+        # A resumed run makes more steps, and goes on with the schedule.
+        f"--lr_scheduler.total_steps={RESUMED_STEPS}",
         "--debug.seed=42",
     ]
     for table in ("training", "validation"):
         flags += [f"--{table}.seq_len={length}", f"--{table}.local_batch_size={batch}"]
     if release == "0.2":
-        flags += _SELECTIVE  # the mode of its base config; those of 0.3 have it
+        flags += _OF_BASE_CONFIG
     return flags
 
 
