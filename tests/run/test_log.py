@@ -489,6 +489,14 @@ def test_text_that_is_not_utf_8_ends_nobody(tmp_path: Path) -> None:
         read_events(tmp_path)
 
 
+def test_text_that_is_not_utf_8_beside_a_number_that_is_none(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "a.jsonl", replica=0, rank=0, attempt=0)
+    log.emit(build(StepCommitted, lr=float("nan"), lineage="\udcff"))
+    (event,) = read_events(tmp_path)
+    assert isinstance(event, StepCommitted)
+    assert (event.lr, event.lineage) == (None, "?")
+
+
 def test_a_learning_rate_that_is_no_number_can_be_read(tmp_path: Path) -> None:
     """A schedule of the user's may give a NaN: the run's record is read all the same."""
     log = EventLog(tmp_path / "a.jsonl", replica=0, rank=0, attempt=0)

@@ -1,12 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Write and read the events of a run: one JSON object a line, one file per process."""
+"""Write and read the events of a run: one JSON object a line. Each process writes its own files."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import operator
 import os
 import sys
@@ -26,7 +25,7 @@ from titan_ft.run.paths import RunPaths
 from titan_ft.system.ownership import no_follow, only_files
 
 _BLOCK_BYTES = 256 * 1024
-_UNSET = (None, -1)
+_UNSET = (None, -1)  # defaults of replica, rank and attempt in the classes of `events.py`
 _WRONG_FIELDS = (
     "must have the fields of {} (see docs/events.md): {}; read an older version's run with that "
     "version"
@@ -36,18 +35,22 @@ _WRONG_FIELDS = (
 ROTATE_BYTES = 64 * 2**20
 """A process opens its next file of events when the present file has this size."""
 MAX_LINE_BYTES = 16 * 2**20
-"""No event is longer. Without a limit, a damaged file would fill the memory of its reader."""
-_MAX_FILE_BYTES = 16 * ROTATE_BYTES
+"""A reader takes a longer line for damage. Without the limit, such a file would fill the reader's
+memory."""
+_MAX_FILE_BYTES = 64 * ROTATE_BYTES
+"""A larger file is refused. A file grows beyond `ROTATE_BYTES` only while events wait, or while no
+next file can be made."""
 
 
 class EventLog:
     """Appends events to the files of a process, one after the other. Any thread may emit.
 
     After `ROTATE_BYTES` NAME.jsonl is followed by NAME.2.jsonl, and so on. A file with a successor
-    is complete.
+    is complete. A file is *cut* if it is empty or does not end with a newline: its writer had more
+    to write.
 
-    A file that cannot be written ends nothing: the events wait in memory, see `Appender`. The log
-    reports this on stderr once, and again when the events are written. Then it adds an event of its
+    If a file cannot be written, the process goes on, and the events wait in memory (`Appender` in
+    `appender.py`). The log reports this on stderr once, and again when the events are written. Then it adds an event of its
     own: `EventsDelayed`, and `EventsDropped` if there were more events than the memory may hold.
 
     Args:
@@ -66,6 +69,7 @@ class EventLog:
         self._who = {"replica": replica, "rank": rank, "attempt": attempt}
         self._lock = threading.Lock()
         self._closed = path is None
+        # `FileAppender` opens nothing before the first event, so a log without a path opens none.
         self._path = path or Path()
         self._number = 1
         self._num_bytes = 0  # that this process has written to the present file
@@ -88,7 +92,7 @@ class EventLog:
                 return
             if not is_stamped:
                 stamp(event)
-            # Rotate here, and not in `_append`, which `_report_end` calls in the middle of a write.
+            # Rotate here, and not in `_append`, which `_report_stall_end` calls in the middle of a write.
             # While events wait for this file, it must stay open.
             if self._num_bytes >= ROTATE_BYTES and self._file.stall is None:
                 self._rotate()
@@ -96,7 +100,11 @@ class EventLog:
 
     def _open(self, path: Path) -> FileAppender:
         return FileAppender(
-            path, self._report_stall, self._report_end, is_json_lines=True, on_cut=self._report_cut
+            path,
+            self._report_stall,
+            self._report_stall_end,
+            is_json_lines=True,
+            on_cut=self._report_cut,
         )
 
     def _rotate(self) -> None:
@@ -105,8 +113,8 @@ class EventLog:
             with open(path, "ab", opener=no_follow):
                 pass
         except OSError:
-            # If no new file can be made, continue this one: it can show that events wait for room
-            # (`FileAppender`).
+            # Without a next file, continue this one. If the disk is full, `FileAppender` marks this
+            # file as cut, which it cannot do in a file that does not exist.
             return
         self._file.close(0.0)
         self._number += 1
@@ -143,8 +151,9 @@ class EventLog:
             f"{WAITING_BYTES >> 20} MiB of events in memory until there is room, and goes on"
         )
 
-    def _report_end(self, stall: Stall) -> None:
+    def _report_stall_end(self, stall: Stall) -> None:
         num_dropped = stall.dropped.total()
+        # A short stall soon after another one is not reported, unless events are lost.
         if stall.reported or num_dropped:
             lost = f"; {num_dropped} more are lost" if num_dropped else ""
             _report(
@@ -165,6 +174,7 @@ class EventLog:
             self._append(dropped)
 
     def _report_cut(self) -> None:
+        """Report the events that an earlier process of this pid left unwritten in this file."""
         cause = "an earlier process of the same pid was killed while its events waited"
         dropped = EventsDropped(error=cause, events=None, kinds={}, since=None, until=None)
         stamp(dropped)
@@ -174,7 +184,8 @@ class EventLog:
 def _report(text: str) -> None:
     """Print a line for people on stderr.
 
-    If stderr is a file on a full disk, the line waits as events do.
+    A worker's stderr goes through an appender as well (`output.py`): on a full disk the line waits
+    as events do.
     """
     # stderr may be closed, or None.
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -197,7 +208,7 @@ def encode(event: Event) -> bytes:
     except UnicodeEncodeError:
         # A path or a message is not UTF-8. A report about it must not end the process.
         plain = msgspec.to_builtins(event, str_keys=True, enc_hook=_plain)
-        line = json.dumps(plain, ensure_ascii=False).encode(errors="replace")
+        line = _ENCODER.encode(_with_utf8(plain))
     # With a space after each colon and comma, for people and their search tools.
     return msgspec.json.format(line, indent=0) + b"\n"
 
@@ -226,8 +237,10 @@ def decode(line: bytes, *wanted: type[Event]) -> Event | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(_WRONG_FIELDS.format(head.event, error)) from error
     names, defaults, values_of = _header(kind)
-    # A loop in C: this runs for each line of a run.
-    if True in map(operator.eq, values_of(event), defaults):
+    # msgspec fills a missing field with its default, and no field of a header is written with its
+    # default. So a default means that the field is missing. The loop is in C: it runs for each line.
+    has_missing = any(map(operator.eq, values_of(event), defaults))
+    if has_missing:
         for name, default in zip(names, defaults, strict=True):
             if getattr(event, name) == default:
                 raise ValueError(_WRONG_FIELDS.format(head.event, f"{name} is missing"))
@@ -255,7 +268,7 @@ def read_history(
     `FileAppender`).
 
     Args:
-        known: for each file name, the place up to which its events are known already and left out.
+        known: for each file name, the place from which to read on.
 
     Raises:
         OSError, ValueError: see `read_events`.
@@ -267,17 +280,19 @@ def read_history(
         with open_lines(path) as file:
             file.seek(start.num_bytes)
             data = file.read()
-        if not data.endswith(b"\n") and (data or not start.num_bytes):
+        is_empty_file = not data and start.num_bytes == 0  # made for an event that is missing
+        has_cut_line = bool(data) and not data.endswith(b"\n")
+        if is_empty_file or has_cut_line:
             cut.append(path.name)
         lines = data.split(b"\n")
         for number, line in enumerate(lines, start=start.num_lines + 1):
             try:
                 event = decode(line) if line else None
             except ValueError as error:
-                # The text after the last newline is a cut line.
-                if number < start.num_lines + len(lines):
-                    raise ValueError(f"{path}:{number} {error}") from error
-                continue
+                is_last = number == start.num_lines + len(lines)
+                if is_last:  # Its writer was killed within the line.
+                    continue
+                raise ValueError(f"{path}:{number} {error}") from error
             if event is not None:
                 events.append(event)
     return sorted(events, key=lambda event: event.time), cut
@@ -288,7 +303,9 @@ class Place(msgspec.Struct):
 
     num_bytes: int = 0
     num_lines: int = 0
-    crc: int = 0  # CRC-32 of the bytes before the place.
+    # CRC-32 of the bytes before the place. `history/record/kept.py` tells by it whether the file is
+    # still the same.
+    crc: int = 0
 
 
 def stream(path: Path, place: Place) -> Iterator[Event]:
@@ -358,6 +375,17 @@ class _Head(msgspec.Struct):
     event: str
 
 
+def _with_utf8(value: Any) -> Any:
+    """Return a value of JSON with a "?" for each letter that UTF-8 cannot hold."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, list):
+        return [_with_utf8(each) for each in value]
+    if isinstance(value, dict):
+        return {_with_utf8(key): _with_utf8(each) for key, each in value.items()}
+    return value
+
+
 def _plain(value: Any) -> Any:
     """Return a JSON value for an object that JSON does not know: a number, or its text."""
     # Scalars of NumPy and torch have this method. This room imports neither.
@@ -393,8 +421,9 @@ def _header(
     """
     names = []
     defaults = []
-    for each in msgspec.structs.fields(kind):
-        if each.name in Event.__struct_fields__ and each.default is not None:
-            names.append(each.name)
-            defaults.append(each.default)
+    for field in msgspec.structs.fields(kind):
+        # A field with the default None may be absent from a line; one with -1 must be there.
+        if field.name in Event.__struct_fields__ and field.default is not None:
+            names.append(field.name)
+            defaults.append(field.default)
     return tuple(names), tuple(defaults), operator.attrgetter(*names)

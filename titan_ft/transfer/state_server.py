@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import math
 import socket
 import socketserver
 import threading
@@ -33,31 +34,35 @@ from titan_ft.transfer.wire import Message, SealedStream, check_joiner, octets
 
 _HANDSHAKE_SECONDS = 10.0
 _MAX_UNPROVED = 64
-"""Connections whose other end has not proved yet that it knows the token. The next connection
-closes the oldest of them."""
+"""Limit of the connections whose other end has not yet proved that it knows the token. Beyond it,
+one of them is closed (`_choose_one_to_close`)."""
 
-_OFFER_SECONDS = 1.0
-"""A donor with an older state than a joiner asks for waits this long for its next update, before it
-answers with its present offer. The joiner waits longer for the answer (`_OFFER_SECONDS` in
-`state_fetch.py`)."""
+_NEXT_UPDATE_SECONDS = 1.0
+"""If a joiner asks for a later state than this donor has, the donor waits at most this long for its
+next update. Then it answers with the offer that it has. The joiner waits longer for the answer
+(`_OFFER_SECONDS` in `state_fetch.py`)."""
 
 _WAITING_SECONDS = 1.0
-"""Pause between two lines {"waiting"} to a joiner whose state is not copied yet. A joiner takes a
+"""Pause between two `waiting` messages to a joiner whose state is not copied yet. A joiner takes a
 longer silence (`_STALL_SECONDS` in `state_fetch.py`) for a broken connection."""
 
 _POLL_SECONDS = 1.0
 """Poll interval of the thread that listens. `close` wakes the thread, so a shorter interval would
 only cost CPU."""
 
-_JOINER_SECONDS = 60.0
-"""A joiner that takes no bytes for this time is dropped, because the snapshot's memory is
-needed."""
+_UNREAD_SECONDS = 60.0
+"""A joiner that takes no bytes for this long is dropped. Until then its snapshot's memory cannot be
+used for the next copy."""
+
+_KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
+"""Seconds, seconds, probes: how the kernel finds that a silent joiner's host has vanished. Between
+two requests a joiner may be silent for long."""
 
 _NO_DESCRIPTOR_LEFT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _ACCEPT_PAUSE_SECONDS = 0.1  # after one of these errors
 
 SendBytes = Callable[[socket.socket, memoryview], None]
-"""Sends all of some bytes to a connection."""
+"""Sends all bytes of a view to a connection."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +101,17 @@ class StateServer:
     Args:
         host: address to listen on.
         token: the run's shared secret.
-        wait_seconds: limit of a request's wait for a snapshot that is not offered.
+        wait_seconds: limit of a request's wait for a state that this rank neither offers nor has
+            copied; the training thread may be about to publish it. A request for an offered state
+            waits without limit.
         on_completed: called on the thread of the connection when a joiner has its whole state.
         max_mbps: limit for all joiners together in 10**6 bits per second; 0 = no limit.
         certificate: for TLS; None = no TLS.
         on_refusal: takes the first refused stranger of each kind, on a thread of this server.
 
     Attributes:
-        address: host:port that joiners dial. Their proof covers it.
+        address: host:port that joiners dial. A joiner's proof of the token includes it, so another
+            donor refuses that proof.
         send: sends ranges of the payload. Fault injection replaces it.
     """
 
@@ -123,21 +131,25 @@ class StateServer:
         self._on_completed = on_completed
         self._pace = Pace(max_mbps)
         self.send: SendBytes = self._pace.send
+        # Called first on each connection's thread: a new thread would begin on GPU 0.
         self._select_device = device.for_thread()
-        # Guards changes of the fields from here to `_wanted_part`. Single reads, and `pin`, do
-        # without it. It is notified when the snapshot or the offer changes, and by `close`.
+        # Guards changes of the fields from here to `_wanted_part`. Reading one field needs no lock.
+        # `pin` needs none: `engine/donor.py` holds its own lock around `publish`, `withdraw` and
+        # `pin`. It is notified when the snapshot or the offer changes, and by `close`.
         self._changed = threading.Condition()
         self._snapshot: Snapshot | None = None
         self._offer: Message | None = None
         self._offered_at = 0.0
         self._copy_offered: Callable[[int, Part], None] | None = None
-        self._copy_seconds = 0.0  # that the host took to make the snapshot
+        self._host_copy_seconds = 0.0  # that the host took to make the snapshot
         self._num_readers = 0  # connections that read the snapshot
         self._is_pinned = False
         self._wanted_part: Part | None = None
         self._refusals = Refusals(_HANDSHAKE_SECONDS, on_refusal)
         self._unproved = _UnprovedConnections(self._refusals)
-        self._server = _ConnectionServer((host, 0), self._handle, self._unproved.close_late)
+        self._server = _ConnectionServer(
+            (host, 0), self._handle, self._unproved.close_late, self._unproved.close_one
+        )
         self.address = join_address(host, self.port)
         threading.Thread(
             target=self._server.serve_forever,
@@ -158,7 +170,7 @@ class StateServer:
         """
         with self._changed:
             self._snapshot = snapshot
-            self._copy_seconds = copy_seconds
+            self._host_copy_seconds = copy_seconds
             self._wanted_part = None
             self._is_pinned = True
             self._changed.notify_all()
@@ -171,9 +183,9 @@ class StateServer:
     def pin(self, is_pinned: bool) -> None:
         """Set whether the snapshot must stay, because a joiner's row names this donor.
 
-        While the snapshot must stay, joiners get no offer of another state, whose copy would
-        replace it. `publish` pins a new snapshot, because only the next round shows which joiner
-        fetches it.
+        This is not about page-locked memory. While the snapshot must stay, joiners get no offer of
+        another state, whose copy would replace it. `publish` pins a new snapshot, because only the
+        next round shows which joiner fetches it.
         """
         self._is_pinned = is_pinned
 
@@ -199,11 +211,13 @@ class StateServer:
         """Let joiners ask for a state that is not copied yet.
 
         Args:
-            offer: step, lineage and digest of the state. None withdraws the offer; a joiner that
-                already waits for the state then waits at most `wait_seconds` longer.
+            offer: step, lineage and digest of the state. None withdraws the offer. A request that
+                already waits for the state then fails `wait_seconds` after its arrival.
             copy: copy(step, part) copies the state and publishes the copy. It does nothing if the
                 state has changed meanwhile. The thread of a connection calls it. None = only the
-                training thread may copy the state, as soon as it sees `wanted_part`.
+                training thread may copy the state, because a forward may write a part of it, or
+                because all ranks must copy after the same step. It copies when it sees
+                `wanted_part`.
         """
         with self._changed:
             self._offer = offer
@@ -230,7 +244,7 @@ class StateServer:
 
     def close(self) -> None:
         """Stop listening, drop the snapshot, and end the answers under way."""
-        self._pace.close()
+        self._pace.close()  # ends the answers that are being sent; `_is_wait_over` reads it, too
         self.withdraw()
         with self._changed:
             self._changed.notify_all()
@@ -248,8 +262,11 @@ class StateServer:
         connection.settimeout(_HANDSHAKE_SECONDS)
         # The end of an answer must not wait for a delayed acknowledgement.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        user_timeout = int(_JOINER_SECONDS * 1000)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, user_timeout)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (*_KEEPALIVE, ("TCP_USER_TIMEOUT", int(_UNREAD_SECONDS * 1000))):
+            option = vars(socket).get(name)
+            if option is not None:  # macOS does not have all of them
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
         with self._unproved.track(connection, source):
             try:
                 stream = check_joiner(connection, self.address, self._token, self._certificate)
@@ -281,6 +298,9 @@ class StateServer:
     def _serve_state(self, stream: SealedStream, request: Message, started: float) -> None:
         """Answer a request for the header or a range of a state, or the joiner's farewell.
 
+        A farewell takes the snapshot as well, for `CompletedTransfer`. If the snapshot has been
+        replaced meanwhile, the joiner gets an error, and nothing is reported.
+
         Args:
             started: monotonic time in seconds at which the connection began.
         """
@@ -295,13 +315,13 @@ class StateServer:
         finally:
             with self._changed:
                 self._num_readers -= 1
-        joiner = request.get("done")
+        joiner = request.get("done")  # a farewell holds the joiner's name here
         if joiner:
             completed = CompletedTransfer(
                 joiner,
                 snapshot,
                 request["bytes"],
-                copy_seconds=max(self._copy_seconds, snapshot.copy_seconds),
+                copy_seconds=max(self._host_copy_seconds, snapshot.copy_seconds),
                 serve_seconds=time.monotonic() - started,
             )
             self._on_completed(completed)
@@ -315,11 +335,11 @@ class StateServer:
     def _find_offer(self, least_step: int) -> Message | None:
         """Return the offer, unless its copy would replace a snapshot that must stay.
 
-        If this group offers fewer than `least_step` updates, it is about to make the next update.
-        So wait for that a moment.
+        If the offered state is older than `least_step`, this group is about to make the next
+        update. Then wait `_NEXT_UPDATE_SECONDS` for it.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._offers_at_least(least_step), _OFFER_SECONDS)
+            self._changed.wait_for(lambda: self._offers_at_least(least_step), _NEXT_UPDATE_SECONDS)
             offer = self._offer
             if offer is None:
                 return None
@@ -331,15 +351,15 @@ class StateServer:
             return Message({**offer, "elapsed_milliseconds": elapsed})
 
     def _offers_at_least(self, least_step: int) -> bool:
-        """True if the offered state has at least these updates, or if there is no offer."""
+        """True if the offered state is of `least_step` or later, or if there is no offer."""
         return self._offer is None or self._offer["step"] >= least_step
 
     @staticmethod
     def _read_request(stream: SealedStream) -> Message:
         """Wait for a request. Returns an empty message if the joiner has closed the connection.
 
-        The wait has no limit, because a joiner may pause between two requests. The bytes of a probe
-        have one: they follow their request at once.
+        There is no time limit, because a joiner may pause between two requests. After a probe's
+        request there is one, because the probe's bytes follow at once.
         """
         stream.connection.settimeout(None)
         request = stream.read()
@@ -366,7 +386,8 @@ class StateServer:
         # Locals: the training thread may withdraw both at any time.
         snapshot, copy_offered = self._snapshot, self._copy_offered
         if "header" not in request:
-            # A later request of the same joiner: serve the snapshot whose header it has.
+            # Only the request for the header names a part. A later one takes what the snapshot
+            # has: the joiner has its header.
             if snapshot is not None:
                 part = snapshot.part
         elif copy_offered is not None and not self._is_wait_over(step, part):
@@ -378,20 +399,18 @@ class StateServer:
                     self._wanted_part = part
                 # Between two steps the training thread copies an offered state. A step may be long,
                 # so the wait for an offered state has no limit.
-                wait_seconds = _WAITING_SECONDS
-                is_last_wait = False
+                remaining_seconds = math.inf
                 if not is_offered:
                     remaining_seconds = deadline - time.monotonic()
-                    wait_seconds = min(_WAITING_SECONDS, remaining_seconds)
-                    is_last_wait = remaining_seconds <= _WAITING_SECONDS
-                is_over = self._changed.wait_for(
+                is_decided = self._changed.wait_for(
                     lambda: self._is_wait_over(step, part),
-                    wait_seconds,
+                    min(_WAITING_SECONDS, remaining_seconds),
                 )
-                is_over = is_over or is_last_wait
+                is_late = remaining_seconds <= _WAITING_SECONDS  # that was the last wait
+                is_over = is_decided or is_late
                 found = self._snapshot
-                # A state that is not offered is not copied again: the present snapshot of this
-                # state must do, even if it is another part.
+                # While the state is offered, the wanted part may still be copied. Otherwise nobody
+                # copies it: the present snapshot of this state must do, even of another part.
                 may_serve = is_over or not is_offered
                 if found is not None and may_serve:
                     is_right = found.step == step and lineage in (None, found.lineage)
@@ -402,11 +421,12 @@ class StateServer:
                 present = "none"
                 if found is not None:
                     present = f"step {found.step} of lineage {found.lineage}"
-                raise _NoStateError(f"the donor has no state of step {step} (it has {present})")
+                wanted = f"step {step}" if lineage is None else f"step {step} of lineage {lineage}"
+                raise _NoStateError(f"the donor has no state of {wanted} (it has {present})")
             stream.write({"waiting": step})
 
     def _is_wait_over(self, step: int, part: Part) -> bool:
-        """True if a request for a part of the state of `step` need not wait any longer."""
+        """True if a part of the state of `step` is here, or can no longer come."""
         if self._pace.closed:
             return True
         snapshot, offer = self._snapshot, self._offer  # locals: called without the lock as well
@@ -455,7 +475,7 @@ def _read_part(request: Message) -> Part:
     if "part" not in request:
         return WHOLE
     index, count = request["part"]
-    if index >= count:
+    if not 0 <= index < count:
         raise ValueError(f"no part of a state: {index} of {count}")
     return Part(index, count)
 
@@ -496,7 +516,7 @@ class _UnprovedConnections:
         with self._lock:
             self._accepted[duplicate] = _Accepted(time.monotonic(), source)
             if len(self._accepted) > _MAX_UNPROVED:
-                self._shut_down(self._choose_crowded(), "crowd")
+                self._shut_down(self._choose_one_to_close(), "crowd")
         try:
             yield
         finally:
@@ -504,12 +524,19 @@ class _UnprovedConnections:
                 self._accepted.pop(duplicate, None)
                 duplicate.close()
 
-    def _choose_crowded(self) -> socket.socket:
+    def close_one(self) -> None:
+        """Make room after a descriptor could not be had, because strangers may hold them."""
+        with self._lock:
+            if self._accepted:
+                self._shut_down(self._choose_one_to_close(), "no_descriptors")
+
+    def _choose_one_to_close(self) -> socket.socket:
         """Return the oldest connection of the host that has most of them.
 
-        The oldest connection of all hosts may be a joiner's whose handshake takes some trips.
+        The oldest one of all may be a joiner's, whose handshake needs several round trips.
         """
         num_by_source = Counter(accepted.source for accepted in self._accepted.values())
+        # The dict is ordered by time, and `max` takes the first of equals: the oldest.
         return max(
             self._accepted,
             key=lambda connection: num_by_source[self._accepted[connection].source],
@@ -535,8 +562,9 @@ class _ConnectionServer(socketserver.ThreadingTCPServer):
     """Accepts connections, and handles each one on a thread of its own.
 
     Args:
-        handle: serves a connection from a numeric address.
+        handle: serves a connection; gets it with the numeric address of its other end.
         on_poll: called after each poll and each connection, on the thread that listens.
+        on_no_descriptor: called there when a connection cannot be accepted for want of one.
     """
 
     daemon_threads = True
@@ -548,10 +576,12 @@ class _ConnectionServer(socketserver.ThreadingTCPServer):
         address: tuple[str, int],
         handle: Callable[[socket.socket, str], None],
         on_poll: Callable[[], None],
+        on_no_descriptor: Callable[[], None],
     ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._handle = handle
         self._on_poll = on_poll
+        self._on_no_descriptor = on_no_descriptor
         super().__init__(address, socketserver.BaseRequestHandler)
 
     def service_actions(self) -> None:
@@ -562,13 +592,14 @@ class _ConnectionServer(socketserver.ThreadingTCPServer):
             return super().get_request()
         except OSError as error:
             if error.errno in _NO_DESCRIPTOR_LEFT:
-                # The listening socket stays readable. Without the pause this thread would turn as
-                # fast as it can, and take Python's lock from the training thread.
+                self._on_no_descriptor()
+                # The listening socket stays readable. Without the pause this thread would spin, and
+                # hold Python's lock against the training thread.
                 time.sleep(_ACCEPT_PAUSE_SECONDS)
             raise
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        # The joiner has gone, or speaks another protocol. A real joiner asks again, here or at
-        # another donor.
+        # OSError: the joiner has gone, or was refused (`StrangerError` is one). The others: its
+        # message is malformed. A real joiner asks again, here or at another donor.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             self._handle(request, client_address[0])
