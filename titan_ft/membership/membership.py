@@ -88,12 +88,13 @@ seconds later than to others."""
 
 _NUM_FREQUENT_READERS = 4
 """While they wait in an exchange, the groups with the lowest slots read the lighthouse's page once
-in each heartbeat timeout. The others read it less often (`_watch_pulse`). So 1000 groups read the
-page 200 times a second."""
+in each heartbeat timeout. The others read it less often (`_watch_pulse`). So 1000 groups make about
+130 reads in a timeout."""
 
-# A lone group that waits for others reads the page after the longer one of these pauses.
-_LONE_PAUSE_TIMEOUTS = 0.1  # share of a heartbeat timeout
-_LONE_PAUSE_STEPS = 0.02  # share of a step
+# While a lone group computes, it looks for a joiner on the page. It pauses for the longer one of
+# these times.
+_LONE_PAUSE_PER_TIMEOUT = 0.1  # share of a heartbeat timeout
+_LONE_PAUSE_PER_STEP = 0.02  # share of a step
 
 _CONNECTING_TIMES_IN_RESERVE = 2
 """A lone group admits a joiner in the middle of a step only if the rest of the step is this many
@@ -108,8 +109,10 @@ class _Lack(enum.StrEnum):
     """Why a quorum lacks groups, according to the lighthouse's page."""
 
     NOTHING = "nothing"  # it lacks none
-    UNKNOWN = "unknown"  # the page lacks an expected group: the lighthouse was started again
-    LIVING = "living"  # a group sends heartbeats and has not asked; with rounds of several steps
+    # The page does not show an expected group, or cannot be read: the lighthouse may be new.
+    UNKNOWN = "unknown"
+    # A group sends heartbeats, and has not asked yet: its semi-synchronous round may take long.
+    LIVING = "living"
 
 
 @dataclass(frozen=True)
@@ -205,8 +208,8 @@ class Membership:
         self._leave_requested = leave_requested
         self._heartbeat_timeout = config.heartbeat_timeout_ms / 1000
         self._strategy = strategy_of(config)
-        # The ranks agree by it: on quorums, on the quorum thread, and on votes, on the training
-        # thread. The two never overlap.
+        # Over this tree the ranks of the group agree about quorums (on the quorum thread) and about
+        # votes (on the training thread). The two never overlap.
         self._control = control
         lighthouse_address = LighthouseAddress(lighthouse, token)
 
@@ -223,9 +226,9 @@ class Membership:
             token=token,
             on_move=report_move,
         )
-        store_address = join_address(host, store[1])  # the store is on rank 0's host
+        store_address = join_address(host, store[1])
 
-        def make_first_name() -> Member:
+        def make_first_name() -> Member:  # called on rank 0, whose host has the store
             return Member(
                 config.replica_id,
                 time.time(),
@@ -243,7 +246,7 @@ class Membership:
         # Set while the group has nothing left to compute before the quorum.
         self._is_needed = threading.Event()
         self._requested_at = 0.0
-        # Time from the group's last early request until it needed the quorum; 0 = unknown.
+        # Time from the last `request_quorum(may_grow=True)` to its `need_quorum`; 0 = none yet.
         self._computing_seconds = 0.0
         # Time that the last set-up of a process group with other groups took; infinite before it.
         self._connecting_seconds = math.inf
@@ -258,7 +261,9 @@ class Membership:
         self._failures = 0  # failed votes in a row
         self._closed = False
         self._page = StatusPage(lighthouse_address)
-        self._watched_prefix = ""  # `Rendezvous.prefix` of the exchange that the pulse looked at
+        # `Rendezvous.prefix` of the exchange that the pulse looked at last. An abort of that
+        # exchange must not hit the next one.
+        self._watched_prefix = ""
         self._rendezvous = Rendezvous(
             process_group,
             timedelta(milliseconds=config.process_group_timeout_ms),
@@ -280,7 +285,7 @@ class Membership:
         )
         self._watches: list[Watch] = []
         if group_rank == 0:
-            # Rank 0 alone reads the lighthouse's page. Its abort reaches the other ranks.
+            # Rank 0 alone has this watch. Its abort reaches the other ranks over the control tree.
             self._watches.append(self._watch_pulse())
         self._watches.append(self._partition.watch(self._find_others))
 
@@ -336,7 +341,7 @@ class Membership:
             time.sleep(seconds)
             return
         with contextlib.suppress(TimeoutError):
-            self._pending.exception(seconds)
+            self._pending.exception(seconds)  # only waits: `await_quorum` raises an error
 
     def await_quorum(self) -> Quorum:
         """Wait for the requested quorum, and return it.
@@ -370,12 +375,13 @@ class Membership:
         Raises:
             TimeoutError: not all ranks have voted within `VOTE_SECONDS`.
             RankLostError: a rank of this group is lost.
-            LighthouseError: this group has left.
+            LighthouseError: `close` was called meanwhile. A request raises the same error then.
         """
         self._partition.before_vote(ok)
         with self.watch_exchange():  # the exchange of another rank may still be waiting
             agreed = self._agree_on(step, ok)
         if agreed:
+            # The exchange worked, so a link that seemed dead was only slow.
             self._partition.forget_dead_links()
             self._failures = 0
         else:
@@ -450,9 +456,9 @@ class Membership:
         return {member.slot for member in members if member.process in processes}
 
     def find_ages(self) -> tuple[dict[int, float], dict[int, float]] | None:
-        """Return the results of `pulse.find_ages`; any thread.
+        """Return each group's seconds since its last heartbeat, and the start of its process.
 
-        None if the lighthouse does not answer, or does not hear this group.
+        Any thread. None if the lighthouse does not answer, or does not hear this group.
         """
         status = self._page.read(self._heartbeat_timeout)
         if status is None:
@@ -463,11 +469,11 @@ class Membership:
         """Return this rank's counterparts whose state it can use, by slot; any thread.
 
         1. After a quorum: the counterparts in it.
-        2. A newcomer without a quorum asks the lighthouse's page. If the exchange under way expects
-           the former process of its group, that exchange breaks and is repeated with the newcomer.
-           So the newcomer can use the state of the living groups. Otherwise it would miss the next
-           update.
-        3. With rounds of several steps, the state stays the same for long. So the newcomer can use
+        2. A newcomer without a quorum asks the lighthouse's page. It may use the living groups only
+           if the exchange under way expects its group's former process: that exchange breaks, and
+           is repeated with the newcomer. An exchange that can complete would make the fetched state
+           one update old.
+        3. In semi-synchronous training the state stays the same for long. So the newcomer can use
            the state of any living group.
         """
         if self._counterparts:
@@ -480,10 +486,10 @@ class Membership:
     def remember_donors(self, slots: Sequence[int]) -> None:
         """Remember the groups that offered the state which this group fetches.
 
-        All ranks call it with the same slots. It matters with rounds of several steps. These groups
-        make the round that starts from the offered state. If the newcomer committed an update
-        without them, their round would be void. So its first quorum must include one of them,
-        unless all of them are gone (`_find_expected_donors`).
+        All ranks call it with the same slots. It matters in semi-synchronous training alone: there
+        the donors are in the middle of a long round, and do not ask for a quorum yet. A newcomer
+        that got a quorum without them would commit alone, and make their round void. So its first
+        quorum must include one of them, unless all of them are gone (`_find_expected_donors`).
         """
         self._donors = tuple(slots)
 
@@ -498,14 +504,16 @@ class Membership:
         peers = self._counterparts or self._find_peers(self._read_status())
 
         def find(slot: int) -> str:
+            peer = peers.get(slot)
+            if peer is None:
+                return ""
             with contextlib.suppress(KeyError, OSError, RuntimeError):
-                peer = peers[slot]
                 return peer.address or look_up(peer, self._group_rank, self._token)
             return ""
 
         addresses = call_for_each(find, slots, "titan_ft_addresses", len(slots))
         if not any(addresses):
-            raise ConnectionError("none of them lives and can be reached")
+            raise ConnectionError(f"none of groups {list(slots)} lives and can be reached")
         return addresses
 
     def _read_status(self) -> LighthouseStatus:
@@ -575,6 +583,8 @@ class Membership:
         error: str | None = None
         ready_at = reply.received_at
         if not answer.admission.settled:
+            # Not raised: the ranks still make this exchange, which fails at once, and vote. The
+            # next quorum repeats it.
             error = "groups that cannot reach each other have yet to report what they hold"
         elif key != self._rendezvous.key:
             error = self._rendezvous.configure(key, reply.quorum_id, members, self.member, step)
@@ -583,7 +593,9 @@ class Membership:
                 self._note_joined(answer, step, ready_at)
         max_step = reply.max_step
         if len(members) < len(reply.replica_ids):
-            # A stranger in the quorum may claim any step. So only the steps of the members count.
+            # A stranger in the quorum may claim any step. So only the members' own steps count.
+            # They were read when the process group was built. If the members are the same since,
+            # all of them have committed the same updates as this group.
             max_step = max(step, self._rendezvous.max_step)
         return Quorum(
             key,
@@ -630,7 +642,7 @@ class Membership:
         self._counterparts = counterparts
 
     def _find_members(self, step: int, failures: int) -> _AcceptedQuorum:
-        """Request quorums until one of them lacks no group for which this group should wait.
+        """Request quorums until one of them contains every group that this group should wait for.
 
         A quorum may lack living groups in two cases. A lighthouse that was started again does not
         know all groups yet. Or the lighthouse did not wait for a group, because the group computes
@@ -678,12 +690,12 @@ class Membership:
             if is_unknown:
                 was_restarted = True
                 waited_for_unknown = True
-            # For a living group, wait without a limit.
+            # Stop only if no living group is missing: for that one, wait without a limit.
             if missing.lack is not _Lack.LIVING:
                 may_come = was_restarted and (bool(absent) or is_unknown)
-                # Another member of this quorum may not know of the restart, and go on to the
-                # exchange. The exchange fails while this group waits here, and the member reports
-                # that. So a new id for the same names means that this group must not wait.
+                # While this group waits here, a member that does not know of the restart may go
+                # on to the exchange, which fails without this group. The member reports that
+                # failure, and the next quorum has the same names and a higher id. Then stop.
                 another_failed = names == earlier_names and reply.quorum_id > earlier_id
                 if not may_come or another_failed or num_repeats >= max_repeats:
                     break
@@ -693,8 +705,9 @@ class Membership:
                 logger.warning("waiting for groups %s, which the quorum lacks", slots)
             time.sleep(_REUNION_PAUSE_SECONDS)
         self._last_quorum = _LastQuorum(reply.quorum_id, names, admission)
-        # Only a wait for unknown groups counts. After another wait, a newcomer may have met nobody,
-        # and its donors may be noted later.
+        # From here on this group need not wait for its donors (`_find_expected_donors`): it has met
+        # a group, or has waited for the donors in vain. A wait for anything else proves neither,
+        # because the donors may become known later.
         if waited_for_unknown or len(admission.members) > 1:
             self._has_met_others = True
         return _AcceptedQuorum(reply, admission, requested_at)
@@ -722,8 +735,8 @@ class Membership:
             # The quorum is new. Its process group must be built now, and not after the step.
             return False
         pause_seconds = max(
-            _LONE_PAUSE_TIMEOUTS * self._heartbeat_timeout,
-            _LONE_PAUSE_STEPS * self._computing_seconds,
+            _LONE_PAUSE_PER_TIMEOUT * self._heartbeat_timeout,
+            _LONE_PAUSE_PER_STEP * self._computing_seconds,
         )
         step_end = self._requested_at + self._computing_seconds
         deadline = step_end - _CONNECTING_TIMES_IN_RESERVE * self._connecting_seconds
@@ -768,7 +781,7 @@ class Membership:
         expected = set(absent) or self._find_expected_donors(present)
         if status is None:
             if not self._strategy.has_long_rounds:
-                # Do not wait for an answer of the page: each death of a group would cost this time.
+                # Do not ask a second time: each death of a group would cost this time.
                 expected = set()
             return _Missing(_Lack.UNKNOWN, sorted(expected))
         known = {member.slot for member in members_of_job(self.member, status.heartbeats)}
@@ -783,7 +796,7 @@ class Membership:
     def _find_expected_donors(self, present: Collection[int]) -> set[int]:
         """Return the donors that a newcomer's quorum must wait for (see `remember_donors`).
 
-        Empty if one of the donors is in the quorum's request already.
+        Empty if one of the donors has asked for this quorum.
 
         Only rank 0 uses the donors. The training thread may set them while the quorum thread waits
         for a reply, on each rank at another moment.
@@ -817,20 +830,21 @@ class Membership:
     def _watch_pulse(self) -> Pulse:
         """Build the watch for groups that fall silent during an exchange, or leave it."""
         # A page has a line for each group, and every group reads it. So in a large job, most groups
-        # read it less often: 1 interval for the first 4 slots, 2 for the next 4, 3 for the next 8,
-        # 4 for the next 16, ...
+        # read it less often: slots 0 to 3 once in a heartbeat timeout, 4 to 7 once in 2 timeouts,
+        # 8 to 15 in 3, 16 to 31 in 4, ...
         factor = 1 + (self._config.replica_id // _NUM_FREQUENT_READERS).bit_length()
         interval = self._heartbeat_timeout * factor
         first = interval
         patience = SILENT_BEATS * self._heartbeat_timeout
         on_leaver = None
         if self._config.process_group == "nccl":
-            # NCCL does not notice a death by itself, and the member may have been silent for long.
+            # NCCL shows no death. Look early: when the exchange begins, a member may already have
+            # been silent for almost the whole patience.
             first = interval / CLOSEST
             patience = self._heartbeat_timeout
-            # Gloo notices a member that leaves by its closed sockets. There, a member that asks for
-            # the next quorum already is no reason to break off: over a slow link its bytes arrive
-            # for seconds after it has completed the exchange.
+            # With NCCL only. Over Gloo, closed sockets show that a member has left, and a member that
+            # asks for the next quorum may just have finished: its bytes arrive for seconds over a
+            # slow link.
             on_leaver = self._follow_leaver
         return Pulse(
             self._page,
