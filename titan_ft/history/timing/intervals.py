@@ -7,6 +7,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 STATES = (
     "productive",
@@ -45,6 +46,14 @@ class Interval:
         return self.end_us - self.start_us
 
 
+class _Label(NamedTuple):
+    """The state of a stretch; see `Interval`."""
+
+    state: str
+    detail: str
+    is_sum: bool
+
+
 class Strip:
     """Cuts the time from `begin` to `end` into intervals, from left to right.
 
@@ -53,13 +62,12 @@ class Strip:
     """
 
     def __init__(self, begin: int, end: int) -> None:
-        self.begin, self.end = begin, max(begin, end)
+        self.begin = begin
+        self.end = max(begin, end)
         self.cursor = begin
         self._starts: list[int] = []
-        self._states: list[tuple[str, str, bool]] = []
-        """State, detail and `Interval.is_sum` from each start to the next one, the last up to the
-        cursor.
-        """
+        """The begin of each stretch. It ends at the next begin, the last one at the cursor."""
+        self._labels: list[_Label] = []
 
     def fill(self, until: int, state: str, detail: str = "", *, is_sum: bool = False) -> None:
         """Give the time from the cursor to `until` a state; do nothing if the cursor is there
@@ -68,7 +76,7 @@ class Strip:
         until = min(until, self.end)
         if until > self.cursor:
             self._starts.append(self.cursor)
-            self._states.append((state, detail, is_sum))
+            self._labels.append(_Label(state, detail, is_sum))
             self.cursor = until
 
     def paint(
@@ -77,42 +85,52 @@ class Strip:
         """Give the time from `start` to `end` a more exact state, where it is in one of the states
         `over`.
         """
-        start, end = max(start, self.begin), min(end, self.cursor)
+        start = max(start, self.begin)
+        end = min(end, self.cursor)
         if start >= end:
             return
-        for place in range(self._split(start, over), self._split(end, over)):
-            if self._states[place][0] in over:
-                self._states[place] = (state, detail, False)
+        # In this order: a cut at the start moves all later places on by one.
+        first = self._split(start, over)
+        after_last = self._split(end, over)
+        for place in range(first, after_last):
+            if self._labels[place].state in over:
+                self._labels[place] = _Label(state, detail, is_sum=False)
 
     def _split(self, at: int, over: Collection[str]) -> int:
-        """Cut an interval in one of the states `over` in two; return the place of the first one
-        from `at` on.
+        """Cut the stretch around `at` in two if its state is in `over`; return the place of the
+        first stretch from `at` on.
         """
         place = bisect_left(self._starts, at)
-        if (
-            at < self.cursor
-            and self._starts[place : place + 1] != [at]
-            and self._states[place - 1][0] in over
-        ):
+        is_start = place < len(self._starts) and self._starts[place] == at
+        if is_start or at >= self.cursor:
+            return place
+        around = self._labels[place - 1]
+        if around.state in over:
             self._starts.insert(place, at)
-            self._states.insert(place, self._states[place - 1])
+            self._labels.insert(place, around)
         return place
 
     def stretches(self, state: str) -> list[tuple[int, int]]:
         """Return start and end of the intervals in a state."""
-        return [(left, right) for left, right, said in self._pieces() if said[0] == state]
+        return [(left, right) for left, right, label in self._pieces() if label.state == state]
 
-    def _pieces(self) -> Iterator[tuple[int, int, tuple[str, str, bool]]]:
-        return zip(self._starts, [*self._starts[1:], self.cursor], self._states, strict=False)
+    def _pieces(self) -> Iterator[tuple[int, int, _Label]]:
+        """Yield begin, end and label of each stretch."""
+        ends = [*self._starts[1:], self.cursor]
+        # An empty strip has one end and no begin.
+        return zip(self._starts, ends, self._labels, strict=False)
 
     def cut(self) -> tuple[Interval, ...]:
         """Return the intervals; neighbours in the same state with the same detail are one."""
         self.fill(self.end, "unknown")
         intervals: list[Interval] = []
-        for left, right, (state, detail, is_sum) in self._pieces():
-            if intervals and (intervals[-1].state, intervals[-1].detail) == (state, detail):
-                left = intervals.pop().start_us
-            intervals.append(Interval(left, right, state, detail, is_sum))
+        for begin, end, label in self._pieces():
+            if intervals:
+                last = intervals[-1]
+                if last.state == label.state and last.detail == label.detail:
+                    begin = last.start_us
+                    intervals.pop()
+            intervals.append(Interval(begin, end, label.state, label.detail, label.is_sum))
         assert sum(interval.num_us for interval in intervals) == self.end - self.begin, (
             "time was lost or made"
         )
