@@ -211,24 +211,25 @@ class RunStatus:
         line = status.describe(states_before, self.fold, event)
         if line is not None:
             line = printable(line)
-        if isinstance(event, ev.StrangerRefused) and not self._is_new(event):
+        if isinstance(event, ev.StrangerRefused) and not self._is_first_of_its_kind(event):
             return None
         if isinstance(event, ev.StepCommitted):
-            line = self._take_step(commit_before)
+            line = self._note_commit(commit_before)
         shown = _line_of_launch(event) or line
         if shown:
             self.lines.append(StatusLine(event.time, shown, event.severity))
         return line
 
-    def _is_new(self, event: ev.StrangerRefused) -> bool:
+    def _is_first_of_its_kind(self, event: ev.StrangerRefused) -> bool:
         """True for the first refusal of its kind at ports of its kind.
 
         Each rank has ports of its own. A stranger at all of them would fill the terminal.
         """
         refusal = (event.port, event.kind)
-        is_new = refusal not in self._refusals
+        if refusal in self._refusals:
+            return False
         self._refusals.add(refusal)
-        return is_new
+        return True
 
     def observe_cut(self, files: set[str], now: float) -> str | None:
         """Take in the names of the cut files of events; return a line for a lasting change.
@@ -259,7 +260,7 @@ class RunStatus:
             writers.discard(RunPaths.process_of(RunPaths("").worker_events(*worker).name))
         return len(writers)
 
-    def _take_step(self, before: ev.StepCommitted | None) -> str | None:
+    def _note_commit(self, before: ev.StepCommitted | None) -> str | None:
         """Take in the latest commit; return a line if the job went back to an earlier state.
 
         Args:
@@ -274,10 +275,10 @@ class RunStatus:
         self._steps.append(_StepTokens(commit.time, commit.tokens))
         if before is None or commit.step > before.step:
             return None
-        again = f"{unit.noun}s {commit.step} to {before.step} are"
+        steps = f"{unit.noun}s {commit.step} to {before.step} are"
         if commit.step == before.step:
-            again = f"{unit.noun} {before.step} is"
-        return f"training went back to {unit.name(commit.step - 1)}: {again} made again"
+            steps = f"{unit.noun} {before.step} is"
+        return f"training went back to {unit.name(commit.step - 1)}: {steps} made again"
 
     def elapsed(self, now: float) -> float:
         """Return the seconds from the start to now, or to the end of the run."""

@@ -298,10 +298,11 @@ def describe(before: Mapping[int, str], run: RunFold, event: ev.Event) -> str | 
     state_before = before.get(slot)
     match event:
         case ev.WorkerExited():
-            died = state_of(group, run) == DIED and state_before != DIED and not event.stopped
-            # `ReplicaGaveUp` follows a mistake in the config, and its line is enough.
-            if not died or event.is_mistake:
+            has_died = state_of(group, run) == DIED and state_before != DIED
+            if event.stopped or not has_died:
                 return None
+            if event.is_mistake:
+                return None  # the line of the `ReplicaGaveUp` that follows is enough
             return _describe_death(name, event)
         case ev.AgentEnded():
             log = f"; see {event.log}" if event.log else ""
@@ -317,7 +318,9 @@ def describe(before: Mapping[int, str], run: RunFold, event: ev.Event) -> str | 
             return f"{name} hangs: {cause}; its log has the stacks"
         case ev.RankSilent():
             return f"{name}: ranks {_list(event.ranks)} are silent, so that the group ends"
-    if not isinstance(event, ev.RankEvent) or event.rank != 0 or event.attempt < group.attempt:
+    if not isinstance(event, ev.RankEvent):
+        return None
+    if event.rank != 0 or event.attempt < group.attempt:
         return None
     if isinstance(event, ev.Joined):
         if state_of(group, run) != JOINED or state_before == JOINED:
@@ -374,11 +377,17 @@ def is_shown_at_a_stop(event: ev.Event) -> bool:
 
 def _describe_loss(before: Mapping[int, str], run: RunFold, event: ev.GroupLost) -> str | None:
     group = run.groups.get(event.slot)
-    if group is None or state_of(group, run) != LOST or before.get(event.slot) == LOST:
+    if group is None or state_of(group, run) != LOST:
         return None
-    last = group.held_step if event.last_step is None else event.last_step
-    where = "" if last is None else f", last in {run.unit.name(last)}"
-    return f"group {event.slot} is lost: silent for {event.seconds:.0f} s{where}"
+    if before.get(event.slot) == LOST:
+        return None  # another group has reported it
+    line = f"group {event.slot} is lost: silent for {event.seconds:.0f} s"
+    last_update = event.last_step
+    if last_update is None:
+        last_update = group.held_step
+    if last_update is not None:
+        line += f", last in {run.unit.name(last_update)}"
+    return line
 
 
 def _is_first_to_train(run: RunFold, slot: int) -> bool:
