@@ -21,7 +21,7 @@ def phases(events: list[Any], group: int) -> list[StateSpan]:
     assert (found[0].start_us, found[-1].end_us) == record.span_us
     assert all(before.end_us == after.start_us for before, after in pairwise(found))
     assert {each.state for each in found} <= STATES.keys()
-    assert {each.fine for each in found} <= DETAILS.keys()
+    assert {each.fine_state for each in found} <= DETAILS.keys()
     return found
 
 

@@ -60,15 +60,15 @@ def find_hours(record: RunRecord) -> Hours:
     start_us = 0
     lost_us = 0
     for row in find_state_spans(record).values():
-        for phase in row:
-            if phase.state in ("ended", "unknown"):
+        for span in row:
+            if span.state in ("ended", "unknown"):
                 continue
-            spent_us += phase.num_us
-            waits_to_start = phase.state == "waiting" and phase.end_us <= first_step_us
-            if phase.fine == "start" or waits_to_start:
-                start_us += phase.num_us
-            elif phase.state != "training" or phase.fine == "wasted":
-                lost_us += phase.num_us
+            spent_us += span.num_us
+            waits_to_start = span.state == "waiting" and span.end_us <= first_step_us
+            if span.fine_state == "start" or waits_to_start:
+                start_us += span.num_us
+            elif span.state != "training" or span.fine_state == "wasted":
+                lost_us += span.num_us
     unit = "rank-hours"
     for event in record.of(ev.WorkerStarted):
         if event.setup is not None and event.setup.accelerator:

@@ -58,7 +58,7 @@ class StateSpan:
     end_us: int
     state: str
     """One of `style.STATES`."""
-    fine: str
+    fine_state: str
     """One of `intervals.STATES`."""
     detail: str = ""
     """The activity of the group, or the group that it waited for, in words."""
@@ -79,27 +79,27 @@ class TimeInState:
 
 @view
 def find_state_spans(record: RunRecord) -> dict[int, tuple[StateSpan, ...]]:
-    """Return the phases of each group, without gaps, from the job's begin to its end."""
+    """Return the spans of each group, without gaps, from the job's begin to its end."""
     lost = {group.slot for group in find_outcome(record).lost}
     found = {}
     for group, row in build_timeline(record).groups.items():
-        phases = list(_fold(record, group, row))
+        spans = list(_make_spans(record, group, row))
         attempts = record.attempts.get(group, [])
         has_died = bool(attempts) and attempts[-1].failed
         is_gone = group in lost or has_died
-        if is_gone and phases[-1].state == "unknown":
-            phases[-1] = replace(phases[-1], state="lost", detail="not started again")
-        found[group] = tuple(phases)
+        if is_gone and spans[-1].state == "unknown":
+            spans[-1] = replace(spans[-1], state="lost", detail="not started again")
+        found[group] = tuple(spans)
     return found
 
 
 @view
 def add_up_job(record: RunRecord) -> dict[str, TimeInState]:
     """Return how long all groups together were in each state."""
-    phases: list[StateSpan] = []
+    spans: list[StateSpan] = []
     for row in find_state_spans(record).values():
-        phases += row
-    return add_up_spans(phases)
+        spans += row
+    return add_up_spans(spans)
 
 
 @view
@@ -108,18 +108,18 @@ def add_up_groups(record: RunRecord) -> dict[int, dict[str, TimeInState]]:
     return {group: add_up_spans(row) for group, row in find_state_spans(record).items()}
 
 
-def add_up_spans(phases: Iterable[StateSpan]) -> dict[str, TimeInState]:
-    """Return how long some phases took together, by state."""
+def add_up_spans(spans: Iterable[StateSpan]) -> dict[str, TimeInState]:
+    """Return how long some spans took together, by state."""
     parts: dict[tuple[str, str], int] = defaultdict(int)
-    for phase in phases:
-        parts[phase.state, phase.fine] += phase.end_us - phase.start_us
+    for span in spans:
+        parts[span.state, span.fine_state] += span.end_us - span.start_us
     states: dict[str, Counter[str]] = defaultdict(Counter)
     for (state, fine), num_us in parts.items():
         states[state][fine] += num_us
     return {state: TimeInState(fine.total(), fine) for state, fine in states.items()}
 
 
-def _fold(record: RunRecord, group: int, row: Sequence[Interval]) -> Iterator[StateSpan]:
+def _make_spans(record: RunRecord, group: int, row: Sequence[Interval]) -> Iterator[StateSpan]:
     longest_usual_us = _find_longest_usual_exchange(record, row)
     attempts = record.attempts.get(group, [])
     begins = [attempt.begin_us for attempt in attempts]
@@ -135,14 +135,14 @@ def _fold(record: RunRecord, group: int, row: Sequence[Interval]) -> Iterator[St
             state = "lost"
             detail = "gave up"
         if state == "waiting" and interval.state != "wait_for_groups":
-            reason = _for_whom(record, group, interval)
+            reason = _describe_wait(record, group, interval)
             if reason:
                 detail += f"; {reason}"
-        phase = StateSpan(interval.start_us, interval.end_us, state, interval.state, detail)
+        span = StateSpan(interval.start_us, interval.end_us, state, interval.state, detail)
         if interval.state == "restart":
-            yield from _split_restart(phase, begins)
+            yield from _split_restart(span, begins)
         else:
-            yield phase
+            yield span
 
 
 def _is_exchange(interval: Interval) -> bool:
@@ -165,22 +165,22 @@ def _describe(interval: Interval) -> str:
     return ": ".join(filter(None, (DETAILS[interval.state], interval.detail)))
 
 
-def _split_restart(phase: StateSpan, begins: Sequence[int]) -> Iterator[StateSpan]:
+def _split_restart(span: StateSpan, begins: Sequence[int]) -> Iterator[StateSpan]:
     """Yield the part of a restart in which nothing ran, and the part in which the new process
     started.
     """
-    started_us = phase.end_us
+    started_us = span.end_us
     for begin_us in begins:
-        if phase.start_us < begin_us <= phase.end_us:
+        if span.start_us < begin_us <= span.end_us:
             started_us = begin_us
             break
-    if started_us > phase.start_us:
-        yield replace(phase, end_us=started_us, state="lost")
-    if started_us < phase.end_us:
-        yield replace(phase, start_us=started_us)
+    if started_us > span.start_us:
+        yield replace(span, end_us=started_us, state="lost")
+    if started_us < span.end_us:
+        yield replace(span, start_us=started_us)
 
 
-def _for_whom(record: RunRecord, group: int, interval: Interval) -> str:
+def _describe_wait(record: RunRecord, group: int, interval: Interval) -> str:
     """Return the group that a group waited for in an interval, and why; empty if unknown.
 
     The commit that ended the wait names it. In histories without such commits, it is the last

@@ -49,7 +49,7 @@ def join_training(row: Iterable[StateSpan]) -> list[StateSpan]:
             continue
         us_of_fine = Counter[str]()
         for span in part:
-            us_of_fine[span.fine] += span.num_us
+            us_of_fine[span.fine_state] += span.num_us
         total_us = us_of_fine.total() or 1
         by_length = us_of_fine.most_common()
         shares = [f"{DETAILS[fine]} {100 * us / total_us:.0f} %" for fine, us in by_length]
@@ -69,7 +69,7 @@ def thin_columns(row: Sequence[StateSpan], num_columns: int) -> list[StateSpan]:
     us_of_columns: list[Counter[str]] = [Counter() for _ in range(num_columns)]
     first_fine: dict[str, str] = {}
     for span in row:
-        first_fine.setdefault(span.state, span.fine)
+        first_fine.setdefault(span.state, span.fine_state)
         first_column = (span.start_us - begin_us) // width_us
         last_column = min((span.end_us - begin_us) // width_us, num_columns - 1)
         for column in range(first_column, last_column + 1):
