@@ -6,9 +6,9 @@ An exchange has two parts:
 
 1. The gradients are summed, bucket by bucket, while backward still computes others. Autograd calls
    a hook for each gradient when it is final (`register_post_accumulate_grad_hook`; FSDP2 calls it
-   for sharded parameters too). The hook copies the gradient into a *bucket*: a tensor whose content
-   and place in the order are the same in all groups. The sum of a bucket starts when the bucket and
-   all buckets before it are full.
+   for sharded parameters too). The hook copies the gradient into a *bucket*: a flat tensor. In all
+   groups it holds the gradients of the same parameters, and has the same place in the order. The
+   sum of a bucket starts when the bucket and all buckets before it are full.
 2. Each member sends its facts: a *row* of numbers and a *message* of bytes. Every member gets those
    of all members (`protocol/row.py`, `protocol/ledger.py`).
 
@@ -54,10 +54,7 @@ may not have as much memory again. NCCL should choose the same algorithm for all
 
 
 class HookCalls(enum.Enum):
-    """How the exchange knows the last call of a gradient's hook in one backward.
-
-    In its place, an int is the number of the calls.
-    """
+    """How a hook finds the last call of a backward, where the number of calls is not given."""
 
     ONE = enum.auto()  # there is no pipeline: the first call is the last, and nothing is counted
     # The number differs between parameters. The first backward counts the calls, and its gradients
@@ -102,18 +99,19 @@ class GradientExchange:
         membership: provides the quorum and the process group.
         bucket_bytes: size of a bucket. A larger parameter has a bucket of its own.
         where: device of the buckets (`device.exchange_device`).
-        overlap: launch buckets during backward. A gradient must be final when autograd's hook runs.
-            With CPU offload, `finish` launches the buckets after backward.
-        hook_calls: number of calls of a gradient's hook in one backward. A gradient is final with
-            the last call. In a pipeline, autograd calls the hook once for each microbatch; with
-            FSDP, only once for all of them.
+        overlap: copy the gradients from autograd's hooks, so that buckets are summed during
+            backward. Only if a gradient is final at the last call of its hook. Without it, and with
+            CPU offload, `finish` copies all gradients after backward.
+        hook_calls: how often autograd calls a gradient's hook in one backward: a number if known,
+            else how to find the last call. In a pipeline without FSDP it is the number of
+            microbatches. With FSDP, autograd calls the hook once for all of them.
         gradient_scale: factor from local gradients to gradients of the reported loss. It is not 1
             in a pipeline, where backward starts from the sum of the losses and not from their mean.
         fragments: for each parameter, the number of its fragment; empty = all parameters have
             fragment 0. A fragment is a part of the model that is exchanged by itself, as Streaming
             DiLoCo does (`give_fragments`).
         quantize: encode gradients in 8 bits (`quantize.py`). The rounding error is added to this
-            rank's next gradients. Not with counts, which would be rounded too.
+            rank's next gradients. Counts stay exact.
         dtype: encode gradients in this dtype, fp32 or bfloat16 (`half.py`). Not with `quantize`.
         counts: buffers with whole numbers, in which the model counts the tokens of each expert from
             the moment when the gradients are set to zero. The exchange sums them with the
@@ -152,7 +150,7 @@ class GradientExchange:
                 )
                 self._buckets.append(bucket)
         self._num_fragments = max(parts) + 1
-        # The fragments that this rank gives, with their weights in the mean.
+        # The fragments that this rank gives, with their weights; see `give_fragments`.
         self._weights: Mapping[int, float] = dict.fromkeys(parts, 1.0)
         self.copy_memory = CopyMemory(self._buckets, where)
         # The sums of the last exchange that worked. Before the first exchange, no bucket has any.
@@ -166,7 +164,8 @@ class GradientExchange:
         # With CPU offload, FSDP2 copies each gradient to host memory. If the parameters had hooks,
         # FSDP2 would wait for each copy (`foreach_reduce` in torch's _fsdp_collectives). Without
         # hooks it waits once, at the end of backward (`FSDPParamGroup.finalize_backward`).
-        offloads = not device.on_cpu() and all(bucket.on_host for bucket in self._buckets)
+        has_gpu = not device.on_cpu()
+        offloads = has_gpu and all(bucket.on_host for bucket in self._buckets)
         if overlap and not offloads:
             self._register_hooks(hook_calls)
 
@@ -185,11 +184,12 @@ class GradientExchange:
     def give_fragments(self, weights: Mapping[int, float]) -> None:
         """Set which fragments this rank gives in the next exchanges. Call this before a launch.
 
-        Without a call, this rank gives all fragments with a weight of 1. The sum of the weights is
-        then the number of groups that have a gradient.
+        The mean of a fragment is the sum of its gradients, divided by the sum of the members'
+        weights. Without a call, this rank gives all fragments, each with a weight of 1.
 
         Args:
-            weights: for each fragment that this rank gives, its weight in the mean.
+            weights: for each fragment that this rank gives, what it adds to the divisor. The caller
+                has multiplied the gradients by it already.
         """
         self._weights = dict(weights)
 
@@ -199,8 +199,10 @@ class GradientExchange:
         Call this before the last backward of a step.
 
         Args:
-            newest_step: this group's gradients count unless a member of the quorum has more
-                committed updates than this. If they do not count, the group sends zeros.
+            newest_step: the most updates that a member of the quorum may hold. If one holds more,
+                this group's gradients are of an old step, and it sends zeros. It is one more than
+                this group's own updates: one member may have completed an exchange that broke for
+                the others.
         """
         self._launch(newest_step)
         self._takes_from_hooks = True
@@ -208,8 +210,9 @@ class GradientExchange:
     def launch(self, newest_step: int | None = None, *, may_update: bool = True) -> None:
         """Launch an exchange of the gradients of a finished backward; returns at once.
 
-        `finish` copies the gradients. If no member gives gradients, or if no member expects an
-        update, only the facts are exchanged.
+        `finish` copies the gradients. Only the facts are exchanged if no member gives gradients, or
+        if all members pass `may_update=False`. With one True, all members sum: they must make the
+        same collectives.
 
         Args:
             newest_step: see `arm`; None = this rank gives no gradients.
@@ -233,7 +236,7 @@ class GradientExchange:
 
     @property
     def waits_for_members(self) -> bool:
-        """True while other members have not given all of their sums yet."""
+        """True until the sums of all buckets are complete. Until then some member still computes."""
         return self._flight is not None and self._flight.is_summing
 
     def _launch(self, newest_step: int | None, *, may_update: bool = True) -> Flight:
@@ -253,10 +256,11 @@ class GradientExchange:
         )
         self._flight = flight
         for bucket in self._buckets:
-            bucket.start_exchange(bucket.fragment in given)
-            if bucket.state is BucketState.FULL:
-                # This rank gives nothing of this bucket, so nothing needs to be copied into it. A
-                # GPU may still read the sums of the last exchange in it.
+            gives_bucket = bucket.fragment in given
+            bucket.start_exchange(gives_bucket)
+            if not gives_bucket:
+                # The bucket is full from the start: nothing needs to be copied into it. A GPU may
+                # still read the sums of the last exchange in it.
                 bucket.ready = self._sums.last_read
                 flight.hand_over(bucket)
         # Start the thread last: it reads the buckets that are set up above.
@@ -269,7 +273,7 @@ class GradientExchange:
         """Complete the launched exchange, and return the facts of all members and the sums.
 
         Args:
-            facts: this member's facts; ignored after `launch_with`, which has got them already.
+            facts: this member's facts. Not read after `launch_with`, which has them already.
 
         Raises:
             ExchangeError: a member died or hung, or the process group could not be built. The
@@ -305,8 +309,10 @@ class GradientExchange:
     def _adopt_sums(self, gathered: Gathered) -> Reduced:
         """Mark the buckets that were summed, and return the outcome of the exchange."""
         for bucket, weights in zip(self._buckets, gathered.weights, strict=True):
+            # Without weights, the bucket's fragment was not exchanged.
             if weights is not None:
                 bucket.mark_summed()
+        # A GPU may still read the previous sums, which have the same memory.
         self._sums = Sums(
             self._buckets,
             gathered.weights,
@@ -322,11 +328,11 @@ class GradientExchange:
         )
 
     def _deadline_after_quorum(self) -> contextlib.AbstractContextManager[None]:
-        """Wait for the quorum, and return a context that limits the exchange after it.
+        """With NCCL, wait for the quorum, and return a context that limits the exchange after it.
 
         The wait for the quorum has no limit, because other groups may still compute. In the
-        context, the process group's timeout ends the operations of NCCL. Gloo's operations have
-        timeouts of their own.
+        context, the process group's timeout ends the operations. With Gloo, do nothing: its
+        operations have timeouts of their own.
         """
         if self._where.type == "cpu":
             return contextlib.nullcontext()
@@ -359,15 +365,18 @@ class GradientExchange:
         largest = max(self._buckets, key=lambda bucket: bucket.num_bytes)
         num_values = min(largest.values.numel(), _MAX_REHEARSED_VALUES)
         num_exact = largest.exact.numel()
-        # Every exchange has sums, because NCCL gathers rows by them (`Operations.gather`). The
-        # encoding decides whether gradients are summed as well.
+        # Always all-reduces, because NCCL gathers the rows by them (`Operations.gather`). In fp32 the
+        # gradients are all-reduced too. `exact` has what is never rounded: counts and weights.
         num_summed = num_exact
         if largest.is_bfloat16:
+            # An all-to-all gives each member its part of all gradients. It adds them up in fp32,
+            # and an all-gather sends the sums to all.
             values = largest.values.new_zeros(num_values)
             rows = half.cut(values, torch.zeros_like(largest.exact), num_members)
-            part, _ = half.add_up(all_to_all(group, rows, timeout), num_exact)
+            received = all_to_all(group, rows, timeout)
+            part, _ = half.add_up(received, num_exact)
             all_gather(group, part.view(torch.uint8), num_members, timeout)
-        elif largest.residual is not None:
+        elif largest.residual is not None:  # in 8 bits
             num_octets = payload_bytes(num_values, num_exact)
             payload = torch.zeros(num_octets, dtype=torch.uint8, device=self._where)
             all_gather(group, payload, num_members, timeout)
@@ -411,8 +420,8 @@ class GradientExchange:
         def copy_gradient(parameter: torch.Tensor) -> None:
             if not self._takes_from_hooks:
                 return
-            # FSDP has several streams for gradients: one for sharded parameters, and another one
-            # for parameters that are replicated too.
+            # The current stream waits for that of the bucket's earlier gradients. FSDP has several:
+            # one for sharded parameters, and another one for those that are replicated too.
             bucket.stream = device.join_stream(bucket.stream)
             bucket.final_parts.append(index)
             # On a GPU, one kernel copies all gradients of the bucket. On a host, each gradient is
@@ -436,9 +445,10 @@ class GradientExchange:
         that computes the gradients of weights by themselves (zero bubble): it calls no hook for
         them.
 
-        The number of calls differs between parameters with torchtitan 0.3. Its loss goes backward
-        through the output layer by itself. If the output layer shares its weight with the
-        embedding, the weight's hook is called twice, and the others once.
+        With torchtitan 0.3 the number of calls differs between parameters. It computes the loss in
+        chunks, whose backward through the output layer runs apart from the rest of the model. If
+        the output layer shares its weight with the embedding, the weight's hook is called twice,
+        and the others once.
         """
 
         def count_call(parameter: torch.Tensor) -> None:
@@ -498,8 +508,9 @@ def _order_parts(
     """Return the parts of each fragment, in the order in which they are exchanged.
 
     Gradients are in the reverse order of the model's parameters, because autograd finishes the last
-    layers first. Counts come last, in fragment 0: they are complete only at the end of backward,
-    because a recomputation counts tokens again.
+    layers first. Counts come last, in fragment 0: with activation checkpointing the forward runs
+    again during backward, and the router counts these tokens too. So they are complete only at the
+    end of backward.
     """
     fragment_of = fragments or [0] * len(gradients)
     parts: dict[int, list[BucketPart]] = {}
