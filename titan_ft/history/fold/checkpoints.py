@@ -55,6 +55,12 @@ class CheckpointsFold:
                 self.saving = event.step
                 self.save_error = ""
 
+    def forget_before(self, time: float) -> None:
+        """Forget the checkpoints that were there before a time, in Unix seconds."""
+        for step, since in list(self._times.items()):
+            if since < time:
+                del self._times[step]
+
     def _drop_passed_over(self, event: ev.CheckpointLoaded) -> None:
         """Drop the later checkpoints that a load has passed over: damaged, gone, or turned away
         from.

@@ -1,11 +1,13 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The state of a run by its events: `RunFold` takes each event once, in order of time.
+"""The state of a run by its events: `RunFold` takes each event once, in the order of reading.
+
+That is nearly the order of time. A late line is handled where it matters (`_begin_launch`,
+`_apply_commit`).
 
 All views of a run read the fold: the outcome (`titan_ft.history.outcomes.outcome`), the failures
-(`titan_ft.history.timing.incidents`), the tables of `top`, the launcher, the keepers of its agents
-and chaos. `top` and the launcher feed a fold with each new event; `check` and `report` feed it with
-the whole history.
+(`titan_ft.history.timing.incidents`), `top`, the launcher, the restart policy, and chaos. `top` and
+the launcher feed a fold with each new event; `check` and `report` feed it with the whole history.
 
 A *failure* is one of these:
 
@@ -15,8 +17,8 @@ A *failure* is one of these:
   finite, is no failure.
 - An exchange breaks, and is repeated with the same groups.
 
-The first two count once, from the moment at which the group drops out until it contributes again. A
-group that leaves because it was asked to has not failed. An injected fault without such an effect,
+The first two count once, from the moment at which the group drops out until it contributes again,
+and once more for each further attempt that dies before that. A group that leaves because it was asked to has not failed. An injected fault without such an effect,
 such as a slow rank, is a fault and no failure.
 
 `step` here counts updates: a step, or a round of several. `Unit.step_after` converts it to
@@ -122,7 +124,8 @@ class RunFold:
 
     def observe(self, event: ev.Event) -> None:
         """Take the next event."""
-        # Nearly all events of a long run are commits, which say nothing of these.
+        # Commits are skipped here: nearly all events of a long run are commits, and they hold
+        # nothing about the run, its faults or its checkpoints.
         is_commit = isinstance(event, ev.StepCommitted)
         if not is_commit:
             self._apply_run_event(event)
@@ -211,13 +214,13 @@ class RunFold:
         if self.started is None or self.last_event <= event.time:
             self._reset(event.replicas)
         elif self.started <= event.time:
-            self._forget_until(event.time)
+            self._forget_before(event.time)
         self.launch = event
         self.num_ranks = event.ranks_per_replica
         self._add_slots(range(event.replicas))
 
-    def _forget_until(self, since: float) -> None:
-        """Forget the events until `since`, which are of an earlier launch.
+    def _forget_before(self, since: float) -> None:
+        """Forget the events before `since`, which are of an earlier launch.
 
         A group that has started since keeps its state; its counts may include the earlier launch.
         """
@@ -228,6 +231,11 @@ class RunFold:
         }
         self.started = since
         self.last_event = former["last_event"]
+        # Without these, the launcher would say that no checkpoint is complete, and would wait for
+        # workers that have ended.
+        self.checkpoints = former["checkpoints"]
+        self.checkpoints.forget_before(since)
+        self.ended_workers = former["ended_workers"]
         self.stopping = _if_after(since, former["stopping"])
         self.launch_end = _if_after(since, former["launch_end"])
         self.lighthouse = _if_after(since, former["lighthouse"])
