@@ -18,8 +18,9 @@ A *failure* is one of these:
 - An exchange breaks, and is repeated with the same groups.
 
 The first two count once, from the moment at which the group drops out until it contributes again,
-and once more for each further attempt that dies before that. A group that leaves because it was asked to has not failed. An injected fault without such an effect,
-such as a slow rank, is a fault and no failure.
+and once more for each further attempt that dies before that. A group that leaves because it was
+asked to has not failed. An injected fault without such an effect, such as a slow rank, is a fault
+and no failure.
 
 `step` here counts updates: a step, or a round of several. `Unit.step_after` converts it to
 torchtitan's step.
