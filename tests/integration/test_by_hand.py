@@ -10,13 +10,18 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.namespaces import Hosts, three_hosts
 from titan_ft.launch.lighthouse import ANNOUNCEMENT
+from titan_ft.run.log import read_events
+from titan_ft.system.seal import lighthouse_secret
+from titan_ft.system.token import TOKEN_ENV
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 150
@@ -79,6 +84,63 @@ def expect_success(groups: Sequence[subprocess.Popen[str]], folder: Path) -> Non
     assert check.returncode == 0, check.stdout
     events = "".join(path.read_text() for path in (folder / "run" / "events").glob("*.jsonl"))
     assert events.count('"participants": [0, 1]') >= 2 * 6
+
+
+def wait_for(condition: Callable[[], Any], group: subprocess.Popen[str], log: Path) -> None:
+    """Wait for a condition, while a group must run."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text()
+        assert group.poll() is None, log.read_text()
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_gate", [True, False], ids=["gate", "no gate"])
+def test_a_group_with_another_token_trains_no_second_job(
+    start: Start, tmp_path: Path, has_gate: bool
+) -> None:
+    """Both groups would save into one folder. Each refuses the other in one line."""
+    tokens = ("the token of the run", "a token of another run")
+    given = tokens[0] if has_gate else ""
+    address = announced(
+        start(*TITAN_FT, "lighthouse", "--bind", "127.0.0.1:0", **{TOKEN_ENV: given})
+    )
+    run_dir = tmp_path / "run"
+
+    def start_group(replica: int) -> subprocess.Popen[str]:
+        place = ["--replica", str(replica), "--replicas", "2", "--ranks-per-node", "1"]
+        place += ["--lighthouse", address, "--run-dir", str(run_dir)]
+        # The first group waits so long for the second one.
+        flags = [*FLAGS, "--training.steps=100000", "--fault_tolerance.start_timeout_seconds=2"]
+        # Nobody reads the pipe of its output while it trains: a full pipe would stop it.
+        command = ["sh", "-c", 'exec "$@" >&2', "sh"]
+        command += [*TITAN_FT, "group", "llama3_debug", *place, "--", *flags]
+        return start(*command, **{TOKEN_ENV: tokens[replica]})
+
+    def events(name: str) -> list[Any]:
+        return [event for event in read_events(run_dir / "events") if event.name == name]
+
+    log, other_log = tmp_path / "1.log", tmp_path / "2.log"
+    first = start_group(0)
+    wait_for(lambda: events("step_committed"), first, log)
+    other = start_group(1)
+    other.communicate(timeout=2 * SECONDS)  # behind a gate, its agent starts it three times
+    said = other_log.read_text()
+    assert other.returncode == (1 if has_gate else 3), said
+    refusal = (
+        "refuses this group's TITAN_FT_TOKEN" if has_gate else "must have the same TITAN_FT_TOKEN"
+    )
+    assert refusal in said
+    if not has_gate:
+        wait_for(lambda: events("foreign_member"), first, log)
+        assert log.read_text().count("left aside at the lighthouse: member") == 1
+    last = len(events("step_committed"))
+    wait_for(lambda: len(events("step_committed")) > last, first, log)
+    assert {tuple(event.participants) for event in events("step_committed")} == {(0,)}
+    assert not events("exchange_failed")
+    assert lighthouse_secret(tokens[0]) not in log.read_text() + said
+    assert {event.replica for event in events("worker_exited")} == {1}
 
 
 @pytest.mark.slow
