@@ -304,6 +304,8 @@ def test_an_agent_without_the_token_takes_no_part(run: Any, port: int) -> None:
     assert (
         errors[0].count("an agent was refused: the other end does not know this run's token") == 1
     )
+    (refused,) = run.events("stranger_refused")
+    assert (refused["port"], refused["kind"]) == ("agent", "no_secret")
 
 
 def test_strangers_do_not_keep_files_open(monkeypatch: pytest.MonkeyPatch) -> None:
