@@ -16,7 +16,7 @@ import pytest
 from torchft.coordination import LighthouseClient
 
 from titan_ft.launch import lighthouse
-from titan_ft.launch.lighthouse import ANNOUNCEMENT, FORMER_SECONDS, MOST_FORMER_NAMES, Crowd
+from titan_ft.launch.lighthouse import ANNOUNCEMENT, ENDED_SECONDS, MAX_ENDED_NAMES, RenewalPolicy
 from titan_ft.membership.pulse import LighthouseStatus, StatusPage
 from titan_ft.options import Lighthouse
 from titan_ft.run.events import LighthouseRenewed
@@ -24,7 +24,9 @@ from titan_ft.run.tail import EventTail
 
 DEADLINE = 30.0  # seconds; only ever reached by a bug
 CONNECT = timedelta(seconds=10)
-LIMITS = "lighthouse.MOST_FORMER_NAMES, lighthouse.FORMER_SECONDS, lighthouse._LOOK_SECONDS = 20, 0.5, 0.1"
+LIMITS = (
+    "lighthouse.MAX_ENDED_NAMES, lighthouse.ENDED_SECONDS, lighthouse._LOOK_SECONDS = 20, 0.5, 0.1"
+)
 
 
 class Page(StatusPage):
@@ -45,7 +47,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Page:
 
 
 def names(former: int, living: int) -> dict[str, float]:
-    return {f"former {n}": 2 * FORMER_SECONDS for n in range(former)} | {
+    return {f"former {n}": 2 * ENDED_SECONDS for n in range(former)} | {
         f"living {n}": 0.1 for n in range(living)
     }
 
@@ -53,15 +55,15 @@ def names(former: int, living: int) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("former", "living", "num_asking", "due"),
     [
-        (MOST_FORMER_NAMES + 1, 4, 0, True),
+        (MAX_ENDED_NAMES + 1, 4, 0, True),
         (
-            MOST_FORMER_NAMES + 1,
+            MAX_ENDED_NAMES + 1,
             4,
             1,
             False,
         ),  # a group waits for its quorum: a step waits for the lighthouse
-        (MOST_FORMER_NAMES, 4, 0, False),
-        (4, MOST_FORMER_NAMES + 1, 0, False),
+        (MAX_ENDED_NAMES, 4, 0, False),
+        (4, MAX_ENDED_NAMES + 1, 0, False),
     ],
 )
 def test_when_a_lighthouse_starts_anew(
@@ -69,12 +71,12 @@ def test_when_a_lighthouse_starts_anew(
 ) -> None:
     """With too many ended processes, and between two quorums."""
     page.status = LighthouseStatus(names(former, living), (), num_asking)
-    assert Crowd(page).is_due() == due
+    assert RenewalPolicy(page).is_due() == due
 
 
 def test_a_page_that_cannot_be_read_says_nothing(page: Page) -> None:
     """The lighthouse goes on: it may only be slow."""
-    assert not Crowd(page).is_due()
+    assert not RenewalPolicy(page).is_due()
 
 
 @pytest.fixture

@@ -142,8 +142,8 @@ def test_a_lighthouse_that_answers_no_more_is_started_again(
     """Without a free descriptor torchft's lighthouse stops accepting for good, and its process
     lives on.
     """
-    monkeypatch.setattr("titan_ft.launch.lighthouse_keeper._ASK_SECONDS", 0.2)
-    monkeypatch.setattr("titan_ft.launch.lighthouse_keeper._ASK_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("titan_ft.launch.lighthouse_keeper._PROBE_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr("titan_ft.launch.lighthouse_keeper._PROBE_PAUSE_SECONDS", 0.0)
     flag, log = tmp_path / "once", tmp_path / "lighthouse.log"
     answer = f"[exec({ANSWER!r}) for _ in iter(int, 1)]"
     code = f"{LISTENER}import os, time; again = os.path.exists({str(flag)!r}); open({str(flag)!r}, 'w'); {ANSWER}"

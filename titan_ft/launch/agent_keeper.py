@@ -48,20 +48,19 @@ LOST = "lost"
 
 @dataclass
 class _Agent:
-    """One agent of the group."""
+    """One agent of the group. Times are by the keeper's clock."""
 
     child: Child
     first_attempt: int
-    started: float
-    """Start of the agent, by the keeper's clock."""
+    start_time: float
     log_offset: int
     """Size of the agents' common log at the start: exceptions before it are of earlier agents."""
-    found_dead: float | None = None
-    """When the keeper found the agent dead, by the keeper's clock."""
-    found_frozen: float | None = None
-    """When the keeper found the agent stopped although its workers had ended; else None."""
+    death_time: float | None = None
+    """When the keeper found the agent dead; None before."""
+    freeze_time: float | None = None
+    """When the keeper found the agent stopped although its workers had ended; None otherwise."""
     kill_reason: str = ""
-    """Why the keeper killed the agent; empty if it did not."""
+    """Why the keeper killed the agent; empty if the keeper did not."""
 
     def describe_end(self, code: int) -> str:
         """Return in words how the agent ended."""
@@ -71,14 +70,20 @@ class _Agent:
             return f"its agent was killed by {signal.Signals(-code).name}"
         reason = f"its agent ended with exit status {code}"
         error = last_exception(self.child.log, self.log_offset)
-        return f"{reason}: {error}" if error else reason
+        if not error:
+            return reason
+        return f"{reason}: {error}"
 
 
 class AgentKeeper:
     """Starts the agent of one group, and another agent after each unexpected death.
 
+    `LocalRun` makes one keeper for each group, and calls all methods on its only thread. A group
+    that was given up stays so until `take_over`.
+
     Args:
-        paths: of the run.
+        slot: slot of the group.
+        paths: paths of the run.
         policy: decides whether and when another agent is started.
         read_group: returns the state of the group by the run's events; None before the first.
         start: starts an agent. Gets the number of the agent's first attempt, and the reason for a
@@ -212,8 +217,8 @@ class AgentKeeper:
             return
         if not is_death(code):
             return
-        if agent.found_dead is None:
-            agent.found_dead = self._clock()
+        if agent.death_time is None:
+            agent.death_time = self._clock()
             # The launcher reads the last events of the workers before the next poll. Without them
             # the policy would not know of the group's last commits.
             return
@@ -221,40 +226,49 @@ class AgentKeeper:
         for worker in living:
             # A worker that hangs does not notice the death of its agent and would keep its GPU.
             _kill(worker)
-        waited = self._clock() - agent.found_dead
-        if living and waited < MAX_WAIT_FOR_WORKERS_SECONDS:
+        waited_seconds = self._clock() - agent.death_time
+        if living and waited_seconds < MAX_WAIT_FOR_WORKERS_SECONDS:
             return
-        group = self._group
-        attempt, step = group.contributed or (-1, None)
-        if attempt < agent.first_attempt:
-            step = None  # an earlier agent's workers made it
-        has_fault = (
-            group.attempt_with_fault is not None and group.attempt_with_fault >= agent.first_attempt
-        )
-        end = AttemptEnd(
-            code,
-            alive_seconds=agent.found_dead - agent.started,
-            committed=step is not None,
-            disturbed=has_fault,
-            step=step,
-        )
-        decision = self._policy.decide(end)
+        alive_seconds = agent.death_time - agent.start_time
+        decision = self._policy.decide(self._summarize_end(code, alive_seconds))
         ended = self._describe_end(code, restarts=not isinstance(decision, NoRestart))
         self._carry_out(decision, ended)
+
+    def _summarize_end(self, code: int, alive_seconds: float) -> AttemptEnd:
+        """Return the facts on the agent's death for the policy.
+
+        A step or a fault of an earlier agent's workers does not count for this agent.
+        """
+        group = self._group
+        first_attempt = self._agent.first_attempt
+        step = None
+        if group.contributed is not None:
+            attempt, last_step = group.contributed
+            if attempt >= first_attempt:
+                step = last_step
+        had_fault = False
+        if group.attempt_with_fault is not None:
+            had_fault = group.attempt_with_fault >= first_attempt
+        return AttemptEnd(
+            code,
+            alive_seconds=alive_seconds,
+            committed=step is not None,
+            disturbed=had_fault,
+            step=step,
+        )
 
     def _kill_if_frozen(self) -> None:
         """Kill an agent that is stopped (SIGSTOP) and so cannot restart its ended workers."""
         agent = self._agent
-        if (
-            not self._workers()
-            or not _is_stopped(agent.child.process.pid)
-            or self._living_workers()
-        ):
-            agent.found_frozen = None
+        is_frozen = (
+            self._workers() and _is_stopped(agent.child.process.pid) and not self._living_workers()
+        )
+        if not is_frozen:
+            agent.freeze_time = None
             return
-        if agent.found_frozen is None:
-            agent.found_frozen = self._clock()
-        elif self._clock() - agent.found_frozen >= FROZEN_SECONDS:
+        if agent.freeze_time is None:
+            agent.freeze_time = self._clock()
+        elif self._clock() - agent.freeze_time >= FROZEN_SECONDS:
             # The workers are zombies until their agent ends, but their own children may live on.
             for worker in self._workers():
                 _kill(worker)
@@ -288,16 +302,19 @@ class AgentKeeper:
             self._restart_time = self._clock() + decision
 
     def _describe_end(self, code: int, *, restarts: bool) -> AgentEnded:
-        return AgentEnded(
+        ended = AgentEnded(
             replica=self.slot,
             attempt=self._latest_attempt,
             agent_pid=self.child.process.pid,
             reason=self._agent.describe_end(code),
             restarts=restarts,
-            code=code if code >= 0 else None,
-            signal=signal.Signals(-code).name if code < 0 else None,
             log=str(self.child.log),
         )
+        if code < 0:
+            ended.signal = signal.Signals(-code).name
+        else:
+            ended.code = code
+        return ended
 
     def _describe_failed_start(self, *, restarts: bool) -> AgentEnded:
         """Return the event of an agent that has no process and no exit status."""
@@ -337,9 +354,9 @@ class AgentKeeper:
     def _start(self, attempt: int, reason: str) -> _Agent:
         log = self._paths.agent_log(self.slot)
         log_offset = log.stat().st_size if log.exists() else 0
-        started = self._clock()
+        start_time = self._clock()
         child = self._start_agent(attempt, reason)
-        return _Agent(child, attempt, started, log_offset)
+        return _Agent(child, attempt, start_time, log_offset)
 
 
 def is_death(code: int) -> bool:
@@ -351,14 +368,15 @@ def is_death(code: int) -> bool:
 
 
 def _is_alive(worker: WorkerStarted) -> bool:
-    """True if a worker runs. A younger process with its pid is another process and must not be
-    killed.
+    """True if a worker runs.
+
+    A younger process with the worker's pid is another process and must not be killed.
     """
     return is_running_worker(worker.pid, since=worker.mono)
 
 
 def _kill(worker: WorkerStarted) -> None:
-    """Kill a worker and its process group, which has all processes that it started."""
+    """Kill a worker and its process group, which includes the processes that the worker started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker.pid, signal.SIGKILL)
 

@@ -25,24 +25,28 @@ def describe_stop(run: RunStatus, command: str, *, saves: bool, drain_seconds: f
     latest = run.fold.checkpoints.latest
     if run.step is None and latest is None:
         return ["stopped before the first step; the same command starts it again"]
-    where = (
-        "before a step was made" if run.step is None else f"after {run.fold.unit.name(run.step)}"
-    )
-    step = 0 if run.step is None else run.fold.unit.step_after(run.step)
+    if run.step is None:
+        where = "before a step was made"
+        step = 0
+    else:
+        where = f"after {run.fold.unit.name(run.step)}"
+        step = run.fold.unit.step_after(run.step)
     if not saves:
         return [f"stopped {where}; nothing is saved: {CHECKPOINTS_OFF}"]
     if latest is None:
-        found = f"no checkpoint is complete{_why(run, drain_seconds)}"
+        found = f"no checkpoint is complete{_explain_missing_save(run, drain_seconds)}"
         return [f"stopped {where}; {found}: training would start anew, in another --run-dir"]
     found = f"the checkpoint of step {latest} is complete"
     if latest < step:
-        found = f"the latest complete checkpoint is that of step {latest}{_why(run, drain_seconds)}"
+        reason = _explain_missing_save(run, drain_seconds)
+        found = f"the latest complete checkpoint is that of step {latest}{reason}"
     return [f"stopped {where}; {found}; go on with:", f"  {command}"]
 
 
-def _why(run: RunStatus, drain_seconds: float) -> str:
-    """Explain why the last step is not saved; empty if no group was to save it, for example after a
-    kill.
+def _explain_missing_save(run: RunStatus, drain_seconds: float) -> str:
+    """Explain why the last step is not saved, in parentheses after a space.
+
+    The explanation is empty if no group began to save the step, for example after a kill.
     """
     checkpoints = run.fold.checkpoints
     if checkpoints.save_error:

@@ -13,16 +13,17 @@ from titan_ft.launch.group.forks import ask_fork
 
 
 def listed_gpus() -> list[str] | None:
-    """Return the GPUs in CUDA_VISIBLE_DEVICES; None if it is not set, so that all GPUs are
-    visible.
-    """
+    """Return the GPUs in CUDA_VISIBLE_DEVICES; None without that variable: all are visible."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if listed is None else [name for name in listed.split(",") if name]
+    if listed is None:
+        return None
+    return [name for name in listed.split(",") if name]
 
 
 def num_gpus() -> int | None:
-    """Return the number of NVIDIA GPUs that the workers would see; None if torch uses none, or it
-    is unknown.
+    """Return the number of NVIDIA GPUs that the workers would see.
+
+    None if torch was not built for CUDA, or if the number is unknown.
 
     A fork asks NVML, which starts a thread (seen with driver 580). An agent with that thread could
     no longer fork, and each restart of a worker would take the 16 s of its imports.
@@ -37,10 +38,11 @@ def num_gpus() -> int | None:
 
 
 def _count_by_nvml() -> str:
-    """Return the number of GPUs in digits; empty if NVML does not know. NVML starts a thread."""
+    """Return the number of GPUs in digits; empty if NVML does not report a number."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:  # no driver
+    except OSError:
+        # The library comes with the driver, so there is none.
         return ""
     count = ctypes.c_uint()
     if nvml.nvmlInit_v2() != 0 or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
@@ -49,13 +51,11 @@ def _count_by_nvml() -> str:
 
 
 def _torch_uses_cuda() -> bool:
-    """True if torch was built for CUDA. Only its module of versions is loaded."""
+    """True if torch was built for CUDA. Only the module `torch.version` is loaded."""
     package = importlib.util.find_spec("torch")
-    spec = (
-        PathFinder.find_spec("torch.version", package.submodule_search_locations)
-        if package is not None
-        else None
-    )
+    if package is None:
+        return False
+    spec = PathFinder.find_spec("torch.version", package.submodule_search_locations)
     if spec is None or spec.loader is None:
         return False
     module = importlib.util.module_from_spec(spec)

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchft's lighthouse, with the gate before it or without."""
+"""torchft's lighthouse, behind a gate if the run has a token, or without one."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _INNER_HOST = "127.0.0.1"
 
 
 class OpenLighthouse:
-    """A lighthouse that every process of this host can reach.
+    """A lighthouse without a gate: every process that reaches its port can change the run.
 
     Attributes:
-        port: at which it listens.
+        port: the port of the lighthouse.
     """
 
     def __init__(self, server: Any) -> None:
@@ -33,7 +33,7 @@ class OpenLighthouse:
         self.port = _find_port(server)
 
     def describe_access(self) -> str:
-        """Describe in one line which processes can reach it."""
+        """Describe in one line which processes can reach the lighthouse."""
         return f"{TOKEN_ENV} is not set: every process of this host can change and end the run"
 
     def close(self) -> None:
@@ -44,7 +44,10 @@ class GuardedLighthouse:
     """A lighthouse behind a gate, in a network namespace of its own if the system permits.
 
     The namespace belongs to one thread, which starts the lighthouse there and serves the gate. The
-    gate's listening socket stays in the host's namespace, and so do all other threads.
+    gate's listening socket stays in the host's namespace, and so do all other threads. The process
+    ends if the gate fails, and the launcher or the scheduler starts another lighthouse.
+
+    `lighthouse.serve` makes the object and closes it, on the main thread.
 
     Args:
         listener: socket that groups reach.
@@ -54,7 +57,7 @@ class GuardedLighthouse:
         refusal: why a namespace is impossible; empty if it is possible.
 
     Attributes:
-        port: at which groups reach it.
+        port: the port of the gate, which groups connect to.
 
     Raises:
         RuntimeError, OSError: the lighthouse does not start.
@@ -83,14 +86,14 @@ class GuardedLighthouse:
             try:
                 gate, server = start()
             except Exception as error:  # noqa: BLE001
-                # Without the error, the other thread would wait for ever.
+                # Without the error, the constructor would wait for ever.
                 started.set_exception(error)
                 return
             started.set_result((gate, server))
             try:
                 gate.run()
             except Exception:  # noqa: BLE001
-                # A lighthouse that no group reaches must not seem to live.
+                # No group can reach the lighthouse any more, but the process would seem to live.
                 traceback.print_exc()
                 os._exit(1)
 
@@ -100,7 +103,7 @@ class GuardedLighthouse:
         self._inner_port = _find_port(self._server)
 
     def describe_access(self) -> str:
-        """Describe in one line which processes can reach it."""
+        """Describe in one line which processes can reach the lighthouse."""
         if not self._refusal:
             return f"only processes with this run's {TOKEN_ENV} reach it"
         return (

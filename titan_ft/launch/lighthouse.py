@@ -1,6 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run torchft's lighthouse: the process where groups meet to form quorums."""
+"""Run torchft's lighthouse, where the groups of a run meet: `titan-ft lighthouse`.
+
+`serve` is the whole process. It starts torchft's server behind a gate, announces the address, and
+waits for a signal, for a successor, or for the moment to start anew. See docs/membership.md.
+"""
 
 from __future__ import annotations
 
@@ -45,28 +49,46 @@ from titan_ft.system.stop import StopRequests
 from titan_ft.system.threads import call_aside
 from titan_ft.system.token import TOKEN_ENV, check_token, read_token
 
-if TYPE_CHECKING:  # imported when there is an event: a lighthouse must start fast
+if TYPE_CHECKING:
+    # At run time imported for an event only: a lighthouse must start fast.
     from titan_ft.run.log import EventLog
 
 ANNOUNCEMENT = "lighthouse listening at "
+"""Beginning of the line with the address; scripts and tests read it."""
 LISTENER_VARIABLE = "TITAN_FT_LISTENER"
-"""Descriptor of a listening socket that the launcher hands over, in place of --bind."""
+"""Environment variable: descriptor of a listening socket of the launcher, in place of --bind."""
+MAX_ENDED_NAMES = 1000
+"""With more names of ended processes, the lighthouse starts anew.
+
+torchft's lighthouse keeps each name for ever, and each restart of a group adds one. With 10,000 of
+them the status page has 2.4 MB, and costs each of its readers 32 ms of CPU (docs/benchmarks.md).
+"""
+ENDED_SECONDS = 60.0
+"""A process without a heartbeat for this long counts as ended.
+
+If the process lives after all, its next heartbeat only adds its name again.
+"""
 _QUORUM_TICK_MS = 20
-"""From one look of the lighthouse at its groups to the next. A failure costs the survivors this
-much at most beside the heartbeat's timeout; a look takes microseconds."""
-MOST_FORMER_NAMES = 1000
-"""Names of processes that have ended. torchft's lighthouse keeps each name for ever, and each
-restart of a group brings one. With 10,000 of them a page has 2.4 MB, and costs each of its readers
-32 ms of CPU (docs/benchmarks.md)."""
-FORMER_SECONDS = 60.0
-"""Without a heartbeat. A process that is alive after all only comes back under its name."""
+"""Pause between two looks of torchft's lighthouse at its groups.
+
+A failure costs the survivors at most this time beside the heartbeat's timeout. A look takes
+microseconds.
+"""
 _LOOK_SECONDS = 10.0
-_PAGE_SECONDS = 1.0  # of this very process
-_EVENT_SECONDS = 1.0  # for an event before the lighthouse starts anew
+"""Pause between two looks at the status page for ended processes."""
+_PAGE_SECONDS = 1.0
+"""Time limit for the status page, which this very process serves."""
+_EVENT_SECONDS = 1.0
+"""Time limit for the event that reports the new start: storage may hang, and the groups wait."""
+_PAUSE_SECONDS = 0.1
 
 
 def check_settings(settings: LighthouseSettings) -> None:
-    """Raise ConfigError for a value that torchft would take and never work with."""
+    """Check values that torchft would accept without ever forming a quorum.
+
+    Raises:
+        ConfigError: a value is not > 0.
+    """
     for field in fields(LighthouseSettings):
         value = getattr(settings, field.name)
         if value <= 0:
@@ -101,16 +123,16 @@ def split_bind(bind: str) -> tuple[str, int]:
             f"--bind must be HOST:PORT, got {bind!r}; for example [::]:29510, port 0 to have one "
             "chosen"
         )
-    # A name stands for several addresses, of which torchft would take one, and the groups another.
+    # A name may stand for several addresses. torchft would take one, and the groups another.
     _check_numeric("--bind", host, "[::] listens at all addresses of this host")
     return host, port
 
 
 def _native_torchft() -> Any:
-    """Load torchft's native module alone, in milliseconds. Its package imports torch, which takes
-    seconds.
+    """Load torchft's native module alone, which takes milliseconds.
 
-    Training pauses until a lighthouse that died is back, so its start must be fast.
+    The package torchft imports torch, which takes seconds. A lighthouse must start fast, because
+    training pauses until a lighthouse that died is back.
 
     Raises:
         ConfigError: torchft is not installed.
@@ -132,94 +154,113 @@ def serve(command: Lighthouse) -> int:
         143 or 130 after a signal; 0 if another lighthouse has taken its place.
 
     Raises:
-        ConfigError: it cannot listen at its address, or cannot announce itself.
+        ConfigError: the lighthouse cannot listen at its address, or cannot announce itself.
     """
     host, port = split_bind(command.bind)
     check_settings(command)
     _check_announcement(command)
     token = read_token(os.environ)
     check_token(token, is_local=is_loopback(join_address(host, 0)))
-    refusal = allow_namespaces() if token else ""  # before there is another thread
-    # Started by a launcher; by hand, it may outlive the shell that started it.
+    refusal = ""
+    if token:
+        # Before any other thread starts: only a process of one thread can make a user namespace.
+        refusal = allow_namespaces()
+    # A launcher started this process. A lighthouse that a user started may outlive its shell.
     if PARENT_PID_ENV in os.environ:
         exit_with_parent()
-    # The Rust side reads it when it is loaded; its own default, info, doubles the cost of a quorum.
+    # Before torchft's native module is loaded, which reads the variable. The module's own default,
+    # info, doubles the cost of a quorum.
     os.environ.setdefault("RUST_LOG", "warn")
     stop = StopRequests(signal.SIGTERM, signal.SIGINT)
     with protected_native_output():
-        again = _serve(command, usable_bind(host), port, stop, token, refusal)
-    if again and not stop:
-        # Anew: a server that is shut down goes on answering those who are connected to it. Inside
-        # this process's user namespace, root's token file would belong to nobody.
+        next_bind = _serve(command, usable_bind(host), port, stop, token, refusal)
+    if next_bind and not stop:
+        # As a new process: torchft's server answers connected groups even after its shutdown.
+        # The new process gets the token itself, not the name of its file. Inside this process's
+        # user namespace, a file of root's seems to belong to nobody, and would be refused.
         os.environ[TOKEN_ENV] = token
-        os.execv(
-            sys.executable, [sys.executable, "-m", "titan_ft", *sys.argv[1:], f"--bind={again}"]
-        )
+        own_arguments = [*sys.argv[1:], f"--bind={next_bind}"]
+        os.execv(sys.executable, [sys.executable, "-m", "titan_ft", *own_arguments])
     return stop.status
 
 
 def _serve(
     command: Lighthouse, host: str, port: int, stop: StopRequests, token: str, refusal: str
 ) -> str:
-    """Serve until a signal, until another lighthouse is announced, or until too many ended
-    processes are known.
+    """Serve until a signal, until another lighthouse is announced, or until it is time to start
+    anew.
 
     Returns:
-        HOST:PORT at which this process must start anew; empty if it must not.
+        HOST:PORT at which this process must start anew; empty if the process must end.
 
     Raises:
-        ConfigError: it cannot listen at its address, or cannot announce itself.
+        ConfigError: the lighthouse cannot listen at its address, or cannot announce itself.
     """
     bind = join_address(host, port)
-    raise_descriptor_limit()  # torchft's accept loop ends for good when it has no descriptor left
-    served: GuardedLighthouse | OpenLighthouse
+    # torchft's accept loop ends for good when the process has no descriptor left.
+    raise_descriptor_limit()
+    server: GuardedLighthouse | OpenLighthouse
     try:
         if token:
-            served = GuardedLighthouse(
+            server = GuardedLighthouse(
                 _listen(host, port),
                 token,
                 partial(_start_server, command),
-                partial(_report, command),
+                partial(_report_refusal, command),
                 refusal,
             )
         else:
-            served = OpenLighthouse(_start_server(command, bind))
+            server = OpenLighthouse(_start_server(command, bind))
     except (RuntimeError, OSError) as error:
         raise ConfigError(
             f"the lighthouse cannot listen at {bind}: {error}; choose another --bind"
         ) from error
-    reachable = command.advertise or (find_own_address(host) if is_unspecified(host) else host)
-    address = f"http://{bracketed(reachable)}:{served.port}"
-    crowd = Crowd(StatusPage(LighthouseAddress(address, token)))
-    _say(f"{ANNOUNCEMENT}{address}")
-    _say(served.describe_access())
+    address = f"http://{bracketed(_find_reachable_host(command, host))}:{server.port}"
+    renewal = RenewalPolicy(StatusPage(LighthouseAddress(address, token)))
+    _print_line(f"{ANNOUNCEMENT}{address}")
+    _print_line(server.describe_access())
     if command.announce is not None:
         own = Announcement.of_this_process(address, os.environ)
-        with contextlib.suppress(OSError):  # said when it is to be announced
+        # If there is no room for the file, the lighthouse reports it when it has to write the file.
+        with contextlib.suppress(OSError):
             own.prepare(command.announce)
         try:
             succession = Succession(command.announce, own, standby=command.standby, token=token)
-            _take_turns(command.announce, succession, stop, crowd)
+            _follow_succession(command.announce, succession, stop, renewal)
         finally:
             own.discard(command.announce)
     else:
-        while not (stop or crowd.is_due()):
+        while not (stop or renewal.is_due()):
             retry_waiting()
-            time.sleep(0.1)
-    if not stop and crowd.was_due:
-        _report_renewal(command, crowd.num_former, address)
-        return join_address(host, served.port)
-    if not stop and command.standby:
-        return command.bind  # without a shutdown: this process becomes the standby of the other one
-    served.close()
+            time.sleep(_PAUSE_SECONDS)
+    if stop:
+        server.close()
+        return ""
+    if renewal.was_due:
+        _report_renewal(command, renewal.num_ended, address)
+        return join_address(host, server.port)
+    if command.standby:
+        # Another lighthouse has taken the place. This process becomes the standby again, without a
+        # shutdown, which would take time.
+        return command.bind
+    server.close()
     return ""
+
+
+def _find_reachable_host(command: Lighthouse, host: str) -> str:
+    """Return the numeric address at which groups reach a lighthouse that listens at `host`."""
+    if command.advertise:
+        return command.advertise
+    if is_unspecified(host):
+        return find_own_address(host)
+    return host
 
 
 def _start_server(command: Lighthouse, bind: str) -> Any:
     """Start torchft's lighthouse.
 
     Raises:
-        RuntimeError: it cannot listen there.
+        RuntimeError: the lighthouse cannot listen at the address.
     """
     return _native_torchft().LighthouseServer(
         bind=bind,
@@ -231,8 +272,9 @@ def _start_server(command: Lighthouse, bind: str) -> Any:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return the socket that groups reach: the launcher's, which outlives a lighthouse, or a new
-    one.
+    """Return the socket that groups reach.
+
+    The launcher's socket, if there is one, outlives this lighthouse. Otherwise the socket is new.
     """
     inherited = os.environ.get(LISTENER_VARIABLE)
     if inherited:
@@ -242,107 +284,116 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
 
 
-class Crowd:
-    """Decides when a lighthouse knows so many ended processes that it must start anew to forget
-    them.
+class RenewalPolicy:
+    """Decides when the lighthouse must start anew, to forget the names of ended processes.
 
-    Groups continue at a restarted lighthouse, which is back within a second. The restart happens at
-    a moment when no group waits for a quorum.
+    A new lighthouse is back within a second, and the groups go on there. So the restart happens at
+    a moment when no group waits for a quorum. The lighthouse's main thread calls `is_due`.
 
     Args:
         page: the lighthouse's status page.
 
     Attributes:
-        num_former: ended processes at the last look.
-        was_due: the lighthouse must start anew.
+        num_ended: number of ended processes at the last look.
+        was_due: answer at the last look.
     """
 
     def __init__(self, page: StatusPage) -> None:
         self._page = page
-        self._look_at = time.monotonic() + _LOOK_SECONDS
-        self.num_former = 0
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        self.num_ended = 0
         self.was_due = False
 
     def is_due(self) -> bool:
-        """True if the lighthouse must start anew now. Looks at its page now and then."""
+        """True if the lighthouse must start anew now. Reads the status page now and then."""
         now = time.monotonic()
-        if now < self._look_at:
+        if now < self._next_look:
             return False
-        self._look_at = now + _LOOK_SECONDS
+        self._next_look = now + _LOOK_SECONDS
         status = self._page.read(_PAGE_SECONDS)
         if status is None:
             return False
-        self.num_former = sum(seconds > FORMER_SECONDS for seconds in status.heartbeats.values())
-        self.was_due = self.num_former > MOST_FORMER_NAMES and not status.num_asking
+        self.num_ended = 0
+        for silent_seconds in status.heartbeats.values():
+            if silent_seconds > ENDED_SECONDS:
+                self.num_ended += 1
+        self.was_due = self.num_ended > MAX_ENDED_NAMES and not status.num_asking
         return self.was_due
 
 
-def _take_turns(path: Path, succession: Succession, stop: StopRequests, crowd: Crowd) -> None:
-    """Announce this lighthouse at its turn; return when another one is announced, at a stop, or to
-    start anew.
+def _follow_succession(
+    path: Path, succession: Succession, stop: StopRequests, renewal: RenewalPolicy
+) -> None:
+    """Announce this lighthouse when its turn comes.
+
+    Return at a stop, when it is time to start anew, or when another lighthouse is announced.
 
     Raises:
-        ConfigError: it cannot announce itself.
+        ConfigError: the file cannot be written.
     """
-    served, watched, waits = False, "", False
-    while not (stop or crowd.is_due()):
+    has_reported_serving = False
+    has_reported_full_disk = False
+    reported_id = ""  # of the announced lighthouse that this standby has reported
+    while not (stop or renewal.is_due()):
         retry_waiting()
         try:
-            turn = succession.poll()
+            goes_on = succession.poll()
         except OSError as error:
             if error.errno not in DISK_ERRNOS:
                 got = f"got {path} ({error.strerror})"
                 raise ConfigError(
                     f"--announce must be a file that can be written, {got}; give another"
                 ) from error
-            if not waits:  # the groups wait for it: it serves as soon as they can know
-                waits = True
-                _say(
+            # A full disk must not end the lighthouse: the groups wait for its announcement.
+            if not has_reported_full_disk:
+                has_reported_full_disk = True
+                _print_line(
                     f"{path} cannot be written ({error.strerror}): this lighthouse announces "
                     "itself when it can"
                 )
-            time.sleep(0.1)
+            time.sleep(_PAUSE_SECONDS)
             continue
         other = succession.other
-        if not turn:
-            assert other is not None, "it steps down for another one"
-            _say(
+        if not goes_on:
+            assert other is not None, "this lighthouse steps down for another one"
+            _print_line(
                 f"{other.address} (on {other.host}) is announced in {path}: this lighthouse steps "
                 "down"
             )
             return
-        if succession.serves and not served:
-            served = True
-            _say(f"lighthouse announced in {path}")
-        elif other is not None and other.id != watched:
-            watched = other.id
-            _say(f"standby of the lighthouse at {other.address} (on {other.host})")
-        time.sleep(0.1)
+        if succession.serves and not has_reported_serving:
+            has_reported_serving = True
+            _print_line(f"lighthouse announced in {path}")
+        elif other is not None and other.id != reported_id:
+            reported_id = other.id
+            _print_line(f"standby of the lighthouse at {other.address} (on {other.host})")
+        time.sleep(_PAUSE_SECONDS)
 
 
-def _report(command: Lighthouse, refusal: Refusal) -> None:
-    """Report a refusal, on a thread: the members at the gate must not wait for storage that
-    hangs.
+def _report_refusal(command: Lighthouse, refusal: Refusal) -> None:
+    """Report a refusal, on a thread of its own.
+
+    The gate's thread must not wait for storage that hangs: the members would wait for the gate.
     """
     call_aside(partial(_write_refusal, command, refusal), "titan_ft_refusal")
 
 
 def _write_refusal(command: Lighthouse, refusal: Refusal) -> None:
     """Write a line, and an event of the run if its folder is known."""
-    _say(f"refused {refusal.text}, from {refusal.source}; said once")
+    _print_line(f"refused {refusal.text}, from {refusal.source}; said once")
     folder = _find_run_dir(command)
     if folder is None:
         return
-    # Imported now: the groups of a run wait for a lighthouse that starts again, and nearly none
-    # refuses anybody.
+    # Imported now, because a refusal is rare: the groups of a run wait for the start of this
+    # process.
     from titan_ft.run.refused import emit_refusal
 
     emit_refusal(_open_log(folder), None, refusal)
 
 
 def _report_renewal(command: Lighthouse, num_ended: int, address: str) -> None:
-    """Report that this lighthouse starts anew. Groups do not wait for storage that hangs."""
-    _say(
+    """Report that this lighthouse starts anew; wait for the event only for a moment."""
+    _print_line(
         f"{num_ended} processes of groups have ended: this lighthouse starts anew, and forgets "
         "their names"
     )
@@ -355,7 +406,7 @@ def _report_renewal(command: Lighthouse, num_ended: int, address: str) -> None:
 
         _open_log(folder).emit(LighthouseRenewed(num_ended=num_ended, address=address))
 
-    # Without a thread for the event, the lighthouse must start anew all the same.
+    # If no thread can start, the lighthouse starts anew without the event.
     with contextlib.suppress(RuntimeError):
         wait([call_aside(write, "titan_ft_renewal")], _EVENT_SECONDS)
 
@@ -374,8 +425,8 @@ def _open_log(folder: Path) -> EventLog:
     return EventLog(RunPaths(folder).lighthouse_events(host, os.getpid()))
 
 
-def _say(text: str) -> None:
-    # One write: print makes two when unbuffered, and a log line of torchft's could come between.
+def _print_line(text: str) -> None:
+    # In one write: an unbuffered print makes two, and a log line of torchft could come in between.
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

@@ -1,10 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Keep a lighthouse at one address: restart it there whenever it dies, or no longer answers.
+"""Keep a lighthouse at one address: restart the lighthouse whenever it dies or stops answering.
 
-The launcher owns the listening socket. It outlives every lighthouse, so that no other process of
-the host can listen at the port in between. Groups that connect meanwhile wait in the socket's
-backlog.
+The launcher owns the listening socket, and each lighthouse inherits that socket. So no other
+process of the host can take the port between two lighthouses. Groups that connect in between wait
+in the socket's backlog. See docs/agents.md.
 """
 
 from __future__ import annotations
@@ -28,31 +28,43 @@ from titan_ft.system.threads import call_aside
 
 HOST = "127.0.0.1"
 START_SECONDS = 120.0
+"""A lighthouse that has not answered this long after its start ends the run."""
 HEALTHY_SECONDS = 10.0
-"""A lighthouse that listened this long before it died is no crash loop."""
-_ASK_SECONDS = 3.0
-"""Time for one answer. A busy machine takes a second for a page of many groups."""
-_ASK_PAUSE_SECONDS = 1.0
-MAX_SILENCES = 3
-"""Questions in a row without an answer that end a lighthouse: it hangs, or has closed its door for
-good (torchft's does when it has no descriptor left)."""
+"""A lighthouse that listened this long before its death is not part of a crash loop."""
 MAX_DEATHS = 5
-"""Deaths in a row, each after a shorter life, that end the run."""
+"""This many deaths in a row end the run. A death after `HEALTHY_SECONDS` begins a new row."""
+MAX_FAILED_PROBES = 3
+"""After this many probes in a row without an answer, the lighthouse is killed.
+
+Its process lives but serves nobody: it hangs, or its accept loop has ended. torchft's accept loop
+ends for good when the process has no descriptor left.
+"""
+_PROBE_TIMEOUT_SECONDS = 3.0
+"""Time for one answer. On a busy machine, the page of many groups takes a second."""
+_PROBE_PAUSE_SECONDS = 1.0
 
 
 class LighthouseKeeper:
-    """Keeps one lighthouse running. Groups wait while it is away and continue when it is back,
-    without a restart.
+    """Keeps one lighthouse running at one address.
 
-    The launcher's main thread calls `poll`.
+    Groups wait while the lighthouse is away, and continue without a restart when it is back.
+
+    `LocalRun` makes the keeper and calls all its methods on the launcher's main thread. A probe runs
+    on a thread of its own. After a `failure` the keeper does nothing more, and the run must end.
 
     Args:
         command: makes the lighthouse's command line for a port.
-        port: where it listens; 0 chooses a free port, once.
-        log: gets the output of all its processes.
-        children: starts its processes.
+        port: port of the lighthouse; 0 chooses a free port, once.
+        log: file for the output of all lighthouses.
+        children: starts the lighthouses.
         token: the run's shared secret.
-        events: gets the event of a restart.
+        events: log for the events of starts and restarts.
+
+    Attributes:
+        port: the port in use.
+        address: the lighthouse's URL.
+        listens: True from the first answer of the latest lighthouse until its death.
+        failure: why no lighthouse will be started again; empty while the keeper works.
 
     Raises:
         ConfigError: the port is taken.
@@ -69,47 +81,52 @@ class LighthouseKeeper:
     ) -> None:
         self._listener = _listen(port)
         self.port: int = self._listener.getsockname()[1]
-        self._token = token
         self.address = f"http://{HOST}:{self.port}"
         self.log = log
         self.listens = False
         self.failure = ""
-        """Why there is no lighthouse any more and will be none; empty as long as it runs or is
-        started again.
-        """
+        self._token = token
         self._command = command(self.port)
         self._children = children
         self._events = events
         self._child: Child | None = None
-        self._start_at = 0.0
-        """Earliest moment of the next start, then the moment of the start."""
+        """The running lighthouse; None before the first start, and in the pause after a death."""
+        self._restart_time = 0.0
+        """Earliest time of the next start."""
+        self._start_time = 0.0
+        """Time of the latest start."""
         self._up_since: float | None = None
-        """Moment when it last began to listen; None before the first time."""
+        """When a lighthouse last began to listen; None if none ever did."""
         self._down_since: float | None = None
+        """When a lighthouse that listened died; None once another one listens."""
         self._down_reason = ""
         self._num_deaths = 0
-        self._answer: Future[bool] | None = None  # to the question that is under way
-        self._ask_at = 0.0
-        self._num_silences = 0
-        self._silent = False  # it was killed because of that
+        """Deaths in a row, see `MAX_DEATHS`."""
+        self._probe: Future[bool] | None = None
+        """The probe under way."""
+        self._probe_time = 0.0
+        """Earliest time of the next probe."""
+        self._num_failed_probes = 0
+        self._was_killed_silent = False
+        """Whether the keeper killed the latest lighthouse because it did not answer."""
 
     def poll(self) -> None:
-        """Start the lighthouse, notice that it listens or has died, restart it. Call this every few
-        moments.
-        """
-        now = time.monotonic()
+        """Start the lighthouse, notice its first answer or its death, restart it; call it often."""
         if self.failure:
             return
+        now = time.monotonic()
         if self._child is None:
-            if now >= self._start_at:
+            if now >= self._restart_time:
                 self._start(now)
             return
-        ended = self._child.code is not None  # asked first: what it did last counts
-        self._ask(self._child, now)
-        if not self.listens and not ended and now >= self._start_at + START_SECONDS:
-            self.failure = f"the lighthouse did not come up within {START_SECONDS:.0f} s"
-        if ended and not self.failure:
+        # Read before the probe: a lighthouse that answered and died at once has listened. Its death
+        # must not look like a failed start, which ends the run.
+        has_ended = self._child.code is not None
+        self._poll_probe(self._child, now)
+        if has_ended:
             self._note_death(self._child, now)
+        elif not self.listens and now >= self._start_time + START_SECONDS:
+            self.failure = f"the lighthouse did not come up within {START_SECONDS:.0f} s"
 
     def _start(self, now: float) -> None:
         descriptor = self._listener.fileno()
@@ -121,47 +138,52 @@ class LighthouseKeeper:
             env={LISTENER_VARIABLE: str(descriptor)},
             pass_fds=[descriptor],
         )
-        self._answer, self._ask_at, self._num_silences = None, 0.0, 0
-        self._start_at = now
+        self._start_time = now
+        self._probe = None
+        self._probe_time = 0.0
+        self._num_failed_probes = 0
         self._events.emit(
             LighthouseStarted(lighthouse_pid=self._child.process.pid, address=self.address)
         )
 
     @property
     def pid(self) -> int | None:
-        """Return the process id of the lighthouse; None while there is none."""
-        return (
-            None if self._child is None or self._child.code is not None else self._child.process.pid
-        )
+        """Process id of the running lighthouse; None while no lighthouse runs."""
+        if self._child is None or self._child.code is not None:
+            return None
+        return self._child.process.pid
 
-    def _ask(self, child: Child, now: float) -> None:
-        """Process the last answer, and ask again, on a thread, because an answer may take seconds.
+    def _poll_probe(self, child: Child, now: float) -> None:
+        """Start a probe when it is due, or process its result.
 
-        The lighthouse's log would not serve: on a full disk it cannot be written, and the run would
-        end for lack of it.
+        The lighthouse's log cannot serve instead of probes. On a full disk the log stays empty, and
+        the run would end although the lighthouse listens.
         """
-        if self._answer is None:
-            if now >= self._ask_at:
-                ask = partial(answers, self.address, self._token, _ASK_SECONDS)
-                self._answer = call_aside(ask, "titan_ft_ask_lighthouse")
+        if self._probe is None:
+            if now >= self._probe_time:
+                # On a thread, because an answer may take seconds.
+                probe = partial(answers, self.address, self._token, _PROBE_TIMEOUT_SECONDS)
+                self._probe = call_aside(probe, "titan_ft_ask_lighthouse")
             return
-        if not self._answer.done():
+        if not self._probe.done():
             return
-        answered, self._answer = self._answer.result(), None
-        if self.listens or answered:
-            self._ask_at = now + _ASK_PAUSE_SECONDS
-        if answered:
-            self._num_silences = 0
+        has_answered = self._probe.result()
+        self._probe = None
+        if has_answered:
+            self._probe_time = now + _PROBE_PAUSE_SECONDS
+            self._num_failed_probes = 0
             if not self.listens:
                 self._note_start(now)
         elif self.listens:
-            self._num_silences += 1
-            if self._num_silences == MAX_SILENCES and child.code is None:
-                self._silent = True
+            self._probe_time = now + _PROBE_PAUSE_SECONDS
+            self._num_failed_probes += 1
+            if self._num_failed_probes == MAX_FAILED_PROBES and child.code is None:
+                self._was_killed_silent = True
                 child.process.kill()
 
     def _note_start(self, now: float) -> None:
-        self.listens, self._up_since = True, now
+        self.listens = True
+        self._up_since = now
         if self._down_since is not None:
             seconds = round(now - self._down_since, 3)
             self._down_since = None
@@ -170,33 +192,38 @@ class LighthouseKeeper:
             )
 
     def _note_death(self, child: Child, now: float) -> None:
+        """Plan the restart of a lighthouse that has ended, or give up."""
         reason = f"the {child.describe_end()}"
-        if self._silent:
-            self._silent = False
+        if self._was_killed_silent:
+            self._was_killed_silent = False
             reason = (
-                f"the lighthouse was killed: it did not answer {MAX_SILENCES} times, "
-                f"{_ASK_SECONDS:g} s each"
+                f"the lighthouse was killed: it did not answer {MAX_FAILED_PROBES} times, "
+                f"{_PROBE_TIMEOUT_SECONDS:g} s each"
             )
         if self._up_since is None:
-            self.failure = (
-                reason  # it could not even start: its settings or its installation are wrong
-            )
+            # It never listened: its settings or its installation are wrong. A restart cannot help.
+            self.failure = reason
             return
+        lived_seconds = 0.0
         if self.listens:
-            self._down_since, self._down_reason = now, reason
-        lived = now - self._up_since if self.listens else 0.0
-        self._num_deaths = 1 if lived >= HEALTHY_SECONDS else self._num_deaths + 1
+            lived_seconds = now - self._up_since
+            self._down_since = now
+            self._down_reason = reason
+        if lived_seconds >= HEALTHY_SECONDS:
+            self._num_deaths = 0
+        self._num_deaths += 1
         if self._num_deaths >= MAX_DEATHS:
             self.failure = (
                 f"{reason}, {self._num_deaths} times in a row within moments of its start"
             )
             return
-        self.listens, self._child = False, None
-        self._start_at = now + backoff_seconds(self._num_deaths - 1)
-        self.poll()
+        self.listens = False
+        self._child = None
+        self._restart_time = now + backoff_seconds(self._num_deaths - 1)
+        self.poll()  # the first restart has no pause: groups wait for the lighthouse
 
     def close(self) -> None:
-        """Give the port back."""
+        """Release the port."""
         self._listener.close()
 
 

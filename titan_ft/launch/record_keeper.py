@@ -17,20 +17,20 @@ from titan_ft.run.log import event_files
 from titan_ft.system.token import TOKEN_ENV
 
 LOOK_SECONDS = 10.0
-"""The sizes of the files are looked at this often."""
+"""Pause between two looks at the sizes of the files."""
 
 
 class RecordKeeper:
-    """Reduces the events of a run each time they have grown by `MIN_BYTES`, in a process of low
-    priority.
+    """Reduces the events of a run each time they have grown by `MIN_BYTES`.
 
-    It needs a process: 64 MiB of events take seconds, in which the launcher must watch its groups.
-    The record only saves time. If the process fails, the next command that reads the run reduces
-    the events.
+    A child process of low priority does the work. To reduce 64 MiB of events takes seconds, and the
+    launcher must watch its groups meanwhile. The record only saves time: if the process fails, the
+    next command that reads the run reduces the events. `LocalRun` calls `poll` on its only thread.
 
     Args:
-        folder: holds the files of events.
-        log: of the process.
+        folder: folder of the event files.
+        children: starts the process.
+        log: file for the output of the process.
         clock: returns monotonic seconds.
     """
 
@@ -47,11 +47,11 @@ class RecordKeeper:
         self._clock = clock
         self._next_look = clock() + LOOK_SECONDS
         self._num_bytes = 0
-        """Size of the files at the start of the last process."""
+        """Size of the event files at the start of the latest process."""
         self._child: Child | None = None
 
     def poll(self) -> None:
-        """Start the process when it is due. Call this often."""
+        """Start the process when it is due; call it often."""
         now = self._clock()
         if now < self._next_look:
             return
@@ -60,16 +60,18 @@ class RecordKeeper:
             return
         try:
             num_bytes = sum(path.stat().st_size for path in event_files(self._folder))
-        except OSError:  # a file server that has no answer right now
+        except OSError:
+            # A file server may have no answer right now. The next look tries again.
             return
         if num_bytes - self._num_bytes < MIN_BYTES:
             return
         self._num_bytes = num_bytes
         command = [sys.executable, "-m", "titan_ft.history.record.kept", str(self._folder)]
         try:
-            # It reads files, and has no use for the token.
+            # Without the token: the process only reads files.
             self._child = self._children.start(
                 "the keeper of the record", command, self._log, env={TOKEN_ENV: ""}
             )
-        except OSError:  # no room for a process on this host
+        except OSError:
+            # The host has no room for a process. The run does not depend on the record.
             self._child = None

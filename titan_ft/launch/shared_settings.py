@@ -13,8 +13,6 @@ from titan_ft.launch.lighthouse import check_settings
 from titan_ft.options import LighthouseSettings
 from titan_ft.round_settings import ROUND_JOIN_TIMEOUT_MS
 
-# Fields of the table that concern the launcher too, with the type that a worker's flag for them is
-# read as.
 SHARED_FIELDS: dict[str, type] = {
     **{setting.name: int for setting in fields(LighthouseSettings)},
     "min_replica_size": int,
@@ -24,10 +22,15 @@ SHARED_FIELDS: dict[str, type] = {
     "process_group": str,
     "semi_sync_method": str,
 }
+"""Fields of the table that the launcher reads too, with the types of their values in flags."""
 
 
 def table_overrides(worker_args: Sequence[str]) -> dict[str, Any]:
-    """Return the [fault_tolerance] fields shared with the launcher that the workers' flags set."""
+    """Return the values of `SHARED_FIELDS` that the workers' flags set.
+
+    Raises:
+        ConfigError: a value is not of its field's type.
+    """
     found: dict[str, Any] = {}
     for name, value in read_flags(worker_args):
         section, _, key = name.partition(".")
@@ -44,14 +47,18 @@ def table_overrides(worker_args: Sequence[str]) -> dict[str, Any]:
 
 
 def lighthouse_settings(table: Mapping[str, Any]) -> LighthouseSettings:
-    """Return the lighthouse's settings from the [fault_tolerance] table and its defaults."""
+    """Return the lighthouse's settings from the [fault_tolerance] table and its defaults.
+
+    Raises:
+        ConfigError: a setting is not > 0.
+    """
     defaults = FaultTolerance()
     join_timeout_ms = table.get("join_timeout_ms", defaults.join_timeout_ms)
     if table.get("semi_sync_method") and join_timeout_ms > 0:
         join_timeout_ms = max(join_timeout_ms, ROUND_JOIN_TIMEOUT_MS)
     settings = LighthouseSettings(
-        # Not min_replica_size: the groups count themselves. Where the lighthouse waits for more,
-        # the last group that is left at the end of a run would wait for a quorum for ever.
+        # Not min_replica_size, which the groups check themselves. If the lighthouse waited for more
+        # groups, the last group at the end of a run would wait for a quorum for ever.
         min_replicas=1,
         heartbeat_timeout_ms=table.get("heartbeat_timeout_ms", defaults.heartbeat_timeout_ms),
         join_timeout_ms=join_timeout_ms,

@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Serve the store at which the workers of one attempt of a group meet, in a process of its own.
 
-A fork would lose torch's threads for the store, so a process that forks workers does not serve it.
-The store outlives every worker of the attempt, and ends with the agent. Command line: the
-descriptor of the listening socket.
+The agent starts this process before the workers of the attempt. An agent that forks its workers
+cannot serve the store itself, because a process that forks must not have torch's threads. The store
+outlives every worker of the attempt, and ends with the agent.
+
+Command line: the descriptor of the listening socket.
 """
 
 from __future__ import annotations
@@ -20,20 +22,23 @@ from typing import Any
 from titan_ft.run.orphan import end_with_parent
 
 PID_ENV = "TITAN_FT_STORE_PID"
-"""Tells workers which process serves the store of their group: its connections are the group's,
-too.
+"""Environment variable of the workers: pid of the process that serves the store of their group.
+
+The connections of that process belong to the group, too.
 """
 
 
 def reachable(listener: socket.socket) -> tuple[str, int]:
-    """Return host and port at which this host's processes reach a socket that may listen at all
-    addresses.
+    """Return the host and the port at which processes of this host reach a socket.
 
-    A socket at :: answers IPv4 too. With IPv6 switched off (the sysctl disable_ipv6), a socket can
-    still listen at ::, but ::1 cannot be reached.
+    A socket that listens at all addresses is reached at 127.0.0.1, also if it listens at ::, which
+    answers IPv4 too. With IPv6 switched off (the sysctl disable_ipv6), a socket can still listen at
+    ::, but ::1 cannot be reached.
     """
     host, port = listener.getsockname()[:2]
-    return {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(host, host), port
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return host, port
 
 
 def serve(listener: socket.socket) -> Any:
@@ -48,17 +53,18 @@ def serve(listener: socket.socket) -> Any:
 
 def main() -> None:
     end_with_parent()
-    # torch looks up the name of every peer's address, for its log, and the store answers nobody
-    # meanwhile. Its own is a number: it needs no name server, and none that is slow holds up a
-    # rendezvous.
+    # For its log, torch looks up the name of every peer's address, and the store answers nobody
+    # meanwhile. Without attempts, a slow name server cannot delay a rendezvous. The store itself
+    # has a numeric address and needs no name server.
     os.environ["RES_OPTIONS"] = "attempts:0"
-    # Each rank of the group has connections here, and so has each rank of a column that meets here.
-    # With the usual limit of 1,024 descriptors a store accepts no more connections at some 500
-    # ranks.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    # Each rank of the group has connections to this store, and so has each rank of a column that
+    # meets here. With the usual limit of 1,024 descriptors the store would refuse the connections
+    # of more than about 500 ranks.
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     store = serve(socket.socket(fileno=int(sys.argv[1])))
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its agent ends it, after the workers
+    # No SIGTERM may end the store before the workers. The agent kills the store after them.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while store is not None:
         time.sleep(3600.0)
 

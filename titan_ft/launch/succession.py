@@ -1,11 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The active lighthouse among several of a job: the one named in a file in the run's folder.
+"""Decide which of a job's lighthouses serves: the one that a file in the run's folder names.
 
-A lighthouse that wants to serve writes its name there first, and one that reads another's name
-there steps down. That settles within moments two that write at once, and one that was only slow and
-returns. Groups take no new members from a lighthouse that is no longer named
-(`membership/seat.py`).
+A lighthouse writes its name into the file before it serves. A lighthouse that reads another name
+there steps down. So only one lighthouse goes on if two write at once, or if a slow lighthouse
+returns after a standby has taken its place. Groups take no new members from a lighthouse that is no
+longer named (`membership/seat.py`).
 """
 
 from __future__ import annotations
@@ -17,27 +17,31 @@ from pathlib import Path
 from titan_ft.run.lighthouse import Announcement, answers
 
 SILENT_SECONDS = 0.8
-"""Without an answer, after which a standby takes the announced lighthouse's place."""
-_ANSWER_SECONDS = 0.5  # that one answer may take
-_LOOK_SECONDS = _ANSWER_SECONDS + 0.2
-"""What one look counts for at most: who was stopped for longer, or starved, has not listened for
-all of it.
+"""A standby takes the place of the announced lighthouse after this time without an answer."""
+_ANSWER_SECONDS = 0.5
+"""Time for one answer."""
+_MAX_POLL_SECONDS = _ANSWER_SECONDS + 0.2
+"""One poll adds at most this much silence.
+
+A standby that was stopped or starved between two polls did not ask meanwhile. Without this limit it
+would take the place of a healthy lighthouse.
 """
 
 
 class Succession:
-    """One lighthouse's part in the succession.
+    """One lighthouse's part in the succession. The lighthouse's main thread calls `poll`.
 
     Args:
         path: the file.
-        own: what this lighthouse announces.
-        standby: whether it leaves an announced lighthouse that answers in its place.
+        own: announcement of this lighthouse.
+        standby: True if this lighthouse waits while the announced one answers; False if it
+            announces itself at once.
         token: the run's shared secret.
         ask: returns whether a lighthouse answers.
 
     Attributes:
-        serves: whether it has announced itself.
-        other: the other announced lighthouse, as far as known.
+        serves: whether this lighthouse has announced itself.
+        other: the announced lighthouse, if it is another one; None if none is known.
     """
 
     def __init__(
@@ -49,41 +53,52 @@ class Succession:
         token: str = "",
         ask: Callable[[str, str, float], bool] = answers,
     ) -> None:
-        self._path, self._own, self._standby = path, own, standby
-        self._token, self._ask = token, ask
-        self._looked = time.monotonic()
-        self._silent = 0.0  # seconds since the other one was known to be there
+        self._path = path
+        self._own = own
+        self._standby = standby
+        self._token = token
+        self._ask = ask
+        self._last_poll = time.monotonic()
+        self._silent_seconds = 0.0
+        """Time since the other lighthouse last answered or announced itself."""
         self.serves = False
         self.other: Announcement | None = None
 
     def poll(self) -> bool:
-        """Read the file once, and announce this lighthouse at its turn; return False if it must
-        step down.
+        """Read the file once, and announce this lighthouse if the place is free.
+
+        Returns:
+            False if another lighthouse has taken the place of this one, which must step down.
 
         Raises:
             OSError: the file cannot be written.
         """
-        said = Announcement.read(self._path)
+        announced = Announcement.read(self._path)
         if self.serves:
-            self.other = said if said is not None and said.id != self._own.id else None
+            self.other = None
+            if announced is not None and announced.id != self._own.id:
+                self.other = announced
             return self.other is None
-        # Just now.
-        announced = said is not None and (self.other is None or said.id != self.other.id)
-        # A storage that cannot be read for a moment takes nobody's place away.
-        self.other = said or self.other
-        # This lighthouse may have started anew: it would wait for itself at its own address.
-        other = (
-            self.other if self.other is None or self.other.address != self._own.address else None
-        )
-        answered = False
-        if self._standby and other is not None:
-            answered = self._ask(other.address, self._token, _ANSWER_SECONDS)
+        is_alive = False
+        if announced is not None:
+            # A lighthouse that has just announced itself may not answer yet.
+            is_alive = self.other is None or self.other.id != announced.id
+            # Kept if the file cannot be read for a moment: the lighthouse may be healthy.
+            self.other = announced
+        if self._standby and self.other is not None:
+            # An announcement at this address is of an earlier process, which started anew as this
+            # one. This lighthouse must not wait for itself.
+            is_own_address = self.other.address == self._own.address
+            if not is_own_address and self._ask(self.other.address, self._token, _ANSWER_SECONDS):
+                is_alive = True
         now = time.monotonic()
-        self._silent = (
-            0.0 if announced or answered else self._silent + min(now - self._looked, _LOOK_SECONDS)
-        )
-        self._looked = now
-        if not self._standby or self._silent >= SILENT_SECONDS:
+        if is_alive:
+            self._silent_seconds = 0.0
+        else:
+            self._silent_seconds += min(now - self._last_poll, _MAX_POLL_SECONDS)
+        self._last_poll = now
+        if not self._standby or self._silent_seconds >= SILENT_SECONDS:
             self._own.write(self._path)
-            self.serves, self.other = True, None
+            self.serves = True
+            self.other = None
         return True

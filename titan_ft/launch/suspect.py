@@ -1,11 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Hosts on which workers die again and again: a group leaves such a host, so that it can be started
-elsewhere.
+"""Suspect hosts on which workers die again and again: a group leaves such a host.
 
 A group is normally restarted on its host, which is quickest. But a host with a bad GPU or bad
-memory ends everything that runs there. All of the job's ends on the host count, because groups may
-follow each other there.
+memory kills all workers there. So the group leaves the host, and its scheduler can start the group
+elsewhere. The deaths of all groups on the host count, because one group may follow another there.
 """
 
 from __future__ import annotations
@@ -28,19 +27,20 @@ from titan_ft.system.ownership import no_follow
 from titan_ft.system.token import TOKEN_ENV
 
 _COMMAND_SECONDS = 60.0
+"""Time limit of the user's command."""
 
 
 @dataclass(frozen=True)
 class SuspectPolicy:
-    """When a host is suspected, and what happens then.
+    """The rule by which a host is suspected, and the actions that follow.
 
     Attributes:
-        deaths: deaths on one host within the window that make it suspected (see `HostDeaths`); 0
-            for never.
-        window_seconds: the window.
-        command: the user's command, run with the host and the reason as further arguments; may be
-            empty.
-        file: file for lines with the host and the end of its suspicion (Unix seconds); None for no
+        deaths: number of deaths on one host within the window that make the host suspected (see
+            `HostDeaths`); 0 switches the rule off.
+        window_seconds: length of the window.
+        command: the user's command, which gets the host and the reason as further arguments; empty
+            for no command.
+        file: file for lines with the host and the end of the suspicion (Unix seconds); None for no
             file.
     """
 
@@ -56,26 +56,20 @@ class SuspectPolicy:
         Raises:
             ConfigError: a value is wrong.
         """
-        numbers = {}
-        for name, default in (("TITAN_FT_HOST_DEATHS", "0"), ("TITAN_FT_HOST_WINDOW", "3600")):
-            value = environ.get(name) or default
-            if not value.isdecimal():
-                raise ConfigError(
-                    f"{name} must be a whole number, at least 0, got {value!r}; correct it, or "
-                    "unset it"
-                )
-            numbers[name] = int(value)
+        deaths = _read_number(environ, "TITAN_FT_HOST_DEATHS", "0")
+        window_seconds = float(_read_number(environ, "TITAN_FT_HOST_WINDOW", "3600"))
         file = environ.get("TITAN_FT_SUSPECTED_HOSTS")
         return cls(
-            numbers["TITAN_FT_HOST_DEATHS"],
-            float(numbers["TITAN_FT_HOST_WINDOW"]),
-            tuple(shlex.split(environ.get("TITAN_FT_ON_HOST_SUSPECTED", ""))),
-            Path(file) if file else None,
+            deaths=deaths,
+            window_seconds=window_seconds,
+            command=tuple(shlex.split(environ.get("TITAN_FT_ON_HOST_SUSPECTED", ""))),
+            file=Path(file) if file else None,
         )
 
     def act(self, host: str, reason: str) -> None:
-        """Run the user's command and write for the batch script. Failures are printed and do not
-        keep the group there.
+        """Write the host into the file for the batch script, and run the user's command.
+
+        A failure of either is printed. The group leaves the host all the same.
         """
         if self.file is not None:
             try:
@@ -88,26 +82,38 @@ class SuspectPolicy:
         if not self.command:
             return
         try:
+            # The user's command needs no token, and may print its environment.
             env = {name: value for name, value in os.environ.items() if name != TOKEN_ENV}
             done = subprocess.run(
                 [*self.command, host, reason], env=env, timeout=_COMMAND_SECONDS, check=False
             )
-            said = f"ended with exit status {done.returncode}" if done.returncode else ""
+            failure = f"ended with exit status {done.returncode}" if done.returncode else ""
         except (OSError, subprocess.TimeoutExpired) as error:
-            said = f"failed: {error}"
-        if said:
-            print(f"titan_ft: the command for suspected hosts {said}", file=sys.stderr)
+            failure = f"failed: {error}"
+        if failure:
+            print(f"titan_ft: the command for suspected hosts {failure}", file=sys.stderr)
+
+
+def _read_number(environ: Mapping[str, str], name: str, default: str) -> int:
+    value = environ.get(name) or default
+    if not value.isdecimal():
+        raise ConfigError(
+            f"{name} must be a whole number, at least 0, got {value!r}; correct it, or unset it"
+        )
+    return int(value)
 
 
 def counts_against_host(event: WorkerExited) -> bool:
     """True if the host may have caused a worker's end.
 
-    Not for a worker that was stopped because of another one, a wrong config, a group that must not
-    return, a transient reason or an injected fault. An exception does not count either, except a
-    hang and a GPU's error: a mistake in the code would follow the group from host to host until all
-    were excluded.
+    These ends do not count: the agent stopped the worker because of another worker; the config is
+    wrong; the group must not return; the reason is transient; the fault was injected. An exception
+    counts only if it is a hang or a GPU's error. A mistake in the code would otherwise follow the
+    group from host to host until all hosts were excluded.
     """
-    if event.stopped or event.transient or event.code in (0, CONFIG_ERROR_CODE, FINAL_CODE):
+    if event.stopped or event.transient:
+        return False
+    if event.code in (0, CONFIG_ERROR_CODE, FINAL_CODE):
         return False
     return may_come_from_host(event.error, event.error_kind)
 
@@ -115,12 +121,18 @@ def counts_against_host(event: WorkerExited) -> bool:
 class HostDeaths:
     """Counts the deaths on one host in the events of the whole job.
 
-    All ranks of an attempt die one death there: one end causes others, and all ranks may be killed.
-    The first rank that ended by itself is announced first, and decides whether the death counts.
+    The ends of all ranks of an attempt on the host are one death, because the end of one rank
+    causes the ends of the others. The agent announces the first rank that ended by itself first.
+    That event decides whether the death counts.
+
+    The agent's only thread calls `count`.
 
     Args:
         events: folder of the run's events.
         pattern: pattern of the event files that announce workers' ends.
+        host: name of the host.
+        window_seconds: a death counts for this long.
+        clock: returns Unix seconds.
     """
 
     def __init__(
@@ -132,15 +144,23 @@ class HostDeaths:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._tail = EventTail(events, WorkerExited, pattern=pattern, from_start=True)
-        self._host, self._window_seconds, self._clock = host, window_seconds, clock
-        self._counted: dict[tuple[int, int], float | None] = {}
-        """Times of the deaths by group and attempt; None for one that does not count."""
+        self._host = host
+        self._window_seconds = window_seconds
+        self._clock = clock
+        self._death_times: dict[tuple[int, int], float | None] = {}
+        """Times of the deaths by group and attempt; None for a death that does not count."""
 
     def count(self) -> int:
-        """Return how many there were within the window until now."""
+        """Return the number of deaths within the window that ends now."""
         for event in self._tail.poll():
-            if isinstance(event, WorkerExited) and event.host == self._host and not event.stopped:
-                moment = event.time if counts_against_host(event) else None
-                self._counted.setdefault((event.replica, event.attempt), moment)
-        begin = self._clock() - self._window_seconds
-        return sum(moment is not None and moment > begin for moment in self._counted.values())
+            if not isinstance(event, WorkerExited) or event.host != self._host or event.stopped:
+                continue
+            attempt = (event.replica, event.attempt)
+            if attempt not in self._death_times:
+                self._death_times[attempt] = event.time if counts_against_host(event) else None
+        window_start = self._clock() - self._window_seconds
+        num_deaths = 0
+        for death_time in self._death_times.values():
+            if death_time is not None and death_time > window_start:
+                num_deaths += 1
+        return num_deaths
