@@ -1,11 +1,13 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Judge the first bytes of a connection to the lighthouse: do they show the run's secret? Pure.
+"""Judge whether the first bytes of a connection to the lighthouse show the run's secret. Pure.
 
-torchft's client sends no headers of the caller and has no TLS. But it keeps the user information of
-its URL: with `http://SECRET@host:port` the first HEADERS frame of a connection (RFC 9113) has the
+torchft's client sends no headers of the caller and has no TLS, but it keeps the user information of
+its URL. With `http://SECRET@host:port` the first HEADERS frame of a connection (RFC 9113) has the
 pseudo-header `:authority: SECRET@host:port`. Readers of the status page send an HTTP/1 request with
 `Authorization: Bearer SECRET`.
+
+The gate calls `Greeting.judge` for each connection, with all bytes so far.
 """
 
 from __future__ import annotations
@@ -15,20 +17,34 @@ import hmac
 from collections.abc import Iterator
 
 MAX_BYTES = 8192
-"""Of a connection that has not shown the secret. torchft's client needs 220."""
+"""Limit of the bytes that a connection may send before it has shown the secret.
+
+torchft's client needs 220.
+"""
 HOLD = "/hold"
 """Path of a request that gets no answer: the open connection shows that the lighthouse is there."""
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_FRAME_HEADER = 9  # bytes
-_MAX_FRAMES = 8  # up to the first HEADERS. torchft's client sends two before it
-_MAX_FIELDS = 8  # up to :authority. RFC 9113 has at most four pseudo-headers, and they come first
-_HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE = 1, 4, 6, 8  # types of frames
-_END_HEADERS, _PADDED, _PRIORITY = 0x4, 0x8, 0x20  # flags of a HEADERS frame
+_FRAME_HEADER_BYTES = 9
+_MAX_FRAMES = 8
+"""Limit of the frames up to the first HEADERS. torchft's client sends two frames before HEADERS."""
+_MAX_FIELDS = 8
+"""Limit of the fields up to :authority. RFC 9113 has at most four pseudo-headers, at the start."""
+# Types of frames.
+_HEADERS = 1
+_SETTINGS = 4
+_PING = 6
+_WINDOW_UPDATE = 8
+# Flags of a HEADERS frame.
+_END_HEADERS = 0x4
+_PADDED = 0x8
+_PRIORITY = 0x20
 _PRIORITY_BYTES = 5
-_AUTHORITY = 1  # place of :authority in HPACK's static table
-_MAX_SHIFT = 21  # of an integer's last byte: no length in a frame of MAX_BYTES needs more
-# RFC 7541, appendix B, as far as a secret and the @ after it need it.
+_AUTHORITY = 1
+"""Index of :authority in HPACK's static table."""
+_MAX_SHIFT = 21
+"""Shift of an integer's last byte. No length within `MAX_BYTES` needs a higher one."""
+# Huffman codes of a secret's digits and of the @ after the secret (RFC 7541, appendix B).
 _HUFFMAN = {
     "0": "00000",
     "1": "00001",
@@ -55,48 +71,52 @@ class Reception(enum.Enum):
     """Decision on a connection."""
 
     MORE = "more"
-    """Its first bytes are not complete."""
+    """The first bytes are not complete: wait for more."""
     PASS = "pass"
-    """It is a member's: its bytes go to the lighthouse."""
+    """A member's connection: its bytes go to the lighthouse."""
     HOLD = "hold"
-    """It is a member's, which only wants to see when the connection ends."""
+    """A member's connection that stays open without an answer, see the constant `HOLD`."""
     REFUSE = "refuse"
+    """A stranger's connection."""
 
 
 class Greeting:
-    """Judges first bytes.
+    """Judges the first bytes of connections. No state of a connection is kept.
 
     Args:
-        secret: hex digits.
+        secret: the run's secret in hex digits.
     """
 
     def __init__(self, secret: str) -> None:
         self._plain = f"{secret}@".encode()
         bits = "".join(_HUFFMAN[letter] for letter in f"{secret}@")
-        # The last byte of the code holds bits of the host that follows.
-        whole = len(bits) // 8
-        self._coded = int(bits[: 8 * whole], 2).to_bytes(whole, "big")
-        self._last_bits = bits[8 * whole :]
+        # The code ends within a byte, whose other bits are of the host after the @.
+        num_whole_bytes = len(bits) // 8
+        self._coded = int(bits[: 8 * num_whole_bytes], 2).to_bytes(num_whole_bytes, "big")
+        self._last_bits = bits[8 * num_whole_bytes :]
         self._bearer = f"Bearer {secret}".encode()
 
     def judge(self, received: bytes) -> Reception:
         """Judge all bytes that a connection has sent until now."""
         begins_http2 = _PREFACE.startswith(received[: len(_PREFACE)])
-        if not begins_http2 and not b"GET ".startswith(received[:4]):
-            return Reception.REFUSE
+        begins_request = b"GET ".startswith(received[:4])
         try:
-            reception = (
-                self._judge_frames(received) if begins_http2 else self._judge_request(received)
-            )
-        except (IndexError, ValueError):  # no HTTP
+            if begins_http2:
+                reception = self._judge_frames(received)
+            elif begins_request:
+                reception = self._judge_request(received)
+            else:
+                return Reception.REFUSE
+        except (IndexError, ValueError):  # malformed
             return Reception.REFUSE
         if reception is Reception.MORE and len(received) >= MAX_BYTES:
             return Reception.REFUSE
         return reception
 
     def _judge_request(self, received: bytes) -> Reception:
-        """Judge an HTTP/1 request. Only GET of a few paths passes, once a connection: the
-        lighthouse's POST kills.
+        """Judge an HTTP/1 request.
+
+        A connection may send one GET of a few paths. A POST to the lighthouse would kill a group.
         """
         head, end, rest = received.partition(b"\r\n\r\n")
         if not end:
@@ -104,15 +124,16 @@ class Greeting:
         request, *lines = head.split(b"\r\n")
         _, path, _ = request.split(b" ")
         fields = dict(_split_field(line) for line in lines)
-        shown = hmac.compare_digest(fields.get(b"authorization", b""), self._bearer)
-        if (
-            not shown
-            or rest
-            or path not in _PATHS
-            or fields.get(b"connection", b"").lower() != b"close"
-        ):
+        if not hmac.compare_digest(fields.get(b"authorization", b""), self._bearer):
             return Reception.REFUSE
-        return Reception.HOLD if path == HOLD.encode() else Reception.PASS
+        if path not in _PATHS:
+            return Reception.REFUSE
+        # A second request on the connection would pass unseen.
+        if rest or fields.get(b"connection", b"").lower() != b"close":
+            return Reception.REFUSE
+        if path == HOLD.encode():
+            return Reception.HOLD
+        return Reception.PASS
 
     def _judge_frames(self, received: bytes) -> Reception:
         """Judge HTTP/2: the preface, settings, then the headers of a request."""
@@ -120,21 +141,28 @@ class Greeting:
         # Without a limit, a stranger's many empty frames would be read again for each byte that
         # arrives, and the members would wait meanwhile.
         for _ in range(_MAX_FRAMES):
-            if len(received) < start + _FRAME_HEADER:
+            body_start = start + _FRAME_HEADER_BYTES
+            if len(received) < body_start:
                 return Reception.MORE
             length = int.from_bytes(received[start : start + 3], "big")
-            kind, flags = received[start + 3], received[start + 4]
+            kind = received[start + 3]
+            flags = received[start + 4]
             if length > MAX_BYTES or kind not in (_HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE):
                 return Reception.REFUSE
-            body = received[start + _FRAME_HEADER : start + _FRAME_HEADER + length]
+            body = received[body_start : body_start + length]
             if len(body) < length:
                 return Reception.MORE
             if kind == _HEADERS:
                 return Reception.PASS if self._is_member(body, flags) else Reception.REFUSE
-            start += _FRAME_HEADER + length
+            start = body_start + length
         return Reception.REFUSE
 
     def _is_member(self, body: bytes, flags: int) -> bool:
+        """True if a HEADERS frame shows the secret in its first :authority.
+
+        Raises:
+            IndexError, ValueError: the frame is malformed.
+        """
         if not flags & _END_HEADERS:
             return False
         if flags & _PADDED:
@@ -163,11 +191,11 @@ def _split_field(line: bytes) -> tuple[bytes, bytes]:
 
 
 def _find_authorities(block: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Yield each literal value of :authority in a connection's first header block, and if it is
-    Huffman-coded.
+    """Yield each literal value of :authority in a connection's first header block, and whether the
+    value is Huffman-coded.
 
-    The dynamic table of HPACK (RFC 7541) is empty before the first block, and a value in the table
-    comes from an earlier literal of the same block. Only the first fields are read.
+    A value from HPACK's dynamic table (RFC 7541) needs no second look: the table is empty before
+    the first block, so the value was a literal of the same block. Only the first fields are read.
 
     Raises:
         IndexError, ValueError: the block is malformed.

@@ -1,6 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Launch a whole run on this host: a lighthouse and supervised replica groups, with live status."""
+"""Launch a whole run on this host: a lighthouse, an agent for each group, and the live status.
+
+`launch` is the body of `titan-ft launch`. `LocalRun` has one thread, which polls everything in
+turn. See docs/agents.md.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +66,10 @@ if TYPE_CHECKING:
 
 TICK_SECONDS = 0.1
 LOST_SECONDS = 10.0
-"""What a lost group gets to be heard of again once all others have ended; then it is killed."""
+"""After the end of all other groups, a lost group has this long to show a sign of life.
+
+Then the launcher kills the group.
+"""
 
 
 @dataclass(frozen=True)
@@ -72,40 +79,45 @@ class _RunEnd:
     code: int
     """Exit status."""
     reason: str
-    """In words."""
+    """Why the launch ended, for people."""
     own_failure: bool = False
     """Whether the launch itself failed, and none of its groups.
 
-    Without this fact a view would name the last death of a group, from which that group had long
-    come back. """
+    Without this fact a view would name the last death of a group, although that group came back.
+    """
 
 
 class LocalRun:
-    """The processes of one run and their known state. `launch` makes it; one thread runs it.
+    """The processes of one run and their known state.
+
+    `launch` makes the object and calls all methods on its only thread, the process's main thread.
+    Whatever happens, `run` ends all processes before it returns or raises. If the run does not
+    begin, `abandon` ends them.
 
     Raises:
-        ConfigError: the lighthouse's port is taken.
+        ConfigError: the port of the lighthouse or of the metrics is taken.
     """
 
     def __init__(self, plan: LaunchPlan, stop: StopRequests) -> None:
-        self.plan, self.stop = plan, stop
+        self.plan = plan
+        self.stop = stop
         self.status = RunStatus(plan.num_replicas)
-        # First: when its port is taken, the folder must not look as if a run had been in it.
-        self._metrics = None
+        # Before any file of the run: if the port is taken, the folder must not look as if a run had
+        # been there.
+        self._metrics: MetricsServer | None = None
         if plan.options.metrics_port:
             self._metrics = MetricsServer.at(
                 self.status.fold, plan.options.metrics_port, plan.labels
             )
-        # After the port of the figures, before any socket and process of the run.
+        # After the socket of the metrics, which stays reachable from outside, and before any other
+        # socket and process of the run.
         if plan.options.private_network:
             enter_network_namespace()
-        self._curve = (
-            None
-            if plan.job_curve is None
-            else JobCurve(plan.job_curve, lambda text: self.view.error(text))
-        )
+        self._curve: JobCurve | None = None
+        if plan.job_curve is not None:
+            self._curve = JobCurve(plan.job_curve, lambda text: self.view.error(text))
         self._events = EventLog(plan.paths.launcher_events(os.getpid()))
-        # The token is not on any command line, where other users of the host could read it.
+        # The token is on no command line, where other users of the host could read it.
         token = secrets.token_hex(16)
         env = {TOKEN_ENV: token, "RUST_LOG": choose_native_log(os.environ)}
         env["WANDB_RUN_GROUP"] = os.environ.get("WANDB_RUN_GROUP") or plan.first_job_id
@@ -124,20 +136,24 @@ class LocalRun:
         self._num_spares = plan.options.spares
         self._zygote: Zygote | None = None
         self._early_log: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115  # open until the end
-        """Output of the zygote from before there is a folder for its log."""
+        """Output of the zygote before the run has a folder for logs."""
         self._trains_since: float | None = None
+        """When the launcher saw the first step, by the monotonic clock; None before."""
         self._time_is_up = False
+        """Whether the run ends because --minutes are over."""
         self._only_lost_since: float | None = None
-        """Since when all groups but lost ones have ended, by the monotonic clock."""
+        """When all groups but lost ones had ended, by the monotonic clock; None before."""
         self._common_end = CommonEnd()
-        self._mistake = ""
-        """A mistake in the config that only a worker could find; empty as long as none is known."""
-        self._hopeless = ""
-        """Why it does not help to start groups again; empty as long as it may."""
-        self._chaos = None if plan.chaos is None else self._chaos_runner(plan.chaos)
+        self._config_mistake = ""
+        """A mistake in the config that only a worker could find; empty if none is known."""
+        self._common_failure = ""
+        """Why restarts of groups do not help; empty while they may help."""
+        self._chaos: ChaosRunner | None = None
+        if plan.chaos is not None:
+            self._chaos = self._make_chaos_runner(plan.chaos)
 
-    def _chaos_runner(self, plan: Plan) -> ChaosRunner:
-        # A run that nobody breaks loads nothing of it.
+    def _make_chaos_runner(self, plan: Plan) -> ChaosRunner:
+        # Imported here: a run without chaos loads no code that can break it.
         from titan_ft.chaos.processes import Processes
         from titan_ft.chaos.runner import ChaosRunner
 
@@ -150,9 +166,11 @@ class LocalRun:
         )
 
     def run(self) -> int:
-        """Return 0 when all groups finished or left, 2 when their configuration is wrong, else 1.
+        """Run to the end, and end all processes.
 
-        A run that a signal stopped ends with 128 + the signal's number.
+        Returns:
+            0 if all groups finished or left, 2 if their config is wrong, 128 + the signal's number
+            if a signal stopped the run, else 1.
         """
         self._tail = EventTail(self.plan.paths.events)
         self.view = LaunchView(self.status, self.plan.paths.launch_log)
@@ -164,29 +182,37 @@ class LocalRun:
             self._refresh()
             if self._time_is_up and end.code == 0:
                 end = self._judge_leaving()
-            stopped = self.stop.signum if self.stop and end.code == self.stop.status else None
             finished = LaunchFinished(code=end.code, reason=end.reason)
-            finished.signal = None if stopped is None else stopped.name
-            finished.own_failure = end.own_failure or None
+            was_stopped = self.stop and end.code == self.stop.status
+            if was_stopped and self.stop.signum is not None:
+                finished.signal = self.stop.signum.name
+            if end.own_failure:
+                finished.own_failure = True
             self._events.emit(finished)
-            self._refresh()  # a terminal's last picture would be of a run that goes on
+            # Without this refresh, the last picture on a terminal would show a running run.
+            self._refresh()
             self._events.close()
             self._lighthouse.close()
             if self._curve:
-                self._curve.close()  # without a wait of its own: it had that of the events
+                # Without a wait for room on the disk: the events' `close` has waited already.
+                self._curve.close()
             if self._metrics:
                 self._metrics.close()
             self.view.close()
             if self.stop or self._time_is_up:
-                self._say_how_to_go_on()  # after the view, whose lines a terminal's width cuts
+                # After the view, which would cut the command at the terminal's width.
+                self._print_how_to_continue()
             self.view.close_log()
         return end.code
 
-    def _say_how_to_go_on(self) -> None:
+    def _print_how_to_continue(self) -> None:
         if set(self.status.states.values()) == {status.FINISHED}:
             return
-        command, drain = self.plan.resume_command, self.plan.drain_seconds
-        for line in describe_stop(self.status, command, saves=self.plan.saves, drain_seconds=drain):
+        plan = self.plan
+        lines = describe_stop(
+            self.status, plan.resume_command, saves=plan.saves, drain_seconds=plan.drain_seconds
+        )
+        for line in lines:
             self.view.note(line)
 
     def _run(self) -> _RunEnd:
@@ -211,21 +237,7 @@ class LocalRun:
                 return self._lighthouse_failed()
             time.sleep(TICK_SECONDS / 4)
             self._lighthouse.poll()
-        address = self._lighthouse.address
-        self.view.line(
-            f"lighthouse at {address}; {describe_shape(plan.num_replicas, plan.num_ranks)}; "
-            f"{plan.paths.root}"
-        )
-        self.view.line(
-            f"watch it: titan-ft top {plan.paths.root}; logs: "
-            f"{plan.paths.root}/logs/replica-*/latest/"
-        )
-        if not plan.saves:
-            self.view.line(CHECKPOINTS_OFF)
-        if self._curve:
-            self.view.line(f"curves: tensorboard --logdir {self._curve.folder.parent}")
-        if self._metrics:
-            self.view.line(f"metrics at {self._metrics.url}")
+        self._print_addresses()
         while self._zygote is not None and not self._zygote.ready:
             if self.stop:
                 return self._interrupted()
@@ -234,38 +246,57 @@ class LocalRun:
             if self._lighthouse.failure:
                 return self._lighthouse_failed()
             self._watch_zygote()
-        for replica in range(plan.num_replicas):
-            self._agents[replica] = self._keep_agent(replica)
+        for slot in range(plan.num_replicas):
+            self._agents[slot] = self._keep_agent(slot)
         return self._watch()
 
-    def check(self) -> None:
-        """Check the config as the workers read it, before there is a folder, or any process but the
-        zygote.
+    def _print_addresses(self) -> None:
+        """Print where the run is, and where it can be watched."""
+        plan = self.plan
+        root = plan.paths.root
+        self.view.line(
+            f"lighthouse at {self._lighthouse.address}; "
+            f"{describe_shape(plan.num_replicas, plan.num_ranks)}; {root}"
+        )
+        self.view.line(f"watch it: titan-ft top {root}; logs: {root}/logs/replica-*/latest/")
+        if not plan.saves:
+            self.view.line(CHECKPOINTS_OFF)
+        if self._curve:
+            self.view.line(f"curves: tensorboard --logdir {self._curve.folder.parent}")
+        if self._metrics:
+            self.view.line(f"metrics at {self._metrics.url}")
 
-        The check needs torchtitan, which the later zygote imports. Returns early at a stop.
+    def check(self) -> None:
+        """Check the config as the workers read it. Return early at a stop.
+
+        The check needs torchtitan, so the zygote imports torchtitan and checks the config. No other
+        process runs yet, and the run has no folder.
 
         Raises:
             ConfigError: there is a mistake in the config.
         """
-        log = self.plan.paths.zygote_log
 
         def start(command: list[str], descriptor: int) -> ChildProcess:
-            env, output = default_env(), self._early_log
             child = self._children.start(
-                "the zygote", command, log, env=env, pass_fds=[descriptor], output=output
+                "the zygote",
+                command,
+                self.plan.paths.zygote_log,
+                env=default_env(),
+                pass_fds=[descriptor],
+                output=self._early_log,
             )
             return child.process
 
-        self._zygote = Zygote(start, self.plan.module, self.plan.check_flags())
+        zygote = Zygote(start, self.plan.module, self.plan.check_flags())
+        self._zygote = zygote
         deadline = time.monotonic() + IMPORT_SECONDS
-        while (
-            not (self._zygote.checked or self._zygote.is_lost or self.stop)
-            and time.monotonic() < deadline
-        ):
+        while not (zygote.checked or zygote.is_lost or self.stop):
+            if time.monotonic() >= deadline:
+                break
             time.sleep(TICK_SECONDS / 10)
-            self._zygote.poll()
-        if self._zygote.mistake:
-            raise ConfigError(self._zygote.mistake)
+            zygote.poll()
+        if zygote.mistake:
+            raise ConfigError(zygote.mistake)
 
     def abandon(self) -> None:
         """End the processes and release the ports of a run that does not begin."""
@@ -275,10 +306,8 @@ class LocalRun:
             self._metrics.close()
 
     def _let_zygote_proceed(self) -> None:
-        """Let the zygote import the rest during the lighthouse's start, or end it, if there are no
-        forks.
-        """
-        assert self._zygote is not None, "it has checked the config"
+        """Let the zygote import the rest during the lighthouse's start; end it if nothing forks."""
+        assert self._zygote is not None, "the zygote has checked the config"
         with open_log(self.plan.paths.zygote_log, "ab") as log:
             self._early_log.seek(0)
             shutil.copyfileobj(self._early_log, log)
@@ -292,7 +321,7 @@ class LocalRun:
             self.view.line("this system hands no forks over: each group imports everything itself")
 
     def _watch_zygote(self) -> None:
-        """Report once that the zygote is gone. Running groups fork without it."""
+        """Report once that the zygote is gone. Agents that run fork their workers without it."""
         if self._zygote is None:
             return
         self._zygote.poll()
@@ -303,32 +332,34 @@ class LocalRun:
             )
             self._zygote = None
 
-    def _keep_agent(self, replica: int) -> AgentKeeper:
+    def _keep_agent(self, slot: int) -> AgentKeeper:
         policy = RestartPolicy(
             self.plan.options.max_restarts, has_run_trained=lambda: has_trained(self.plan.paths)
         )
-        start = partial(self._start_agent, replica)
-        read_group = partial(self._read_group, replica)
-        return AgentKeeper(replica, self.plan.paths, policy, read_group, start, self._announce)
+        start = partial(self._start_agent, slot)
+        read_group = partial(self._read_group, slot)
+        return AgentKeeper(slot, self.plan.paths, policy, read_group, start, self._announce)
 
     def _read_group(self, slot: int) -> GroupFold | None:
         return self.status.fold.groups.get(slot)
 
-    def _start_agent(self, replica: int, attempt: int, takeover: str) -> Child:
-        """Start a group's agent: a fork of the zygote if there is one, else a process that imports
-        everything.
+    def _start_agent(self, slot: int, attempt: int, restart_reason: str) -> Child:
+        """Start a group's agent, as a fork of the zygote if possible.
+
+        Without a fork, the agent is a new process and imports everything itself.
 
         Args:
             attempt: number of the group's next attempt.
-            takeover: why that is a restart; empty if it is none.
+            restart_reason: why the attempt is a restart; empty for the first attempt.
         """
-        name, log = f"agent of group {replica}", self.plan.paths.agent_log(replica)
-        args = self.plan.agent_args(replica, attempt, self._lighthouse.address, takeover)
+        name = f"agent of group {slot}"
+        log = self.plan.paths.agent_log(slot)
+        args = self.plan.agent_args(slot, attempt, self._lighthouse.address, restart_reason)
         if self._zygote is not None:
             with open_log(log, "ab") as output:
                 files = (output.fileno(), output.fileno())
                 forked = self._zygote.fork(
-                    AGENT_MODULE, args, self._children.env, files, f"titan-ft {replica}"
+                    AGENT_MODULE, args, self._children.env, files, f"titan-ft {slot}"
                 )
             if forked is not None:
                 return self._children.add(Child(name, forked, log))
@@ -343,7 +374,7 @@ class LocalRun:
     def _watch(self) -> _RunEnd:
         """Follow the run to its end."""
         while True:
-            codes = {replica: agent.code for replica, agent in self._agents.items()}
+            codes = {slot: agent.code for slot, agent in self._agents.items()}
             self._lighthouse.poll()
             self._watch_zygote()
             self._refresh()
@@ -357,18 +388,17 @@ class LocalRun:
             self._keep_agents(codes)
             self._end_lost(codes)
             if CONFIG_ERROR_CODE in codes.values():
-                # All groups read the same file: the others would only wait for each other.
-                mistake = (
-                    self._mistake
-                    or f"the configuration is wrong; see {self.plan.paths.root / 'logs'}"
-                )
+                # All groups read the same config, so none can train. The others would only wait.
+                mistake = self._config_mistake
+                if not mistake:
+                    mistake = f"the configuration is wrong; see {self.plan.paths.root / 'logs'}"
                 self.view.refuse(mistake)
                 return _RunEnd(CONFIG_ERROR_CODE, mistake)
-            if self._hopeless:
+            if self._common_failure:
                 self.view.error(
-                    f"{self._hopeless}; starting again does not help: all groups are stopped"
+                    f"{self._common_failure}; starting again does not help: all groups are stopped"
                 )
-                return _RunEnd(1, self._hopeless)
+                return _RunEnd(1, self._common_failure)
             self._replace_failed(codes)
             if None not in codes.values():
                 return self._finished()
@@ -379,38 +409,45 @@ class LocalRun:
             time.sleep(TICK_SECONDS)
 
     def _seconds_left(self) -> float:
-        """Return the time until the run is ended in order; infinite as long as that has not been
-        set.
+        """Return the time until the run is ended in order; infinite without --minutes, and before
+        the first step.
         """
         if not self.plan.options.minutes or self._trains_since is None:
             return float("inf")
         return self._trains_since + 60 * self.plan.options.minutes - time.monotonic()
 
     def _stop(self) -> None:
-        """End the running processes. If the run is stopped from outside, its groups get time to
-        leave in order.
+        """End the running processes.
+
+        At a request to stop, and after --minutes, the groups get time to leave in order.
         """
-        num_before, in_order = self.stop.count, bool(self.stop) or self._time_is_up
-        grace = GRACE_SECONDS + 2.0 + (self.plan.drain_seconds if in_order else 0.0)
+        num_requests = self.stop.count
+        leaves_in_order = bool(self.stop) or self._time_is_up
+        grace_seconds = GRACE_SECONDS + 2.0
+        if leaves_in_order:
+            grace_seconds += self.plan.drain_seconds
 
         def hurry() -> bool:
-            if in_order:
+            if leaves_in_order:
                 self._refresh()
+                # Now: later, an agent that does not leave in time is killed here, and its end would
+                # look like a death.
                 for agent in self._agents.values():
-                    agent.report_death()  # before those are killed here that do not leave in time
-            return self.stop.count > max(num_before, 1)
+                    agent.report_death()
+            return self.stop.count > max(num_requests, 1)
 
         try:
             if self._chaos is not None:
-                self._chaos.close()  # a worker that is stopped cannot leave in order
+                # Continues stopped workers, which otherwise could not leave in order.
+                self._chaos.close()
         finally:
-            self._children.stop(grace, hurry=hurry)
+            self._children.stop(grace_seconds, hurry=hurry)
 
     def _refresh(self) -> None:
         """Fold and show the events since the last call."""
         retry_waiting()
         for event in self._tail.poll():
-            # The launcher takes in its own events about groups when it writes them.
+            # `_announce` has observed this launcher's own events about groups already.
             if event.replica is None or event.pid != os.getpid():
                 self._observe(event)
         line = self.status.observe_cut(self._tail.cut, time.monotonic())
@@ -421,108 +458,116 @@ class LocalRun:
         self.view.update(self.status)
 
     def _announce(self, event: Event) -> None:
-        """Write an event of this process, and process it at once: on a full disk the tail shows it
-        late, or never.
+        """Write an event of this process, and observe it at once.
+
+        On a full disk the tail would return the event late, or never.
         """
         self._events.emit(event)
         self._observe(event)
 
     def _observe(self, event: Event) -> None:
+        """Update the state of the run by an event, and print the event's line."""
         if self._chaos is not None:
             self._chaos.observe(event)
         line = self.status.observe(event)
         if self.status.step is not None and self._trains_since is None:
             self._trains_since = time.monotonic()
-        group = self.status.fold.groups.get(-1 if event.replica is None else event.replica)
         mistake = ""
+        group = None
+        if event.replica is not None:
+            group = self.status.fold.groups.get(event.replica)
         if group is not None:
-            self._hopeless = self._hopeless or self._judge(group, event)
+            if not self._common_failure:
+                self._common_failure = self._find_common_failure(group, event)
             if group.give_up is event:
                 mistake = group.give_up.mistake
         if self._metrics:
             self._metrics.observe(event)
         if self._curve:
             self._curve.observe(event)
-        stopping = self.stop or self._time_is_up
         if mistake:
-            # All groups have it, and it is one line, at the end.
-            self._mistake = self._mistake or mistake
-        elif line is not None and (not stopping or status.is_shown_at_a_stop(event)):
+            # All groups report the same mistake. The launcher prints one line, at the end.
+            if not self._config_mistake:
+                self._config_mistake = mistake
+            return
+        is_stopping = self.stop or self._time_is_up
+        if line is not None and (not is_stopping or status.is_shown_at_a_stop(event)):
             self.view.line(line)
 
-    def _judge(self, group: GroupFold, event: Event) -> str:
-        """Return why an event shows that no further start of a group helps the run; empty for
-        nearly all events.
+    def _find_common_failure(self, group: GroupFold, event: Event) -> str:
+        """Return why restarts of groups do not help any more, judged at each event.
+
+        Empty for nearly all events.
         """
         if group.failed_by is event and isinstance(event, WorkerExited):
             over = (status.FAILED, status.FINISHED, status.DRAINED)
-            there = [slot for slot, state in self.status.states.items() if state not in over]
-            return self._common_end.observe_exit(event, group.held_step or 0, there)
+            remaining = [slot for slot, state in self.status.states.items() if state not in over]
+            return self._common_end.observe_exit(event, group.held_step or 0, remaining)
         if group.give_up is event:
-            # Commits of which no event tells, because the disk is full, are commits all the same.
+            # A file of events that is cut because the disk is full may lack commits.
             paths = self.plan.paths
-            trained = self._trains_since is not None or any_is_cut(
+            may_have_trained = self._trains_since is not None or any_is_cut(
                 paths.events, paths.workers_pattern()
             )
-            return self._common_end.observe_loss(group.give_up, trained)
+            return self._common_end.observe_loss(group.give_up, may_have_trained)
         return ""
 
     def _keep_agents(self, codes: dict[int, int | None]) -> None:
-        """Restart agents that died, and report those that ended without an event that says why."""
-        for replica, agent in self._agents.items():
+        """Restart agents that died, and report ends that no event explains."""
+        for slot, agent in self._agents.items():
             agent.poll()
-            if codes[replica] and self.status.states[replica] != status.FAILED:
+            if codes[slot] and self.status.states[slot] != status.FAILED:
                 agent.report_end()
 
     def _end_lost(self, codes: dict[int, int | None]) -> None:
-        """Kill lost groups once all others have ended; the launch would wait for a frozen group
-        forever.
+        """Kill lost groups once all others have ended.
+
+        Otherwise the launch would wait for a frozen group forever.
         """
         states = self.status.states
-        rest = [replica for replica, code in codes.items() if code is None]
-        if (
-            not rest
-            or status.FINISHED not in states.values()
-            or any(states[r] != status.LOST for r in rest)
-        ):
+        running = [slot for slot, code in codes.items() if code is None]
+        has_finished = status.FINISHED in states.values()
+        only_lost = has_finished and all(states[slot] == status.LOST for slot in running)
+        if not running or not only_lost:
             self._only_lost_since = None
             return
         now = time.monotonic()
         if self._only_lost_since is None:
             self._only_lost_since = now
-            who = name_groups(rest)
             self.view.line(
-                f"all others have ended; waiting for {who} (lost) for {LOST_SECONDS:g} s at most"
+                f"all others have ended; waiting for {name_groups(running)} (lost) for "
+                f"{LOST_SECONDS:g} s at most"
             )
         elif now - self._only_lost_since >= LOST_SECONDS:
-            for replica in rest:
-                self._agents[replica].give_up_lost(
+            for slot in running:
+                self._agents[slot].give_up_lost(
                     "it was silent, and was killed when all others had ended"
                 )
 
     def _replace_failed(self, codes: dict[int, int | None]) -> None:
-        """Start a spare for each lost group, while there is one, and reset its exit status
-        to None.
+        """Start a spare for each failed group, while spares are left.
+
+        The exit status of such a group is None again.
         """
-        # By the exit status, too: on a full disk the event comes late, or never.
+        # Once one group has finished, the others do, too. A spare would find no group to fetch the
+        # state from.
         states = self.status.states
-        left = [
-            replica
-            for replica, code in codes.items()
-            if code == 0 and states[replica] != status.DRAINED
-        ]
-        if left or status.FINISHED in states.values():
-            return  # nobody would be left to fetch the state from
-        for replica, code in codes.items():
-            gave_up = states[replica] == status.FAILED
+        if status.FINISHED in states.values():
+            return
+        for slot, code in codes.items():
+            # A group that has finished, although its event is late or missing: the disk is full.
+            if code == 0 and states[slot] != status.DRAINED:
+                return
+        for slot, code in codes.items():
+            gave_up = states[slot] == status.FAILED
             if self._num_spares and may_replace(code, gave_up):
                 self._num_spares -= 1
-                attempt = self._agents[replica].take_over("a spare takes its place")
-                self._announce(SpareTookOver(replica=replica, attempt=attempt))
-                codes[replica] = None
+                attempt = self._agents[slot].take_over("a spare takes its place")
+                self._announce(SpareTookOver(replica=slot, attempt=attempt))
+                codes[slot] = None
 
     def _finished(self) -> _RunEnd:
-        failed = [replica for replica, agent in self._agents.items() if agent.code != 0]
+        failed = [slot for slot, agent in self._agents.items() if agent.code != 0]
         if failed:
             reason = (
                 f"{len(failed)} of {self.plan.num_replicas} groups failed: "
@@ -538,37 +583,42 @@ class LocalRun:
         return _RunEnd(0, reason)
 
     def _interrupted(self) -> _RunEnd:
-        self._begin_to_drain(self.stop.asked_by, "stopping all groups", "again")
+        self._announce_drain(self.stop.asked_by, "stopping all groups", "again")
         return self._stopped()
 
     def _stopped(self) -> _RunEnd:
         return _RunEnd(self.stop.status, f"stopped by {self.stop.asked_by}")
 
     def _end_in_time(self) -> _RunEnd:
-        """End a run whose time is over; its success is known when its groups have left."""
+        """End a run whose --minutes are over.
+
+        `_judge_leaving` decides about success after the groups have left.
+        """
         self._time_is_up = True
-        self._begin_to_drain(
+        self._announce_drain(
             "its time is up", f"--minutes ({self.plan.options.minutes:g}) are over", "Ctrl-C"
         )
         return _RunEnd(0, "its time is up")
 
-    def _begin_to_drain(self, reason: str, text: str, how_to_hurry: str) -> None:
-        limit = self.plan.drain_seconds
-        self._events.emit(LaunchStopping(reason=reason, drain_seconds=limit))
+    def _announce_drain(self, reason: str, text: str, how_to_hurry: str) -> None:
+        limit_seconds = self.plan.drain_seconds
+        self._events.emit(LaunchStopping(reason=reason, drain_seconds=limit_seconds))
         self.view.line(
-            f"{text}: draining for {limit:g} s at most ({how_to_hurry} to kill them at once)"
+            f"{text}: draining for {limit_seconds:g} s at most ({how_to_hurry} to kill them at "
+            "once)"
         )
 
     def _judge_leaving(self) -> _RunEnd:
-        """Return the end of a run whose time is over.
+        """Return the end of a run whose --minutes are over, by the exit statuses of its groups.
 
-        It follows from the groups' exit statuses: on a full disk a last event comes late, or never.
+        On a full disk a group's last event comes late, or never.
         """
-        late = [replica for replica, agent in self._agents.items() if agent.code != 0]
+        late = [slot for slot, agent in self._agents.items() if agent.code != 0]
         if not late:
             self.view.line(f"all groups left; see titan-ft report {self.plan.paths.root}")
             return _RunEnd(0, "all groups left when the time was up")
-        if self.stop:  # somebody did not want to wait for them
+        if self.stop:
+            # The user stopped the wait for the groups.
             return self._stopped()
         reason = (
             f"when the time was up, {len(late)} groups did not leave in order: "
@@ -578,14 +628,16 @@ class LocalRun:
         return _RunEnd(1, reason)
 
     def _lighthouse_failed(self) -> _RunEnd:
-        """Report it. Groups cannot meet without a lighthouse, so the run ends."""
-        reason, log = self._lighthouse.failure, self._lighthouse.log
+        """End the run: groups cannot meet without a lighthouse."""
+        reason = self._lighthouse.failure
+        log = self._lighthouse.log
         self.view.error(f"{reason}, so all groups are stopped; {log}: {last_error_line(log)}")
         return _RunEnd(1, reason, own_failure=True)
 
 
 def _allow_private_network() -> None:
-    if refusal := allow_namespaces():
+    refusal = allow_namespaces()
+    if refusal:
         raise ConfigError(
             f"--private-network needs a network namespace, got {refusal}; leave it out, or let "
             "this user make one"
@@ -599,15 +651,17 @@ def launch(plan: LaunchPlan) -> int:
         ConfigError: there is a mistake in the config, or the run directory or a port cannot be
             used.
     """
-    # nohup has SIGHUP ignored
+    # A signal that is ignored, as SIGHUP under nohup, must not end the run.
     others = [
         signum
         for signum in (signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(signum) != signal.SIG_IGN
     ]
     stop = StopRequests(signal.SIGINT, *others)
-    plan.check_not_in_use()  # again: the check of the config takes seconds
-    if plan.options.private_network:  # while this process has one thread
+    # Again: another launch may have begun since the plan was made.
+    plan.check_not_in_use()
+    if plan.options.private_network:
+        # Before any other thread starts: only a process of one thread can make a user namespace.
         _allow_private_network()
     run = LocalRun(plan, stop)
     try:
@@ -619,4 +673,4 @@ def launch(plan: LaunchPlan) -> int:
             plan.write()
             return run.run()
     finally:
-        run.abandon()  # does nothing after `run`, which has ended all of it
+        run.abandon()  # does nothing after `run`
