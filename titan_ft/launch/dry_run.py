@@ -1,10 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Describe the processes, memory and traffic of a launch without starting it: `titan-ft launch
---dry-run`.
+"""Describe the processes, memory and traffic of a launch: `titan-ft launch --dry-run`.
 
-The sizes are measured on the model itself, built without memory. That takes the imports of a
-worker.
+Nothing is started. The model itself is built without memory, and its sizes are measured. So this
+process imports torch and torchtitan, as a worker does.
 """
 
 from __future__ import annotations
@@ -40,14 +39,19 @@ def describe(plan: LaunchPlan) -> str:
     Raises:
         ConfigError: there is a mistake in the config.
     """
-    # Torch, which counts the GPUs, takes seconds to import.
+    # Imported here: torch, which counts the GPUs, takes seconds to import.
     from titan_ft.launch.group.worker_group import worker_env
 
-    options, paths = plan.options, plan.paths
+    options = plan.options
+    paths = plan.paths
     with working_folder_first():
         job = _job_lines(plan)
-    port = str(options.lighthouse_port or "PORT")
-    chosen = "" if options.lighthouse_port else " (the system chooses PORT)"
+    port = str(options.lighthouse_port)
+    lighthouse_address = f"http://{HOST}:{port}"
+    if not options.lighthouse_port:
+        port = "PORT"
+        lighthouse_address = f"http://{HOST}:{port} (the system chooses PORT)"
+    checkpoints = "on" if plan.saves else CHECKPOINTS_OFF.removeprefix("checkpoints are ")
     faults = "none"
     if plan.chaos is not None:
         faults = f"{options.chaos}, seed {plan.chaos.seed}"
@@ -61,10 +65,10 @@ def describe(plan: LaunchPlan) -> str:
         f"groups       {plan.num_replicas} x {plan.num_ranks} ranks, {options.spares} spares",
         f"job id       {plan.job_id}",
         f"restarts     {options.max_restarts} of each group at most",
-        f"lighthouse   http://{HOST}:{port}{chosen}",
+        f"lighthouse   {lighthouse_address}",
         f"metrics      {options.metrics_port or 'none'}",
         f"faults       {faults}",
-        f"checkpoints  {'on' if plan.saves else CHECKPOINTS_OFF.removeprefix('checkpoints are ')}",
+        f"checkpoints  {checkpoints}",
         f"ends         {end}",
         "",
         *job,
@@ -72,49 +76,45 @@ def describe(plan: LaunchPlan) -> str:
         "lighthouse:",
         f"  {shlex.join(plan.lighthouse_command(options.lighthouse_port))}",
     ]
-    for replica in range(plan.num_replicas):
-        attempt = paths.next_attempt(replica)
-        env = {
-            **worker_env(replica, plan.num_ranks, f"http://{HOST}:{port}"),
-            "TITAN_FT_TOKEN": "(a new secret)",
-        }
+    for slot in range(plan.num_replicas):
+        attempt = paths.next_attempt(slot)
+        env = worker_env(slot, plan.num_ranks, f"http://{HOST}:{port}")
+        env["TITAN_FT_TOKEN"] = "(a new secret)"
         variables = " ".join(f"{name}={value}" for name, value in sorted(env.items()))
-        worker = [
-            sys.executable,
-            "-m",
-            plan.module,
-            *plan.worker_flags([f"--{TABLE}.replica_id={replica}"]),
-        ]
+        flags = plan.worker_flags([f"--{TABLE}.replica_id={slot}"])
+        worker = [sys.executable, "-m", plan.module, *flags]
         lines += [
-            f"group {replica}, {plan.num_ranks} x:",
+            f"group {slot}, {plan.num_ranks} x:",
             f"  {shlex.join(worker)}",
             f"  environment: {variables}, and torchrun's usual",
-            f"  logs: {paths.logs(replica, attempt, 0).parent}/rank-*.log; events: {paths.events}",
+            f"  logs: {paths.logs(slot, attempt, 0).parent}/rank-*.log; events: {paths.events}",
         ]
     return "\n".join([*lines, "", "dry run: nothing was started, and no file was made"])
 
 
 def describe_sizes(plan: LaunchPlan) -> dict[str, Any]:
-    """Return the numbers of `--dry-run --json`: the job's shape, memory and traffic; bytes are of
-    one rank.
+    """Return the numbers of `--dry-run --json`: the job's shape, memory and traffic.
+
+    Bytes are of one rank, except `group_bytes`.
 
     Raises:
         ConfigError: there is a mistake in the config.
     """
     with working_folder_first():
         job = _read_job(plan)
-    rank, ft = job.sizes.largest, job.config.fault_tolerance
-    traffic = _traffic(plan, ft, rank)
+    rank = job.sizes.largest
+    ft = job.config.fault_tolerance
+    traffic = _estimate_traffic(plan, ft, rank)
+    memory = _estimate_memory(plan, ft, rank, job.import_bytes)
+    num_sequences = plan.num_replicas * _sequences_per_group(job.config, job.sizes)
     return {
         "groups": plan.num_replicas,
         "ranks_per_group": plan.num_ranks,
         "parameters": job.sizes.num_parameters,
-        "tokens_per_step": plan.num_replicas
-        * _own_batch(job.config, job.sizes)
-        * job.config.training.seq_len,
+        "tokens_per_step": num_sequences * job.config.training.seq_len,
         "steps_per_round": steps_per_round(ft),
-        "gpu_bytes": sum(_memory(plan, ft, rank, job.imported)[0].values()),
-        "host_bytes": sum(_memory(plan, ft, rank, job.imported)[1].values()),
+        "gpu_bytes": sum(memory.on_gpu.values()),
+        "host_bytes": sum(memory.on_host.values()),
         "exchange": {
             "bytes": traffic.moved,
             "sent_bytes": traffic.sent,
@@ -130,47 +130,64 @@ def describe_sizes(plan: LaunchPlan) -> dict[str, Any]:
 
 
 class _Job(NamedTuple):
+    """The job as a worker would see it."""
+
     missing_tokenizer: str
+    """Folder of the tokenizer if this host lacks the folder, else empty."""
     config: Any
+    """Resolved config of torchtitan."""
     sizes: JobSizes
-    imported: int
-    """Bytes that this process takes after its imports; a worker takes about as much."""
+    import_bytes: int
+    """Memory of this process after its imports. A worker takes about as much."""
+
+
+class _Memory(NamedTuple):
+    """Bytes of one rank by their use."""
+
+    on_gpu: dict[str, int]
+    on_host: dict[str, int]
 
 
 def _read_job(plan: LaunchPlan) -> _Job:
-    flags = plan.check_flags()
+    flags = plan.flags_for_check()
     missing = _find_missing_tokenizer(plan.config, flags)
-    config = read_config(*flags, *([f"{TOKENIZER}={SCHEME}tokenizer"] if missing else []))
-    imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return _Job(missing, config, _measure(config, plan.num_ranks), imported)
+    if missing:
+        config = read_config(*flags, f"{TOKENIZER}={SCHEME}tokenizer")
+    else:
+        config = read_config(*flags)
+    # Before the model is measured, which takes memory as well.
+    import_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return _Job(missing, config, _measure(config, plan.num_ranks), import_bytes)
 
 
 def _job_lines(plan: LaunchPlan) -> list[str]:
     """Return the lines on the job's batch, memory and traffic."""
-    missing, config, sizes, imported = _read_job(plan)
-    return [
-        *(
-            [f"tokenizer    {missing}, which this host does not have and the job's must"]
-            if missing
-            else []
-        ),
-        *_batch_lines(plan, config, sizes),
-        *_memory_lines(plan, config, sizes, imported),
-        *_move_lines(plan, config, sizes),
-    ]
+    job = _read_job(plan)
+    lines = []
+    if job.missing_tokenizer:
+        lines.append(
+            f"tokenizer    {job.missing_tokenizer}, which this host does not have and the job's "
+            "must"
+        )
+    lines += _batch_lines(plan, job.config, job.sizes)
+    lines += _memory_lines(plan, job)
+    lines += _traffic_lines(plan, job.config, job.sizes)
+    return lines
 
 
 def _find_missing_tokenizer(config: Path, flags: list[str]) -> str:
-    """Return the folder of the job's tokenizer if this host lacks it, else "". No size depends on
-    the tokenizer.
+    """Return the folder of the job's tokenizer if this host lacks the folder, else "".
 
-    A job of many hosts may be planned on another host.
+    A job may be planned on a host that will not run it. No size depends on the tokenizer.
     """
     table = load_toml(config).get("model", {})
     path = str(table.get("hf_assets_path", "")) if isinstance(table, dict) else ""
     for name, value in read_flags(flags):
-        path = value if name == "model.hf_assets_path" else path
-    return "" if not path or path.startswith(SCHEME) or Path(path).is_dir() else path
+        if name == "model.hf_assets_path":
+            path = value  # the last flag wins
+    if not path or path.startswith(SCHEME) or Path(path).is_dir():
+        return ""
+    return path
 
 
 def _measure(config: Any, num_ranks: int) -> JobSizes:
@@ -182,7 +199,8 @@ def _measure(config: Any, num_ranks: int) -> JobSizes:
     from titan_ft.training.sizes import measure
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchtitan's, about a run that is not this one
+        # torchtitan warns about a run with these settings, and here none runs.
+        warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         try:
             return measure(config, num_ranks)
@@ -199,7 +217,8 @@ def _measure(config: Any, num_ranks: int) -> JobSizes:
 
 
 def _batch_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
-    dims, training = sizes.dims, config.training
+    dims = sizes.dims
+    training = config.training
     degrees = (
         ("replicate", dims.dp_replicate),
         ("FSDP", dims.dp_shard),
@@ -209,13 +228,13 @@ def _batch_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
         ("EP", dims.ep),
     )
     cut = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "one rank"
-    own = _own_batch(config, sizes)
-    total = own * plan.num_replicas
+    num_own = _sequences_per_group(config, sizes)
+    total = num_own * plan.num_replicas
     lines = [
         f"model        {config.model.name} {config.model.flavor}, {sizes.num_parameters:,} "
         "parameters",
         f"ranks        {plan.num_replicas * plan.num_ranks} in all; a group is {cut}",
-        f"batch        {own} sequences of a group ({training.local_batch_size} x "
+        f"batch        {num_own} sequences of a group ({training.local_batch_size} x "
         f"{dims.dp_replicate * dims.dp_shard} ranks that read data x {sizes.accumulation} "
         f"microbatches), {total} in all",
         f"tokens       {total * training.seq_len:,} per step ({total} x {training.seq_len}), "
@@ -223,25 +242,26 @@ def _batch_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
     ]
     if config.fault_tolerance.semi_sync_method:
         length = steps_per_round(config.fault_tolerance)
-        rounds, rest = -(-training.steps // length), training.steps % length
-        lines.append(
-            f"rounds       {rounds} of {length} steps" + (f", the last of {rest}" if rest else "")
-        )
+        num_rounds, num_last_steps = divmod(training.steps, length)
+        line = f"rounds       {num_rounds} of {length} steps"
+        if num_last_steps:
+            line = f"rounds       {num_rounds + 1} of {length} steps, the last of {num_last_steps}"
+        lines.append(line)
     return lines
 
 
-def _own_batch(config: Any, sizes: JobSizes) -> int:
-    """Return the sequences that a group reads for a step."""
+def _sequences_per_group(config: Any, sizes: JobSizes) -> int:
+    """Return the number of sequences that a group reads for a step."""
     dims = sizes.dims
     return int(
         config.training.local_batch_size * dims.dp_replicate * dims.dp_shard * sizes.accumulation
     )
 
 
-def _memory(
-    plan: LaunchPlan, ft: FaultTolerance, rank: RankSizes, imported: int
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes of a rank on its GPU, and in its host's memory, by their use."""
+def _estimate_memory(
+    plan: LaunchPlan, ft: FaultTolerance, rank: RankSizes, import_bytes: int
+) -> _Memory:
+    """Return the bytes of a rank on its GPU, and in its host's memory."""
     on_gpu = {
         "parameters": rank.parameters,
         "gradients": rank.gradients,
@@ -251,65 +271,77 @@ def _memory(
     if ft.semi_sync_method:
         on_host["anchors and changes"] = 2 * rank.anchors
         on_host["outer momentum"] = rank.momentum
-    where = on_host if ft.process_group == "gloo" else on_gpu
-    where["buckets of the exchange"] = rank.exchange
+    exchange_memory = on_host if ft.process_group == "gloo" else on_gpu
+    exchange_memory["buckets of the exchange"] = rank.exchange
     if quantizes(ft):
-        # Of the exchange under way, and of those before it.
-        where["what rounding leaves"] = 2 * rank.exchange
+        # Rounding errors of the exchange under way, and of the exchanges before it.
+        exchange_memory["what rounding leaves"] = 2 * rank.exchange
     if ft.catch_up_max_gb:
         on_host["queue of updates while it heals"] = int(ft.catch_up_max_gb * 2**30)
     if plan.options.no_zygote:
-        on_host["what it imports about"] = imported
-    return on_gpu, on_host
+        on_host["what it imports about"] = import_bytes
+    return _Memory(on_gpu, on_host)
 
 
-def _memory_lines(plan: LaunchPlan, config: Any, sizes: JobSizes, imported: int) -> list[str]:
-    rank, ft = sizes.largest, config.fault_tolerance
-    on_gpu, on_host = _memory(plan, ft, rank, imported)
+def _memory_lines(plan: LaunchPlan, job: _Job) -> list[str]:
+    rank = job.sizes.largest
+    ft = job.config.fault_tolerance
+    memory = _estimate_memory(plan, ft, rank, job.import_bytes)
     lines = [
-        f"GPU memory   {_sum(on_gpu)}",
+        f"GPU memory   {_describe_sum(memory.on_gpu)}",
         "             and what activations and torchtitan's own buffers take",
-        f"host memory  {_sum(on_host)}",
+        f"host memory  {_describe_sum(memory.on_host)}",
     ]
     if not plan.options.no_zygote:
         lines.append(
-            f"             and, once for all ranks of a host, about {_size(imported)} of imports"
+            "             and, once for all ranks of a host, about "
+            f"{_describe_bytes(job.import_bytes)} of imports"
         )
     if not ft.catch_up_max_gb:
         lines.append(
-            f"             and {_size(rank.exchange)} for each update that it queues while it "
-            "heals, in half of what is free then, shared out among the host's ranks, at most"
+            f"             and {_describe_bytes(rank.exchange)} for each update that it queues "
+            "while it heals, in half of what is free then, shared out among the host's ranks, at "
+            "most"
         )
     return lines
 
 
-def _traffic(plan: LaunchPlan, ft: FaultTolerance, rank: RankSizes) -> Traffic:
-    groups, parts, gloo = plan.num_replicas, num_fragments(ft), ft.process_group == "gloo"
-    link = plan.options.link_gbps or LINK_GBPS
-    moved = rank.exchange // parts
-    if ft.semi_sync_method is None:
-        staged = 2 * rank.exchange if gloo else 0  # to host memory and back
+def _estimate_traffic(plan: LaunchPlan, ft: FaultTolerance, rank: RankSizes) -> Traffic:
+    num_parts = num_fragments(ft)
+    is_gloo = ft.process_group == "gloo"
+    link_gbps = plan.options.link_gbps or LINK_GBPS
+    moved = rank.exchange // num_parts
+    if ft.semi_sync_method is not None:
+        # Weights go to the host and back. The host computes their changes.
+        staged = 2 * rank.anchors // num_parts
+        if not is_gloo:
+            # The exchange is on the GPU, so the changes go there and back.
+            staged += 2 * moved
+    elif is_gloo:
+        # Gradients go to the host, where the exchange is, and back.
+        staged = 2 * rank.exchange
     else:
-        # Weights to the host and back; its changes as well.
-        staged = 2 * rank.anchors // parts + (0 if gloo else 2 * moved)
-    donors = strategy_of(ft).limit_donors(max(1, groups - 1))
+        staged = 0
+    num_donors = strategy_of(ft).limit_donors(max(1, plan.num_replicas - 1))
     return Traffic(
         moved=moved,
-        sent=rank.sent // parts,
+        sent=rank.sent // num_parts,
         staged=staged,
         state=rank.state,
-        link_gbps=link,
+        link_gbps=link_gbps,
         host_link_gbps=plan.options.host_link_gbps or HOST_LINK_GBPS,
-        served_gbps=served_gbps(link, donors, ft.transfer_max_mbps),
+        served_gbps=served_gbps(link_gbps, num_donors, ft.transfer_max_mbps),
     )
 
 
-def _move_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
-    rank, ft = sizes.largest, config.fault_tolerance
-    traffic = _traffic(plan, ft, rank)
+def _traffic_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
+    rank = sizes.largest
+    ft = config.fault_tolerance
+    traffic = _estimate_traffic(plan, ft, rank)
     return [
         *_exchange_lines(traffic, ft, plan.num_replicas),
-        f"a heal moves {_size(rank.state)} for each rank, {_size(sizes.group_state)} for the group",
+        f"a heal moves {_describe_bytes(rank.state)} for each rank, "
+        f"{_describe_bytes(sizes.group_state)} for the group",
         f"             {traffic.copy_seconds:.2g} s of copying, in which the donors stand still; "
         f"{traffic.fetch_seconds:.2g} s of transfer, beside training; {traffic.copy_seconds:.2g} "
         "s to load",
@@ -318,29 +350,33 @@ def _move_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
     ]
 
 
-def _exchange_lines(traffic: Traffic, ft: FaultTolerance, groups: int) -> list[str]:
-    moved, sent, seconds = traffic.moved, traffic.sent, traffic.exchange_seconds
-    ring = f"{_size(sent)} out and in (a ring of {groups}{', in 8 bits' if quantizes(ft) else ''})"
+def _exchange_lines(traffic: Traffic, ft: FaultTolerance, num_groups: int) -> list[str]:
+    moved = _describe_bytes(traffic.moved)
+    seconds = traffic.exchange_seconds
+    precision = ", in 8 bits" if quantizes(ft) else ""
+    ring = f"{_describe_bytes(traffic.sent)} out and in (a ring of {num_groups}{precision})"
     if ft.semi_sync_method is None:
         return [
-            f"a step moves {_size(moved)} of each rank's gradients: {ring}",
+            f"a step moves {moved} of each rank's gradients: {ring}",
             f"             {seconds:.2g} s, beside the backward pass as far as that lasts",
         ]
-    length, delay = steps_per_round(ft), ft.fragment_sync_delay
+    length = steps_per_round(ft)
+    delay = ft.fragment_sync_delay
+    overlap = f", but for the transfer, beside {delay} steps" if delay else ""
     return [
-        f"a round moves {_size(moved)} of each rank's changes: {ring}, {_size(sent // length)} "
-        f"for each of its {length} steps",
-        f"             {seconds:.2g} s and the outer optimizer on the host, in "
-        "which training stands "
-        f"still{f', but for the transfer, beside {delay} steps' if delay else ''}",
+        f"a round moves {moved} of each rank's changes: {ring}, "
+        f"{_describe_bytes(traffic.sent // length)} for each of its {length} steps",
+        f"             {seconds:.2g} s and the outer optimizer on the host, in which training "
+        f"stands still{overlap}",
     ]
 
 
-def _sum(parts: dict[str, int]) -> str:
-    return f"{_size(sum(parts.values()))} for each rank: " + ", ".join(
-        f"{name} {_size(size)}" for name, size in parts.items()
-    )
+def _describe_sum(parts: dict[str, int]) -> str:
+    listed = ", ".join(f"{name} {_describe_bytes(size)}" for name, size in parts.items())
+    return f"{_describe_bytes(sum(parts.values()))} for each rank: {listed}"
 
 
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
+def _describe_bytes(num_bytes: int) -> str:
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**20:.2f} MiB"

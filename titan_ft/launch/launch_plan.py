@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Decide what a launch on this host starts, and check that it can."""
+"""Decide what a launch on this host starts, and check the options and the config before anything
+starts.
+"""
 
 from __future__ import annotations
 
@@ -59,21 +61,21 @@ from titan_ft.training.divisions import DEGREES, check_ranks
 if TYPE_CHECKING:
     from titan_ft.chaos.plan import Plan
 
-# Config modules whose [fault_tolerance] table is known here; any other may add fields, which its
-# workers check.
 KNOWN_MODULES = ("", "titan_ft.config", "torchtitan.components.ft.config")
+"""Config modules whose [fault_tolerance] table is known here.
 
-# Flags that each group gets from the launcher, with the option that says the same for all of them.
+Another module may add fields to the table. The workers check these fields.
+"""
+
 OWN_FLAGS = {
     "job.config_file": "CONFIG",
     "job.dump_folder": "--run-dir",
     f"{TABLE}.group_size": "--replicas",
     f"{TABLE}.replica_id": "--replicas",
 }
-
+"""Flags that the launcher gives to the workers, with the option of the launch for each."""
 
 LOAD_STEP = "checkpoint.load_step"
-
 
 LASTING_OPTIONS = (
     "max_restarts",
@@ -84,14 +86,19 @@ LASTING_OPTIONS = (
     "metrics_port",
     "private_network",
 )
-"""Those that hold for a run that is gone on with, too; faults and times are for one launch."""
+"""Options that the command to continue a run repeats. Others, as --chaos and --minutes, are for one
+launch.
+"""
 
 
 class LaunchPlan:
-    """The plan of one run: its processes and its folder.
+    """The plan of one launch: the processes and the folder of a run.
+
+    The constructor checks everything, and changes nothing. `local.launch` calls `occupied` and
+    `write` before it starts the run.
 
     Args:
-        options: of `titan-ft launch`.
+        options: options of `titan-ft launch`.
         worker_args: torchtitan's flags, added last to the workers' command line, so that they win.
         chaos: the faults to inject; None injects none.
         module: Python module that the workers run.
@@ -115,18 +122,17 @@ class LaunchPlan:
         module: str = DEFAULT_MODULE,
         resolve: Resolve = resolve_in_child,
     ) -> None:
-        self.options, self.worker_args, self.chaos, self.module = (
-            options,
-            list(worker_args),
-            chaos,
-            module,
-        )
+        self.options = options
+        self.worker_args = list(worker_args)
+        self.chaos = chaos
+        self.module = module
         self.notes: list[str] = []
         self.changes: Changes = {}
         self._resolve = resolve
-        self.num_replicas, self.num_ranks = options.replicas, options.ranks_per_replica
+        self.num_replicas = options.replicas
+        self.num_ranks = options.ranks_per_replica
         self.paths = RunPaths(options.run_dir.absolute())
-        self._folder = Path.cwd()
+        self._working_folder = Path.cwd()
         _check_options(options)
         _check_text(options, self.worker_args)
         self.config = find_config(options.config)
@@ -135,7 +141,7 @@ class LaunchPlan:
         if not isinstance(job, Mapping) or job.get("custom_config_module", "") in KNOWN_MODULES:
             check_toml(values)
         table = {**values.get(TABLE, {}), **table_overrides(self.worker_args)}
-        self._check_own(values.get(TABLE, {}))
+        self._check_worker_args(values.get(TABLE, {}))
         self._check_table(table)
         self._check_gpus(table.get("process_group", FaultTolerance.process_group))
         _check_ranks(values, self.worker_args, self.num_replicas, self.num_ranks)
@@ -143,17 +149,15 @@ class LaunchPlan:
         self.drain_seconds = self._resolve_drain_timeout(table)
         self._sets_load_step = "load_step" in values.get("checkpoint", {})
         self.saves = _is_enabled("checkpoint.enable", values, self.worker_args)
-        # Groups of an earlier run in this folder, or of another run at this lighthouse, are told
-        # apart by it.
-        self.job_id = (
-            table.get("job_id") or f"{_plain_name(self.paths.root.name)}-{secrets.token_hex(3)}"
-        )
+        # New for each launch: the id distinguishes its groups from those of an earlier run in this
+        # folder, and from those of another run at this lighthouse.
+        self.job_id: str = table.get("job_id", "")
+        if not self.job_id:
+            self.job_id = f"{_plain_name(self.paths.root.name)}-{secrets.token_hex(3)}"
         self.job_curve = self._find_job_curve(values)
-        if (
-            _is_enabled("metrics.enable_wandb", values, self.worker_args)
-            and find_spec("wandb") is None
-        ):
-            # torchtitan trains on without; only the log of a rank said so.
+        wants_wandb = _is_enabled("metrics.enable_wandb", values, self.worker_args)
+        if wants_wandb and find_spec("wandb") is None:
+            # torchtitan trains without W&B then, and only the log of a rank contains a warning.
             self.notes.append(
                 "metrics.enable_wandb is true and wandb is not installed: nothing is written for "
                 "W&B; pip install wandb, or set it to false"
@@ -176,50 +180,58 @@ class LaunchPlan:
 
     def _resolve_drain_timeout(self, table: Mapping[str, Any]) -> float:
         """Return the seconds that groups get to leave in order."""
-        asked, usual = self.options.drain_timeout, FaultTolerance.drain_timeout_seconds
-        if asked is None:
-            return float(table.get("drain_timeout_seconds", usual))
-        if not 0 < asked < float("inf"):
-            raise ConfigError(f"--drain-timeout must be > 0, got {asked}; the usual is {usual:g}")
-        return asked
+        given = self.options.drain_timeout
+        default = FaultTolerance.drain_timeout_seconds
+        if given is None:
+            return float(table.get("drain_timeout_seconds", default))
+        if not 0 < given < float("inf"):
+            raise ConfigError(f"--drain-timeout must be > 0, got {given}; the usual is {default:g}")
+        return given
 
     @property
     def labels(self) -> dict[str, str]:
-        """Return the labels that distinguish this run's metrics from other runs'."""
-        shape = {"replicas": str(self.num_replicas), "ranks_per_replica": str(self.num_ranks)}
+        """Labels that distinguish this run's metrics from other runs'."""
         return {
             "job_id": self.job_id,
             "run_dir": str(self.paths.root),
             "config": self.options.config.name,
-            **shape,
+            "replicas": str(self.num_replicas),
+            "ranks_per_replica": str(self.num_ranks),
         }
 
     @property
     def first_job_id(self) -> str:
-        """Return the job's name in its first launch in the folder, which W&B keeps."""
+        """Job id of the first launch in the folder. All launches of the run share it at W&B."""
         if self._replaces_failed_start:
             return self.job_id
-        earlier = EventTail(
+        events = EventTail(
             self.paths.events, LaunchStarted, pattern="launcher-*.jsonl", from_start=True
         ).poll()
-        return next(
-            (event.job_id for event in earlier if isinstance(event, LaunchStarted)), self.job_id
-        )
+        for event in events:
+            if isinstance(event, LaunchStarted):
+                return event.job_id
+        return self.job_id
 
     def _find_job_curve(self, values: Mapping[str, Any]) -> Path | None:
-        """Return the folder for the job's curves, beside those of its groups; None if TensorBoard
-        is off.
+        """Return the folder for the job's curves; None if TensorBoard is off.
+
+        The folder is beside the groups' folders of curves.
         """
         flags = self.worker_flags([])
         if not _is_enabled("metrics.enable_tensorboard", values, flags):
             return None
-        folder = [value for name, value in read_flags(flags) if name == "metrics.save_tb_folder"][
-            -1
-        ]
-        return self.paths.root / folder / JOB_CURVE
+        curves = ""
+        for name, value in read_flags(flags):
+            if name == "metrics.save_tb_folder":
+                curves = value  # the last flag wins
+        return self.paths.root / curves / JOB_CURVE
 
-    def _check_own(self, table: Mapping[str, Any]) -> None:
-        """Check that no flag contradicts the launcher's own flags for the workers."""
+    def _check_worker_args(self, table: Mapping[str, Any]) -> None:
+        """Check that no flag of the user contradicts the launcher's own flags for the workers.
+
+        Args:
+            table: the [fault_tolerance] table of the TOML.
+        """
         if {"-h", "--help"} & set(self.worker_args):
             raise ConfigError(
                 "--help must come without a launch, got it after the --; titan-ft config CONFIG "
@@ -247,13 +259,13 @@ class LaunchPlan:
             self.notes.append(f"{given} does not count here, --replicas {self.num_replicas} does")
 
     def _check_gpus(self, process_group: str) -> None:
-        """Check that there are enough GPUs; do nothing without GPUs, or if they cannot be
-        counted.
-        """
-        gpus, ranks, replicas = num_gpus(), self.num_ranks, self.num_replicas
+        """Check that there are enough GPUs; do nothing without GPUs, or with an unknown number."""
+        gpus = num_gpus()
+        ranks = self.num_ranks
+        replicas = self.num_replicas
         if not gpus or replicas * ranks <= gpus:
             return
-        # Of a job for other hosts, perhaps.
+        # Only a note in a dry run: the job may be meant for other hosts.
         if self.options.dry_run and (ranks > gpus or process_group == "nccl"):
             self.notes.append(
                 f"{replicas} groups x {ranks} ranks need more than the {gpus} GPUs of this host"
@@ -268,8 +280,7 @@ class LaunchPlan:
             raise ConfigError(
                 f"--replicas x --ranks-per-replica must be <= the GPUs of this host ({gpus}) with "
                 f'{TABLE}.process_group = "nccl", got {replicas} x {ranks}; lower one, or set '
-                '"gloo", with '
-                "which groups share GPUs"
+                '"gloo", with which groups share GPUs'
             )
         self.notes.append(
             f"{replicas} groups x {ranks} ranks share the {gpus} GPUs of this host, and their "
@@ -277,7 +288,7 @@ class LaunchPlan:
         )
 
     def _check_table(self, table: Mapping[str, Any]) -> None:
-        """Check values that only the launcher knows to be wrong; the workers check the rest."""
+        """Check values that are wrong for this launch only. The workers check all other values."""
         if table.get("lighthouse"):
             raise ConfigError(
                 f"{TABLE}.lighthouse must be empty for titan-ft launch, which starts its own "
@@ -310,32 +321,38 @@ class LaunchPlan:
                 "this folder: give another --run-dir, or remove this one"
             )
         now = Command(
-            self.config, self.num_replicas, self.num_ranks, tuple(self.worker_args), self._folder
+            self.config,
+            self.num_replicas,
+            self.num_ranks,
+            tuple(self.worker_args),
+            self._working_folder,
         )
         self.changes, note = find_changes(read_command(self.paths.config), now, self._resolve)
         check_allowed(self.changes, self._resume_with)
-        self.notes += [note] if note else []
+        if note:
+            self.notes.append(note)
 
     def _checkpoint_folder(self, values: Mapping[str, Any]) -> str:
-        """Return the folder that the workers look for a checkpoint in, below the run's."""
-        given = str(values.get("checkpoint", {}).get("folder", self.paths.checkpoint.name))
-        flags = [
-            value for name, value in read_flags(self.worker_args) if name == "checkpoint.folder"
-        ]
-        return flags[-1] if flags else given
+        """Return the folder, below the run's, in which the workers look for a checkpoint."""
+        folder = str(values.get("checkpoint", {}).get("folder", self.paths.checkpoint.name))
+        for name, value in read_flags(self.worker_args):
+            if name == "checkpoint.folder":
+                folder = value  # the last flag wins
+        return folder
 
     @property
     def _resume_with(self) -> list[str]:
-        """Return the names of the fields that may differ from the earlier launch."""
-        return [name.strip() for name in self.options.resume_with.split(",") if name.strip()]
+        """Names of the fields that may differ from the earlier launch."""
+        names = [name.strip() for name in self.options.resume_with.split(",")]
+        return [name for name in names if name]
 
     def write(self) -> None:
-        """Make the run directory with the config, headed by this launch's command and then earlier
-        ones.
+        """Make the run directory with the config of the run.
 
-        The files of a launch that ended before any step are moved aside, with a line. A resume
-        removes the mark that the job has finished: the user has a reason to continue it, for
-        example a failed last save.
+        The head of the config lists the commands of all launches, this one first. The files of a
+        launch that ended before any step are moved aside, with a line. A resume removes the mark
+        that the job has finished: the user has a reason to continue, for example a failed last
+        save.
 
         Raises:
             ConfigError: the directory cannot be written.
@@ -348,32 +365,34 @@ class LaunchPlan:
                     f"{folder.name} now"
                 )
             make_folder(self.paths.events)
-            given = without_headers(self.config)
-            held = (
-                self.paths.config.read_text(encoding="utf-8") if self.paths.config.exists() else ""
-            )
-            earlier = takewhile(is_header, held.splitlines(keepends=True))
+            toml_lines = without_headers(self.config)
+            former_text = ""
+            if self.paths.config.exists():
+                former_text = self.paths.config.read_text(encoding="utf-8")
+            former_headers = takewhile(is_header, former_text.splitlines(keepends=True))
             command = self._arguments(
                 self.worker_args, resume=self.options.resume, resume_with=self.options.resume_with
             )
-            lines = [*header_lines(command, self._folder), *earlier, *given]
-            self._write_config("".join(lines), held)
+            headers = header_lines(command, self._working_folder)
+            self._write_config("".join([*headers, *former_headers, *toml_lines]), former_text)
             self.paths.finished.unlink(missing_ok=True)
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def _write_config(self, text: str, held: str) -> None:
-        """Write the config in place, because the launch holds a lock on the file. After a failure
-        it is as before.
+    def _write_config(self, text: str, former_text: str) -> None:
+        """Write the config in place, because the launch holds a lock on the file.
+
+        After a failure the file has its former text again.
 
         Raises:
-            OSError: it cannot be written, for example because the disk is full.
+            OSError: the config cannot be written, for example because the disk is full.
         """
         try:
             self._replace_config(text)
         except OSError:
-            with contextlib.suppress(OSError):  # what was there took no more room
-                self._replace_config(held)
+            # The former text needs no more room than the file had.
+            with contextlib.suppress(OSError):
+                self._replace_config(former_text)
             raise
 
     def _replace_config(self, text: str) -> None:
@@ -384,29 +403,30 @@ class LaunchPlan:
     def occupied(self) -> Iterator[None]:
         """Lock the run directory against other launches; an end by SIGKILL unlocks it too.
 
-        Two launches would be two jobs that take each other's checkpoints and events for their own.
+        Of two launches in one directory, each would take the other's checkpoints and events for its
+        own.
 
         Raises:
-            ConfigError: another launch uses the directory, or it cannot be written.
+            ConfigError: another launch uses the directory, or the directory cannot be written.
         """
         try:
             make_folder(self.paths.root)
-            # `write` keeps the file, and so the lock on it.
-            held = open(  # noqa: SIM115  # closed below
+            # The lock is on the config, which `write` writes in place.
+            locked = open(  # noqa: SIM115  # closed below
                 self.paths.config, "a", encoding="utf-8", opener=no_follow
             )
         except OSError as error:
             raise self._unwritable(error) from error
-        with held:
-            if not hold(held):
+        with locked:
+            if not hold(locked):
                 raise self._in_use()
             yield
 
     def check_not_in_use(self) -> None:
-        """Refuse a folder that another launch uses, before any advice to remove it.
+        """Refuse a folder that another launch uses. Later checks advise to remove the folder.
 
         Raises:
-            ConfigError: there is such a launch.
+            ConfigError: another launch uses the folder.
         """
         if is_held(self.paths):
             raise self._in_use()
@@ -422,88 +442,95 @@ class LaunchPlan:
 
     @property
     def resume_command(self) -> str:
-        """Return the command that continues from the run's last checkpoint, for a shell in this
-        directory.
-        """
+        """Command that continues from the run's last checkpoint, for a shell in this directory."""
         flags = _without_flag(LOAD_STEP, self.worker_args)
         if self._sets_load_step or flags != self.worker_args:
-            flags.append(f"--{LOAD_STEP}=-1")  # else the command would go back to that step again
+            # Otherwise the command would go back to the step of the setting once more.
+            flags.append(f"--{LOAD_STEP}=-1")
         return shlex.join(["titan-ft", "launch", *self._arguments(flags, resume=True)])
 
     def _arguments(
         self, worker_args: Sequence[str], *, resume: bool, resume_with: str = ""
     ) -> list[str]:
+        """Return the arguments of a launch like this one."""
         options = self.options
         config = options.config
         if config.parent.name.startswith(MODULE_TOML_PREFIX):
-            config = self.paths.config  # the copy, which is there after this process
-        shown = [
-            str(config),
-            "--replicas",
-            str(self.num_replicas),
-            "--ranks-per-replica",
-            str(self.num_ranks),
-        ]
-        shown += ["--run-dir", str(options.run_dir)]
+            # A temporary file of this process. The copy in the run's folder stays.
+            config = self.paths.config
+        words = [str(config)]
+        words += ["--replicas", str(self.num_replicas)]
+        words += ["--ranks-per-replica", str(self.num_ranks)]
+        words += ["--run-dir", str(options.run_dir)]
         for field in fields(options):
-            value, flag = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
-            if field.name in LASTING_OPTIONS and value != field.default:
-                shown += [flag] if value is True else [flag, str(value)]
-        shown += ["--resume"] if resume else []
-        shown += ["--resume-with", resume_with] if resume_with else []
-        return shown + (["--", *worker_args] if worker_args else [])
+            value = getattr(options, field.name)
+            if field.name not in LASTING_OPTIONS or value == field.default:
+                continue
+            words.append(f"--{field.name.replace('_', '-')}")
+            if value is not True:
+                words.append(str(value))
+        if resume:
+            words.append("--resume")
+        if resume_with:
+            words += ["--resume-with", resume_with]
+        if worker_args:
+            words += ["--", *worker_args]
+        return words
 
     def lighthouse_command(self, port: int) -> list[str]:
         command = [sys.executable, "-m", "titan_ft", "lighthouse", "--bind", f"{HOST}:{port}"]
         command += ["--run-dir", str(self.paths.root)]
         for setting in fields(self.lighthouse):
-            command += [
-                f"--{setting.name.replace('_', '-')}",
-                str(getattr(self.lighthouse, setting.name)),
-            ]
+            value = getattr(self.lighthouse, setting.name)
+            command += [f"--{setting.name.replace('_', '-')}", str(value)]
         return command
 
     def agent_args(
-        self, replica: int, attempt: int, lighthouse: str, takeover: str = ""
+        self, slot: int, attempt: int, lighthouse: str, restart_reason: str = ""
     ) -> list[str]:
         """Return the command line of one group's agent.
 
         Args:
-            attempt: number of its first attempt.
+            slot: slot of the group.
+            attempt: number of the agent's first attempt.
             lighthouse: address of the lighthouse.
-            takeover: why that attempt is a restart; empty if it is none.
+            restart_reason: why that attempt is a restart; empty for the group's first attempt.
         """
-        return [
+        args = [
             f"--run-dir={self.paths.root}",
-            f"--replica={replica}",
+            f"--replica={slot}",
             f"--attempt={attempt}",
             f"--ranks={self.num_ranks}",
             f"--lighthouse={lighthouse}",
             f"--max-restarts={self.options.max_restarts}",
             f"--module={self.module}",
             f"--drain-timeout={self.drain_seconds:g}",
-            *([f"--takeover={takeover}"] if takeover else []),
-            *(["--no-zygote"] if self.options.no_zygote else []),
-            *("--", *self.worker_flags([f"--{TABLE}.replica_id={replica}"])),
         ]
+        if restart_reason:
+            args.append(f"--takeover={restart_reason}")
+        if self.options.no_zygote:
+            args.append("--no-zygote")
+        return [*args, "--", *self.worker_flags([f"--{TABLE}.replica_id={slot}"])]
 
-    def check_flags(self) -> list[str]:
-        """Return a worker's flags for a check before there is a folder: they name the user's config
-        file.
-        """
+    def flags_for_check(self) -> list[str]:
+        """Return a worker's flags with the user's config file, before the run has a folder."""
         flags = self.worker_flags([f"--{TABLE}.replica_id=0"])
         return [f"--job.config_file={self.config}", *flags[1:]]
 
-    def worker_flags(self, replica_flags: list[str]) -> list[str]:
-        """Return the workers' flags: those of every group, then `replica_flags`, then the user's,
-        which win.
+    def worker_flags(self, group_flags: list[str]) -> list[str]:
+        """Return the flags of a group's workers.
+
+        Flags of the user come last and win.
+
+        Args:
+            group_flags: flags of this group alone.
         """
         return [
             f"--job.config_file={self.paths.config}",
             f"--job.dump_folder={self.paths.root}",
             "--metrics.save_tb_folder=tb",
             f"--{TABLE}.enable",
-            *replica_flags,
+            *group_flags,
             f"--{TABLE}.group_size={self.num_replicas}",
             f"--{TABLE}.job_id={self.job_id}",
             f"--{TABLE}.drain_timeout_seconds={self.drain_seconds:g}",
@@ -512,7 +539,11 @@ class LaunchPlan:
 
 
 def _check_options(options: Launch) -> None:
-    """Check each option by itself."""
+    """Check each option by itself.
+
+    Raises:
+        ConfigError: a value is out of range, or an option needs --dry-run.
+    """
     for flag, value, least in (
         ("--replicas", options.replicas, 1),
         ("--ranks-per-replica", options.ranks_per_replica, 1),
@@ -548,8 +579,10 @@ def _check_options(options: Launch) -> None:
 
 
 def _check_text(options: Launch, worker_args: Sequence[str]) -> None:
-    """Check that paths and flags are valid text, because the run's config and its events contain
-    them.
+    """Check that paths and flags are UTF-8, because the run's config and events contain them.
+
+    Raises:
+        ConfigError: one of them is not.
     """
     for name, value in (
         ("CONFIG", options.config),
@@ -559,7 +592,8 @@ def _check_text(options: Launch, worker_args: Sequence[str]) -> None:
         try:
             str(value).encode()
         except UnicodeEncodeError:
-            flag = name if name.isupper() or name.startswith("--") else f"--{name}"
+            is_complete = name.isupper() or name.startswith("--")
+            flag = name if is_complete else f"--{name}"
             raise ConfigError(
                 f"{flag} must be UTF-8, got {str(value)!a}; rename it, or correct it"
             ) from None
@@ -568,47 +602,61 @@ def _check_text(options: Launch, worker_args: Sequence[str]) -> None:
 def _check_ranks(
     values: Mapping[str, Any], worker_args: Sequence[str], num_replicas: int, num_ranks: int
 ) -> None:
-    """Check the divisors of a group's ranks. The workers check values that are no whole numbers."""
-    asked: dict[str, dict[str, int | None]] = {
-        "parallelism": {
-            **{f"{name}_degree": 1 for name in DEGREES},
-            "data_parallel_shard_degree": -1,
-            "expert_tensor_parallel_degree": 1,
-            "pipeline_parallel_microbatch_size": 1,
-        },
-        "training": {"seq_len": None, "local_batch_size": None, "global_batch_size": None},
+    """Check that the parallel degrees divide a group's ranks.
+
+    A value that is no whole number ends the check: the workers refuse such a value.
+
+    Raises:
+        ConfigError: a degree or a batch size does not fit.
+    """
+    parallelism: dict[str, int | None] = {f"{name}_degree": 1 for name in DEGREES}
+    parallelism["data_parallel_shard_degree"] = -1
+    parallelism["expert_tensor_parallel_degree"] = 1
+    parallelism["pipeline_parallel_microbatch_size"] = 1
+    training: dict[str, int | None] = {
+        "seq_len": None,
+        "local_batch_size": None,
+        "global_batch_size": None,
     }
-    given = [
-        (name, value) for name, value in flat_values(values) if name.partition(".")[0] in asked
-    ]
-    for name, value in [*given, *read_flags(worker_args)]:
+    tables = {"parallelism": parallelism, "training": training}
+    # Flags come after the TOML, and win.
+    for name, value in [*flat_values(values), *read_flags(worker_args)]:
         section, _, key = name.partition(".")
-        if key in asked.get(section, {}):
-            try:
-                asked[section][key] = int(value)
-            except (TypeError, ValueError):
-                return
-    tables = {section: SimpleNamespace(**fields) for section, fields in asked.items()}
-    check_ranks(
-        SimpleNamespace(**tables, fault_tolerance=SimpleNamespace(group_size=num_replicas)),
-        num_ranks,
+        table = tables.get(section)
+        if table is None or key not in table:
+            continue
+        try:
+            table[key] = int(value)
+        except (TypeError, ValueError):
+            return
+    config = SimpleNamespace(
+        parallelism=SimpleNamespace(**parallelism),
+        training=SimpleNamespace(**training),
+        fault_tolerance=SimpleNamespace(group_size=num_replicas),
     )
+    check_ranks(config, num_ranks)
 
 
 def _is_enabled(switch: str, values: Mapping[str, Any], worker_args: Sequence[str]) -> bool:
-    """True if a switch such as checkpoint.enable is on, after the workers' flags, whose last one
-    wins.
+    """True if a switch such as checkpoint.enable is on.
+
+    The last of the workers' flags wins, and any flag wins over the TOML.
     """
     section, _, key = switch.partition(".")
-    enabled = bool(values.get(section, {}).get(key, False))
+    is_on = bool(values.get(section, {}).get(key, False))
     for name, value in read_flags(worker_args):
-        if name in (switch, f"{section}.no_{key}"):
-            enabled = name == switch and value.lower() != "false"
-    return enabled
+        if name == switch:
+            is_on = value.lower() != "false"
+        elif name == f"{section}.no_{key}":
+            is_on = False
+    return is_on
 
 
 def _without_flag(name: str, worker_args: Sequence[str]) -> list[str]:
-    """Return the workers' flags without one that takes a value, in each of its spellings."""
+    """Return the workers' flags without the flag `name`, which takes a value.
+
+    The value may follow after a = or as the next word, and the name may have - for _.
+    """
     kept: list[str] = []
     is_value = False
     for arg in worker_args:
@@ -624,7 +672,5 @@ def _without_flag(name: str, worker_args: Sequence[str]) -> list[str]:
 
 
 def _plain_name(name: str) -> str:
-    """Return a folder's name as part of a job id, with characters that torchft and file systems
-    accept.
-    """
+    """Return a folder's name with only those characters that torchft and file systems accept."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-") or "run"

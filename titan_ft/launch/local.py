@@ -287,7 +287,7 @@ class LocalRun:
             )
             return child.process
 
-        zygote = Zygote(start, self.plan.module, self.plan.check_flags())
+        zygote = Zygote(start, self.plan.module, self.plan.flags_for_check())
         self._zygote = zygote
         deadline = time.monotonic() + IMPORT_SECONDS
         while not (zygote.checked or zygote.is_lost or self.stop):
