@@ -1,7 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run one replica group: determine the command and the environment of its agent, then become that
-agent.
+"""Run one replica group on this node: `titan-ft group`.
+
+The process determines the command and the environment of the group's agent, and then becomes that
+agent. Options that are missing come from Slurm's variables.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ _OWN_FLAGS = {
     f"{TABLE}.replica_id": "--replica",
     f"{TABLE}.lighthouse": "--lighthouse",
 }
-"""Flags of the workers that `titan-ft group` sets, with the options that say the same."""
+"""Flags that `titan-ft group` gives to the workers, with the option or argument for each."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class GroupPlan:
     """The agent of a group on this node.
 
     Attributes:
-        environment: variables of the agent and its workers, in addition to this process's.
+        environment: variables of the agent and its workers, in addition to those of this process.
         command: the agent's command line.
     """
 
@@ -62,63 +64,71 @@ class GroupPlan:
     command: list[str]
 
     def __str__(self) -> str:
-        words = [f"{name}={value}" for name, value in self.environment.items()]
-        return shlex.join([*words, *self.command])
+        assignments = [f"{name}={value}" for name, value in self.environment.items()]
+        return shlex.join([*assignments, *self.command])
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The processes of a group: ranks on each of its nodes."""
+
+    num_nodes: int
+    ranks_per_node: int
 
 
 def plan_group(options: Group, flags: Sequence[str], environ: Mapping[str, str]) -> GroupPlan:
     """Plan the agent of a group on this node.
 
     Args:
+        options: options of `titan-ft group`.
         flags: torchtitan's flags for the workers.
         environ: environment of this process; Slurm's variables replace missing options.
 
     Raises:
         ConfigError: an option is missing or wrong.
     """
-    check_flags(flags)
+    check_worker_flags(flags)
     config = find_toml(options.config)
     _check_not_in_use(options.run_dir)
     check_run_folder(options.run_dir)
-    replica, replicas = _find_number(options, environ)
+    slot, num_groups = _find_slot(options, environ)
     lighthouse = _find_lighthouse(options, environ, config)
-    nodes, ranks_per_node = _find_shape(options, environ)
-    rendezvous = _find_rendezvous(options, environ, nodes)
+    shape = _find_shape(options, environ)
+    rendezvous = _find_rendezvous(options, environ, shape.num_nodes)
     check_restarts(options.max_restarts, options.host_deaths, options.host_window)
     if options.metrics_port:
         split_metrics_address(options.metrics_port)
-    is_local = is_loopback(lighthouse) and (nodes == 1 or is_loopback(rendezvous))
+    is_local = is_loopback(lighthouse)
+    if shape.num_nodes > 1:
+        is_local = is_local and is_loopback(rendezvous)
     check_token(read_token(environ), is_local=is_local)
     table = {**load_toml(config).get(TABLE, {}), **table_overrides(flags)}
-    command = [
-        *(sys.executable, "-m", AGENT_MODULE, "--cluster"),
-        *(
-            f"--run-dir={options.run_dir.absolute()}",
-            f"--replica={replica}",
-            f"--ranks={ranks_per_node}",
-        ),
-        *(
-            [] if is_local else [f"--bind={ALL_HOSTS[socket.AF_INET6]}"]
-        ),  # the other groups' ranks meet at its store, too
-        *([f"--hosts={nodes}", f"--rendezvous={rendezvous}"] if rendezvous else []),
-        f"--max-restarts={options.max_restarts}",
-        f"--drain-timeout={find_drain_seconds(table):g}",
-        *(["--no-zygote"] if options.no_zygote else []),
-        "--",
-        f"--job.config_file={config.absolute()}",
-        f"--job.dump_folder={options.run_dir.absolute()}",
-        "--metrics.save_tb_folder=tb",
-        f"--{TABLE}.enable",
-        f"--{TABLE}.replica_id={replica}",
-        *([] if replicas is None else [f"--{TABLE}.group_size={replicas}"]),
-        # A worker prefers the address in the config to that in its environment.
-        *(
-            [f"--{TABLE}.lighthouse={lighthouse}"]
-            if _configured_lighthouse(config) not in ("", lighthouse)
-            else []
-        ),
-        *flags,
-    ]
+    command = [sys.executable, "-m", AGENT_MODULE, "--cluster"]
+    command.append(f"--run-dir={options.run_dir.absolute()}")
+    command.append(f"--replica={slot}")
+    command.append(f"--ranks={shape.ranks_per_node}")
+    if not is_local:
+        # Ranks of other groups meet at the store of this group, too.
+        command.append(f"--bind={ALL_HOSTS[socket.AF_INET6]}")
+    if rendezvous:
+        command.append(f"--hosts={shape.num_nodes}")
+        command.append(f"--rendezvous={rendezvous}")
+    command.append(f"--max-restarts={options.max_restarts}")
+    command.append(f"--drain-timeout={find_drain_seconds(table):g}")
+    if options.no_zygote:
+        command.append("--no-zygote")
+    command.append("--")
+    command.append(f"--job.config_file={config.absolute()}")
+    command.append(f"--job.dump_folder={options.run_dir.absolute()}")
+    command.append("--metrics.save_tb_folder=tb")
+    command.append(f"--{TABLE}.enable")
+    command.append(f"--{TABLE}.replica_id={slot}")
+    if num_groups is not None:
+        command.append(f"--{TABLE}.group_size={num_groups}")
+    if _configured_lighthouse(config) not in ("", lighthouse):
+        # A worker prefers the address in the config to the address in its environment.
+        command.append(f"--{TABLE}.lighthouse={lighthouse}")
+    command += flags
     return GroupPlan(_environment(options, lighthouse, environ), command)
 
 
@@ -133,16 +143,16 @@ def run_group(options: Group, flags: Sequence[str]) -> int:
         print(plan)
         return 0
     sys.stdout.flush()
-    # This process becomes the agent: signals of Slurm or of a shell reach it directly.
+    # As a child of this process, the agent would not get the signals of Slurm or of a shell.
     os.execve(plan.command[0], plan.command, {**os.environ, **plan.environment})
     raise AssertionError("execve does not return")
 
 
 def find_toml(given: Path) -> Path:
-    """Return the config that a path or a bundled name stands for.
+    """Return the file of a config, which is given by its path or by the name of a packaged one.
 
     Raises:
-        ConfigError: there is no such TOML file.
+        ConfigError: the file does not exist, or is not TOML.
     """
     found = find_config(given)
     load_toml(found)
@@ -150,21 +160,31 @@ def find_toml(given: Path) -> Path:
 
 
 def check_at_least(flag: str, value: int, least: int) -> None:
-    """Raise ConfigError for an option below its least value."""
+    """Check a whole number.
+
+    Raises:
+        ConfigError: the number is below `least`.
+    """
     if value < least:
         raise ConfigError(f"{flag} must be >= {least}, got {value}; correct it")
 
 
 def check_restarts(max_restarts: int, host_deaths: int, host_window: int) -> None:
-    """Raise ConfigError for a number that no restart policy can work with."""
+    """Check the numbers of the restart policy.
+
+    Raises:
+        ConfigError: a number is too small.
+    """
     check_at_least("--max-restarts", max_restarts, 0)
     check_at_least("--host-deaths", host_deaths, 0)
     check_at_least("--host-window", host_window, 1)
 
 
-def check_flags(flags: Sequence[str]) -> None:
-    """Raise ConfigError for torchtitan's flags that do not begin with --, or that contradict an
-    option.
+def check_worker_flags(flags: Sequence[str]) -> None:
+    """Check torchtitan's flags for the workers.
+
+    Raises:
+        ConfigError: the first flag does not begin with -, or a flag contradicts an option.
     """
     if flags and not flags[0].startswith("-"):
         raise ConfigError(
@@ -172,7 +192,8 @@ def check_flags(flags: Sequence[str]) -> None:
             "--training.steps=60"
         )
     for name, value in read_flags(flags):
-        # Given last, they would win: two groups with one number, or events outside of --run-dir.
+        # The user's flags come last and would win. Two groups could get the same slot, or a group
+        # could write its events outside of --run-dir.
         if name in _OWN_FLAGS:
             raise ConfigError(
                 f"--{name} must not come after the --, got {value!r}; {_OWN_FLAGS[name]} says it"
@@ -180,7 +201,7 @@ def check_flags(flags: Sequence[str]) -> None:
 
 
 def split_options(name: str, text: str) -> list[str]:
-    """Split an option's value, which is options of another program, as a shell does.
+    """Split the value of an option that holds options of another program, as a shell does.
 
     Raises:
         ConfigError: a quotation mark is not closed.
@@ -201,40 +222,43 @@ def _check_not_in_use(run_dir: Path) -> None:
         )
 
 
-def _find_number(options: Group, environ: Mapping[str, str]) -> tuple[int, int | None]:
-    """Return the number of this group, and the number of groups; None leaves the latter to the
+def _find_slot(options: Group, environ: Mapping[str, str]) -> tuple[int, int | None]:
+    """Return the slot of this group, and the number of groups; None leaves the number to the
     config.
     """
-    replica = options.replica
-    if replica is None:
-        replica = slurm_env.find_number(environ, "SLURM_ARRAY_TASK_ID")
-    if replica is None:
+    slot = options.replica
+    if slot is None:
+        slot = slurm_env.read_number(environ, "SLURM_ARRAY_TASK_ID")
+    if slot is None:
         remedy = "give the number of this group, from 0"
         raise ConfigError(
             f"--replica must be given, got nothing, and SLURM_ARRAY_TASK_ID is not set; {remedy}"
         )
-    check_at_least("--replica", replica, 0)
-    replicas = options.replicas
-    if replicas is None:
-        replicas = slurm_env.find_number(environ, "SLURM_ARRAY_TASK_COUNT")
-    if replicas is None:
-        return replica, None
-    check_at_least("--replicas", replicas, 1)
-    if replica >= replicas:
+    check_at_least("--replica", slot, 0)
+    num_groups = options.replicas
+    if num_groups is None:
+        num_groups = slurm_env.read_number(environ, "SLURM_ARRAY_TASK_COUNT")
+    if num_groups is None:
+        return slot, None
+    check_at_least("--replicas", num_groups, 1)
+    if slot >= num_groups:
         raise ConfigError(
-            f"--replica must be below --replicas ({replicas}), got {replica}; groups count from "
-            f"0, and so does an array of Slurm: --array=0-{replicas - 1}"
+            f"--replica must be below --replicas ({num_groups}), got {slot}; groups count from "
+            f"0, and so does an array of Slurm: --array=0-{num_groups - 1}"
         )
-    return replica, replicas
+    return slot, num_groups
 
 
 def _find_lighthouse(options: Group, environ: Mapping[str, str], config: Path) -> str:
-    """Return the lighthouse's address, from the same source as the workers take it."""
-    name, address = "--lighthouse", options.lighthouse
+    """Return the lighthouse's address, in the same order of precedence as the workers."""
+    name = "--lighthouse"
+    address = options.lighthouse
     if not address:
-        name, address = f"{TABLE}.lighthouse", _configured_lighthouse(config)
+        name = f"{TABLE}.lighthouse"
+        address = _configured_lighthouse(config)
     if not address:
-        name, address = LIGHTHOUSE_VARIABLE, environ.get(LIGHTHOUSE_VARIABLE, "")
+        name = LIGHTHOUSE_VARIABLE
+        address = environ.get(LIGHTHOUSE_VARIABLE, "")
     if not address:
         raise ConfigError(
             f"--lighthouse must be given, got nothing, and {LIGHTHOUSE_VARIABLE} is not set; give "
@@ -248,31 +272,35 @@ def _configured_lighthouse(config: Path) -> str:
     return str(load_toml(config).get(TABLE, {}).get("lighthouse", ""))
 
 
-def _find_shape(options: Group, environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return the number of nodes of the group, and of processes on each."""
-    nodes = options.nodes
-    if nodes is None:
-        nodes = slurm_env.find_number(environ, "SLURM_NNODES") or 1
-    check_at_least("--nodes", nodes, 1)
-    ranks = find_ranks_per_node(options.ranks_per_node, options.ranks_per_replica, nodes)
+def _find_shape(options: Group, environ: Mapping[str, str]) -> _Shape:
+    num_nodes = options.nodes
+    if num_nodes is None:
+        num_nodes = slurm_env.read_number(environ, "SLURM_NNODES") or 1
+    check_at_least("--nodes", num_nodes, 1)
+    ranks = find_ranks_per_node(options.ranks_per_node, options.ranks_per_replica, num_nodes)
     if ranks is None:
-        ranks = slurm_env.find_ranks_per_node(environ)
+        ranks = slurm_env.read_ranks_per_node(environ)
     if ranks is None:
         raise ConfigError(
             "--ranks-per-node must be given, got nothing, and Slurm names no GPUs or tasks of a "
             "node; for example 8"
         )
-    return nodes, ranks
+    return _Shape(num_nodes, ranks)
 
 
 def find_ranks_per_node(
     ranks_per_node: int | None, ranks_per_replica: int | None, nodes: int
 ) -> int | None:
-    """Return the processes on each node from either of two options; None if neither is given.
+    """Return the ranks on each node from either of two options; None if neither is given.
+
+    Args:
+        ranks_per_node: value of --ranks-per-node.
+        ranks_per_replica: value of --ranks-per-replica: the ranks of the whole group.
+        nodes: number of nodes of the group.
 
     Raises:
-        ConfigError: one is too small, both are given and differ, or the ranks do not divide among
-            the nodes.
+        ConfigError: a number is too small; both options are given and differ; or the group's ranks
+            do not divide among the nodes.
     """
     if ranks_per_node is not None:
         check_at_least("--ranks-per-node", ranks_per_node, 1)
@@ -295,7 +323,7 @@ def _find_rendezvous(options: Group, environ: Mapping[str, str], nodes: int) -> 
     """Return HOST:PORT where the nodes of the group meet; empty for one node."""
     if nodes == 1:
         return ""
-    rendezvous = options.rendezvous or slurm_env.find_rendezvous(environ)
+    rendezvous = options.rendezvous or slurm_env.choose_rendezvous(environ)
     if not rendezvous:
         raise ConfigError(
             f"--rendezvous must be given for {nodes} nodes, got nothing, and SLURM_JOB_NODELIST "
@@ -305,7 +333,7 @@ def _find_rendezvous(options: Group, environ: Mapping[str, str], nodes: int) -> 
         host, port = split_address(rendezvous)
     except ValueError:
         host, port = "", 0
-    # At port 0 each host would be given a port of its own.
+    # With port 0 the system would choose another port on each host.
     if not host or not port or "/" in rendezvous:
         raise ConfigError(
             f"--rendezvous must be HOST:PORT, got {rendezvous!r}; give a free port of one of the "
@@ -317,27 +345,31 @@ def _find_rendezvous(options: Group, environ: Mapping[str, str], nodes: int) -> 
 def find_drain_seconds(table: Mapping[str, Any]) -> float:
     """Return the drain timeout of the workers from the [fault_tolerance] table.
 
-    A value that is no number is left to the workers, which refuse it.
+    The default stands in for a value that is no number >= 0: the workers refuse such a value.
     """
-    seconds = table.get("drain_timeout_seconds", FaultTolerance.drain_timeout_seconds)
-    if not isinstance(seconds, int | float) or not math.isfinite(seconds) or seconds < 0:
-        return FaultTolerance.drain_timeout_seconds
+    default = FaultTolerance.drain_timeout_seconds
+    seconds = table.get("drain_timeout_seconds", default)
+    if not isinstance(seconds, int | float):
+        return default
+    if not math.isfinite(seconds) or seconds < 0:
+        return default
     return float(seconds)
 
 
 def _environment(options: Group, lighthouse: str, environ: Mapping[str, str]) -> dict[str, str]:
-    found = {
+    """Return the variables for the agent and its workers. Values that the user set stay."""
+    variables = {
         LIGHTHOUSE_VARIABLE: lighthouse,
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONUNBUFFERED": environ.get("PYTHONUNBUFFERED", "1"),
         "RUST_LOG": choose_native_log(environ),
-        # See `default_env` of the agent, whose module takes torch.
+        # `launch.group.worker_group.default_env` has the reason, but its module imports torch.
         "TORCH_DIST_USE_NCCL2": environ.get("TORCH_DIST_USE_NCCL2", "0"),
     }
     if options.metrics_port:
-        found[PORT_ENV] = options.metrics_port
+        variables[PORT_ENV] = options.metrics_port
     if options.host_deaths:
-        found["TITAN_FT_HOST_DEATHS"] = str(options.host_deaths)
-        found["TITAN_FT_HOST_WINDOW"] = str(options.host_window)
-        found["TITAN_FT_ON_HOST_SUSPECTED"] = options.on_host_suspected
-    return found
+        variables["TITAN_FT_HOST_DEATHS"] = str(options.host_deaths)
+        variables["TITAN_FT_HOST_WINDOW"] = str(options.host_window)
+        variables["TITAN_FT_ON_HOST_SUSPECTED"] = options.on_host_suspected
+    return variables

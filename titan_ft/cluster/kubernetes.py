@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Write the objects that run a job on Kubernetes; nothing here talks to a cluster."""
+"""Write the objects that run a job on Kubernetes: `titan-ft kubernetes`.
+
+The objects are YAML from the templates in `manifests`. Nothing here talks to a cluster.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 
 from titan_ft.cluster.group import (
     check_at_least,
-    check_flags,
+    check_worker_flags,
     find_drain_seconds,
     find_ranks_per_node,
     find_toml,
@@ -23,16 +26,22 @@ from titan_ft.options import Kubernetes, Lighthouse
 
 MANIFESTS = Path(__file__).parent / "manifests"
 DOCUMENTS = ("config.yaml", "volume.yaml", "lighthouse.yaml", "jobset.yaml")
-VOLUME, CONFIG_FOLDER, TOKEN_FOLDER = "/run/titan_ft", "/etc/titan_ft", "/etc/titan_ft_token"
-METRICS_PORT, RENDEZVOUS_PORT = 9464, 29400
-_END_SECONDS = 20.0  # after the workers have left: the agent and the container end
+# Folders in the containers.
+VOLUME = "/run/titan_ft"
+CONFIG_FOLDER = "/etc/titan_ft"
+TOKEN_FOLDER = "/etc/titan_ft_token"
+METRICS_PORT = 9464
+RENDEZVOUS_PORT = 29400
+_END_SECONDS = 20.0
+"""Time for the end of the agent and of the container, after the workers have left."""
 
 
 def render(options: Kubernetes, flags: Sequence[str]) -> str:
     """Return the objects as YAML.
 
     Args:
-        flags: torchtitan's, for the workers.
+        options: options of `titan-ft kubernetes`.
+        flags: torchtitan's flags for the workers.
 
     Raises:
         ConfigError: an option is wrong.
@@ -41,7 +50,7 @@ def render(options: Kubernetes, flags: Sequence[str]) -> str:
 
     check_at_least("--replicas", options.replicas, 1)
     check_at_least("--nodes", options.nodes, 1)
-    check_flags(flags)
+    check_worker_flags(flags)
     ranks = find_ranks_per_node(options.ranks_per_node, options.ranks_per_replica, options.nodes)
     if ranks is None:
         raise ConfigError(
@@ -82,13 +91,12 @@ def render(options: Kubernetes, flags: Sequence[str]) -> str:
         ],
         "group_command": _group_command(options, ranks, flags),
     }
-    return "---\n".join(
-        environment.get_template(name).render(values) + "\n" for name in DOCUMENTS
-    ).rstrip()
+    documents = [environment.get_template(name).render(values) + "\n" for name in DOCUMENTS]
+    return "---\n".join(documents).rstrip()
 
 
 def _group_command(options: Kubernetes, ranks_per_node: int, flags: Sequence[str]) -> list[str]:
-    """Return the command of a group's pods; Kubernetes replaces $(GROUP) by the group's number."""
+    """Return the command of a group's pods; Kubernetes replaces $(GROUP) by the group's slot."""
     name = options.name
     _, port = split_bind(Lighthouse.bind)
     command = [
@@ -97,11 +105,12 @@ def _group_command(options: Kubernetes, ranks_per_node: int, flags: Sequence[str
         *("--replica", "$(GROUP)", "--replicas", str(options.replicas)),
         *("--lighthouse", f"http://{name}-lighthouse:{port}"),
         *("--ranks-per-node", str(ranks_per_node), "--nodes", str(options.nodes)),
-        # Where a JobSet puts the first pod of a child Job: JOBSET-REPLICATEDJOB-JOB-POD.SUBDOMAIN,
-        # the JobSet's name.
+        # Name of the group's first pod: JOBSET-REPLICATEDJOB-JOB-POD.SUBDOMAIN. The subdomain is
+        # the name of the JobSet.
         *("--rendezvous", f"{name}-groups-$(GROUP)-0.{name}:{RENDEZVOUS_PORT}"),
         *("--metrics-port", f"[::]:{METRICS_PORT}"),
     ]
-    if not flags:
-        return command
-    return [*command, "--", *(flag.replace("$(", "$$(") for flag in flags)]
+    if flags:
+        # Escaped: Kubernetes would replace $(NAME) in a flag of the user.
+        command += ["--", *(flag.replace("$(", "$$(") for flag in flags)]
+    return command

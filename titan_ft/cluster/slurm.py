@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Submit a run to Slurm: a lighthouse, and an array with one element for each replica group."""
+"""Submit a run to Slurm: a job for the lighthouse, and an array with one element for each replica
+group. This is `titan-ft slurm submit`.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from pathlib import Path
 
 from titan_ft.cluster.group import (
     check_at_least,
-    check_flags,
     check_restarts,
+    check_worker_flags,
     find_ranks_per_node,
     find_toml,
     split_options,
@@ -35,12 +37,13 @@ from titan_ft.system.token import check_token, read_token_file
 from titan_ft.system.whole_file import write_whole
 
 BATCH = Path(__file__).parent / "batch"
-"""Folder of the batch scripts. Jobs read it when they start, so that it must be on storage that all
-nodes share.
+"""Folder of the batch scripts.
+
+Jobs read the scripts when they start, so the folder must be on storage that all nodes share.
 """
 
 _FORGOTTEN = "Invalid job id"
-"""What squeue says of a job that is over for some minutes."""
+"""Part of squeue's error for a job that ended some minutes ago."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +51,15 @@ class Submission:
     """Arguments of sbatch.
 
     Attributes:
-        lighthouse: arguments of the lighthouse's job, and of its standby's.
-        groups: arguments of the groups' array, without its dependency.
+        lighthouse: arguments for the job of the lighthouse, and for the job of a standby.
+        groups: arguments for the groups' array, without its dependency.
     """
 
     lighthouse: list[str]
     groups: list[str]
 
     def groups_after(self, job: str) -> list[str]:
-        """Return the arguments of the groups' array, which begins when a job has."""
+        """Return the arguments for the groups' array, which begins after the start of a job."""
         return [f"--dependency=after:{job}", *self.groups]
 
 
@@ -64,6 +67,7 @@ def plan_submission(options: SlurmSubmit, flags: Sequence[str]) -> Submission:
     """Plan the submission.
 
     Args:
+        options: options of `titan-ft slurm submit`.
         flags: torchtitan's flags for the workers.
 
     Raises:
@@ -73,7 +77,7 @@ def plan_submission(options: SlurmSubmit, flags: Sequence[str]) -> Submission:
     check_at_least("--replicas", options.replicas, 1)
     check_at_least("--nodes", options.nodes, 1)
     check_restarts(options.max_restarts, options.host_deaths, options.host_window)
-    check_flags(flags)
+    check_worker_flags(flags)
     ranks = find_ranks_per_node(options.ranks_per_node, options.ranks_per_replica, options.nodes)
     if ranks is None:
         raise ConfigError(
@@ -83,6 +87,7 @@ def plan_submission(options: SlurmSubmit, flags: Sequence[str]) -> Submission:
     root = options.run_dir.resolve()
     logs = root / "logs"
     table = {**load_toml(config).get(TABLE, {}), **table_overrides(flags)}
+    # First the options of sbatch, then the script with its arguments.
     lighthouse = [
         *split_options("--lighthouse-options", options.lighthouse_options),
         f"--output={logs / 'lighthouse-%j.log'}",
@@ -93,16 +98,22 @@ def plan_submission(options: SlurmSubmit, flags: Sequence[str]) -> Submission:
         f"--array=0-{options.replicas - 1}",
         f"--nodes={options.nodes}",
         *split_options("--group-options", options.group_options),
-        *([f"--time={options.time}"] if options.time else []),
-        f"--output={logs / 'replica-%a.log'}",
-        *(str(BATCH / "replicas.sbatch"), str(BATCH), sys.executable, str(root)),
-        *("--config", str(config.resolve()), "--ranks-per-node", str(ranks)),
-        *("--max-restarts", str(options.max_restarts)),
-        *("--host-deaths", str(options.host_deaths), "--host-window", str(options.host_window)),
-        *(["--on-host-suspected", options.on_host_suspected] if options.on_host_suspected else []),
-        *(["--no-zygote"] if options.no_zygote else []),
-        *(["--", *flags] if flags else []),
     ]
+    if options.time:
+        groups.append(f"--time={options.time}")
+    groups.append(f"--output={logs / 'replica-%a.log'}")
+    groups += [str(BATCH / "replicas.sbatch"), str(BATCH), sys.executable, str(root)]
+    groups += ["--config", str(config.resolve())]
+    groups += ["--ranks-per-node", str(ranks)]
+    groups += ["--max-restarts", str(options.max_restarts)]
+    groups += ["--host-deaths", str(options.host_deaths)]
+    groups += ["--host-window", str(options.host_window)]
+    if options.on_host_suspected:
+        groups += ["--on-host-suspected", options.on_host_suspected]
+    if options.no_zygote:
+        groups.append("--no-zygote")
+    if flags:
+        groups += ["--", *flags]
     return Submission(lighthouse, groups)
 
 
@@ -110,12 +121,14 @@ def submit(options: SlurmSubmit, flags: Sequence[str]) -> int:
     """Submit a run, as a whole or not at all; return 0 on success, else 1.
 
     Raises:
-        ConfigError: an option is wrong, or there is no Slurm.
+        ConfigError: an option is wrong, or this host has no Slurm.
     """
     plan = plan_submission(options, flags)
+    num_lighthouses = 2 if options.standby else 1
     if options.dry_run:
-        for arguments in (*[plan.lighthouse] * (1 + options.standby), plan.groups_after("JOB")):
-            print(shlex.join(["sbatch", *arguments]))
+        for _ in range(num_lighthouses):
+            print(shlex.join(["sbatch", *plan.lighthouse]))
+        print(shlex.join(["sbatch", *plan.groups_after("JOB")]))
         return 0
     if shutil.which("sbatch") is None:
         raise ConfigError(
@@ -130,9 +143,9 @@ def submit(options: SlurmSubmit, flags: Sequence[str]) -> int:
         raise unwritable("--run-dir", options.run_dir, error) from error
     with ExitStack() as undo:
         lighthouses: list[str] = []
-        # Lighthouses without groups would wait for them without end.
+        # If a later submission fails, the lighthouses would wait for groups without end.
         undo.callback(_cancel, lighthouses)
-        for _ in range(1 + options.standby):
+        for _ in range(num_lighthouses):
             job = _sbatch(plan.lighthouse)
             if job is None:
                 return 1
@@ -146,8 +159,9 @@ def submit(options: SlurmSubmit, flags: Sequence[str]) -> int:
 
 
 def _check_not_in_use(root: Path) -> None:
-    """Refuse the folder of a running run, whose lighthouse and groups would be taken for this
-    one's.
+    """Refuse the folder of a running run.
+
+    Groups of two runs in one folder would meet at one lighthouse.
 
     Raises:
         ConfigError: a launch, or a job of an earlier submission, is running there.
@@ -157,33 +171,37 @@ def _check_not_in_use(root: Path) -> None:
     if is_held(RunPaths(root)):
         raise ConfigError(f"{given} titan-ft launch is going on; wait for its end, {remedy}")
     try:
-        jobs = _jobs(root).read_text().split()
-    except OSError:  # nothing was submitted yet
+        jobs = _jobs_file(root).read_text().split()
+    except OSError:
+        # No run was submitted with this folder.
         return
-    if going_on := [job for job in jobs if _is_going_on(job)]:
+    unfinished = [job for job in jobs if _is_unfinished(job)]
+    if unfinished:
         raise ConfigError(
-            f"{given} job {' '.join(going_on)} is going on; scancel {' '.join(jobs)}, {remedy}"
+            f"{given} job {' '.join(unfinished)} is going on; scancel {' '.join(jobs)}, {remedy}"
         )
 
 
-def _is_going_on(job: str) -> bool:
-    """True if Slurm knows a job, or an element of an array, that has not ended.
+def _is_unfinished(job: str) -> bool:
+    """True if Slurm lists a job, or an element of an array, that has not ended.
 
     Raises:
-        ConfigError: Slurm gives no answer. A running run would lose its token and its files.
+        ConfigError: Slurm gives no answer. A new submission would take the token and the files of a
+            run that may still be running.
     """
     try:
         listed = subprocess.run(
             ["squeue", "--noheader", f"--jobs={job}"], capture_output=True, text=True, check=False
         )
-    except OSError:  # no squeue here
+    except OSError:
+        # This host has no squeue.
         return False
-    # Slurm forgets jobs after some minutes, and then calls their ids invalid.
+    # Slurm forgets a job some minutes after its end, and then calls its id invalid.
     if listed.returncode != 0 and _FORGOTTEN not in listed.stderr:
-        why = " ".join(listed.stderr.split()) or f"status {listed.returncode}"
+        reason = " ".join(listed.stderr.split()) or f"status {listed.returncode}"
         raise ConfigError(
-            f"squeue must say whether job {job} of --run-dir is over, got no answer ({why}); try "
-            "again"
+            f"squeue must say whether job {job} of --run-dir is over, got no answer ({reason}); "
+            "try again"
         )
     return bool(listed.stdout.strip())
 
@@ -195,7 +213,8 @@ def _sbatch(arguments: Sequence[str]) -> str | None:
     )
     if done.returncode:
         return None
-    return done.stdout.strip().partition(";")[0]  # the name of the cluster may follow
+    # The id, or the id and the name of the cluster after a semicolon.
+    return done.stdout.strip().partition(";")[0]
 
 
 def _cancel(jobs: Sequence[str]) -> None:
@@ -204,18 +223,17 @@ def _cancel(jobs: Sequence[str]) -> None:
 
 
 def _prepare(root: Path, token_file: Path | None) -> None:
-    """Make the run's folder with its token, and remove an earlier submission's records of its jobs
-    and its end.
+    """Make the run's folder with its token, and remove the records of an earlier submission.
 
     Raises:
-        ConfigError: the token cannot be read, or others can read it.
+        ConfigError: the given token cannot be read, or other users can read it.
         OSError: the folder cannot be written.
     """
     for folder in (root / "logs", root / "slurm"):
         make_folder(folder)
     _place_token(root / "token", token_file)
     stale = [
-        _jobs(root),
+        _jobs_file(root),
         root / "lighthouse.json",
         RunPaths(root).finished,
         *(root / "slurm").glob("exclude-*"),
@@ -227,9 +245,9 @@ def _prepare(root: Path, token_file: Path | None) -> None:
 def _place_token(own: Path, given: Path | None) -> None:
     """Put the run's token into its folder: a copy of the given file, or a new token.
 
-    Each submission draws a new one. With the former token, names of the earlier submission that
-    were recorded from the network could be replayed: an older group with another config would end
-    the groups of this one.
+    Each submission draws a new token. With the former token, a stranger could replay names of the
+    earlier submission that he recorded from the network. An older group with another config would
+    then end the groups of this submission.
     """
     token = secrets.token_hex(32)
     if given is not None:
@@ -247,23 +265,24 @@ def _write_private(file: Path, text: str) -> None:
         opened.write(text)
 
 
-def _jobs(root: Path) -> Path:
+def _jobs_file(root: Path) -> Path:
     """Return the file with the ids of the run's jobs: the groups' array, then the lighthouses."""
     return root / "slurm" / "jobs"
 
 
 def _announce(root: Path, groups: str, lighthouses: Sequence[str]) -> None:
+    """Record the ids of the jobs for the batch scripts, and print the commands for the user."""
     ids = " ".join([groups, *lighthouses])
-    write_whole(_jobs(root), f"{ids}\n".encode())
+    write_whole(_jobs_file(root), f"{ids}\n".encode())
     print(
         f"groups: job {groups}, lighthouse: job {' '.join(lighthouses)}; output in {root / 'logs'}"
     )
-    steps = {
+    commands = {
         f"titan-ft top {root}": "watch it",
         f"titan-ft check {root}": "what holds, also while it runs",
         f"titan-ft report {root}": "figures and a page with plots",
         f"scancel {ids}": "end it",
     }
-    width = max(map(len, steps))
-    for command, meaning in steps.items():
+    width = max(map(len, commands))
+    for command, meaning in commands.items():
         print(f"  {command:{width}}  {meaning}")

@@ -9,17 +9,19 @@ import subprocess
 from collections.abc import Mapping
 
 _RANKS = ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+"""Variables with the number of ranks on a node. The first that has a number counts."""
 _SCONTROL_SECONDS = 30.0
+"""Time limit of scontrol."""
 
 
-def find_number(environ: Mapping[str, str], name: str) -> int | None:
-    """Return the number in a variable of Slurm's; None where there is none."""
+def read_number(environ: Mapping[str, str], name: str) -> int | None:
+    """Return the number in a variable of Slurm; None without the variable, or without a number."""
     value = environ.get(name, "")
     return int(value) if value.isdecimal() else None
 
 
-def find_ranks_per_node(environ: Mapping[str, str]) -> int | None:
-    """Return the GPUs of a node of the job, or else its tasks; None outside Slurm.
+def read_ranks_per_node(environ: Mapping[str, str]) -> int | None:
+    """Return the number of GPUs of the job on a node, or else of tasks; None outside Slurm.
 
     Slurm writes such a number as "8", "h100:8" or "4(x2)".
     """
@@ -30,19 +32,20 @@ def find_ranks_per_node(environ: Mapping[str, str]) -> int | None:
     return None
 
 
-def find_rendezvous(environ: Mapping[str, str]) -> str:
+def choose_rendezvous(environ: Mapping[str, str]) -> str:
     """Return HOST:PORT on the job's first node; empty outside Slurm."""
     nodes = environ.get("SLURM_JOB_NODELIST", "")
     if not nodes:
         return ""
-    # Several groups may have the same first host. The job's id keeps their ports apart.
-    port = 20000 + (find_number(environ, "SLURM_JOB_ID") or 0) % 10000
+    # Two groups may have the same first host. Their jobs have different ids, and so other ports.
+    job_id = read_number(environ, "SLURM_JOB_ID") or 0
+    port = 20000 + job_id % 10000
     return f"{find_first_host(nodes)}:{port}"
 
 
 def find_first_host(nodes: str) -> str:
     """Return the first host of a list such as node[03-07,09],other1."""
-    # In a container scontrol may be installed without Slurm's configuration, and fail.
+    # In a container, scontrol may be missing, or fail for lack of Slurm's configuration.
     command = ["scontrol", "show", "hostnames", nodes]
     try:
         done = subprocess.run(
@@ -56,5 +59,8 @@ def find_first_host(nodes: str) -> str:
 
 
 def _parse_first_host(nodes: str) -> str:
-    bracket = re.match(r"([^],\[]*)\[(\d+)[^\]]*\]([^,]*)", nodes)
-    return "".join(bracket.groups()) if bracket is not None else nodes.partition(",")[0]
+    # Prefix, first number in the brackets, suffix.
+    bracketed = re.match(r"([^],\[]*)\[(\d+)[^\]]*\]([^,]*)", nodes)
+    if bracketed is None:
+        return nodes.partition(",")[0]
+    return "".join(bracketed.groups())
