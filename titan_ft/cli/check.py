@@ -19,7 +19,7 @@ from titan_ft.options import Check
 
 
 def run(command: Check, worker_args: Sequence[str]) -> int:
-    """Print the verdicts; the exit status is 0 if everything asked holds."""
+    """Print the verdicts; return 0 if every promise that was asked for holds, else 1."""
     check_folder("RUN_DIR", command.run_dir)
     if command.against is not None:
         check_folder("--against", command.against)
@@ -28,14 +28,17 @@ def run(command: Check, worker_args: Sequence[str]) -> int:
         against = None if command.against is None else read_record(command.against)
     except ConfigError:
         raise
-    except ValueError as error:  # a damaged history proves nothing
+    except ValueError as error:
+        # A damaged history proves nothing, neither that a promise holds nor that it does not.
         if not command.json:
             print(f"verdict: unknown: {error}")
             return 1
-        verdicts, audited = nothing_known(str(error)), Audit(unknown=[str(error)])
+        verdicts = nothing_known(str(error))
+        audited = Audit(unknown=[str(error)])
     else:
         again = _reread(record, command.run_dir) if command.reread else None
-        verdicts, audited = check(record, against, again), audit(record)
+        verdicts = check(record, against, again)
+        audited = audit(record)
         if again is not None:
             audited = again.apply(audited)
     if command.json:
@@ -46,14 +49,15 @@ def run(command: Check, worker_args: Sequence[str]) -> int:
 
 
 def _reread(record: RunRecord, run_dir: Path) -> Reread:
-    """Read the data of a run again. Data or a config that can no longer be read make the result
-    unknown.
+    """Read the data of a run again.
+
+    The result is unknown if the data or the config can no longer be read.
     """
-    # Only here: reading data loads torch and torchtitan, which takes seconds.
+    # Imported here: reading data loads torch and torchtitan, which takes seconds.
     from titan_ft.training.checkpoint.reread import reread
 
     try:
         return reread(record, run_dir)
-    except Exception as error:  # noqa: BLE001  # of the user's loader, or a missing module
+    except Exception as error:  # noqa: BLE001  # the user's loader may raise anything
         text = " ".join(f"{type(error).__name__}: {error}".split())
         return Reread(unknown=[f"the data cannot be read again: {text}"])

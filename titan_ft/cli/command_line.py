@@ -1,7 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read the command line of `titan-ft` into one of the classes in `options`, and describe its
-commands.
+"""Parse the command line of `titan-ft` into one of the classes in `options`, and describe the
+commands in help texts.
 """
 
 from __future__ import annotations
@@ -32,29 +32,32 @@ def parse(argv: Sequence[str]) -> Any:
     name, args = _split_name(argv)
     command = COMMANDS[name]
     options = read_options(command)
-    places = [option.name for option in options if not option.name.startswith("--")]
-    args = _join_values(_place_config(places, args))
+    positionals = [option.name for option in options if not option.name.startswith("--")]
+    args = _join_values(_place_config(positionals, args))
     _check_aliases(options, args)
 
-    def unknown(written: str) -> str:
+    def parse_arguments() -> Any:
+        return tyro.cli(
+            command,
+            prog=f"titan-ft {name}",
+            args=args,
+            description=describe_command(command),
+            config=PARSER,
+        )
+
+    def describe_unknown(written: str) -> str:
         if "." in written and issubclass(command, TAKES_FLAGS):
             return (
                 f"{written} must come after a --, as all of torchtitan's flags: titan-ft {name} "
                 f"... -- {written}=..."
             )
-        hint = closest(written, [known for option in options for known in option.names])
+        known_names: list[str] = []
+        for option in options:
+            known_names += option.names
+        hint = closest(written, known_names)
         return f"{written} is no option of titan-ft {name}; {hint}see titan-ft {name} --help"
 
-    description = describe_command(command)
-    return refusing(
-        lambda: tyro.cli(
-            command, prog=f"titan-ft {name}", args=args, description=description, config=PARSER
-        ),
-        args,
-        unknown,
-        places,
-        example_of(command),
-    )
+    return refusing(parse_arguments, args, describe_unknown, positionals, example_of(command))
 
 
 @dataclass(frozen=True)
@@ -81,35 +84,52 @@ def read_options(command: type) -> list[Option]:
     options = []
     for field, hint in get_type_hints(command, include_extras=True).items():
         marks = getattr(hint, "__metadata__", ())
-        name = next((mark.name for mark in marks if getattr(mark, "name", None)), field)
-        shown = name.upper() if tyro.conf.Positional in marks else f"--{name.replace('_', '-')}"
-        aliases = tuple(alias for mark in marks for alias in getattr(mark, "aliases", None) or ())
-        options.append(Option(shown, aliases, takes_value=bool not in (hint, *get_args(hint))))
+        name = _find_name(field, marks)
+        if tyro.conf.Positional in marks:
+            shown = name.upper()
+        else:
+            shown = f"--{name.replace('_', '-')}"
+        aliases: list[str] = []
+        for mark in marks:
+            aliases += getattr(mark, "aliases", None) or ()
+        takes_value = bool not in (hint, *get_args(hint))
+        options.append(Option(shown, tuple(aliases), takes_value))
     return options
+
+
+def _find_name(field: str, marks: Sequence[Any]) -> str:
+    """Return the name that tyro gives to the argument of a field."""
+    for mark in marks:
+        name = getattr(mark, "name", None)
+        if name:
+            return str(name)
+    return field
 
 
 def example_of(command: type) -> str:
     """Return the example that ends a command's docstring."""
-    return " ".join(inspect.cleandoc(command.__doc__ or "").rpartition("Example: ")[2].split())
+    _, _, example = inspect.cleandoc(command.__doc__ or "").rpartition("Example: ")
+    return " ".join(example.split())
 
 
 def _check_aliases(options: Sequence[Option], args: Sequence[str]) -> None:
-    """Refuse an option that is given under two names with different values; tyro would silently
-    take the last.
+    """Refuse an option that is given under two names with different values.
+
+    tyro would silently take the last value.
 
     Raises:
-        ConfigError: there is such an option.
+        ConfigError: an option has two values.
     """
     for option in options:
         if not option.aliases or not option.takes_value:
             continue
         given = list(find_values(args, option.names))
         for written, value in given:
-            first, earlier = given[0]
-            if written != first and value != earlier:
+            first, first_value = given[0]
+            if written != first and value != first_value:
                 raise ConfigError(
-                    f"{written} must be the same as {first} ({earlier}), got {value}; give one of "
-                    "the two"
+                    f"{written} must be the same as {first} ({first_value}), got {value}; give one "
+                    "of the two"
                 )
 
 
@@ -117,7 +137,7 @@ def _split_name(argv: Sequence[str]) -> tuple[str, list[str]]:
     """Split a command line into the name of the command, of one word or two, and its arguments.
 
     Raises:
-        ConfigError: there is no such command.
+        ConfigError: no command has that name.
     """
     for length in (2, 1):
         name = " ".join(argv[:length])
@@ -125,13 +145,15 @@ def _split_name(argv: Sequence[str]) -> tuple[str, list[str]]:
             return name, list(argv[length:])
     first = argv[0]
     if is_command_group(argv[:1]):
-        known, got = _names(first), " ".join(argv[:2])
+        known = _names_in_group(first)
+        got = " ".join(argv[:2])
         hint = closest(got, known)
         raise ConfigError(
             f"titan-ft {first} must be one of {', '.join(known)}, got {got!r}; {hint}see titan-ft "
             "--help"
         )
-    known = [*dict.fromkeys(name.partition(" ")[0] for name in COMMANDS)]
+    first_words = [name.partition(" ")[0] for name in COMMANDS]
+    known = list(dict.fromkeys(first_words))
     hint = closest(first, known)
     raise ConfigError(
         f"the command must be one of {', '.join(known)}, got {first!r}; {hint}see titan-ft --help"
@@ -140,16 +162,16 @@ def _split_name(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 def is_command_group(words: Sequence[str]) -> bool:
     """True if several commands begin with these words, such as "slurm"."""
-    return bool(words) and bool(_names(" ".join(words)))
+    return bool(words) and bool(_names_in_group(" ".join(words)))
 
 
-def _names(group: str) -> list[str]:
+def _names_in_group(group: str) -> list[str]:
     return [name for name in COMMANDS if name.startswith(f"{group} ")]
 
 
-def _place_config(places: Sequence[str], args: list[str]) -> list[str]:
-    """Move the value of --config to its position, for scripts that give CONFIG as an option."""
-    if "CONFIG" not in places:
+def _place_config(positionals: Sequence[str], args: list[str]) -> list[str]:
+    """Move the value of --config to the front, for scripts that give CONFIG as an option."""
+    if "CONFIG" not in positionals:
         return args
     for position, word in enumerate(args):
         name, equals, value = word.partition("=")
@@ -164,7 +186,10 @@ def _place_config(places: Sequence[str], args: list[str]) -> list[str]:
 
 
 def _join_values(args: list[str]) -> list[str]:
-    """Write an option whose value begins with --, as that of sbatch does, as --option=value."""
+    """Write an option whose value is options of another program as --option=value.
+
+    Such a value begins with --, and tyro would take it for an option of its own.
+    """
     joined: list[str] = []
     for word in args:
         if joined and joined[-1] in OPTIONS_OF_OPTIONS:
@@ -176,11 +201,14 @@ def _join_values(args: list[str]) -> list[str]:
 
 def describe_commands(group: str = "") -> str:
     """Return the help of `titan-ft`, or of a group of its commands."""
-    names = _names(group) if group else list(COMMANDS)
+    names = list(COMMANDS)
+    program = "titan-ft"
+    if group:
+        names = _names_in_group(group)
+        program = f"titan-ft {group}"
     column = max(map(len, names)) + 4
-    shown = f"titan-ft {group}" if group else "titan-ft"
     lines = [
-        f"usage: {shown} COMMAND [OPTIONS]",
+        f"usage: {program} COMMAND [OPTIONS]",
         "",
         "Fault-tolerant data parallelism for torchtitan.",
         "",
@@ -204,7 +232,7 @@ def describe_command(command: type) -> str:
 
 def describe_version() -> str:
     """Return the versions of titan-ft and of its dependencies."""
-    own, *others = (f"{name} {version}" for name, version in versions().items())
+    own, *others = [f"{name} {version}" for name, version in versions().items()]
     return f"{own.replace('_', '-')} ({', '.join(others)})"
 
 

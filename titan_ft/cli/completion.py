@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Sequence
-from functools import reduce
 from typing import Annotated, Any
 
 import tyro
@@ -31,14 +30,21 @@ def run(command: Completion, worker_args: Sequence[str]) -> int:
 
 
 def _union(group: str, names: Sequence[str]) -> Any:
-    """Return the commands as tyro's subcommands: a union of types, in which a group is a union
-    again.
+    """Return commands as tyro's subcommands: a union of types. A group of commands is a union, too.
+
+    Args:
+        group: prefix of the names, such as "slurm "; empty for all commands.
     """
-    # tyro makes no subcommand of a single type; and a group has a help, too.
-    parts: dict[str, Any] = {"help": Annotated[None, tyro.conf.subcommand("help")]} if group else {}
+    subcommands: dict[str, Any] = {}
+    if group:
+        # tyro makes a subcommand only of two types or more, and a group has a help besides.
+        subcommands["help"] = Annotated[None, tyro.conf.subcommand("help")]
     for name in names:
         first = name.removeprefix(group).lstrip().partition(" ")[0]
         inner = [other for other in names if other.startswith(f"{group}{first} ")]
         kind = _union(f"{group}{first} ", inner) if inner else COMMANDS[name]
-        parts[first] = Annotated[kind, tyro.conf.subcommand(first)]
-    return reduce(lambda one, other: one | other, parts.values())
+        subcommands[first] = Annotated[kind, tyro.conf.subcommand(first)]
+    union, *others = subcommands.values()
+    for other in others:
+        union = union | other
+    return union

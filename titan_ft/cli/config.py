@@ -15,7 +15,6 @@ from titan_ft.options import ShowConfig
 from titan_ft.training.custom_import import working_folder_first
 from titan_ft.training.job_config import read_config
 
-# Of torchtitan's tables: what a run's arithmetic, length and memory follow from.
 _SHOWN = {
     "model": ("name", "flavor", "hf_assets_path"),
     "training": (
@@ -46,13 +45,14 @@ _SHOWN = {
     "metrics": ("log_freq", "enable_tensorboard", "enable_wandb"),
     "debug": ("seed", "deterministic"),
 }
+"""Tables and fields of torchtitan that determine the arithmetic, length and memory of a run."""
 
 
 def run(command: ShowConfig, worker_args: Sequence[str]) -> int:
     """Print the resolved config as TOML, with the default beside each changed field, or as JSON.
 
     Raises:
-        ConfigError: the first mistake in it.
+        ConfigError: the first mistake in the config.
     """
     args = [f"--job.config_file={find_config(command.config)}"]
     if command.replicas is not None:
@@ -74,12 +74,12 @@ def _lines(config: Any) -> Iterator[str]:
         )
     for table in (TABLE, *_SHOWN):
         values = getattr(config, table)
+        defaults = type(values)()
         yield f"[{table}]"
         for field in fields(values):
             if table == TABLE or field.name in _SHOWN[table]:
-                yield _line(
-                    field.name, getattr(values, field.name), getattr(type(values)(), field.name)
-                )
+                value = getattr(values, field.name)
+                yield _line(field.name, value, getattr(defaults, field.name))
         yield ""
     yield "# torchtitan's other tables and fields are as the TOML or their defaults have them"
 
@@ -87,14 +87,13 @@ def _lines(config: Any) -> Iterator[str]:
 def _line(name: str, value: Any, default: Any) -> str:
     if value is None:
         return f"# {name} is not set"
-    changed = (
-        ""
-        if value == default
-        else f"  # default {'not set' if default is None else _text(default)}"
-    )
-    return f"{name} = {_text(value)}{changed}"
+    line = f"{name} = {_to_toml(value)}"
+    if value == default:
+        return line
+    shown_default = "not set" if default is None else _to_toml(default)
+    return f"{line}  # default {shown_default}"
 
 
-def _text(value: Any) -> str:
+def _to_toml(value: Any) -> str:
     """Return a value as TOML, which equals JSON for the types in configs."""
     return json.dumps(value, ensure_ascii=False, default=str)

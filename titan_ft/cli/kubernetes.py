@@ -11,6 +11,6 @@ from titan_ft.options import Kubernetes
 
 
 def run(command: Kubernetes, worker_args: Sequence[str]) -> int:
-    """Print them as YAML."""
+    """Print the objects as YAML."""
     print(render(command, worker_args))
     return 0

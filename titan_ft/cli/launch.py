@@ -29,7 +29,7 @@ def run(command: Launch, worker_args: Sequence[str]) -> int:
         )
     chaos = None
     if command.chaos is not None:
-        # Only here: a run without faults loads nothing that can break it.
+        # Imported here: a run without chaos loads no code that can break it.
         from titan_ft.chaos.plan_file import load_plan
 
         chaos = load_plan(command.chaos, command.chaos_seed)
@@ -37,10 +37,13 @@ def run(command: Launch, worker_args: Sequence[str]) -> int:
     for note in plan.notes:
         print(f"titan-ft: {note}", file=sys.stderr)
     if command.dry_run:
-        # Only here: it imports torch, which a launcher never does.
+        # Imported here: the module imports torch, and a launcher must not.
         from titan_ft.launch.dry_run import describe, describe_sizes
 
-        print(json.dumps(describe_sizes(plan), indent=2) if command.json else describe(plan))
+        if command.json:
+            print(json.dumps(describe_sizes(plan), indent=2))
+        else:
+            print(describe(plan))
         return 0
     protect_output()
     return launch(plan)

@@ -12,6 +12,6 @@ from titan_ft.run.output import protect_output
 
 
 def run(command: Lighthouse, worker_args: Sequence[str]) -> int:
-    """Serve until a signal ends it."""
+    """Run the lighthouse until a signal ends it, or until another one takes its place."""
     protect_output()
     return serve(command)

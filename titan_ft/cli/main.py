@@ -19,45 +19,54 @@ from titan_ft.system.ownership import write_for_owner_only
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 success, 1 failure, 2 bad usage or config, 130
-    Ctrl-C.
+    """Run one command and return its exit status.
+
+    Returns:
+        0 for success, 1 for a failure, 2 for bad usage or a wrong config, and 128 + the signal's
+        number after a signal: 130 for Ctrl-C.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = sys.argv[1:]
     replace_unprintable()
     write_for_owner_only()
     try:
         try:
             return _run(argv)
         finally:
-            sys.stdout.flush()  # here, where a reader that is gone is no traceback
+            # Now: at the end of the interpreter, a closed pipe would print a traceback.
+            sys.stdout.flush()
     except ConfigError as error:
         print(f"titan-ft: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # a command without an end of its own for it
+    except KeyboardInterrupt:
+        # The command does not handle Ctrl-C itself.
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # who reads, such as head, has seen enough
-        _print_no_more()
+    except BrokenPipeError:
+        # The reader of the output, such as head, has ended.
+        _discard_output()
         return 1
     except OSError as error:
+        # An error with a file name is about a file of the command, not about stdout.
         if error.errno not in DISK_ERRNOS or error.filename is not None:
             raise
-        _print_no_more()
-        why = f"got an error of its disk ({error.strerror})"
+        _discard_output()
+        got = f"got an error of its disk ({error.strerror})"
         print(
-            f"titan-ft: the output must go where it can be written, {why}; send it elsewhere",
+            f"titan-ft: the output must go where it can be written, {got}; send it elsewhere",
             file=sys.stderr,
         )
         return 2
 
 
-def _print_no_more() -> None:
-    """Discard further output: the interpreter flushes stdout again at its end."""
+def _discard_output() -> None:
+    """Discard the rest of the output, which the interpreter would write at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: list[str]) -> int:
     end = argv.index("--") if "--" in argv else len(argv)
-    own, worker_args = argv[:end], argv[end + 1 :]
+    own = argv[:end]
+    worker_args = argv[end + 1 :]
     match own:
         case []:
             print(describe_commands(), file=sys.stderr)
@@ -83,7 +92,13 @@ def _run(argv: list[str]) -> int:
             f"titan-ft {own[0]} must be without torchtitan's flags, got {got!r}; it starts no "
             "workers"
         )
-    name = next(name for name, kind in COMMANDS.items() if type(command) is kind)
-    module = importlib.import_module(f"titan_ft.cli.{name.replace(' ', '_')}")
+    module = importlib.import_module(f"titan_ft.cli.{_module_name(command)}")
     status: int = module.run(command, worker_args)
     return status
+
+
+def _module_name(command: object) -> str:
+    for name, kind in COMMANDS.items():
+        if type(command) is kind:
+            return name.replace(" ", "_")
+    raise AssertionError(f"{type(command)} is no command")

@@ -1,8 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Commands for a job that is given as in torchtitan 0.3: `--module M --config F` instead of
-CONFIG.
-"""
+"""Accept a job in the form of torchtitan 0.3: `--module M --config F` in place of CONFIG."""
 
 from __future__ import annotations
 
@@ -51,10 +49,10 @@ def place_toml(own: Sequence[str]) -> list[str]:
         check=False,
     )
     if made.returncode != 0:
-        *_, last = made.stderr.strip().splitlines() or [
-            f"{_READER} ended with status {made.returncode}"
-        ]
-        raise ConfigError(last.removeprefix("titan-ft: "))
+        errors = made.stderr.strip().splitlines()
+        if not errors:
+            raise ConfigError(f"{_READER} ended with status {made.returncode}")
+        raise ConfigError(errors[-1].removeprefix("titan-ft: "))
     folder = Path(tempfile.mkdtemp(prefix=MODULE_TOML_PREFIX))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = folder / f"{function}.toml"
@@ -63,15 +61,11 @@ def place_toml(own: Sequence[str]) -> list[str]:
 
 
 def _take(words: list[str], option: str) -> str | None:
-    """Remove an option and its value from a command line; return the value, or None without the
-    option.
-    """
-    found = next(find_values(words, [option]), None)
-    if found is None:
-        return None
-    written, value = found
-    names = [word.partition("=")[0] for word in words]
-    place = names.index(written)
-    length = 1 if "=" in words[place] else 2
-    del words[place : place + length]
-    return value
+    """Remove the first occurrence of an option with its value; return the value, or None."""
+    for written, value in find_values(words, [option]):
+        names = [word.partition("=")[0] for word in words]
+        position = names.index(written)
+        length = 1 if "=" in words[position] else 2
+        del words[position : position + length]
+        return value
+    return None

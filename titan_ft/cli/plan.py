@@ -25,23 +25,28 @@ from titan_ft.options import Planning
 
 MAX_SEEDS = 10_000
 MAX_MINUTES = 1_000_000
-_BESIDE = {
+_SUBJECTS = {
     "SCENARIO": ("--from", "--trace-out", "--out"),
     "--like": ("--out",),
     "--chaos": ("--from", "--chaos-seed", "--minutes"),
     "--validate": (),
 }
-"""The four things to ask for, each with the options that it takes; --json and --seeds go with
-all."""
+"""The four subjects of a forecast, each with the options that it takes.
+
+--json and --seeds go with every subject.
+"""
 
 
 def run(command: Planning, worker_args: Sequence[str]) -> int:
-    """Carry out the requested forecast: a scenario, a run, a campaign, or the validation set."""
-    _check(command)
+    """Make the requested forecast: of a scenario, a run, a campaign, or the validation set."""
+    _check_options(command)
     if command.validate:
         return _validate(command)
-    name = "--from" if command.like is None else "--like"
-    folders = command.from_runs if command.like is None else (command.like,)
+    name = "--from"
+    folders = command.from_runs
+    if command.like is not None:
+        name = "--like"
+        folders = (command.like,)
     for folder in folders:
         check_folder(name, folder)
     try:
@@ -51,28 +56,32 @@ def run(command: Planning, worker_args: Sequence[str]) -> int:
     except ValueError as error:
         print(f"titan-ft plan: {error}", file=sys.stderr)
         return 1
-    measured = measure(records) if records else None
-    if records and measured is None:
-        got = folders[0]
-        raise ConfigError(f"{name} must be a run that made steps, got {got}; give one that trained")
+    measured: Measured | None = None
+    if records:
+        measured = measure(records)
+        if measured is None:
+            got = folders[0]
+            raise ConfigError(
+                f"{name} must be a run that made steps, got {got}; give one that trained"
+            )
     if command.chaos is not None:
         assert measured is not None, "--chaos comes with --from"
-        return _forecast_campaign(command, command.chaos, measured, _least(records))
+        return _forecast_campaign(command, command.chaos, measured, _find_min_groups(records))
     if command.scenario is not None:
         folder = command.scenario.with_name(f"{command.scenario.stem}-plan")
         scenarios = load_scenarios(command.scenario)
         return _compare(command, scenarios, measured, folder, str(command.scenario))
-    assert command.like is not None, "one of the four was asked for"
+    assert command.like is not None, "the command has exactly one subject"
     assert measured is not None, "--like is a run"
-    scenarios = scenarios_like(measured, _least(records))
+    scenarios = scenarios_like(measured, _find_min_groups(records))
     return _compare(command, scenarios, measured, command.like / "plan", str(command.like))
 
 
-def _check(command: Planning) -> None:
-    """Check that exactly one subject is given, with options that fit it.
+def _check_options(command: Planning) -> None:
+    """Check that the command has exactly one subject, and only options that the subject takes.
 
     Raises:
-        ConfigError: otherwise.
+        ConfigError: the command has no subject, several, or an option that does not fit.
     """
     given = {
         "SCENARIO": command.scenario,
@@ -85,16 +94,19 @@ def _check(command: Planning) -> None:
         "--chaos-seed": command.chaos_seed,
         "--minutes": command.minutes,
     }
-    asked = [name for name in _BESIDE if given[name] is not None]
-    if len(asked) != 1:
-        got = " and ".join(asked) or "nothing"
+    subjects = [name for name in _SUBJECTS if given[name] is not None]
+    if len(subjects) != 1:
+        got = " and ".join(subjects) or "nothing"
         rule = "must be given, or one of --like, --chaos, --validate"
         raise ConfigError(f"SCENARIO {rule}, got {got}; give one of them")
+    (subject,) = subjects
     for name, value in given.items():
-        if value is None or name in (*asked, *_BESIDE[asked[0]]):
+        if value is None or name == subject or name in _SUBJECTS[subject]:
             continue
-        takers = " or ".join(taker for taker, options in _BESIDE.items() if name in options)
-        raise ConfigError(f"{name} must come with {takers}, got {asked[0]}; leave it out")
+        takers = [taker for taker, options in _SUBJECTS.items() if name in options]
+        raise ConfigError(
+            f"{name} must come with {' or '.join(takers)}, got {subject}; leave it out"
+        )
     if command.chaos is not None and not command.from_runs:
         raise ConfigError(
             "--chaos must come with --from RUN_DIR, got it alone; a run's record has the costs of "
@@ -114,6 +126,7 @@ def _check(command: Planning) -> None:
 
 
 def _validate(command: Planning) -> int:
+    """Compare forecasts with published figures; return 1 if one of them does not hold."""
     from titan_ft.forecast.published import validate
     from titan_ft.forecast.table import validation_table
 
@@ -130,16 +143,18 @@ def _validate(command: Planning) -> int:
     return int(any(row.holds is False for row in rows))
 
 
-def _forecast_campaign(command: Planning, chaos: Path, measured: Measured, least: int) -> int:
+def _forecast_campaign(command: Planning, chaos: Path, measured: Measured, min_groups: int) -> int:
+    """Forecast a campaign with the faults of a chaos plan, and print the forecast."""
     from titan_ft.forecast.table import campaign_table, forecast_figures, observation_table
 
-    seconds = measured.seconds if command.minutes is None else 60 * command.minutes
+    seconds = measured.seconds
+    if command.minutes is not None:
+        seconds = 60 * command.minutes
     plan = find_config(chaos, "chaos")
-    scenario = scenario_of_campaign(measured, plan, command.chaos_seed, seconds, least)
+    scenario = scenario_of_campaign(measured, plan, command.chaos_seed, seconds, min_groups)
     (candidate,) = make_candidates(scenario, measured)
-    forecast = Forecast(
-        candidate, estimate(candidate), run_seeds([candidate], measured, command.seeds, seconds)[0]
-    )
+    (simulated,) = run_seeds([candidate], measured, command.seeds, seconds)
+    forecast = Forecast(candidate, estimate(candidate), simulated)
     if command.json:
         print(json.dumps(forecast_figures(forecast) | {"seconds": seconds}, indent=2))
         return 0
@@ -156,9 +171,10 @@ def _compare(
     folder: Path,
     source: str,
 ) -> int:
-    """Compare the candidates of scenarios; print them, and write their page into a folder.
+    """Compare the candidates of scenarios, print the comparison, and write its page.
 
     Args:
+        folder: folder of the page, if the command names no other.
         source: the scenario's file or the run, for the page's title and for errors.
     """
     from titan_ft.forecast.page import write_page
@@ -180,7 +196,8 @@ def _compare(
     fit_to_sizes = Sizes(folder / "sizes.json").bound
     try:
         cases = compare(scenarios, measured, command.seeds, fit_to_sizes)
-    except ConfigError as error:  # a cost that neither the scenario nor a record has
+    except ConfigError as error:
+        # Neither the scenario nor a record has a cost that the comparison needs.
         raise ConfigError(f"{source}: {error}") from error
     if command.json:
         figures: dict[str, Any] = {"cases": [case_figures(case) for case in cases]}
@@ -205,7 +222,10 @@ def _compare(
     return 0
 
 
-def _least(records: Sequence[RunRecord]) -> int:
-    """Return `min_replica_size` of the runs."""
-    configs = [process.config for record in records for process in record.processes]
-    return max((config.min_replica_size for config in configs if config is not None), default=1)
+def _find_min_groups(records: Sequence[RunRecord]) -> int:
+    """Return the largest `min_replica_size` in the configs of the runs; 1 without a config."""
+    sizes: list[int] = []
+    for record in records:
+        configs = [process.config for process in record.processes]
+        sizes += [config.min_replica_size for config in configs if config is not None]
+    return max(sizes, default=1)

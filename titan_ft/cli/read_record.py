@@ -17,36 +17,38 @@ from titan_ft.run.paths import RunPaths
 def read_record(run_dir: Path, *, whole: bool = False) -> RunRecord:
     """Read the events of a run.
 
+    Args:
+        whole: read all events unreduced, however many.
+
     Raises:
-        ConfigError: there are none.
+        ConfigError: the folder has no events.
         ValueError: a file is damaged; the error names the line and the remedy.
     """
     try:
-        with _without_collector():
+        with _without_garbage_collector():
             record = RunRecord.read(RunPaths(run_dir).events, whole=whole)
     except OSError as error:
-        what = (
-            "a file of events" if str(error.filename).endswith(".jsonl") else "a folder with events"
-        )
+        kind = "a folder with events"
+        if str(error.filename).endswith(".jsonl"):
+            kind = "a file of events"
         raise ValueError(
-            f"{error.filename} must be {what}, got {error.strerror}; mend or remove it"
+            f"{error.filename} must be {kind}, got {error.strerror}; mend or remove it"
         ) from error
     if not record.events:
-        below = "the --run-dir of a run"
+        right_folder = "the --run-dir of a run"
         if any(run_dir.glob("*.jsonl")):
-            below = f"the folder above, {run_dir.absolute().parent}"
+            # The user gave the folder of the events.
+            right_folder = f"the folder above, {run_dir.absolute().parent}"
         raise ConfigError(
             f"RUN_DIR must be the folder of a run, got {run_dir}; it has no events "
-            f"(events/*.jsonl): give {below}"
+            f"(events/*.jsonl): give {right_folder}"
         )
     return record
 
 
 @contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Disable the garbage collector, which would walk millions of live events repeatedly during the
-    reading.
-    """
+def _without_garbage_collector() -> Iterator[None]:
+    """Disable the garbage collector: it would walk millions of live events again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -16,7 +16,7 @@ from titan_ft.run.paths import RunPaths
 
 
 def run(command: Report, worker_args: Sequence[str]) -> int:
-    """Print the figures, and write the page unless they are asked for as JSON."""
+    """Print the figures as tables and write the page, or print the figures as JSON."""
     if command.other is not None and command.against is not None:
         raise ConfigError(
             f"--against must not come with a second run, got {command.against}; it is the same"

@@ -11,5 +11,5 @@ from titan_ft.options import SlurmSubmit
 
 
 def run(command: SlurmSubmit, worker_args: Sequence[str]) -> int:
-    """Submit its jobs."""
+    """Submit the jobs of the run."""
     return submit(command, worker_args)
