@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""All faults by name: the registry that plans, commands, agents, histories and docs read."""
+"""All faults by name. Plans, commands, agents, the history and the docs read this registry."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titan_ft.faults.schema import convert
 
 
 def _find_named(kind: type[Fault]) -> Iterator[type[Fault]]:
-    """Yield the subclasses, direct or not, that have a name of their own."""
+    """Yield the direct and indirect subclasses that define a `name`."""
     for subclass in kind.__subclasses__():
         if "name" in vars(subclass):
             yield subclass
@@ -36,13 +36,14 @@ FAULTS: Mapping[str, type[Fault]] = _collect()
 
 
 def find_fault(name: object, field_name: str = "fault") -> type[Fault]:
-    """Return the fault with a name.
+    """Return the class of the fault with a name.
 
     Args:
-        field_name: names the setting in the error.
+        name: value of a user's setting, of any type.
+        field_name: name of the setting, for the error.
 
     Raises:
-        ConfigError: no fault has this name. The text names the closest one, and all faults.
+        ConfigError: no fault has this name. The text names the closest fault and all faults.
     """
     if isinstance(name, str) and name in FAULTS:
         return FAULTS[name]
@@ -56,33 +57,36 @@ def make_fault(
     field_name: str = "fault",
     params_name: str = "params",
 ) -> Fault:
-    """Return a fault with parameters. Parameters that are not given have their defaults.
+    """Return a fault with parameters.
 
     Args:
-        field_name, params_name: name the two settings in errors.
+        name: value of a user's setting, of any type.
+        params: table of the parameters. A missing parameter has its default.
+        field_name: name of the setting with the fault, for errors.
+        params_name: name of the table, for errors.
 
     Raises:
         ConfigError: no fault has this name; or `params` is no table, has an unknown key, or has a
-            value out of its range.
+            value out of range.
     """
     kind = find_fault(name, field_name)
     return convert(kind, params, params_name, f" of {kind.name}")
 
 
 def read_outcome(name: str) -> Outcome:
-    """Return the outcome to expect of a fault that a history names; "" for an unknown name."""
-    kind = _of_history(name)
+    """Return the outcome to expect of a fault in a history; "" for an unknown name."""
+    kind = _find_in_history(name)
     return "" if kind is None else kind.outcome
 
 
 def read_category(name: str) -> Category | None:
-    """Return the category of a fault that a history names; None for an unknown name."""
-    kind = _of_history(name)
+    """Return the category of a fault in a history; None for an unknown name."""
+    kind = _find_in_history(name)
     return None if kind is None else kind.category
 
 
 def describe() -> str:
-    """Return all faults as text: one a line, with its description and its parameters."""
+    """Return the list of all faults as text, with descriptions and parameters, a line each."""
     width = max(len(name) for name in FAULTS)
     lines = []
     for name, kind in FAULTS.items():
@@ -95,7 +99,10 @@ def describe() -> str:
 
 
 def list_params(kind: type[Fault]) -> list[tuple[str, str]]:
-    """Return the parameters of a fault with their defaults; "random" if the seed draws it."""
+    """Return name and default of each parameter of a fault.
+
+    The default is "random" for a parameter that the seed draws.
+    """
     params = []
     for field in msgspec.structs.fields(kind):
         default = "random" if field.default is None else f"{field.default:g}"
@@ -103,8 +110,8 @@ def list_params(kind: type[Fault]) -> list[tuple[str, str]]:
     return params
 
 
-def _of_history(name: str) -> type[Fault] | None:
-    # Scripts and tests that kill a group themselves write names such as "sigkill_group".
+def _find_in_history(name: str) -> type[Fault] | None:
+    # Scripts and tests that kill a group without chaos write names such as "sigkill_group".
     if name.startswith("sigkill"):
         return outside.KillGroup
     return FAULTS.get(name)

@@ -13,15 +13,16 @@ from msgspec import Struct
 from titan_ft.config import ConfigError
 
 Scope = Literal["rank", "group", "groups", "link", "lighthouse", "donor"]
-"""The target: one rank, one group, several groups, the link between two groups, the lighthouse, or
-the donor of the next heal. For a donor, the group that the plan names is killed to provoke the
-heal.
+"""The target: a rank, a group, several groups, the link between two groups, the lighthouse, or the
+donor of the next heal.
+
+To provoke that heal, the group that the plan names is killed.
 """
 
 Outcome = Literal["", "killed", "left", "frozen", "hung", "relaunched"]
 """The outcome to expect:
 
-- "": the target lives on.
+- "": the processes of the target live on.
 - "killed": the processes of the target end at once.
 - "left": the target finishes its step and leaves.
 - "frozen": the processes of the target stand still until the fault is undone.
@@ -30,14 +31,14 @@ Outcome = Literal["", "killed", "left", "frozen", "hung", "relaunched"]
 """
 
 Ending = Literal["restart", "settle", "undone", "healed", "excluded", "at once"]
-"""The event that ends the fault. A new start of the group ends every fault. The others are:
+"""The event that ends the fault. A new start of the group ends every fault. The other events are:
 
 - "restart": no other event.
 - "settle": some seconds without a new start.
 - "undone": the fault was undone.
 - "healed": the group healed, or showed a digest equal to another group's.
 - "excluded": the group's gradient was left out of an update.
-- "at once": the fault ends when it happens.
+- "at once": the fault ends at the moment of its injection.
 """
 
 Category = Literal[
@@ -55,7 +56,7 @@ class Need(Enum):
     """A property of a job that some faults need.
 
     Attributes:
-        label: name in the docs.
+        label: name of the property in the docs.
         missing: reason and remedy if a job lacks the property.
     """
 
@@ -79,13 +80,14 @@ class Need(Enum):
 
 
 class Fault(Struct, frozen=True):
-    """One way to break a job. An instance is a fault with its parameters.
+    """A way to break a job. An instance is a fault with its parameters, and never changes.
 
-    Durations are in seconds. If a parameter is None, the seed draws its value.
+    Durations are in seconds. If a parameter is None, the seed draws the value.
 
-    A subclass with a `name` is in the catalogue, and the first line of its docstring is its
-    description in help and docs. `outside.Signal` and `inside.InWorker` define `start`: the chaos
-    runner calls the former, the agent thread of the worker that the fault hits the latter.
+    A subclass with a `name` is in the catalogue. The first line of its docstring is the fault's
+    description in help and docs. The two subclasses `outside.Signal` and `inside.InWorker` define
+    `start`. The chaos runner calls `Signal.start`. The chaos agent in the target's worker calls
+    `InWorker.start`, on the agent's thread.
     """
 
     name: ClassVar[str]
@@ -99,18 +101,21 @@ class Fault(Struct, frozen=True):
     extra_down: ClassVar[int] = 0
     """Number of groups other than the targets that the fault takes down."""
     min_up: ClassVar[int] = 2
-    """Number of groups that must contribute before the fault. With 2, another group trains on."""
+    """Least number of groups that must contribute before the fault, see `required_up`.
+
+    With 2, another group trains on.
+    """
     needs: ClassVar[frozenset[Need]] = frozenset()
 
     @classmethod
     def summary(cls) -> str:
-        """Return the description in one line, without a period."""
+        """Return the description of the fault: a line without a period."""
         assert cls.__doc__ is not None, "every fault has a description"
         return cls.__doc__.splitlines()[0].removesuffix(".")
 
     @property
     def params(self) -> dict[str, float]:
-        """Parameters by name, without those that the seed still has to draw."""
+        """Parameters by name, without the parameters that the seed has not drawn yet."""
         params = msgspec.structs.asdict(self)
         return {name: value for name, value in params.items() if value is not None}
 
@@ -136,7 +141,7 @@ class Fault(Struct, frozen=True):
         return max(self.min_up, self.num_affected + 1)  # one group must train on
 
     def groups_given(self, replica: int | None) -> list[int]:
-        """Return the groups that a plan names for this fault, first the target `replica`."""
+        """Return the slots that a plan names for this fault, first the target `replica`."""
         return [] if replica is None else [replica]
 
     def check_target(self, replica: int | None, rank: int | None, at: str) -> None:
@@ -144,6 +149,7 @@ class Fault(Struct, frozen=True):
 
         Args:
             replica: slot of the target.
+            rank: rank in that group.
             at: name of the table of the parameters, for errors.
 
         Raises:

@@ -1,12 +1,13 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The faults within a worker. Each causes the real failure; none imitates its symptoms.
+"""The faults within a worker. Each fault causes the real failure and does not imitate symptoms.
 
-The worker's chaos agent calls `start` on its own thread. A fault acts there, or installs a hook
-that acts on another thread: the training thread, a donor's connection, a checkpoint. `Task.try_start`
-is called right before the fault breaks something, and returns False if the fault must not act. A
-fault with a duration ends itself, because the runner may not reach a worker whose network is gone.
-`TargetWorker` does everything that needs torch.
+The worker's chaos agent calls `start` on its own thread. The fault acts there, or installs a hook
+that acts on another thread: the training thread, a donor's connection, a checkpoint.
+
+A fault calls `Task.try_start` right before it breaks something, and must not act if the result is
+False. A fault with a duration ends itself, because the runner may not reach a worker whose network
+is gone. `TargetWorker` does everything that needs torch.
 """
 
 from __future__ import annotations
@@ -36,19 +37,20 @@ if TYPE_CHECKING:
 
     SendBytes = Callable[[socket.socket, memoryview], None]
 
-_IMPOSSIBLE_BYTES = 1 << 60  # more than any address space
+_IMPOSSIBLE_BYTES = 1 << 60
+"""More memory than any address space has."""
 
 
 class InWorker(Fault, frozen=True):
-    """A fault that a worker inflicts on itself when the chaos runner orders it."""
+    """A fault that a worker inflicts on itself, by order of the chaos runner."""
 
     ends: ClassVar[Ending] = "settle"
     needs = frozenset({Need.AGENT})
     each_rank: ClassVar[bool] = False
-    """True if every rank of the target carries the fault out; False if one matching rank does."""
+    """True if every rank of the target injects the fault; False if a single matching rank does."""
 
     def start(self, task: Task, worker: TargetWorker) -> None:
-        """Inject the fault in this worker, now or at the next occasion; agent's thread only."""
+        """Inject the fault in this worker, now or at the next occasion; on the agent's thread."""
         raise NotImplementedError
 
 
@@ -78,7 +80,7 @@ class AbortProcessGroup(InWorker, frozen=True):
     takes_down = False
 
     def start(self, task: Task, worker: TargetWorker) -> None:
-        # On a thread of its own, as NCCL's watchdog does it. The agent does not wait for the end.
+        # On a new thread: NCCL's watchdog aborts from a thread, too, and the agent must not wait.
         if task.try_start():
             worker.run_aside(worker.process_group.abort)
 
@@ -99,7 +101,7 @@ class _InForward(InWorker, frozen=True):
         worker.at_next_forward(strike)
 
     def strike(self, worker: TargetWorker) -> None:
-        """Cause the failure; training thread only."""
+        """Cause the failure; on the training thread."""
         raise NotImplementedError
 
 
@@ -198,7 +200,7 @@ class NanGradient(InWorker, frozen=True):
     def start(self, task: Task, worker: TargetWorker) -> None:
         def make_nan(gradient: Any) -> Any:
             if not task.try_start(step=worker.step):
-                return None  # autograd keeps the gradient
+                return None  # autograd keeps the gradient as it is
             return gradient * math.nan
 
         worker.at_next_gradient(make_nan)
@@ -208,7 +210,8 @@ class _Flip(InWorker, frozen=True):
     scope = "rank"
     category = "wrong numbers"
     ends = "healed"
-    min_up = 3  # if two groups differ, no majority shows which of them is right
+    # Of two groups that differ, no majority shows the correct one.
+    min_up = 3
 
 
 class FlipParameter(_Flip, frozen=True):
@@ -218,7 +221,7 @@ class FlipParameter(_Flip, frozen=True):
 
     def start(self, task: Task, worker: TargetWorker) -> None:
         def flip() -> None:
-            # A low bit of the mantissa, a millionth of the value: the loss stays finite.
+            # A low bit of the mantissa changes the value by a millionth, so the loss stays finite.
             worker.flip_bit(task, worker.parameter_shards(), significance=20)
 
         worker.between_steps.append(flip)
@@ -231,7 +234,7 @@ class FlipOptimizer(_Flip, frozen=True):
 
     def start(self, task: Task, worker: TargetWorker) -> None:
         def flip() -> None:
-            # A high bit: moments decay, and a small change would vanish within some steps.
+            # A high bit. Moments decay, so a small change would vanish within some steps.
             worker.flip_bit(task, worker.moment_shards(), significance=5)
 
         worker.between_steps.append(flip)
@@ -331,9 +334,10 @@ class CorruptChunk(InWorker, frozen=True):
         def wrap(send: SendBytes) -> SendBytes:
             def send_corrupted(connection: socket.socket, data: memoryview) -> None:
                 if data.nbytes and task.try_start(bytes=data.nbytes):
-                    corrupted = bytearray(data)  # a copy: the snapshot itself stays sound
-                    place = random.Random(task.order.seed).randrange(len(corrupted))
-                    corrupted[place] ^= 1
+                    # A copy: the donor's snapshot itself must stay correct.
+                    corrupted = bytearray(data)
+                    position = random.Random(task.order.seed).randrange(len(corrupted))
+                    corrupted[position] ^= 1
                     data = memoryview(corrupted)
                 send(connection, data)
 

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The faults from outside: signals to processes of a run. The chaos runner injects them."""
+"""The faults from outside: signals that the chaos runner sends to processes of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ the target has no process left."""
 
 
 class Signal(Fault, frozen=True):
-    """A signal to processes of the run. The runner calls `start`, and `stop` after the duration."""
+    """A signal to processes of the run.
+
+    The chaos runner calls `start`, and after the fault's duration `stop`.
+    """
 
     ends: ClassVar[Ending] = "restart"
     signum: ClassVar[signal.Signals]
@@ -29,7 +32,7 @@ class Signal(Fault, frozen=True):
         send(self.signum)
 
     def stop(self, send: SendSignal) -> None:
-        """Undo the fault, `duration_seconds` after its start. Most faults have nothing to undo."""
+        """Undo the fault, `duration_seconds` after `start`. Most faults have nothing to undo."""
 
 
 class _Kill(Signal, frozen=True):

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Convert tables that people write to msgspec objects, or report the first mistake in one line.
 
-The `Meta` of a field has the bounds of its value. Its title is the rule in words, and its
-description is the remedy.
+The `Meta` of a field has the bounds of the value. The title of the `Meta` is the rule in words, and
+its description is the remedy.
 """
 
 from __future__ import annotations
@@ -21,27 +21,29 @@ from titan_ft.config import ConfigError, closest
 T = TypeVar("T", bound=msgspec.Struct)
 
 FINITE = sys.float_info.max
-"""Bound of all numbers. TOML has inf and nan, and a schedule that computes with them never ends."""
+"""Bound of all numbers. TOML allows inf and nan, and a schedule with such a number never ends."""
 
 PositiveNumber = Annotated[float, Meta(gt=0, le=FINITE, title="a number > 0")]
 NonNegativeNumber = Annotated[float, Meta(ge=0, le=FINITE, title="a number >= 0")]
 PositiveInt = Annotated[int, Meta(ge=1, title="a whole number >= 1")]
 NonNegativeInt = Annotated[int, Meta(ge=0, title="a whole number >= 0")]
 TargetIndex = Annotated[NonNegativeInt, Meta(description="leave it out for a random one")] | None
-"""A slot, or a rank in a group. None leaves the choice to the seed."""
+"""A slot, or a rank in a group; None leaves the choice to the seed."""
 
 
 def convert(kind: type[T], values: Any, name: str = "", note: str = "") -> T:
     """Return the object that a table describes.
 
     Args:
-        name: name of the table, which errors put before its keys; empty for the file itself.
-        note: appended to the error about an unknown key, such as " of kill_rank".
+        kind: class of the object.
+        values: the table, as a user wrote it.
+        name: name of the table, which errors put before the keys; empty for the file itself.
+        note: end of the error about an unknown key, such as " of kill_rank".
 
     Raises:
         ConfigError: field, rule, value and remedy of the first mistake. The class itself may raise
-            a ConfigError whose text begins with the name of a field; then the table's name is put
-            before that text.
+            a ConfigError whose text begins with the name of a field. Then the text gets the
+            table's name as a prefix.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{name} must be a table, got {values!r}; write its keys below it")
@@ -57,9 +59,10 @@ def convert(kind: type[T], values: Any, name: str = "", note: str = "") -> T:
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ConfigError):
             raise ConfigError(f"{prefix}{error.__cause__}") from error
-        # msgspec reports the field in its text only: src/msgspec/_core.c.
+        # Only the text of msgspec's error names the field (src/msgspec/_core.c).
         found = re.search(r"required field `(\w+)`| at `\$\.(\w+)", str(error))
-        if found is None:  # another version of msgspec may have another text
+        if found is None:
+            # Another version of msgspec may have another text.
             where = prefix or "the file "
             raise ConfigError(f"{where}must have the right fields: {error}") from error
         key = found[1] or found[2]
@@ -70,7 +73,7 @@ def check_keys(prefix: str, given: Iterable[str], valid: Iterable[str], note: st
     """Check that a table has valid keys only.
 
     Raises:
-        ConfigError: names the first key that is not valid.
+        ConfigError: a key is not valid. The text names the first such key.
     """
     valid = list(valid)
     for key in given:
@@ -85,7 +88,8 @@ def _describe_mistake(field: msgspec.structs.FieldInfo, values: Mapping[str, Any
     if isinstance(field.default, int | float):
         remedy = f"the default is {field.default:g}"
     rule = "of another type"
-    for meta in reversed(list(_find_metas(field.type))):  # the outermost last: it wins
+    # The outermost `Meta` comes last, and wins.
+    for meta in reversed(list(_find_metas(field.type))):
         rule = meta.title or rule
         remedy = meta.description or remedy
     key = field.encode_name
