@@ -240,7 +240,7 @@ class Agent:
         """Deaths of workers, by host."""
 
     def kill_workers(self) -> None:
-        """Kill the workers at once. Any thread may call this when the process's parent is gone."""
+        """Kill the workers at once. Any thread may call this after the end of the launcher."""
         self._stop()
         if self._group is not None:
             self._group.kill()
@@ -338,8 +338,9 @@ class Agent:
 
         Args:
             restarted_because: reason for the restart; empty for a first start.
-            members: the agents of its other hosts.
-            came_back: whether it left in order before, so that the other groups do not wait for it.
+            members: the agents of the group's other hosts.
+            came_back: whether the group left in order before, so that the other groups do not wait
+                for it.
         """
         self._attempt_events = self._follow(attempt)
         if restarted_because:
@@ -373,10 +374,11 @@ class Agent:
         finally:
             # The grace time is for ranks that lost another rank: they notice and end by themselves.
             # After a drain, they have had time enough.
-            sibling_failed = (
-                root_failure(group.exits()) is not None and not self._stop.must_end_at_once()
-            )
-            final = group.end(self.spec.grace_seconds if sibling_failed else 0.0)
+            grace_seconds = 0.0
+            has_failed = root_failure(group.exits()) is not None
+            if has_failed and not self._stop.must_end_at_once():
+                grace_seconds = self.spec.grace_seconds
+            final = group.end(grace_seconds)
             self._group = None
         if any(exit.has_left for exit in final):
             self._attempt_events.note_leave()
@@ -478,12 +480,16 @@ class Agent:
     def _job_is_over(self, seconds: float = 0.0) -> bool:
         """True if a group finished since the start of this process, at least `seconds` ago."""
         if self._finish_time is None:
-            self._finish_time = next((event.time for event in self._finishes.poll()), None)
+            finishes = self._finishes.poll()
+            if finishes:
+                self._finish_time = finishes[0].time
         if self._finish_time is None:
             # On a full disk the event is missing, but the mark is there.
             with contextlib.suppress(OSError):
                 self._finish_time = os.lstat(self.spec.paths.finished).st_mtime
-        return self._finish_time is not None and self._finish_time <= time.time() - seconds
+        if self._finish_time is None:
+            return False
+        return self._finish_time <= time.time() - seconds
 
     def _suspect(self, attempt: int, host: str) -> str:
         """Announce a suspected host and return the reason; empty if the host is not suspected."""
@@ -505,17 +511,22 @@ class Agent:
         return reason
 
     def _give_up(self, attempt: int, failure: WorkerExit, why: NoRestart) -> None:
+        """Announce and report that the group is not started again after a worker's failure."""
         log = self._log(attempt, failure.rank)
-        line = "" if failure.error is None or failure.is_early else failure.error.text
+        line = ""
+        kind = None
+        if failure.error is not None and not failure.is_early:
+            line = failure.error.text
+            kind = failure.error.type_name
         # The log of a rank that was killed just stops. Its last line would be a wrong reason.
         if not line and log is not None and failure.code != -signal.SIGKILL:
             line = last_error_line(log)
         reason = f"{failure.describe()}; {why.reason}"
-        where = "see its output" if log is None else f"see {log}"
-        if line:
-            where = line if log is None else f"{log}: {line}"
-        error = where if log is None else line
-        kind = None if failure.error is None or failure.is_early else failure.error.type_name
+        if log is None:
+            where = error = line or "see its output"
+        else:
+            where = f"{log}: {line}" if line else f"see {log}"
+            error = line
         self._announce_give_up(
             attempt,
             failure.rank,

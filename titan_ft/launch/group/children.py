@@ -37,12 +37,12 @@ class Child:
 
     @property
     def code(self) -> int | None:
-        """Exit status (negative: the signal), or None while it runs."""
+        """Exit status (negative: the signal), or None while the process runs."""
         return self.process.poll()
 
     def describe_end(self) -> str:
         code = self.code
-        assert code is not None, "it still runs"
+        assert code is not None, "the process still runs"
         how = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
         return f"{self.name} ended ({how})"
 
@@ -50,7 +50,7 @@ class Child:
 class Children:
     """The processes of one launcher, in the order of their start.
 
-    `LocalRun` owns it, and uses it on its only thread. `stop` leaves no process behind.
+    `LocalRun` owns the object, and calls all methods on its only thread. `stop` ends every process.
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -69,12 +69,21 @@ class Children:
         pass_fds: Sequence[int] = (),
         output: BinaryIO | None = None,
     ) -> Child:
-        """Start a process with its output in `log`, or in a file that is open already.
+        """Start a process, which gets its own session.
 
-        The process gets its own session: Ctrl-C in the terminal must reach only the launcher, which
-        ends all in order.
+        In a common session, Ctrl-C in the terminal would reach the process, and the launcher could
+        not end all processes in order.
+
+        Args:
+            name: name of the process, for people.
+            log: file for the output of the process.
+            needed_by_others: whether the process must be ended after all others.
+            env: variables in addition to the common environment.
+            pass_fds: descriptors that the process inherits.
+            output: open file that gets the output in place of `log`.
         """
-        with open_log(log, "ab") if output is None else contextlib.nullcontext(output) as file:
+        opened = open_log(log, "ab") if output is None else contextlib.nullcontext(output)
+        with opened as file:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -94,10 +103,12 @@ class Children:
     def stop(self, grace_seconds: float, *, hurry: Callable[[], bool] = lambda: False) -> None:
         """End all running processes. Processes that others need end last.
 
-        Each gets SIGTERM. After `grace_seconds`, or as soon as `hurry` returns True, it gets a
-        second SIGTERM, which means "at once". After `LAST_SECONDS` more it gets SIGKILL.
+        Each process gets SIGTERM. After `grace_seconds`, or as soon as `hurry` returns True, the
+        process gets a second SIGTERM, which means "at once". After `LAST_SECONDS` more it gets
+        SIGKILL.
 
         Args:
+            grace_seconds: time between the two SIGTERM.
             hurry: called every few moments during the waits.
         """
         needed = [child for child in self._children if child.needed_by_others]
@@ -112,7 +123,11 @@ class Children:
                     child.process.terminate()
             deadline = time.monotonic() + seconds
             while any(child.code is None for child in children):
-                if time.monotonic() >= deadline or (hurry() and may_hurry):
+                if time.monotonic() >= deadline:
+                    break
+                # Called in the last seconds, too, because the launcher shows events there.
+                wants_to_hurry = hurry()
+                if wants_to_hurry and may_hurry:
                     break
                 time.sleep(0.02)
         for child in children:

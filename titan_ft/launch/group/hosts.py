@@ -1,17 +1,15 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The hosts of a group, as the agent of its first host knows them. That agent leads; the others
-follow (`follower`).
+"""A group on several hosts, as seen by the leading agent. The other agents follow (`follower`).
 
 Every agent of a group is started by the same command, with the address of a port on one of the
-group's hosts. The agent that can listen there leads. It alone judges ends and decides on restarts,
-so the hosts of a group cannot disagree. It serves the store at which the workers meet, and gives
-each follower its ranks.
+group's hosts. The agent that can listen at that address leads. The leader alone judges ends and
+decides on restarts, so the hosts of a group cannot disagree. The leader also serves the store at
+which the workers meet, and gives each follower its ranks.
 
-A group is restarted as a whole. If the connection to a follower breaks, its agent or its host is
-gone: the leader ends all other workers and waits for another agent. If the leader is gone, the
-followers end their workers and wait for another leader, which any agent at the same address
-becomes.
+A group is restarted as a whole. If the connection to a follower breaks, the follower or its host is
+gone. The leader then ends all other workers and waits for another agent. If the leader is gone, the
+followers end their workers and wait for another leader: any agent that listens at the address.
 """
 
 from __future__ import annotations
@@ -42,21 +40,29 @@ from titan_ft.system.address import ALL_HOSTS, split_address
 from titan_ft.system.refusal import Refusal, Refusals, StrangerError
 
 MEETING_SECONDS = 600.0
-"""Time for the hosts of a group to meet, as in torchrun's rendezvous: a queue may start them one by
-one.
+"""Time for the hosts of a group to meet, as in torchrun's rendezvous.
+
+A scheduler may start the hosts one by one.
 """
 _COLLECT_SECONDS = 15.0
-"""Time beyond the grace time for a follower to collect its workers; `WorkerGroup.end` takes 10 s at
-most.
+"""Time for a follower to collect its workers, in addition to the grace time.
+
+`WorkerGroup.end` takes at most 10 s.
 """
 _CLOSE_SECONDS = 2.0
-_MAX_STRANGERS = 256  # connections at once that have not shown the token yet
-_ACCEPTED_AT_ONCE = 64  # then the other agents get their turn
+"""Time for the followers to read the end of the group."""
+_MAX_STRANGERS = 256
+"""Connections that may be open before they have shown the token. At one more, the oldest is
+closed.
+"""
+_ACCEPTED_AT_ONCE = 64
+"""After so many accepted connections in a row, the leader reads the other agents' messages."""
 _POLL_SECONDS = 0.01
 _SIGKILL = -9
 _OTHER_AGENT_OR_HOST = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENODEV)
-"""Errors of a listen at an address that another agent has, or that is not this host's. A host
-without IPv6 has no IPv6 address.
+"""Errors of a listen at an address of another agent or of another host.
+
+A host without IPv6 has no IPv6 address.
 """
 
 
@@ -75,16 +81,17 @@ def listen_if_own_address(address: str) -> socket.socket | None:
     """
     host, port = split_address(address)
     for family, _, _, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        place: Any = target  # all of it: a link-local address is none without its scope
+        # With its scope: a link-local address has no meaning without one.
+        full_address: Any = target
         try:
-            with socket.create_server(place, family=family):
+            with socket.create_server(full_address, family=family):
                 pass
             if target[0] in ("127.0.0.1", "::1"):
-                return socket.create_server(place, family=family)
-            dual = socket.has_dualstack_ipv6()
-            everywhere = socket.AF_INET6 if dual else family
+                return socket.create_server(full_address, family=family)
+            has_dualstack = socket.has_dualstack_ipv6()
+            any_family = socket.AF_INET6 if has_dualstack else family
             return socket.create_server(
-                (ALL_HOSTS[everywhere], port), family=everywhere, dualstack_ipv6=dual
+                (ALL_HOSTS[any_family], port), family=any_family, dualstack_ipv6=has_dualstack
             )
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM):
@@ -103,7 +110,7 @@ class HostAgent:
 
     connection: AgentConnection
     source: str
-    """Numeric address of its host."""
+    """Numeric address of the agent's host."""
     host: str = ""
     num_ranks: int = 0
     """0 until the agent has introduced itself (`Hello`)."""
@@ -135,12 +142,12 @@ class HostAgent:
 class Hosts:
     """Accepts the agents of a group's other hosts, and exchanges messages with them.
 
-    The agent that leads owns it and calls all methods, on its only thread. Nothing blocks except
-    `wait_for_all` and `close`. An agent that is lost stays out: its host is counted again when
-    another agent connects. See docs/agents.md.
+    The agent that leads owns the object and calls all methods, on its only thread. Nothing blocks
+    except `wait_for_all` and `close`. A lost agent stays out: its host is counted again when another
+    agent connects. See docs/agents.md.
 
     Args:
-        listener: the socket at which they connect.
+        listener: the socket to which the other agents connect.
         num_hosts: number of hosts of the group, this one included.
         token: the run's secret.
         slot: slot of the group.
@@ -177,8 +184,8 @@ class Hosts:
 
     def descriptors(self) -> list[int]:
         """Return the descriptors that no fork of this process may keep."""
-        lines = [member.connection.descriptor for member in self._members if not member.is_lost]
-        return [self._listener.fileno(), *lines]
+        connected = [member for member in self._members if not member.is_lost]
+        return [self._listener.fileno(), *(member.connection.descriptor for member in connected)]
 
     def wait_for_all(self, is_stopped: Callable[[], bool]) -> list[HostAgent] | None:
         """Wait until the agents of all other hosts are connected.
@@ -190,23 +197,23 @@ class Hosts:
             The agents, sorted by host name; None if the group was stopped, or after
             `MEETING_SECONDS`.
         """
-        wanted = self.num_hosts - 1
+        num_others = self.num_hosts - 1
         deadline = time.monotonic() + MEETING_SECONDS
-        remind_at = time.monotonic() + GONE_SECONDS
+        next_reminder = time.monotonic() + GONE_SECONDS
         while not is_stopped() and time.monotonic() < deadline:
             self.poll()
             present = [member for member in self._members if member.is_present]
-            if len(present) >= wanted:
-                return sorted(present[-wanted:], key=lambda member: member.host)
-            if time.monotonic() >= remind_at:
-                remind_at += 60.0
-                missing = wanted - len(present)
-                self._report(f"waits for the agents of {missing} of its {self.num_hosts} hosts")
+            if len(present) >= num_others:
+                return sorted(present[-num_others:], key=lambda member: member.host)
+            if time.monotonic() >= next_reminder:
+                next_reminder += 60.0
+                num_missing = num_others - len(present)
+                self._report(f"waits for the agents of {num_missing} of its {self.num_hosts} hosts")
             time.sleep(_POLL_SECONDS)
         return None
 
     def poll(self) -> None:
-        """Accept agents, read their messages, drop those that are gone. Does not block."""
+        """Accept agents, read their messages, drop lost agents. Does not block."""
         self._accept()
         for member in self._members:
             if not member.is_lost:
@@ -215,9 +222,9 @@ class Hosts:
         self._members = [member for member in self._members if not member.is_lost]
 
     def close(self, status: int, reason: str) -> None:
-        """Let all followers end with this status, and wait until they have.
+        """Tell all followers to end with this status, and wait for their ends.
 
-        A scheduler may end a whole job with its first task, so this process must not end before the
+        A scheduler may end a whole job with its first task. So this process must not end before the
         followers have read the message.
         """
         self._is_closing = True
@@ -232,29 +239,34 @@ class Hosts:
             member.connection.close()
 
     def _accept(self) -> None:
-        # Nothing connects, the other end has closed again, or there are too many open files.
+        # Errors: no connection waits, the other end has closed again, or this process has too many
+        # open files.
         with contextlib.suppress(OSError):
             for _ in range(_ACCEPTED_AT_ONCE):
-                connection, address = self._listener.accept()
-                line = AgentConnection(connection, self._token, self._slot, leads=True)
-                self._members.append(HostAgent(line, address[0]))
+                accepted, address = self._listener.accept()
+                connection = AgentConnection(accepted, self._token, self._slot, leads=True)
+                self._members.append(HostAgent(connection, address[0]))
 
     def _drop_strangers(self) -> None:
         """Drop connections without the token, which would use up this process's open files."""
         strangers = [member for member in self._members if member.is_unproved]
         too_many = strangers[:-_MAX_STRANGERS]
         for member in strangers:
-            is_silent = time.monotonic() - member.connected_at > GONE_SECONDS
-            if is_silent or member in too_many:
-                self._refusals.add("silent" if is_silent else "crowd", member.source)
-                member.loss_reason = "it has not shown the run's token"
-                member.connection.close()
+            if time.monotonic() - member.connected_at > GONE_SECONDS:
+                self._refusals.add("silent", member.source)
+            elif member in too_many:
+                self._refusals.add("crowd", member.source)
+            else:
+                continue
+            member.loss_reason = "it has not shown the run's token"
+            member.connection.close()
 
     def _read(self, member: HostAgent) -> None:
         try:
             for message in member.connection.poll():
                 if isinstance(message, Hello):
-                    member.host, member.num_ranks = message.host, message.num_ranks
+                    member.host = message.host
+                    member.num_ranks = message.num_ranks
                 elif isinstance(message, WorkersState):
                     member.state = message
         except ConnectionError as error:
@@ -452,8 +464,9 @@ class GroupWorkers:
         return exits
 
     def kill(self) -> None:
-        """Kill the workers of this host. Those of other hosts end when this agent's connections
-        close.
+        """Kill the workers of this host.
+
+        The workers of other hosts end when the connections of this agent close.
         """
         self._local.kill()
 

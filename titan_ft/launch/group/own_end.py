@@ -56,7 +56,9 @@ def may_come_from_host(error: str | None, kind: str | None) -> bool:
         error: the exception that ended the worker; None after a crash in native code.
         kind: the type of the exception.
     """
-    return error is None or kind == _HANG or _BROKEN_GPU.search(error) is not None
+    if error is None or kind == _HANG:
+        return True
+    return _BROKEN_GPU.search(error) is not None
 
 
 def cause_of_end(code: int, error: str | None) -> str:
@@ -68,8 +70,10 @@ def cause_of_end(code: int, error: str | None) -> str:
     """
     if error is not None:
         return f"exception {kind_of(error)}"
+    if code == 0:
+        return ""
     signum = _signal_of(code)
-    if code == 0 or (signum is not None and signum not in OWN_SIGNALS):
+    if signum is not None and signum not in OWN_SIGNALS:
         return ""
     return describe_code(code)
 

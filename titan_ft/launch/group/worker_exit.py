@@ -26,16 +26,18 @@ class WorkerExit:
     code: int
     """Exit status; negative: the signal, as in `subprocess`."""
     error: WorkerError | None = None
-    """The exception that ended it, as far as it is known; `EARLY_END` of an early end."""
+    """The exception that ended the worker; None if unknown; `ENDED_EARLY` after an early end."""
     has_left: bool = False
-    """Whether the worker was asked to leave and left a mark in a file. It leaves the mark because
-    its event may not be written on a full disk.
+    """Whether the worker was asked to leave, and has confirmed that by a mark in a file.
+
+    On a full disk the worker's event may be missing, but the mark is there.
     """
     host: str = ""
     """Name of the worker's host; empty: this host."""
     is_lost: bool = False
-    """Whether the worker's host, or the agent there, is gone. Then nobody saw the end, and `code`
-    is SIGKILL.
+    """Whether the worker's host, or the agent there, is gone.
+
+    Then nobody saw the end of the worker, and `code` is SIGKILL.
     """
 
     @property
@@ -95,7 +97,8 @@ class WorkerExit:
             event.error_kind = None if self.is_early else self.error.type_name
             event.where = self.error.where or None
         if self.failed:
-            event.transient = disturbed or (self.error is not None and self.error.transient) or None
+            is_transient = self.error is not None and self.error.transient
+            event.transient = True if disturbed or is_transient else None
         return event
 
 
@@ -117,12 +120,12 @@ def root_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
     A connection error ranks after them, because a rank that aborted causes it in its peers. A rank
     that reports another one as lost ranks last, whatever the clocks of the two hosts say.
     """
-    errors = [
-        exit.error
-        for exit in exits
-        if exit.error is not None and not (exit.is_early or exit.reports_lost_rank)
-    ]
-    earliest = min(errors, key=lambda error: error.time, default=None)
+    earliest: WorkerError | None = None
+    for exit in exits:
+        if exit.error is None or exit.is_early or exit.reports_lost_rank:
+            continue
+        if earliest is None or exit.error.time < earliest.time:
+            earliest = exit.error
     is_explained = earliest is not None and not earliest.transient
 
     def implausibility(exit: WorkerExit) -> int:
@@ -135,10 +138,15 @@ def root_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
             return 1 if is_explained else 2
         if exit.is_early or cause_of_end(exit.code, None):
             return 2 if is_explained else 1
-        return 3  # the rank was asked to end, and could not do so in order
+        # The rank was asked to end, and could not do so in order.
+        return 3
 
     def sort_key(exit: WorkerExit) -> tuple[bool, int, float, int]:
-        when = exit.error.time if exit.error is not None else float("inf")
-        return exit.code != CONFIG_ERROR_CODE, implausibility(exit), when, exit.rank
+        has_wrong_config = exit.code == CONFIG_ERROR_CODE
+        error_time = float("inf")
+        if exit.error is not None:
+            error_time = exit.error.time
+        return not has_wrong_config, implausibility(exit), error_time, exit.rank
 
-    return min((exit for exit in exits if exit.failed), key=sort_key, default=None)
+    failed = [exit for exit in exits if exit.failed]
+    return min(failed, key=sort_key, default=None)
