@@ -41,6 +41,7 @@ from titan_ft.system.run_folder import check_run_folder
 from titan_ft.system.token import check_token, read_token
 
 AGENT_MODULE = "titan_ft.launch.group.agent"
+"""The agent's module. It may import torch, so this package must not import it."""
 _OWN_FLAGS = {
     "job.config_file": "CONFIG",
     "job.dump_folder": "--run-dir",
@@ -98,11 +99,13 @@ def plan_group(options: Group, flags: Sequence[str], environ: Mapping[str, str])
     check_restarts(options.max_restarts, options.host_deaths, options.host_window)
     if options.metrics_port:
         split_metrics_address(options.metrics_port)
+    # Whether all connections of the group stay on this host.
     is_local = is_loopback(lighthouse)
     if shape.num_nodes > 1:
         is_local = is_local and is_loopback(rendezvous)
     check_token(read_token(environ), is_local=is_local)
     table = {**load_toml(config).get(TABLE, {}), **table_overrides(flags)}
+    # First the agent's own options, then the flags of the workers.
     command = [sys.executable, "-m", AGENT_MODULE, "--cluster"]
     command.append(f"--run-dir={options.run_dir.absolute()}")
     command.append(f"--replica={slot}")
@@ -126,7 +129,7 @@ def plan_group(options: Group, flags: Sequence[str], environ: Mapping[str, str])
     if num_groups is not None:
         command.append(f"--{TABLE}.group_size={num_groups}")
     if _configured_lighthouse(config) not in ("", lighthouse):
-        # A worker prefers the address in the config to the address in its environment.
+        # A worker prefers the address in the config to `LIGHTHOUSE_VARIABLE`, and a flag to both.
         command.append(f"--{TABLE}.lighthouse={lighthouse}")
     command += flags
     return GroupPlan(_environment(options, lighthouse, environ), command)
@@ -363,7 +366,7 @@ def _environment(options: Group, lighthouse: str, environ: Mapping[str, str]) ->
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONUNBUFFERED": environ.get("PYTHONUNBUFFERED", "1"),
         "RUST_LOG": choose_native_log(environ),
-        # `launch.group.worker_group.default_env` has the reason, but its module imports torch.
+        # See `default_env` in `launch.group.worker_group`, which this package must not import.
         "TORCH_DIST_USE_NCCL2": environ.get("TORCH_DIST_USE_NCCL2", "0"),
     }
     if options.metrics_port:

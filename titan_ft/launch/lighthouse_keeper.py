@@ -63,7 +63,7 @@ class LighthouseKeeper:
     Attributes:
         port: the port in use.
         address: the lighthouse's URL.
-        listens: True from the first answer of the latest lighthouse until its death.
+        listens: True from the first answer of the latest lighthouse until its end is noticed.
         failure: why no lighthouse will be started again; empty while the keeper works.
 
     Raises:
@@ -107,8 +107,8 @@ class LighthouseKeeper:
         self._probe_time = 0.0
         """Earliest time of the next probe."""
         self._num_failed_probes = 0
-        self._was_killed_silent = False
-        """Whether the keeper killed the latest lighthouse because it did not answer."""
+        self._was_killed_for_silence = False
+        """Whether the keeper killed the latest lighthouse after `MAX_FAILED_PROBES`."""
 
     def poll(self) -> None:
         """Start the lighthouse, notice its first answer or its death, restart it; call it often."""
@@ -177,9 +177,11 @@ class LighthouseKeeper:
         elif self.listens:
             self._probe_time = now + _PROBE_PAUSE_SECONDS
             self._num_failed_probes += 1
+            # Equal, not larger: one kill is enough, and the end of the process takes a moment.
             if self._num_failed_probes == MAX_FAILED_PROBES and child.code is None:
-                self._was_killed_silent = True
+                self._was_killed_for_silence = True
                 child.process.kill()
+        # A lighthouse that starts is probed again at the next poll: the run waits for its answer.
 
     def _note_start(self, now: float) -> None:
         self.listens = True
@@ -194,8 +196,8 @@ class LighthouseKeeper:
     def _note_death(self, child: Child, now: float) -> None:
         """Plan the restart of a lighthouse that has ended, or give up."""
         reason = f"the {child.describe_end()}"
-        if self._was_killed_silent:
-            self._was_killed_silent = False
+        if self._was_killed_for_silence:
+            self._was_killed_for_silence = False
             reason = (
                 f"the lighthouse was killed: it did not answer {MAX_FAILED_PROBES} times, "
                 f"{_PROBE_TIMEOUT_SECONDS:g} s each"
@@ -220,7 +222,8 @@ class LighthouseKeeper:
         self.listens = False
         self._child = None
         self._restart_time = now + backoff_seconds(self._num_deaths - 1)
-        self.poll()  # the first restart has no pause: groups wait for the lighthouse
+        # After the first death there is no pause: start at once, because groups wait.
+        self.poll()
 
     def close(self) -> None:
         """Release the port."""
