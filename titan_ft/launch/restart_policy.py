@@ -51,14 +51,17 @@ HOST_SUSPECTED_CODE = 4
 AGENT_CRASHED_CODE = 5
 """Exit status of an agent that crashed. Its group has not been given up."""
 WINDOW_SECONDS = 24 * 3600.0
-"""Once the group has committed, restarts longer ago than this no longer count. Otherwise a run of
-weeks would use up its restarts.
+"""Once the group has committed, restarts longer ago than this no longer count.
+
+Otherwise a run of weeks would use up its restarts.
 """
 MAX_SAME_ENDS = 3
 """A group is given up after this many ends in a row with the same cause, without progress."""
 MAX_OWN_ENDS_FACTOR = 2
-"""A group is also given up after this many times as many ends in a row, whatever their causes,
-without progress. Otherwise two causes in turn would use up all 100 restarts, in 19 minutes.
+"""A group is also given up after this many times as many ends in a row with any causes, without
+progress.
+
+Otherwise two causes in turn would use up all 100 restarts, in 19 minutes.
 """
 MAX_SAME_ROUNDS = 2
 """The run stops when all groups have ended this often with the same cause after the same step."""
@@ -70,16 +73,15 @@ NETWORK_SECONDS = 120.0
 
 A file server or a lighthouse may need a minute to start, and three attempts can be over within
 seconds. A network that is missing after three errors and this time has a wrong name or is cut off.
-A restart does not help. """
+A restart does not help.
+"""
 
 # Why a group is given up: `ReplicaGaveUp.cause`.
-CONFIG, FINAL, CRASH_LOOP, NETWORK, RESTARTS = (
-    "config",
-    "final",
-    "crash loop",
-    "network",
-    "restarts",
-)
+CONFIG = "config"
+FINAL = "final"
+CRASH_LOOP = "crash loop"
+NETWORK = "network"
+RESTARTS = "restarts"
 HOST = "host"
 
 
@@ -88,7 +90,11 @@ def backoff_seconds(streak: int) -> float:
 
     0 for the first (a killed group should be back at once), then 0.5 s, doubling up to 10 s.
     """
-    return 0.0 if streak == 0 else min(0.5 * 2.0 ** min(streak - 1, 30), 10.0)
+    if streak == 0:
+        return 0.0
+    # Bounded, because a power of a large number would overflow.
+    num_doublings = min(streak - 1, 30)
+    return min(0.5 * 2.0**num_doublings, 10.0)
 
 
 @dataclass(frozen=True)
@@ -96,17 +102,19 @@ class AttemptEnd:
     """How an attempt of a group ended."""
 
     code: int
-    """Exit status of the worker whose end caused the others' (negative: the signal)."""
+    """Exit status of the worker whose end caused the other ends (negative: the signal)."""
     alive_seconds: float
     committed: bool = False
     """True if the attempt contributed to a step."""
     error: WorkerError | None = None
     """The exception of that worker; None if a signal ended it, or if it left none."""
     disturbed: bool = False
-    """True if a fault was injected into it, or if its events are cut. Its end then shows nothing
-    about the run. """
+    """True if a fault was injected into the attempt, or if its events are cut.
+
+    The end then shows nothing about the run.
+    """
     step: int | None = None
-    """Last step that it contributed to; None if there is none, or if it is unknown."""
+    """Last step to which the attempt contributed; None without one, or if unknown."""
 
     @property
     def cause(self) -> str:
@@ -128,19 +136,16 @@ class NoRestart:
     cause: str
     """One of the causes above."""
     reason: str
-    """In words."""
+    """The reason, for people."""
 
 
 class AttemptEvents:
-    """Follows the workers of one attempt of a group.
-
-    Args:
-        slot: of the group.
-    """
+    """Follows the workers of one attempt of a group. The agent's only thread calls all methods."""
 
     def __init__(self, paths: RunPaths, slot: int, attempt: int) -> None:
-        self._folder, self._pattern = paths.events, paths.workers_pattern(slot, attempt)
-        # Other events say nothing about a restart, and are not decoded.
+        self._folder = paths.events
+        self._pattern = paths.workers_pattern(slot, attempt)
+        # Other events do not matter for a restart, and are not decoded.
         wanted = (StepCommitted, Drained, FaultInjected)
         self._tail = EventTail(self._folder, *wanted, pattern=self._pattern, from_start=True)
         self._fold = RunFold(slot + 1)
@@ -197,8 +202,9 @@ def has_trained(paths: RunPaths) -> bool:
     In a run of `titan-ft launch`, steps of earlier launches do not count. Groups that are started
     one by one share one history without launches.
 
-    This reads each worker's file up to its first commit only. An agent on a cluster calls it, and
-    the events of all groups may be gigabytes."""
+    Each worker's file is read up to the first commit only. Agents on a cluster call this, and the
+    events of all groups may be gigabytes.
+    """
     launches = EventTail(
         paths.events, LaunchStarted, pattern="launcher-*.jsonl", from_start=True
     ).poll()
@@ -211,11 +217,12 @@ def _has_commit(path: Path, since: float) -> bool:
     try:
         with open_lines(path) as lines:
             for line in lines:
-                with contextlib.suppress(ValueError):  # a damaged line
+                with contextlib.suppress(ValueError):  # the line may be damaged
                     event = decode(line, StepCommitted)
                     if event is not None:
                         return event.time >= since
-    except OSError:  # a file server that has no answer right now
+    except OSError:
+        # A file server may have no answer right now.
         pass
     return False
 
@@ -231,10 +238,11 @@ def exit_status(code: int) -> int:
 
 @dataclass
 class RestartPolicy:
-    """Counts the restarts of one group, and decides about the next one.
+    """Counts the restarts of one group, and decides about the next restart.
 
-    After an attempt that committed, or that lived for `healthy_seconds`, the next restart has no
-    delay.
+    `Agent` has a policy for the workers of its group, and `AgentKeeper` has one for the agents. Each
+    calls `decide` on its only thread, once for each end. After an attempt that committed, or that
+    lived for `healthy_seconds`, the next restart has no delay.
     """
 
     max_restarts: int
@@ -328,9 +336,9 @@ class RestartPolicy:
         self._num_same += 1
         self._num_ends += 1
         self._last_cause = end.cause
-        where = (
-            f"each time after step {end.step}" if end.committed else "and no step committed between"
-        )
+        where = "and no step committed between"
+        if end.committed:
+            where = f"each time after step {end.step}"
         if self._num_ends >= MAX_OWN_ENDS_FACTOR * self._most_crashes:
             return NoRestart(
                 CRASH_LOOP, f"{self._num_ends} ends of its own in a row, without progress"
@@ -352,8 +360,11 @@ class RestartPolicy:
         """
         text = type_name = None
         if end.error is not None:
-            text, type_name = end.error.text, end.error.type_name
-        return self._most_crashes if may_come_from_host(text, type_name) else MAX_SAME_ENDS
+            text = end.error.text
+            type_name = end.error.type_name
+        if may_come_from_host(text, type_name):
+            return self._most_crashes
+        return MAX_SAME_ENDS
 
     @property
     def _most_crashes(self) -> int:
@@ -384,14 +395,13 @@ class RestartPolicy:
 
 
 class CommonEnd:
-    """Notices that restarts of groups do not help the run; for the launcher."""
+    """Notices that restarts of groups do not help the run. `LocalRun` calls it at each event."""
 
     def __init__(self) -> None:
         self._latest: dict[int, tuple[int, str]] = {}
-        """Step and cause of each group's latest end. Emptied when they are the same in all
-        groups.
-        """
+        """Step and cause of each group's latest end. Emptied when all groups have ended alike."""
         self._rounds: Counter[tuple[int, str]] = Counter()
+        """How often all groups have ended alike, by step and cause."""
 
     def observe_exit(self, event: WorkerExited, step: int, groups: Collection[int]) -> str:
         """Process a worker's end that ended an attempt; return why the run must stop, or "".
@@ -447,13 +457,16 @@ class CommonEnd:
 
 
 def _describe_cause(event: WorkerExited) -> str:
-    """Return the exception that ended a worker, or its signal or status with the last line of its
-    log.
+    """Return the exception that ended a worker, or else its signal or exit status.
+
+    The last line of the worker's log follows a signal or an exit status.
     """
     if event.error is not None:
         return event.error
     name = describe_code(exit_code_of(event))
-    return name if event.log is None else f"{name} ({last_error_line(Path(event.log))})"
+    if event.log is None:
+        return name
+    return f"{name} ({last_error_line(Path(event.log))})"
 
 
 def may_replace(code: int | None, gave_up: bool) -> bool:
