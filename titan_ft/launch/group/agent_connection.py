@@ -29,15 +29,22 @@ from titan_ft.system.seal import authenticate
 
 GONE_SECONDS = 10
 """A host that has answered nothing for this long is gone."""
-# The ends of all ranks of a host take far less. A stranger could fill the memory without a limit.
 _MAX_LINE_BYTES = 2**20
-# Of an end that has not proved the token. With the limit above, 256 strangers could fill 256 MiB.
+"""Limit of a message; without one, the other end could fill the memory.
+
+The ends of all ranks of a host take far less.
+"""
 _MAX_UNPROVED_BYTES = 4096
+"""Limit for an end that has not proved the token.
+
+With `_MAX_LINE_BYTES`, 256 strangers could fill 256 MiB.
+"""
 _NONCE_BYTES = 16
-# Idle seconds before the first probe, seconds between probes, number of probes.
 _KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 4))
+"""Idle seconds before the first probe, seconds between probes, number of probes."""
 _NO_AGENT = "the other end is no agent"
-_LEADER, _FOLLOWER = b"leader", b"follower"
+_LEADER = b"leader"
+_FOLLOWER = b"follower"
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -108,8 +115,8 @@ _decoder = msgspec.json.Decoder(Message)
 class AgentConnection:
     """One end of a connection between two agents.
 
-    `Hosts` owns the leader's ends, `Follower` owns the other ones; each uses it from its agent's
-    only thread. After a ConnectionError the connection is of no use: close it.
+    `Hosts` owns the ends of the leader, and `Follower` owns the other ends. Each calls all methods on
+    its agent's only thread. After a ConnectionError the owner must close the connection.
 
     Args:
         connection: socket; closed with this object.
@@ -122,10 +129,12 @@ class AgentConnection:
         self._socket = connection
         self._token = token.encode()
         self._slot = b"%d" % slot
-        self._own_role, self._other_role = (_LEADER, _FOLLOWER) if leads else (_FOLLOWER, _LEADER)
+        self._own_role = _LEADER if leads else _FOLLOWER
+        self._other_role = _FOLLOWER if leads else _LEADER
         self._nonce = secrets.token_hex(_NONCE_BYTES).encode()
         self._other_nonce = b""
-        self._num_sent = self._num_received = 0
+        self._num_sent = 0
+        self._num_received = 0
         self._outgoing = self._nonce + b"\n"
         self._waiting: list[Message] = []
         """Messages that wait for the other end's nonce."""
@@ -175,8 +184,8 @@ class AgentConnection:
             self._incoming += block
         messages = self._take_messages()
         problem = self._try_flush() or problem
-        # Messages from before the end are returned first, and the next `poll` raises. They may say
-        # how the other host's workers ended.
+        # Messages from before the end are returned first, because they may have the ends of the
+        # other host's workers. The next `poll` raises.
         if problem is not None and not messages:
             raise problem
         return messages
@@ -186,7 +195,7 @@ class AgentConnection:
 
     @property
     def _max_bytes(self) -> int:
-        """Most bytes of a line, and of the lines that wait to be taken."""
+        """Limit of the bytes of a line, and of all lines that are not decoded yet."""
         return _MAX_LINE_BYTES if self._num_received else _MAX_UNPROVED_BYTES
 
     def _take_messages(self) -> list[Message]:
@@ -227,9 +236,8 @@ class AgentConnection:
         if self._other_nonce:
             for message in self._waiting:
                 text = msgspec.json.encode(message)
-                self._outgoing += (
-                    self._mac(self._own_role, self._num_sent, text) + b" " + text + b"\n"
-                )
+                mac = self._mac(self._own_role, self._num_sent, text)
+                self._outgoing += mac + b" " + text + b"\n"
                 self._num_sent += 1
             self._waiting = []
         try:
@@ -242,17 +250,18 @@ class AgentConnection:
             raise ConnectionError(str(error)) from error
 
     def _mac(self, role: bytes, number: int, text: bytes) -> bytes:
-        own, other = self._nonce, self._other_nonce
-        leader_nonce, follower_nonce = (own, other) if self._own_role == _LEADER else (other, own)
-        said = (self._slot, role, leader_nonce, follower_nonce, b"%d" % number, text)
-        return authenticate(self._token, "agents", *said).hex().encode()
+        leader_nonce = self._other_nonce
+        follower_nonce = self._nonce
+        if self._own_role == _LEADER:
+            leader_nonce = self._nonce
+            follower_nonce = self._other_nonce
+        covered = (self._slot, role, leader_nonce, follower_nonce, b"%d" % number, text)
+        return authenticate(self._token, "agents", *covered).hex().encode()
 
 
 def _notice_a_vanished_host(connection: socket.socket) -> None:
-    """Let the kernel break the connection when the other host answers nothing for
-    `GONE_SECONDS`.
-    """
+    """Let the kernel break the connection after `GONE_SECONDS` without an answer of the host."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (*_KEEPALIVE, ("TCP_USER_TIMEOUT", GONE_SECONDS * 1000)):
-        if hasattr(socket, name):  # macOS has other ones
+        if hasattr(socket, name):  # macOS lacks some of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,11 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run a Python module in a fork of this process, which has imported everything, as `python -m` in a
-new process.
+"""Run a Python module in a fork of this process, as `python -m` does in a new process.
 
-Nearly all of a worker's start is imports. A fork takes milliseconds, and shares the memory of the
-imports. A process that forks has one thread, because a lock that another thread holds stays locked
-in the fork. It has not initialized CUDA.
+Nearly all of a worker's start is imports. This process has imported everything already. So a fork
+takes milliseconds, and shares the memory of the imports.
+
+A process that forks has one thread, because a lock that another thread holds stays locked in the
+fork. It has not initialized CUDA, which a fork could not use.
 """
 
 from __future__ import annotations
@@ -32,26 +33,26 @@ from titan_ft.run.orphan import PARENT_PID_ENV, end_with_parent
 from titan_ft.run.output import protect_output
 
 PRELOAD = "preload"
-"""Name of an optional function of a worker's module. It gets the workers' command line, and does
-once, before the forks, the work that each fork would repeat.
+"""Name of an optional function of a worker's module, which gets the workers' command line.
+
+The function does once, before the forks, the work that each fork would repeat.
 """
 
 CHECK = "check"
-"""Name of an optional function of a worker's module. It gets the workers' command line, and raises
-ConfigError for a mistake there.
+"""Name of an optional function of a worker's module, which gets the workers' command line.
+
+The function raises ConfigError for a mistake there.
 """
 
 MAX_ANSWER_BYTES = 4096
 """A pipe takes a write of up to this size as a whole (PIPE_BUF)."""
 
 FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
-"""Threads that do not prevent forks: that of Arrow's allocator handles forks (pthread_atfork)."""
+"""Threads that do not prevent forks: Arrow's allocator handles forks (pthread_atfork)."""
 
 
 class ForkedProcess:
-    """A forked child of this process, with the part of `subprocess.Popen`'s interface that is
-    needed here.
-    """
+    """A forked child of this process, with a part of the interface of `subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -90,8 +91,9 @@ class ForkedProcess:
 
 
 def check(module: str, args: Sequence[str]) -> None:
-    """Let a worker's module check its command line. A module without a check, or that fails to
-    import, passes.
+    """Let a worker's module check its command line.
+
+    A module passes if it has no check, or cannot be imported.
 
     Raises:
         ConfigError: there is a mistake in the command line.
@@ -171,14 +173,13 @@ def preload(module: str, args: Sequence[str]) -> str:
     if threads:
         return f"threads were started, which a fork would lose: {', '.join(threads)}"
     gc.collect()
-    gc.freeze()  # a collection in a fork would write to, and so copy, memory that all of them share
+    # A collection in a fork would write to the memory that all forks share, and so copy the memory.
+    gc.freeze()
     return ""
 
 
 def _other_threads() -> list[str]:
-    """Return the names of this process's threads other than the main one, which a fork would not
-    have.
-    """
+    """Return the names of the threads of this process that a fork would lose."""
     if sys.platform != "linux":
         return [thread.name for thread in threading.enumerate()[1:]]
     names = []
@@ -203,8 +204,9 @@ def fork_module(
 
     Args:
         env: the whole environment of the fork.
-        output: descriptors above 2 for its output and its errors; None for this process's own.
-        title: its name in `ps` and `top`, of which Linux keeps 15 bytes.
+        output: descriptors above 2 for the output and the errors of the fork; None for the output
+            and the errors of this process.
+        title: name of the fork in `ps` and `top`; Linux keeps 15 bytes.
         close: descriptors of this process that the fork must not have.
         start_pipe: a descriptor above 2. The module begins after the fork has read a byte there.
             The fork ends if the pipe is closed.
@@ -264,7 +266,8 @@ def _run_as_new_process(
             os.close(descriptor)
         _reset_signals(signal_mask)
         _redirect(output)
-        protect_output()  # anew: these may be other files than this process's
+        # Again: the fork's output may be other files than those of its parent.
+        protect_output()
         os.environ.clear()
         os.environ.update(env)
         _reseed_numpy()
@@ -283,14 +286,17 @@ def _run_as_new_process(
 
 
 def _reset_signals(mask: Collection[int]) -> None:
-    """Give signals the handlers of a new interpreter. Ignored signals stay ignored, as through an
-    exec.
+    """Give signals the handlers of a new interpreter.
+
+    Ignored signals stay ignored, as through an exec.
     """
     for signum in signal.valid_signals():
-        if callable(signal.getsignal(signum)):
-            signal.signal(
-                signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
-            )
+        if not callable(signal.getsignal(signum)):
+            continue
+        if signum == signal.SIGINT:
+            signal.signal(signum, signal.default_int_handler)
+        else:
+            signal.signal(signum, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -319,20 +325,23 @@ def _reseed_numpy() -> None:
 
 def _run(module: str, args: Sequence[str]) -> int:
     """Run the module as the main program; return its exit status."""
-    sys.argv = [module, *args]  # runpy replaces the first by the module's file
-    # The module is imported already, and now runs once more as __main__. runpy warns of that, but
-    # it is harmless here, as for any module that `python -m` runs and others import.
+    sys.argv = [module, *args]  # runpy replaces the first word by the module's file
+    # The module is imported already, and now runs once more as __main__. runpy warns of that. It is
+    # harmless here, as for any module that `python -m` runs and others import.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
-    code, interrupted = 0, False
+    code = 0
+    was_interrupted = False
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
-        if end.code is not None:
-            code = end.code if isinstance(end.code, int) else 1
-        if code == 1 and not isinstance(end.code, int):
+        # As the interpreter does at its end: a text is printed, and the status is 1.
+        if isinstance(end.code, int):
+            code = end.code
+        elif end.code is not None:
             print(end.code, file=sys.stderr)
+            code = 1
     except KeyboardInterrupt:
-        interrupted = True
+        was_interrupted = True
         traceback.print_exc()
     except BaseException as error:  # noqa: BLE001  # process edge
         sys.excepthook(type(error), error, error.__traceback__)
@@ -343,7 +352,8 @@ def _run(module: str, args: Sequence[str]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     retry_waiting()
-    if interrupted:
+    if was_interrupted:
+        # A parent, such as a shell, sees that SIGINT ended the process.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     return code & 0xFF

@@ -94,7 +94,8 @@ class _InProcessStore:
     """A store that threads of torch serve in this process."""
 
     def __init__(self, store: Any) -> None:
-        self.store, self.pid = store, os.getpid()
+        self.store = store
+        self.pid = os.getpid()
 
     def close(self) -> None:
         self.store = None
@@ -139,7 +140,8 @@ class _ForkedStore:
     """A store that a fork serves, because a process that forks must have no threads."""
 
     def __init__(self, process: ForkedProcess) -> None:
-        self.process, self.pid = process, process.pid
+        self.process = process
+        self.pid = process.pid
 
     def close(self) -> None:
         self.process.kill()
@@ -148,11 +150,14 @@ class _ForkedStore:
 
 @dataclass(frozen=True)
 class Share:
-    """The ranks of a group that run on one host: `num_ranks` of them, from `first_rank` on.
+    """The ranks of a group that run on one host.
 
     Attributes:
+        num_ranks: number of ranks on the host.
         world_size: number of ranks of the whole group.
-        host, num_hosts: index of this host in the group, from 0, and the number of hosts.
+        first_rank: first rank on the host; the other ranks follow without a gap.
+        host: index of the host in the group, from 0.
+        num_hosts: number of hosts of the group.
     """
 
     num_ranks: int
@@ -187,16 +192,16 @@ class MeetingPoint:
 class AttemptStore:
     """The store of one attempt, served from this host.
 
-    Workers meet at a store on a port that the system chose. A port picked now for rank 0 to bind
-    after seconds of imports could be taken by then. Each attempt has its own store: in a former
-    attempt's store the workers would read the addresses of their dead predecessors (pytorch issue
-    135712).
+    The store listens from now on, at a port that the system chose. If rank 0 served the store, it
+    would bind the port after seconds of imports, and another process could have taken the port by
+    then. Each attempt has its own store. In the store of a former attempt, the workers would read
+    the addresses of their dead predecessors (pytorch issue 135712).
 
     Args:
-        bind: numeric address at which the store listens; groups on other hosts must reach it.
-            0.0.0.0 and :: mean all addresses.
-        address: numeric address at which the workers reach it; empty if all of them are on this
-            host.
+        bind: numeric address at which the store listens; groups on other hosts must reach this
+            address. 0.0.0.0 and :: mean all addresses.
+        address: numeric address at which the workers reach the store; empty if all workers are on
+            this host.
     """
 
     def __init__(self, starter: Starter, bind: str, address: str = "") -> None:
@@ -396,8 +401,9 @@ def attempt_env(attempt: int) -> dict[str, str]:
 
 
 def choose_devices(replica: int, num_ranks: int, devices: list[str]) -> list[str] | None:
-    """Choose the GPUs of a group among those of the host; groups share them in turn when there are
-    too few.
+    """Choose the GPUs of a group among the GPUs of the host.
+
+    If the host has too few GPUs for all groups, several groups share a GPU.
 
     Returns:
         The chosen GPUs; None (the workers choose) if the host has fewer GPUs than a group has
@@ -436,7 +442,7 @@ def default_env(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def open_log(path: Path, mode: Literal["wb", "ab"] = "wb") -> BinaryIO:
-    """Open a log in a folder that other users may write to; follows no link of theirs.
+    """Open a log. No link is followed, because other users may write to the folder.
 
     If the log cannot be opened, a line says so, and the returned file is this process's stderr.
     """

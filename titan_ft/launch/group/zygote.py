@@ -5,15 +5,15 @@
 A launcher has one zygote for its groups. The agents are forks of the zygote, and fork their workers
 themselves. So only the start of further agents depends on the zygote.
 
-Each fork is handed over: it becomes the requesting process's own child, which waits for it as for
-any other child, and it outlives the zygote.
+Each fork is handed over: it becomes a child of the launcher, which waits for the fork as for any
+other child. The fork outlives the zygote.
 
 The zygote first checks the config, which takes most of the imports. Then it waits for permission to
 proceed, because the launcher makes no folder for a run with a wrong config.
 
 A request is a line of JSON over a socket, with descriptors: two for the fork's output, and a pipe.
-The answer is a line with the pid. The fork begins when it reads a byte from the pipe. So no fork
-runs whose pid never arrived; the requester then starts another process.
+The answer is a line with the pid. The fork begins when it reads a byte from the pipe. If the answer
+is lost, the fork ends without a byte, and the launcher starts another process.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ FORK_SECONDS = 30.0
 IMPORT_SECONDS = 600.0
 """Time for the imports, in the worst case from a cold network file system."""
 NO_FORKS = "no process can be forked: "
-"""Begins the line in the zygote's log that says why."""
+"""Prefix of the line in the zygote's log with the reason."""
 
 
 class ZygoteProcess(Protocol):
     """The zygote's process, as the requester of forks sees it."""
 
     def poll(self) -> int | None:
-        """Return its exit status (negative: the signal), or None while it runs."""
+        """Return the exit status (negative: the signal), or None while the process runs."""
 
     def kill(self) -> None:
-        """Send it SIGKILL, if it runs."""
+        """Send SIGKILL if the process runs."""
 
 
 class Zygote:
@@ -149,17 +149,15 @@ class Zygote:
         self.poll()
         if self.is_lost or not self.ready:
             return None
-        request = (
-            json.dumps({"module": module, "args": args, "env": dict(env), "title": title}).encode()
-            + b"\n"
-        )
+        request = {"module": module, "args": args, "env": dict(env), "title": title}
+        line = json.dumps(request).encode() + b"\n"
         reads, writes = os.pipe()
         with open(reads, "rb", buffering=0), open(writes, "wb", buffering=0) as begin:
             try:
                 with adopting():
                     self._socket.settimeout(FORK_SECONDS)
-                    sent = socket.send_fds(self._socket, [request], [*output, reads])
-                    self._socket.sendall(request[sent:])
+                    sent = socket.send_fds(self._socket, [line], [*output, reads])
+                    self._socket.sendall(line[sent:])
                     pid = int(self._read_line())
             except (OSError, ValueError) as error:
                 self._lose(f"the zygote did not answer ({type(error).__name__})")
@@ -205,7 +203,7 @@ def can_fork() -> bool:
 def adopting() -> Iterator[None]:
     """Make this process, within the context, the parent of descendants whose own parent ends.
 
-    Only for the time of one fork: later orphans that workers leave must go to the system, which
+    The context is for one fork only. Orphans that workers leave later must go to the system, which
     reaps them.
 
     Raises:
@@ -230,7 +228,8 @@ def serve(connection: socket.socket) -> None:
     """Fork at each request of the launcher, until it closes the connection or ends."""
     connection.sendall(b"ready\n")
     while True:
-        line, given = b"", []
+        line = b""
+        given: list[int] = []
         while not line.endswith(b"\n"):
             block, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 3)
             if not block:
