@@ -1,7 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The agents of a group on several hosts. Here all of them are on one host; the workers' entry is
-real, and training is not.
+"""The agents of a group on several hosts. Here all agents are on one host. The workers start as
+real workers do, but do not train.
 
 `tests/integration/test_two_hosts.py` has hosts that can vanish.
 """
@@ -48,7 +48,7 @@ def port() -> int:
 def start(
     run: Any, port: int, crash: str, ranks: int = 1, token: str = "secret", host: str = "127.0.0.1"
 ) -> subprocess.Popen[str]:
-    """Start the agent of one of two hosts, named after its pid."""
+    """Start the agent of one of two hosts, which gets its pid as the name of its host."""
     run.env |= {"CRASH": crash, "TITAN_FT_TOKEN": token}
     command = [
         "-m",
@@ -70,7 +70,7 @@ def start(
 def lead_and_follow(
     run: Any, port: int, crash: str
 ) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
-    """Start the leading agent, and then the following one."""
+    """Start the leading agent, and then the follower."""
     leader = start(run, port, crash)
     run.wait_until(lambda: is_listening(port), 60.0, "the first agent leads")
     return leader, start(run, port, crash)
@@ -79,8 +79,8 @@ def lead_and_follow(
 def start_ranks_that_leave(
     run: Any, port: int
 ) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
-    """Start both agents of a group whose ranks end in order at SIGTERM, and wait until they are
-    ready to.
+    """Start both agents of a group whose ranks end in order at SIGTERM; wait until the ranks handle
+    SIGTERM.
     """
     leave = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
     agents = lead_and_follow(run, port, f"{leave}(paths.root / f'ready-{{rank}}').touch()\n{WAIT}")
@@ -111,8 +111,8 @@ FINISH = f"{WAIT}import os\nos._exit(0)"
 
 
 def test_a_group_on_two_hosts_finishes(run: Any, port: int) -> None:
-    """Each rank has its place in the group and on its host, and all meet at one store; both agents
-    end with 0.
+    """Each rank knows its place in the group and on its host. All ranks meet at one store, and both
+    agents end with 0.
     """
     crash = f"""
 import json, os
@@ -149,9 +149,7 @@ text = json.dumps([int(os.environ[name]) for name in names] + [os.environ["MASTE
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
 def test_a_group_meets_at_any_address_of_the_loopback(run: Any, port: int) -> None:
-    """If localhost is ::1, the store is there, too: it listens at the address where the agents
-    meet.
-    """
+    """If localhost is ::1, the store listens at ::1 as well, because the agents meet there."""
     crash = """
 import os, socket
 socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=10)
@@ -164,8 +162,8 @@ os._exit(0)
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_restarts_the_group_on_both_hosts(run: Any, port: int, rank: int) -> None:
-    """On either host: one agent decides, and the other follows; the event of the cause is that of
-    the rank's end.
+    """On either host. One agent decides, and the other follows. The event of the cause is the end
+    of that rank.
     """
     crash = f"import os, signal\nif attempt == 0 and rank == {rank}: os.kill(os.getpid(), signal.SIGKILL)\n{FINISH}"
     agents = [start(run, port, crash), start(run, port, crash)]
@@ -185,8 +183,8 @@ def test_a_rank_that_dies_restarts_the_group_on_both_hosts(run: Any, port: int, 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_group_that_must_not_come_back_ends_on_both_hosts(run: Any, port: int, rank: int) -> None:
-    """With the same status, because a scheduler reads either. The exception is named, not its
-    consequence.
+    """Both agents end with the same status, because a scheduler may read either. The exception is
+    named, not its consequence.
     """
     crash = f"""
 from titan_ft.protocol.errors import DivergedError
@@ -211,7 +209,9 @@ if rank == {rank}: raise DivergedError("two states")
 def test_an_agent_that_dies_takes_its_workers_along_and_another_one_comes(
     run: Any, port: int
 ) -> None:
-    """The group waits for it, and is restarted as a whole; its ranks are named as lost."""
+    """The group waits for another agent, and is restarted as a whole. The ranks of the dead agent
+    are reported as lost.
+    """
     leader, lost = lead_and_follow(run, port, FINISH)
     first = wait_for_workers(run, 0, 2)
     lost.kill()
@@ -237,8 +237,8 @@ def test_an_agent_that_dies_takes_its_workers_along_and_another_one_comes(
 def test_where_the_leading_agent_dies_the_group_goes_on_with_another_one(
     run: Any, port: int
 ) -> None:
-    """The remaining agent ends its workers, and leads if the rendezvous is on its own host;
-    attempts count on.
+    """The remaining agent ends its workers, and leads if the rendezvous is on its own host. The
+    numbers of attempts continue.
     """
     leader, follower = lead_and_follow(run, port, FINISH)
     first = wait_for_workers(run, 0, 2)
@@ -258,8 +258,8 @@ def test_where_the_leading_agent_dies_the_group_goes_on_with_another_one(
 
 
 def test_an_agent_that_is_stopped_lets_its_workers_leave(run: Any, port: int) -> None:
-    """The whole group leaves if its leader is stopped; both agents report it, and end as on one
-    host.
+    """If the leader is stopped, the whole group leaves. Both agents report it, and end as an agent
+    of a single host does.
     """
     leader, follower = start_ranks_that_leave(run, port)
     leader.terminate()
@@ -274,7 +274,9 @@ def test_an_agent_that_is_stopped_lets_its_workers_leave(run: Any, port: int) ->
 
 
 def test_a_follower_that_is_stopped_lets_its_workers_leave(run: Any, port: int) -> None:
-    """Its host is drained: its workers leave in order, and the group waits for another agent."""
+    """The follower's host is drained: its workers leave in order, and the group waits for another
+    agent.
+    """
     leader, follower = start_ranks_that_leave(run, port)
     follower.terminate()
     _, errors = follower.communicate(timeout=60)
@@ -287,7 +289,7 @@ def test_a_follower_that_is_stopped_lets_its_workers_leave(run: Any, port: int) 
 
 
 def test_an_agent_without_the_token_takes_no_part(run: Any, port: int) -> None:
-    """Both say why, and the group waits for the right one."""
+    """Both agents report the reason, and the group waits for an agent with the token."""
     leader = start(run, port, FINISH)
     run.wait_until(lambda: is_listening(port), 60.0, "the first agent leads")
     stranger = start(run, port, FINISH, token="guess")
@@ -309,7 +311,9 @@ def test_an_agent_without_the_token_takes_no_part(run: Any, port: int) -> None:
 
 
 def test_strangers_do_not_keep_files_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest silent connections are dropped, and each of them after a while."""
+    """At too many silent connections the oldest are closed, and each silent connection is closed
+    after a while.
+    """
     monkeypatch.setattr(hosts, "_MAX_STRANGERS", 3)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = Hosts(listener, 2, "secret", 0, print)
@@ -349,8 +353,8 @@ def test_a_flood_leaves_the_other_agents_their_turn() -> None:
 
 @strangers.numbers_of_strangers
 def test_fuzzed_lines_cost_an_agent_nothing(number_of_strangers: int) -> None:
-    """Whatever comes at the port: another agent's messages arrive in between, and one refusal of
-    each kind is reported.
+    """Whatever strangers send, messages of the other agent arrive in between. One refusal of each
+    kind is reported.
     """
     said: list[str] = []
     refusals: list[Refusal] = []
@@ -381,7 +385,7 @@ def test_fuzzed_lines_cost_an_agent_nothing(number_of_strangers: int) -> None:
 
 
 def test_a_stranger_fills_no_memory() -> None:
-    """An end that has not proved the token may send a few kilobytes, and is closed then."""
+    """An end that has not proved the token may send a few kilobytes. Then it is closed."""
     refusals: list[Refusal] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = Hosts(listener, 2, "secret", 0, print)
@@ -396,8 +400,8 @@ def test_a_stranger_fills_no_memory() -> None:
 
 
 def test_a_host_that_does_not_end_its_workers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its agent may be stopped (SIGSTOP). The group goes on without the host, and the leader
-    reports its name.
+    """The agent on that host may be stopped (SIGSTOP). The group continues without the host, and
+    the leader reports its name.
     """
     monkeypatch.setattr(hosts, "_COLLECT_SECONDS", 0.1)
     said: list[str] = []
@@ -427,8 +431,8 @@ def test_a_host_that_does_not_end_its_workers_is_named(monkeypatch: pytest.Monke
 
 
 def test_who_leads(port: int) -> None:
-    """The agent that can listen at the rendezvous: no other one on its host, and none on another
-    host.
+    """The agent that can listen at the rendezvous leads: no other agent on its host, and no agent
+    of another host.
     """
     listener = listen_if_own_address(f"127.0.0.1:{port}")
     assert listener is not None
@@ -444,8 +448,8 @@ def test_who_leads(port: int) -> None:
 def test_a_name_may_have_addresses_at_which_nobody_can_listen(
     monkeypatch: pytest.MonkeyPatch, port: int, other: tuple[str, int]
 ) -> None:
-    """systemd gives a host's own name its addresses of a link first; a name server knows addresses
-    of IPv6.
+    """For a host's own name, systemd lists link-local addresses first, and a name server knows IPv6
+    addresses.
     """
     real = socket.socket
 

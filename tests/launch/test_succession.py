@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Several lighthouses of one job: the file decides which one serves it."""
+"""Several lighthouses of one job: the file decides which of them serves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEADLINE = 30.0  # seconds; only ever reached by a bug
 
 
 class World:
-    """A clock, a file, and which lighthouses answer."""
+    """A clock, a file, and the set of lighthouses that answer."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.now, self.answering = path, 100.0, set[str]()
@@ -56,8 +56,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def test_a_standby_that_starts_anew_does_not_wait_for_itself(world: World) -> None:
-    """Its former announcement has the address at which it answers itself. It would serve and never
-    know.
+    """The file has the address of its former process, at which the standby itself answers. It would
+    wait for ever.
     """
     first = world.lighthouse("a", standby=True)
     while not first.serves:
@@ -72,7 +72,9 @@ def test_a_standby_that_starts_anew_does_not_wait_for_itself(world: World) -> No
 
 
 def test_a_standby_takes_over_from_one_that_is_silent(world: World) -> None:
-    """Only after a time of silence; the former one, if it was only slow, then steps down."""
+    """The standby waits for `SILENT_SECONDS` first. If the former lighthouse was only slow, it
+    steps down.
+    """
     first, second = world.lighthouse("a", standby=False), world.lighthouse("b", standby=True)
     assert first.poll()
     assert second.poll()
@@ -93,7 +95,9 @@ def test_a_standby_takes_over_from_one_that_is_silent(world: World) -> None:
 
 
 def test_a_standby_that_was_stopped_has_not_listened(world: World) -> None:
-    """One look without an answer, however long after the look before, is no reason to take over."""
+    """A single look without an answer is no reason to take over, however long after the previous
+    look.
+    """
     first, second = world.lighthouse("a", standby=False), world.lighthouse("b", standby=True)
     assert first.poll()
     assert second.poll()
@@ -107,8 +111,8 @@ def test_a_standby_that_was_stopped_has_not_listened(world: World) -> None:
 
 
 def test_one_that_is_no_standby_takes_over_at_once(world: World) -> None:
-    """Slurm has started it because the former one is gone; if that one lives all the same, the
-    newer one counts.
+    """Slurm has started it because the former lighthouse is gone. If both live, the newer one
+    serves.
     """
     first, second = world.lighthouse("a", standby=False), world.lighthouse("b", standby=False)
     assert first.poll()
@@ -121,7 +125,7 @@ def test_one_that_is_no_standby_takes_over_at_once(world: World) -> None:
 def test_of_two_that_take_over_at_once_one_remains(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file holds one name at a time."""
+    """The file holds one name at a time, so the other lighthouse steps down."""
     both = [world.lighthouse(name, standby=True) for name in ("a", "b")]
     for one in both:
         assert one.poll()
@@ -139,7 +143,7 @@ def test_of_two_that_take_over_at_once_one_remains(
 def test_a_file_that_cannot_be_read_is_no_silence(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A standby goes on asking the lighthouse that it knew."""
+    """The standby continues to ask the lighthouse that it knows."""
     first, second = world.lighthouse("a", standby=False), world.lighthouse("b", standby=True)
     first.poll()
     second.poll()
@@ -152,7 +156,7 @@ def test_a_file_that_cannot_be_read_is_no_silence(
 
 
 def test_a_standby_gives_a_successor_its_time(world: World) -> None:
-    """The silence of the one before does not count."""
+    """The silence of the former lighthouse does not count against its successor."""
     first, second, third = (
         world.lighthouse(name, standby=number > 0) for number, name in enumerate("abc")
     )
@@ -171,7 +175,7 @@ def test_a_standby_gives_a_successor_its_time(world: World) -> None:
 
 
 def test_a_lighthouse_that_serves_is_not_misled_by_a_file_that_cannot_be_read(world: World) -> None:
-    """Half of an announcement, or none, belongs to no lighthouse."""
+    """A partial announcement, or a missing file, does not name another lighthouse."""
     first = world.lighthouse("a", standby=False)
     first.poll()
     world.path.write_text("")
@@ -182,7 +186,7 @@ def test_a_lighthouse_that_serves_is_not_misled_by_a_file_that_cannot_be_read(wo
 
 @pytest.fixture
 def lighthouses(tmp_path: Path) -> Iterator[Any]:
-    """Start real ones."""
+    """Start real lighthouses."""
     started = []
 
     def start(*options: str) -> subprocess.Popen[str]:
@@ -219,8 +223,8 @@ def wait_for(condition: Any, what: str) -> Any:
 def test_a_frozen_lighthouse_is_replaced_and_becomes_the_standby(
     lighthouses: Any, tmp_path: Path
 ) -> None:
-    """A stopped process still accepts connections. When it continues it reads the file, and waits
-    for its turn.
+    """A stopped process still accepts connections. When the process continues, it reads the file
+    and becomes the standby.
     """
     path = tmp_path / "lighthouse.json"
     first = lighthouses("--standby")
@@ -254,8 +258,8 @@ def test_a_frozen_lighthouse_is_replaced_and_becomes_the_standby(
 def test_a_lighthouse_on_a_full_disk_announces_itself_when_it_can(
     lighthouses: Any, small_disk: Any
 ) -> None:
-    """It does not end, because the groups wait for it. A path that is no folder is a mistake, as
-    before.
+    """The lighthouse does not end, because the groups wait for its announcement. A path that is no
+    folder is still a mistake.
     """
     path = small_disk.folder / "lighthouse.json"
     small_disk.fill()
@@ -280,8 +284,8 @@ def test_a_lighthouse_on_a_full_disk_announces_itself_when_it_can(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 def test_a_lighthouse_lives_where_it_cannot_log() -> None:
-    """torchft's code panics if stderr takes nothing: the task that forms quorums would end, for
-    good.
+    """torchft's code panics if stderr accepts nothing, and the task that forms quorums would end
+    for good.
 
     torchft logs an error when no client waits any more for a formed quorum.
     """

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A host on which workers die again and again is left."""
+"""A group leaves a host on which workers die again and again."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def ended(
     ],
 )
 def test_which_ends_count(event: WorkerExited, counts: bool) -> None:
-    """Only those that may be the host's fault."""
+    """Only ends that the host may have caused."""
     assert counts_against_host(event) is counts
 
 
 def test_deaths_are_counted_over_groups_and_restarts_within_the_window(tmp_path: Path) -> None:
-    """Each agent reads the events of all agents, also those of earlier lives."""
+    """Each agent reads the events of all agents, also of agents that have ended."""
     for number, host in enumerate(("n1", "n1", "n2")):
         EventLog(tmp_path / f"supervisor-{number}-1.jsonl", replica=number).emit(
             ended(host, replica=number)
@@ -91,8 +91,8 @@ def test_deaths_are_counted_over_groups_and_restarts_within_the_window(tmp_path:
 
 
 def test_ranks_that_end_together_are_one_death(tmp_path: Path) -> None:
-    """The first rank of an attempt that ended by itself gives the cause; the others may be
-    consequences.
+    """The first rank of an attempt that ended by itself has the cause. The ends of the others may
+    be consequences.
     """
     log = EventLog(tmp_path / "supervisor-0-1.jsonl", replica=1)
     deaths = HostDeaths(tmp_path, "supervisor-*.jsonl", "n1", 60.0)
@@ -112,7 +112,7 @@ def test_ranks_that_end_together_are_one_death(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [-9, 1])
 def test_an_end_of_a_disturbed_attempt_is_not_the_hosts(code: int) -> None:
-    """Whether it was killed, or raised: a fault that was injected says nothing about the host."""
+    """After an injected fault, neither a kill nor an exception counts against the host."""
     exit = WorkerExit(0, 7, code)
     assert counts_against_host(exit.event(0, disturbed=False, log=None))
     assert not counts_against_host(exit.event(0, disturbed=True, log=None))
@@ -121,7 +121,7 @@ def test_an_end_of_a_disturbed_attempt_is_not_the_hosts(code: int) -> None:
 def test_the_policy_comes_from_the_environment(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The user's command gets host and reason. If it fails, the group leaves all the same."""
+    """The user's command gets host and reason. If the command fails, the group leaves all the same."""
     assert SuspectPolicy.of({}).deaths == 0
     file = tmp_path / "exclude-7"
     policy = SuspectPolicy.of(

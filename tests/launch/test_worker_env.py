@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The environment of a worker: a user's script finds what torchrun would give it."""
+"""The environment of a worker: a user's script finds the variables that torchrun would set."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ OF_THE_GROUP = (
 
 
 def environments(run: Any, name: str, *command: str) -> list[dict[str, str]]:
-    """Run a command that starts two workers; return the variables that only their
-    environment has.
-    """
+    """Run a command that starts two workers; return the variables that only their environment has."""
     folder = Path(run.orders.parent / name)
     folder.mkdir()
     run.env |= {"ENV_FOLDER": str(folder)}
@@ -53,8 +51,9 @@ def environments(run: Any, name: str, *command: str) -> list[dict[str, str]]:
 
 
 def test_a_worker_has_the_variables_of_torchrun(run: Any) -> None:
-    """All names but a few, and the same values where a rank is meant. What torchrun sets by itself
-    keeps no worker from NCCL."""
+    """All names but a few exist, and variables about ranks have the same values. The variables that
+    torchrun sets by itself do not prevent NCCL.
+    """
     run.use_torch()
     of_the_user = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED", "RUST_LOG")
     run.env = {
@@ -89,8 +88,8 @@ def test_a_worker_has_the_variables_of_torchrun(run: Any) -> None:
 
 
 def test_the_new_backend_of_nccl_is_off_before_torch_is_imported() -> None:
-    """In the environment of the zygote, too: its forks have torch.distributed already. A user's
-    value stays.
+    """Also in the environment of the zygote, whose forks have imported torch.distributed already. A
+    user's value stays.
     """
     assert default_env({})["TORCH_DIST_USE_NCCL2"] == "0"
     assert default_env({"TORCH_DIST_USE_NCCL2": "1"})["TORCH_DIST_USE_NCCL2"] == "1"

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A fork request to a zygote yields a running child of the asker, or a fork that never runs."""
+"""A fork request to a zygote yields a running child of the requester, or a fork that never runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 
 class Asker:
-    """Asks a zygote of its own for forks of `SUBJECT`."""
+    """Requests forks of `SUBJECT` from a zygote of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,7 +57,7 @@ class Asker:
 
     @staticmethod
     def wait(zygote: Zygote, condition: Callable[[], bool]) -> None:
-        """Wait until the zygote has come so far, or is lost."""
+        """Wait until the zygote has reached a state, or is lost."""
         deadline = time.monotonic() + 30.0
         while not (condition() or zygote.is_lost):
             assert time.monotonic() < deadline
@@ -84,8 +84,8 @@ def asker(tmp_path: Path) -> Iterator[Asker]:
 
 
 def test_a_fork_is_the_asker_s_child(asker: Asker) -> None:
-    """With output at the given place; it outlives the zygote, and its end is waited for as any
-    child's.
+    """The output goes to the given files. The fork outlives the zygote, and its parent waits for
+    the fork as for any child.
     """
     zygote = asker.begin_forks()
     forks = [asker.fork(zygote) for _ in range(2)]
@@ -101,7 +101,7 @@ def test_a_fork_is_the_asker_s_child(asker: Asker) -> None:
 
 
 def test_it_stops_after_the_check(asker: Asker) -> None:
-    """The zygote imports nothing more until it may proceed; from then on its output goes to the
+    """Until the zygote may proceed, it imports nothing more. From then on its output goes to the
     given log.
     """
     (asker.folder / "subject.py").write_text(
@@ -119,7 +119,9 @@ def test_it_stops_after_the_check(asker: Asker) -> None:
 
 
 def test_a_mistake_ends_it(asker: Asker) -> None:
-    """The mistake is one line, for the process that waits for the check or for the imports."""
+    """The requester gets the mistake in one line, whether it waits for the check or for the
+    imports.
+    """
     (asker.folder / "subject.py").write_text(
         "from titan_ft.config import ConfigError\n"
         "def check(args): raise ConfigError(f'must be \"new\", got {args[0]}')\n"
@@ -147,7 +149,7 @@ def answer_lost(zygote: Zygote, asker: Asker, monkeypatch: pytest.MonkeyPatch) -
 def test_a_fork_that_nobody_knows_of_never_runs(
     asker: Asker, monkeypatch: pytest.MonkeyPatch, lose: Callable[..., None]
 ) -> None:
-    """Another process is started in its place: there must not be two of one rank."""
+    """The requester starts another process in its place, and a rank must not run twice."""
     zygote = asker.begin_forks()
     lose(zygote, asker, monkeypatch)
     assert asker.fork(zygote) is None
@@ -158,7 +160,7 @@ def test_a_fork_that_nobody_knows_of_never_runs(
 
 
 def test_what_cannot_be_started_leaves_nothing_open(tmp_path: Path) -> None:
-    """The error is the caller's."""
+    """The caller gets the error."""
 
     def start(command: list[str], descriptor: int) -> subprocess.Popen[bytes]:
         raise BlockingIOError("too many processes")
