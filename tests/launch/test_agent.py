@@ -114,8 +114,8 @@ def test_group_is_restarted_as_a_whole(run: Any) -> None:
     ("bind", "reached"), [("127.0.0.1", False), ("0.0.0.0", True), ("::", True)]
 )
 def test_a_store_that_other_hosts_reach(run: Any, bind: str, reached: bool) -> None:
-    """The store listens on loopback alone, or at --bind's address; the group's workers get a usable
-    address.
+    """The store listens on loopback alone, or at --bind's address. The group's workers get an
+    address that they can reach.
     """
     agent = start(run, 1, f"--bind={bind}")
     env = run.worker(0, 0, 0)["env"]
@@ -146,7 +146,7 @@ def test_bad_config_is_not_restarted(run: Any) -> None:
 
 
 def test_restarts_are_limited(run: Any) -> None:
-    """A group that fails again after its last restart has failed, and its exception is reported."""
+    """After the last restart, the next failure ends the group, and the agent reports the exception."""
     run.order(0, "any", "any", "raise")
     agent = start(run, ranks=1, max_restarts=2)
     _, errors = agent.communicate(timeout=30)
@@ -162,8 +162,8 @@ def test_restarts_are_limited(run: Any) -> None:
 
 
 def test_sigterm_ends_the_workers(run: Any) -> None:
-    """SIGTERM to the agent ends the workers and then itself, without a restart; status 1 if they
-    did not drain.
+    """SIGTERM to the agent ends the workers and then the agent, without a restart. The status is 1
+    if they did not drain.
     """
     agent = start(run, ranks=2)
     for rank in (0, 1):
@@ -200,7 +200,7 @@ def test_workers_drain(run: Any) -> None:
 
 
 def test_workers_that_do_not_drain_in_time_are_killed(run: Any) -> None:
-    """After the drain timeout workers that still run are killed, and the group counts as failed."""
+    """Workers that still run after the drain timeout are killed, and the group counts as failed."""
     with Supervised(run, 2, drain_seconds=1.0) as supervised:
         tell_all(run, "ignore")
         asked = time.monotonic()
@@ -234,9 +234,7 @@ def test_no_time_to_drain_kills_at_once(run: Any) -> None:
 
 
 def test_rank_that_dies_in_a_drain_ends_it(run: Any) -> None:
-    """The others cannot finish the step without that rank, so they get the short grace time
-    only.
-    """
+    """The other ranks cannot finish the step without it, so they get the short grace time only."""
     with Supervised(run, 2, drain_seconds=600.0, grace_seconds=0.5) as supervised:
         workers = tell_all(run, "ignore")
         supervised.stop()
@@ -247,8 +245,8 @@ def test_rank_that_dies_in_a_drain_ends_it(run: Any) -> None:
 
 
 def test_a_stopped_rank_does_not_sit_out_the_grace_time(run: Any) -> None:
-    """A stopped process takes no SIGTERM: it is continued, so that the group starts again at
-    once.
+    """A stopped process does not see SIGTERM. The agent continues the process, so that the group
+    restarts at once.
     """
     with Supervised(run, 2, grace_seconds=600.0) as supervised:
         workers = [run.worker(0, rank, 0) for rank in (0, 1)]
@@ -262,7 +260,7 @@ def test_a_stopped_rank_does_not_sit_out_the_grace_time(run: Any) -> None:
 
 
 def finish_elsewhere(run: Any) -> Path:
-    """Let another group have finished; returns the file that says so."""
+    """Record the finish of another group; return the file of its events."""
     path = run.paths.events_file("replica-1-x")
     log = EventLog(path, replica=1, rank=0)
     log.emit(make("training_finished", step=20))
@@ -285,8 +283,8 @@ def test_group_that_was_sent_away_comes_back(run: Any) -> None:
 
 
 def test_group_that_comes_back_too_late_is_ended(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group without a commit when the others have finished would train the whole job again:
-    status 0.
+    """A group that has no commit when the others have finished would train the whole job again. Its
+    status is 0.
     """
     monkeypatch.setattr(agent_module, "LATE_RETURN_SECONDS", 0.2)
     with Supervised(run, 1, module="draining_worker", drain_seconds=600.0) as supervised:
@@ -306,7 +304,7 @@ def test_group_that_comes_back_too_late_is_ended(run: Any, monkeypatch: pytest.M
 def test_finish_of_an_earlier_run_keeps_nobody_away(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Events of an earlier run in the folder do not end a returning group, however often it
+    """Events of an earlier run in the folder do not end a returning group, however often the group
     returns.
     """
     monkeypatch.setattr(agent_module, "LATE_RETURN_SECONDS", 0.0)
@@ -332,8 +330,8 @@ def test_group_that_finished_is_not_restarted(run: Any) -> None:
 
 
 def test_drain_through_the_command_line(run: Any) -> None:
-    """--drain-timeout and --attempt reach the group; SIGTERM begins the drain, a further signal
-    ends it.
+    """--drain-timeout and --attempt reach the group. SIGTERM begins the drain, and a further signal
+    ends the drain.
     """
     agent = start(run, 1, "--drain-timeout=600", "--attempt=4")
     os.kill(run.worker(0, 0, 4)["pid"], signal.SIGKILL)
@@ -350,7 +348,7 @@ def test_drain_through_the_command_line(run: Any) -> None:
 
 
 def test_root_failure() -> None:
-    """Of workers found dead at once, the cause is a bad config, else a signal, else the lowest
+    """Of workers found dead at once, the cause is a wrong config, else a signal, else the lowest
     failed rank.
     """
     finished, failed, killed, refused = (
@@ -363,7 +361,7 @@ def test_root_failure() -> None:
 
 
 def test_the_event_of_an_exit_names_the_line() -> None:
-    """Where an exception was raised stands beside it; a kill has no line."""
+    """The event has the line that raised the exception. The event of a kill has none."""
     error = WorkerError("RuntimeError: boom", transient=False, time=1.0, where="mybug.py:15")
     told = WorkerExit(0, 1, 1, error).event(0, disturbed=False, log=Path("rank-0.log"))
     assert (told.error, told.where, told.log) == ("RuntimeError: boom", "mybug.py:15", "rank-0.log")
@@ -403,8 +401,8 @@ def test_a_rank_that_reports_another_one_as_lost_is_not_the_cause() -> None:
 
 
 def test_the_earliest_exception_is_the_cause() -> None:
-    """Of ranks that ended with exceptions the first counts, whatever its number; ranks without one
-    come last.
+    """Of ranks that ended with exceptions the earliest counts, whatever the rank's number. Ranks
+    without an exception come last.
     """
     told = [
         WorkerExit(rank, 1, 1, WorkerError("E: x", transient=False, time=30.0 - rank))
@@ -421,7 +419,7 @@ def test_the_earliest_exception_is_the_cause() -> None:
 def test_a_rank_that_reports_a_loss_is_no_death_of_its_host(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its event names the lost rank, and counts as the end of a stopped rank."""
+    """The event names the lost rank, and counts as the end of a stopped rank."""
     crash = """
 import time
 from titan_ft.protocol.errors import RankLostError
@@ -445,8 +443,8 @@ raise KeyError("nope")
 
 @pytest.mark.usefixtures("no_backoff")
 def test_a_crash_loop_ends(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exception is in each event of an end, with the log; at its third end in a row the group
-    is given up.
+    """Each event of an end has the exception and the log. At the third end in a row the group is
+    given up.
     """
     # Rank 0's exception follows from rank 1's, is earlier in the order of ranks, and ends its
     # process earlier.
@@ -496,8 +494,8 @@ raise KeyError(f"nope {os.getpid()}")
 def test_a_crash_loop_without_an_exception(
     run: Any, monkeypatch: pytest.MonkeyPatch, crash: str, end: str, how: str
 ) -> None:
-    """However the rank ends of itself: three times. Its peer loses it, and a network error is not
-    the cause.
+    """Three ends in a row that the rank caused itself, of any kind. The network error of its peer
+    is not the cause.
     """
     crashes = """
 import os, select, time
@@ -528,7 +526,7 @@ raise ConnectionResetError("Connection closed by peer")
 def test_an_end_in_order_is_none_before_the_last_step(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker's entry returns: the mark that it trains is gone, and nothing is started again."""
+    """The worker's entry returns and removes the mark that it trains, so no restart follows."""
     monkeypatch.setenv("CRASH", "import time\nmark_training()\ntime.sleep = lambda seconds: None")
     with Supervised(run, 2, module="crashing_worker") as supervised:
         assert supervised.wait(60.0) == 0
@@ -541,7 +539,7 @@ def test_an_end_in_order_is_none_before_the_last_step(
 
 @pytest.mark.usefixtures("no_backoff")
 def test_kills_are_no_crash_loop(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group that is killed again and again has as many restarts as any."""
+    """A group that is killed again and again has as many restarts as any other group."""
     monkeypatch.setenv("CRASH", "import os; os.kill(os.getpid(), 9)")
     with Supervised(run, 1, module="crashing_worker", max_restarts=3) as supervised:
         assert supervised.wait(60.0) == 1
@@ -556,7 +554,9 @@ def test_kills_are_no_crash_loop(run: Any, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("no_backoff")
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_dead_network(run: Any, monkeypatch: pytest.MonkeyPatch, trains: bool) -> None:
-    """Before the run's first step it ends the group after three attempts; later it never does."""
+    """Before the run's first step, network errors end the group after three attempts. Later they
+    never do.
+    """
     monkeypatch.setattr(restart_policy, "NETWORK_SECONDS", 0.1)
     if trains:
         log = EventLog(run.paths.worker_events(1, 0, 0, 4711), replica=1, rank=0, attempt=0)
@@ -586,8 +586,8 @@ def test_a_dead_network(run: Any, monkeypatch: pytest.MonkeyPatch, trains: bool)
 def test_no_crash_loop(
     run: Any, monkeypatch: pytest.MonkeyPatch, crash: str, transient: bool | None
 ) -> None:
-    """Injected exceptions are none, nor those with a commit between: such a group has as many
-    restarts as any.
+    """Neither injected exceptions nor exceptions with a commit in between are a crash loop. Such a
+    group has as many restarts as any other group.
     """
     monkeypatch.setenv("CRASH", f"{crash}\nraise RuntimeError('again')")
     with Supervised(run, 1, module="crashing_worker", max_restarts=3) as supervised:
@@ -598,8 +598,8 @@ def test_no_crash_loop(
 
 
 def test_gpus_are_dealt_out_in_turn() -> None:
-    """Groups get GPUs of their own while there are enough, then share; too few for one group
-    changes nothing.
+    """Groups have their own GPUs while the host has enough, and share GPUs otherwise. With too few
+    for one group, nothing changes.
     """
     four = ["0", "1", "2", "3"]
     assert [choose_devices(replica, 2, four) for replica in range(3)] == [
@@ -614,7 +614,7 @@ def test_gpus_are_dealt_out_in_turn() -> None:
 
 @pytest.mark.parametrize(("flag", "status"), [("--help", 0), ("--no-such-flag", 2)])
 def test_the_command_line_says_how_it_is_used(flag: str, status: int) -> None:
-    """Without a worker's arguments, too: no traceback."""
+    """Also without the arguments of a worker, and without a traceback."""
     command = [sys.executable, "-m", "titan_ft.launch.group.agent", flag]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == status
@@ -622,8 +622,8 @@ def test_the_command_line_says_how_it_is_used(flag: str, status: int) -> None:
 
 
 def test_link_to_the_latest_logs(tmp_path: Path) -> None:
-    """It leads to the newest attempt, whatever was there; where links cannot be made there is none,
-    and no error.
+    """The link leads to the newest attempt, whatever was there. On a file system without links
+    there is no link, and no error.
     """
     paths = RunPaths(tmp_path)
     for attempt in (0, 1):

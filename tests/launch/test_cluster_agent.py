@@ -1,8 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The agent of a group that no launcher has started; the workers' entry is real, training is
-not.
-"""
+"""The agent of a group without a launcher. The workers start as real workers do, but do not train."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def start(
 
 
 def test_a_wrong_config_is_not_started_again(run: Any) -> None:
-    """The exit status is the worker's. One line, and an event, give the reason."""
+    """The agent ends with the worker's exit status. A line and an event give the reason."""
     crash = "from titan_ft.config import ConfigError\nif rank == 1: raise ConfigError('x must be y, got z')"
     process = start(run, crash)
     _, errors = process.communicate(timeout=60)
@@ -61,7 +59,7 @@ def test_a_wrong_config_is_not_started_again(run: Any) -> None:
 
 
 def test_a_mistake_ends_the_agent_before_any_worker(run: Any) -> None:
-    """One line, of the process that imports for the workers. Before, each rank reported the
+    """The agent imports for the workers, and prints one line. Before, each rank reported the
     mistake.
     """
     (run.orders.parent / "mistaken.py").write_text(
@@ -89,7 +87,7 @@ def test_a_mistake_ends_the_agent_before_any_worker(run: Any) -> None:
 def test_a_group_that_is_started_again_counts_on(
     run: Any, files: tuple[int, ...], slurm: str | None, attempt: int
 ) -> None:
-    """A requeued group is a restart like any other, though its agent has just begun."""
+    """The start of a requeued group is a restart like any other, although its agent is new."""
     for number in files:
         path = run.paths.worker_events(3, 0, number, 4711)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,8 +109,8 @@ def test_a_group_that_is_started_again_counts_on(
 
 
 def test_workers_are_forks(run: Any) -> None:
-    """Children of the agent that import nothing, and print where it prints. A restart is a fork
-    too.
+    """The workers are children of the agent that import nothing, with the agent's output. After a
+    restart they are forks, too.
     """
     crash = """
 import os, signal
@@ -138,7 +136,7 @@ raise SystemExit(2)
     "obstacle", ["off", "by the environment", pytest.param("threads", marks=pytest.mark.slow)]
 )
 def test_workers_that_cannot_be_forks_are_new_processes(run: Any, obstacle: str) -> None:
-    """By option, or if their module starts threads at its import; one line says so, once."""
+    """By option, or if their module starts threads at its import. A line reports it, once."""
     source = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
     source += "from crashing_worker import train\nif __name__ == '__main__': train.main()\n"
     (run.orders.parent / "threaded.py").write_text(source)
@@ -163,7 +161,9 @@ raise KeyError("x")
 def test_a_group_that_is_stopped_while_it_imports(
     run: Any, signum: signal.Signals, status: int
 ) -> None:
-    """At once, with one line: the import of a large model from a slow file server takes minutes."""
+    """The agent ends at once, with one line. The imports of a large model from a slow file server
+    take minutes.
+    """
     mark = run.orders.parent / "imports"
     source = f"import pathlib, time; pathlib.Path({str(mark)!r}).touch(); time.sleep(600)\n"
     (run.orders.parent / "slow_module.py").write_text(source)
@@ -179,7 +179,7 @@ def test_a_group_that_is_stopped_while_it_imports(
 
 
 def test_workers_have_the_time_to_leave_that_their_config_gives_them(run: Any) -> None:
-    """They finish a step, and save the state; the agent does not kill them meanwhile."""
+    """The workers finish a step, and save the state. The agent does not kill them meanwhile."""
     crash = """
 import signal, sys, time
 def leave(*_):
@@ -201,7 +201,7 @@ time.sleep(600)
 
 
 def test_an_agent_that_is_killed_takes_its_processes_along(run: Any) -> None:
-    """No other process could end them later, and they would hold the host's GPUs and ports."""
+    """No other process could end the workers later, and they would hold the host's GPUs and ports."""
     run.env["TITAN_FT_METRICS_PORT"] = "0"
     process = start(run, "import time; time.sleep(600)", ranks=2)
     run.wait_until(lambda: len(run.events("worker_started")) == 2, 60.0, "both ranks have begun")
@@ -214,7 +214,7 @@ def test_an_agent_that_is_killed_takes_its_processes_along(run: Any) -> None:
 
 @pytest.mark.slow
 def test_a_group_leaves_a_host_on_which_workers_die(run: Any) -> None:
-    """The group ends with an exit status of its own, and the events name the host."""
+    """The group ends with a special exit status, and the events name the host."""
     run.env |= {"TITAN_FT_HOST_DEATHS": "2", "SLURMD_NODENAME": "gpu7"}
     run.env.pop("SLURM_RESTART_COUNT", None)
     crash = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -228,8 +228,8 @@ def test_a_group_leaves_a_host_on_which_workers_die(run: Any) -> None:
 
 @pytest.mark.slow
 def test_a_group_serves_its_figures_and_is_not_finished_when_it_is_sent_away(run: Any) -> None:
-    """The agent says where. At SIGTERM its status is not 0: Kubernetes would take the group for
-    finished.
+    """The agent prints the address of the metrics. After SIGTERM its status is not 0: Kubernetes
+    would take the group for finished.
     """
     run.env["TITAN_FT_METRICS_PORT"] = "0"
     crash = "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))"
@@ -256,7 +256,7 @@ def test_a_group_serves_its_figures_and_is_not_finished_when_it_is_sent_away(run
 def test_a_group_that_is_stopped_says_so_in_one_line(
     run: Any, signum: signal.Signals, status: int
 ) -> None:
-    """It was a traceback of thirty lines, and status 1 for Ctrl-C."""
+    """Before, it printed a traceback of thirty lines, with status 1 for Ctrl-C."""
     crash = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
     crash += "signal.signal(signal.SIGINT, lambda *_: sys.exit(0))\n(paths.root / 'ready').touch()\ntime.sleep(60)"
     process = start(run, crash, ranks=1)
@@ -271,7 +271,7 @@ def test_a_group_that_is_stopped_says_so_in_one_line(
 
 
 def test_ctrl_c_among_the_imports_is_no_traceback(run: Any) -> None:
-    """They take seconds."""
+    """The imports take seconds."""
     process = run.start("-v", "-m", "titan_ft.launch.group.agent", "--help")
     for line in process.stderr:
         if line.startswith("import 'tyro"):
@@ -296,7 +296,7 @@ def test_ctrl_c_among_the_imports_is_no_traceback(run: Any) -> None:
     ],
 )
 def test_a_variable_that_is_wrong_is_refused(run: Any, variable: str, message: str) -> None:
-    """At once, with one line, before anything is started."""
+    """The agent refuses it at once, with one line, before it starts anything."""
     run.env[variable] = "host:"
     process = start(run, "", ranks=1)
     _, errors = process.communicate(timeout=60)
@@ -307,8 +307,8 @@ def test_a_variable_that_is_wrong_is_refused(run: Any, variable: str, message: s
 
 @pytest.mark.slow
 def test_a_suspected_host_comes_before_a_crash_loop(run: Any) -> None:
-    """With --host-deaths 4 the fourth crash sends the group elsewhere; the third one has not given
-    it up.
+    """With --host-deaths 4 the fourth crash makes the group leave the host. The third crash does
+    not give the group up.
     """
     run.env["TITAN_FT_HOST_DEATHS"] = "4"
     process = start(run, "import os; os.abort()", ranks=1)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A module runs in a fork as it runs by `python -m`.
 
-The forking process is a process of its own, because the tests' process has threads.
+A new process makes the forks, because the process of the tests has threads.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def run_forks(folder: Path, *what: str) -> dict[str, Any]:
 
 
 def test_a_fork_is_as_a_new_process(tmp_path: Path) -> None:
-    """Session, stdin, environment, arguments, signals, main module: its own; what is drawn by
-    chance differs.
+    """The fork has its own session, stdin, environment, arguments, signals and main module. Its
+    random numbers differ.
     """
     forker = run_forks(tmp_path, "tell", "tell")
     one, other = told = [
@@ -117,9 +117,7 @@ def test_a_fork_is_as_a_new_process(tmp_path: Path) -> None:
     ],
 )
 def test_a_fork_ends_as_python_does(tmp_path: Path, what: str, output: str) -> None:
-    """Status, output, functions registered for the end, and other threads: compared with `python
-    -m`.
-    """
+    """Status, output, exit functions and other threads, compared with `python -m`."""
     (code,) = run_forks(tmp_path, what)["codes"]
     command = [sys.executable, "-m", "subject", what, "--flag"]
     plain = subprocess.run(

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A launch whose disk is full: the decisions of its processes when events come late, or never."""
+"""A launch whose disk is full: its processes decide although events come late, or never."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from supervised import Supervised
 
 
 def steps(run: Any, replica: int, attempt: int = 0) -> list[int]:
-    """Return the steps of which events tell, in the order of the file."""
+    """Return the steps of the commit events, in the order of the file."""
     return [
         e["step"]
         for e in run.events("step_committed")
@@ -49,8 +49,8 @@ def worker_files(run: Any, replica: int, attempt: int | str = "*") -> str:
 
 
 def test_run_goes_on_and_tells_all_when_there_is_room(run_on_disk: Any, small_disk: Any) -> None:
-    """A full disk ends no process: workers, agents, launcher. A group that dies meanwhile comes
-    back. At the end all events of living processes are in the files, and the status is 0.
+    """A full disk ends neither workers nor agents nor the launcher. A group that dies meanwhile
+    returns. At the end the files have all events of living processes, and the status is 0.
     """
     run = run_on_disk
     launcher = run.launch(replicas=2)
@@ -80,8 +80,8 @@ def test_run_goes_on_and_tells_all_when_there_is_room(run_on_disk: Any, small_di
 
 
 def test_agent_that_is_killed_on_a_full_disk(run_on_disk: Any, small_disk: Any) -> None:
-    """No event about it can be written. The launcher learns of it by its child's exit status,
-    reports it and starts another agent.
+    """No event about the agent can be written. The launcher sees the exit status of its child,
+    reports the death and starts another agent.
     """
     run = run_on_disk
     launcher = run.launch(replicas=2)
@@ -100,8 +100,8 @@ def test_agent_that_is_killed_on_a_full_disk(run_on_disk: Any, small_disk: Any) 
 
 
 def test_run_whose_disk_stays_full(run_on_disk: Any, small_disk: Any) -> None:
-    """The run ends with its processes, without any event: the status is 0, and a line on the
-    terminal says that events are missing.
+    """The run ends with its processes, without any event. The status is 0, and a line on the
+    terminal reports the missing events.
     """
     run = run_on_disk
     launcher = run.launch(replicas=2)
@@ -121,7 +121,7 @@ def test_run_whose_disk_stays_full(run_on_disk: Any, small_disk: Any) -> None:
 
 @pytest.mark.slow
 def test_lag_is_said_on_the_terminal(run_on_disk: Any, small_disk: Any) -> None:
-    """The terminal says why nothing seems to happen, and when all events are written again."""
+    """The terminal says why no progress is shown, and when all events are written again."""
     run = run_on_disk
     launcher = run.launch(replicas=1)
     run.worker(0, 0, 0)
@@ -141,7 +141,7 @@ def test_lag_is_said_on_the_terminal(run_on_disk: Any, small_disk: Any) -> None:
 
 
 def test_lighthouse_that_dies_on_a_full_disk_comes_back(run_on_disk: Any, small_disk: Any) -> None:
-    """Its log takes no line; the run does not end for want of one."""
+    """The lighthouse cannot write to its log, but the run does not depend on the log."""
     run = run_on_disk
     launcher = run.launch(replicas=1)
     run.worker(0, 0, 0)
@@ -164,8 +164,8 @@ def test_lighthouse_that_dies_on_a_full_disk_comes_back(run_on_disk: Any, small_
 
 
 def refuses(host: str, port: str) -> bool:
-    """True if a lighthouse closes a connection without the secret; the port itself is the
-    launcher's, and listens.
+    """True if a lighthouse closes a connection without the secret. The port alone shows nothing:
+    the launcher's socket listens there.
     """
     with (
         contextlib.suppress(OSError),
@@ -178,7 +178,7 @@ def refuses(host: str, port: str) -> bool:
 
 @pytest.mark.slow
 def test_time_that_is_up_on_a_full_disk(run_on_disk: Any, small_disk: Any) -> None:
-    """Groups that left in order, of which no event says so, have left in order: status 0."""
+    """The groups have left in order, although no event says so: status 0."""
     run = run_on_disk
     launcher = run.launch(replicas=2, module="draining_worker", minutes=0.05)
     for replica in (0, 1):
@@ -217,7 +217,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (own.stat().st_size, limit[1]))
 
 @pytest.mark.usefixtures("no_backoff")
 def test_crash_loop_of_which_no_commit_is_seen(run: Any) -> None:
-    """Attempts with unreadable events are no crash loop: they may have made progress."""
+    """Attempts whose events cannot be read are no crash loop, because they may have made progress."""
     crash = f"{FULL}commit(1)\nif attempt == 3: time.sleep(600)\nraise RuntimeError('as always')"
     with Supervised(run, 1, module="crashing_worker", more_env={"CRASH": crash}) as supervised:
         run.wait_until(run.paths.logs(0, 3, 0).exists, 60.0, "the fourth attempt")
@@ -233,7 +233,7 @@ def test_crash_loop_of_which_no_commit_is_seen(run: Any) -> None:
 def test_group_that_was_sent_away_comes_back(
     run_on_disk: Any, small_disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its event cannot be written, and is lost with it. A mark that needs no room replaces it.
+    """The event of the leave cannot be written, and is lost. A mark that needs no room replaces it.
     After the end of the job another mark keeps the group away.
     """
     run = run_on_disk
@@ -257,8 +257,8 @@ def test_group_of_which_nothing_is_known_stays_away(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Without its last event, and without a mark, a group that ended with status 0 may have
-    finished. It must not train the job again, alone.
+    """A group that ended with status 0, without a last event and without a mark, may have finished.
+    It must not train the job again, alone.
     """
     run = run_on_disk
     monkeypatch.setattr("titan_ft.run.log.FINISH_SECONDS", 0.1)
@@ -279,8 +279,8 @@ def test_group_of_which_nothing_is_known_stays_away(
 
 @pytest.mark.slow
 def test_crash_loop_beside_commits_that_are_not_seen(run: Any) -> None:
-    """A given-up group ends no run in which another group trains, even without an event of that
-    group.
+    """A group that is given up does not end a run in which another group trains, even if that group
+    has no events.
     """
     run.env["CRASH"] = f"""
 if replica == 1: raise RuntimeError("as always")

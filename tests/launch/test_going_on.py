@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a run says last that was stopped."""
+"""The last lines of a run that was stopped."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ FAILED = event("checkpoint_failed", step=105, error="No space left on device", l
     ],
 )
 def test_a_run_that_can_go_on_ends_with_the_command(events: list[Event], line: str) -> None:
-    """And with the step that it goes on from."""
+    """The lines also name the step from which the run continues."""
     assert told(*events) == [f"{line}; go on with:", f"  {COMMAND}"]
 
 
@@ -132,12 +132,12 @@ def test_a_run_that_can_go_on_ends_with_the_command(events: list[Event], line: s
     ],
 )
 def test_a_run_that_cannot_go_on_says_why(events: list[Event], saves: bool, line: str) -> None:
-    """No command is shown that would be refused."""
+    """The lines show no command that would be refused."""
     assert told(*events, saves=saves) == [line]
 
 
 def test_a_second_launch_in_the_folder_counts_its_own_steps() -> None:
-    """The saves of an earlier launch do not count, except for the one that this launch has
+    """Saves of an earlier launch do not count, except for the checkpoint that this launch has
     loaded.
     """
     again = event("launch_started", replicas=1, ranks_per_replica=1, spares=0, job_id="j")

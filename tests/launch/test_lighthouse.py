@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""`titan-ft lighthouse` forgets processes that have ended."""
+"""`titan-ft lighthouse` forgets the names of ended processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIMITS = (
 
 
 class Page(StatusPage):
-    """A page with a text of the test."""
+    """A status page whose content a test sets."""
 
     def __init__(self) -> None:
         super().__init__("http://127.0.0.1:1")
@@ -69,13 +69,13 @@ def names(former: int, living: int) -> dict[str, float]:
 def test_when_a_lighthouse_starts_anew(
     page: Page, former: int, living: int, num_asking: int, due: bool
 ) -> None:
-    """With too many ended processes, and between two quorums."""
+    """With too many ended processes, while no group waits for a quorum."""
     page.status = LighthouseStatus(names(former, living), (), num_asking)
     assert RenewalPolicy(page).is_due() == due
 
 
 def test_a_page_that_cannot_be_read_says_nothing(page: Page) -> None:
-    """The lighthouse goes on: it may only be slow."""
+    """The lighthouse continues, because it may only be slow."""
     assert not RenewalPolicy(page).is_due()
 
 
@@ -83,7 +83,7 @@ def test_a_page_that_cannot_be_read_says_nothing(page: Page) -> None:
 def process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A lighthouse at a free port, which restarts as soon as it knows 20 ended processes.
 
-    The new process has no such limit: it does not know the names.
+    The new process has no such limit, but it does not know the names either.
     """
     code = f"import sys; from titan_ft.launch import lighthouse; {LIMITS}; from titan_ft.cli.main import main; main()"
     options = ["--bind", "127.0.0.1:0", "--run-dir", str(tmp_path)]
@@ -111,8 +111,8 @@ def read_address(process: subprocess.Popen[str]) -> str:
 def test_a_lighthouse_forgets_ended_processes(
     process: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    """It did not: a run of many restarts had longer and longer quorums. Process and address stay,
-    and an event reports it.
+    """The address and the process id stay, and an event reports the new start. Before, quorums
+    became slower with each restart of a group.
     """
     address = read_address(process)
     page = StatusPage(address)
@@ -148,7 +148,7 @@ class NoStop:
 def test_a_lighthouse_that_starts_anew_keeps_its_token(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Inside its user namespace, a token file of root's would belong to an unknown user, and be
+    """Inside the user namespace, a token file of root's belongs to an unknown user, and would be
     refused.
     """
     file = tmp_path / "token"

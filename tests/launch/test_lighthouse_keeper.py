@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The lighthouse that comes back: its port, its start, and its crash loops."""
+"""A lighthouse that is restarted at its address: its port, its start, and its crash loops."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def poll_until(
 
 
 def test_port_is_held_while_nobody_listens(make_keeper: MakeKeeper) -> None:
-    """While the lighthouse is away, no other process gets the port, even with SO_REUSEADDR; then it
-    is released.
+    """While the lighthouse is away, no other process gets the port, even with SO_REUSEADDR. `close`
+    releases the port.
     """
     keeper = make_keeper("")
     assert keeper.address == f"http://{HOST}:{keeper.port}"
@@ -92,7 +92,7 @@ def test_port_is_held_while_nobody_listens(make_keeper: MakeKeeper) -> None:
 
 
 def test_taken_port_is_a_mistake_in_the_command(make_keeper: MakeKeeper) -> None:
-    """A --lighthouse-port at which somebody listens is refused before anything is started."""
+    """A --lighthouse-port at which another process listens is refused before anything is started."""
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
@@ -105,7 +105,9 @@ def test_taken_port_is_a_mistake_in_the_command(make_keeper: MakeKeeper) -> None
 def test_lighthouse_that_cannot_start_is_not_started_again(
     make_keeper: MakeKeeper, tmp_path: Path
 ) -> None:
-    """If it ends before it ever listened, its settings are wrong, which is reported at once."""
+    """A lighthouse that ends without ever listening has wrong settings, which the keeper reports at
+    once.
+    """
     keeper = make_keeper("print('started'); raise SystemExit(2)")
     poll_until(keeper, lambda: keeper.failure)
     assert keeper.failure == "the lighthouse ended (exit status 2)"
@@ -115,8 +117,8 @@ def test_lighthouse_that_cannot_start_is_not_started_again(
 def test_crash_loop_is_given_up(
     make_keeper: MakeKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deaths count while each follows a short life, also if it never listened again, and a long
-    life forgives them.
+    """Deaths in a row count if each lighthouse lived for a short time, or never listened. A long
+    life begins a new row.
     """
     monkeypatch.setattr("titan_ft.launch.lighthouse_keeper.backoff_seconds", lambda streak: 0.0)
     flag, log = tmp_path / "once", tmp_path / "lighthouse.log"
@@ -139,7 +141,7 @@ def test_crash_loop_is_given_up(
 def test_a_lighthouse_that_answers_no_more_is_started_again(
     make_keeper: MakeKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a free descriptor torchft's lighthouse stops accepting for good, and its process
+    """Without a free descriptor torchft's lighthouse stops accepting for good, but its process
     lives on.
     """
     monkeypatch.setattr("titan_ft.launch.lighthouse_keeper._PROBE_TIMEOUT_SECONDS", 0.2)
@@ -242,8 +244,8 @@ def test_thirty_groups_on_busy_cores_restart_no_lighthouse(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 def test_lighthouse_whose_log_is_full(make_keeper: MakeKeeper, tmp_path: Path) -> None:
-    """The keeper sees without the log that the lighthouse listens: on a full disk it comes back as
-    on any other.
+    """The keeper notices without the log that the lighthouse listens, so a full disk does not
+    prevent a restart.
     """
     (tmp_path / "lighthouse.log").symlink_to("/dev/full")
     keeper = make_keeper("import sys; from titan_ft.cli.main import main; main()")
@@ -259,7 +261,7 @@ def test_lighthouse_whose_log_is_full(make_keeper: MakeKeeper, tmp_path: Path) -
 
 
 def test_native_module_comes_without_torch() -> None:
-    """The lighthouse loads torchft's native module by itself: a restart does not wait for torch's
+    """The lighthouse loads torchft's native module alone, so a restart does not wait for torch's
     imports.
     """
     code = (

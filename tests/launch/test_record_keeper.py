@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The launcher has the events of a long run reduced as they grow."""
+"""The launcher lets the events of a long run be reduced as they grow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Process:
 
 
 class Started:
-    """In the place of the launcher's children."""
+    """Stands in for the launcher's children."""
 
     def __init__(self) -> None:
         self.processes: list[Process] = []
@@ -41,7 +41,7 @@ class Kept:
         self.keeper = RecordKeeper(folder, children, folder / "log", lambda: self.now)
 
     def num_after(self, num_bytes: int) -> int:
-        """Return how many processes were started once the file has that size."""
+        """Return the number of started processes after the file has grown to a size."""
         self.file.write_bytes(bytes(num_bytes))
         self.now += LOOK_SECONDS
         self.keeper.poll()
@@ -59,7 +59,7 @@ def test_a_short_run_has_no_record(kept: Kept) -> None:
 
 
 def test_each_growth_is_reduced_once(kept: Kept) -> None:
-    """One process at a time; later events are for the next one."""
+    """One process runs at a time. The next process reduces later events."""
     assert kept.num_after(100) == 1
     assert kept.num_after(250) == 1, "the first one runs"
     kept.started.processes[0].code = 0
@@ -76,7 +76,7 @@ def test_a_host_without_room_for_a_process_ends_no_launcher(kept: Kept) -> None:
 
 
 def test_the_process_can_be_started(tmp_path: Path) -> None:
-    """As the launcher starts it; of a few events it keeps nothing."""
+    """The process is started as the launcher does. From a few events it keeps nothing."""
     (tmp_path / "launcher-1.jsonl").write_text('{"event": "launch_stopping", "time": 1.0}\n')
     command = [sys.executable, "-m", "titan_ft.history.record.kept", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

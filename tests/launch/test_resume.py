@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The differences that a run's earlier launch and its resume may have."""
+"""The allowed differences between a run's earlier launch and its resume."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ last_save_model_only = false
 
 @functools.cache
 def resolved(earlier: bool, flags: tuple[str, ...], text: str) -> Mapping[str, Any]:
-    """Resolve flags whose TOML has this text; for most tests one of two launches is the same."""
+    """Resolve flags for a TOML of this text. Cached, because most tests share one of the two
+    launches.
+    """
     return resolved_config.resolve_earlier(flags) if earlier else resolved_config.resolve(flags)
 
 
@@ -87,7 +89,7 @@ def changes(
     former_shape: tuple[int, int] = (2, 2),
     text: str = "",
 ) -> Mapping[str, ChangedField]:
-    """Return the differences from an earlier launch of `toml`; this one has further flags, or
+    """Return the differences from an earlier launch of `toml`. This launch has further flags, or
     another text.
     """
     now = toml
@@ -124,7 +126,7 @@ def merged_schema() -> Any:
 
 
 def test_each_field_is_sorted() -> None:
-    """By its own name or with its table, so that each new field of torchtitan's or ours gets a
+    """By its own name or by its table. So each new field of torchtitan or of this project gets a
     decision.
     """
     names = list(all_fields(merged_schema()))
@@ -181,7 +183,7 @@ def test_kind_of_a_field(name: str, kind: str) -> None:
     ],
 )
 def test_the_same_value_is_no_change(toml: Path, flags: tuple[str, ...]) -> None:
-    """Whether it is written in the TOML, as a flag, as a default, or as its resolved value."""
+    """The value may be in the TOML, in a flag, a default, or a resolved value."""
     assert changes(toml, *flags) == {}
     assert changes(toml, before=flags) == {}
 
@@ -222,7 +224,7 @@ def test_a_path_may_be_written_in_several_ways(toml: Path, tmp_path: Path) -> No
 def test_a_relative_path_starts_where_its_launch_was_given(
     toml: Path, tmp_path: Path, former: str, now: str, same: bool
 ) -> None:
-    """The same text may lead to other data, and another text to the same."""
+    """The same text may lead to other data, and another text to the same data."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "d.txt").write_text(name)
@@ -290,7 +292,7 @@ def test_a_relative_path_of_an_earlier_version(
 def test_flags_and_toml_are_compared_together(
     toml: Path, flags: tuple[str, ...], kinds: dict[str, str]
 ) -> None:
-    """A flag after the -- changes a run as much as the TOML does; whichever launch has it."""
+    """A flag after the -- changes a run as much as the TOML does, in either launch."""
     found = changes(toml, *flags)
     assert len(found) >= len(kinds)
     assert refused(found) == kinds
@@ -310,14 +312,16 @@ def test_flags_and_toml_are_compared_together(
 def test_groups_and_ranks(
     toml: Path, former: tuple[int, int], now: tuple[int, int], kinds: dict[str, str]
 ) -> None:
-    """What counts is the number of shards that the data is cut into."""
+    """Only the number of shards of the data counts."""
     found = changes(toml, shape=now, former_shape=former)
     assert refused(found) == kinds
     assert ("ranks_per_replica" in found) == (former[1] != now[1])
 
 
 def test_groups_that_train_by_themselves_are_arithmetic(toml: Path) -> None:
-    """A round of four groups is no round of two, however the data is cut."""
+    """In a semi-synchronous method, a round of four groups differs from a round of two, however the
+    data is cut.
+    """
     method = ("--fault_tolerance.semi_sync_method=local_sgd",)
     found = changes(toml, *method, before=method, shape=(4, 1), former_shape=(2, 2))
     assert refused(found) == {"fault_tolerance.group_size": ARITHMETIC}
@@ -344,7 +348,9 @@ def message(found: Mapping[str, ChangedField], *named: str) -> str:
 
 
 def test_the_refusal_names_all_and_the_way_on(toml: Path) -> None:
-    """Each field with both values, and what to add to the command; that is accepted."""
+    """The refusal names each field with both values, and the option to add to the command. That
+    option is accepted.
+    """
     found = changes(
         toml, "--optimizer.lr=1e-3", "--training.seq_len=128", "--metrics.log_freq=1", shape=(3, 2)
     )
@@ -372,7 +378,7 @@ def test_the_refusal_names_all_and_the_way_on(toml: Path) -> None:
     ],
 )
 def test_spellings_of_a_name(toml: Path, names: list[str]) -> None:
-    """Whole, or its last part; as a flag is written."""
+    """The full name, its last part, or the spelling of a flag."""
     check_allowed(
         changes(toml, "--optimizer.lr=1e-3", "--training.seq_len=128", "--metrics.log_freq=1"),
         names,
@@ -393,7 +399,7 @@ def test_spellings_of_a_name(toml: Path, names: list[str]) -> None:
     ],
 )
 def test_options_are_names_too(toml: Path, names: list[str], shape: tuple[int, int]) -> None:
-    """Of the launcher's own options, by the fields that follow from them."""
+    """An option of the launcher stands for the fields that follow from it."""
     found = changes(toml, shape=shape)
     check_allowed(found, names)
     offered = message(found).rpartition("--resume-with ")[2].split(",")
@@ -402,9 +408,7 @@ def test_options_are_names_too(toml: Path, names: list[str], shape: tuple[int, i
 
 @pytest.mark.parametrize("named", [(), ("num_workers",), ("training.dataloader.num_workers", "lr")])
 def test_other_workers_of_the_loader_cannot_go_on(toml: Path, named: tuple[str, ...]) -> None:
-    """Their states differ in kind: the workers of the resume would refuse what is saved, at each
-    start.
-    """
+    """The loaders of the resume would refuse the saved states, at each start again."""
     found = changes(toml, "--training.dataloader.num_workers=1", "--optimizer.lr=1e-3")
     assert message(found, *named) == (
         "--resume must keep training.dataloader.num_workers, got 1 (was 0): the state of a loader fits no other number "
@@ -424,7 +428,7 @@ def test_a_name_that_does_not_differ(toml: Path) -> None:
 
 
 def test_a_name_of_two_fields(toml: Path) -> None:
-    """The last part of a name does not always say which field is meant; what is offered does."""
+    """If the last part of a name fits several fields, the error offers the full names."""
     found = changes(
         toml, "--training.dtype=bfloat16", "--training.seq_len=128", "--validation.seq_len=64"
     )
@@ -450,7 +454,7 @@ def test_a_name_of_two_fields(toml: Path) -> None:
 def test_a_longer_run_has_another_lr_schedule(
     toml: Path, flags: tuple[str, ...], note: str
 ) -> None:
-    """It is accepted, because a resume is for that, and reported."""
+    """The change is accepted, because a resume may train longer, and it is reported."""
     command = Command(toml, 2, 2, flags)
     found, said = find_changes(Command(toml, 2, 2, ()), command, resolve=resolve_two)
     assert "training.steps" not in refused(found)
@@ -466,7 +470,9 @@ def test_a_longer_run_has_another_lr_schedule(
 def test_fields_of_a_user_s_config_module(
     toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are compared, and count as arithmetic; also where one of the launches has none."""
+    """The fields are compared, and count as arithmetic, also if one of the launches has no such
+    module.
+    """
     (tmp_path / "mine_of_resume.py").write_text(
         "from dataclasses import dataclass, field\n"
         "@dataclass\nclass Mine:\n    factor: float = 1.0\n"
@@ -483,7 +489,7 @@ def test_fields_of_a_user_s_config_module(
 
 
 def test_the_earlier_launch_is_not_checked_again(toml: Path, tmp_path: Path) -> None:
-    """That launch has trained, so a tokenizer that has moved is a difference, and no mistake."""
+    """That launch has trained. So a tokenizer that has moved is a difference, not a mistake."""
     gone = f"--model.hf_assets_path={tmp_path / 'gone'}"
     assert refused(changes(toml, before=(gone,))) == {"model.hf_assets_path": DATA}
     with pytest.raises(
@@ -493,7 +499,7 @@ def test_the_earlier_launch_is_not_checked_again(toml: Path, tmp_path: Path) -> 
 
 
 def test_a_mistake_in_this_launch_is_its_line(toml: Path) -> None:
-    """As without --resume."""
+    """The error is the same as without --resume."""
     with pytest.raises(
         ConfigError,
         match=r"--optimizer.lrr is no flag of torchtitan; did you mean --optimizer.lr\?",
@@ -505,7 +511,9 @@ def test_a_mistake_in_this_launch_is_its_line(toml: Path) -> None:
 def test_the_launcher_asks_a_process_of_its_own(
     toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It never imports torch itself; what a module of the user's prints there is no answer."""
+    """The launcher itself never imports torch. Output of a user's module in that process is not
+    taken for the answer.
+    """
     (tmp_path / "loud_config.py").write_text(
         "import os, sys\nprint('{')\nos.write(1, b'noise')\n"
         "from dataclasses import dataclass\n@dataclass\nclass JobConfig:\n    pass\n"
@@ -538,7 +546,7 @@ def test_the_launcher_asks_a_process_of_its_own(
 def test_what_that_process_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prints: str, line: str
 ) -> None:
-    """Values, a mistake in the config, or the line that it failed with."""
+    """Values, a mistake in the config, or the last line of the process's error."""
     script = tmp_path / "python"
     said = "echo Traceback >&2; echo \"Error: No module named 'torchtitan'\" >&2"
     script.write_text(f"#!/bin/sh\ncat >{tmp_path}/asked; {said}; printf %s '{prints}'\n")
@@ -558,7 +566,7 @@ def test_what_that_process_answers(
 
 @pytest.fixture
 def run(tmp_path: Path) -> LaunchPlan:
-    """An earlier launch, of which there is a checkpoint."""
+    """An earlier launch that has a checkpoint."""
     config = tmp_path / "run.toml"
     config.write_text(TOML)
     first = LaunchPlan(
@@ -578,8 +586,8 @@ def again(
 
 
 def test_the_command_of_the_earlier_launch(run: LaunchPlan) -> None:
-    """It is the first line of the run's config, with its flags, whatever characters they
-    contain.
+    """The first line of the run's config is the command with its flags, whatever characters the
+    flags contain.
     """
     found = read_command(run.paths.config)
     assert found == Command(
@@ -596,7 +604,7 @@ def test_the_command_of_the_earlier_launch(run: LaunchPlan) -> None:
 
 @pytest.mark.parametrize("text", [None, "", "[training]\n", "# a comment\n"])
 def test_a_folder_that_does_not_say_how_it_was_launched(run: LaunchPlan, text: str | None) -> None:
-    """For example, one of groups that were started one by one: nothing can be compared."""
+    """For example, a run whose groups were started one by one. Nothing can be compared."""
     run.paths.config.unlink()
     if text is not None:
         run.paths.config.write_text(text)
@@ -607,7 +615,7 @@ def test_a_folder_that_does_not_say_how_it_was_launched(run: LaunchPlan, text: s
 
 
 def test_the_same_command_is_not_resolved(run: LaunchPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It mostly is the same, and resolving it takes seconds."""
+    """Most resumes have the same command, and to resolve it takes seconds."""
 
     def resolve(*_: Any) -> Any:
         raise AssertionError("nothing to resolve")
@@ -618,7 +626,7 @@ def test_the_same_command_is_not_resolved(run: LaunchPlan, monkeypatch: pytest.M
 
 
 def test_a_change_is_refused_unless_it_is_named(run: LaunchPlan) -> None:
-    """The flags of the earlier launch count: without them the LR is another one."""
+    """The flags of the earlier launch count: without them the resume has another LR."""
     with pytest.raises(
         ConfigError, match=r"got optimizer.lr = 0.0008 \(was 0.002, of the arithmetic\); .*with lr$"
     ):
@@ -632,7 +640,7 @@ def test_a_change_is_refused_unless_it_is_named(run: LaunchPlan) -> None:
 
 
 def test_each_resume_compares_with_the_launch_before(run: LaunchPlan) -> None:
-    """What was allowed once holds from then on, and to go back must be named as well."""
+    """A change that was allowed once holds from then on. The way back must be named as well."""
     again(run, resume_with="lr").write()
     header = run.paths.config.read_text().splitlines()[0]
     assert header.endswith("--resume --resume-with lr")
@@ -670,7 +678,7 @@ def test_the_option_by_itself(run: LaunchPlan, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.slow
 def test_a_refusal_is_one_line(run: LaunchPlan) -> None:
-    """With exit status 2, by the command itself, which starts nothing."""
+    """The command itself ends with exit status 2, and starts nothing."""
     command = [
         sys.executable,
         "-m",
@@ -697,7 +705,7 @@ def test_a_refusal_is_one_line(run: LaunchPlan) -> None:
 
 
 def test_config_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every field, as the workers have it."""
+    """Every field, as the workers read it."""
     assert (
         main(["config", "llama3_debug", "--replicas", "3", "--json", "--", "--optimizer.lr=1e-3"])
         == 0

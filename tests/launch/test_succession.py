@@ -57,7 +57,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 def test_a_standby_that_starts_anew_does_not_wait_for_itself(world: World) -> None:
     """The file has the address of its former process, at which the standby itself answers. It would
-    wait for ever.
+    stand by for itself for ever.
     """
     first = world.lighthouse("a", standby=True)
     while not first.serves:
