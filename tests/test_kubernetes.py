@@ -1,7 +1,7 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `titan-ft kubernetes` prints, against the schemas of Kubernetes and of JobSet, and what it
-starts.
+"""The objects of `titan-ft kubernetes`, against the schemas of Kubernetes and of JobSet, and the
+commands that they start.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ GIVEN = (
 
 
 def documents(*options: str) -> dict[str, dict[str, Any]]:
-    """Return what the command prints, by kind."""
+    """Return the printed objects, by kind."""
     printed = render(parse([*GIVEN, *options]), ["--training.steps=7", "--job.description=$(x)"])
     found = list(yaml.safe_load_all(printed))
     assert len(found) == len({each["kind"] for each in found})
@@ -76,8 +76,9 @@ def arguments(command: list[str]) -> dict[str, str]:
 
 
 def differences(given: Any, read: Any, path: str = "") -> Iterator[str]:
-    """Yield where what a model has read is not what it was given: a field that it does not know is
-    left out. Defaults may be added."""
+    """Yield the differences between the input of a model and the model: it leaves out a field that
+    it does not know. Defaults may be added.
+    """
     if isinstance(given, dict) and isinstance(read, dict):
         for name in given:
             yield from differences(given.get(name), read.get(name), f"{path}.{name}")
@@ -89,15 +90,18 @@ def differences(given: Any, read: Any, path: str = "") -> Iterator[str]:
 
 
 def test_the_job_set_is_what_its_schema_says(job_set: dict[str, Any]) -> None:
-    """JobSet's own schema, by the models that Kubeflow generates from it, down to the pod: every
-    field is known there, has its type, and none that must be there is missing."""
+    """The models that Kubeflow generates from JobSet's schema check it, down to the pod. Every
+    field is known and has its type, and no required field is missing.
+    """
     model = JobsetV1alpha2JobSet.from_dict(job_set)
     assert model is not None
     assert list(differences(job_set, model.to_dict())) == []
 
 
 def test_a_field_that_the_schema_does_not_know_is_found(job_set: dict[str, Any]) -> None:
-    """The check above can fail: at the top, in the child Job, in a container, and by a type."""
+    """The check above can fail: for a field at the top, in the child Job, in a container, and for a
+    wrong type.
+    """
     pod(job_set)["containers"][0]["comand"] = ["x"]
     child = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
     child["retries"] = 3
@@ -118,7 +122,7 @@ def test_a_field_that_the_schema_does_not_know_is_found(job_set: dict[str, Any])
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_all_else_is_what_kubernetes_schemas_say(version: str, job_set: dict[str, Any]) -> None:
-    """Strictly: no field that Kubernetes does not know. A child Job is one of its own kind."""
+    """Strictly: Kubernetes knows every field. A child Job is checked as a Job."""
     objects = [each for kind, each in documents().items() if kind != "JobSet"]
     (groups,) = job_set["spec"]["replicatedJobs"]
     template = groups["template"]
@@ -144,8 +148,9 @@ def test_all_else_is_what_kubernetes_schemas_say(version: str, job_set: dict[str
 
 
 def test_a_group_is_brought_back_by_its_own_job(job_set: dict[str, Any]) -> None:
-    """JobSet's restart is one of all groups: nothing may ask for it. What starting again cannot
-    help ends the job, and evictions do not count."""
+    """JobSet's own restart would restart all groups, so no object may use it. An end that no
+    restart mends ends the job, and evictions do not count.
+    """
     (groups,) = job_set["spec"]["replicatedJobs"]
     policy = job_set["spec"]["failurePolicy"]
     assert policy == {"maxRestarts": 0}
@@ -170,14 +175,14 @@ def test_a_group_is_brought_back_by_its_own_job(job_set: dict[str, Any]) -> None
 
 
 def test_a_pod_has_the_time_to_leave_in_order(job_set: dict[str, Any]) -> None:
-    """Longer than the drain of the config that it starts, which the agent waits for."""
+    """The grace period is longer than the drain timeout of the config, for which the agent waits."""
     table = tomli.loads(documents()["ConfigMap"]["data"]["config.toml"])["fault_tolerance"]
     drain = table.get("drain_timeout_seconds", FaultTolerance.drain_timeout_seconds)
     assert pod(job_set)["terminationGracePeriodSeconds"] >= drain + 15
 
 
 def test_the_numbers_are_those_that_were_given() -> None:
-    """Groups, hosts and GPUs; no GPU where none is asked for."""
+    """Groups, hosts and GPUs. Without a request for GPUs, the pods have none."""
     job_set = documents(
         "--nodes=2", "--replicas=5", "--ranks-per-group=16", "--gpu-resource=amd.com/gpu"
     )["JobSet"]
@@ -194,8 +199,8 @@ def test_the_numbers_are_those_that_were_given() -> None:
 
 
 def test_the_config_is_the_file(tmp_path: Path) -> None:
-    """Each byte of it, in a pod that has nothing else of this host; its lighthouse settings reach
-    the lighthouse.
+    """The pod has each byte of the config, and nothing else of this host. The lighthouse gets the
+    lighthouse's settings.
     """
     config = tmp_path / "mine.toml"
     config.write_text(
@@ -217,14 +222,14 @@ def test_the_config_is_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_refused(option: str, message: str) -> None:
-    """In one line, before anything is printed."""
+    """Each mistake is one line, before anything is printed."""
     with pytest.raises(ConfigError, match=message):
         documents(option)
 
 
 def test_the_command_takes_what_a_pod_gives_it(tmp_path: Path) -> None:
-    """The very command of a pod of group 3 of 8 with two hosts, with what Kubernetes puts in the
-    place of $(NAME).
+    """The exact command of a pod of group 3 of 8 with two hosts, after Kubernetes has replaced
+    $(NAME).
     """
     found = documents("--nodes=2")
     container = pod(found["JobSet"])["containers"][0]
@@ -260,9 +265,7 @@ def test_the_command_takes_what_a_pod_gives_it(tmp_path: Path) -> None:
 
 
 def test_pods_find_each_other_and_the_lighthouse(job_set: dict[str, Any]) -> None:
-    """Names, ports, labels, the Secret and the volume that one document names are those of another
-    one.
-    """
+    """Names, ports, labels, Secret and volume agree between the documents."""
     found = documents()
     container, service, deployment = (
         pod(job_set)["containers"][0],
@@ -322,7 +325,7 @@ def test_pods_find_each_other_and_the_lighthouse(job_set: dict[str, Any]) -> Non
 
 
 def test_pods_have_no_right_that_they_need_not() -> None:
-    """What Pod Security calls "restricted", and a root file system that nobody can write."""
+    """They meet Pod Security's level "restricted", with a root file system that is read-only."""
     found = documents()
     for spec in (found["Deployment"]["spec"]["template"]["spec"], pod(found["JobSet"])):
         assert spec["automountServiceAccountToken"] is False
@@ -340,7 +343,7 @@ def test_pods_have_no_right_that_they_need_not() -> None:
 
 
 def test_the_token_is_a_file_that_one_user_reads(job_set: dict[str, Any]) -> None:
-    """Who may describe a pod sees its variables, and not its files."""
+    """A user who may describe a pod sees its variables, but not its files."""
     container = pod(job_set)["containers"][0]
     assert not any("secretKeyRef" in str(each) for each in container["env"])
     secret = next(each["secret"] for each in pod(job_set)["volumes"] if each["name"] == "token")
@@ -352,7 +355,7 @@ def test_the_token_is_a_file_that_one_user_reads(job_set: dict[str, Any]) -> Non
 
 
 def test_other_pods_reach_nothing_but_figures_and_those_prometheus_alone() -> None:
-    """Each way in names who may take it."""
+    """Each allowed way into a pod names its users."""
     policy = documents()["NetworkPolicy"]["spec"]
     assert policy["policyTypes"] == ["Ingress"]
     own, figures = policy["ingress"]
@@ -363,16 +366,14 @@ def test_other_pods_reach_nothing_but_figures_and_those_prometheus_alone() -> No
 
 
 def test_the_image_comes_from_one_index_a_package() -> None:
-    """With an extra index each of the two could serve any name, and the higher version would
-    win.
-    """
+    """With an extra index, either index could serve any name, and the higher version would win."""
     text = (FOLDER / "Dockerfile").read_text()
     assert "--extra-index-url" not in text
     assert "--no-deps" in text.partition('--index-url "$TORCH_INDEX"')[0].rpartition("RUN")[2]
 
 
 def test_two_jobs_fit_in_one_namespace() -> None:
-    """No object and no selector of one is that of the other."""
+    """The jobs share no object and no selector."""
     one, other = documents("--name=one"), documents("--name=other")
     assert all(one[kind]["metadata"]["name"] != other[kind]["metadata"]["name"] for kind in one)
     labels = other["Deployment"]["spec"]["template"]["metadata"]["labels"].items()
@@ -381,8 +382,8 @@ def test_two_jobs_fit_in_one_namespace() -> None:
 
 
 def test_the_image_has_what_the_pods_start() -> None:
-    """Its base and torch's index are arguments; what it copies and what the manifests run from it
-    is there.
+    """The base image and torch's index are arguments. The image contains each file that it copies
+    and each program that the manifests run.
     """
     text = (FOLDER / "Dockerfile").read_text()
     instructions = [

@@ -55,7 +55,7 @@ def test_the_catalogue_is_complete() -> None:
 
 
 def test_needs_follow_from_who_acts() -> None:
-    """Faults inside a worker need an agent, and no others do."""
+    """Faults inside a worker need an agent, and faults from outside do not."""
     for fault in FAULTS.values():
         assert (Need.AGENT in fault.needs) == issubclass(fault, InWorker)
         assert (Need.LIGHTHOUSE in fault.needs) == (fault.scope == "lighthouse")
@@ -74,7 +74,7 @@ def test_help_is_one_line_and_defaults_keep_their_rules() -> None:
 
 
 def test_what_lasts_is_undone() -> None:
-    """A fault has a duration exactly if it ends by being undone."""
+    """Exactly the faults that are undone have a duration."""
     for name, fault in FAULTS.items():
         assert (make_fault(name, {}).duration_seconds > 0) == (fault.ends == "undone")
 
@@ -96,8 +96,8 @@ def test_what_lasts_is_undone() -> None:
     ],
 )
 def test_outcomes(outcome: str, names: set[str]) -> None:
-    """Histories are judged by a fault's outcome. Kill scripts have names of their own; unknown
-    names have none.
+    """Histories are judged by a fault's outcome. Scripts that kill have their own names, and
+    unknown names have no outcome.
     """
     known = {*FAULTS, "sigkill_group", "sigkill:forward", "flood"}
     assert {name for name in known if read_outcome(name) == outcome} == names
@@ -130,7 +130,7 @@ def test_groups_that_must_be_up(name: str, required: int) -> None:
 
 
 def test_count_of_kill_groups_counts() -> None:
-    """The more groups die at once, the more must be up before."""
+    """The more groups die at once, the more groups must contribute before."""
     assert KillGroups(5).required_up == 6
     assert KillGroups(5).num_targets == 5
 
@@ -223,7 +223,7 @@ def test_wrong_params_are_refused(name: str, given: object, line: str) -> None:
 
 
 def test_an_unknown_fault_is_refused() -> None:
-    """The line names the closest fault and all others."""
+    """The line names the closest fault and all other faults."""
     with pytest.raises(ConfigError) as caught:
         find_fault("kill_grop")
     line = f"fault must name a fault, got 'kill_grop'; did you mean kill_group? faults: {', '.join(FAULTS)}"

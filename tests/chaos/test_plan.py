@@ -35,7 +35,7 @@ def write(folder: Path, text: str, trace: str | None = None) -> Path:
 
 
 def test_a_plan_is_read(tmp_path: Path) -> None:
-    """All that a plan may say is taken over; parameters are completed."""
+    """Every setting of a plan is read, and missing parameters get their defaults."""
     text = (
         "seed = 9\nstart_seconds = 5\nstop_after_seconds = 60.5\n"
         "[limits]\nmax_down = 2\nexempt = [0, 3]\npatience_seconds = 7\n"
@@ -69,8 +69,8 @@ def test_a_plan_is_read(tmp_path: Path) -> None:
 
 
 def test_defaults_are_gentle(tmp_path: Path) -> None:
-    """A plan of one rule starts at once, never stops, exempts no group, and takes one group down at
-    a time.
+    """A plan with a single rule starts at once, never stops, exempts no group, and takes one group
+    down at a time.
     """
     plan = load_plan(write(tmp_path, EVERY))
     assert (plan.start_seconds, plan.stop_after_seconds, plan.limits) == (0, 0, Limits(1, (), 30))
@@ -84,8 +84,8 @@ def test_defaults_are_gentle(tmp_path: Path) -> None:
     ],
 )
 def test_poisson_takes_the_job_or_its_parts(tmp_path: Path, keys: str, mtbf_seconds: float) -> None:
-    """The job's mean time between failures is given, or follows from that of a GPU and their
-    number.
+    """The job's mean time between failures is given, or follows from the mean time of a GPU and the
+    number of GPUs.
     """
     plan = load_plan(
         write(tmp_path, f'[[rule]]\nwhen = "poisson"\n{keys}\nfaults = ["kill_group"]\n')
@@ -96,7 +96,7 @@ def test_poisson_takes_the_job_or_its_parts(tmp_path: Path, keys: str, mtbf_seco
 
 
 def test_a_script_is_put_in_order(tmp_path: Path) -> None:
-    """A script is sorted by time; shots of one time keep their order."""
+    """A script is sorted by time. Faults of the same time keep their order."""
     text = (
         '[[rule]]\nwhen = "script"\nshots = [\n'
         '{at = 9, fault = "kill_lighthouse"},\n'
@@ -143,7 +143,7 @@ def test_a_trace_needs_no_params(tmp_path: Path) -> None:
 
 
 def test_who_decides_the_seed(tmp_path: Path) -> None:
-    """The caller's seed goes before the file's, 0 too; with neither one is drawn anew."""
+    """The caller's seed wins over the file's, also if it is 0. Without either, a new seed is drawn."""
     with_seed, without = EVERY, write(tmp_path, EVERY)
     assert load_plan(without, seed=5).seed == 5
     assert len({load_plan(without).seed for _ in range(5)}) > 1
@@ -510,7 +510,9 @@ def test_a_mistake_in_a_trace_names_its_line(tmp_path: Path, mistake: str) -> No
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    """A missing plan, one that is not TOML, a missing trace and one that is not text are named."""
+    """The error names a missing plan, a plan that is not TOML, a missing trace, or a trace that is
+    not text.
+    """
     with pytest.raises(
         ConfigError, match=r"config file must be readable, got .*plan\.toml \(No such file"
     ):
@@ -532,7 +534,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_single_is_one_shot_at_once() -> None:
-    """The plan of one fault has one shot at time 0, with the requested target and parameters."""
+    """The plan of a single fault has one fault at time 0, with the requested target and parameters."""
     plan = single("stop_rank", replica=2, rank=1, params={"seconds": 3.0}, seed=8)
     (shot,) = shots(plan)
     assert (shot.time, shot.fault, shot.replica, shot.rank) == (0, StopRank(3.0), 2, 1)
@@ -542,7 +544,7 @@ def test_single_is_one_shot_at_once() -> None:
 
 
 def test_single_may_take_down_all_but_one() -> None:
-    """An operator's own shot knows no max_down, but still leaves a group untouched."""
+    """For an operator's own fault no max_down applies, but one group stays untouched."""
     (shot,) = shots(plan := single("kill_groups", params={"count": 3}))
     assert isinstance(aim(shot, FULL, plan.limits), Injection)
     (shot,) = shots(plan := single("kill_groups", params={"count": 4}))
@@ -584,7 +586,7 @@ def test_single_refuses_mistakes(
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_plans_work(path: Path) -> None:
-    """Each bundled plan loads, and each of its first shots is possible in a healthy job of four
+    """Each bundled plan loads, and each of its first faults is possible in a healthy job of four
     groups of one rank.
     """
     plan = load_plan(path, seed=1)
@@ -613,8 +615,8 @@ def test_all_plans_are_shipped() -> None:
 
 
 def test_the_campaign_leaves_nothing_out() -> None:
-    """The campaign draws each fault, except those that equal another one when a group has
-    one rank.
+    """The campaign draws each fault, except faults that equal another fault if a group has one
+    rank.
     """
     path = next(path for path in SHIPPED if path.stem == "campaign")
     drawn = {shot.fault.name for shot in islice(shots(load_plan(path, seed=1)), 2000)}

@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""When the launcher starts another agent for a group, with agents that only say how they ended."""
+"""When the launcher starts another agent for a group. The agents here are fakes that end when a
+test says so.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,7 @@ class Kept:
 
 
 def test_agent_that_is_killed_is_followed_by_another(tmp_path: Path) -> None:
-    """At once for the first time; the back-off of the policy holds for agents as for workers."""
+    """The first time at once. Later the policy's back-off applies to agents as to workers."""
     kept = Kept(tmp_path)
     kept.end(-signal.SIGKILL)
     assert kept.started == [(0, ""), (1, "its agent was killed by SIGKILL")]
@@ -100,7 +102,7 @@ def test_agent_that_is_killed_is_followed_by_another(tmp_path: Path) -> None:
 
 
 def test_agent_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
-    """Its restarts are counted, and a crash of its own three times in a row is a crash loop."""
+    """Restarts of agents count, and three crashes of an agent in a row are a crash loop."""
     kept = Kept(tmp_path, max_restarts=1)
     kept.end(-signal.SIGKILL)
     kept.end(-signal.SIGKILL)
@@ -132,8 +134,8 @@ def test_commits_of_its_group_are_progress(tmp_path: Path) -> None:
 
 
 def test_end_that_an_event_explains_is_no_death(tmp_path: Path) -> None:
-    """A group that finished, failed or was given up is over; where no event came, that is said
-    once.
+    """A group that finished, failed or was given up is over. If no event came, the keeper reports
+    that once.
     """
     for code in (0, 1, 2, 3):
         kept = Kept(tmp_path)
@@ -145,7 +147,7 @@ def test_end_that_an_event_explains_is_no_death(tmp_path: Path) -> None:
 
 
 def test_only_an_exception_of_this_agent_is_its_reason(tmp_path: Path) -> None:
-    """Neither the last line of its log nor an exception of an earlier agent is the reason of its
+    """Neither the last line of the log nor an exception of an earlier agent is the reason of the
     end.
     """
     kept = Kept(tmp_path)
@@ -164,7 +166,7 @@ def test_only_an_exception_of_this_agent_is_its_reason(tmp_path: Path) -> None:
 
 
 def test_agent_that_cannot_be_started(tmp_path: Path) -> None:
-    """A host without room for another process is one more death, for which the policy has
+    """If the host has no room for a process, that is another death, for which the policy has
     pauses.
     """
     kept = Kept(tmp_path)
@@ -182,8 +184,8 @@ def test_agent_that_cannot_be_started(tmp_path: Path) -> None:
 
 
 def test_failed_start_is_no_death_of_the_agent_before(tmp_path: Path) -> None:
-    """Its event has neither pid nor status of the agent before, and it is no part of a crash
-    loop.
+    """The event has neither pid nor status of the previous agent, and the failed start is no part
+    of a crash loop.
     """
     kept = Kept(tmp_path)
     kept.obstacle = OSError(11, "Resource temporarily unavailable")
@@ -202,7 +204,9 @@ def test_failed_start_is_no_death_of_the_agent_before(tmp_path: Path) -> None:
 
 
 def test_spare_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
-    """The error must not end the launcher, nor the exit status of the agent before end the run."""
+    """The error must not end the launcher, and the exit status of the previous agent must not end
+    the run.
+    """
     kept = Kept(tmp_path)
     kept.end(1)
     kept.keeper.report_end()
@@ -219,9 +223,7 @@ def test_spare_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
 
 
 def test_report_of_the_end_cancels_the_restart(tmp_path: Path) -> None:
-    """An agent that is started after the end was reported would run on in a run that is being
-    stopped.
-    """
+    """An agent that starts after that report would stay in a run that is being stopped."""
     kept = Kept(tmp_path)
     kept.end(-signal.SIGKILL)
     kept.end(-signal.SIGKILL)
@@ -237,8 +239,8 @@ def test_report_of_the_end_cancels_the_restart(tmp_path: Path) -> None:
 
 
 def test_agent_that_takes_over_has_a_life_of_its_own(tmp_path: Path) -> None:
-    """The death of the agent before, reported before its judgement, is not the death of the next
-    one.
+    """The death of the previous agent, reported before its judgement, is not a death of the next
+    agent.
     """
     kept = Kept(tmp_path)
     kept.agents[-1].code = -signal.SIGKILL
@@ -253,8 +255,8 @@ def test_agent_that_takes_over_has_a_life_of_its_own(tmp_path: Path) -> None:
 def test_agent_that_is_stopped_while_its_workers_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stopped agent notices no end of its workers, so its group would be lost for good. An agent
-    with living workers is left alone.
+    """A stopped agent does not notice the end of its workers, so its group would be lost for good.
+    An agent with living workers is left alone.
     """
     living = True
     monkeypatch.setattr(agent_keeper, "_is_stopped", lambda pid: True)

@@ -51,7 +51,7 @@ def agent_args(made: LaunchPlan, replica: int) -> list[str]:
 
 
 def began(paths: RunPaths, *names: str) -> None:
-    """Let the folder hold a launch with some events."""
+    """Make a folder with the events of a launch."""
     tell(paths, "launch_started", *names)
 
 
@@ -139,7 +139,7 @@ def test_command_lines(config: Path) -> None:
 
 
 def test_options_reach_the_agent(config: Path) -> None:
-    """--no-zygote and --drain-timeout do, and why a spare begins."""
+    """--no-zygote, --drain-timeout, and the reason for the start of a spare."""
     made = plan(config, spares=1, no_zygote=True, drain_timeout=7.5)
     group, spare = agent_args(made, 2), made.agent_args(2, 0, LIGHTHOUSE, "a spare takes its place")
     assert "--takeover=a spare takes its place" in spare
@@ -160,8 +160,8 @@ def test_drain_timeout_comes_from_option_flag_or_config(config: Path) -> None:
 
 
 def test_each_run_has_a_job_id_of_its_own(config: Path) -> None:
-    """It names the folder in plain characters, differs from launch to launch, and is the user's if
-    given.
+    """The id contains the folder's name in plain characters, and differs from launch to launch. A
+    user's id wins.
     """
     made = LaunchPlan(Launch(config, 3, 1, config.parent / "my run, é/"))
     assert re.fullmatch(r"my-run-[0-9a-f]{6}", made.job_id)
@@ -186,8 +186,8 @@ def test_worker_flags_reach_the_lighthouse(config: Path) -> None:
 
 
 def test_the_lighthouse_waits_for_groups_in_the_midst_of_a_round(config: Path) -> None:
-    """A round may be longer than any step: no group goes on without a group that is at work
-    on it.
+    """A round may be longer than any step, and no group may go on without the groups that train in
+    the round.
     """
     flags = ["--fault_tolerance.semi_sync_method=diloco", "--fault_tolerance.join_timeout_ms=300"]
     assert plan(config, worker_args=flags).lighthouse.join_timeout_ms == 24 * 3600 * 1000
@@ -206,8 +206,8 @@ def test_the_lighthouse_waits_for_groups_in_the_midst_of_a_round(config: Path) -
 def test_the_jobs_curves_stand_beside_its_groups(
     config: Path, table: str, flags: list[str], folder: str | None
 ) -> None:
-    """In TensorBoard's folder as the workers have it after all flags; nowhere where TensorBoard is
-    off.
+    """In TensorBoard's folder as the workers read it from all flags. Without TensorBoard there are
+    no curves.
     """
     config.write_text(f"{config.read_text()}\n[metrics]\n{table}\n")
     expected = None if folder is None else config.parent / "run" / folder
@@ -215,7 +215,7 @@ def test_the_jobs_curves_stand_beside_its_groups(
 
 
 def test_a_resumed_run_keeps_the_name_of_its_first_launch(config: Path) -> None:
-    """For W&B, whose runs continue under that name. Names of launches differ, so that their groups
+    """W&B continues the run under that name. The job ids differ, so that groups of two launches
     stay apart.
     """
     config.write_text(config.read_text() + "\n[checkpoint]\nenable = true\n")
@@ -237,8 +237,8 @@ def test_a_resumed_run_keeps_the_name_of_its_first_launch(config: Path) -> None:
 
 
 def test_a_resumed_run_is_not_over(config: Path) -> None:
-    """The mark of a finished job goes: its last save may have failed, and all groups would end at
-    once with success.
+    """The mark of a finished job is removed. Its last save may have failed, and with the mark all
+    groups would end at once with success.
     """
     config.write_text(config.read_text() + "\n[checkpoint]\nenable = true\n")
     first = plan(config)
@@ -255,8 +255,8 @@ def test_a_resumed_run_is_not_over(config: Path) -> None:
 def test_a_launch_that_is_refused_for_want_of_room_changes_nothing(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next one, with room, goes on where it would have: the config and the mark of a finished
-    job are as before.
+    """The config and the mark of a finished job stay, so a later launch with room continues as it
+    would have.
     """
     config.write_text(config.read_text() + "\n[checkpoint]\nenable = true\n")
     first = plan(config)
@@ -295,7 +295,7 @@ def test_config_is_copied_with_the_command(config: Path) -> None:
 
 
 def test_a_flag_with_a_line_break_stays_in_the_comment(config: Path) -> None:
-    """The config is TOML all the same, and the command is read back as it was given."""
+    """The config is valid TOML, and the command is read back unchanged."""
     flag = "--job.description=two\nlines\rand \x85 \u2028 a 'quote', \\n and \N{SNOWMAN}"
     made = plan(config, worker_args=[flag])
     made.write()
@@ -305,7 +305,7 @@ def test_a_flag_with_a_line_break_stays_in_the_comment(config: Path) -> None:
 
 
 def test_what_is_not_utf_8_is_refused_in_one_line(config: Path, tmp_path: Path) -> None:
-    """A path may be any bytes; the run's config, which holds it, may not."""
+    """A path may have any bytes, but the run's config, which contains the path, must be UTF-8."""
     with pytest.raises(
         ConfigError, match=r"^--job.description must be UTF-8, got 'a\\udcff'; rename it"
     ):
@@ -315,7 +315,7 @@ def test_what_is_not_utf_8_is_refused_in_one_line(config: Path, tmp_path: Path) 
 
 
 def test_the_command_that_goes_on_names_the_copy_of_a_made_toml(config: Path) -> None:
-    """The TOML of a job by --module is gone when the launch has ended."""
+    """The TOML that was made for --module is gone after the launch."""
     made = config.parent / f"{MODULE_TOML_PREFIX}x" / config.name
     made.parent.mkdir()
     made.write_text(config.read_text())
@@ -353,7 +353,7 @@ def test_the_command_that_goes_on(config: Path) -> None:
     ],
 )
 def test_the_command_that_goes_on_does_not_go_back(config: Path, flags: list[str]) -> None:
-    """The command names the latest checkpoint, and not the step at which this launch began."""
+    """The command names the latest checkpoint, not the step at which this launch began."""
     made = plan(config, worker_args=["--training.steps=40", *flags, "--optimizer.lr=1e-3"])
     assert made.resume_command.endswith(
         "--resume -- --training.steps=40 --optimizer.lr=1e-3 --checkpoint.load_step=-1"
@@ -364,7 +364,7 @@ def test_the_command_that_goes_on_does_not_go_back(config: Path, flags: list[str
 
 
 def test_the_command_that_goes_on_wins_over_the_toml(config: Path) -> None:
-    """Where the TOML names a step, too."""
+    """Also if the TOML names a step."""
     config.write_text(config.read_text() + "[checkpoint]\nload_step = 10\n")
     assert plan(config).resume_command.endswith("--resume -- --checkpoint.load_step=-1")
 
@@ -425,8 +425,8 @@ def test_refusals(config: Path, tmp_path: Path) -> None:
 
 
 def test_resume_needs_an_earlier_run_and_a_checkpoint(config: Path) -> None:
-    """A used folder is taken only if training would go on from a checkpoint; `test_resume.py` has
-    what may differ.
+    """A used folder is accepted only if training continues from a checkpoint. `test_resume.py` has
+    the allowed differences.
     """
     config.write_text(config.read_text() + "[checkpoint]\nenable = true\n[training]\nsteps = 60\n")
     with pytest.raises(
@@ -481,7 +481,7 @@ def test_usage_errors_end_with_status_2(
 
 
 def test_report_needs_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder without events, and no folder, are mistakes in the usage."""
+    """A folder without events, and a missing folder, are usage errors."""
     assert main(["report", str(tmp_path)]) == 2
     assert "no events" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none")]) == 2
@@ -508,8 +508,8 @@ def test_a_failed_start_keeps_nobody_out(config: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_two_launches_at_once(config: Path, resume: bool) -> None:
-    """The second one is refused and changes nothing, even if its plan was made before the first one
-    began.
+    """The second launch is refused and changes nothing, even if its plan was made before the first
+    launch began.
     """
     config.write_text(config.read_text() + "[checkpoint]\nenable = true\n")
     made = plan(config)
@@ -552,7 +552,7 @@ def test_other_runs_are_kept(config: Path, names: list[str]) -> None:
 
 
 def test_a_checkpoint_is_kept(config: Path) -> None:
-    """Whatever became of the launches after it."""
+    """Whatever happened to the launches after the checkpoint."""
     paths = plan(config).paths
     began(paths, "launch_finished")
     plan(config)

@@ -90,7 +90,7 @@ def test_killed_group_is_restarted_alone(run: Any) -> None:
 
 
 def test_terminal_is_left_with_the_end(run: Any) -> None:
-    """The last lines on the terminal say how the run ended, and not that it is running."""
+    """The last lines on the terminal describe the end of the run, not a running run."""
     terminal, run.stdout = pty.openpty()
     run.order(0, "any", "any", "exit 0")
     launcher = run.launch(replicas=1)
@@ -131,8 +131,8 @@ def test_signal_stops_everything_it_started(run: Any) -> None:
 
 
 def test_a_plan_of_faults_is_carried_out(run: Any, tmp_path: Path) -> None:
-    """A fault of the plan strikes once all groups have trained together; the group comes back, and
-    the status is 0.
+    """The runner injects a fault of the plan once all groups have trained together. The group comes
+    back, and the status is 0.
     """
     plan = tmp_path / "plan.toml"
     plan.write_text(
@@ -169,9 +169,9 @@ def test_killed_launcher_leaves_no_orphans(run: Any) -> None:
 
 
 def test_a_group_takes_little_memory_beside_its_workers(run: Any) -> None:
-    """Its agent and its store are forks of the zygote, and share its memory.
+    """The group's agent and store are forks of the zygote, and share its memory.
 
-    A store that answers has torch. Before that, it could still be about to import its own.
+    A store that answers has imported torch. Before, it could still be about to import torch itself.
     """
     run.use_torch()
     launcher = run.launch(replicas=2, module="torch_worker")
@@ -185,10 +185,10 @@ def test_a_group_takes_little_memory_beside_its_workers(run: Any) -> None:
 
 
 def test_a_run_outlives_its_zygote(run: Any) -> None:
-    """When the zygote is killed, a killed group still comes back, as a fork; a spare then imports
+    """After the zygote is killed, a killed group still comes back, as a fork. A spare then imports
     everything itself.
 
-    The launcher says so once, and its end is a success.
+    The launcher reports it once, and ends with success.
     """
     launcher = run.launch(replicas=2, spares=1, max_restarts=1)
     first = [run.worker(replica, 0, 0) for replica in (0, 1)]
@@ -213,7 +213,7 @@ def test_a_run_outlives_its_zygote(run: Any) -> None:
 
 
 def test_a_zygote_that_cannot_import_is_done_without(run: Any) -> None:
-    """Workers are new processes then, which meet the same error and report it."""
+    """The workers are new processes then, which meet the same error and report it."""
     (run.orders.parent / "broken.py").write_text("raise ImportError('told to fail')\n")
     run.env["PYTHONPATH"] += os.pathsep + str(run.orders.parent)
     launcher = run.launch(replicas=1, module="broken", max_restarts=0)
@@ -224,8 +224,8 @@ def test_a_zygote_that_cannot_import_is_done_without(run: Any) -> None:
 
 
 def test_workers_without_a_zygote_are_new_processes(run: Any) -> None:
-    """With --no-zygote each worker has a command line of its own, and a restart says that it
-    imports.
+    """With --no-zygote each worker has its own command line, and the event of a restart says that
+    the worker imports.
     """
     launcher = run.launch(replicas=1, no_zygote=True)
     assert zygote_of(launcher.pid) is None
@@ -242,8 +242,8 @@ def test_workers_without_a_zygote_are_new_processes(run: Any) -> None:
 
 @pytest.mark.skipif(bool(allow_namespaces()), reason="this system allows no network namespaces")
 def test_a_private_network_is_reached_by_nobody_else(run: Any) -> None:
-    """Another user of the host finds neither the lighthouse nor a group's store there; the figures
-    stay outside.
+    """Another user of the host reaches neither the lighthouse nor a group's store. The metrics stay
+    outside the network.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -272,10 +272,10 @@ def lighthouse_of(pid: int) -> int | None:
 
 @pytest.mark.slow
 def test_killed_agent_fails_only_its_group(run: Any) -> None:
-    """A killed agent leaves no workers. The other group goes on, and so does the zygote: a spare is
-    its next fork.
+    """A killed agent leaves no workers. The other group trains on, and so does the zygote: a spare
+    is its next fork.
 
-    Without a restart or a spare left the launcher reports the death.
+    Without a restart or a spare, the launcher reports the death.
     """
     launcher = run.launch(replicas=2, spares=1, max_restarts=0)
     workers = [run.worker(replica, 0, 0) for replica in (0, 1)]
@@ -313,9 +313,7 @@ def test_killed_agent_fails_only_its_group(run: Any) -> None:
 
 @pytest.mark.parametrize("zygote", [True, False])
 def test_killed_agent_is_replaced(run: Any, zygote: bool) -> None:
-    """Its group is restarted under the next attempt, once its workers are gone, even a
-    stopped one.
-    """
+    """The group restarts with the next attempt once its workers have ended, also a stopped worker."""
     launcher = run.launch(replicas=2, no_zygote=not zygote)
     old, other = run.worker(0, 0, 0), run.worker(1, 0, 0)
     run.order(0, 0, 0, "step 1")
@@ -391,7 +389,7 @@ def test_launch_does_not_wait_for_ever_for_a_lost_group(run: Any) -> None:
 
 
 def test_agent_that_dies_while_all_groups_leave(run: Any) -> None:
-    """It is not restarted, and its death is reported all the same."""
+    """The agent is not restarted, but the launcher reports its death."""
     launcher = run.launch(replicas=2, drain_timeout=60)
     for replica in (0, 1):
         run.worker(replica, 0, 0)
@@ -413,8 +411,8 @@ def test_agent_that_dies_while_all_groups_leave(run: Any) -> None:
 
 
 def test_killed_lighthouse_comes_back_at_its_address(run: Any) -> None:
-    """A lighthouse that is killed, and again, listens at the same address moments later; no group
-    is restarted.
+    """After each kill a lighthouse listens at the same address within moments, and no group is
+    restarted.
     """
     launcher = run.launch(replicas=2)
     workers = [run.worker(replica, 0, 0) for replica in (0, 1)]
@@ -444,8 +442,8 @@ def test_killed_lighthouse_comes_back_at_its_address(run: Any) -> None:
 
 @pytest.mark.slow
 def test_lighthouse_that_keeps_dying_ends_the_run(run: Any) -> None:
-    """A lighthouse that dies within moments, again and again, is given up; all that was started
-    ends.
+    """After several deaths within moments of the start, the launcher gives up and ends all
+    processes.
     """
     launcher = run.launch(replicas=1)
     run.worker(0, 0, 0)
@@ -466,7 +464,7 @@ def test_lighthouse_that_keeps_dying_ends_the_run(run: Any) -> None:
 
 
 def test_first_signal_drains(run: Any) -> None:
-    """At Ctrl-C all groups may leave in order, which is reported; the status is that of an
+    """At Ctrl-C the launcher lets all groups leave in order, and says so. The status is that of an
     interrupted command.
     """
     launcher = run.launch(replicas=2, module="draining_worker", drain_timeout=60)
@@ -527,8 +525,8 @@ def test_group_drained_from_outside_has_not_failed(run: Any) -> None:
 
 
 def test_spare_takes_the_place_of_a_lost_group(run: Any) -> None:
-    """A group out of restarts is taken over by a spare, under the next attempt; without a spare
-    left it has failed.
+    """A spare takes over a group without restarts left, with the next attempt. Without a spare, the
+    group has failed.
     """
     launcher = run.launch(replicas=2, spares=1, max_restarts=0)
     for replica in (0, 1):
@@ -551,8 +549,8 @@ def test_spare_takes_the_place_of_a_lost_group(run: Any) -> None:
 
 
 def test_what_a_spare_may_replace() -> None:
-    """A group out of restarts, of its workers or of its agent; not a final, wrong, stopped or
-    living one.
+    """A group without restarts left, of its workers or of its agent. Not a group that must not come
+    back, has a wrong config, was stopped, or lives.
     """
     assert may_replace(1, gave_up=True)
     assert may_replace(-signal.SIGKILL, gave_up=True)
@@ -564,7 +562,7 @@ def test_what_a_spare_may_replace() -> None:
 
 @pytest.mark.slow
 def test_run_with_a_spare_succeeds(run: Any) -> None:
-    """When the spare finishes in the place of the lost group, the run has succeeded; a spare not
+    """If the spare finishes in place of the lost group, the run has succeeded. A spare that was not
     needed just ends.
     """
     launcher = run.launch(replicas=1, spares=2, max_restarts=0)
@@ -612,9 +610,7 @@ def test_resume_goes_on_counting_and_tells_only_what_is_new(run: Any) -> None:
 
 
 def crashing(run: Any, crash: str, replicas: int = 2, **settings: Any) -> tuple[int, str, str]:
-    """Launch workers that end as `crash` says; return status, what was printed, and the lines about
-    errors.
-    """
+    """Launch workers that end as `crash` says; return status, output, and the lines about errors."""
     run.env["CRASH"] = crash
     launcher = run.launch(replicas=replicas, module="crashing_worker", **settings)
     printed, errors = launcher.communicate(timeout=60)
@@ -622,7 +618,8 @@ def crashing(run: Any, crash: str, replicas: int = 2, **settings: Any) -> tuple[
 
 
 def test_a_mistake_that_only_a_worker_finds(run: Any) -> None:
-    """One line, as if the launcher had found it: no group "died", and none is "not started again".
+    """The launcher prints one line, as if it had found the mistake: no group "died", and none is
+    "not started again".
 
     A group that has not found the mistake ends as well.
     """
@@ -644,7 +641,7 @@ time.sleep(600)
 
 
 def test_a_mistake_is_found_before_anything_is_started(run: Any) -> None:
-    """The zygote finds it, before there is a folder; no event, no lighthouse, no group."""
+    """The zygote finds the mistake before the run has a folder, an event, a lighthouse or a group."""
     (run.orders.parent / "mistaken.py").write_text(
         "from titan_ft.config import ConfigError\n"
         "def check(args): raise ConfigError(f'{args[0]} must be better; mend it')\n"
@@ -663,8 +660,8 @@ def test_a_mistake_is_found_before_anything_is_started(run: Any) -> None:
 
 
 def test_a_launch_stopped_during_its_check_leaves_nothing(run: Any) -> None:
-    """Ctrl-C while the config is checked, which takes the time of the imports, has nothing to end
-    but the check.
+    """At Ctrl-C during the check of the config, which takes the time of the imports, only the check
+    has to end.
     """
     mark = run.orders / "checks"
     (run.orders.parent / "slow.py").write_text(
@@ -683,8 +680,8 @@ def test_a_launch_stopped_during_its_check_leaves_nothing(run: Any) -> None:
 
 
 def test_all_groups_crash_alike(run: Any) -> None:
-    """The first line of a death has the exception and the log; the second round stops the run, with
-    the reason.
+    """The first line of a death has the exception and the log. The second time all groups crash
+    alike, the run stops with the reason.
     """
     code, printed, errors = crashing(run, "raise KeyError('nope')")
     assert code == 1
@@ -701,7 +698,7 @@ def test_all_groups_crash_alike(run: Any) -> None:
 
 @pytest.mark.slow
 def test_one_group_crashes_while_others_train(run: Any) -> None:
-    """Only that group is given up; the others train on to their end."""
+    """Only that group is given up, and the others train to their end."""
     # Group 0 goes on until group 1 has been given up.
     crash = """
 import time
