@@ -240,8 +240,7 @@ def _serve(
         _report_renewal(command, renewal.num_ended, address)
         return join_address(host, server.port)
     if command.standby:
-        # Another lighthouse has taken the place. This process becomes the standby again, without a
-        # shutdown, which would take time.
+        # Another lighthouse has taken the place, and the new process becomes its standby.
         return command.bind
     server.close()
     return ""
@@ -287,8 +286,8 @@ def _listen(host: str, port: int) -> socket.socket:
 class RenewalPolicy:
     """Decides when the lighthouse must start anew, to forget the names of ended processes.
 
-    A new lighthouse is back within a second, and the groups go on there. So the restart happens at
-    a moment when no group waits for a quorum. The lighthouse's main thread calls `is_due`.
+    Groups continue at the new lighthouse, which is back within a second. The policy chooses a moment
+    when no group waits for a quorum. The lighthouse's main thread calls `is_due`.
 
     Args:
         page: the lighthouse's status page.
