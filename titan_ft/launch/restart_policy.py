@@ -423,7 +423,8 @@ class CommonEnd:
             return ""
         end = (step, cause)
         self._latest[event.replica] = end
-        if {self._latest.get(replica) for replica in groups} != {end}:
+        latest_ends = {self._latest.get(slot) for slot in groups}
+        if latest_ends != {end}:
             return ""
         self._latest = {}
         self._rounds[end] += 1

@@ -400,7 +400,7 @@ def attempt_env(attempt: int) -> dict[str, str]:
     return {"TITAN_FT_ATTEMPT": str(attempt), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
 
 
-def choose_devices(replica: int, num_ranks: int, devices: list[str]) -> list[str] | None:
+def choose_devices(slot: int, num_ranks: int, devices: list[str]) -> list[str] | None:
     """Choose the GPUs of a group among the GPUs of the host.
 
     If the host has too few GPUs for all groups, several groups share a GPU.
@@ -411,17 +411,18 @@ def choose_devices(replica: int, num_ranks: int, devices: list[str]) -> list[str
     """
     if num_ranks > len(devices):
         return None
-    return [devices[(replica * num_ranks + rank) % len(devices)] for rank in range(num_ranks)]
+    first = slot * num_ranks
+    return [devices[(first + rank) % len(devices)] for rank in range(num_ranks)]
 
 
-def worker_env(replica: int, num_ranks: int, lighthouse: str) -> dict[str, str]:
+def worker_env(slot: int, num_ranks: int, lighthouse: str) -> dict[str, str]:
     """Return the environment that all attempts of a group's workers share."""
     env = {"TORCHFT_LIGHTHOUSE": lighthouse, **default_env()}
     # torch would initialize CUDA to count the GPUs, and no fork of this process could use CUDA.
     devices = listed_gpus()
     if devices is None:
         devices = [str(index) for index in range(num_gpus() or 0)]
-    chosen = choose_devices(replica, num_ranks, devices)
+    chosen = choose_devices(slot, num_ranks, devices)
     if chosen is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
     return env
