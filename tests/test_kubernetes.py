@@ -175,7 +175,9 @@ def test_a_group_is_brought_back_by_its_own_job(job_set: dict[str, Any]) -> None
 
 
 def test_a_pod_has_the_time_to_leave_in_order(job_set: dict[str, Any]) -> None:
-    """The grace period is longer than the drain timeout of the config, for which the agent waits."""
+    """The grace period is longer than the drain timeout of the config, for which the agent
+    waits.
+    """
     table = tomli.loads(documents()["ConfigMap"]["data"]["config.toml"])["fault_tolerance"]
     drain = table.get("drain_timeout_seconds", FaultTolerance.drain_timeout_seconds)
     assert pod(job_set)["terminationGracePeriodSeconds"] >= drain + 15

@@ -143,7 +143,9 @@ def test_a_trace_needs_no_params(tmp_path: Path) -> None:
 
 
 def test_who_decides_the_seed(tmp_path: Path) -> None:
-    """The caller's seed wins over the file's, also if it is 0. Without either, a new seed is drawn."""
+    """The caller's seed wins over the file's, also if it is 0. Without either, a new seed is
+    drawn.
+    """
     with_seed, without = EVERY, write(tmp_path, EVERY)
     assert load_plan(without, seed=5).seed == 5
     assert len({load_plan(without).seed for _ in range(5)}) > 1
@@ -534,7 +536,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_single_is_one_shot_at_once() -> None:
-    """The plan of a single fault has one fault at time 0, with the requested target and parameters."""
+    """The plan of a single fault has one fault at time 0, with the requested target and
+    parameters.
+    """
     plan = single("stop_rank", replica=2, rank=1, params={"seconds": 3.0}, seed=8)
     (shot,) = shots(plan)
     assert (shot.time, shot.fault, shot.replica, shot.rank) == (0, StopRank(3.0), 2, 1)

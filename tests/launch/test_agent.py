@@ -146,7 +146,9 @@ def test_bad_config_is_not_restarted(run: Any) -> None:
 
 
 def test_restarts_are_limited(run: Any) -> None:
-    """After the last restart, the next failure ends the group, and the agent reports the exception."""
+    """After the last restart, the next failure ends the group, and the agent reports the
+    exception.
+    """
     run.order(0, "any", "any", "raise")
     agent = start(run, ranks=1, max_restarts=2)
     _, errors = agent.communicate(timeout=30)

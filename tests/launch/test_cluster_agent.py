@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The agent of a group without a launcher. The workers start as real workers do, but do not train."""
+"""The agent of a group without a launcher. The workers start as real workers do, but do not
+train.
+"""
 
 from __future__ import annotations
 
@@ -201,7 +203,9 @@ time.sleep(600)
 
 
 def test_an_agent_that_is_killed_takes_its_processes_along(run: Any) -> None:
-    """No other process could end the workers later, and they would hold the host's GPUs and ports."""
+    """No other process could end the workers later, and they would hold the host's GPUs and
+    ports.
+    """
     run.env["TITAN_FT_METRICS_PORT"] = "0"
     process = start(run, "import time; time.sleep(600)", ranks=2)
     run.wait_until(lambda: len(run.events("worker_started")) == 2, 60.0, "both ranks have begun")

@@ -217,7 +217,9 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (own.stat().st_size, limit[1]))
 
 @pytest.mark.usefixtures("no_backoff")
 def test_crash_loop_of_which_no_commit_is_seen(run: Any) -> None:
-    """Attempts whose events cannot be read are no crash loop, because they may have made progress."""
+    """Attempts whose events cannot be read are no crash loop, because they may have made
+    progress.
+    """
     crash = f"{FULL}commit(1)\nif attempt == 3: time.sleep(600)\nraise RuntimeError('as always')"
     with Supervised(run, 1, module="crashing_worker", more_env={"CRASH": crash}) as supervised:
         run.wait_until(run.paths.logs(0, 3, 0).exists, 60.0, "the fourth attempt")

@@ -92,7 +92,9 @@ def test_port_is_held_while_nobody_listens(make_keeper: MakeKeeper) -> None:
 
 
 def test_taken_port_is_a_mistake_in_the_command(make_keeper: MakeKeeper) -> None:
-    """A --lighthouse-port at which another process listens is refused before anything is started."""
+    """A --lighthouse-port at which another process listens is refused before anything is
+    started.
+    """
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(

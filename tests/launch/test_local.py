@@ -313,7 +313,9 @@ def test_killed_agent_fails_only_its_group(run: Any) -> None:
 
 @pytest.mark.parametrize("zygote", [True, False])
 def test_killed_agent_is_replaced(run: Any, zygote: bool) -> None:
-    """The group restarts with the next attempt once its workers have ended, also a stopped worker."""
+    """The group restarts with the next attempt once its workers have ended, also a stopped
+    worker.
+    """
     launcher = run.launch(replicas=2, no_zygote=not zygote)
     old, other = run.worker(0, 0, 0), run.worker(1, 0, 0)
     run.order(0, 0, 0, "step 1")
@@ -610,7 +612,9 @@ def test_resume_goes_on_counting_and_tells_only_what_is_new(run: Any) -> None:
 
 
 def crashing(run: Any, crash: str, replicas: int = 2, **settings: Any) -> tuple[int, str, str]:
-    """Launch workers that end as `crash` says; return status, output, and the lines about errors."""
+    """Launch workers that end as `crash` says; return status, output, and the lines about
+    errors.
+    """
     run.env["CRASH"] = crash
     launcher = run.launch(replicas=replicas, module="crashing_worker", **settings)
     printed, errors = launcher.communicate(timeout=60)
@@ -641,7 +645,9 @@ time.sleep(600)
 
 
 def test_a_mistake_is_found_before_anything_is_started(run: Any) -> None:
-    """The zygote finds the mistake before the run has a folder, an event, a lighthouse or a group."""
+    """The zygote finds the mistake before the run has a folder, an event, a lighthouse or a
+    group.
+    """
     (run.orders.parent / "mistaken.py").write_text(
         "from titan_ft.config import ConfigError\n"
         "def check(args): raise ConfigError(f'{args[0]} must be better; mend it')\n"

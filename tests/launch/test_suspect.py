@@ -121,7 +121,9 @@ def test_an_end_of_a_disturbed_attempt_is_not_the_hosts(code: int) -> None:
 def test_the_policy_comes_from_the_environment(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The user's command gets host and reason. If the command fails, the group leaves all the same."""
+    """The user's command gets host and reason. If the command fails, the group leaves all the
+    same.
+    """
     assert SuspectPolicy.of({}).deaths == 0
     file = tmp_path / "exclude-7"
     policy = SuspectPolicy.of(

@@ -37,7 +37,9 @@ OF_THE_GROUP = (
 
 
 def environments(run: Any, name: str, *command: str) -> list[dict[str, str]]:
-    """Run a command that starts two workers; return the variables that only their environment has."""
+    """Run a command that starts two workers; return the variables that only their environment
+    has.
+    """
     folder = Path(run.orders.parent / name)
     folder.mkdir()
     run.env |= {"ENV_FOLDER": str(folder)}
