@@ -286,8 +286,8 @@ def _listen(host: str, port: int) -> socket.socket:
 class RenewalPolicy:
     """Decides when the lighthouse must start anew, to forget the names of ended processes.
 
-    Groups continue at the new lighthouse, which is back within a second. The policy chooses a moment
-    when no group waits for a quorum. The lighthouse's main thread calls `is_due`.
+    Groups continue at the new lighthouse, which is back within a second. The policy chooses a
+    moment when no group waits for a quorum. The lighthouse's main thread calls `is_due`.
 
     Args:
         page: the lighthouse's status page.

@@ -143,7 +143,7 @@ class Hosts:
     """Accepts the agents of a group's other hosts, and exchanges messages with them.
 
     The agent that leads owns the object and calls all methods, on its only thread. Nothing blocks
-    except `wait_for_all` and `close`. A lost agent stays out: its host is counted again when another
+    except `wait_for_all` and `close`. A lost agent stays out: its host counts again when another
     agent connects. See docs/agents.md.
 
     Args:
