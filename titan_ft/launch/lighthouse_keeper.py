@@ -50,7 +50,8 @@ class LighthouseKeeper:
     Groups wait while the lighthouse is away, and continue without a restart when it is back.
 
     `LocalRun` makes the keeper and calls all its methods on the launcher's main thread. A probe
-    runs on a thread of its own. After a `failure` the keeper does nothing more, and the run must end.
+    runs on a thread of its own. After a `failure` the keeper does nothing more, and the run must
+    end.
 
     Args:
         command: makes the lighthouse's command line for a port.

@@ -241,8 +241,8 @@ class RestartPolicy:
     """Counts the restarts of one group, and decides about the next restart.
 
     `Agent` has a policy for the workers of its group, and `AgentKeeper` has one for the agents.
-    Each calls `decide` on its only thread, once for each end. After an attempt that committed, or that
-    lived for `healthy_seconds`, the next restart has no delay.
+    Each calls `decide` on its only thread, once for each end. After an attempt that committed, or
+    that lived for `healthy_seconds`, the next restart has no delay.
     """
 
     max_restarts: int
