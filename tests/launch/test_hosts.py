@@ -333,6 +333,32 @@ def test_strangers_do_not_keep_files_open(monkeypatch: pytest.MonkeyPatch) -> No
             connection.close()
 
 
+def test_a_crowd_of_one_host_takes_no_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent's handshake takes a trip, and a stranger's host connects many times meanwhile."""
+    monkeypatch.setattr(hosts, "_MAX_STRANGERS", 3)
+    with contextlib.ExitStack() as opened:
+        listener = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        address = listener.getsockname()
+        ours = Hosts(listener, 2, "secret", 0, print)
+        follower = AgentConnection(
+            socket.create_connection(address, source_address=("127.0.0.2", 0)),
+            "secret",
+            0,
+            leads=False,
+        )
+        opened.callback(follower.close)
+        ours.poll()
+        for _ in range(5):
+            opened.enter_context(socket.create_connection(address))
+        ours.poll()
+        follower.send(Hello("n1", 1))
+        deadline = time.monotonic() + 10.0
+        while not any(member.is_present for member in ours._members):
+            assert time.monotonic() < deadline
+            follower.poll()
+            ours.poll()
+
+
 def test_a_flood_leaves_the_other_agents_their_turn() -> None:
     """Strangers that connect faster than they are accepted do not keep the agent's only thread."""
     with contextlib.ExitStack() as opened:

@@ -24,7 +24,7 @@ import socket
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -50,7 +50,7 @@ from titan_ft.protocol.control.node import Action, Close, Connect, Node, Send
 from titan_ft.protocol.errors import first_line
 from titan_ft.system.address import split_address
 from titan_ft.system.process import Process
-from titan_ft.system.refusal import Refusal, RefusalKind, Refusals
+from titan_ft.system.refusal import Refusal, RefusalKind, Refusals, find_crowded
 
 logger = logging.getLogger(__name__)
 
@@ -372,12 +372,7 @@ class ControlSockets:
         return [connection for connection in self._unproved if connection.dialed is None]
 
     def _refuse_one(self, strangers: list[ControlConnection], kind: RefusalKind) -> None:
-        """Close the oldest connection of the host that has most of them.
-
-        The oldest connection of all hosts may be a child's whose handshake takes some trips.
-        """
-        num_by_host = Counter(connection.source for connection in strangers)
-        refused = max(strangers, key=lambda connection: num_by_host[connection.source])
+        refused = find_crowded(strangers, lambda connection: connection.source)
         self._refused.append((kind, refused.source))
         self._shut(refused)
 

@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
+T = TypeVar("T")
 RefusalKind: TypeAlias = Literal["no_secret", "silent", "crowd", "no_descriptors"]
 _TEXTS: dict[RefusalKind, str] = {
     "no_secret": "a connection that does not show the run's secret (another TITAN_FT_TOKEN, or another version?)",
@@ -16,6 +18,20 @@ _TEXTS: dict[RefusalKind, str] = {
     "crowd": "too many connections at once that do not show the run's secret",
     "no_descriptors": "connections that do not show the run's secret, because they take all descriptors",
 }
+
+
+def find_crowded(connections: Sequence[T], source: Callable[[T], str]) -> T:
+    """Return the oldest connection of the host that has most of them: the one to refuse.
+
+    The oldest connection of all hosts may be a peer's whose handshake takes some trips.
+
+    Args:
+        connections: without a proof, the oldest first.
+        source: returns the numeric address of a connection's other end.
+    """
+    num_by_source = Counter(map(source, connections))
+    # `max` takes the first of equals: the oldest.
+    return max(connections, key=lambda connection: num_by_source[source(connection)])
 
 
 class StrangerError(ConnectionError):

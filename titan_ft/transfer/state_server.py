@@ -18,14 +18,19 @@ import socket
 import socketserver
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from titan_ft import device
 from titan_ft.system.address import join_address
-from titan_ft.system.refusal import Refusal, RefusalKind, Refusals, StrangerError
+from titan_ft.system.refusal import (
+    Refusal,
+    RefusalKind,
+    Refusals,
+    StrangerError,
+    find_crowded,
+)
 from titan_ft.transfer.pace import Pace
 from titan_ft.transfer.reach import answer_probe
 from titan_ft.transfer.snapshot import WHOLE, Part, Snapshot
@@ -531,16 +536,7 @@ class _UnprovedConnections:
                 self._shut_down(self._choose_one_to_close(), "no_descriptors")
 
     def _choose_one_to_close(self) -> socket.socket:
-        """Return the oldest connection of the host that has most of them.
-
-        The oldest one of all may be a joiner's, whose handshake needs several round trips.
-        """
-        num_by_source = Counter(accepted.source for accepted in self._accepted.values())
-        # The dict is ordered by time, and `max` takes the first of equals: the oldest.
-        return max(
-            self._accepted,
-            key=lambda connection: num_by_source[self._accepted[connection].source],
-        )
+        return find_crowded([*self._accepted], lambda connection: self._accepted[connection].source)
 
     def close_late(self) -> None:
         """End the handshakes that have taken too long."""

@@ -37,7 +37,13 @@ from titan_ft.launch.group.agent_connection import (
 from titan_ft.launch.group.worker_exit import WorkerExit
 from titan_ft.launch.group.worker_group import AttemptStore, Share, WorkerGroup
 from titan_ft.system.address import ALL_HOSTS, split_address
-from titan_ft.system.refusal import Refusal, Refusals, StrangerError
+from titan_ft.system.refusal import (
+    Refusal,
+    RefusalKind,
+    Refusals,
+    StrangerError,
+    find_crowded,
+)
 
 MEETING_SECONDS = 600.0
 """Time for the hosts of a group to meet, as in torchrun's rendezvous.
@@ -250,16 +256,19 @@ class Hosts:
     def _drop_strangers(self) -> None:
         """Drop connections without the token, which would use up this process's open files."""
         strangers = [member for member in self._members if member.is_unproved]
-        too_many = strangers[:-_MAX_STRANGERS]
-        for member in strangers:
+        for member in list(strangers):
             if time.monotonic() - member.connected_at > GONE_SECONDS:
-                self._refusals.add("silent", member.source)
-            elif member in too_many:
-                self._refusals.add("crowd", member.source)
-            else:
-                continue
-            member.loss_reason = "it has not shown the run's token"
-            member.connection.close()
+                strangers.remove(member)
+                self._drop(member, "silent")
+        while len(strangers) > _MAX_STRANGERS:
+            member = find_crowded(strangers, lambda member: member.source)
+            strangers.remove(member)
+            self._drop(member, "crowd")
+
+    def _drop(self, stranger: HostAgent, kind: RefusalKind) -> None:
+        self._refusals.add(kind, stranger.source)
+        stranger.loss_reason = "it has not shown the run's token"
+        stranger.connection.close()
 
     def _read(self, member: HostAgent) -> None:
         try:
