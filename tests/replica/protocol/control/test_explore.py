@@ -14,6 +14,11 @@ def test_every_rule_holds() -> None:
     assert explore(range(1000)).problems == {}
 
 
+def test_a_parent_that_ends_when_it_wakes_refuses_who_dials() -> None:
+    """It had accepted the attempt while it was frozen. The child would wait for it for ever."""
+    assert explore([42012578]).problems == {}
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_exploration_finds_it(mutation: Mutation) -> None:
     """A mutation breaks a rule within 1,000 schedules; most do within ten."""

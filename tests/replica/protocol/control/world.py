@@ -237,6 +237,14 @@ class World:
         self._act(host, host.node.end(self._clock(host)))
         self.rules.on_end(self.now, host.rank)
         host.alive = False
+        # A frozen host may have accepted an attempt to connect that it has not looked at. The end of
+        # its process resets that attempt.
+        for peer in self._hosts:
+            attempt = peer.current.get(host.rank)
+            if attempt is None or attempt.broken:
+                continue
+            if host.current.get(peer.rank) is not attempt:
+                self._refuse(attempt)
         for peer in list(host.current):
             self._close(host, peer, loses=False)
 
