@@ -7,6 +7,7 @@ current.
 from __future__ import annotations
 
 import ast
+import importlib
 import itertools
 import json
 import re
@@ -351,3 +352,16 @@ def test_the_page_of_a_package_index_stands_alone() -> None:
     rows = [line for line in page.splitlines() if re.match(r"\| [a-z]", line)]
     assert rows
     assert all(row in readme for row in rows)
+
+
+@pytest.mark.parametrize(
+    "script", sorted((ROOT / "docs").rglob("*.py")), ids=lambda path: path.name
+)
+def test_scripts_of_the_docs_find_what_they_import(script: Path) -> None:
+    """No test draws the pictures anew, so a renamed function would be missing only then."""
+    for node in ast.walk(ast.parse(script.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("titan_ft"):
+            continue
+        module = importlib.import_module(str(node.module))
+        for name in node.names:
+            assert hasattr(module, name.name), f"{node.module}.{name.name}"

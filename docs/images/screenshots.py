@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.history.report.charts import groups_over_time
-from titan_ft.history.report.interactive import figure
+from titan_ft.history.report.charts import draw_groups
+from titan_ft.history.report.interactive import make_figure
 from titan_ft.history.report.layers import Boxes, Chart, Layer, Marks, Rules
-from titan_ft.history.report.page import legend, write_report
+from titan_ft.history.report.page import make_legend, write_report
 from titan_ft.history.report.style import MIDDLE
 from titan_ft.history.timing.incidents import find_incidents
 from titan_ft.live.run_status import RunStatus
@@ -72,7 +72,7 @@ def chart_failure(record: RunRecord) -> Chart:
         (incident for incident in find_incidents(record) if incident.ended and incident.replicas),
         None,
     )
-    chart = groups_over_time(record)
+    chart = draw_groups(record)
     if failure is None or chart is None:
         raise SystemExit("screenshots.py: no group of this run failed")
     begin = failure.time - record.begin - BEFORE_SECONDS
@@ -97,12 +97,12 @@ def _is_seen(layer: Layer, begin: float, end: float) -> bool:
 def photograph_failure(record: RunRecord, image: Path) -> None:
     """Write the chart of a failure as PNG."""
     chart = chart_failure(record)
-    keys = [("commit", MIDDLE, "│"), *(entry for line in legend(chart) for entry in line)]
+    keys = [("commit", MIDDLE, "│"), *(entry for line in make_legend(chart) for entry in line)]
     spans = "".join(
         f'<span><i style="color: {colour}">{glyph}</i>{text}</span>' for text, colour, glyph in keys
     )
     page = FAILURE_PAGE.format(
-        legend=spans, plotly=get_plotlyjs(), figure=json.dumps(figure(chart))
+        legend=spans, plotly=get_plotlyjs(), figure=json.dumps(make_figure(chart))
     )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "failure.html"

@@ -88,7 +88,12 @@ def test_the_line_of_a_resumed_launch_ends_only_what_was_before_it() -> None:
 def test_a_resumed_launch_keeps_its_checkpoints_when_its_line_comes_late() -> None:
     """Else the launcher would say that no checkpoint is complete."""
     before = say(-98.0, "checkpoint_saved", 0, step=7, seconds=1.0)
+    failed = say(-97.5, "checkpoint_failed", 0, step=8, error="disk full")
     own = say(4.5, "checkpoint_saved", 0, step=1, seconds=1.0)
+    late = fold_events([launched(-100.0), before, failed, *LAUNCH[1:], LAUNCH[0], own])
+    assert (late.checkpoints.latest, late.checkpoints.save_error) == (1, "")
+    late = fold_events([launched(-100.0), before, failed, *LAUNCH[1:], LAUNCH[0]])
+    assert (late.checkpoints.latest, late.checkpoints.save_error) == (None, "")
     late = fold_events([launched(-100.0), before, *LAUNCH[1:], own, LAUNCH[0]])
     assert late.checkpoints.latest == 1
     assert late.ended_workers == {(1, 0, 0, 1)}

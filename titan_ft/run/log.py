@@ -379,7 +379,7 @@ def _with_utf8(value: Any) -> Any:
     """Return a value of JSON with a "?" for each letter that UTF-8 cannot hold."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_with_utf8(each) for each in value]
     if isinstance(value, dict):
         return {_with_utf8(key): _with_utf8(each) for key, each in value.items()}

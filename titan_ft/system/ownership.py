@@ -26,7 +26,7 @@ def no_follow(path: str, flags: int) -> int:
             refuses (ELOOP).
     """
     check_links(Path(path).parent)
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
 
 def only_files(path: str, flags: int) -> int:

@@ -19,6 +19,8 @@ class CheckpointsFold:
     def __init__(self) -> None:
         self.saving: int | None = None
         self.save_error = ""
+        self._changed_at = 0.0
+        """Unix seconds of the event that `saving` and `save_error` follow from."""
         self._times: dict[int, float] = {}
         """By step, Unix seconds since which the checkpoint was there."""
         self._starts: dict[int, float] = {}
@@ -31,6 +33,12 @@ class CheckpointsFold:
 
     def observe(self, event: ev.Event) -> None:
         """Take the next event."""
+        former = (self.saving, self.save_error)
+        self._apply(event)
+        if (self.saving, self.save_error) != former:
+            self._changed_at = event.time
+
+    def _apply(self, event: ev.Event) -> None:
         match event:
             case ev.WorkerStarted():
                 self._starts[event.replica] = event.time
@@ -56,7 +64,10 @@ class CheckpointsFold:
                 self.save_error = ""
 
     def forget_before(self, time: float) -> None:
-        """Forget the checkpoints that were there before a time, in Unix seconds."""
+        """Forget the checkpoints, and the saves, that were there before a time, in Unix seconds."""
+        if self._changed_at < time:
+            self.saving = None
+            self.save_error = ""
         for step, since in list(self._times.items()):
             if since < time:
                 del self._times[step]
