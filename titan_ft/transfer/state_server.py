@@ -42,6 +42,11 @@ _MAX_UNPROVED = 64
 """Limit of the connections whose other end has not yet proved that it knows the token. Beyond it,
 one of them is closed (`_choose_one_to_close`)."""
 
+_MAX_HANDSHAKES = 2 * _MAX_UNPROVED
+"""Limit of the handshakes whose threads have not ended. While it is reached, nothing is accepted: a
+flood of connections would take all descriptors before the threads of the closed ones have had their
+turn with Python's lock. Gloo needs descriptors, too, and a rank without any is aborted."""
+
 _NEXT_UPDATE_SECONDS = 1.0
 """If a joiner asks for a later state than this donor has, the donor waits at most this long for its
 next update. Then it answers with the offer that it has. The joiner waits longer for the answer
@@ -249,6 +254,7 @@ class StateServer:
 
     def close(self) -> None:
         """Stop listening, drop the snapshot, and end the answers under way."""
+        self._server.is_closing = True
         self._pace.close()  # ends the answers that are being sent; `_is_wait_over` reads it, too
         self.withdraw()
         with self._changed:
@@ -263,6 +269,15 @@ class StateServer:
     # On the thread of a connection
 
     def _handle(self, connection: socket.socket, source: str) -> None:
+        try:
+            stream = self._shake_hands(connection, source)
+        finally:
+            self._server.end_handshake()
+        with contextlib.closing(stream.connection):
+            self._serve(stream)
+
+    def _shake_hands(self, connection: socket.socket, source: str) -> SealedStream:
+        """Return the connection's stream, once the other end has proved that it knows the token."""
         self._select_device()
         connection.settimeout(_HANDSHAKE_SECONDS)
         # The end of an answer must not wait for a delayed acknowledgement.
@@ -274,15 +289,13 @@ class StateServer:
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
         with self._unproved.track(connection, source):
             try:
-                stream = check_joiner(connection, self.address, self._token, self._certificate)
+                return check_joiner(connection, self.address, self._token, self._certificate)
             except StrangerError:
                 self._refusals.add("no_secret", source)
                 raise
             except TimeoutError:
                 self._refusals.add("silent", source)
                 raise
-        with contextlib.closing(stream.connection):
-            self._serve(stream)
 
     def _serve(self, stream: SealedStream) -> None:
         """Answer requests until the joiner closes the connection."""
@@ -561,6 +574,9 @@ class _ConnectionServer(socketserver.ThreadingTCPServer):
         handle: serves a connection; gets it with the numeric address of its other end.
         on_poll: called after each poll and each connection, on the thread that listens.
         on_no_descriptor: called there when a connection cannot be accepted for want of one.
+
+    Attributes:
+        is_closing: True makes the thread that listens accept nothing more.
     """
 
     daemon_threads = True
@@ -578,20 +594,38 @@ class _ConnectionServer(socketserver.ThreadingTCPServer):
         self._handle = handle
         self._on_poll = on_poll
         self._on_no_descriptor = on_no_descriptor
+        self._handshakes = threading.Semaphore(_MAX_HANDSHAKES)
+        self.is_closing = False
         super().__init__(address, socketserver.BaseRequestHandler)
 
     def service_actions(self) -> None:
         self._on_poll()
 
+    def end_handshake(self) -> None:
+        """Make room for another handshake; the thread of a connection calls this once."""
+        self._handshakes.release()
+
     def get_request(self) -> tuple[socket.socket, Any]:
+        while not self._handshakes.acquire(timeout=_ACCEPT_PAUSE_SECONDS):
+            if self.is_closing:
+                raise OSError("the state server is closed")
+            self._on_poll()  # may end a handshake
         try:
             return super().get_request()
         except OSError as error:
+            self._handshakes.release()
             if error.errno in _NO_DESCRIPTOR_LEFT:
                 self._on_no_descriptor()
                 # The listening socket stays readable. Without the pause this thread would spin, and
                 # hold Python's lock against the training thread.
                 time.sleep(_ACCEPT_PAUSE_SECONDS)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self._handshakes.release()
             raise
 
     def finish_request(self, request: Any, client_address: Any) -> None:

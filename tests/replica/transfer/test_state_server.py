@@ -363,6 +363,32 @@ def test_a_crowd_of_one_host_takes_no_place_of_another(donor: Donor) -> None:
         assert ("no_secret", "127.0.0.2") in [(each.kind, each.source) for each in donor.refusals]
 
 
+def test_a_flood_starts_no_more_threads_than_handshakes_may_have(
+    donor: Donor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that are late to close what was refused held all descriptors of the process."""
+    sent = donor.publish(make_snapshot(5, CHUNK))
+    judge, may_judge = state_server.check_joiner, threading.Event()
+
+    def judge_late(*arguments: Any) -> SealedStream:
+        may_judge.wait(DEADLINE)
+        return judge(*arguments)
+
+    monkeypatch.setattr(state_server, "check_joiner", judge_late)
+    before = threading.active_count()
+    address = ("127.0.0.1", donor.server.port)
+    with contextlib.ExitStack() as flood:
+        # As many as the kernel's queue takes beside those that are accepted.
+        for _ in range(state_server._MAX_HANDSHAKES + 100):
+            flood.enter_context(socket.create_connection(address, DEADLINE))
+        wait_until(lambda: threading.active_count() - before >= state_server._MAX_HANDSHAKES)
+        time.sleep(0.3)  # a pause of the thread that listens, and more
+        assert threading.active_count() - before == state_server._MAX_HANDSHAKES
+        may_judge.set()
+        check_equal(donor.fetch(5), sent)
+    wait_until(lambda: threading.active_count() <= before + 1)
+
+
 def test_a_process_without_descriptors(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A joiner waits in the kernel's queue. The thread that listens does not spin meanwhile, and
     closes a stranger, whose descriptor it needs.
