@@ -170,6 +170,17 @@ def test_the_value_of_a_token_may_turn_the_choice() -> None:
     assert "if the value of a token in rounds were 0.92 times as much" in case.advice
 
 
+def test_the_time_away_of_groups_is_not_that_of_a_restart() -> None:
+    """One of them turns the choice alone: two inputs at once are no input."""
+    (case,) = cases(job={"step": 20.0, "groups": 12}, **STRATEGIES)
+    groups, restart = (
+        each.candidate for each in case.forecasts if each.candidate.strategy != "rounds"
+    )
+    assert scaled(groups, "recover", 2.0).costs.away is groups.costs.away
+    assert scaled(restart, "time away", 2.0).costs.away is restart.costs.away
+    assert scaled(restart, "recover", 2.0).costs.away.mean == 2 * restart.costs.away.mean
+
+
 def test_spares_that_cost_more_than_they_save_are_explained() -> None:
     """The choice goes by what is paid for, and the sentence says so."""
     (case,) = cases(

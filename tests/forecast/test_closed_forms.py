@@ -122,27 +122,20 @@ def test_what_they_do_not_hold_for_is_said() -> None:
     assert list(find_doubts(made(groups={"stall": 400.0, "away": 600.0}))) == ["pressure 0.42"]
 
 
-SMALL = {"gpus": 2, "gpus_per_node": 1}
-SPACED: dict[str, dict[str, Any]] = {
-    "two groups, evenly": {"spacing": "even"},
-    "two groups, with less chance": {"spacing": "weibull", "shape": 2.0},
-}
-
-
-@pytest.mark.parametrize("kind", SPACED.values(), ids=SPACED)
-def test_a_spacing_that_puts_them_off_is_said(kind: dict[str, Any]) -> None:
-    """Two groups that fail by turns are never both away: the closed forms are 3 to 8 % too low."""
+def test_a_spacing_that_puts_them_off_is_said() -> None:
+    """Failures with little chance come shortly before the second save: the form is too high."""
     candidate = made(
-        cluster=SMALL,
-        job={"step": 5.0, "groups": 2},
-        checkpoint={"save": 10.0},
-        failure=[{"name": "kill", "mtbf": 900.0, **kind}],
-        groups={"stall": 0.0, "away": 300.0},
+        cluster={"gpus": 1, "gpus_per_node": 1},
+        job={"step": 5.0},
+        checkpoint={"save": 10.0, "interval": 500.0},
+        failure=[{"name": "kill", "mtbf": 900.0, "spacing": "weibull", "shape": 6.0}],
+        groups=None,
+        restart={"recover": 50.0},
     )
     accounts = tuple(simulate(candidate, seed) for seed in range(3))
     forecast = Forecast(candidate, estimate(candidate), accounts)
-    assert forecast.effective > 1.02 * forecast.estimate
-    assert list(find_doubts(candidate)) == ["kill is not memoryless"]
+    assert forecast.effective < 0.95 * forecast.estimate
+    assert "kill is not memoryless" in list(find_doubts(candidate))
     assert f"{100 * forecast.estimate:.1f} %" in notes_of(forecast)[0]
     alone = Forecast(candidate, forecast.estimate)
-    assert notes_of(alone)[1] == "may be off by more than 1 %: kill is not memoryless"
+    assert "kill is not memoryless" in notes_of(alone)[1]

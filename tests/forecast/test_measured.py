@@ -156,16 +156,29 @@ def test_a_group_that_returns_in_the_first_steps_is_no_cut_observation() -> None
 
 
 def test_a_run_with_checkpoints_is_forecast_with_them() -> None:
-    """A checkpoint each 4 steps of 1 s, which takes 0.5 s."""
-    events = killed_run()
-    for step in (4, 8):
-        events.append(say(float(step), "checkpoint_saved", 0, step=step, seconds=0.5))
-    found = measured_of(sorted(events, key=lambda event: event.time))
-    assert (found.save, found.save_interval) == (0.5, pytest.approx(4.0))
+    """A checkpoint after each 8 steps of 1 s makes the next step 0.5 s late: no step of the record
+    counts the save a second time.
+    """
+    events = [say(0.0, "launch_started", replicas=2)]
+    time = 0.0
+    for number in range(1, 65):
+        time += 1.5 if number % 8 == 1 and number > 1 else 1.0
+        there = [0] if 33 <= number < 37 else [0, 1]
+        for group in there:
+            attempt = int(group == 1 and number >= 37)
+            events.append(commit(time, number, group, participants=there, attempt=attempt))
+        if number % 8 == 0:
+            events.append(say(time + 0.5, "checkpoint_saved", 0, step=number, seconds=0.7))
+        if number == 32:
+            events.append(fault(time + 0.2, "kill_group", 1))
+            events.append(say(time + 0.2, "worker_exited", 1, signal="SIGKILL", stopped=False))
+    found = measured_of(events)
+    assert found.step == pytest.approx(1.0)
+    assert (found.save, found.save_interval) == (pytest.approx(0.5), pytest.approx(8.0))
     for scenario in scenarios_like(found, 1):
         assert scenario.checkpoint is not None
         assert (scenario.checkpoint.save, scenario.checkpoint.interval) == (
-            0.5,
+            found.save,
             found.save_interval,
         )
         assert scenario.job.usual_step == found.usual_step

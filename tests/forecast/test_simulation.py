@@ -378,6 +378,77 @@ def test_a_step_that_a_death_loses_is_lost_and_its_stall_is_a_stall() -> None:
     assert account.parts["lost"] == pytest.approx(5.0 + 10.0 + 2 * 5.0)
 
 
+def test_another_failure_does_not_mend_wrong_numbers() -> None:
+    """A job without other groups restarts from a checkpoint that has them, and goes back further
+    when they are found. More failures never help.
+    """
+    sdc = {"name": "sdc", "effect": "corrupt", "found_after": "12 h", "mtbf": "2 d"}
+    more = {"name": "more", "mtbf": "11 h", "spacing": "even"}
+    common: dict[str, Any] = {
+        "groups": None,
+        "job": {"step": 10.0},
+        "cluster": {"gpus": 8, "gpus_per_node": 8},
+        "checkpoint": {"save": 0.0, "interval": 300.0},
+        "restart": {"recover": 60.0},
+    }
+    alone, both = (
+        simulate(candidate(failure=failures, **common), 0, 20 * DAY).effective
+        for failures in ([{**sdc, "spacing": "even"}], [{**sdc, "spacing": "even"}, more])
+    )
+    assert alone == pytest.approx(0.75, abs=0.03)
+    assert both < alone
+
+
+@pytest.mark.parametrize("interval", [10.0, 300.0])
+def test_a_job_goes_back_behind_any_number_of_saves(interval: float) -> None:
+    sdc = {"name": "sdc", "effect": "corrupt", "found_after": "1 d", "mtbf": "5 d"}
+    job = candidate(
+        failure=[{**sdc, "spacing": "even"}],
+        groups=None,
+        job={"step": 10.0},
+        cluster={"gpus": 8, "gpus_per_node": 8},
+        checkpoint={"save": 0.0, "interval": interval},
+        restart={"recover": 60.0},
+    )
+    assert simulate(job, 0, 30 * DAY).effective == pytest.approx(0.81, abs=0.03)
+
+
+def test_a_straggler_does_not_stretch_the_lateness_of_a_return(tmp_path: Path) -> None:
+    """A group is back at 1,110 s, and makes that step 100 s late. A straggler slows the 10 s of
+    computing alone.
+    """
+    lines = ["time,fault,target,params", "1001,kill_group,0,"]
+    slow = "1112,slow_rank,1,factor=10 seconds=300"
+    common: dict[str, Any] = {
+        "cluster": {"gpus": 3, "gpus_per_node": 1},
+        "job": {"step": 10.0, "groups": 3},
+        "failure": [{"name": "all", "trace": "trace.csv"}],
+        "groups": {"stall": 0.0, "away": 100.0, "rejoin": 100.0},
+    }
+    ends: list[float] = []
+    (tmp_path / "trace.csv").write_text("\n".join([*lines, slow]))
+    simulate(candidate(tmp_path, **common), 0, 2000.0, lambda time, groups: ends.append(time))
+    late = max(after - before for before, after in pairwise(ends))
+    assert late == pytest.approx(2 + 8 * 10 + 100)
+
+
+def test_the_last_group_saves_before_it_leaves() -> None:
+    """A drain each hour: 3,600 s of training, 300 s of a save, and 300 s until it is back."""
+    drain = {"name": "drain", "effect": "drain", "mtbf": "1 h", "spacing": "even"}
+    job = candidate(
+        failure=[drain],
+        groups=None,
+        job={"step": 10.0},
+        cluster={"gpus": 8, "gpus_per_node": 8},
+        checkpoint={"save": 300.0, "interval": "7 d"},
+        restart={"recover": 300.0},
+    )
+    account = simulate(job, 0, 10 * DAY)
+    assert account.effective == pytest.approx(1 - 600 / 3600, abs=0.005)
+    assert account.shares()["checkpoints"] == pytest.approx(300 / 3600, abs=0.005)
+    assert estimate(job) == pytest.approx(account.effective, abs=0.02)
+
+
 def test_a_refused_fault_is_patient_by_the_clock_of_training() -> None:
     """Stalls before it are no part of its wait."""
     changes: dict[str, Any] = {

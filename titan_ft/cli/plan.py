@@ -193,12 +193,14 @@ def _compare(
         print(f"trace: {command.trace_out}, {number} faults")
         return 0
     folder = command.out or folder
-    fit_to_sizes = Sizes(folder / "sizes.json").bound
     try:
-        cases = compare(scenarios, measured, command.seeds, fit_to_sizes)
+        for scenario in scenarios:
+            make_candidates(scenario, measured)
     except ConfigError as error:
         # Neither the scenario nor a record has a cost that the comparison needs.
         raise ConfigError(f"{source}: {error}") from error
+    fit_to_sizes = Sizes(folder / "sizes.json").bound
+    cases = compare(scenarios, measured, command.seeds, fit_to_sizes)
     if command.json:
         figures: dict[str, Any] = {"cases": [case_figures(case) for case in cases]}
         if measured is not None:

@@ -312,7 +312,12 @@ def is_better(best: Forecast, other: Forecast) -> bool:
     return fmean(differences) > half_of_interval(differences)
 
 
-COST_FIELDS = {"stall": "stall", "time away": "away", "late when one returns": "rejoin"}
+COST_FIELDS = {
+    "stall": "stall",
+    "time away": "away",
+    "recover": "away",
+    "late when one returns": "rejoin",
+}
 """The inputs that are fields of `Costs`, by their names for people."""
 INPUTS = (
     "time between failures",
@@ -335,7 +340,8 @@ def scaled(candidate: Candidate, name: str, factor: float) -> Candidate:
     """
     costs, rates = candidate.costs, candidate.rates
     changed = candidate
-    if name in COST_FIELDS:
+    is_restart = candidate.strategy == "restart"
+    if name in COST_FIELDS and is_restart == (name == "recover"):
         field_name = COST_FIELDS[name]
         length = Constant(getattr(costs, field_name).mean * factor)
         lengths: dict[str, Any] = {field_name: length}
@@ -352,7 +358,7 @@ def scaled(candidate: Candidate, name: str, factor: float) -> Candidate:
         changed = replace(candidate, costs=replace(costs, drag=costs.drag * factor))
     elif name == "exchange":
         changed = replace(candidate, exchange=candidate.exchange * factor)
-    elif candidate.strategy == "rounds":
+    elif name == "the value of a token in rounds" and candidate.strategy == "rounds":
         changed = replace(candidate, value_of_a_token=candidate.value_of_a_token * factor)
     return with_saves(changed)  # the best interval between saves follows the input
 

@@ -57,6 +57,8 @@ def find_doubts(candidate: Candidate) -> Iterator[str]:
         yield "steps as long as the time between failures"
     if rates.slowed > 0.02 or rates.rolled_back > 0.02:
         yield "stragglers or wrong numbers"
+    if candidate.strategy == "restart" and rates.leaves > 0 and rates.job > 0:
+        yield "the saves of a job that leaves"
     at_risk = lost_state_rate(candidate) * candidate.save_every * candidate.step
     if estimate(candidate) > 1 - MEMORYLESS_ENVELOPE and at_risk < ACCURACY:
         return
@@ -119,8 +121,9 @@ def _restarts(candidate: Candidate, is_even: bool) -> float:
         share = daly(1 / rate, interval, save, 0.0) / (1 + rate * recover)
     else:
         share = daly(1 / rate, interval, save, recover)
-    # A job that leaves in order saves first: it loses its time away alone.
-    up = 1 / (1 + leaves * recover) if is_training_clock else math.exp(-leaves * recover)
+    # A job that leaves in order saves first, and loses no work.
+    away = recover + save
+    up = 1 / (1 + leaves * away) if is_training_clock else math.exp(-leaves * away)
     return share * up * max(0.0, 1 - rates.rolled_back)
 
 
@@ -129,8 +132,11 @@ def _groups(candidate: Candidate, is_even: bool) -> float:
     costs, rates, groups, step = candidate.costs, candidate.rates, candidate.groups, candidate.step
     stall, away, rejoin = costs.stall.mean, costs.away.mean, costs.rejoin.mean
     if candidate.strategy == "rounds":
-        # Only the exchange of a round stalls. A group that returns joins within a round.
-        stall, rejoin = stall * candidate.exchange / (step + candidate.exchange), 0.0
+        # A group that returns joins within a round. Only the exchange of a round stalls, unless a
+        # death loses the round.
+        rejoin = 0.0
+        if not candidate.loses_step:
+            stall *= candidate.exchange / (step + candidate.exchange)
     each = rates.aways / groups
     up = math.exp(-each * away)
     # A stalled group that is away as well counts once.
@@ -143,6 +149,8 @@ def _groups(candidate: Candidate, is_even: bool) -> float:
         share *= math.exp(-rates.deaths * up * step)
     if candidate.strategy == "rounds" and each > 0:
         share *= -math.expm1(-each * step) / (each * step)
+    if groups == 1:
+        share *= max(0.0, 1 - rates.rolled_back)  # nobody else has the right numbers
     return share * _of_those_up(candidate, up) * _kept(candidate)
 
 
@@ -166,13 +174,14 @@ def _of_those_up(candidate: Candidate, up: float) -> float:
 
 def _kept(candidate: Candidate) -> float:
     """Return the part of the work that losses of all groups, and saves, leave."""
-    lost, step = lost_state_rate(candidate), candidate.step
+    lost, rates = lost_state_rate(candidate), candidate.rates
+    interval = candidate.save_every * (candidate.step + candidate.exchange)
     if candidate.save_every and lost > 0:
-        return daly(
-            1 / lost, candidate.save_every * step, candidate.save, candidate.costs.away.mean
-        )
+        # The time away of single groups counts elsewhere; that of all at once counts here.
+        away = candidate.costs.away.mean * rates.job / lost
+        return daly(1 / lost, interval, candidate.save, away)
     if candidate.save_every:
-        return 1 / (1 + candidate.save / (candidate.save_every * step))
+        return 1 / (1 + candidate.save / interval)
     expected = lost * candidate.scenario.seconds
     return -math.expm1(-expected) / expected if expected > 0 else 1.0
 

@@ -51,7 +51,7 @@ class Measured:
     """The calm steps, in order, are cut into about ten stretches; these are the means of each. A
     machine is faster at one time and slower at another."""
     save: float | None
-    """Mean length of a save; None if no checkpoint was saved."""
+    """Mean lateness of the steps with a save; None if no checkpoint was saved."""
     save_interval: float | None
     """Time of computing between two saves; None likewise."""
     mtbf: float | None
@@ -117,21 +117,23 @@ class _Step:
         absent: groups that were away for all of it.
         causes: of the deaths in it, one for each group that died.
         returns: groups that returned in it.
+        has_save: a checkpoint was saved in it.
     """
 
     seconds: float
     absent: int
     causes: list[str]
     returns: int
+    has_save: bool
 
     @property
     def is_calm(self) -> bool:
-        return not (self.absent or self.causes or self.returns)
+        return not (self.absent or self.causes or self.returns or self.has_save)
 
     @property
     def has_only_absences(self) -> bool:
         """True if groups were away and nothing else happened."""
-        return bool(self.absent) and not (self.causes or self.returns)
+        return bool(self.absent) and not (self.causes or self.returns or self.has_save)
 
 
 @dataclass
@@ -154,7 +156,7 @@ class _Observations:
     last_gaps: list[float] = field(default_factory=list)
     """From the last failure to the end of the record (censored)."""
     saves: list[float] = field(default_factory=list)
-    """Lengths of saves."""
+    """Lateness of the steps in which nothing happened but a save."""
     save_steps: list[float] = field(default_factory=list)
     """Numbers of steps (rounds) between two saves."""
     kinds: Counter[str] = field(default_factory=Counter)
@@ -197,7 +199,7 @@ def measure(records: Sequence[RunRecord], until: float | None = None) -> Measure
     starts = range(0, len(calm) - stretch + 1, stretch)  # whole stretches only
     median_step = median(calm)
     save_interval = None
-    if found.save_steps:
+    if found.saves:
         save_interval = median(found.save_steps) * fmean(calm)
     return Measured(
         step=fmean(calm),
@@ -210,7 +212,7 @@ def measure(records: Sequence[RunRecord], until: float | None = None) -> Measure
         away=_samples(found.away, found.away_cut),
         rejoin=_samples(rejoins),
         pace=tuple(fmean(calm[start : start + stretch]) for start in starts),
-        save=fmean(found.saves) if found.save_steps else None,
+        save=max(0.0, fmean(found.saves)) if found.saves else None,
         save_interval=save_interval,
         mtbf=found.seconds / num_failures if num_failures else None,
         fit=fit_weibull(found.gaps, found.last_gaps),
@@ -272,7 +274,8 @@ def _add_record(record: RunRecord, found: _Observations, until: float | None) ->
     if not ends_in_stall:
         # A run goes on for a while after its last step, to save and to leave.
         end = last
-    steps = _steps_of(commits, failures, _num_groups(record))
+    saved = [event.time for event in record.of(CheckpointSaved)]
+    steps = _steps_of(commits, failures, _num_groups(record), saved)
     calm = [step.seconds for step in steps if step.is_calm]
     if calm:
         usual = fmean(calm)
@@ -283,6 +286,8 @@ def _add_record(record: RunRecord, found: _Observations, until: float | None) ->
     for step in steps:
         if step.has_only_absences:
             found.drag_points.append((step.absent, step.seconds - usual))
+        if step.has_save and not (step.absent or step.causes or step.returns):
+            found.saves.append(step.seconds - usual)
     if ends_in_stall:
         found.stalls_cut.append(max(0.0, end - last - usual))
     commit_times = [event.time for event in commits]
@@ -298,7 +303,10 @@ def _add_record(record: RunRecord, found: _Observations, until: float | None) ->
 
 
 def _steps_of(
-    commits: Sequence[StepCommitted], failures: Sequence[RecordedFailure], size: int
+    commits: Sequence[StepCommitted],
+    failures: Sequence[RecordedFailure],
+    size: int,
+    saved: Sequence[float],
 ) -> list[_Step]:
     """Return the steps between commits that follow each other."""
     steps = []
@@ -310,7 +318,8 @@ def _steps_of(
         # A group that died in this step was there at its begin. One that died after its gradient was
         # sent is among the participants: not below 0.
         absent = max(0, size - len(after.participants) - len(causes))
-        steps.append(_Step(after.time - before.time, absent, causes, returns))
+        has_save = any(before.time < time <= after.time for time in saved)
+        steps.append(_Step(after.time - before.time, absent, causes, returns, has_save))
     return steps
 
 
@@ -343,10 +352,9 @@ def _add_absence(
 
 
 def _add_saves(record: RunRecord, record_end: float, found: _Observations) -> None:
-    """Add the lengths of saves, and the steps between them. The first gap begins with the run."""
+    """Add the steps between saves. The first gap begins with the run."""
     saves = [event for event in record.of(CheckpointSaved) if event.time <= record_end]
     steps = sorted({event.step for event in saves})
-    found.saves += [event.seconds for event in saves]
     # A checkpoint is numbered by local steps, also where a round has several.
     gaps = [after - before for before, after in pairwise([0, *steps])]
     found.save_steps += [gap / record.unit.steps for gap in gaps]

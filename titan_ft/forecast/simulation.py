@@ -60,7 +60,7 @@ _PARTS_OF_TRAINING = ("useful", "stall", "slower", "exchange", "checkpoints")
 """Parts that are counted when a step ends. What they leave of the training time is "lost"."""
 POLL_SECONDS = 0.1
 """A chaos runner tries a refused fault again after this time."""
-MAX_CHECKPOINTS = 1000
+MAX_CHECKPOINTS = 100_000
 """The newest checkpoints that a run remembers. Wrong numbers that are found late may send a job
 back to any of them."""
 SimProcess = Generator[simpy.Event, Any, None]
@@ -142,7 +142,8 @@ def simulate(
         seed: decides all that is random.
         seconds: how long the run is; when left out, the scenario's days.
         on_commit: called for every step. If None, all steps up to the next event are simulated in
-            one jump. The account is the same.
+            one jump. The account is the same, but for failures at the very end of a step: rounding
+            decides whether they come before it.
     """
     return _Simulation(candidate, seed, seconds or candidate.scenario.seconds, on_commit).run()
 
@@ -184,8 +185,10 @@ class _Simulation:
         )
         self._step_shortened = self.env.event()
         """Succeeds when a straggler ends in the step under way, which then ends sooner."""
-        self._leaves: list[Callable[[], None]] = []
+        self._leaves: dict[int, Callable[[], None]] = {}
         """Groups that leave in order at the end of the step under way."""
+        self._wrong_since: dict[object, tuple[int, float]] = {}
+        """For each failure that made numbers wrong, while they are: the group, and since when."""
         self._clock_stood = 0.0
         """Seconds in which the clock of failures stood still, up to its last start. With clock =
         "training" it does so in stalls and while too few groups are there."""
@@ -196,6 +199,8 @@ class _Simulation:
         """Succeeds when enough groups are there again; None while the job trains."""
         self._is_step_under_way = False
         self._is_step_lost = False
+        self._compute_end = 0.0
+        """When the step under way has been computed; what makes it late comes after that."""
         self._exchange_begin: float | None = None
         """When the exchange of the step under way begins; None during a save."""
         self._step_due = 0.0
@@ -204,8 +209,6 @@ class _Simulation:
         """When it ends, with the stalls so far."""
         self._checkpoints = deque([_Checkpoint(0.0, 0.0, 0.0, 0)])
         self._unsaved_steps = 0
-        self._keeps_checkpoints = any(kind.effect == "corrupt" for kind in self.scenario.failures)
-        """True if wrong numbers may send the job back beyond its last checkpoint."""
         self._repairs = {
             kind.name: to_length(kind.repair, candidate.gpus) for kind in self.scenario.failures
         }
@@ -258,7 +261,7 @@ class _Simulation:
                 yield from self._make_step(late)
             self._is_step_under_way = False
             late = 0.0
-            self._let_leave()
+            yield from self._let_leave()
 
     def _let_join(self) -> float:
         """Let the groups that are ready take part; return by how much they make this step late."""
@@ -276,10 +279,18 @@ class _Simulation:
         self._training_groups[group.number] = True
         self._change_state(group, "training")
 
-    def _let_leave(self) -> None:
-        """Take the groups away that leave in order after the step that has ended."""
-        leaves, self._leaves = self._leaves, []
-        for leave in leaves:
+    def _let_leave(self) -> SimProcess:
+        """Take the groups away that leave in order after the step that has ended.
+
+        If they are the last ones, they save first.
+        """
+        leaves, self._leaves = self._leaves, {}
+        are_last = leaves.keys() >= self._training_groups.keys() and not self._ready_groups
+        if leaves and are_last and self.candidate.save_every and not self._wrong_since:
+            yield self.env.timeout(self.candidate.save)
+            num_groups = len(self._training_groups)
+            self.account.parts["checkpoints"] += num_groups * self.candidate.save
+        for leave in leaves.values():
             leave()
 
     def _wait_for_groups(self) -> SimProcess:
@@ -309,7 +320,7 @@ class _Simulation:
         candidate, step, now = self.candidate, self._step_seconds(), self.env.now
         event = self.env.peek()
         free = event - now
-        if candidate.save_every and self._unsaved_steps == 0 and not self._keeps_checkpoints:
+        if candidate.save_every and self._unsaved_steps == 0:
             # Whole cycles of steps and a save. One less than fit: rounding must not pass the event.
             cycle = candidate.save_every * step + candidate.save
             cycles = int(free / cycle) - 1
@@ -339,6 +350,7 @@ class _Simulation:
     def _make_step(self, late: float) -> SimProcess:
         candidate, parts, begin = self.candidate, self.account.parts, self.env.now
         due = begin + self._step_seconds() + late
+        self._compute_end = begin + candidate.step * self._pace
         self._exchange_begin = due - candidate.exchange
         self._is_step_lost = False
         self.account.votes += 1
@@ -429,6 +441,10 @@ class _Simulation:
         account.steps = checkpoint.steps
         account.restarts += 1
         self._unsaved_steps = 0
+        # Wrong numbers that began before the checkpoint are in it.
+        for failure, (_, since) in list(self._wrong_since.items()):
+            if since >= checkpoint.time:
+                del self._wrong_since[failure]
 
     # The clock of failures
 
@@ -497,24 +513,34 @@ class _Simulation:
 
         Then the group leaves in order, and heals from the others. The model assumes that no wrong
         number has reached them. A job without other groups goes back to a checkpoint before its
-        wrong numbers.
+        wrong numbers; another restart meanwhile has not mended them, unless from such a checkpoint.
         """
         if group.number not in self._training_groups:
             return  # A group that is away slows nobody down, and starts from the others' state.
-        since, stops = self.env.now, group.stops
-        if kind.effect == "slow":
-            self._slow_factors.setdefault(group.number, []).append(kind.factor)
-            self._change_pace()
+        if kind.effect == "corrupt":
+            yield from self._wait_until_numbers_are_found(group, kind, luck)
+            return
+        stops = group.stops
+        self._slow_factors.setdefault(group.number, []).append(kind.factor)
+        self._change_pace()
         yield self.env.timeout(kind.found_after)
         if group.stops != stops:
-            return  # The group was stopped meanwhile, which has ended the trouble.
-        if kind.effect == "corrupt":
-            self._leave(group, 0, 0.0, luck, good_until=since)
-            return
+            return  # The group was stopped meanwhile, which has ended the straggler.
         self._slow_factors[group.number].remove(kind.factor)
         self._change_pace()
         if kind.leaves:
             self._leave(group, 0, 0.0, luck)
+
+    def _wait_until_numbers_are_found(self, group: _Group, kind: Kind, luck: Luck) -> SimProcess:
+        failure, since = object(), self.env.now
+        self._wrong_since[failure] = (group.number, since)
+        yield self.env.timeout(kind.found_after)
+        if failure not in self._wrong_since:
+            return  # The group has healed, or the job went back far enough.
+        if group.number in self._training_groups or group.number in self._ready_groups:
+            self._stop(group, 0, 0.0, luck, in_order=True, good_until=since)
+        else:
+            self._roll_back(since)  # The job is away, and starts from an older checkpoint.
 
     def _change_pace(self) -> None:
         """Let the rest of the step under way go on at the pace of the stragglers there are now."""
@@ -522,8 +548,9 @@ class _Simulation:
         for factors in self._slow_factors.values():
             pace = max([pace, *factors])
         if self._is_step_under_way and self._exchange_begin is not None:
-            rest = max(0.0, self._exchange_begin - self.env.now)
+            rest = max(0.0, self._compute_end - self.env.now)
             longer = rest * (pace / self._pace - 1)
+            self._compute_end += longer
             self._exchange_begin += longer
             self._step_due += longer
             self._step_end += longer
@@ -587,14 +614,7 @@ class _Simulation:
 
     # Groups that go
 
-    def _leave(
-        self,
-        group: _Group,
-        broken: int,
-        repair: float,
-        luck: Luck,
-        good_until: float | None = None,
-    ) -> None:
+    def _leave(self, group: _Group, broken: int, repair: float, luck: Luck) -> None:
         """Take a group away in order. One that trains finishes its step first; see `_stop`.
 
         A round is too long for that: the group loses its part of it.
@@ -604,11 +624,11 @@ class _Simulation:
         def stop() -> None:
             # A group that has died meanwhile does not leave any more. Its nodes do.
             if group.stops == stops or broken:
-                self._stop(group, broken, repair, luck, in_order=True, good_until=good_until)
+                self._stop(group, broken, repair, luck, in_order=True)
 
         is_in_step = self._is_step_under_way and group.number in self._training_groups
         if is_in_step and self.candidate.strategy != "rounds":
-            self._leaves.append(stop)
+            self._leaves[group.number] = stop
         else:
             stop()
 
@@ -644,7 +664,13 @@ class _Simulation:
             self.env.process(self._repair_nodes(broken, repair))
         self._change_state(group, "nodes" if group.lacks else "away")
         # A group that is ready to join holds the job's state, too. It may be the last one.
-        if holds_state and not self._training_groups and not self._ready_groups:
+        is_last = not self._training_groups and not self._ready_groups
+        if not is_last:
+            # It will heal from the others.
+            for failure, (number, _) in list(self._wrong_since.items()):
+                if number == group.number:
+                    del self._wrong_since[failure]
+        if holds_state and is_last:
             self._restart_from_checkpoint(good_until, in_order=in_order)
         if is_training:
             self._react_to_loss(luck, in_order=in_order)
