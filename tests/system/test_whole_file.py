@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from titan_ft.system import whole_file
 from titan_ft.system.whole_file import write_whole
 
 
@@ -32,3 +33,19 @@ def test_a_planted_link_gives_no_file_of_its_users_away(tmp_path: Path) -> None:
     assert victim.read_text() == "mine"
     write_whole(page, b"ours")
     assert page.read_bytes() == b"ours"
+
+
+def test_nothing_is_removed_through_a_refused_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is another user's link to a folder that has a file of the temporary name."""
+    victim = tmp_path / f".page.html-{os.getpid()}"
+    victim.write_text("mine")
+
+    def refuse(_: Path) -> None:
+        raise OSError("a link that belongs to user 1")
+
+    monkeypatch.setattr(whole_file, "check_links", refuse)
+    with pytest.raises(OSError, match="belongs to user 1"):
+        write_whole(tmp_path / "page.html", b"theirs")
+    assert victim.read_text() == "mine"

@@ -195,14 +195,18 @@ class Seat:
         for its successor.
         """
         deadline = time.monotonic() + self._config.start_timeout_seconds
+        last_refusal = ""
         while True:
             self._lighthouse.place = self._lighthouse.look() or self._lighthouse.place
             try:
                 opened = self.open(member)
                 self._check_token()
-            except LighthouseError:
+            except LighthouseError as error:
                 if not self._lighthouse.is_file or time.monotonic() >= deadline:
                     raise
+                if isinstance(error, TokenRefusedError) and f"{error}" != last_refusal:
+                    last_refusal = f"{error}"
+                    logger.warning("waiting for another lighthouse: %s", error)
                 time.sleep(_REPEAT_SECONDS)
                 continue
             if self._lighthouse.may_change:

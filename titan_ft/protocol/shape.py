@@ -88,10 +88,10 @@ def shape_differences(own: str, other: str, *, same_config: bool) -> list[Differ
 
 
 def _parse(shape: str) -> tuple[str, dict[str, str]]:
-    ranks, *texts = shape.split(";")
+    ranks, *settings = shape.split(";")
     facts = {}
-    for text in texts:
-        name, separator, value = text.partition("=")
+    for setting in settings:
+        name, separator, value = setting.partition("=")
         if separator:
             facts[name] = value
     return ranks, facts

@@ -38,9 +38,15 @@ def only_files(path: str, flags: int) -> int:
     Raises:
         OSError: there is no file, or it is another kind of file.
     """
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    except BlockingIOError:
+        # Another process holds a lease of the file, as a server of NFS does. Only regular files
+        # have leases, so this open waits for the end of it and for nothing else.
+        descriptor = os.open(path, flags | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
+        os.set_blocking(descriptor, True)
         return descriptor
     os.close(descriptor)
     if stat.S_ISDIR(mode):

@@ -8,7 +8,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from titan_ft.system.ownership import no_follow
+from titan_ft.system.ownership import check_links, no_follow
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -18,6 +18,8 @@ def write_whole(path: Path, data: bytes) -> None:
         OSError: the file cannot be written, for example because the disk is full, or its folder is
             another user's link. No part is left.
     """
+    # Before the `try`: its clean-up must not go through a link that is refused.
+    check_links(path.parent)
     part = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         with open(part, "wb", opener=no_follow) as file:
