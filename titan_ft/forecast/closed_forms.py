@@ -57,8 +57,15 @@ def find_doubts(candidate: Candidate) -> Iterator[str]:
         yield "steps as long as the time between failures"
     if rates.slowed > 0.02 or rates.rolled_back > 0.02:
         yield "stragglers or wrong numbers"
-    if candidate.strategy == "restart" and rates.leaves > 0 and rates.job > 0:
-        yield "the saves of a job that leaves"
+    if candidate.strategy != "restart" and candidate.groups == 1:
+        yield "a single group"
+    if candidate.strategy == "restart" and (rates.leaves > 0 or rates.corrupt > 0):
+        yield "a job that leaves, or goes back behind wrong numbers"
+    for kind in scenario.failures:
+        nodes = candidate.groups * candidate.group_nodes
+        hits_all = candidate.groups > 1 and scenario.nodes_of(kind) >= nodes
+        if hits_all and kind.effect != "stop":
+            yield f"{kind.name}, which hits all groups"
     at_risk = lost_state_rate(candidate) * candidate.save_every * candidate.step
     if estimate(candidate) > 1 - MEMORYLESS_ENVELOPE and at_risk < ACCURACY:
         return
