@@ -111,6 +111,26 @@ def test_without_failures_costs_are_unknown() -> None:
     assert measure([RunRecord([say(0.0, "launch_started", replicas=2)])]) is None
 
 
+def test_a_return_after_the_next_death_is_no_return() -> None:
+    """The group dies at 11 s and, before it contributed again, at 40 s; it is back at 60 s."""
+    events = [say(0.0, "launch_started", replicas=2)]
+    deaths = {11.0: 0, 40.0: 1}
+    for time, attempt in deaths.items():
+        events.append(fault(time, "kill_group", 1, shot=attempt))
+        events.append(
+            say(time, "worker_exited", 1, signal="SIGKILL", stopped=False, attempt=attempt)
+        )
+    for number in range(1, 81):
+        there = [0] if 11 < number < 60 else [0, 1]
+        for group in there:
+            attempt = 2 if group == 1 and number >= 60 else 0
+            events.append(commit(float(number), number, group, participants=there, attempt=attempt))
+    found = measured_of(sorted(events, key=lambda event: event.time))
+    assert found.away is not None
+    assert (found.away.number, found.away.censored) == (1, 1)
+    assert found.away.values == [pytest.approx(60.0 - 1.5 - 40.0), pytest.approx(29.0)]
+
+
 def test_steps_that_vary_count_as_in_the_report() -> None:
     """Without a failure: of each step no more than the median counts, so 1.0 of 1.2 s on average."""
     events: list[Event] = [say(0.0, "launch_started", replicas=2)]

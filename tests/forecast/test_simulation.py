@@ -313,6 +313,36 @@ def test_a_group_that_leaves_in_order_finishes_its_step() -> None:
     assert account.parts["stall"] == 0.0
 
 
+def test_a_drain_does_not_give_back_the_nodes_of_a_maintenance() -> None:
+    """Both ask the same group in one step. Its node is away for an hour, and there is no spare."""
+    drain = {"name": "drain", "effect": "drain", "mtbf": 1005.0, "spacing": "even"}
+    job = candidate(
+        cluster={"gpus": 2, "gpus_per_node": 1, "spare_nodes": 0},
+        job={"step": 100.0, "groups": 1},
+        failure=[drain],
+        maintenance=[{"every": 1001.0, "nodes": 1, "lasts": 3600.0}],
+        groups={"stall": 0.0, "away": 5.0},
+        checkpoint={"save": 1.0},
+    )
+    account = simulate(job, 0, 4000.0)
+    assert account.parts["nodes"] > 2000.0
+
+
+def test_a_last_group_saves_wrong_numbers_too() -> None:
+    """Nobody has found them yet, so the save before it leaves takes its time."""
+    drain = {"name": "drain", "effect": "drain", "mtbf": 5000.0, "spacing": "even"}
+    sdc = {"name": "sdc", "effect": "corrupt", "found_after": "9 d", "mtbf": 100.0}
+    job = candidate(
+        failure=[drain, {**sdc, "spacing": "even"}],
+        groups=None,
+        job={"step": 10.0},
+        cluster={"gpus": 8, "gpus_per_node": 8},
+        checkpoint={"save": 300.0, "interval": "7 d"},
+        restart={"recover": 60.0},
+    )
+    assert simulate(job, 0, 6000.0).parts["checkpoints"] == 300.0
+
+
 def test_a_group_that_is_away_is_no_straggler(tmp_path: Path) -> None:
     """It dies at 100 s and is back at 300 s. What was found at 400 s was never there."""
     lines = [
@@ -411,6 +441,9 @@ def test_a_job_goes_back_behind_any_number_of_saves(interval: float) -> None:
         restart={"recover": 60.0},
     )
     assert simulate(job, 0, 30 * DAY).effective == pytest.approx(0.81, abs=0.03)
+    # Step by step, each of 8,640 saves a day is one that it may go back to.
+    one_by_one = simulate(job, 0, 7 * DAY, lambda time, groups: None)
+    assert one_by_one.steps == pytest.approx(6 * 8640, rel=0.01)
 
 
 def test_a_straggler_does_not_stretch_the_lateness_of_a_return(tmp_path: Path) -> None:

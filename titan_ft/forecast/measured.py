@@ -274,7 +274,7 @@ def _add_record(record: RunRecord, found: _Observations, until: float | None) ->
     if not ends_in_stall:
         # A run goes on for a while after its last step, to save and to leave.
         end = last
-    saved = [event.time for event in record.of(CheckpointSaved)]
+    saved = sorted(event.time for event in record.of(CheckpointSaved))
     steps = _steps_of(commits, failures, _num_groups(record), saved)
     calm = [step.seconds for step in steps if step.is_calm]
     if calm:
@@ -308,7 +308,12 @@ def _steps_of(
     size: int,
     saved: Sequence[float],
 ) -> list[_Step]:
-    """Return the steps between commits that follow each other."""
+    """Return the steps between commits that follow each other.
+
+    Args:
+        size: number of groups of the job.
+        saved: Unix seconds at which checkpoints were saved, in order.
+    """
     steps = []
     for before, after in pairwise(commits):
         if after.step != before.step + 1:
@@ -318,7 +323,7 @@ def _steps_of(
         # A group that died in this step was there at its begin. One that died after its gradient was
         # sent is among the participants: not below 0.
         absent = max(0, size - len(after.participants) - len(causes))
-        has_save = any(before.time < time <= after.time for time in saved)
+        has_save = bisect_right(saved, after.time) > bisect_right(saved, before.time)
         steps.append(_Step(after.time - before.time, absent, causes, returns, has_save))
     return steps
 

@@ -185,8 +185,9 @@ class _Simulation:
         )
         self._step_shortened = self.env.event()
         """Succeeds when a straggler ends in the step under way, which then ends sooner."""
-        self._leaves: dict[int, Callable[[], None]] = {}
-        """Groups that leave in order at the end of the step under way."""
+        self._leaves: list[tuple[int, Callable[[], None]]] = []
+        """Who leaves in order at the end of the step under way: the group, and what stops it. A
+        group may be asked twice, for a drain and for its nodes."""
         self._wrong_since: dict[object, tuple[int, float]] = {}
         """For each failure that made numbers wrong, while they are: the group, and since when."""
         self._clock_stood = 0.0
@@ -284,14 +285,15 @@ class _Simulation:
 
         If they are the last ones, they save first.
         """
-        leaves, self._leaves = self._leaves, {}
-        are_last = leaves.keys() >= self._training_groups.keys() and not self._ready_groups
-        if leaves and are_last and self.candidate.save_every and not self._wrong_since:
+        leaves, self._leaves = self._leaves, []
+        leaving = {number for number, _ in leaves}
+        are_last = leaving >= self._training_groups.keys() and not self._ready_groups
+        if leaves and are_last and self.candidate.save_every:
             yield self.env.timeout(self.candidate.save)
             num_groups = len(self._training_groups)
             self.account.parts["checkpoints"] += num_groups * self.candidate.save
-        for leave in leaves.values():
-            leave()
+        for _, stop in leaves:
+            stop()
 
     def _wait_for_groups(self) -> SimProcess:
         """Wait until enough groups are there."""
@@ -628,7 +630,7 @@ class _Simulation:
 
         is_in_step = self._is_step_under_way and group.number in self._training_groups
         if is_in_step and self.candidate.strategy != "rounds":
-            self._leaves[group.number] = stop
+            self._leaves.append((group.number, stop))
         else:
             stop()
 
