@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +26,7 @@ from titan_ft.run.events import Hung
 from titan_ft.run.lighthouse import Announcement
 from titan_ft.run.log import EventLog
 from titan_ft.run.marks import leave_mark
-from titan_ft.system.ownership import no_follow, write_for_owner_only
+from titan_ft.system.ownership import no_follow, only_files, write_for_owner_only
 from titan_ft.system.run_folder import check_run_folder
 from titan_ft.system.whole_file import write_whole
 from titan_ft.training.checkpoint.damage import FailedLoad
@@ -329,3 +331,30 @@ def test_no_log_is_written_through_a_folder_that_is_anothers_link(
     said = capfd.readouterr().err
     assert "cannot be written" in said
     assert said.endswith("a line\n")
+
+
+def test_the_group_may_not_write_a_new_file(usual_umask: None, tmp_path: Path) -> None:
+    """At the umask 002, which many systems have, and where `write_for_owner_only` has not run."""
+    with open(tmp_path / "new", "w", opener=no_follow):
+        pass
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o644
+
+
+def test_a_file_with_a_lease_is_read_when_the_lease_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of NFS holds one for a client. An open that may not block fails meanwhile."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("an event")
+    with open(path, opener=only_files) as file:
+        assert os.get_blocking(file.fileno()), "a read waits for its data"
+    system_open = os.open
+
+    def open_with_lease(name: str, flags: int) -> int:
+        if flags & os.O_NONBLOCK:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), name)
+        return system_open(name, flags)
+
+    monkeypatch.setattr(os, "open", open_with_lease)
+    with open(path, opener=only_files) as file:
+        assert file.read() == "an event"

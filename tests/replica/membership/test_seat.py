@@ -1,11 +1,20 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A group's connection to the lighthouse in processes that are forked from the worker."""
+"""A group's seat at the lighthouse: in processes that are forked from the worker, and while it
+waits for another lighthouse.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from titan_ft.membership.seat import Seat
+from titan_ft.protocol.errors import TokenRefusedError
 
 FORKS = """
 import gc, os, signal
@@ -43,3 +52,28 @@ def test_a_client_that_is_garbage_does_not_hang_a_forked_child() -> None:
         [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=True
     )
     assert ended.stdout == "7\n"
+
+
+def test_a_group_that_waits_for_another_lighthouse_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The file still names a lighthouse of another run, twice. A wrong token would wait without a
+    word until the limit.
+    """
+    refusals = [TokenRefusedError("it refuses"), TokenRefusedError("it refuses")]
+
+    def check_token() -> None:
+        if refusals:
+            raise refusals.pop()
+
+    lighthouse = SimpleNamespace(place=None, look=lambda: None, is_file=True, may_change=False)
+    this: Any = SimpleNamespace(
+        _config=SimpleNamespace(start_timeout_seconds=30.0),
+        _lighthouse=lighthouse,
+        open=lambda member: "opened",
+        _check_token=check_token,
+    )
+    member: Any = None
+    assert Seat._open_first(this, member) == "opened"
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings == ["waiting for another lighthouse: it refuses"]

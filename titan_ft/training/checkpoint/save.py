@@ -178,7 +178,12 @@ def _probe(folder: Path) -> OSError | None:
     """Write a megabyte into `folder`; return the error if its disk is full."""
     path = folder / f".room-{os.getpid()}"
     try:
-        with open(path, "wb", opener=no_follow) as file:
+        file = open(path, "wb", opener=no_follow)  # noqa: SIM115, closed below
+    except OSError as error:
+        # Nothing is removed here: through a refused link it would be another user's file.
+        return error if is_full(error) else None
+    try:
+        with file:
             file.write(bytes(_PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())
