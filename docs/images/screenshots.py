@@ -97,7 +97,9 @@ def _is_seen(layer: Layer, begin: float, end: float) -> bool:
 def photograph_failure(record: RunRecord, image: Path) -> None:
     """Write the chart of a failure as PNG."""
     chart = chart_failure(record)
-    keys = [("commit", MIDDLE, "│"), *(entry for line in make_legend(chart) for entry in line)]
+    keys = [("commit", MIDDLE, "│")]
+    for line in make_legend(chart):
+        keys += line
     spans = "".join(
         f'<span><i style="color: {colour}">{glyph}</i>{text}</span>' for text, colour, glyph in keys
     )

@@ -21,6 +21,7 @@ from titan_ft.forecast.candidate import Candidate
 from titan_ft.forecast.choice import (
     Case,
     Forecast,
+    _find_inputs_of,
     advise,
     compare,
     find_turn,
@@ -168,6 +169,13 @@ def test_the_value_of_a_token_may_turn_the_choice() -> None:
     )
     assert case.forecasts[0].candidate.strategy == "rounds"
     assert "if the value of a token in rounds were 0.92 times as much" in case.advice
+
+
+def test_only_inputs_of_the_scenario_are_said_to_be_tried() -> None:
+    """Without drag, exchange, rounds, repairs and checkpoints nobody could change them."""
+    (case,) = cases(job={"step": 20.0, "groups": [6, 48]})
+    best, other = (each.candidate for each in case.forecasts)
+    assert _find_inputs_of(best, other) == ["time between failures", "stall", "time away"]
 
 
 def test_the_time_away_of_groups_is_not_that_of_a_restart() -> None:

@@ -272,7 +272,8 @@ def advise(ranked: Sequence[Forecast]) -> str:
         return f"{said}. The closed forms are too far off here to name an input that turns that."
     turn = find_turn(best.candidate, other.candidate, advantage)
     if turn is None:
-        return f"{said}. None of these inputs, changed up to 16 times, turns that: {_TRIED}."
+        tried = ", ".join(_find_inputs_of(best.candidate, other.candidate))
+        return f"{said}. None of these inputs, changed up to 16 times, turns that: {tried}."
     name, factor = turn
     return (
         f"{said}. {other.candidate.name} would be better if {name} were {factor:.2g} times as much."
@@ -292,15 +293,36 @@ def _describe(forecast: Forecast, *, with_worth: bool) -> str:
 
 
 def _find_next_shapes(ranked: Sequence[Forecast]) -> list[Forecast]:
-    """Return the best forecast of another shape and the best restart, unless the first two are."""
-    named = list(ranked[:2])
+    """Return the best forecast of another shape and the best restart, unless the first two have
+    been named already.
+    """
+    found: list[Forecast] = []
+    shapes = [each.candidate.shape for each in ranked[:2]]
+    wants_shape = shapes[0] == shapes[1]
     for each in ranked[2:]:
-        is_new_shape = all(each.candidate.shape != known.candidate.shape for known in named)
-        is_restart = each.candidate.strategy == "restart"
-        has_other_shape = named[0].candidate.shape != named[-1].candidate.shape
-        if is_new_shape and (is_restart or not has_other_shape):
-            named.append(each)
-    return named[2:]
+        if each.candidate.shape in shapes:
+            continue
+        if each.candidate.strategy == "restart":
+            found.append(each)
+            shapes.append(each.candidate.shape)
+        elif wants_shape:
+            found.append(each)
+            shapes.append(each.candidate.shape)
+            wants_shape = False
+    return found
+
+
+def _find_inputs_of(best: Candidate, other: Candidate) -> list[str]:
+    """Return the names of the inputs that change at least one of two candidates when they change."""
+    found = []
+    for name in INPUTS:
+        for candidate in (best, other):
+            changed = scaled(candidate, name, 2.0)
+            worth = estimate(candidate) * candidate.value_of_time
+            if estimate(changed) * changed.value_of_time != worth:
+                found.append(name)
+                break
+    return found
 
 
 def is_better(best: Forecast, other: Forecast) -> bool:
@@ -329,7 +351,6 @@ INPUTS = (
     "the value of a token in rounds",
 )
 """Inputs whose effect the closed forms can tell."""
-_TRIED = ", ".join(INPUTS)
 
 
 def scaled(candidate: Candidate, name: str, factor: float) -> Candidate:

@@ -437,9 +437,9 @@ def test_it_looks_again_when_a_member_would_be_silent(
 def test_members_that_live_or_are_new_are_waited_for(
     lighthouse: Lighthouse, watch: Callable[..., tuple], members: list[str]
 ) -> None:
-    """A living member, and one that the lighthouse does not know yet, break nothing off.
+    """The exchange goes on if its members live, or if the lighthouse does not know one of them yet.
 
-    Neither does a stranger.
+    A stranger does not break it off either.
     """
     pulse, silences = watch(members)
     with pulse.watching():
