@@ -195,6 +195,15 @@ def test_a_cost_that_nobody_gives_is_one_line_with_the_file(
     assert said.startswith(f"titan-ft: {scenario}: groups.stall must be set, got nothing; give it")
 
 
+def test_a_page_that_cannot_be_written_is_no_mistake_of_the_scenario(
+    scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").write_text("a file")
+    assert main(["plan", str(scenario), "--seeds", "2", "--out", str(tmp_path / "taken")]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("titan-ft: --out must be a folder that can be written, got ")
+
+
 def test_a_log_is_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The page says which distribution fits the gaps of a log, with the interval of its shape."""
     draw = random.Random(2)

@@ -13,7 +13,7 @@ from typing import Any
 from titan_ft.cli.read_record import read_record
 from titan_ft.config import ConfigError, check_folder
 from titan_ft.data.assets import find_config
-from titan_ft.forecast.candidate import make_candidates
+from titan_ft.forecast.candidate import check_costs, make_candidates
 from titan_ft.forecast.choice import Forecast, compare, run_seeds
 from titan_ft.forecast.closed_forms import estimate
 from titan_ft.forecast.from_run import scenario_of_campaign, scenarios_like
@@ -195,9 +195,8 @@ def _compare(
     folder = command.out or folder
     try:
         for scenario in scenarios:
-            make_candidates(scenario, measured)
+            check_costs(scenario, measured)
     except ConfigError as error:
-        # Neither the scenario nor a record has a cost that the comparison needs.
         raise ConfigError(f"{source}: {error}") from error
     fit_to_sizes = Sizes(folder / "sizes.json").bound
     cases = compare(scenarios, measured, command.seeds, fit_to_sizes)

@@ -197,6 +197,16 @@ def _make(scenario: Scenario, strategy: Strategy, measured: Measured | None) -> 
     return candidate
 
 
+def check_costs(scenario: Scenario, measured: Measured | None) -> None:
+    """Check that a scenario's groups have all their costs, from it or from a record.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    if scenario.groups is not None:
+        _costs(scenario.groups, scenario.cluster.gpus, measured)
+
+
 def _costs(given: Groups, gpus: int, measured: Measured | None) -> Costs:
     """Return the costs of the scenario; those that it leaves out are the record's."""
     lengths: dict[str, Length] = {"rejoin": NOTHING}
