@@ -375,6 +375,15 @@ def test_a_flood_starts_no_more_threads_than_handshakes_may_have(
         return judge(*arguments)
 
     monkeypatch.setattr(state_server, "check_joiner", judge_late)
+    num_polls = 0
+    poll = donor.server._server._on_poll
+
+    def count_polls() -> None:
+        nonlocal num_polls
+        num_polls += 1
+        poll()
+
+    monkeypatch.setattr(donor.server._server, "_on_poll", count_polls)
     before = threading.active_count()
     address = ("127.0.0.1", donor.server.port)
     with contextlib.ExitStack() as flood:
@@ -382,7 +391,8 @@ def test_a_flood_starts_no_more_threads_than_handshakes_may_have(
         for _ in range(state_server._MAX_HANDSHAKES + 100):
             flood.enter_context(socket.create_connection(address, DEADLINE))
         wait_until(lambda: threading.active_count() - before >= state_server._MAX_HANDSHAKES)
-        time.sleep(0.3)  # a pause of the thread that listens, and more
+        paused_at = num_polls
+        wait_until(lambda: num_polls >= paused_at + 2)  # the thread that listens pauses
         assert threading.active_count() - before == state_server._MAX_HANDSHAKES
         may_judge.set()
         check_equal(donor.fetch(5), sent)
