@@ -288,7 +288,7 @@ def test_last_holder_dies(make_job: Callable[..., Job]) -> None:
     job restarts.
     """
     faults = [kill(1, "backward", step=STEP), kill(0, "serve")]
-    constants = {"titan_ft.protocol.decision.ALONE_SECONDS": 1.0}
+    constants = {"titan_ft.protocol.decision.SIGN_TIMEOUT_SECONDS": 1.0}
     job = make_job(
         groups=2, hooks={"faults": faults, "hold": 2, "constants": constants}, max_restarts=0
     )

@@ -39,7 +39,7 @@ from titan_ft.engine.round import PAUSE_SECONDS, Rounds
 from titan_ft.gradients.exchange import GradientExchange
 from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.protocol import decision as decisions
-from titan_ft.protocol.decision import decide, is_update, releases_held_back
+from titan_ft.protocol.decision import decide, ends_holding_back, is_update
 from titan_ft.protocol.errors import Leaving, first_line
 from titan_ft.protocol.healing import (
     NO_DIGEST,
@@ -757,7 +757,7 @@ class Heal:
                     self._queue_update(outcome)
         # The next round is the update that the others hold back. Stay in REPLAYING, so that this
         # group queues the update. A READY group would compute a step from the state before it.
-        if isinstance(outcome, Round) and releases_held_back(outcome, self._config):
+        if isinstance(outcome, Round) and ends_holding_back(outcome, self._config):
             return
         self._advance_phase()
 
@@ -818,7 +818,7 @@ class Heal:
         position.roll_back()
         self._healing = self._healing.roll_back()
         # The readers of the lost update may be dead. Without readers, each group reads the data of
-        # its own slot only, and the next round deals out the data of the others (`TakeOver`).
+        # its own slot only, and the next round deals out the data of the others (`TakeOverSlots`).
         self._ledger.readers = ()
 
 

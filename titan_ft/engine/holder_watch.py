@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """How long a group that heals has met no holder of the job's state.
 
-After `decision.ALONE_SECONDS` without a holder, the job goes on from the latest state that is left.
-See docs/heal.md, "When the holders die".
+After `decision.SIGN_TIMEOUT_SECONDS` without a holder, the job goes on from the latest state that
+is left. See docs/heal.md, "When the holders die".
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class HolderWatch:
         """Forget the former heal."""
         self._alone_since = None
         self._outsiders.forget()
-        self._position.set_alone_seconds(0.0)
+        self._position.set_no_holder_seconds(0.0)
 
     def look_for_holders(self, made: Round) -> None:
-        """Look whether a round had a holder, and update the position's `alone_seconds`."""
+        """Look whether a round had a holder, and update the position's `no_holder_seconds`."""
         if made.verdict.holders:
             self._alone_since = None
-            self._position.set_alone_seconds(0.0)
+            self._position.set_no_holder_seconds(0.0)
             return
         now = self._group.clock()
         # A living group outside of the quorum may be a holder, so it is a sign.
         if self._alone_since is None or self._outsiders.has_any(made):
             self._alone_since = now
-        self._position.set_alone_seconds(now - self._alone_since)
+        self._position.set_no_holder_seconds(now - self._alone_since)

@@ -31,7 +31,7 @@ from titan_ft.gradients.exchange import GradientExchange, Reduced
 from titan_ft.gradients.flight import ExchangeError
 from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.membership.membership import Membership
-from titan_ft.protocol.decision import find_first_donors, is_under_way, is_update, may_leave
+from titan_ft.protocol.decision import find_first_donors, is_update, is_update_near, may_leave
 from titan_ft.protocol.errors import Leaving
 from titan_ft.protocol.ledger import decode
 from titan_ft.protocol.member import GroupProcess, Member, Quorum
@@ -310,7 +310,7 @@ class Rounds:
         A joiner trains before the next exchange, so that exchange comes too late to confirm the
         fetched bytes.
         """
-        is_compared = made.verdict.verified and not is_under_way(made, self._config)
+        is_compared = made.verdict.verified and not is_update_near(made, self._config)
         if not (may_offer and is_compared):
             self._donor.end_offer()
             return

@@ -30,7 +30,7 @@ from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.protocol import decision as decisions
 from titan_ft.protocol import straggler
 from titan_ft.protocol.decision import (
-    ALONE_SECONDS,
+    SIGN_TIMEOUT_SECONDS,
     Decision,
     LastToLeave,
     decide,
@@ -211,11 +211,11 @@ class ReplicaDimension:
         while True:
             now = self._group.clock()
             waited = now - started_at
-            is_soon_over = waited >= self._config.start_timeout_seconds - ALONE_SECONDS
+            is_soon_over = waited >= self._config.start_timeout_seconds - SIGN_TIMEOUT_SECONDS
             # All ranks of the group look, or none: they have the same clock and the same outcome.
             if is_soon_over and isinstance(outcome, Round) and self._outsiders.has_any(outcome):
                 outsiders_seen_at = now
-            if now - outsiders_seen_at < ALONE_SECONDS:
+            if now - outsiders_seen_at < SIGN_TIMEOUT_SECONDS:
                 self._position.set_waited_seconds(0.0)
             else:
                 self._position.set_waited_seconds(waited)
@@ -341,11 +341,11 @@ class ReplicaDimension:
                         slots = self._take_over_after_break(shares)
                         if slots:
                             contribution = contribution.plus(train(slots))
-                case decisions.LeaveOut():
+                case decisions.ExcludeGradients():
                     use = use_after_wait = GradientUse.LEAVE_OUT
-                case decisions.Force():
+                case decisions.ForceGradients():
                     use = use_after_wait = GradientUse.FORCE
-                case decisions.TakeOver(slots):
+                case decisions.TakeOverSlots(slots):
                     shares.clear()  # the rows show which slots are read
                     contribution = contribution.plus(train(slots))
                 case decisions.TrainOn() if isinstance(outcome, Round):
@@ -354,7 +354,7 @@ class ReplicaDimension:
                         # group's steps.
                         self._rounds.request_quorum()
                     contribution = train(self.slots_to_read())
-                case decisions.Discard():
+                case decisions.DiscardGradients():
                     discard()
                     shares.clear()
                     contribution = NOTHING
@@ -374,7 +374,7 @@ class ReplicaDimension:
 
         The next quorum shows which groups are gone. Without this step, the next round would only
         show that their slots are missing. The rows of that round still have the last word
-        (`decisions.TakeOver`): a group that is merely late may look gone.
+        (`decisions.TakeOverSlots`): a group that is merely late may look gone.
 
         Args:
             shares: which slots each reader trains in this step. This call updates it.
@@ -433,12 +433,12 @@ class ReplicaDimension:
         if not self._wait_is_reported and isinstance(outcome, Round):
             self._wait_is_reported = True
             number = self._position.step + 1
-            logger.warning("%s %d waits: %s", self._strategy.unit, number, wait.reason)
+            logger.warning("%s %d waits: %s", self._strategy.unit, number, wait.message)
             self._events.emit(
                 Waiting(
                     step=self._position.step,
                     participants=outcome.slots(outcome.verdict.contributors),
-                    reason=wait.reason,
+                    reason=wait.message,
                     slots=list(wait.slots),
                     why=wait.why.name.lower(),
                 ),
@@ -596,7 +596,7 @@ class ReplicaDimension:
             if self._is_needed(outcome):
                 deadline = now + FINISH_SECONDS
             if now >= deadline and isinstance(outcome, Round) and self._outsiders.has_any(outcome):
-                deadline = now + ALONE_SECONDS
+                deadline = now + SIGN_TIMEOUT_SECONDS
             if now >= deadline:
                 self._end_without(outcome, now - started_at)
                 return digest

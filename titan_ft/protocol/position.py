@@ -51,7 +51,7 @@ class Position:
     # Committed updates in the fetched state after its replay; 0 = no state is fetched.
     target: int = 0
     others_wait: bool = False  # the others hold their next update for this group
-    alone_seconds: float = 0.0  # time without a sign of a holder, by the group's clock
+    no_holder_seconds: float = 0.0  # time without a sign of a holder, by the group's clock
 
     # Knowledge from the rows of all groups.
     seen_step: int = 0  # largest number of committed updates of any group
@@ -215,9 +215,9 @@ class Position:
             self.target = healing.target_step
         self.others_wait = healing.others_wait
 
-    def set_alone_seconds(self, seconds: float) -> None:
+    def set_no_holder_seconds(self, seconds: float) -> None:
         """Set the time without a sign of a holder; 0 = the last round had a holder."""
-        self.alone_seconds = seconds
+        self.no_holder_seconds = seconds
 
     def roll_back(self) -> None:
         """Note that this group's own state is the job's now, because no later one is left."""

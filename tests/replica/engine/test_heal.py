@@ -20,7 +20,7 @@ from titan_ft.engine import heal
 from titan_ft.engine.catch_up import CatchUp, FetchStatus
 from titan_ft.engine.heal import Heal
 from titan_ft.membership.group_collectives import GroupCollectives
-from titan_ft.protocol.decision import ALONE_SECONDS
+from titan_ft.protocol.decision import SIGN_TIMEOUT_SECONDS
 from titan_ft.protocol.errors import JobLostError, Leaving
 from titan_ft.protocol.healing import NO_OFFER, Healing, Offer, Phase
 from titan_ft.protocol.ledger import Entry, Ledger
@@ -796,7 +796,7 @@ def test_an_older_state_is_what_is_left(make: Callable[..., World]) -> None:
 
     def die(number: int) -> None:
         world.holders = () if number > 1 else world.holders
-        world.seconds += ALONE_SECONDS / 4
+        world.seconds += SIGN_TIMEOUT_SECONDS / 4
 
     world.on_round = die
     world.heal.run()
@@ -818,7 +818,7 @@ def test_without_any_state_the_job_is_lost(make: Callable[..., World]) -> None:
     def die(number: int) -> None:
         world.holders = () if number > 1 else world.holders
         world.release.set()
-        world.seconds += ALONE_SECONDS / 4
+        world.seconds += SIGN_TIMEOUT_SECONDS / 4
 
     world.on_round = die
     with pytest.raises(JobLostError, match="step 5"):
@@ -1105,7 +1105,7 @@ def test_a_quorum_of_those_that_hold_less_says_nothing_of_the_state(
         world.release.set() if number < 3 else setattr(world, "quorum_ready", True)
 
     def on_round(number: int) -> None:
-        world.seconds += ALONE_SECONDS / 4
+        world.seconds += SIGN_TIMEOUT_SECONDS / 4
 
     world.on_pause, world.on_round = come, on_round
     members = (Member(2, 0.0, "process 2", "c0ffee"),)
@@ -1271,7 +1271,7 @@ def test_the_last_holders_state_is_kept_though_no_round_confirms_it(
 
     def on_round(number: int) -> None:
         world.holders = ()
-        world.seconds += ALONE_SECONDS / 4
+        world.seconds += SIGN_TIMEOUT_SECONDS / 4
 
     world.on_round = on_round
     world.heal.run()

@@ -428,8 +428,8 @@ def test_the_first_step_waits_for_groups_that_live_outside_of_the_quorum(
     monkeypatch.setattr(group.seat, "find_outsiders", find_outsiders)
     monkeypatch.setattr(group.shared["group"], "clock", clock)
     assert group.dimension.start(0)
-    assert now[0] == 119.0 + decisions.ALONE_SECONDS
-    assert looks[0] == 101.0 + 8.0 - decisions.ALONE_SECONDS, (
+    assert now[0] == 119.0 + decisions.SIGN_TIMEOUT_SECONDS
+    assert looks[0] == 101.0 + 8.0 - decisions.SIGN_TIMEOUT_SECONDS, (
         "the page is not read while there is time left"
     )
     said = [text for text in caplog.messages if text.startswith("groups [2] live")]

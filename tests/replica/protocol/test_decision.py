@@ -17,19 +17,19 @@ from hypothesis import strategies as st
 import titan_ft
 from titan_ft.config import FaultTolerance
 from titan_ft.protocol.decision import (
-    ALONE_SECONDS,
+    SIGN_TIMEOUT_SECONDS,
     Commit,
-    Discard,
+    DiscardGradients,
     Done,
-    Force,
+    ExcludeGradients,
+    ForceGradients,
     GiveUp,
     Leave,
-    LeaveOut,
     Repeat,
     RollBack,
     StartHeal,
     StartTraining,
-    TakeOver,
+    TakeOverSlots,
     Wait,
     decide,
     find_first_donors,
@@ -250,7 +250,7 @@ def test_a_missing_share_is_taken_over() -> None:
     for rank, share in enumerate(([2], [])):
         assert decide(
             trains(), made_of(rows, rank), config(rank, batch_policy="constant")
-        ) == TakeOver(share)
+        ) == TakeOverSlots(share)
     assert decide(trains(), made_of(rows), config(batch_policy="shrink")) == Commit()
 
 
@@ -266,7 +266,7 @@ def test_a_group_that_is_back_takes_its_own_slot_over() -> None:
         act = decide(
             trains(), made_of(rows, rank), config(slot, batch_policy="constant", min_replica_size=2)
         )
-        assert isinstance(act, TakeOver)
+        assert isinstance(act, TakeOverSlots)
         shares[slot] = act.slots
     assert 2 in shares[2]
     assert sorted(shares[1] + shares[2]) == [0, 2]
@@ -275,7 +275,7 @@ def test_a_group_that_is_back_takes_its_own_slot_over() -> None:
 def test_groups_without_any_gradient_take_over() -> None:
     """This holds even if no group is left that has read data for this step."""
     made = made_of([ready(2, valid_tokens=0)])
-    assert decide(trains(), made, config(2, batch_policy="constant")) == TakeOver([2, 0, 1])
+    assert decide(trains(), made, config(2, batch_policy="constant")) == TakeOverSlots([2, 0, 1])
 
 
 def test_a_gradient_that_is_not_finite_is_left_out() -> None:
@@ -283,10 +283,10 @@ def test_a_gradient_that_is_not_finite_is_left_out() -> None:
 
     If no group has a finite one, it is forced.
     """
-    assert decide(trains(), Broken("nan", gave_nonfinite=True), config()) == LeaveOut()
+    assert decide(trains(), Broken("nan", gave_nonfinite=True), config()) == ExcludeGradients()
     assert decide(trains(), Broken("closed"), config()) == Repeat()
     nobody = [ready(0, valid_tokens=0, excluded=1), ready(1, valid_tokens=0, excluded=1)]
-    assert decide(trains(), made_of(nobody), config()) == Force()
+    assert decide(trains(), made_of(nobody), config()) == ForceGradients()
     one = [ready(0, valid_tokens=0, excluded=1), ready(1)]
     assert decide(trains(), made_of(one), config()) == Commit()
 
@@ -355,7 +355,9 @@ def test_of_two_that_read_one_slot_one_drops_its_gradients(
     assert loser not in verdict.contributors
     for rank in range(3):
         made = made_of(rows, rank, read)
-        assert decide(trains(), made, config(rank)) == (Discard() if rank == loser else Repeat())
+        assert decide(trains(), made, config(rank)) == (
+            DiscardGradients() if rank == loser else Repeat()
+        )
         assert not is_update(made, config(rank))
 
 
@@ -455,7 +457,7 @@ def test_without_a_holder_the_latest_state_that_is_left_counts() -> None:
     A group with an older state waits for the later one.
     """
     rows = [behind(0, step=5, seen_step=9), behind(1, step=4, seen_step=9)]
-    alone = {"standing": Standing.BEHIND, "alone_seconds": ALONE_SECONDS}
+    alone = {"standing": Standing.BEHIND, "no_holder_seconds": SIGN_TIMEOUT_SECONDS}
     wait = decide(Position(standing=Standing.BEHIND, step=5), made_of(rows), config())
     assert wait == Wait("no holder of the state is in the quorum")
     assert decide(Position(**alone, step=5), made_of(rows), config()) == RollBack()
@@ -474,7 +476,7 @@ def test_without_a_holder_the_latest_state_that_is_left_counts() -> None:
 def test_a_replay_is_finished_before_an_older_state_counts() -> None:
     """A joiner's row shows the step after its replay. So no group goes back to an earlier step."""
     joiner = Position(
-        standing=Standing.CATCHING_UP, step=20, target=35, alone_seconds=ALONE_SECONDS
+        standing=Standing.CATCHING_UP, step=20, target=35, no_holder_seconds=SIGN_TIMEOUT_SECONDS
     )
     assert joiner.claimed_step == 35
     rows = [
@@ -482,7 +484,7 @@ def test_a_replay_is_finished_before_an_older_state_counts() -> None:
         behind(1, step=30, seen_step=35),
     ]
     assert isinstance(decide(joiner, made_of(rows), config()), Wait)
-    other = Position(standing=Standing.BEHIND, step=30, alone_seconds=ALONE_SECONDS)
+    other = Position(standing=Standing.BEHIND, step=30, no_holder_seconds=SIGN_TIMEOUT_SECONDS)
     assert isinstance(decide(other, made_of(rows, 1), config(1)), Wait)
 
 
@@ -602,9 +604,9 @@ def test_what_is_missing_is_taken_over_once() -> None:
             decide(position_of(row), made_of(rows, rank), config(row.slot, **shared))
             for rank, row in enumerate(rows)
         ]
-        ranks = {rank for rank, act in enumerate(acts) if isinstance(act, TakeOver)}
+        ranks = {rank for rank, act in enumerate(acts) if isinstance(act, TakeOverSlots)}
         takes.append(bool(ranks))
-        shares = [slot for act in acts if isinstance(act, TakeOver) for slot in act.slots]
+        shares = [slot for act in acts if isinstance(act, TakeOverSlots) for slot in act.slots]
         assert sorted(shares) == (
             find_uncovered(made_of(rows), config(0, **shared)) if ranks else []
         )
