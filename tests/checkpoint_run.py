@@ -182,7 +182,7 @@ class Run:
         """Wait for the running save. On a slow machine it may be over, and settled, when `save`
         returns.
         """
-        save = self.checkpoints._under_way
+        save = self.checkpoints._running_save
         if save is not None:
             concurrent.futures.wait([save.done], timeout=60)
 

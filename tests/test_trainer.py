@@ -138,11 +138,11 @@ class Step:
             _local=SimpleNamespace(clear_gradients=lambda: None),
             optimizers=SimpleNamespace(zero_grad=lambda: None),
             checkpointer=SimpleNamespace(
-                maybe_wait_for_staging=lambda: None, withdraw=lambda: None
+                maybe_wait_for_staging=lambda: None, withdraw_corrupt=lambda: None
             ),
             metrics_processor=SimpleNamespace(ntokens_since_last_log=1),
             parallel_dims=None,
-            _checkpoint_host=SimpleNamespace(participants=None),
+            _checkpoint_view=SimpleNamespace(participants=None),
             _links=SimpleNamespace(
                 exchange=SimpleNamespace(pop_sent_bytes=lambda: 7), note_commit=note("note commit")
             ),
@@ -172,7 +172,7 @@ def test_a_commit_is_applied_and_recorded() -> None:
     step = Step(COMMITTED)
     step.make()
     assert step.done == ["apply", "note commit", "emit", "log", "reserve", "offer", "meet"]
-    assert step.this._checkpoint_host.participants == [0, 1]
+    assert step.this._checkpoint_view.participants == [0, 1]
     assert step.work.wire_bytes == 7
     assert step.dropped == [{0}]
 
@@ -250,9 +250,9 @@ class Leave:
             _links=SimpleNamespace(membership=SimpleNamespace(close=note("close"))),
             checkpointer=SimpleNamespace(
                 lacks_state=lambda: lacks,
-                watch_others=lambda step: lambda: False,
+                watch_other_writers=lambda step: lambda: False,
                 holds_state=lambda step: False,
-                withdraw=note("withdraw"),
+                withdraw_corrupt=note("withdraw"),
                 save_on_leave=lambda step, seconds: self.done.append(f"save {step} in {seconds}"),
             ),
             _watchdog=SimpleNamespace(paused=contextlib.nullcontext),
@@ -414,9 +414,9 @@ def test_a_group_that_heals_at_the_end_trains_on_from_an_earlier_state(
         _position=SimpleNamespace(step=7, lineage=0),
         _heal=heal,
         checkpointer=SimpleNamespace(
-            withdraw=lambda: None,
+            withdraw_corrupt=lambda: None,
             finish=lambda step: None,
-            raise_last_failure=lambda: finished.append("raised"),
+            raise_error_of_last_step=lambda: finished.append("raised"),
         ),
         _events=SimpleNamespace(emit=lambda event: finished.append(event.digest)),
         _step_log=SimpleNamespace(flush=lambda: None),

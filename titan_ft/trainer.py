@@ -50,8 +50,8 @@ from titan_ft.run.events import CameTooLate, Drained, Hung, StartedAnew, Trainin
 from titan_ft.run.marks import announce_left
 from titan_ft.run.paths import RunPaths
 from titan_ft.training import spec
-from titan_ft.training.checkpoint.host import CheckpointHost
 from titan_ft.training.checkpoint.manager import ReplicaCheckpoints
+from titan_ft.training.checkpoint.trainer_view import TrainerView
 from titan_ft.training.curves import keep_curves, keep_going_without_config_file, keep_traces
 from titan_ft.training.finished import finished_step, mark_finished
 from titan_ft.training.hyperparameters import Hyperparameters
@@ -131,7 +131,7 @@ class ReplicaTrainer(HostTrainer):
         # Monotonic seconds at the end of the last update; None after a heal, and at the start.
         self._update_ended_at: float | None = None
         self._chaos: ChaosAgent | None = None
-        self._checkpoint_host = CheckpointHost(
+        self._checkpoint_view = TrainerView(
             job_config,
             self._ledger,
             self._position,
@@ -141,7 +141,7 @@ class ReplicaTrainer(HostTrainer):
             self._adopt_checkpoint,
             self._strategy,
         )
-        self.checkpointer.attach(self._checkpoint_host)
+        self.checkpointer.attach(self._checkpoint_view)
 
     def _adapt_config(self, job_config: JobConfig) -> None:
         """Change the fields of the config that torchtitan would read as those of a whole job."""
@@ -305,7 +305,7 @@ class ReplicaTrainer(HostTrainer):
             # groups that leave must see that this group lives.
             self._links.membership.close()
         # The state may have been found corrupt in the very round in which this group left.
-        self.checkpointer.withdraw()
+        self.checkpointer.withdraw_corrupt()
         if last is not None:
             self._save_before_leaving(self._replica, last)
             self._links.membership.close()
@@ -319,7 +319,7 @@ class ReplicaTrainer(HostTrainer):
         # The drain's timer ends a group that hangs from here on.
         with self._watchdog.paused():
             is_saved = partial(self.checkpointer.holds_state, step)
-            if replica.await_turn(last, is_saved, self.checkpointer.watch_others(step)):
+            if replica.await_turn(last, is_saved, self.checkpointer.watch_other_writers(step)):
                 self._strategy.go_back_to_update()
                 self._saving_step = step
                 self.checkpointer.save_on_leave(step, self._drain.seconds_left)
@@ -394,7 +394,7 @@ class ReplicaTrainer(HostTrainer):
         """
         self._links.end_roll_call()
         self._step_log.flush()
-        self.checkpointer.withdraw()
+        self.checkpointer.withdraw_corrupt()
         self.checkpointer.finish(self.step)
         self._events.emit(
             TrainingFinished(
@@ -405,7 +405,7 @@ class ReplicaTrainer(HostTrainer):
             )
         )
         self._mark_finished()
-        self.checkpointer.raise_last_failure()
+        self.checkpointer.raise_error_of_last_step()
 
     def train_step(
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
@@ -453,7 +453,7 @@ class ReplicaTrainer(HostTrainer):
             return
         exchanged_at = time.monotonic()
         work.grad_norm = strategy.apply(committed.update)
-        self._checkpoint_host.participants = committed.participants
+        self._checkpoint_view.participants = committed.participants
         work.seconds = time.monotonic() - started_at
         own_seconds = work.compute_seconds + work.overlapped_seconds
         work.exchange_seconds = exchanged_at - started_at - own_seconds
@@ -548,11 +548,11 @@ class ReplicaTrainer(HostTrainer):
         self._step_log.flush()
         is_behind = True
         while is_behind:
-            self._checkpoint_host.participants = []
+            self._checkpoint_view.participants = []
             self.optimizers.zero_grad()
             # A background save may still copy the weights that the heal replaces.
             self.checkpointer.maybe_wait_for_staging()
-            self.checkpointer.withdraw()
+            self.checkpointer.withdraw_corrupt()
             self.step = self._strategy.steps_of(replica.heal())
             self.metrics_processor.ntokens_since_last_log = 0
             is_behind = self._strategy.resume_after_heal()

@@ -441,7 +441,7 @@ def test_a_save_of_a_group_that_leaves_may_fail(
     (told,) = run.events.named("checkpoint_failed")
     assert (told["step"], told["latest"]) == (6, 5)
     assert complete_steps(run.folder) == [5]
-    run.checkpoints.raise_last_failure()
+    run.checkpoints.raise_error_of_last_step()
 
 
 @pytest.mark.parametrize(("seconds", "warns"), [(3.0, False), (2.0, True)])
@@ -532,13 +532,13 @@ def test_who_leaves_sees_whether_another_group_has_begun_to_save(
         (folder / "__0_0.distcp").write_text(text)
 
     write(5, "group-1", "hangs")
-    is_begun = run.checkpoints.watch_others(5)
+    is_begun = run.checkpoints.watch_other_writers(5)
     write(5, "group-0", "own")
     write(10, "group-1", "another step")
     assert not is_begun()
     write(5, "group-1", "goes on")
     assert is_begun()
-    is_begun = run.checkpoints.watch_others(5)
+    is_begun = run.checkpoints.watch_other_writers(5)
     shutil.rmtree(run.folder / "partial-5-group-1")  # what a dead writer had left is deleted
     assert not is_begun()
     write(5, "group-2", "")
@@ -619,7 +619,7 @@ def test_each_save_that_fails_says_what_is_left(
         for each in run.events.named("checkpoint_failed")
     ]
     assert told == [(step, "No space left on device", 5) for step in (10, 15)]
-    run.checkpoints.raise_last_failure()  # of the last step there is none
+    run.checkpoints.raise_error_of_last_step()  # of the last step there is none
 
 
 def test_a_last_save_that_fails_ends_the_group_once_the_others_need_it_no_more(
@@ -637,7 +637,7 @@ def test_a_last_save_that_fails_ends_the_group_once_the_others_need_it_no_more(
     with pytest.raises(
         SaveError, match=r"checkpoint\.folder .*No space left on device; .* step 5; make room"
     ) as raised:
-        run.checkpoints.raise_last_failure()
+        run.checkpoints.raise_error_of_last_step()
     assert not raised.value.restart
 
 
@@ -646,7 +646,7 @@ def test_the_last_save_in_hugging_faces_format(make_run: Callable[..., Run]) -> 
     run = make_run(adapter=Exporter(), **EXPORT).train(6)
     run.checkpoints.save(6, last_step=True)
     run.checkpoints.finish(6)
-    run.checkpoints.raise_last_failure()
+    run.checkpoints.raise_error_of_last_step()
     assert run.checkpoints.sd_adapter.calls == 1
     assert complete_steps(run.folder) == [5, 6]
     weights: dict[str, torch.Tensor] = {}
@@ -748,7 +748,7 @@ def test_a_last_save_that_fails_in_one_format_is_made_in_the_other(
     with pytest.raises(
         SaveError, match=rf"step 6 could not be saved as asked: .*{reason}.*training state.*step-6"
     ):
-        run.checkpoints.raise_last_failure()
+        run.checkpoints.raise_error_of_last_step()
     other = make_run()
     assert other.checkpoints.load()
     assert_equal(other.values(), run.values())
@@ -765,7 +765,7 @@ def test_a_disk_that_stays_full_ends_both_formats(
     run.checkpoints.finish(6)
     assert len(run.events.named("checkpoint_failed")) == 1
     with pytest.raises(SaveError, match=r"checkpoint\.folder .*No space left on device; .* step 5"):
-        run.checkpoints.raise_last_failure()
+        run.checkpoints.raise_error_of_last_step()
     assert complete_steps(run.folder) == [5]
 
 
@@ -790,12 +790,12 @@ def test_a_rank_that_cannot_merge_its_files_still_meets_the_others(
     assert met == ["at the end of the merging"]
     assert complete_steps(run.folder) == [5, 6]
     if fails is None:
-        run.checkpoints.raise_last_failure()
+        run.checkpoints.raise_error_of_last_step()
         assert len(list((run.folder / "step-6").glob("*.safetensors"))) == 2
     else:
         assert getattr(_consolidate_hf_safetensors, fails) is fail
         with pytest.raises(SaveError, match=r"No space left on device.*training state"):
-            run.checkpoints.raise_last_failure()
+            run.checkpoints.raise_error_of_last_step()
 
 
 @pytest.mark.parametrize("asked", [EXPORT, {"last_save_model_only": False}])
@@ -816,7 +816,7 @@ def test_a_disk_with_room_for_the_model_gets_that(
         SaveError,
         match=r"No space left on device\. Nothing is lost of the model, which is in .*step-6",
     ):
-        run.checkpoints.raise_last_failure()
+        run.checkpoints.raise_error_of_last_step()
     manifest = Manifest.read(run.folder / "step-6")
     assert manifest is not None
     assert manifest.model_only
@@ -850,7 +850,7 @@ def test_an_export_that_fails_on_another_rank_fails_on_this_one(
     assert "another rank" in failed["error"]
     assert complete_steps(run.folder) == [5, 6]
     with pytest.raises(SaveError, match="another rank"):
-        run.checkpoints.raise_last_failure()
+        run.checkpoints.raise_error_of_last_step()
 
 
 def test_a_save_that_keeps_the_others_waiting_too_long_is_warned_of(
@@ -992,19 +992,19 @@ def test_what_was_saved_of_a_corrupt_state_is_withdrawn(
     settled yet.
     """
     run = make_run(async_mode=mode).train(5)
-    run.checkpoints._settle(wait=True)
+    run.checkpoints._conclude_ended_save(wait=True)
     run.position.agreed_step = 5
     run.train(10)
     run.settle()
-    run.checkpoints.withdraw()
+    run.checkpoints.withdraw_corrupt()
     assert complete_steps(run.folder) == [5, 10]  # nothing is wrong yet
     run.position.saved_corrupt = True
-    run.checkpoints.withdraw()
+    run.checkpoints.withdraw_corrupt()
     assert complete_steps(run.folder) == [5]
     assert run.position.saved_step == 5
     assert [told["step"] for told in run.events.named("checkpoint_withdrawn")] == [10]
     assert not run.position.saved_corrupt
-    run.checkpoints.withdraw()
+    run.checkpoints.withdraw_corrupt()
     assert len(run.events.named("checkpoint_withdrawn")) == 1
 
 
@@ -1015,7 +1015,7 @@ def test_a_withdrawal_spares_what_another_group_has_saved(make_run: Callable[...
     run.position.saved_corrupt = True
     other.position.set_step(5)
     other.checkpoints.save(5)
-    run.checkpoints.withdraw()
+    run.checkpoints.withdraw_corrupt()
     assert complete_steps(run.folder) == [5]
     assert writer_of(run.folder / "step-5") == "group-1"
     assert not run.events.named("checkpoint_withdrawn")
@@ -1035,7 +1035,7 @@ def test_a_slow_save_of_a_corrupt_state_replaces_nothing(
     other.position.set_step(5)
     other.checkpoints.save(5)
     gate.open.set()
-    run.checkpoints.withdraw()
+    run.checkpoints.withdraw_corrupt()
     assert writer_of(run.folder / "step-5") == "group-1"
     assert run.position.saved_step == 0
     (told,) = run.events.named("checkpoint_failed")

@@ -94,7 +94,7 @@ def test_every_file_of_an_export_can_be_read(
     the same ones.
     """
     run = export(make_run, index)
-    run.checkpoints.raise_last_failure()
+    run.checkpoints.raise_error_of_last_step()
     found = read(run.folder / "step-6")
     assert names(found) == files
     weights = {name: tensor for tensors in found.values() for name, tensor in tensors.items()}
@@ -121,7 +121,7 @@ def test_what_the_table_lacks_or_has_too_much_is_said(
 def test_an_export_in_another_dtype_is_compared_in_that(make_run: MakeRun, dtype: str) -> None:
     """checkpoint.export_dtype."""
     run = export(make_run, {WEIGHT: 1, BIAS: 2}, export_dtype=dtype)
-    run.checkpoints.raise_last_failure()
+    run.checkpoints.raise_error_of_last_step()
     found = read(run.folder / "step-6")
     assert {str(tensor.dtype) for tensors in found.values() for tensor in tensors.values()} == {
         f"torch.{dtype}"
@@ -220,7 +220,7 @@ def test_an_export_that_is_not_the_model_is_a_failed_save(
     with pytest.raises(
         SaveError, match=r"step 6 could not be saved as asked: .*training state.*step-6"
     ) as raised:
-        run.checkpoints.raise_last_failure()
+        run.checkpoints.raise_error_of_last_step()
     assert reason in str(raised.value)
     assert run.names() == ["step-5", "step-6"]
     other = make_run()
@@ -244,7 +244,7 @@ def test_a_tensor_that_torch_would_write_as_zero_is_not_exported(
     monkeypatch.setattr(Exporter, "to_hf", to_hf)
     run = export(make_run, None)
     with pytest.raises(SaveError, match=r"torch would write scale as 0"):
-        run.checkpoints.raise_last_failure()
+        run.checkpoints.raise_error_of_last_step()
 
 
 def test_tensors_of_all_stages_of_a_pipeline_are_expected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +298,7 @@ def test_transformers_loads_an_export(make_run: MakeRun, tmp_path: Path) -> None
     run.position.set_step(6)
     run.progress.step = 6
     run.checkpoints.save(6, last_step=True)
-    run.checkpoints.raise_last_failure()
+    run.checkpoints.raise_error_of_last_step()
     config = transformers.LlamaConfig(
         hidden_size=args.dim,
         intermediate_size=model.layers["0"].feed_forward.w1.weight.shape[0],

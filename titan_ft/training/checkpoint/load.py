@@ -68,7 +68,7 @@ class Load:
         gather: gathers an integer of every rank of the group.
 
     Attributes:
-        reset: the reason why the data begins again; empty if the data continues.
+        data_reset_reason: the reason why the data begins again; empty if the data continues.
         asks_for_reset: True if the config asks for that.
     """
 
@@ -77,7 +77,7 @@ class Load:
         self._now = now
         self._gather = gather
         self._manifest: Manifest | None = None
-        self.reset = ""
+        self.data_reset_reason = ""
         self.asks_for_reset = False
 
     def prepare(self, state: dict[str, Any], from_hf: bool) -> None:
@@ -126,8 +126,8 @@ class Load:
             del state[OUTER_STATE]
         self.asks_for_reset = DATALOADER not in state
         reason = "checkpoint.exclude_from_loading names it" if self.asks_for_reset else ""
-        self.reset = reason or data_change(manifest, self._now)
-        if self.reset:
+        self.data_reset_reason = reason or data_change(manifest, self._now)
+        if self.data_reset_reason:
             state.pop(DATALOADER, None)
 
     def fail(self, error: CheckpointException, from_hf: bool) -> NoReturn:

@@ -15,7 +15,7 @@ from titan_ft.run.log import EventLog
 
 
 @dataclass
-class CheckpointHost:
+class TrainerView:
     """The view of the trainer that `ReplicaCheckpoints` gets.
 
     Attributes:
