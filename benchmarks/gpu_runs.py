@@ -32,7 +32,7 @@ from benchmarks.steady import LOG_FREQ, compare, logged_steps, step_seconds, tim
 from benchmarks.systems import NUM_GROUPS, STOCK, Config, Job, first_log
 from titan_ft.history.check import check
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.launch.group.agent import NEW_PROCESSES
+from titan_ft.launch.group.agent import WORKERS_ARE_NEW_PROCESSES
 from titan_ft.run.events import HealFinished, StateServed, WorkerStarted
 from titan_ft.run.paths import RunPaths
 
@@ -369,7 +369,7 @@ def find_forks(run_dir: Path) -> str:
     """
     log = RunPaths(run_dir).agent_log(VICTIM)
     for line in log.read_text(errors="replace").splitlines():
-        reason, found, _ = line.partition(f": {NEW_PROCESSES}")
+        reason, found, _ = line.partition(f": {WORKERS_ARE_NEW_PROCESSES}")
         if found:
             return f"no: {reason}"
     return "yes"

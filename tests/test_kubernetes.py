@@ -29,7 +29,7 @@ from titan_ft.cli.command_line import parse
 from titan_ft.cluster.kubernetes import render
 from titan_ft.config import ConfigError, FaultTolerance
 from titan_ft.launch.lighthouse import split_bind
-from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
+from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, NO_RESTART_CODE
 from titan_ft.live.metrics import split_address
 from titan_ft.options import Lighthouse
 
@@ -166,7 +166,7 @@ def test_a_group_is_brought_back_by_its_own_job(job_set: dict[str, Any]) -> None
     assert pod(job_set)["restartPolicy"] == "Never"
     final, evicted = job["podFailurePolicy"]["rules"]
     assert final["action"] == "FailJob"
-    assert final["onExitCodes"]["values"] == [CONFIG_ERROR_CODE, FINAL_CODE]
+    assert final["onExitCodes"]["values"] == [CONFIG_ERROR_CODE, NO_RESTART_CODE]
     assert final["onExitCodes"]["containerName"] == pod(job_set)["containers"][0]["name"]
     assert evicted == {
         "action": "Ignore",

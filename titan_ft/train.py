@@ -7,7 +7,7 @@ of a replica group (`titan_ft.trainer`), else torchtitan's own trainer. torchrun
 titan_ft starts it. An agent forks the worker from a process that has called `check` and `preload`.
 
 All functions run on the main thread. The exit status tells the agent what to do next: 0 is the end
-in order, 1 asks for a restart, `CONFIG_ERROR_CODE` and `FINAL_CODE` forbid one.
+in order, 1 asks for a restart, `CONFIG_ERROR_CODE` and `NO_RESTART_CODE` forbid one.
 
 See docs/design.md, "One step" and "The rooms".
 """
@@ -29,7 +29,7 @@ from titan_ft.config import ConfigError
 from titan_ft.data.datasets import load_text
 from titan_ft.launch import store_server
 from titan_ft.launch.group.forks import ask_fork
-from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
+from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, NO_RESTART_CODE
 from titan_ft.protocol.errors import JobFinished, ReplicaError
 from titan_ft.run.appender import finish_waiting
 from titan_ft.run.error_file import claim_file, write_error
@@ -330,7 +330,7 @@ def _print_error(error: Exception) -> int:
         traceback.print_exception(error)
         return 1
     print(f"titan_ft: {error}", file=sys.stderr)
-    return 1 if error.restart else FINAL_CODE
+    return 1 if error.restart else NO_RESTART_CODE
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from benchmarks.systems import STOCK, Config
 from tests.history.histories import killed_run
 from titan_ft.config import ConfigError
 from titan_ft.history.record.run_record import RunRecord
-from titan_ft.launch.group.agent import NEW_PROCESSES
+from titan_ft.launch.group.agent import WORKERS_ARE_NEW_PROCESSES
 from titan_ft.run.events import StepCommitted
 from titan_ft.run.paths import RunPaths
 
@@ -319,7 +319,9 @@ def test_an_agent_that_makes_no_forks_is_named(tmp_path: Path) -> None:
     log.write_text("titan_ft: group 1: started\n")
     assert find_forks(tmp_path) == "yes"
     with log.open("a") as lines:
-        lines.write(f"titan_ft: group 1: threads were started: cuda00001: {NEW_PROCESSES}\n")
+        lines.write(
+            f"titan_ft: group 1: threads were started: cuda00001: {WORKERS_ARE_NEW_PROCESSES}\n"
+        )
     assert find_forks(tmp_path) == "no: titan_ft: group 1: threads were started: cuda00001"
 
 

@@ -21,7 +21,7 @@ from titan_ft.history.fold.hosts import HostsFold
 from titan_ft.launch import restart_policy
 from titan_ft.launch.group import agent as agent_module
 from titan_ft.launch.group.agent import ASKED_TO_LEAVE, replace_link
-from titan_ft.launch.group.worker_exit import WorkerExit, root_failure
+from titan_ft.launch.group.worker_exit import WorkerExit, find_root_cause
 from titan_ft.launch.group.worker_group import choose_devices
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.log import EventLog
@@ -349,26 +349,26 @@ def test_drain_through_the_command_line(run: Any) -> None:
     assert [event["attempt"] for event in run.events("replica_restarted")] == [5]
 
 
-def test_root_failure() -> None:
+def test_the_root_cause() -> None:
     """Of workers found dead at once, the cause is a wrong config, else a signal, else the lowest
     failed rank.
     """
     finished, failed, killed, refused = (
         WorkerExit(rank, 1, code) for rank, code in enumerate((0, 1, -9, 2))
     )
-    assert root_failure([finished, failed, killed, refused]) == refused
-    assert root_failure([finished, failed, killed]) == killed
-    assert root_failure([finished, failed]) == failed
-    assert root_failure([finished]) is None
+    assert find_root_cause([finished, failed, killed, refused]) == refused
+    assert find_root_cause([finished, failed, killed]) == killed
+    assert find_root_cause([finished, failed]) == failed
+    assert find_root_cause([finished]) is None
 
 
 def test_the_event_of_an_exit_names_the_line() -> None:
     """The event has the line that raised the exception. The event of a kill has none."""
     error = WorkerError("RuntimeError: boom", transient=False, time=1.0, where="mybug.py:15")
-    told = WorkerExit(0, 1, 1, error).event(0, disturbed=False, log=Path("rank-0.log"))
+    told = WorkerExit(0, 1, 1, error).to_event(0, disturbed=False, log=Path("rank-0.log"))
     assert (told.error, told.where, told.log) == ("RuntimeError: boom", "mybug.py:15", "rank-0.log")
     assert told.error_kind == "RuntimeError"
-    assert WorkerExit(0, 1, -9).event(0, disturbed=False, log=None).where is None
+    assert WorkerExit(0, 1, -9).to_event(0, disturbed=False, log=None).where is None
 
 
 def test_a_peer_of_an_aborted_rank_is_not_the_cause() -> None:
@@ -377,15 +377,15 @@ def test_a_peer_of_an_aborted_rank_is_not_the_cause() -> None:
     lost = WorkerExit(1, 1, 1, WorkerError("ConnectionError: x", transient=True, time=1.0))
     mistaken = WorkerExit(2, 1, 1, WorkerError("KeyError: x", transient=False, time=2.0))
     silent = WorkerExit(4, 1, 7)
-    assert root_failure([lost, aborted]) == aborted
+    assert find_root_cause([lost, aborted]) == aborted
     told_to_end = WorkerExit(5, 1, 128 + signal.SIGTERM)
-    assert root_failure([lost, silent, told_to_end]) == silent
-    assert root_failure([told_to_end, lost]) == lost
-    assert root_failure([silent, mistaken]) == mistaken
-    assert root_failure([aborted, mistaken]) == mistaken
-    assert root_failure([mistaken, aborted, crashed]) == crashed
+    assert find_root_cause([lost, silent, told_to_end]) == silent
+    assert find_root_cause([told_to_end, lost]) == lost
+    assert find_root_cause([silent, mistaken]) == mistaken
+    assert find_root_cause([aborted, mistaken]) == mistaken
+    assert find_root_cause([mistaken, aborted, crashed]) == crashed
     # A network error of the first rank may well be the cause of all that follows.
-    assert root_failure([lost, mistaken]) == lost
+    assert find_root_cause([lost, mistaken]) == lost
 
 
 def test_a_rank_that_reports_another_one_as_lost_is_not_the_cause() -> None:
@@ -398,8 +398,8 @@ def test_a_rank_that_reports_another_one_as_lost_is_not_the_cause() -> None:
     raised = WorkerExit(1, 1, 1, WorkerError("ConnectionError: x", transient=True, time=5.0))
     told_to_end = WorkerExit(2, 1, 128 + signal.SIGTERM)
     for cause in (raised, told_to_end, WorkerExit(3, 1, -signal.SIGABRT), WorkerExit(4, 1, 7)):
-        assert root_failure([reports, cause]) == cause
-    assert root_failure([reports]) == reports
+        assert find_root_cause([reports, cause]) == cause
+    assert find_root_cause([reports]) == reports
 
 
 def test_the_earliest_exception_is_the_cause() -> None:
@@ -414,8 +414,8 @@ def test_the_earliest_exception_is_the_cause() -> None:
         WorkerExit(0, 1, 1),
         WorkerExit(3, 1, 2, WorkerError("E: x", transient=False, time=99.0)),
     )
-    assert root_failure([silent, *told]) == told[1]
-    assert root_failure([silent, *told, refused]) == refused
+    assert find_root_cause([silent, *told]) == told[1]
+    assert find_root_cause([silent, *told, refused]) == refused
 
 
 def test_a_rank_that_reports_a_loss_is_no_death_of_its_host(

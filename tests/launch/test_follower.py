@@ -17,8 +17,8 @@ from titan_ft.launch.group import agent, follower
 from titan_ft.launch.group.agent import GroupSpec, _AgentProcess
 from titan_ft.launch.group.agent_connection import StartOrder
 from titan_ft.launch.group.follower import Follower
-from titan_ft.launch.group.hosts import Hosts
-from titan_ft.launch.group.worker_group import MeetingPoint, PlainStarter, Share, WorkerGroup
+from titan_ft.launch.group.hosts import Followers
+from titan_ft.launch.group.worker_group import LocalWorkers, MeetingPoint, PlainStarter, Share
 from titan_ft.system.stop import StopRequests
 
 
@@ -50,7 +50,7 @@ def address_of(listener: socket.socket) -> str:
 
 def lead_once(listener: socket.socket, started: threading.Event) -> None:
     """Give a follower an attempt to start, and end silently once it has started it."""
-    leader = Hosts(listener, 2, "secret", 0, lambda text: None)
+    leader = Followers(listener, 2, "secret", 0, lambda text: None)
     (member,) = leader.wait_for_all(lambda: False) or []
     member.connection.send(StartOrder(0, 1, 2, 1, 2, "127.0.0.1", 1))
     assert started.wait(30.0)
@@ -129,7 +129,7 @@ raise SystemExit(10 + len(asked))
     folder.mkdir(parents=True)
     (folder / "leaving.py").write_text(code.replace('"ready"', repr(str(folder / "ready"))))
     env = {"PYTHONPATH": f"{folder}:{run.env['PYTHONPATH']}"}
-    group = WorkerGroup(
+    group = LocalWorkers(
         PlainStarter(),
         "leaving",
         [],

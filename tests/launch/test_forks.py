@@ -22,8 +22,8 @@ FORKER = """
 import json, os, signal, sys
 from pathlib import Path
 signal.signal(signal.SIGTERM, lambda *_: None)
-from titan_ft.launch.group.forks import fork_module, preload
-assert preload("subject", []) == "", "no fork may be made"
+from titan_ft.launch.group.forks import fork_module, prepare_forks
+assert prepare_forks("subject", []) == "", "no fork may be made"
 os.environ["STALE"] = "yes"
 env = {name: value for name, value in os.environ.items() if name != "STALE"} | {"GIVEN": "yes"}
 reads, writes = os.pipe()
@@ -138,8 +138,8 @@ def test_a_fork_ends_as_python_does(tmp_path: Path, what: str, output: str) -> N
 def preload_in(folder: Path, source: str) -> str:
     (folder / "subject.py").write_text(source)
     code = (
-        "import os; from titan_ft.launch.group.forks import preload; "
-        "print(preload('subject', []), flush=True); os._exit(0)"
+        "import os; from titan_ft.launch.group.forks import prepare_forks; "
+        "print(prepare_forks('subject', []), flush=True); os._exit(0)"
     )
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}"}
     result = subprocess.run(

@@ -32,7 +32,7 @@ from titan_ft.launch.group.agent_connection import (
     Hello,
     WorkersState,
 )
-from titan_ft.launch.group.hosts import GroupWorkers, Hosts, listen_if_own_address
+from titan_ft.launch.group.hosts import Followers, GroupWorkers, listen_if_own_address
 from titan_ft.launch.group.worker_group import Share
 from titan_ft.system.refusal import Refusal
 
@@ -316,7 +316,7 @@ def test_strangers_do_not_keep_files_open(monkeypatch: pytest.MonkeyPatch) -> No
     """
     monkeypatch.setattr(hosts, "_MAX_STRANGERS", 3)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        ours = Hosts(listener, 2, "secret", 0, print)
+        ours = Followers(listener, 2, "secret", 0, print)
         knocking = [socket.create_connection(listener.getsockname()) for _ in range(5)]
         deadline = time.monotonic() + 10.0
         refusals: list[Refusal] = []
@@ -339,7 +339,7 @@ def test_a_crowd_of_one_host_takes_no_place_of_another(monkeypatch: pytest.Monke
     with contextlib.ExitStack() as opened:
         listener = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
         address = listener.getsockname()
-        ours = Hosts(listener, 2, "secret", 0, print)
+        ours = Followers(listener, 2, "secret", 0, print)
         follower = AgentConnection(
             socket.create_connection(address, source_address=("127.0.0.2", 0)),
             "secret",
@@ -373,7 +373,7 @@ def test_a_flood_leaves_the_other_agents_their_turn() -> None:
             return own, source
 
         listener: Any = SimpleNamespace(setblocking=lambda _: None, accept=accept)
-        Hosts(listener, 2, "secret", 0, print).poll()
+        Followers(listener, 2, "secret", 0, print).poll()
     assert len(accepted) > 1
 
 
@@ -387,7 +387,7 @@ def test_fuzzed_lines_cost_an_agent_nothing(number_of_strangers: int) -> None:
     hello = b"0" * 32 + b"\n" + b"0" * 64 + b' {"type": "Hello", "host": "n1", "num_ranks": 1}\n'
     chance = random.Random(38)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        ours = Hosts(listener, 2, "secret", 0, said.append)
+        ours = Followers(listener, 2, "secret", 0, said.append)
         ours.on_refusal = refusals.append
         follower = AgentConnection(
             socket.create_connection(listener.getsockname()), "secret", 0, leads=False
@@ -414,7 +414,7 @@ def test_a_stranger_fills_no_memory() -> None:
     """An end that has not proved the token may send a few kilobytes. Then it is closed."""
     refusals: list[Refusal] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        ours = Hosts(listener, 2, "secret", 0, print)
+        ours = Followers(listener, 2, "secret", 0, print)
         ours.on_refusal = refusals.append
         with socket.create_connection(listener.getsockname()) as stranger:
             stranger.sendall(b"x" * 10_000)
@@ -432,7 +432,7 @@ def test_a_host_that_does_not_end_its_workers_is_named(monkeypatch: pytest.Monke
     monkeypatch.setattr(hosts, "_COLLECT_SECONDS", 0.1)
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        ours = Hosts(listener, 2, "secret", 3, said.append)
+        ours = Followers(listener, 2, "secret", 3, said.append)
         follower = AgentConnection(
             socket.create_connection(listener.getsockname()), "secret", 3, leads=False
         )

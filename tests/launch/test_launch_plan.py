@@ -142,8 +142,8 @@ def test_options_reach_the_agent(config: Path) -> None:
     """--no-zygote, --drain-timeout, and the reason for the start of a spare."""
     made = plan(config, spares=1, no_zygote=True, drain_timeout=7.5)
     group, spare = agent_args(made, 2), made.agent_args(2, 0, LIGHTHOUSE, "a spare takes its place")
-    assert "--takeover=a spare takes its place" in spare
-    assert [flag for flag in spare if "takeover" not in flag] == group
+    assert "--restart-reason=a spare takes its place" in spare
+    assert [flag for flag in spare if "restart-reason" not in flag] == group
     assert group.index("--no-zygote") < group.index("--")
     assert "--drain-timeout=7.5" in group
     assert "--fault_tolerance.drain_timeout_seconds=7.5" in group

@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 
 from tests.launch.forked import children, zygote_of
 from titan_ft.launch.lighthouse_keeper import MAX_DEATHS
-from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE, may_replace
+from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, NO_RESTART_CODE, can_spare_help
 from titan_ft.run.events import GroupLost
 from titan_ft.run.log import EventLog
 from titan_ft.run.output import choose_native_log
@@ -554,11 +554,11 @@ def test_what_a_spare_may_replace() -> None:
     """A group without restarts left, of its workers or of its agent. Not a group that must not come
     back, has a wrong config, was stopped, or lives.
     """
-    assert may_replace(1, gave_up=True)
-    assert may_replace(-signal.SIGKILL, gave_up=True)
-    assert not may_replace(1, gave_up=False)
+    assert can_spare_help(1, gave_up=True)
+    assert can_spare_help(-signal.SIGKILL, gave_up=True)
+    assert not can_spare_help(1, gave_up=False)
     assert not any(
-        may_replace(code, gave_up=True) for code in (None, 0, CONFIG_ERROR_CODE, FINAL_CODE)
+        can_spare_help(code, gave_up=True) for code in (None, 0, CONFIG_ERROR_CODE, NO_RESTART_CODE)
     )
 
 

@@ -17,19 +17,19 @@ from tests.event_builder import build
 from titan_ft.history.fold.run import RunFold
 from titan_ft.launch.group.own_end import OWN_SIGNALS, cause_of_end
 from titan_ft.launch.restart_policy import (
-    CRASH_LOOP,
-    FINAL_CODE,
-    MAX_SAME_ENDS,
-    NETWORK,
+    CAUSE_CRASH_LOOP,
+    CAUSE_NETWORK,
+    CAUSE_RESTARTS,
+    MAX_ENDS_OF_ONE_CAUSE,
     NETWORK_SECONDS,
-    RESTARTS,
+    NO_RESTART_CODE,
     WINDOW_SECONDS,
     AttemptEnd,
-    CommonEnd,
     NoRestart,
     RestartPolicy,
+    RunStopPolicy,
     backoff_seconds,
-    has_trained,
+    has_run_committed,
 )
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.events import (
@@ -100,7 +100,9 @@ def test_restarts_are_limited() -> None:
         policy.decide(replace(KILLED, alive_seconds=100.0, committed=True)) for _ in range(3)
     ]
     assert decisions[:2] == [0.0, 0.0]
-    assert decisions[2] == NoRestart(RESTARTS, "no restart left (--max-restarts 2 within 24 hours)")
+    assert decisions[2] == NoRestart(
+        CAUSE_RESTARTS, "no restart left (--max-restarts 2 within 24 hours)"
+    )
 
 
 def test_restarts_long_ago_do_not_count() -> None:
@@ -149,7 +151,7 @@ def test_the_same_exception_again_and_again() -> None:
     assert isinstance(policy.decide(raised("KeyError: 'nope' at 0x7f9c of pid 4711")), float)
     decision = policy.decide(raised("KeyError: 'nope' at 0x1 of pid 7"))
     assert decision == NoRestart(
-        CRASH_LOOP, "the same exception 3 times in a row, and no step committed between"
+        CAUSE_CRASH_LOOP, "the same exception 3 times in a row, and no step committed between"
     )
 
 
@@ -172,7 +174,7 @@ def test_the_same_end_without_an_exception(code: int, name: str) -> None:
     for between in (end, KILLED, end):
         assert isinstance(policy.decide(between), float)
     expected = f"the same end ({name}) 3 times in a row, and no step committed between"
-    assert policy.decide(end) == NoRestart(CRASH_LOOP, expected)
+    assert policy.decide(end) == NoRestart(CAUSE_CRASH_LOOP, expected)
 
 
 @pytest.mark.parametrize(
@@ -218,17 +220,17 @@ def test_a_suspected_host_is_left_before_a_group_is_given_up() -> None:
     Exceptions are not.
     """
     crash = replace(FAILED, code=-signal.SIGSEGV)
-    for deaths, most in ((0, MAX_SAME_ENDS), (1, MAX_SAME_ENDS), (5, 6)):
-        policy = RestartPolicy(max_restarts=100, host_deaths=deaths)
+    for deaths, most in ((0, MAX_ENDS_OF_ONE_CAUSE), (1, MAX_ENDS_OF_ONE_CAUSE), (5, 6)):
+        policy = RestartPolicy(max_restarts=100, deaths_until_suspected=deaths)
         number = next(number for number in count(1) if isinstance(policy.decide(crash), NoRestart))
         assert number == most
-    policy = RestartPolicy(max_restarts=100, host_deaths=5)
+    policy = RestartPolicy(max_restarts=100, deaths_until_suspected=5)
     assert [isinstance(policy.decide(raised("E: a")), float) for _ in range(3)] == [
         True,
         True,
         False,
     ]
-    policy = RestartPolicy(max_restarts=100, host_deaths=5)
+    policy = RestartPolicy(max_restarts=100, deaths_until_suspected=5)
     assert [isinstance(policy.decide(raised("HungError: x")), float) for _ in range(6)] == [
         True
     ] * 5 + [False]
@@ -297,12 +299,12 @@ def test_causes_in_turn(causes: list[AttemptEnd], between: AttemptEnd | None) ->
     """Twice as many ends as with one cause, with any causes in a row; kills neither count
     nor help.
     """
-    policy = RestartPolicy(max_restarts=100, has_run_trained=lambda: True)
+    policy = RestartPolicy(max_restarts=100, has_run_committed=lambda: True)
     for number, end in zip(range(5), cycle(causes), strict=False):
         assert isinstance(policy.decide(end), float), number
         assert between is None or isinstance(policy.decide(between), float)
     decision = policy.decide(causes[5 % len(causes)])
-    assert decision == NoRestart(CRASH_LOOP, "6 ends of its own in a row, without progress")
+    assert decision == NoRestart(CAUSE_CRASH_LOOP, "6 ends of its own in a row, without progress")
 
 
 def test_causes_in_turn_after_the_same_step() -> None:
@@ -362,7 +364,7 @@ def test_a_dead_network_before_the_first_step(ends_at: list[float], given_up_at:
         decision = policy.decide(replace(AWAY, alive_seconds=ends_at[0]))
         assert isinstance(decision, NoRestart) == (moment == given_up_at), moment
     assert isinstance(decision, NoRestart)
-    assert decision.cause == NETWORK
+    assert decision.cause == CAUSE_NETWORK
     assert (
         decision.reason
         == f"{len(ends_at)} network errors within {given_up_at} s, and no step committed"
@@ -395,7 +397,7 @@ def test_no_dead_network(ends: list[AttemptEnd], trains: bool) -> None:
     Groups that are missing may be in a queue for hours.
     """
     clock = Clock()
-    policy = RestartPolicy(max_restarts=1000, clock=clock, has_run_trained=lambda: trains)
+    policy = RestartPolicy(max_restarts=1000, clock=clock, has_run_committed=lambda: trains)
     for end in ends:
         clock.now += NETWORK_SECONDS
         assert isinstance(policy.decide(end), float)
@@ -406,7 +408,7 @@ def test_a_run_that_began_to_train_meanwhile() -> None:
     look.
     """
     clock, answers = Clock(), iter([False, False, True])
-    policy = RestartPolicy(max_restarts=100, clock=clock, has_run_trained=lambda: next(answers))
+    policy = RestartPolicy(max_restarts=100, clock=clock, has_run_committed=lambda: next(answers))
     for _ in range(9):
         clock.now += NETWORK_SECONDS
         assert isinstance(policy.decide(AWAY), float)
@@ -447,7 +449,7 @@ def test_whether_the_run_trains(
         step = build(StepCommitted, replica=1, rank=0, attempt=pid, step=7)
         write(paths.worker_events(1, 0, pid, pid), started, step, time=moment)
     paths.worker_events(0, 0, 0, 99).write_text('{"event":"worker_started"\ndamaged\n')
-    assert has_trained(paths) == trains
+    assert has_run_committed(paths) == trains
 
 
 def exited(
@@ -463,7 +465,7 @@ def rounds(*ends: tuple[WorkerExited, int], groups: tuple[int, ...] = (0, 1)) ->
     """Take the ends as the launcher does: through the fold of the run, which knows the first end of
     each attempt.
     """
-    common, fold, reasons = CommonEnd(), RunFold(3), []
+    common, fold, reasons = RunStopPolicy(), RunFold(3), []
     for event, step in ends:
         if event.attempt > fold.groups[event.replica].attempt:
             fold.observe(build(ReplicaRestarted, replica=event.replica, attempt=event.attempt))
@@ -557,7 +559,7 @@ def test_groups_that_are_gone_do_not_count() -> None:
             for replica in (0, 1)
         ],
         [
-            (exited(replica, attempt=attempt, code=FINAL_CODE), 80)
+            (exited(replica, attempt=attempt, code=NO_RESTART_CODE), 80)
             for attempt in range(9)
             for replica in (0, 1)
         ],
@@ -591,7 +593,7 @@ def test_the_first_rank_counts() -> None:
     assert [bool(reason) for reason in rounds(*ends)] == [False] * 6 + [True, False]
 
 
-@pytest.mark.parametrize("cause", [CRASH_LOOP, NETWORK])
+@pytest.mark.parametrize("cause", [CAUSE_CRASH_LOOP, CAUSE_NETWORK])
 def test_a_group_that_is_given_up_before_any_step_stops_the_run(cause: str) -> None:
     """Later on the other groups train on; and a group that is out of restarts does not stop them at
     any time.
@@ -604,14 +606,14 @@ def test_a_group_that_is_given_up_before_any_step_stops_the_run(cause: str) -> N
         error="E: a",
         log="a.log",
     )
-    assert CommonEnd.observe_loss(loss, any_committed=False) == (
+    assert RunStopPolicy.observe_give_up(loss, may_have_committed=False) == (
         "group 1 ends with E: a (x; the same exception 3 times in a row by any group; see a.log)"
         + (
             "; check the network, or name data that are on this host (training.dataset_path)"
-            if cause == NETWORK
+            if cause == CAUSE_NETWORK
             else ""
         )
     )
-    assert not CommonEnd.observe_loss(loss, any_committed=True)
-    out = build(ReplicaGaveUp, cause=RESTARTS, reason="no restart left")
-    assert not CommonEnd.observe_loss(out, any_committed=False)
+    assert not RunStopPolicy.observe_give_up(loss, may_have_committed=True)
+    out = build(ReplicaGaveUp, cause=CAUSE_RESTARTS, reason="no restart left")
+    assert not RunStopPolicy.observe_give_up(out, may_have_committed=False)

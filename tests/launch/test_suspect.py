@@ -114,8 +114,8 @@ def test_ranks_that_end_together_are_one_death(tmp_path: Path) -> None:
 def test_an_end_of_a_disturbed_attempt_is_not_the_hosts(code: int) -> None:
     """After an injected fault, neither a kill nor an exception counts against the host."""
     exit = WorkerExit(0, 7, code)
-    assert counts_against_host(exit.event(0, disturbed=False, log=None))
-    assert not counts_against_host(exit.event(0, disturbed=True, log=None))
+    assert counts_against_host(exit.to_event(0, disturbed=False, log=None))
+    assert not counts_against_host(exit.to_event(0, disturbed=True, log=None))
 
 
 def test_the_policy_comes_from_the_environment(
@@ -124,9 +124,9 @@ def test_the_policy_comes_from_the_environment(
     """The user's command gets host and reason. If the command fails, the group leaves all the
     same.
     """
-    assert SuspectPolicy.of({}).deaths == 0
+    assert SuspectPolicy.from_environment({}).deaths_until_suspected == 0
     file = tmp_path / "exclude-7"
-    policy = SuspectPolicy.of(
+    policy = SuspectPolicy.from_environment(
         {
             "TITAN_FT_HOST_DEATHS": "3",
             "TITAN_FT_HOST_WINDOW": "600",
@@ -134,7 +134,7 @@ def test_the_policy_comes_from_the_environment(
             "TITAN_FT_SUSPECTED_HOSTS": str(file),
         }
     )
-    assert (policy.deaths, policy.window_seconds) == (3, 600.0)
+    assert (policy.deaths_until_suspected, policy.window_seconds) == (3, 600.0)
     monkeypatch.setenv("TITAN_FT_TOKEN", "which it has no use for")
     begin = time.time() - 1.0  # it is written in whole seconds
     policy.act("n1", "3 workers died")
@@ -147,4 +147,4 @@ def test_the_policy_comes_from_the_environment(
     with pytest.raises(
         ConfigError, match=r"TITAN_FT_HOST_DEATHS must be a whole number, at least 0, got 'x'"
     ):
-        SuspectPolicy.of({"TITAN_FT_HOST_DEATHS": "x"})
+        SuspectPolicy.from_environment({"TITAN_FT_HOST_DEATHS": "x"})

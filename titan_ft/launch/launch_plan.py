@@ -507,7 +507,7 @@ class LaunchPlan:
             f"--drain-timeout={self.drain_seconds:g}",
         ]
         if restart_reason:
-            args.append(f"--takeover={restart_reason}")
+            args.append(f"--restart-reason={restart_reason}")
         if self.options.no_zygote:
             args.append("--no-zygote")
         return [*args, "--", *self.worker_flags([f"--{TABLE}.replica_id={slot}"])]

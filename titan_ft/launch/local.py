@@ -33,10 +33,10 @@ from titan_ft.launch.lighthouse_keeper import LighthouseKeeper
 from titan_ft.launch.record_keeper import RecordKeeper
 from titan_ft.launch.restart_policy import (
     CONFIG_ERROR_CODE,
-    CommonEnd,
     RestartPolicy,
-    has_trained,
-    may_replace,
+    RunStopPolicy,
+    can_spare_help,
+    has_run_committed,
 )
 from titan_ft.live import status
 from titan_ft.live.job_curve import JobCurve
@@ -143,7 +143,7 @@ class LocalRun:
         """Whether the run ends because --minutes are over."""
         self._only_lost_since: float | None = None
         """When all groups but lost ones had ended, by the monotonic clock; None before."""
-        self._common_end = CommonEnd()
+        self._run_stop_policy = RunStopPolicy()
         self._config_mistake = ""
         """A mistake in the config that only a worker could find; empty if none is known."""
         self._common_failure = ""
@@ -334,7 +334,8 @@ class LocalRun:
 
     def _keep_agent(self, slot: int) -> AgentKeeper:
         policy = RestartPolicy(
-            self.plan.options.max_restarts, has_run_trained=lambda: has_trained(self.plan.paths)
+            self.plan.options.max_restarts,
+            has_run_committed=lambda: has_run_committed(self.plan.paths),
         )
         start = partial(self._start_agent, slot)
         read_group = partial(self._read_group, slot)
@@ -502,14 +503,16 @@ class LocalRun:
         if group.failed_by is event and isinstance(event, WorkerExited):
             over = (status.FAILED, status.FINISHED, status.DRAINED)
             remaining = [slot for slot, state in self.status.states.items() if state not in over]
-            return self._common_end.observe_exit(event, group.held_step or 0, remaining)
+            return self._run_stop_policy.observe_exit(event, group.held_step or 0, remaining)
         if group.give_up is event:
             # A file of events that is cut because the disk is full may lack commits.
             paths = self.plan.paths
             may_have_trained = self._trains_since is not None or any_is_cut(
                 paths.events, paths.workers_pattern()
             )
-            return self._common_end.observe_loss(group.give_up, may_have_trained)
+            return self._run_stop_policy.observe_give_up(
+                group.give_up, may_have_committed=may_have_trained
+            )
         return ""
 
     def _keep_agents(self, codes: dict[int, int | None]) -> None:
@@ -560,7 +563,7 @@ class LocalRun:
                 return
         for slot, code in codes.items():
             gave_up = states[slot] == status.FAILED
-            if self._num_spares and may_replace(code, gave_up):
+            if self._num_spares and can_spare_help(code, gave_up):
                 self._num_spares -= 1
                 attempt = self._agents[slot].take_over("a spare takes its place")
                 self._announce(SpareTookOver(replica=slot, attempt=attempt))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from titan_ft.config import ConfigError
 from titan_ft.launch.group.own_end import may_come_from_host
-from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
+from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, NO_RESTART_CODE
 from titan_ft.run.events import WorkerExited
 from titan_ft.run.tail import EventTail
 from titan_ft.system.ownership import no_follow
@@ -35,8 +35,8 @@ class SuspectPolicy:
     """The rule by which a host is suspected, and the actions that follow.
 
     Attributes:
-        deaths: number of deaths on one host within the window that make the host suspected (see
-            `HostDeaths`); 0 switches the rule off.
+        deaths_until_suspected: number of deaths on one host within the window that make the host
+            suspected (see `HostDeaths`); 0 switches the rule off.
         window_seconds: length of the window.
         command: the user's command, which gets the host and the reason as further arguments; empty
             for no command.
@@ -44,13 +44,13 @@ class SuspectPolicy:
             file.
     """
 
-    deaths: int = 0
+    deaths_until_suspected: int = 0
     window_seconds: float = 3600.0
     command: tuple[str, ...] = ()
     file: Path | None = None
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> SuspectPolicy:
+    def from_environment(cls, environ: Mapping[str, str]) -> SuspectPolicy:
         """Read the policy from the environment, as scripts/replica_group.sh sets it.
 
         Raises:
@@ -60,7 +60,7 @@ class SuspectPolicy:
         window_seconds = float(_read_number(environ, "TITAN_FT_HOST_WINDOW", "3600"))
         file = environ.get("TITAN_FT_SUSPECTED_HOSTS")
         return cls(
-            deaths=deaths,
+            deaths_until_suspected=deaths,
             window_seconds=window_seconds,
             command=tuple(shlex.split(environ.get("TITAN_FT_ON_HOST_SUSPECTED", ""))),
             file=Path(file) if file else None,
@@ -113,7 +113,7 @@ def counts_against_host(event: WorkerExited) -> bool:
     """
     if event.stopped or event.transient:
         return False
-    if event.code in (0, CONFIG_ERROR_CODE, FINAL_CODE):
+    if event.code in (0, CONFIG_ERROR_CODE, NO_RESTART_CODE):
         return False
     return may_come_from_host(event.error, event.error_kind)
 

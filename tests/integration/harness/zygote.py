@@ -31,7 +31,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from titan_ft.launch.group.forks import fork_module, preload
+from titan_ft.launch.group.forks import fork_module, prepare_forks
 from titan_ft.launch.group.worker_group import open_log
 
 CONFIG = Path(__file__).parents[3] / "configs" / "llama3_debug.toml"
@@ -130,7 +130,7 @@ def main() -> None:
     answers = os.dup(1)
     os.set_inheritable(answers, False)
     os.dup2(2, 1)  # what an import prints is no answer
-    obstacle = preload("titan_ft.train", [f"--job.config_file={CONFIG}"])
+    obstacle = prepare_forks("titan_ft.train", [f"--job.config_file={CONFIG}"])
     assert not obstacle, obstacle
     importlib.import_module("titan_ft.launch.lighthouse")
     for node in ast.parse(

@@ -23,14 +23,14 @@ from titan_ft.launch.group.agent_connection import (
     WorkersState,
 )
 from titan_ft.launch.group.hosts import MEETING_SECONDS
-from titan_ft.launch.group.worker_group import MeetingPoint, Share, WorkerGroup
+from titan_ft.launch.group.worker_group import LocalWorkers, MeetingPoint, Share
 from titan_ft.system.address import split_address
 from titan_ft.system.process import node_name
 from titan_ft.system.stop import StopRequests
 
 _CONNECT_SECONDS = 2.0
 _POLL_SECONDS = 0.02
-STOPPED = 1
+STOPPED_STATUS = 1
 """Exit status of a follower that was stopped. The caller may replace it by one that names the
 signal.
 """
@@ -60,7 +60,7 @@ class Follower:
         token: str,
         slot: int,
         num_ranks: int,
-        start: Callable[[int, Share, MeetingPoint], WorkerGroup],
+        start: Callable[[int, Share, MeetingPoint], LocalWorkers],
         *,
         drain_seconds: float,
         grace_seconds: float,
@@ -75,7 +75,7 @@ class Follower:
         self._grace_seconds = grace_seconds
         self._report = report
         self._connection: AgentConnection | None = None
-        self._group: WorkerGroup | None = None
+        self._group: LocalWorkers | None = None
         self._state = WorkersState(-1, {}, [], [], is_collected=True, answered=0)
         self._sent: WorkersState | None = None
         self._problem = ""
@@ -121,7 +121,7 @@ class Follower:
                     return group_over.status
                 self._send_state()
                 if self._stop and self._has_left():
-                    return STOPPED
+                    return STOPPED_STATUS
                 time.sleep(_POLL_SECONDS)
         except ConnectionError as error:
             problem = f"no agent leads this group at {address}: {error}"

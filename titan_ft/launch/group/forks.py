@@ -90,7 +90,7 @@ class ForkedProcess:
             os.kill(self.pid, signum)
 
 
-def check(module: str, args: Sequence[str]) -> None:
+def check_worker_args(module: str, args: Sequence[str]) -> None:
     """Let a worker's module check its command line.
 
     A module passes if it has no check, or cannot be imported.
@@ -98,7 +98,9 @@ def check(module: str, args: Sequence[str]) -> None:
     Raises:
         ConfigError: there is a mistake in the command line.
     """
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in `preload`, which imports the rest
+    os.environ.setdefault(
+        "OPENBLAS_NUM_THREADS", "1"
+    )  # as in `prepare_forks`, which imports the rest
     try:
         function = getattr(importlib.import_module(module), CHECK, None)
         if function is not None:
@@ -106,7 +108,7 @@ def check(module: str, args: Sequence[str]) -> None:
     except ConfigError:
         raise
     except Exception:  # noqa: BLE001  # of a model's own code
-        # No known mistake in the config. `preload` meets the exception again, and reports it.
+        # No known mistake in the config. `prepare_forks` meets the exception again, and reports it.
         return
 
 
@@ -145,7 +147,7 @@ def ask_fork(question: Callable[[], str]) -> str | None:
     return answer.decode(errors="replace").strip()
 
 
-def preload(module: str, args: Sequence[str]) -> str:
+def prepare_forks(module: str, args: Sequence[str]) -> str:
     """Import everything that a worker needs, and exempt it from garbage collection.
 
     Args:

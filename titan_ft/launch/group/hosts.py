@@ -35,7 +35,7 @@ from titan_ft.launch.group.agent_connection import (
     WorkersState,
 )
 from titan_ft.launch.group.worker_exit import WorkerExit
-from titan_ft.launch.group.worker_group import AttemptStore, Share, WorkerGroup
+from titan_ft.launch.group.worker_group import AttemptStore, LocalWorkers, Share
 from titan_ft.system.address import ALL_HOSTS, split_address
 from titan_ft.system.refusal import (
     Refusal,
@@ -53,7 +53,7 @@ A scheduler may start the hosts one by one.
 _COLLECT_SECONDS = 15.0
 """Time for a follower to collect its workers, in addition to the grace time.
 
-`WorkerGroup.end` takes at most 10 s.
+`LocalWorkers.end` takes at most 10 s.
 """
 _CLOSE_SECONDS = 2.0
 """Time for the followers to read the end of the group."""
@@ -111,7 +111,7 @@ def listen_if_own_address(address: str) -> socket.socket | None:
 
 
 @dataclass(eq=False)
-class HostAgent:
+class RemoteAgent:
     """The agent of another host of the group, as the leader knows it."""
 
     connection: AgentConnection
@@ -145,7 +145,7 @@ class HostAgent:
         return self.has_introduced_itself and not self.is_lost
 
 
-class Hosts:
+class Followers:
     """Accepts the agents of a group's other hosts, and exchanges messages with them.
 
     The agent that leads owns the object and calls all methods, on its only thread. Nothing blocks
@@ -179,7 +179,7 @@ class Hosts:
         self._report = report
         self.on_refusal: Callable[[Refusal], None] = lambda refusal: None
         self._refusals = Refusals(GONE_SECONDS, lambda refusal: self.on_refusal(refusal))
-        self._members: list[HostAgent] = []
+        self._members: list[RemoteAgent] = []
         """Agents in the order in which they connected."""
         self._has_reported_refusal = False
         """Whether a refused agent was reported. A stranger that connects again and again must not
@@ -193,7 +193,7 @@ class Hosts:
         connected = [member for member in self._members if not member.is_lost]
         return [self._listener.fileno(), *(member.connection.descriptor for member in connected)]
 
-    def wait_for_all(self, is_stopped: Callable[[], bool]) -> list[HostAgent] | None:
+    def wait_for_all(self, is_stopped: Callable[[], bool]) -> list[RemoteAgent] | None:
         """Wait until the agents of all other hosts are connected.
 
         The latest connections count: the former connection of a vanished host may still stand when
@@ -251,7 +251,7 @@ class Hosts:
             for _ in range(_ACCEPTED_AT_ONCE):
                 accepted, address = self._listener.accept()
                 connection = AgentConnection(accepted, self._token, self._slot, leads=True)
-                self._members.append(HostAgent(connection, address[0]))
+                self._members.append(RemoteAgent(connection, address[0]))
 
     def _drop_strangers(self) -> None:
         """Drop connections without the token, which would use up this process's open files."""
@@ -265,12 +265,12 @@ class Hosts:
             strangers.remove(member)
             self._drop(member, "crowd")
 
-    def _drop(self, stranger: HostAgent, kind: RefusalKind) -> None:
+    def _drop(self, stranger: RemoteAgent, kind: RefusalKind) -> None:
         self._refusals.add(kind, stranger.source)
         stranger.loss_reason = "it has not shown the run's token"
         stranger.connection.close()
 
-    def _read(self, member: HostAgent) -> None:
+    def _read(self, member: RemoteAgent) -> None:
         try:
             for message in member.connection.poll():
                 if isinstance(message, Hello):
@@ -283,7 +283,7 @@ class Hosts:
                 self._refusals.add("no_secret", member.source)
             self.give_up(member, str(error))
 
-    def give_up(self, member: HostAgent, reason: str) -> None:
+    def give_up(self, member: RemoteAgent, reason: str) -> None:
         """Close the connection to an agent, and report the loss unless this group is closing."""
         member.loss_reason = reason
         member.connection.close()
@@ -299,7 +299,7 @@ class Hosts:
 class _RemoteWorkers:
     """The workers of one attempt on another host, as far as its agent has reported them."""
 
-    def __init__(self, member: HostAgent, start: StartOrder) -> None:
+    def __init__(self, member: RemoteAgent, start: StartOrder) -> None:
         self.member = member
         self._start = start
         self._ranks = range(start.first_rank, start.first_rank + member.num_ranks)
@@ -367,9 +367,9 @@ class GroupWorkers:
         attempt: int,
         share: Share,
         store: AttemptStore,
-        local: WorkerGroup,
-        hosts: Hosts | None,
-        members: Sequence[HostAgent],
+        local: LocalWorkers,
+        hosts: Followers | None,
+        members: Sequence[RemoteAgent],
     ) -> None:
         self.num_ranks = share.world_size
         self._store = store

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Literal, Protocol
 from titan_ft.launch import store_server
 from titan_ft.launch.gpus import listed_gpus, num_gpus
 from titan_ft.launch.group.forks import ForkedProcess, fork_module
-from titan_ft.launch.group.worker_exit import ENDED_EARLY, WorkerExit
+from titan_ft.launch.group.worker_exit import EARLY_END_ERROR, WorkerExit
 from titan_ft.run import error_file
 from titan_ft.run.error_file import read_error
 from titan_ft.run.marks import has_left, remove_training_mark
@@ -220,7 +220,7 @@ class AttemptStore:
         self._store.close()
 
 
-class WorkerGroup:
+class LocalWorkers:
     """The workers of one attempt of one group on this host: started together, and ended together.
 
     `GroupWorkers` or `Follower` owns it, and calls all methods on the agent's only thread; `kill`
@@ -313,8 +313,8 @@ class WorkerGroup:
 
     def _describe_exit(self, rank: int, pid: int, code: int) -> WorkerExit:
         file = self._error_files[rank]
-        is_early = remove_training_mark(file) and code == 0
-        error = ENDED_EARLY if is_early else None
+        ended_early = remove_training_mark(file) and code == 0
+        error = EARLY_END_ERROR if ended_early else None
         if code > 0:
             error = read_error(file)
         return WorkerExit(rank, pid, code, error, has_left(file), node_name())

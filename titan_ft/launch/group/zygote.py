@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from titan_ft.config import ConfigError
-from titan_ft.launch.group.forks import ForkedProcess, check, fork_module, preload
+from titan_ft.launch.group.forks import ForkedProcess, check_worker_args, fork_module, prepare_forks
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE
 from titan_ft.run.orphan import end_with_parent
 from titan_ft.run.output import protect_output
@@ -295,14 +295,14 @@ def main() -> int:
     descriptor, module, *worker_args = sys.argv[1:]
     with socket.socket(fileno=int(descriptor)) as connection:
         try:
-            check(module, worker_args)
+            check_worker_args(module, worker_args)
         except ConfigError as error:
             connection.sendall(b"wrong " + json.dumps(str(error)).encode() + b"\n")
             return CONFIG_ERROR_CODE
         connection.sendall(b"checked\n")
         if not _await_log(connection):
             return 0
-        obstacle = preload(module, worker_args)
+        obstacle = prepare_forks(module, worker_args)
         if obstacle:
             print(f"{NO_FORKS}{obstacle}", file=sys.stderr, flush=True)
             return 1
