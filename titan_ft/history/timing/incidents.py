@@ -1,36 +1,46 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Incidents of a run, and the price of each: the one definition of a stall.
+"""Incidents of a run, and the stall that each one caused: the one definition of a stall.
 
-An *incident* is an injected fault, a failure that no fault explains, or a group that left because
-somebody asked. One shot that hits several groups is one fault. `titan_ft.history.fold.run` defines
-a *failure* for every view of a run. An incident has any number of failures: a fault that only slows
-a rank has none, and one shot that kills two groups has two.
+A run has several replica groups that commit each optimizer step together. When one group is hit, the
+other groups wait for a while. This module finds what hit the groups, and charges each wait to it.
+Terms:
 
-An incident *begins* with the fault. Without a fault it begins with the last event of the worker
-that fell silent first, or with the event in which the group announces that it leaves. It *reaches*
-until the latest of these moments: its groups' workers have exited, the last step that still has the
-gradients of these groups is committed, the fault is undone, a lighthouse listens again.
+- An *incident* is an injected fault, a failure without a known fault, or a group that left because
+  somebody asked. `titan_ft.history.fold.run` defines a *failure* for every view of a run. A fault
+  that only slows a rank causes no failure. A fault that kills two groups causes two failures, and is
+  one incident.
+- An incident *begins* with the fault. Without a fault it begins with the last event of the worker
+  that fell silent first, or with the event in which the group announces that it leaves.
+- A commit of a group is *due* one usual step (`RunRecord.usual_step_us`) after the commit before it
+  in the same attempt. An attempt is one start of a group's processes.
+- A *stall* is the time by which one commit of one group came late.
 
-A *stall* belongs to one commit of a group. The commit is *due* one usual step
-(`RunRecord.usual_step_us`) after the commit before it in the same attempt. The stall is the time by
-which the commit came late. Each stall counts for one incident:
+An incident may delay a commit long after its begin: a fault may last, and a new lighthouse may take
+a while. So each incident has a *reach*, after which it can delay no commit. The reach is the latest
+of these moments: the workers of its groups have exited; the last step that still has the gradients
+of these groups is committed; the fault is undone; a lighthouse listens again.
 
-1. the latest incident that began before the commit was due and reached the commit before it;
-2. if there is none, the first incident that began while the commit was late;
-3. if there is none, no incident.
+`find_incidents` works in this order:
 
-If that incident hit the group itself, the stall counts for none. The *stall of an incident* is its
-longest one: the wait of the survivor that it hit hardest. It is 0 if no group waited. It is unknown
-if no other group has two commits in a row, in one attempt, of which the first comes before the end
-of the incident's reach and the second after the incident's start.
+1. Draft an incident for each fault, each end of an attempt, and each failure of a living group.
+2. Charge each stall to one incident (`attribute_stalls`). This is the latest incident that began
+   before the commit was due and whose reach is not before the previous commit. If there is none, it
+   is the first incident that began while the commit was late. If there is none either, the stall is
+   charged to nobody. A stall of a group that the incident itself hit is not charged: the group did
+   not wait for others.
+3. Take the longest stall of each incident: the wait of the survivor that it hit hardest. It is 0 if
+   no group waited, and None (unknown) if no other group committed before and after the incident.
+4. Add for how long the groups of the incident were away.
 
-A round of several steps varies in length by more than a failure costs. If the group itself computed
-longer than usual for a round, the round is due later by that much.
+With a semi-synchronous method a commit is a round of several local steps, and the length of rounds
+varies by more than a failure costs. If the group itself computed longer than usual for a round, the
+commit is due later by the same time.
 
 The time in which a group starts and heals again is no stall; `titan_ft.history.timing.goodput`
-counts it. The report, the forecast and the benchmarks read this module. See docs/observing.md, "The
-history"."""
+counts it. The report, the forecast and the benchmarks call this module, after the run or while it
+goes on. See docs/observing.md, "The history".
+"""
 
 from __future__ import annotations
 
@@ -57,14 +67,14 @@ from titan_ft.run.events import (
 
 Commits = Mapping[int, Sequence[StepCommitted]]
 """The commits of each group, in order of time."""
-EFFECT_SECONDS = 60.0
-"""For this long after the end of a fault, a dropout of its group counts as its consequence.
+LATE_DROPOUT_SECONDS = 60.0
+"""A group that drops out alive this soon after the end of a fault does so because of the fault.
 
 A corrupt state, for example, shows only at the next digest.
 """
-BREAK_SECONDS = 15.0
-"""For this long after the end of a fault, a broken exchange counts as its consequence."""
-CLOCK_SECONDS = 1.0
+LATE_BREAK_SECONDS = 15.0
+"""An exchange that breaks this soon after the end of a fault breaks because of the fault."""
+MAX_CLOCK_DIFFERENCE_SECONDS = 1.0
 """The clocks of two hosts may differ by this much."""
 
 
@@ -77,7 +87,9 @@ class RecordedHeal:
     time: float
     """Unix seconds at which the last rank finished."""
     donor: int
+    """Slot of the group that sent the state."""
     from_step: int
+    """The step after which the donor copied the state."""
     num_bytes: int
     """Bytes of all ranks."""
     seconds: float
@@ -90,7 +102,7 @@ class RecordedHeal:
 
 @dataclass(frozen=True)
 class RecordedFailure:
-    """A failure (see `titan_ft.history.fold.run`) and its price."""
+    """A failure (see `titan_ft.history.fold.run`) and its cost."""
 
     replica: int | None
     """None if an exchange broke and all groups took part in its repetition."""
@@ -131,10 +143,12 @@ class RecordedDrain:
 
 @dataclass(frozen=True)
 class Incident:
-    """A fault, a failure or a group that left, and its price. See the head of this module."""
+    """A fault, a failure or a group that left, and its cost. See the head of this module."""
 
     time: float
-    """Unix seconds of the fault; without a fault, of the event that announced the end."""
+    """Unix seconds of the fault; without a fault, of the event that reports the failure or the
+    request to leave.
+    """
     fault: str
     """The name of the fault.
 
@@ -145,7 +159,9 @@ class Incident:
     replicas: tuple[int, ...]
     """The groups that it hit; empty for the lighthouse and for a fault that hit no group."""
     rank: int | None
+    """The rank that the fault hit; None if it hit a whole group, or without a fault."""
     shot: int | None
+    """Number of the injection in the chaos plan; None without a plan, or without a fault."""
     ended: bool
     """True if it ended an attempt of a group."""
     stall_seconds: float | None
@@ -183,12 +199,12 @@ class Incident:
 
 @dataclass
 class StallCause:
-    """A possible cause of stalls in other groups.
+    """A possible cause of stalls in other groups. All times are in one unit, such as microseconds.
 
     Attributes:
-        begin: its begin.
-        reach: stalls that begin later are not its consequence.
-        groups: the groups that it hit.
+        begin: a commit that came before cannot be late because of this cause.
+        reach: a commit whose previous commit came later cannot be late because of this cause.
+        groups: slots of the groups that the cause hit.
     """
 
     begin: float
@@ -197,58 +213,65 @@ class StallCause:
 
 
 class TimedCommit(NamedTuple):
-    """The time of a commit of a group.
+    """The time of one commit of a group, or of the last one of several usual steps.
 
     Attributes:
-        excess: the time by which the group itself computed longer than a usual step takes; 0 unless
-            a commit is a round of several steps. Infinite for an entry that stands for several
-            usual steps: such an entry is never late.
+        allowance: the commit is due later by this time. For a round of several steps it is the time
+            by which the group itself computed longer than usual. Infinite for an entry that stands
+            for several usual steps: such an entry is never late.
     """
 
     time: float
     attempt: int
-    excess: float = 0.0
+    allowance: float = 0.0
 
 
 def attribute_stalls(
     causes: Sequence[StallCause],
     commits: Mapping[int, Sequence[TimedCommit]],
-    usual: float,
+    usual_step: float,
 ) -> list[float | None]:
-    """Return the stall of each cause by the rules at the head of this module.
+    """Return the longest stall of each cause; see steps 2 and 3 at the head of this module.
 
     Args:
         causes: in the order of their begins.
         commits: the commits of each group, in order of time.
-        usual: the length of a usual step. All times must have the same unit.
+        usual_step: the length of a usual step, in the unit of all times.
     """
     begins = [cause.begin for cause in causes]
     stalls: list[float | None] = [None] * len(causes)
-    for group, made in commits.items():
-        times = [commit.time for commit in made]
-        for place, cause in enumerate(causes):
-            if group not in cause.groups and _is_witness(made, times, cause):
-                stalls[place] = stalls[place] or 0.0
-        for before, after in pairwise(made):
-            if before.attempt != after.attempt:
+    for slot, commits_of_group in commits.items():
+        for index, cause in enumerate(causes):
+            if slot in cause.groups:
                 continue
-            due = before.time + usual + after.excess
-            if after.time <= due:
+            if _has_commits_around(cause, commits_of_group):
+                _raise_to(stalls, index, 0.0)
+        for before, late in pairwise(commits_of_group):
+            if before.attempt != late.attempt:
                 continue
-            responsible = _find_responsible(causes, begins, before.time, due, after.time)
-            if responsible is None or group in causes[responsible].groups:
+            due = before.time + usual_step + late.allowance
+            if late.time <= due:
                 continue
-            longest = stalls[responsible] or 0.0
-            stalls[responsible] = max(longest, after.time - due)
+            charged = _find_charged_cause(causes, begins, before.time, due, late.time)
+            if charged is None or slot in causes[charged].groups:
+                continue
+            _raise_to(stalls, charged, late.time - due)
     return stalls
 
 
-def _find_responsible(
+def _raise_to(stalls: list[float | None], index: int, stall: float) -> None:
+    """Replace the longest stall of a cause by `stall` if that is longer, or the first one known."""
+    known = stalls[index]
+    if known is None or stall > known:
+        stalls[index] = stall
+
+
+def _find_charged_cause(
     causes: Sequence[StallCause],
     begins: Sequence[float],
     before: float,
     due: float,
-    after: float,
+    late: float,
 ) -> int | None:
     """Return the index of the cause of one stall; None if no cause explains it.
 
@@ -256,42 +279,48 @@ def _find_responsible(
         begins: the begin of each cause, in order.
         before: time of the commit before the late one.
         due: time at which the late commit was due.
-        after: time of the late commit.
+        late: time of the late commit.
     """
+    # The causes 0 to num_begun - 1 began before the commit was due.
     num_begun = bisect_right(begins, due)
-    for place in range(num_begun - 1, -1, -1):
-        if causes[place].reach >= before:
-            return place
-    num_begun_at_commit = bisect_left(begins, after)
-    if num_begun < num_begun_at_commit:
-        return num_begun
+    for index in reversed(range(num_begun)):
+        if causes[index].reach >= before:
+            return index
+    first_begun_after_due = num_begun
+    num_begun_before_commit = bisect_left(begins, late)
+    if first_begun_after_due < num_begun_before_commit:
+        return first_begun_after_due
     return None
 
 
-def _is_witness(made: Sequence[TimedCommit], times: Sequence[float], cause: StallCause) -> bool:
-    """Return whether one attempt of a group committed before the cause's end and after its begin.
+def _has_commits_around(cause: StallCause, commits: Sequence[TimedCommit]) -> bool:
+    """Return whether two commits in a row show if a group waited because of a cause.
 
-    Args:
-        times: the times of `made`.
+    The first comes before the cause's reach and the second after its begin, both in one attempt.
     """
-    first = max(0, bisect_right(times, cause.begin) - 1)
-    end = bisect_right(times, cause.reach) + 1
-    pairs = pairwise(made[first:end])
-    return any(before.attempt == after.attempt for before, after in pairs)
+    num_before_begin = bisect_right(commits, cause.begin, key=lambda commit: commit.time)
+    num_before_reach = bisect_right(commits, cause.reach, key=lambda commit: commit.time)
+    last_before_begin = max(0, num_before_begin - 1)
+    first_after_reach = num_before_reach
+    for before, after in pairwise(commits[last_before_begin : first_after_reach + 1]):
+        if before.attempt == after.attempt:
+            return True
+    return False
 
 
 @dataclass
 class _IncidentDraft(StallCause):
-    """An incident whose price is not known yet; times in Unix microseconds."""
+    """An incident whose cost is not known yet. All times are Unix microseconds."""
 
     time_us: int
     name: str
     category: str | None
     fault: RecordedFault | None = None
-    ended: list[Attempt] = field(default_factory=list)
-    """The attempts that it ended."""
+    """The first event of the injected fault; None without a fault."""
+    ended_attempts: list[Attempt] = field(default_factory=list)
+    """The attempts that the incident ended."""
     dropouts: list[FailureSpan] = field(default_factory=list)
-    """Its failures in which no attempt ended."""
+    """The failures that ended no attempt: a group lived, and the others went on without it."""
 
     @property
     def seconds(self) -> float:
@@ -311,42 +340,53 @@ def find_incidents(record: RunRecord) -> list[Incident]:
     heals = find_heals(record)
     incidents = []
     for draft, stall_us in zip(drafts, stalls_us, strict=True):
-        stall_seconds = None if stall_us is None else stall_us / 1e6
-        incidents.append(_price(draft, commits, heals, stall_seconds, record.fold.failures))
+        stall_seconds = None
+        if stall_us is not None:
+            stall_seconds = stall_us / 1e6
+        incident = _finish_incident(draft, commits, heals, stall_seconds, record.fold.failures)
+        incidents.append(incident)
+    # The drafts are in the order of their begins; a failure may begin before the time of its report.
     return sorted(incidents, key=lambda incident: incident.time)
 
 
 def _time_commits(record: RunRecord) -> dict[int, list[TimedCommit]]:
-    """Return the times of each group's commits, in order of time.
+    """Return the times of each group's commits in Unix microseconds, in order.
 
-    Usual steps in a row have one entry, the time of the last.
+    For a long run the record has no commits of usual steps, but one `UsualSteps` event for many of
+    them. Such an event becomes one entry with the time of the last commit.
     """
     found: dict[int, list[TimedCommit]] = defaultdict(list)
     for slot, commits in record.commits_by_group.items():
         for commit in commits:
-            timed = TimedCommit(commit.time_us, commit.attempt, _excess_us(commit, record))
+            timed = TimedCommit(commit.time_us, commit.attempt, _find_allowance_us(commit, record))
             found[slot].append(timed)
     for usual in record.of(UsualSteps):
         if usual.rank == 0:
-            # No usual step was late. Without the infinite excess, the many steps since the last
+            # No usual step was late. Without the infinite allowance, the many steps since the last
             # entry would look like one long stall.
-            timed = TimedCommit(usual.time_us, usual.attempt, excess=float("inf"))
+            timed = TimedCommit(usual.time_us, usual.attempt, allowance=float("inf"))
             found[usual.replica].append(timed)
     return {slot: sorted(commits) for slot, commits in found.items()}
 
 
-def _excess_us(commit: StepCommitted, record: RunRecord) -> float:
-    """Return the microseconds by which a group computed longer than usual for a round."""
+def _find_allowance_us(commit: StepCommitted, record: RunRecord) -> float:
+    """Return the microseconds by which a group computed longer than usual for a round; 0 for a step.
+
+    A round in which nobody waited takes its computing and a usual exchange.
+    """
     if record.unit.steps == 1:
         return 0.0
-    own_seconds = commit.compute_seconds + commit.apply_seconds + record.usual_rest_seconds
-    return max(0.0, 1e6 * own_seconds - record.usual_step_us)
+    computing_seconds = commit.compute_seconds + commit.apply_seconds
+    sound_round_us = 1e6 * (computing_seconds + record.usual_rest_seconds)
+    return max(0.0, sound_round_us - record.usual_step_us)
 
 
 def count_faults(record: RunRecord) -> dict[str, int]:
-    """Return the number of injected faults of each kind, the most frequent first."""
+    """Return the number of injected faults of each kind, the most frequent first, then by name."""
     kinds = [incident.fault for incident in find_incidents(record) if incident.injected]
-    return dict(Counter(sorted(kinds)).most_common())
+    # `most_common` keeps kinds with equal numbers in the order in which it counted them.
+    kinds.sort()
+    return dict(Counter(kinds).most_common())
 
 
 def find_failures(record: RunRecord) -> list[RecordedFailure]:
@@ -389,20 +429,28 @@ def find_heals(record: RunRecord) -> list[RecordedHeal]:
 
 
 def _draft_incidents(record: RunRecord) -> list[_IncidentDraft]:
-    """Return all incidents without their prices: faults first, then ends, then dropouts."""
+    """Return all incidents without their costs: faults first, then ends, then dropouts.
+
+    A later one is added to the draft of a fault if the fault explains it.
+    """
     draft_of_fault = _draft_faults(record.faults)
     drafts = list(draft_of_fault.values())
     for attempts in record.attempts.values():
         for attempt in attempts:
             _draft_end(attempt, drafts, draft_of_fault)
     for failure in record.fold.failures:
+        # The loop before has drafted the failures in which an attempt died.
         if not failure.died:
             _draft_dropout(failure, drafts, record)
     return drafts
 
 
 def _draft_faults(faults: Sequence[RecordedFault]) -> dict[int, _IncidentDraft]:
-    """Return the drafts of the injected faults by the fault's number; one shot is one fault."""
+    """Return one draft for each injected fault, by the fault's number.
+
+    One injection of a chaos plan may hit several groups. It has an event for each of them, and all
+    these events have the same number.
+    """
     drafts: dict[int, _IncidentDraft] = {}
     for fault in faults:
         draft = drafts.get(fault.number)
@@ -429,23 +477,13 @@ def _draft_end(
     drafts: list[_IncidentDraft],
     draft_of_fault: Mapping[int, _IncidentDraft],
 ) -> None:
-    """Add the end of an attempt to the draft of its fault, or else to a new draft."""
+    """Add an attempt that failed or left to the draft of its fault, or else to a new draft."""
     draft: _IncidentDraft | None = None
     if attempt.failed and attempt.exit_us is not None:
         if attempt.fault is not None:
             draft = draft_of_fault.get(attempt.fault.number)
         if draft is None:
-            begin_us = attempt.exit_us
-            if attempt.silent_us is not None:
-                begin_us = min(begin_us, attempt.silent_us)
-            draft = _IncidentDraft(
-                begin=begin_us,
-                reach=attempt.exit_us,
-                groups={attempt.slot},
-                time_us=attempt.exit_us,
-                name=attempt.why_ended,
-                category=attempt.category,
-            )
+            draft = _draft_unexplained_failure(attempt, attempt.exit_us)
             drafts.append(draft)
     elif attempt.drained_us is not None:
         draft = _find_request_to_leave(attempt, attempt.drained_us, draft_of_fault)
@@ -459,9 +497,26 @@ def _draft_end(
                 category=None,
             )
             drafts.append(draft)
-    if draft is not None:
-        draft.ended.append(attempt)
-        draft.reach = max(draft.reach, attempt.exit_us or 0)
+    if draft is None:
+        return  # the attempt goes on, finished, or was stopped with the run
+    draft.ended_attempts.append(attempt)
+    if attempt.exit_us is not None:
+        draft.reach = max(draft.reach, attempt.exit_us)
+
+
+def _draft_unexplained_failure(attempt: Attempt, exit_us: int) -> _IncidentDraft:
+    """Return the draft of an attempt that failed without a known fault."""
+    begin_us = exit_us
+    if attempt.silent_us is not None:
+        begin_us = min(begin_us, attempt.silent_us)
+    return _IncidentDraft(
+        begin=begin_us,
+        reach=exit_us,
+        groups={attempt.slot},
+        time_us=exit_us,
+        name=attempt.why_ended,
+        category=attempt.category,
+    )
 
 
 def _find_request_to_leave(
@@ -469,9 +524,8 @@ def _find_request_to_leave(
 ) -> _IncidentDraft | None:
     """Return the latest fault that asked an attempt to leave; None if no fault did."""
     for draft in reversed(list(draft_of_fault.values())):
-        if draft.fault is None or draft.fault.outcome != "left":
-            continue
-        if attempt.slot not in draft.groups:
+        asks_to_leave = draft.fault is not None and draft.fault.outcome == "left"
+        if not asks_to_leave or attempt.slot not in draft.groups:
             continue
         if attempt.begin_us <= draft.time_us <= left_us:
             return draft
@@ -479,8 +533,8 @@ def _find_request_to_leave(
 
 
 def _draft_dropout(failure: FailureSpan, drafts: list[_IncidentDraft], record: RunRecord) -> None:
-    """Add a failure in which no attempt ended to the draft of its fault, or else to a new draft."""
-    draft = _find_fault_before(failure, drafts)
+    """Add a failure that ended no attempt to the draft of its fault, or else to a new draft."""
+    draft = _find_fault_that_explains(failure, drafts)
     if draft is None:
         time_us = round(failure.time * 1e6)
         name, category = _name_dropout(failure, record)
@@ -498,20 +552,24 @@ def _draft_dropout(failure: FailureSpan, drafts: list[_IncidentDraft], record: R
     draft.dropouts.append(failure)
 
 
-def _find_fault_before(
+def _find_fault_that_explains(
     failure: FailureSpan, drafts: Sequence[_IncidentDraft]
 ) -> _IncidentDraft | None:
-    """Return the latest fault that explains a failure in which no attempt ended."""
+    """Return the draft of the latest fault that may have caused a failure; None if none may."""
     time_us = round(failure.time * 1e6)
-    effect_seconds = BREAK_SECONDS if failure.slot is None else EFFECT_SECONDS
-    effect_us = round(effect_seconds * 1e6)
+    is_broken_exchange = failure.slot is None
+    late_seconds = LATE_DROPOUT_SECONDS
+    if is_broken_exchange:
+        late_seconds = LATE_BREAK_SECONDS
+    late_us = round(late_seconds * 1e6)
     latest: _IncidentDraft | None = None
     for draft in drafts:
         if draft.fault is None:
             continue
-        is_in_reach = draft.begin <= time_us <= draft.reach + effect_us
-        has_hit = failure.slot is None or failure.slot in draft.groups
-        if not (is_in_reach and has_hit):
+        if not draft.begin <= time_us <= draft.reach + late_us:
+            continue
+        # An exchange has all groups in it, so a fault of any of them may have broken it.
+        if not is_broken_exchange and failure.slot not in draft.groups:
             continue
         if latest is None or draft.begin > latest.begin:
             latest = draft
@@ -519,16 +577,15 @@ def _find_fault_before(
 
 
 def _name_dropout(failure: FailureSpan, record: RunRecord) -> tuple[str, str | None]:
-    """Return the name and the category of a failure in which no attempt ended and no fault is
-    known.
+    """Return the name and the category of a failure that ended no attempt and has no known fault.
 
-    The name is the observation that made the other groups go on without this one.
+    The name is the observation for which the other groups went on without this one.
     """
     if failure.slot is None:
         return "exchange broke", None
     slot = failure.slot
-    begin = failure.since - CLOCK_SECONDS
-    end = failure.time + CLOCK_SECONDS
+    begin = failure.since - MAX_CLOCK_DIFFERENCE_SECONDS
+    end = failure.time + MAX_CLOCK_DIFFERENCE_SECONDS
 
     def names_group(slots: Collection[int], event: Event) -> bool:
         return slot in slots and begin <= event.time <= end
@@ -548,29 +605,29 @@ def _name_dropout(failure: FailureSpan, record: RunRecord) -> tuple[str, str | N
 def _find_last_shared_commit(draft: _IncidentDraft, record: RunRecord, commits: Commits) -> int:
     """Return when another group last committed a step with gradients of a group that had ended.
 
-    The ended group's part of the step under way may have been complete. Then the others commit that
-    step in time, and notice the end only in the next one.
+    The ended group may have sent all of its gradients for the step under way. Then the others commit
+    this step in time, and notice the end only in the next one.
 
     Returns:
         Unix microseconds; 0 if there is no such commit.
     """
     last_us = 0
     start = bisect_left(record.commits, draft.begin / 1e6, key=lambda event: event.time)
-    for attempt in draft.ended:
-        return_step = _find_first_step_after(attempt, commits)
+    for attempt in draft.ended_attempts:
+        return_step = _find_step_of_return(attempt, commits)
         for event in record.commits[start:]:
             if return_step is not None and event.step >= return_step:
-                break
+                break  # from here on the gradients are those of the group's next attempt
             if event.replica in draft.groups:
                 continue
             if attempt.slot not in event.participants:
-                break
+                break  # the others have gone on without the group
             last_us = max(last_us, event.time_us)
     return last_us
 
 
-def _find_first_step_after(attempt: Attempt, commits: Commits) -> int | None:
-    """Return the first step that the group committed in a later attempt."""
+def _find_step_of_return(attempt: Attempt, commits: Commits) -> int | None:
+    """Return the first step that the group of an ended attempt committed in a later attempt."""
     for commit in commits.get(attempt.slot, ()):
         if commit.attempt > attempt.number:
             return commit.step
@@ -583,7 +640,7 @@ class _Absence:
 
     Attributes:
         since: Unix seconds.
-        back: Unix seconds of its next contribution; None if there was none.
+        back: Unix seconds of the group's next contribution; None if there was none.
         heal: the last transfer of state to the group before that contribution.
     """
 
@@ -598,27 +655,24 @@ class _Absence:
         return self.back - self.since
 
 
-def _price(
+def _finish_incident(
     draft: _IncidentDraft,
     commits: Commits,
     heals: Sequence[RecordedHeal],
     stall_seconds: float | None,
     failures: Sequence[FailureSpan],
 ) -> Incident:
-    """Return the incident with the times for which its groups were away.
+    """Return the incident with its stall and the times for which its groups were away.
 
     Args:
-        failures: all failures of the run.
+        failures: all failures of the run; they show since when a group was away that hung first.
     """
-    absences: dict[int, _Absence] = {}
-    for attempt in draft.ended:
-        since = _find_absent_since(attempt, draft.seconds, failures)
-        absences[attempt.slot] = _find_absence(draft, attempt.slot, since, commits, heals)
-    deaths = []
-    drains = []
+    recorded_failures: list[RecordedFailure] = []
+    drains: list[RecordedDrain] = []
     away_seconds: list[float | None] = []
     last_heals: list[RecordedHeal | None] = []
-    for attempt in draft.ended:
+    absences = _find_absences(draft, commits, heals, failures)
+    for attempt in draft.ended_attempts:
         absence = absences[attempt.slot]
         away_seconds.append(absence.seconds)
         last_heals.append(absence.heal)
@@ -634,7 +688,7 @@ def _price(
                 heal=absence.heal,
                 died=True,
             )
-            deaths.append(death)
+            recorded_failures.append(death)
         if attempt.drained_us is not None:
             drain = RecordedDrain(
                 replica=attempt.slot,
@@ -644,11 +698,12 @@ def _price(
                 stall_seconds=stall_seconds,
             )
             drains.append(drain)
-    dropouts = [_price_dropout(failure, draft, stall_seconds, heals) for failure in draft.dropouts]
-    for dropout in dropouts:
-        last_heals.append(dropout.heal)
-        if dropout.away:
-            away_seconds.append(dropout.rejoin_seconds)
+    for dropout in draft.dropouts:
+        failure = _finish_dropout(dropout, draft, stall_seconds, heals)
+        recorded_failures.append(failure)
+        last_heals.append(failure.heal)
+        if failure.away:
+            away_seconds.append(failure.rejoin_seconds)
     fault = draft.fault
     return Incident(
         time=draft.seconds,
@@ -658,11 +713,11 @@ def _price(
         rank=None if fault is None else fault.rank,
         shot=None if fault is None else fault.shot,
         lighthouse=fault is not None and fault.lighthouse,
-        ended=bool(draft.ended),
+        ended=bool(draft.ended_attempts),
         stall_seconds=stall_seconds,
         rejoin_seconds=_longest_if_all_known(away_seconds),
         heal=_latest(last_heals),
-        failures=(*deaths, *dropouts),
+        failures=tuple(recorded_failures),
         drains=tuple(drains),
         category=draft.category,
     )
@@ -689,6 +744,26 @@ def _latest(heals: Sequence[RecordedHeal | None]) -> RecordedHeal | None:
     return latest
 
 
+def _find_absences(
+    draft: _IncidentDraft,
+    commits: Commits,
+    heals: Sequence[RecordedHeal],
+    failures: Sequence[FailureSpan],
+) -> dict[int, _Absence]:
+    """Return the absence of each group of which an incident ended attempts, by slot."""
+    last_attempts: dict[int, Attempt] = {}
+    for attempt in draft.ended_attempts:
+        known = last_attempts.get(attempt.slot)
+        if known is None or attempt.number > known.number:
+            last_attempts[attempt.slot] = attempt
+    absences: dict[int, _Absence] = {}
+    for attempt in draft.ended_attempts:
+        since = _find_absent_since(attempt, draft.seconds, failures)
+        last_attempt = last_attempts[attempt.slot]
+        absences[attempt.slot] = _find_absence(draft, last_attempt, since, commits, heals)
+    return absences
+
+
 def _find_absent_since(attempt: Attempt, time: float, failures: Sequence[FailureSpan]) -> float:
     """Return since when the group of an ended attempt was away, in Unix seconds.
 
@@ -700,7 +775,7 @@ def _find_absent_since(attempt: Attempt, time: float, failures: Sequence[Failure
     """
     since = time
     for failure in failures:
-        is_of_attempt = (failure.slot, failure.attempt) == (attempt.slot, attempt.number)
+        is_of_attempt = failure.slot == attempt.slot and failure.attempt == attempt.number
         if failure.died and is_of_attempt:
             since = min(since, failure.time)
     return since
@@ -708,17 +783,21 @@ def _find_absent_since(attempt: Attempt, time: float, failures: Sequence[Failure
 
 def _find_absence(
     draft: _IncidentDraft,
-    slot: int,
+    last_attempt: Attempt,
     since: float,
     commits: Commits,
     heals: Sequence[RecordedHeal],
 ) -> _Absence:
-    """Return the absence of a group whose attempt ended."""
-    ended_number = max(attempt.number for attempt in draft.ended if attempt.slot == slot)
+    """Return the absence of a group, from `since` to its next contribution.
+
+    Args:
+        last_attempt: the last attempt of the group that the incident ended.
+    """
+    slot = last_attempt.slot
     own_commits = commits.get(slot, ())
     start = bisect_right(own_commits, draft.seconds, key=lambda event: event.time)
     for commit in own_commits[start:]:
-        if commit.contributed and commit.attempt > ended_number:
+        if commit.contributed and commit.attempt > last_attempt.number:
             heal = _find_last_heal(heals, slot, draft.seconds, commit.time)
             return _Absence(since, commit.time, heal)
     return _Absence(since)
@@ -734,17 +813,17 @@ def _find_last_heal(
     return None
 
 
-def _price_dropout(
+def _finish_dropout(
     failure: FailureSpan,
     draft: _IncidentDraft,
     stall_seconds: float | None,
     heals: Sequence[RecordedHeal],
 ) -> RecordedFailure:
-    """Return a failure in which no attempt ended.
+    """Return a failure that ended no attempt.
 
     Its group is away since its last contribution, or since the fault if that was later.
     """
-    begin = max(failure.since, 0.0)
+    begin = failure.since
     if draft.fault is not None:
         begin = max(begin, draft.seconds)
     rejoin_seconds = None
