@@ -667,7 +667,7 @@ def lost(time: float, slot: int = 1, seconds: float = 10.0, last_step: int | Non
 )
 def test_who_is_lost(state: GroupState, quiet: float, silent: float, expected: bool) -> None:
     """A survivor's report of silence is checked against the last event of the silent group."""
-    group = GroupFold(1, state, last_event=100.0)
+    group = GroupFold(1, state, last_event_time=100.0)
     assert (group.find_silence(lost(100.0 + quiet, seconds=silent)) is not None) == expected
 
 

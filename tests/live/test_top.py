@@ -672,7 +672,7 @@ def test_launcher_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "config.toml").touch()
     run = FollowedRun(tmp_path).poll()
     assert not run.launcher_gone  # the lock may be known on the launcher's own host only
-    later = run.fold.last_event + 120
+    later = run.fold.last_event_time + 120
     monkeypatch.setattr(time, "time", lambda: later)
     gone = FollowedRun(tmp_path).poll()
     line = (

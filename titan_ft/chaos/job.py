@@ -137,7 +137,7 @@ class RunningJob:
         return View(groups, frozenset(needs_met))
 
     def _needs_met(self) -> set[Need]:
-        start = self._run.worker
+        start = self._run.configured_worker
         if start is None or start.config is None:
             # No worker has reported its config yet. An order may then find no agent.
             return {Need.AGENT, Need.CHECKPOINT, Need.KEEPER}
@@ -239,10 +239,10 @@ class RunningJob:
 
     def _note_common_step(self, event: Event) -> None:
         run = self._run
-        if run.commit is not event:
+        if run.last_commit is not event:
             return
-        knows_all_groups = run.launched or run.worker is not None
-        if knows_all_groups and run.groups.keys() <= set(run.commit.participants):
+        knows_all_groups = run.launched or run.configured_worker is not None
+        if knows_all_groups and run.groups.keys() <= set(run.last_commit.participants):
             self.trained_together = True
 
     def _end_effects(self, slot: int, by: Ending, time: float) -> None:

@@ -204,8 +204,8 @@ class MetricsServer:
         self._count_totals()
         if self._fold.steps.newest is event:
             self._step_seconds.observe(self._fold.steps.newest.seconds)
-        if self._fold.commit is event:
-            self._show_commit(self._fold.commit)
+        if self._fold.last_commit is event:
+            self._show_commit(self._fold.last_commit)
         if isinstance(event, ev.GroupEvent):
             group = self._fold.groups.get(event.replica)
             if group is not None and group.failed_by is event:
@@ -233,8 +233,8 @@ class MetricsServer:
         """Add the growth of the run's totals since the last event to the counters."""
         fold = self._fold
         steps = fold.steps
-        if fold.target is not None:
-            self._target.set(fold.target)
+        if fold.target_step is not None:
+            self._target.set(fold.target_step)
         self._count("tokens", self._tokens, steps.num_tokens)
         self._count("committed", self._committed, steps.num_committed)
         self._count("exchanges", self._exchanges, steps.num_attempted)

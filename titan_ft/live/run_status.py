@@ -166,15 +166,15 @@ class RunStatus:
 
     @property
     def loss(self) -> float | None:
-        if self.fold.commit is None:
+        if self.fold.last_commit is None:
             return None
-        return self.fold.commit.loss
+        return self.fold.last_commit.loss
 
     @property
     def participants(self) -> tuple[int, ...]:
-        if self.fold.commit is None:
+        if self.fold.last_commit is None:
             return ()
-        return tuple(self.fold.commit.participants)
+        return tuple(self.fold.last_commit.participants)
 
     @property
     def restarts(self) -> int:
@@ -206,7 +206,7 @@ class RunStatus:
         if isinstance(event, ev.LaunchStarted):
             self._restart(event.time)
         states_before = self.states
-        commit_before = self.fold.commit
+        commit_before = self.fold.last_commit
         self.fold.observe(event)
         line = status.describe(states_before, self.fold, event)
         if line is not None:
@@ -266,7 +266,7 @@ class RunStatus:
         Args:
             before: the latest commit before the event.
         """
-        commit = self.fold.commit
+        commit = self.fold.last_commit
         unit = self.fold.unit
         if commit is None or commit is before:
             return None
@@ -282,22 +282,22 @@ class RunStatus:
 
     def elapsed(self, now: float) -> float:
         """Return the seconds from the start to now, or to the end of the run."""
-        if self.fold.started is None:
+        if self.fold.first_event_time is None:
             return 0.0
-        until = self.fold.last_event if self.end else now
-        return max(0.0, until - self.fold.started)
+        until = self.fold.last_event_time if self.end else now
+        return max(0.0, until - self.fold.first_event_time)
 
     @property
     def usual_seconds(self) -> float:
         """Mean seconds between the last commits; 0 before the second commit."""
-        recent = self._measure_recent(self.fold.last_event)
+        recent = self._measure_recent(self.fold.last_event_time)
         if not recent.seconds:
             return 0.0
         return recent.seconds / recent.num_steps
 
     def is_silent(self, now: float) -> bool:
         """Return whether a run that is not over may be stuck, or its launcher killed."""
-        return now - self.fold.last_event > max(SILENT_SECONDS, 2 * self.usual_seconds)
+        return now - self.fold.last_event_time > max(SILENT_SECONDS, 2 * self.usual_seconds)
 
     def tokens_per_second(self, now: float) -> float | None:
         """Return the rate over the last steps. It falls while no step comes. None before the second
@@ -310,7 +310,7 @@ class RunStatus:
 
     def seconds_left(self, now: float) -> float | None:
         """Return the time until the target at the present rate; None if unknown."""
-        if self.fold.target is None or self.step is None:
+        if self.fold.target_step is None or self.step is None:
             return None
         if self.end or self.all_left:
             return None
@@ -318,7 +318,7 @@ class RunStatus:
         if not recent.seconds:
             return None
         unit = self.fold.unit
-        num_commits = max(0, self.fold.target - unit.step_after(self.step)) / unit.steps
+        num_commits = max(0, self.fold.target_step - unit.step_after(self.step)) / unit.steps
         return num_commits * recent.seconds / recent.num_steps
 
     def progress(self, now: float) -> str | None:
@@ -337,7 +337,7 @@ class RunStatus:
             parts.append(f"tokens/s {rate:,.0f}")
         left = self.seconds_left(now)
         if left is not None:
-            parts.append(f"ETA {format_clock(left)} (step {self.fold.target})")
+            parts.append(f"ETA {format_clock(left)} (step {self.fold.target_step})")
         return "  ".join(parts)
 
     def _measure_recent(self, now: float) -> _RecentSteps:

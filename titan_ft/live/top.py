@@ -87,7 +87,7 @@ def top(run_dir: Path, *, once: bool = False) -> int:
     run.poll()
     console = Console(highlight=False, markup=False, emoji=False)
     live = console.is_terminal and not console.is_dumb_terminal and not once
-    if not live and run.status.fold.started is None:
+    if not live and run.status.fold.first_event_time is None:
         # The job may have been submitted just now. A live view waits for its first event.
         print(f"{run_dir}: nothing has started yet (no events/*.jsonl)")
         return 0

@@ -98,7 +98,7 @@ def frame(run: RunStatus, name: str, now: float, screen: Screen, *, history: boo
         num_lines = room - num_rows
         room_of_ranks = max(0, num_lines - MIN_LINES)
     shown, hidden = _choose_groups(run, num_rows)
-    until = run.fold.last_event if run.end else now
+    until = run.fold.last_event_time if run.end else now
     table = make_group_table(run.groups, until, screen.width, shown, ascii_only=screen.ascii_only)
     ranks = []
     if screen.ranks:
@@ -158,7 +158,7 @@ def _make_latest_events(run: RunStatus, screen: Screen) -> list[Text]:
     """Return the latest events, wrapped to the width so that no reason of a failure is cut off."""
     lines: list[Text] = []
     for line in list(run.lines)[-MAX_SHOWN:]:
-        seconds = line.time - (run.fold.started or 0.0)
+        seconds = line.time - (run.fold.first_event_time or 0.0)
         lines += _make_event(seconds, line.text, line.severity, screen.width)
     return lines
 
@@ -197,11 +197,11 @@ def _make_title(name: str, screen: Screen) -> Text:
 
 def _make_state(run: RunStatus, now: float, screen: Screen) -> list[Text]:
     """Return the state of the run, or its outcome once it is over."""
-    if run.fold.started is None:
+    if run.fold.first_event_time is None:
         return [_make_text("nothing has started yet", "yellow")]
     size = describe_shape(len(run.groups), run.fold.num_ranks)
     elapsed = format_clock(run.elapsed(now))
-    silence = f"no event for {format_clock(now - run.fold.last_event)}"
+    silence = f"no event for {format_clock(now - run.fold.last_event_time)}"
     outcome = run.outcome
     if run.end or run.launcher_gone:
         when = f"over after {elapsed}" if run.end else silence
@@ -230,8 +230,8 @@ def _make_figures(run: RunStatus, now: float, width: int) -> list[Text]:
     step_text = format_number(None)
     if run.step is not None:
         step_text = format_number(run.fold.unit.step_after(run.step))
-    if run.fold.target is not None:
-        step_text += f"/{run.fold.target}"
+    if run.fold.target_step is not None:
+        step_text += f"/{run.fold.target_step}"
     figures = []
     if run.fold.unit.method:
         figures.append(("round", format_number(run.step)))

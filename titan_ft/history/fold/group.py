@@ -145,7 +145,7 @@ class GroupFold:
     ranks: dict[int, RankFold] = field(default_factory=dict)
     host: str = ""
     """The host on which rank 0 started last; empty if unknown."""
-    last_event: float = 0.0
+    last_event_time: float = 0.0
     """Unix seconds of the last event of the group's workers, its agent or the launcher about it."""
 
     # Progress
@@ -256,7 +256,7 @@ class GroupFold:
             least_seconds = event.seconds / 2
             if self.state in ("not started", "starting", "died"):
                 least_seconds = MAX_START_SECONDS
-            if event.time - self.last_event < least_seconds:
+            if event.time - self.last_event_time < least_seconds:
                 return None
         text = f"not heard of for {event.seconds:.0f} s"
         return Reason(text, self.slot, attempt=self.attempt, step=self.step, time=event.time)

@@ -1,36 +1,44 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The state of a run by its events: `RunFold` takes each event once, in the order of reading.
+"""`RunFold`: the state of a run, computed from its events, one event after the other.
 
-That is nearly the order of time. A late line is handled where it matters (`_begin_launch`,
-`_apply_commit`).
+The processes of a run write events to files, and nobody keeps the state of the whole run. `RunFold`
+computes it: groups, attempts, failures, the last update, faults, checkpoints. A fold reads no files
+and no clock. Its caller feeds it with events, from one thread:
 
-All views of a run read the fold: the outcome (`titan_ft.history.outcomes.outcome`), the failures
-(`titan_ft.history.timing.incidents`), `top`, the launcher, the restart policy, and chaos. `top` and
-the launcher feed a fold with each new event; `check` and `report` feed it with the whole history.
+- `top`, the launcher, the restart policy and chaos feed a fold with each new event of a live run.
+- `check` and `report` feed a fold with the whole history, in order of time.
+
+All of them get the failures and the outcome of the run from the fold, so that they agree. Live
+callers read one file after the other, so events arrive nearly in order of time. A late event matters
+in two cases: the start of a launch (`_begin_launch`) and a commit (`_apply_commit`).
+
+Terms:
+
+- An *update* is one committed optimizer step of the job. With a semi-synchronous method it is the
+  end of a round of several local steps. `step` of an event counts updates; `Unit.step_after`
+  converts this number to torchtitan's step.
+- An *attempt* is one start of a group's processes.
+- A group *contributes* to an update if the update contains the group's gradients.
 
 A *failure* is one of these:
 
-- A worker of a group, or the group's agent, ends by itself. The attempt of the group ends with it.
-- A group lives, but the others commit an update without it: it was silent, cut off, or fell behind
-  and had to heal. An update that only leaves out the group's gradient, because the gradient is not
-  finite, is no failure.
-- An exchange breaks, and is repeated with the same groups.
+1. A worker of a group, or the group's agent, ends without being asked to. The attempt ends with it.
+2. A group lives, but the others commit an update without it: it was silent or cut off, or its state
+   was behind. An update that only leaves out the group's gradient, because the gradient is not
+   finite, is no failure.
+3. An exchange breaks, and is repeated with the same groups.
 
-The first two count once, from the moment at which the group drops out until it contributes again,
-and once more for each further attempt that dies before that. A group that leaves because it was
-asked to has not failed. An injected fault without such an effect, such as a slow rank, is a fault
-and no failure.
-
-`step` here counts updates: a step, or a round of several. `Unit.step_after` converts it to
-torchtitan's step.
+Failures 1 and 2 last until the group contributes again. A group that drops out alive and then dies
+has one failure. Each further attempt that dies before the group contributes is one more failure. A
+group that leaves because it was asked to has not failed. An injected fault without such an effect,
+such as a slow rank, is a fault and no failure.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from copy import copy
 from typing import TypeVar
 
 from titan_ft.history.fold.attempt import Attempt
@@ -56,37 +64,46 @@ E = TypeVar("E", bound=ev.Event)
 
 
 class RunFold:
-    """The state of a run after the events so far; a new launch in the same folder resets it.
+    """The state of a run after the events so far.
+
+    Several launches may write to the same folder, one after the other: a run, and its resumes.
 
     Args:
-        num_groups: groups that are known before the first event.
+        num_groups: groups 0 to `num_groups` - 1 are part of the run before they have any event.
 
-    Attributes:
-        failures: of all launches, in the order in which they were noticed.
-        first_ends: why attempts of all launches ended by themselves, in order of time.
-        hosts: of all launches.
+    Attributes of all launches:
+        failures: in the order in which they were noticed.
+        first_reasons: for each attempt that failed, the first reason, in order of time.
+        hosts: the hosts, with their starts and deaths of workers.
         num_launches: how many launches the folder holds.
-        attempts: of all launches.
-        faults: of all launches.
-        unit: converts updates to torchtitan's steps, by the latest config of all launches.
-        plan: the latest chaos plan of all launches; None without any.
-        fault_seed: of the last fault that was injected before any plan; None without any.
-        launch: the start of the latest launch; None for groups that were started one by one.
+        attempts: every attempt of every group.
+        faults: the injected faults.
+        unit: converts updates to torchtitan's steps, by the latest config.
+        plan: the start of the latest chaos plan; None without any.
+        fault_seed: seed of the last fault that was injected before any plan; None without any.
+
+    Attributes of the latest launch; a new launch resets them:
+        groups: the state of each group, by slot.
+        launch: the event of its start; None for groups that were started one by one.
+        launch_end: the event of its end; None before it.
+        stopping: the request to stop; None without one.
         num_ranks: ranks of each group; 0 without a launcher.
-        step: the last update of the latest launch; None before the first.
-        commit: the first event of that update.
-        steps: the number of updates and of their exchanges.
-        target: torchtitan's last step (`training.steps`); None if unknown.
-        worker: the start of the worker that announced its config last; None before it.
-        started: Unix seconds of the first event; None before it.
-        last_event: Unix seconds of the last event.
+        step: number of the last update; None before the first.
+        last_commit: the first event of that update; every group reports the update.
+        steps: counts the updates and their exchanges.
+        target_step: torchtitan's last step (`training.steps`); None if unknown.
+        configured_worker: the start of the worker that reported its config last; None before it.
+        first_event_time: Unix seconds of the first event; None before it.
+        last_event_time: Unix seconds of the last event; 0 before it.
+        checkpoints: the checkpoints that a resume can load.
         lighthouse: the start of the latest lighthouse; None before it.
+        num_lighthouse_restarts: how often a lighthouse was started again.
         ended_workers: the workers that ended.
     """
 
     def __init__(self, num_groups: int = 0) -> None:
         self.failures: list[FailureSpan] = []
-        self.first_ends: dict[AttemptKey, Reason] = {}
+        self.first_reasons: dict[AttemptKey, Reason] = {}
         self.hosts = HostsFold()
         self.num_launches = 0
         self.attempts: dict[AttemptKey, Attempt] = {}
@@ -94,78 +111,84 @@ class RunFold:
         self.plan: ev.ChaosStarted | None = None
         self.fault_seed: int | None = None
         self.unit: Unit = STEP
-        self._reset(num_groups)
+        self._reset_launch(num_groups)
 
     @property
     def launched(self) -> bool:
         """True for `titan-ft launch`, False for groups that were started one by one."""
         return self.launch is not None
 
-    def _reset(self, num_groups: int) -> None:
+    def _reset_launch(self, num_groups: int) -> None:
         self.groups = {slot: GroupFold(slot) for slot in range(num_groups)}
         self.launch: ev.LaunchStarted | None = None
         self.launch_end: ev.LaunchFinished | None = None
         self.stopping: ev.LaunchStopping | None = None
         self.num_ranks = 0
         self.step: int | None = None
-        self.commit: ev.StepCommitted | None = None
+        self.last_commit: ev.StepCommitted | None = None
         self.steps = CommittedSteps()
-        self.target: int | None = None
-        self.worker: ev.WorkerStarted | None = None
-        self.started: float | None = None
-        self.last_event = 0.0
+        self.target_step: int | None = None
+        self.configured_worker: ev.WorkerStarted | None = None
+        self.first_event_time: float | None = None
+        self.last_event_time = 0.0
         self.checkpoints = CheckpointsFold()
         self.lighthouse: ev.LighthouseStarted | None = None
         self.num_lighthouse_restarts = 0
         self.ended_workers: set[WorkerKey] = set()
         self._excluded: dict[int, set[int]] = defaultdict(set)
-        """By update, slots of the groups whose gradients are left out."""
-        self._broken: dict[int, float] = {}
+        """By update, slots of the groups whose gradients the update leaves out."""
+        self._broken_since: dict[int, float] = {}
         """By update that is not committed yet, Unix seconds of its first broken exchange."""
 
     def observe(self, event: ev.Event) -> None:
         """Take the next event."""
-        # Commits are skipped here: nearly all events of a long run are commits, and they hold
-        # nothing about the run, its faults or its checkpoints.
+        # Nearly all events of a long run are commits, and a commit holds nothing about the launch,
+        # its faults or its checkpoints. Skipping commits here makes a long history fast to read.
         is_commit = isinstance(event, ev.StepCommitted)
         if not is_commit:
             self._apply_run_event(event)
             self.faults.observe(event)
             self.checkpoints.observe(event)
-        if self.started is None or event.time < self.started:
-            self.started = event.time
-        self.last_event = max(self.last_event, event.time)
-        # An event of the run says nothing of a group, even if a process of a group wrote it.
+        if self.first_event_time is None or event.time < self.first_event_time:
+            self.first_event_time = event.time
+        self.last_event_time = max(self.last_event_time, event.time)
+        # A `LaunchEvent` is about the whole run, even if a process of a group wrote it.
         if event.replica is None or isinstance(event, ev.LaunchEvent):
             return
         if event.replica not in self.groups:
             self._add_slots([event.replica])
-        key = (event.replica, event.attempt or 0)
-        attempt = self.attempts.get(key)
-        if attempt is None:
-            attempt = Attempt(*key, begin_us=event.time_us)
-            self.attempts[key] = attempt
-        attempt.observe(event)
+        attempt_number = event.attempt or 0
+        self._observe_attempt(event, event.replica, attempt_number)
         group = self.groups[event.replica]
+        # The chaos agent of a worker writes fault events. They say nothing of the group's progress.
         if isinstance(event, ev.FaultEvent):
-            self._note_agent_fault(group, event)
+            self._note_fault_in_worker(group, event)
             return
         if isinstance(event, ev.WorkerExited):
             group.observe_exit(event)
         elif is_commit or is_of_worker(event):
             self._apply_rank_event(group, event)
-        is_of_earlier_attempt = (event.attempt or 0) < group.attempt
-        if not is_of_earlier_attempt:
-            group.last_event = max(group.last_event, event.time)
-            group.silence = None
+        # A late event of an earlier attempt must not change the state of the present attempt.
+        if attempt_number >= group.attempt:
+            group.last_event_time = max(group.last_event_time, event.time)
+            group.silence = None  # the group has been heard again
             if isinstance(event, ev.GroupEvent):
                 self._apply_agent_event(group, event)
             else:
                 self._apply_worker_event(group, event)
+        # A commit counts for the run from any attempt.
         if isinstance(event, ev.StepCommitted) and event.rank == 0:
             self._apply_commit(event)
 
+    def _observe_attempt(self, event: ev.Event, slot: int, number: int) -> None:
+        attempt = self.attempts.get((slot, number))
+        if attempt is None:
+            attempt = Attempt(slot, number, begin_us=event.time_us)
+            self.attempts[slot, number] = attempt
+        attempt.observe(event)
+
     def _apply_run_event(self, event: ev.Event) -> None:
+        """Apply an event to the state of the run as a whole; most events have no effect here."""
         match event:
             case ev.LaunchStarted():
                 self._begin_launch(event)
@@ -178,10 +201,10 @@ class RunFold:
             case ev.LighthouseRestarted():
                 self.num_lighthouse_restarts += 1
             case ev.GroupLost() | ev.GroupBack():
-                self._apply_silence(event, event.slot)
+                self._apply_report_of_peer(event, event.slot)
             case ev.EndedWithout():
                 for slot in event.slots:
-                    self._apply_silence(event, slot)
+                    self._apply_report_of_peer(event, slot)
             case ev.ChaosStarted():
                 self.plan = event
             case ev.FaultInjected():
@@ -194,7 +217,7 @@ class RunFold:
             case ev.WorkerStarted():
                 self.hosts.note_start(event)
                 if event.config is not None:
-                    self._take_config(event)
+                    self._take_config(event, event.config)
                     self._add_slots(range(event.config.group_size))
             case ev.WorkerExited():
                 self.hosts.note_exit(event)
@@ -203,64 +226,72 @@ class RunFold:
                 self.hosts.note_left(event)
 
     def _begin_launch(self, event: ev.LaunchStarted) -> None:
-        """Take the start of a launch: it ends the launch before.
+        """Take the start of a launch, which ends the launch before.
 
-        Its line may come after later events of the same launch, as through a network file system or
-        from a disk that was full. A fold that began anew then would show groups that train as not
-        started, and would lose their attempts and restarts.
+        Its line may be read after later events of the same launch, as through a network file system
+        or from a disk that was full. If the fold forgot these events, it would show groups that
+        train as not started, and would lose their attempts and restarts.
         """
         self.num_launches += 1
         if self.launch is not None and event.time < self.launch.time:
             return  # the late line of an earlier launch
-        if self.started is None or self.last_event <= event.time:
-            self._reset(event.replicas)
-        elif self.started <= event.time:
+        if self.first_event_time is None or self.last_event_time <= event.time:
+            # In time: all events so far are of earlier launches.
+            self._reset_launch(event.replicas)
+        elif self.first_event_time <= event.time:
+            # Late, and some events are of an earlier launch.
             self._forget_before(event.time)
+        # Otherwise the line is late and all events are of this launch: keep everything.
         self.launch = event
         self.num_ranks = event.ranks_per_replica
         self._add_slots(range(event.replicas))
 
     def _forget_before(self, since: float) -> None:
-        """Forget the events before `since`, which are of an earlier launch.
+        """Forget the events before `since` (Unix seconds), which are of an earlier launch.
 
         A group that has started since keeps its state; its counts may include the earlier launch.
         """
-        former = copy(vars(self))
-        self._reset(0)
-        self.groups = {
-            slot: group for slot, group in former["groups"].items() if group.began_after(since)
-        }
-        self.started = since
-        self.last_event = former["last_event"]
-        # Without these, the launcher would say that no checkpoint is complete, and would wait for
-        # workers that have ended.
-        self.checkpoints = former["checkpoints"]
+        groups = self.groups
+        checkpoints = self.checkpoints
+        ended_workers = self.ended_workers
+        last_event_time = self.last_event_time
+        stopping = _if_after(since, self.stopping)
+        launch_end = _if_after(since, self.launch_end)
+        lighthouse = _if_after(since, self.lighthouse)
+        worker = _if_after(since, self.configured_worker)
+        commit = _if_after(since, self.last_commit)
+        self._reset_launch(0)
+        for slot, group in groups.items():
+            if group.began_after(since):
+                self.groups[slot] = group
+        self.first_event_time = since
+        self.last_event_time = last_event_time
+        # Without the checkpoints, the launcher would say that no checkpoint is complete.
+        self.checkpoints = checkpoints
         self.checkpoints.forget_before(since)
-        self.ended_workers = former["ended_workers"]
-        self.stopping = _if_after(since, former["stopping"])
-        self.launch_end = _if_after(since, former["launch_end"])
-        self.lighthouse = _if_after(since, former["lighthouse"])
-        worker = _if_after(since, former["worker"])
-        if worker is not None:
-            self._take_config(worker)
-        commit = _if_after(since, former["commit"])
+        # Without the ended workers, the launcher would wait for workers that have ended.
+        self.ended_workers = ended_workers
+        self.stopping = stopping
+        self.launch_end = launch_end
+        self.lighthouse = lighthouse
+        if worker is not None and worker.config is not None:
+            self._take_config(worker, worker.config)
         if commit is not None:
             self.steps.observe(commit)
             self.step = commit.step
-            self.commit = commit
+            self.last_commit = commit
 
-    def _note_agent_fault(self, group: GroupFold, event: ev.FaultEvent) -> None:
-        """Note an event of the chaos agent in a worker of a group."""
+    def _note_fault_in_worker(self, group: GroupFold, event: ev.FaultEvent) -> None:
+        """Note an event that the chaos agent in a worker of a group wrote."""
         if event.rank is not None:
             group.observe_rank(event, event.rank)
         if isinstance(event, ev.FaultInjected) and event.attempt is not None:
             group.attempt_with_fault = max(event.attempt, group.attempt_with_fault or 0)
 
-    def _take_config(self, worker: ev.WorkerStarted) -> None:
-        self.worker = worker
-        if worker.config is not None:
-            self.target = worker.config.steps or None
-            self.unit = Unit.of(worker.config)
+    def _take_config(self, worker: ev.WorkerStarted, config: ev.WorkerConfig) -> None:
+        self.configured_worker = worker
+        self.unit = Unit.of(config)
+        self.target_step = config.steps or None  # 0 if unknown
 
     def _add_slots(self, slots: Iterable[int]) -> None:
         missing = set(slots) - self.groups.keys()
@@ -269,54 +300,60 @@ class RunFold:
         groups = dict(self.groups)
         for slot in missing:
             groups[slot] = GroupFold(slot)
-        # A new dictionary, because a view may walk through the old one.
+        # A new dictionary, because a caller may be walking through the old one.
         self.groups = dict(sorted(groups.items()))
 
-    def _apply_silence(
+    def _apply_report_of_peer(
         self, event: ev.GroupLost | ev.GroupBack | ev.EndedWithout, slot: int
     ) -> None:
-        """Apply a report of another group about the silence of group `slot`."""
+        """Apply the report of another group that group `slot` is silent, or is back."""
         group = self.groups.get(slot)
         if group is None:
             return
         was_silent = group.silence is not None
         group.silence = group.find_silence(event)
-        last_step: int | None = None
-        if isinstance(event, ev.GroupLost):
-            last_step = event.last_step
-        if group.silence is not None and last_step is not None:
+        if isinstance(event, ev.GroupBack):
+            # The others have gone on meanwhile: the group has to meet them again.
+            if was_silent and group.state in ("healing", "training"):
+                group.state = "joined"
+            return
+        if group.silence is None or not isinstance(event, ev.GroupLost):
+            return
+        if event.last_step is not None:
             # The group's own event of its last update may be missing.
-            group.held_step = max(group.held_step or 0, last_step)
-        is_back = was_silent and isinstance(event, ev.GroupBack)
-        if is_back and group.state in ("healing", "training"):
-            group.state = "joined"
+            group.held_step = max(group.held_step or 0, event.last_step)
 
     def _apply_rank_event(self, group: GroupFold, event: ev.Event) -> None:
+        """Apply an event of a worker to its rank; the start of a worker may begin an attempt."""
         rank = event.rank or 0
         before = group.ranks.get(rank)
         group.observe_rank(event, rank)
         if not isinstance(event, ev.WorkerStarted) or event.attempt < group.attempt:
             return
-        # A trainer without this project's agent may start again under the same number.
-        starts_again = False
+        is_new_attempt = group.started_attempt != event.attempt
+        # The agent of a group numbers the attempts. A worker that was started without an agent, such
+        # as by hand, starts again under the same number with another process id.
+        is_second_start = False
         if before is not None and before.attempt == event.attempt:
-            starts_again = before.pid != event.pid
-        if starts_again:
+            is_second_start = before.pid != event.pid
+        if is_second_start:
+            # The other ranks are those of the ended processes.
             group.ranks = {rank: group.ranks[rank]}
-        if starts_again or group.started_attempt != event.attempt:
+        if is_new_attempt or is_second_start:
             group.started_attempt = event.attempt
             group.num_starts += 1
             group.begin_attempt(event.attempt)
         group.last_start = event
 
     def _apply_agent_event(self, group: GroupFold, event: ev.GroupEvent) -> None:
+        """Apply an event of the group's agent, or of the launcher about the group."""
         match event:
             case ev.WorkerExited():
                 self._apply_exit(group, event)
             case ev.AgentEnded():
                 group.is_ending = True
                 group.gets_no_restart = not event.restarts
-                # A worker that died before its agent is the reason.
+                # If a worker died before its agent, the worker's death is the reason.
                 if group.state == "died" or group.state in OVER:
                     return
                 reason = Reason(
@@ -350,10 +387,12 @@ class RunFold:
                         time=event.time,
                     )
                     group.last_reason = group.reason
-                self.first_ends.setdefault((group.slot, group.attempt), group.reason)
+                self._note_first_reason(group.slot, group.attempt, group.reason)
 
     def _apply_exit(self, group: GroupFold, event: ev.WorkerExited) -> None:
+        """Apply the end of a worker to the state of its group."""
         known = group.ranks.get(event.rank)
+        # The agent may report the end of a process after its successor has started.
         is_of_replaced_worker = known is not None and known.pid != event.worker_pid
         if not is_of_replaced_worker:
             group.is_ending = True
@@ -362,29 +401,37 @@ class RunFold:
                 group.was_stopped = True
                 group.commit = None
             return
-        if group.state in ("died", "given up") and event.attempt == group.attempt:
+        has_failed_before = group.state in ("died", "given up")
+        if has_failed_before and event.attempt == group.attempt:
             return  # the first exit is the cause; the other workers follow
-        if group.state == "left" and event.cause in (None, "SIGTERM"):
+        ended_as_asked = event.cause is None or event.cause == "SIGTERM"
+        if group.state == "left" and ended_as_asked:
             return
         if event.cause is not None:
             self._fail_attempt(group, event, reason_of(event, group.step))
         elif event.rank == 0:
-            # On a full disk, `TrainingFinished` may be missing.
+            # Exit status 0. On a full disk the worker's own `TrainingFinished` may be missing.
             group.state = "finished"
 
     def _fail_attempt(self, group: GroupFold, event: ev.GroupEvent, reason: Reason) -> None:
+        """Note that an attempt of a group failed."""
         group.state = "died"
         group.attempt = event.attempt
         group.failed_by = event
         group.reason = reason
         group.last_reason = reason
-        self.first_ends.setdefault((group.slot, event.attempt), reason)
+        self._note_first_reason(group.slot, event.attempt, reason)
         group.commit = None
         group.num_failed_attempts += 1
         self._drop_out(group, event.time, died=True)
 
+    def _note_first_reason(self, slot: int, attempt: int, reason: Reason) -> None:
+        # Later reasons are consequences, such as that the agent gives the group up.
+        self.first_reasons.setdefault((slot, attempt), reason)
+
     def _apply_worker_event(self, group: GroupFold, event: ev.Event) -> None:
-        # These events count from any rank.
+        """Apply an event of a worker to the state of its group."""
+        # One rank is enough for these events: the other ranks may have died, or report later.
         match event:
             case ev.StepCommitted():
                 if event.own_tokens > 0:
@@ -400,15 +447,19 @@ class RunFold:
             case ev.GradientExcluded():
                 self._excluded[event.step].update(event.slots)
             case ev.ExchangeFailed():
-                self._broken.setdefault(event.step + 1, event.time)
+                # `step` of this event is the last update; the exchange was for the next one.
+                next_update = event.step + 1
+                self._broken_since.setdefault(next_update, event.time)
+        # Rank 0 reports the progress of its group.
         if event.rank != 0:
             return
         match event:
             case ev.StepCommitted():
                 group.step = event.step
                 group.apply_progress(event)
-                is_current = event.step >= (self.step or 0)
-                if event.contributed and is_current and group.state == "training":
+                # A late event of an earlier update is no return.
+                is_latest_update = self.step is None or event.step >= self.step
+                if event.contributed and is_latest_update and group.state == "training":
                     self._come_back(group, event)
             case ev.CheckpointLoaded():
                 group.apply_progress(event, commits_after_load=self.unit.commits_after(event.step))
@@ -423,16 +474,14 @@ class RunFold:
                 group.apply_progress(event)
 
     def _apply_commit(self, event: ev.StepCommitted) -> None:
-        """Apply a commit of any attempt to all groups, when the first group announces it."""
-        if not self.steps.observe(event):
+        """Apply a commit to all groups. Each group reports each update: the first report counts."""
+        is_first_report = self.steps.observe(event)
+        if not is_first_report or self._is_overtaken(event):
             return
-        latest = self.commit
-        if latest is not None and event.step <= latest.step and event.time < latest.time:
-            return  # the event waited for room on the disk, and training has gone on since
         self.step = event.step
-        self.commit = event
+        self.last_commit = event
         excluded = self._excluded.pop(event.step, set())
-        broken = self._broken.pop(event.step, None)
+        broken_since = self._broken_since.pop(event.step, None)
         if self.stopping is not None:
             return  # the groups leave one after the other: none of them dropped out
         missing = []
@@ -442,38 +491,47 @@ class RunFold:
             elif other.contributes:
                 missing.append(other)
         for other in missing:
+            # A group whose gradient was left out takes part again in the next update.
             if other.slot not in excluded:
                 self._drop_out(other, event.time)
-        if broken is None or missing:
+        if broken_since is None or missing:
             return
         # A group that fails or leaves breaks exchanges, and its failure is counted already.
         for other in self.groups.values():
             if other.is_away:
                 return
-        repeated = FailureSpan(
+        repeated_exchange = FailureSpan(
             slot=None,
             attempt=event.attempt,
-            time=broken,
-            since=broken,
+            time=broken_since,
+            since=broken_since,
             away=False,
             back=event.time,
         )
-        self.failures.append(repeated)
+        self.failures.append(repeated_exchange)
+
+    def _is_overtaken(self, event: ev.StepCommitted) -> bool:
+        """Return whether an event waited for room on the disk while training went on."""
+        latest = self.last_commit
+        if latest is None:
+            return False
+        return event.step <= latest.step and event.time < latest.time
 
     def _drop_out(self, group: GroupFold, time: float, *, died: bool = False) -> None:
-        """Note a failure of a group.
-
-        The death of a group that has dropped out alive is a part of that failure. Another death,
-        such as that of the next attempt, is another failure.
-        """
+        """Note a failure of a group at `time`, in Unix seconds."""
         group.contributes = False
         earlier = group.failure
         if earlier is not None:
-            is_another_death = died and earlier.died
-            if not is_another_death:
-                earlier.died = earlier.died or died
+            if not died:
                 return
-        since = group.last_contribution or time
+            if not earlier.died:
+                # The group had dropped out alive: its death is a part of that failure.
+                earlier.died = True
+                return
+            # Each attempt that dies is a failure of its own.
+        since = time
+        if group.last_contribution > 0:
+            since = group.last_contribution
         group.failure = FailureSpan(
             slot=group.slot, attempt=group.attempt, time=time, since=since, died=died
         )
@@ -491,14 +549,16 @@ class RunFold:
 
     @property
     def ended(self) -> bool:
-        """Whether the run is over: some groups ended or were given up, and all others are lost."""
+        """Whether the run is over: at least one group ended or was given up, and all the others did
+        as well or are silent.
+        """
         is_any_over = False
         for group in self.groups.values():
             if group.state in OVER:
                 is_any_over = True
             elif group.silence is None:
                 return False
-        # Groups that are all lost may still train: nobody has seen them end.
+        # If all groups are only silent, they may still train: nobody has seen them end.
         return is_any_over
 
 

@@ -48,7 +48,7 @@ def find_crashes(record: RunRecord) -> list[Crash]:
 
     The exception of an attempt is that of its first failed rank; other ranks fail as a consequence.
     """
-    exceptions = [reason for reason in record.fold.first_ends.values() if reason.exception]
+    exceptions = [reason for reason in record.fold.first_reasons.values() if reason.exception]
     crashes = []
     for ends in group_alike(exceptions).values():
         first = ends[0]

@@ -119,7 +119,7 @@ def decide_outcome(fold: RunFold, *, goes_on: bool) -> Outcome:
         kind=kind,
         headline=_headline(fold, kind, step, lost, reason, stopped_by),
         step=step,
-        steps=fold.target,
+        steps=fold.target_step,
         lost=lost,
         reason=reason,
         reasons=reasons,
@@ -249,7 +249,7 @@ def _is_lost(fold: RunFold, group: GroupFold, kind: Kind) -> bool:
         return False  # a launcher restarts its groups, and writes an event when it gives one up
     if kind not in ("running", "stopped"):
         return False  # the headline says that the whole run failed or is gone
-    quiet_seconds = fold.last_event - group.last_event
+    quiet_seconds = fold.last_event_time - group.last_event_time
     return group.failure is not None and quiet_seconds > LOST_SECONDS
 
 
@@ -265,7 +265,7 @@ def _find_stopped_by(fold: RunFold) -> str:
     left = [group for group in fold.groups.values() if group.state == "left"]
     if not left:
         return ""
-    last = max(left, key=lambda group: group.last_event)
+    last = max(left, key=lambda group: group.last_event_time)
     return last.leave_reason
 
 
@@ -305,7 +305,7 @@ def _headline(
 
 def _name_step(fold: RunFold, step: int) -> str:
     """Return "step 12 of 40", or "step 12" if the number of steps is unknown."""
-    return f"step {step} of {fold.target}" if fold.target else f"step {step}"
+    return f"step {step} of {fold.target_step}" if fold.target_step else f"step {step}"
 
 
 def _describe_progress(fold: RunFold, step: int) -> str:
@@ -315,8 +315,8 @@ def _describe_progress(fold: RunFold, step: int) -> str:
 def _failed_step(fold: RunFold, step: int) -> int:
     """Return the step that the run did not complete: its last step plus 1, at most the target."""
     next_step = step + 1
-    if fold.target:
-        return min(next_step, fold.target)
+    if fold.target_step:
+        return min(next_step, fold.target_step)
     return next_step
 
 
@@ -371,7 +371,7 @@ def _misses_last_events(fold: RunFold, step: int) -> bool:
     for group in fold.groups.values():
         if group.has_announced_end:
             return False
-    return fold.target is not None and step < fold.target
+    return fold.target_step is not None and step < fold.target_step
 
 
 def _has_failed(end: LaunchFinished) -> bool:

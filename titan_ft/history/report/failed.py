@@ -75,7 +75,7 @@ def find_failed(record: RunRecord) -> list[Failed]:
         decisive_kind = kind_of(outcome.reason.text)
     lost_kinds = {kind_of(group.reason.text) for group in outcome.lost if group.reason is not None}
     found = []
-    for kind, reasons in group_alike(record.fold.first_ends.values()).items():
+    for kind, reasons in group_alike(record.fold.first_reasons.values()).items():
         reason = reasons[-1]
         if outcome.reason is not None and kind == decisive_kind:
             reason = outcome.reason
