@@ -2,19 +2,36 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Audit the data of a run: was every batch on the job's trajectory trained once?
 
-Each commit names the state that it made (`lineage`), the state that it changed (`parent`) and the
-batches that all groups trained for it. The job's trajectory is the chain of parents from its final
-state back to the first.
+The data of a job is cut into *shards*, and each replica group owns a share of them, its *slot*. The
+batches of a slot are numbered from 0 on. If a group is away, another group may train the batches of
+its slot, so a batch is known by its slot and its number, and not by its group. Groups that die,
+come back or resume must neither skip a number nor train it twice.
 
-- *Void* batches belong to commits off the chain. Their updates were thrown away and their batches
-  are due again, so training them again is no repetition. Batches of a round that a group left
-  unfinished are void as well. A group that leaves reports these batches; of a group that dies only
-  the time is known.
-- *Partial* batches occur if each round exchanges one fragment of the model. A group that starts
-  again loses the changes of the fragments whose turn had not come. Its batches are in the updates
-  of the other fragments, once in each.
+Each commit of a step names the state that it made (`lineage`), the state that it changed (`parent`)
+and the batches that all groups trained for it. The job's *trajectory* is the chain of parents from
+its final state back to the first. With a semi-synchronous method, "step" below is a round of
+several local steps.
 
-`titan-ft check` and `report` call `audit`. See docs/data.md.
+`audit` works in this order:
+
+1. Collect the findings that do not depend on the trajectory: readings of one batch that differ,
+   contradictions between events, unfinished rounds, resets of the data.
+2. Follow the trajectory from each state with which the job may have ended. Usually this is one.
+3. On each trajectory, compare the batches that each step counts with the batches that its groups
+   read, and find gaps and overlaps between the steps (`_BatchCounter`).
+4. Decide the verdict. If the trajectories have different verdicts, it is "unknown".
+
+Besides lost and repeated batches there are two kinds that break no promise:
+
+- *Void* batches belong to commits off the trajectory. Their updates were thrown away and the job
+  has to train their batches again, so this is no repetition. Batches of a round that a group left
+  unfinished are void as well. A group that leaves on request reports these batches. If a group dies
+  their number is estimated from the time.
+- *Partial* batches exist if each round exchanges only one fragment of the model, in turn. A group
+  that starts again loses its changes of the fragments that it has not exchanged yet. So its batches
+  are in the updates of the other fragments only.
+
+`titan-ft check` and `report` call `audit` after the run or while it goes on. See docs/data.md.
 """
 
 from __future__ import annotations
@@ -46,8 +63,9 @@ class Finding:
     first_batch: int
     num_batches: int
     steps: tuple[int, ...]
-    """The steps that trained the batches, or the steps between which the batches are missing."""
+    """The steps that trained the batches; of lost ones the steps before and after them."""
     detail: str = ""
+    """The finding in words."""
 
     def __str__(self) -> str:
         last = self.first_batch + self.num_batches - 1
@@ -80,9 +98,8 @@ class Audit:
     partial: list[Finding] = field(default_factory=list)
     """Batches that are in the updates of some fragments of the model only; counted as trained."""
     num_cut_short: int = 0
-    """Estimated batches of rounds whose group died within them, by the time and the group's pace.
-
-    These batches are void, and other steps train them again.
+    """Estimated number of batches of rounds in which their group died, by the time and the group's
+    pace. These batches are void, and other steps train them again.
     """
     unknown: list[str] = field(default_factory=list)
     """The reasons for an unknown verdict."""
@@ -116,15 +133,19 @@ class Audit:
 
         A count of lost batches that may be wrong is left out: a reader would take it for a proof.
         """
-        once = max(0, self.num_batches - self.num_repeated)
-        partial = f" ({self.num_partial} of them partial)" if self.partial else ""
-        is_doubtful = bool(self.unproved or self.differing)
-        has_found = bool(self.lost or self.repeated)
-        if is_doubtful and not has_found:
-            known = f"{once} trained{partial}, {self.num_void} void"
+        num_once = max(0, self.num_batches - self.num_repeated)
+        partial = ""
+        if self.partial:
+            partial = f" ({self.num_partial} of them partial)"
+        void = f"{self.num_void} void"
+        has_offence = bool(self.lost) or bool(self.repeated)
+        # A number may have stood for other data.
+        may_be_wrong = bool(self.unproved) or bool(self.differing)
+        if may_be_wrong and not has_offence:
+            known = f"{num_once} trained{partial}, {void}"
             return f"{known}; whether any were lost or repeated is not known"
         lost = f"{self.num_lost} lost, {self.num_repeated} repeated"
-        return f"{once} trained once{partial}, {lost}, {self.num_void} void"
+        return f"{num_once} trained once{partial}, {lost}, {void}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the audit as plain dictionaries, lists and numbers for JSON."""
@@ -143,7 +164,11 @@ def _count_batches(findings: Iterable[Finding]) -> int:
 
 @dataclass(frozen=True)
 class DataSplit:
-    """The division of the data into shards and slots, which a resume may change."""
+    """The division of the data into shards and slots.
+
+    A resume with another number of groups divides the same shards into other slots. From then on
+    batch 7 of slot 0 is other data.
+    """
 
     shards_per_slot: int
     num_shards: int
@@ -166,59 +191,73 @@ def find_splits(record: RunRecord) -> dict[str, DataSplit]:
         split = _find_split(process)
         if split is not None:
             splits.append((process, split))
-    found: dict[str, DataSplit] = {}
-    if len({split for _, split in splits}) > 1:
-        for process, split in splits:
-            for commit in process.commits():
-                found.setdefault(commit.lineage, split)
-    return found
+    different_splits = {split for _, split in splits}
+    if len(different_splits) <= 1:
+        return {}
+    split_of: dict[str, DataSplit] = {}
+    for process, split in splits:
+        for commit in process.commits():
+            split_of.setdefault(commit.lineage, split)
+    return split_of
 
 
 def _find_split(process: ProcessHistory) -> DataSplit | None:
+    """Return the division of the data for a process; None if its events do not have it."""
     if process.config is None:
         return None
     for event in process.events:
-        if isinstance(event, DataOpened):
-            if not event.num_shards:
-                return None
-            shards_per_slot = event.num_shards // process.config.group_size
-            return DataSplit(shards_per_slot, event.num_shards)
+        if not isinstance(event, DataOpened):
+            continue
+        if not event.num_shards:
+            return None
+        shards_per_slot = event.num_shards // process.config.group_size
+        return DataSplit(shards_per_slot, event.num_shards)
     return None
 
 
 @view
 def audit(record: RunRecord) -> Audit:
-    """Find the lost and the repeated batches of a run."""
-    common = Audit(
+    """Find the lost and the repeated batches of a run; see the head of this module."""
+    for_all_trajectories = Audit(
         unit=record.unit,
         differing=_find_differing(record),
         conflicts=list(record.conflicts),
         unproved=find_reopenings(record).unproved,
     )
-    _count_unfinished_rounds(record, common)
-    _note_resets(record, common)
-    if not record.states:
-        common.unknown.append(f"no event tells of a committed {record.unit.noun}")
-        return decide(common)
-    finals, unknown = record.finals
-    common.unknown += [*unknown, *find_gaps(record)]
-    audits = [decide(_audit_chain(record, final, common)) for final in finals]
-    result = audits[0]
-    if len(finals) == 1:
-        return result
-    # The history leaves open which state was the last: only a verdict that all share is a verdict.
+    _add_unfinished_rounds(record, for_all_trajectories)
+    _note_resets(record, for_all_trajectories)
     noun = record.unit.noun
+    if not record.states:
+        for_all_trajectories.unknown.append(f"no event tells of a committed {noun}")
+        decide_verdict(for_all_trajectories)
+        return for_all_trajectories
+    finals, reasons_unknown = record.finals
+    for_all_trajectories.unknown += reasons_unknown
+    for_all_trajectories.unknown += find_gaps(record)
+    audits = []
+    for final in finals:
+        found = _audit_trajectory(record, final, for_all_trajectories)
+        decide_verdict(found)
+        audits.append(found)
+    likeliest = audits[0]
+    if len(finals) == 1:
+        return likeliest
+    # The history leaves open which state was the last. The job has a verdict only if the
+    # trajectories of all these states have the same one.
     names = ", ".join(f"{noun} {final.step} ({final.lineage})" for final in finals)
-    if len({each.verdict for each in audits}) > 1:
-        result.verdict = "unknown"
-        result.unknown.append(f"the history does not tell with which state the job ended: {names}")
+    verdicts = {found.verdict for found in audits}
+    if len(verdicts) == 1:
+        note = f"the job ended with one of {names}; the verdict is the same for each"
+        likeliest.notes.append(note)
     else:
-        result.notes.append(f"the job ended with one of {names}; the verdict is the same for each")
-    return result
+        likeliest.verdict = "unknown"
+        reason = f"the history does not tell with which state the job ended: {names}"
+        likeliest.unknown.append(reason)
+    return likeliest
 
 
-def decide(found: Audit) -> Audit:
-    """Set the verdict of an audit. Without a finding, anything missing makes it unknown."""
+def decide_verdict(found: Audit) -> None:
+    """Set the verdict by the findings. Without a finding, anything missing makes it unknown."""
     if not found.num_batches and not found.unknown:
         found.unknown.append(f"no {found.unit.noun} tells of a batch")
     if found.lost or found.repeated or found.differing or found.conflicts:
@@ -227,18 +266,23 @@ def decide(found: Audit) -> Audit:
         found.verdict = "unknown"
     else:
         found.verdict = "holds"
-    return found
 
 
 def _note_resets(record: RunRecord, found: Audit) -> None:
-    """Note the resumes after which the numbers of batches stand for other data."""
-    resets = record.of(DataReset)
+    """Note the resumes after which a number stands for another batch than before.
+
+    If the user asked for this, it is a note. Otherwise the verdict is unknown.
+    """
     cannot_compare = "nothing before it compares with it"
-    for event in resets:
-        if not event.asked:
+    asked_steps = set()
+    for event in record.of(DataReset):
+        if event.asked:
+            asked_steps.add(event.step)
+        else:
             text = f"the data began anew at a resume ({event.reason}): {cannot_compare}"
             found.unknown.append(text)
-    for step in sorted({event.step for event in resets if event.asked}):
+    # Each rank has an event of the reset: one note for all of them.
+    for step in sorted(asked_steps):
         asked = "as checkpoint.exclude_from_loading asks for"
         text = f"the data began anew after step {step}, {asked}: batches count from there"
         found.notes.append(text)
@@ -250,7 +294,7 @@ def _note_resets(record: RunRecord, found: Audit) -> None:
 
 
 def find_resets(record: RunRecord) -> list[float]:
-    """Return the times, in order, from which on a number may stand for another batch."""
+    """Return the Unix seconds, in order, from which on a number may stand for another batch."""
     resets = [event.time for event in record.of(DataReset)]
     changes = [event.time for event in record.of(LaunchStarted) if _find_data_changes(event)]
     return sorted([*resets, *changes])
@@ -258,19 +302,22 @@ def find_resets(record: RunRecord) -> list[float]:
 
 def _find_data_changes(launch: LaunchStarted) -> list[str]:
     """Return the changes of the data that a resume allowed, such as a larger batch."""
-    changes = (launch.changed or {}).items()
-    return [change.describe(name) for name, change in changes if change.kind == "data"]
+    found = []
+    for name, change in (launch.changed or {}).items():
+        if change.kind == "data":
+            found.append(change.describe(name))
+    return found
 
 
 class _Reading(NamedTuple):
     """The identity of some batches that a rank read: equal readings must have equal tokens.
 
     Attributes:
-        span: number of resets of the data before the reading.
+        num_resets: resets of the data before the reading; a number stands for another batch then.
         split: after another division, a rank of the same number has another shard of the slot.
     """
 
-    span: int
+    num_resets: int
     split: DataSplit | None
     slot: int
     first_batch: int
@@ -282,14 +329,14 @@ def _find_differing(record: RunRecord) -> list[Finding]:
     """Return the batches that had other tokens when the same rank read them again."""
     resets = find_resets(record)
     splits = find_splits(record)
-    # The step at which each reading had each checksum first.
+    # For each reading its different checksums, each with the first step that reported it.
     checksums_of: dict[_Reading, dict[str, int]] = {}
     for event in record.of(StepCommitted):
         split = splits.get(event.lineage)
-        span = bisect_right(resets, event.time)
+        num_resets = bisect_right(resets, event.time)
         for data in event.readings():
             reading = _Reading(
-                span, split, data.slot, data.first_batch, data.num_batches, event.rank
+                num_resets, split, data.slot, data.first_batch, data.num_batches, event.rank
             )
             checksums = checksums_of.setdefault(reading, {})
             checksums.setdefault(data.checksum, event.step)
@@ -305,261 +352,320 @@ def _find_differing(record: RunRecord) -> list[Finding]:
     return found
 
 
-def _count_unfinished_rounds(record: RunRecord, found: Audit) -> None:
-    """Count the batches of rounds that groups left, or within which groups died."""
-    reported: dict[tuple[int, int, int, int], Finding] = {}
-    noun = record.unit.noun
-    for event in record.of(Drained):
-        number = event.step + 1
-        for batches in event.void or ():
-            detail = f"void: group {event.replica} left in {noun} {number}"
-            finding = Finding(
-                batches.slot, batches.first_batch, batches.num_batches, (number,), detail
-            )
-            # Each rank of the group reports them. Ranks that drain_timeout_seconds ended may be a
-            # step apart: the rank that had read most counts.
-            key = event.replica, event.attempt, batches.slot, batches.first_batch
-            known = reported.get(key)
-            if known is None or finding.num_batches > known.num_batches:
-                reported[key] = finding
-    found.void += reported.values()
+def _add_unfinished_rounds(record: RunRecord, found: Audit) -> None:
+    """Add the void batches of rounds that a group did not finish, because it left or died."""
+    found.void += _find_reported_void(record)
     if not record.unit.method:
-        return
+        return  # without local steps, no update was made from the batches of an unfinished step
     num_rounds = 0
-    for step in build_timeline(record).unfinished:
-        if not step.kept and not step.is_reported:
-            num_rounds += 1
-            found.num_cut_short += step.forward_passes
+    for unfinished in build_timeline(record).unfinished:
+        if unfinished.kept or unfinished.is_reported:
+            continue
+        num_rounds += 1
+        found.num_cut_short += unfinished.forward_passes
     if found.num_cut_short:
         rounds = record.unit.count(num_rounds)
         about = f"about {found.num_cut_short}, in {rounds}, by the time that there was"
-        what = "batches of rounds that ended with their groups"
-        found.notes.append(f"{what}: {about}; they are void too, and trained again")
+        subject = "batches of rounds that ended with their groups"
+        found.notes.append(f"{subject}: {about}; they are void too, and trained again")
 
 
-def _audit_chain(record: RunRecord, final: JobState, common: Audit) -> Audit:
-    """Audit the trajectory that ends with a state.
+def _find_reported_void(record: RunRecord) -> list[Finding]:
+    """Return the batches that groups had read for a step when they left on request."""
+    noun = record.unit.noun
+    # Every rank of a group reports the same batches: they count once.
+    reported: dict[tuple[int, int, int, int], Finding] = {}
+    for event in record.of(Drained):
+        step = event.step + 1
+        detail = f"void: group {event.replica} left in {noun} {step}"
+        for data in event.void or ():
+            finding = Finding(data.slot, data.first_batch, data.num_batches, (step,), detail)
+            key = event.replica, event.attempt, data.slot, data.first_batch
+            known = reported.get(key)
+            # The timeout of the request (`drain_timeout_seconds`) ends ranks at any moment, so one
+            # rank may have read more batches than another: take the longest report.
+            if known is None or finding.num_batches > known.num_batches:
+                reported[key] = finding
+    return list(reported.values())
+
+
+def _audit_trajectory(record: RunRecord, final: JobState, for_all_trajectories: Audit) -> Audit:
+    """Return the audit of the trajectory that ends with the state `final`, without its verdict.
 
     Args:
-        common: the findings that hold for every trajectory.
+        for_all_trajectories: the findings that do not depend on the trajectory.
     """
     chain = chain_to(record.states, final)
-    found = deepcopy(common)
+    found = deepcopy(for_all_trajectories)
     found.num_steps = len(chain)
-    _find_void(record, chain, found)
-    _find_partial_batches(record, chain, found)
+    _add_void(record, chain, found)
+    _add_partial(record, chain, found)
     first = chain[0]
-    if not _is_whole(chain):
+    if not _begins_with_the_job(chain):
         before = f"the state before {record.unit.noun} {first.step} ({first.parent})"
         found.unknown.append(f"the history is cut: no event tells how {before} was made")
     for state in chain:
+        # The readings of a usual step are not in the record: they were compared when the record was
+        # made.
         if state.lineage not in record.usual:
             _compare_readings(state, found)
-    _ChainCount(record, chain, found).run()
+    _BatchCounter(record, chain, found).run()
     return found
 
 
-def _is_whole(chain: Sequence[JobState]) -> bool:
-    """Return whether a trajectory begins with step 1 of the job."""
+def _begins_with_the_job(chain: Sequence[JobState]) -> bool:
+    """Return whether a trajectory begins with step 1 of the job; otherwise the history is cut."""
     return chain[0].step == 1 and chain[0].parent == ROOT
 
 
-def _find_void(record: RunRecord, chain: Sequence[JobState], found: Audit) -> None:
+def _add_void(record: RunRecord, chain: Sequence[JobState], found: Audit) -> None:
     """Add the batches of the states off the trajectory."""
     on_chain = {state.lineage for state in chain}
     noun = record.unit.noun
     for state in sorted(record.states.values(), key=lambda state: state.step):
-        # Below a cut of the history it is unknown whether a state is on the trajectory.
-        is_before_cut = state.step < chain[0].step
-        if state.lineage in on_chain or is_before_cut:
+        if state.lineage in on_chain:
             continue
+        if state.step < chain[0].step:
+            continue  # before a cut of the history; this state may have been on the trajectory
         detail = f"void at {noun} {state.step} ({state.lineage})"
         for slot, (first, count) in state.batches.items():
             found.void.append(Finding(slot, first, count, (state.step,), detail))
 
 
-def _find_partial_batches(record: RunRecord, chain: Sequence[JobState], found: Audit) -> None:
-    """Add the batches that are in the updates of some fragments only."""
+def _add_partial(record: RunRecord, chain: Sequence[JobState], found: Audit) -> None:
+    """Add the batches that are in the updates of some fragments of the model only."""
     noun = record.unit.noun
-    for part in find_partial(record, chain):
-        state = part.state
-        read = _batches_read(state, part.group)
-        if not read:
-            # A group that died after its exchange reports nothing. It had read its own slot.
-            read = _batches_of({part.group: state.batches.get(part.group, (0, 0))})
-        where = f"trained at {noun} {state.step} by group {part.group}"
-        detail = f"partial: {where}, in {part.num_exchanged} of {part.num_fragments} fragments"
-        for slot, first, count in _ranges(read):
+    for partial in find_partial(record, chain):
+        state = partial.state
+        batches = _batches_read(state, partial.group)
+        if not batches and partial.group in state.batches:
+            # A group that died after its exchange reports nothing. It had read its own slot, which
+            # has the group's number.
+            batches = _single_batches({partial.group: state.batches[partial.group]})
+        where = f"trained at {noun} {state.step} by group {partial.group}"
+        fragments = f"in {partial.num_exchanged} of {partial.num_fragments} fragments"
+        detail = f"partial: {where}, {fragments}"
+        for slot, first, count in _merge_into_ranges(batches):
             found.partial.append(Finding(slot, first, count, (state.step,), detail))
 
 
-_Stream = tuple[int, int]
-"""Batches that are numbered together: a slot (or a shard, see `_ChainCount`), and its span."""
+class _Stream(NamedTuple):
+    """Batches that are numbered together.
+
+    Attributes:
+        part: a slot; or a shard, if a resume divided the shards into other slots.
+        num_resets: resets of the data before; each one begins new streams.
+    """
+
+    part: int
+    num_resets: int
 
 
 class _TrainedRange(NamedTuple):
-    """Consecutive batches of a stream that a step trained; sorted by the fields in this order."""
+    """Consecutive batches that a step trained. Ranges sort by these fields, the first one first."""
 
     first: int
     num_batches: int
     step: int
     slot: int
 
+    @property
+    def end(self) -> int:
+        """The number after the last batch."""
+        return self.first + self.num_batches
 
-class _ChainCount:
+
+class _BatchCounter:
     """Counts the batches of a trajectory, stream by stream, and finds gaps and overlaps.
 
-    In a stream, each step continues with the batch after the last one of the step before. If a
-    resume divided the shards into other slots, the streams are the shards, because the numbers of a
-    slot then stand for other data. After a reset of the data new streams begin (another span).
+    In a stream, each step should continue with the batch after the last one of the step before. If
+    a resume divided the shards into other slots, a number in a slot stands for other data, so each
+    shard is a stream of its own.
 
-    `_audit_chain` makes one for each trajectory and calls `run` once.
+    `_audit_trajectory` makes one for each trajectory and calls `run` once.
     """
 
     def __init__(self, record: RunRecord, chain: Sequence[JobState], found: Audit) -> None:
         self._record = record
         self._chain = chain
         self._found = found
-        self._is_whole = _is_whole(chain)
         self._resets = find_resets(record)
         self._splits = find_splits(record)
-        known = [self._splits[state.lineage] for state in chain if state.lineage in self._splits]
-        self._first_split = known[0] if known else DataSplit(1, 1)
-        self._counts_shards = len(set(known)) > 1
-        self._num_shards = known[-1].num_shards if known else 1
+        known_lineages = [state.lineage for state in chain if state.lineage in self._splits]
+        splits_of_chain = [self._splits[lineage] for lineage in known_lineages]
+        self._counts_shards = len(set(splits_of_chain)) > 1
+        # The values for one slot of one shard are never used: streams are slots then.
+        self._first_split = DataSplit(1, 1)
+        self._num_shards = 1
+        if splits_of_chain:
+            self._first_split = splits_of_chain[0]
+            self._num_shards = splits_of_chain[-1].num_shards
 
     def run(self) -> None:
         if self._counts_shards:
-            what = f"the same {self._num_shards} shards were cut into other slots at a resume"
-            self._found.notes.append(f"{what}: batches count by shard")
-        begins, ends, odd = self._find_ends()
-        trained = self._collect(odd)
+            subject = f"the same {self._num_shards} shards were cut into other slots at a resume"
+            self._found.notes.append(f"{subject}: batches count by shard")
+        begins, ends, broken_streams = self._scan()
+        ranges_of = self._collect_ranges(broken_streams)
         for stream in sorted(begins):
-            if stream not in odd:
+            if stream not in broken_streams:
                 self._found.num_batches += ends[stream] - begins[stream]
                 continue
-            shard, span = stream
-            start = min(trained[stream]).first
-            if self._begins_with_batch_0(span):
+            ranges = ranges_of[stream]
+            if self._must_begin_with_0(stream):
                 start = 0
-            name = f"shard {shard} of {self._num_shards}" if self._counts_shards else ""
-            _find_gaps_and_overlaps(name, trained[stream], start, self._found)
+            else:
+                start = min(ranges).first
+            shard_name = ""
+            if self._counts_shards:
+                shard_name = f"shard {stream.part} of {self._num_shards}"
+            _add_gaps_and_overlaps(shard_name, ranges, start, self._found)
 
-    def _begins_with_batch_0(self, span: int) -> bool:
-        return self._is_whole and span == 0
+    def _must_begin_with_0(self, stream: _Stream) -> bool:
+        """Return whether batch 0 of a stream must have been trained on this trajectory.
 
-    def _find_ends(self) -> tuple[dict[_Stream, int], dict[_Stream, int], set[_Stream]]:
+        After a cut of the history, or a reset of the data, a stream may begin with any batch.
+        """
+        return stream.num_resets == 0 and _begins_with_the_job(self._chain)
+
+    def _scan(self) -> tuple[dict[_Stream, int], dict[_Stream, int], set[_Stream]]:
         """Return the first batch and the end of each stream, and the streams with a gap or overlap.
 
-        Nearly all streams of a long run continue from batch to batch. Their batches are only
-        counted, because a list of all ranges would take too much memory.
+        Nearly all streams of a long run continue from batch to batch. For these streams the first
+        batch and the end are enough. A list of all ranges would take too much memory.
         """
         begins: dict[_Stream, int] = {}
         ends: dict[_Stream, int] = {}
-        odd: set[_Stream] = set()
-        for stream, state, trained in self._ranges_of(_skip_inner_usual(self._record, self._chain)):
+        broken_streams: set[_Stream] = set()
+        states = _skip_usual_in_between(self._record, self._chain)
+        for stream, state, trained in self._trained_ranges(states):
             if stream not in begins:
-                begins[stream] = 0 if self._begins_with_batch_0(stream[1]) else trained.first
-            expected = ends.get(stream, begins[stream])
-            # A usual step continues where the step before ended, by the definition of a usual step.
-            # The steps between are skipped here, so that its first batch is not the expected one.
-            if trained.first != expected and state.lineage not in self._record.usual:
-                odd.add(stream)
-            ends[stream] = trained.first + trained.num_batches
-        return begins, ends, odd
+                first = trained.first
+                if self._must_begin_with_0(stream):
+                    first = 0
+                begins[stream] = first
+                ends[stream] = first
+            # A usual step continues where the step before it ended, by the definition of a usual
+            # step. This comparison would not show it, because `states` has only the last of several
+            # usual steps.
+            is_usual = state.lineage in self._record.usual
+            if trained.first != ends[stream] and not is_usual:
+                broken_streams.add(stream)
+            ends[stream] = trained.end
+        return begins, ends, broken_streams
 
-    def _collect(self, streams: set[_Stream]) -> dict[_Stream, list[_TrainedRange]]:
+    def _collect_ranges(self, streams: set[_Stream]) -> dict[_Stream, list[_TrainedRange]]:
         """Return all ranges of some streams, in the order of the steps."""
         found: dict[_Stream, list[_TrainedRange]] = {stream: [] for stream in streams}
-        if streams:
-            for stream, _, trained in self._ranges_of(self._chain):
-                if stream in streams:
-                    found[stream].append(trained)
+        if not streams:
+            return found
+        for stream, _, trained in self._trained_ranges(self._chain):
+            if stream in streams:
+                found[stream].append(trained)
         return found
 
-    def _ranges_of(
+    def _trained_ranges(
         self, states: Iterable[JobState]
     ) -> Iterator[tuple[_Stream, JobState, _TrainedRange]]:
-        """Yield the ranges that some states trained, in order."""
+        """Yield the batches that the steps of some states trained, in order, with their stream."""
         split = self._first_split
         for state in states:
+            # A state without an event about the division has the division of the state before.
             split = self._splits.get(state.lineage, split)
-            span = bisect_right(self._resets, state.time)
+            num_resets = bisect_right(self._resets, state.time)
             for slot, (first, count) in state.batches.items():
                 if count <= 0:
                     continue
                 trained = _TrainedRange(first, count, state.step, slot)
-                parts = split.shards(slot) if self._counts_shards else (slot,)
+                parts: Iterable[int] = (slot,)
+                if self._counts_shards:
+                    parts = split.shards(slot)
                 for part in parts:
-                    yield (part, span), state, trained
+                    yield _Stream(part, num_resets), state, trained
 
 
-def _skip_inner_usual(record: RunRecord, chain: Sequence[JobState]) -> Iterator[JobState]:
-    """Yield the states of a trajectory; of usual steps in a row only the last."""
+def _skip_usual_in_between(record: RunRecord, chain: Sequence[JobState]) -> Iterator[JobState]:
+    """Yield the states of a trajectory, but of several usual steps in a row only the last one."""
     for state, after in pairwise(chain):
-        is_inner = state.lineage in record.usual and after.lineage in record.usual
-        if not is_inner:
+        is_followed_by_usual = state.lineage in record.usual and after.lineage in record.usual
+        if not is_followed_by_usual:
             yield state
     yield chain[-1]
 
 
-def _find_gaps_and_overlaps(
-    shard: str, ranges: Sequence[_TrainedRange], start: int, found: Audit
+def _add_gaps_and_overlaps(
+    shard_name: str, ranges: Sequence[_TrainedRange], start: int, found: Audit
 ) -> None:
-    """Find the lost and the repeated batches of a stream.
+    """Add the lost and the repeated batches of a stream, and count its batches.
 
     Args:
-        shard: name of the stream if it is a shard; empty if it is a slot.
+        shard_name: empty if the stream is a slot.
         ranges: in the order of the steps.
         start: the first batch of the stream.
     """
     noun = found.unit.noun
-    in_shard = f" ({shard})" if shard else ""
+    in_shard = ""
+    if shard_name:
+        in_shard = f" ({shard_name})"
+    # All batches before `end` are trained or reported as lost; `last_step` trained the last one.
     end = start
     last_step = 0
-    for first, count, step, slot in sorted(ranges):
+    by_number = sorted(ranges)
+    for trained in by_number:
+        first, _, step, slot = trained
         if first > end:
             detail = f"lost between {noun}s {last_step} and {step}{in_shard}"
             found.lost.append(Finding(slot, end, first - end, (last_step, step), detail))
         elif first < end:
-            once, again = sorted((last_step, step))
-            detail = f"trained at {noun} {once} and again at {noun} {again}{in_shard}"
-            num_repeated = min(first + count, end) - first
-            found.repeated.append(Finding(slot, first, num_repeated, (once, again), detail))
-        num_new = first + count - max(first, end)
-        found.num_batches += max(0, num_new)
-        if first + count > end:
-            end = first + count
+            earlier_step, later_step = sorted((last_step, step))
+            once = f"trained at {noun} {earlier_step}"
+            detail = f"{once} and again at {noun} {later_step}{in_shard}"
+            num_repeated = min(trained.end, end) - first
+            steps = (earlier_step, later_step)
+            found.repeated.append(Finding(slot, first, num_repeated, steps, detail))
+        if trained.end > end:
+            found.num_batches += trained.end - max(first, end)
+            end = trained.end
             last_step = step
-    if list(ranges) != sorted(ranges):
-        name = shard or f"slot {ranges[0].slot}"
+    if list(ranges) != by_number:
+        name = shard_name or f"slot {ranges[0].slot}"
         found.conflicts.append(f"{name}: the batches were not trained in their order")
 
 
+class _Batch(NamedTuple):
+    """One batch, by its slot and its number in the slot."""
+
+    slot: int
+    number: int
+
+
 def _compare_readings(state: JobState, found: Audit) -> None:
-    """Compare the batches that a step counts with those that its groups read, as far as known."""
+    """Compare the batches that a step counts with those that its groups report to have read."""
     if _reads_as_counted(state):
         return
     noun = found.unit.noun
     steps = (state.step,)
-    counted = _batches_of(state.batches)
-    num_readers = Counter[tuple[int, int]]()
+    counted = _single_batches(state.batches)
+    num_readers = Counter[_Batch]()
     for group in sorted(state.read):
         read = _batches_read(state, group)
         num_readers.update(read)
-        for slot, first, count in _ranges(read - counted):
+        for slot, first, count in _merge_into_ranges(read - counted):
             wrong = Finding(slot, first, count, steps, f"trained by group {group}, not counted")
             found.conflicts.append(f"{noun} {state.step}: {wrong}")
     read_twice = {batch for batch, number in num_readers.items() if number > 1}
-    for slot, first, count in _ranges(read_twice):
+    for slot, first, count in _merge_into_ranges(read_twice):
         detail = f"trained by several groups at {noun} {state.step}"
         found.repeated.append(Finding(slot, first, count, steps, detail))
+    # A participant that died after the exchange reports nothing, and may have read the batches.
     all_have_reported = bool(state.participants) and state.participants <= state.read.keys()
-    if all_have_reported:
-        for slot, first, count in _ranges(counted - num_readers.keys()):
-            detail = f"counted at {noun} {state.step}, but read by no group"
-            found.lost.append(Finding(slot, first, count, steps, detail))
-            found.num_batches -= count
+    if not all_have_reported:
+        return
+    for slot, first, count in _merge_into_ranges(counted - num_readers.keys()):
+        detail = f"counted at {noun} {state.step}, but read by no group"
+        found.lost.append(Finding(slot, first, count, steps, detail))
+        # `_BatchCounter` will count these batches, because the step counts them.
+        found.num_batches -= count
 
 
 def _reads_as_counted(state: JobState) -> bool:
@@ -567,44 +673,53 @@ def _reads_as_counted(state: JobState) -> bool:
 
     This is true for nearly all steps, and much faster than the comparison of single batches.
     """
+    if not state.participants <= state.read.keys():
+        return False
     slots = set()
-    for read in state.read.values():
-        own = {(data.slot, data.first_batch, data.num_batches) for data in read}
-        if len(own) != 1:
+    for readings in state.read.values():
+        ranges = {(data.slot, data.first_batch, data.num_batches) for data in readings}
+        # All ranks of the group must have read the same batches of one slot.
+        if len(ranges) != 1:
             return False
-        slot, first, count = own.pop()
+        slot, first, count = ranges.pop()
         if state.batches.get(slot) != (first, count):
             return False
         slots.add(slot)
-    all_have_reported = state.participants <= state.read.keys()
-    return all_have_reported and len(slots) == len(state.read) == len(state.batches)
+    has_slot_of_its_own = len(slots) == len(state.read)
+    are_all_counted_read = len(slots) == len(state.batches)
+    return has_slot_of_its_own and are_all_counted_read
 
 
-def _batches_read(state: JobState, group: int) -> set[tuple[int, int]]:
-    """Return each (slot, batch) that a group read for a step."""
-    found: set[tuple[int, int]] = set()
+def _batches_read(state: JobState, group: int) -> set[_Batch]:
+    """Return each batch that a group read for a step."""
+    found: set[_Batch] = set()
     for data in state.read.get(group, ()):
-        end = data.first_batch + data.num_batches
-        found.update((data.slot, batch) for batch in range(data.first_batch, end))
+        for number in range(data.first_batch, data.first_batch + data.num_batches):
+            found.add(_Batch(data.slot, number))
     return found
 
 
-def _batches_of(ranges: Mapping[int, tuple[int, int]]) -> set[tuple[int, int]]:
-    """Return each (slot, batch) of the first batch and the number of batches of each slot."""
-    found: set[tuple[int, int]] = set()
+def _single_batches(ranges: Mapping[int, tuple[int, int]]) -> set[_Batch]:
+    """Return each batch of some ranges.
+
+    Args:
+        ranges: the first number, and the number of batches, of each slot.
+    """
+    found: set[_Batch] = set()
     for slot, (first, count) in ranges.items():
-        found.update((slot, batch) for batch in range(first, first + count))
+        for number in range(first, first + count):
+            found.add(_Batch(slot, number))
     return found
 
 
-def _ranges(batches: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Fold (slot, batch) into (slot, first batch, number of batches)."""
+def _merge_into_ranges(batches: Iterable[_Batch]) -> list[tuple[int, int, int]]:
+    """Return consecutive batches as (slot, first number, number of batches)."""
     ranges: list[tuple[int, int, int]] = []
-    for slot, batch in sorted(batches):
+    for slot, number in sorted(batches):
         if ranges:
             last_slot, first, count = ranges[-1]
-            if slot == last_slot and batch == first + count:
+            if slot == last_slot and number == first + count:
                 ranges[-1] = (slot, first, count + 1)
                 continue
-        ranges.append((slot, batch, 1))
+        ranges.append((slot, number, 1))
     return ranges

@@ -16,7 +16,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from titan_ft.history.batches.audit import Audit, Finding, decide, find_resets
+from titan_ft.history.batches.audit import Audit, Finding, decide_verdict, find_resets
 from titan_ft.history.judgement import count
 from titan_ft.history.record.run_record import ProcessHistory, RunRecord
 from titan_ft.run.events import Batches, DataOpened, DataReset, StepCommitted, WorkerStarted
@@ -96,7 +96,8 @@ class Reread:
         result.notes.append(
             f"read again without a break: {batches} of {shards} compared with what was trained"
         )
-        return decide(result)
+        decide_verdict(result)
+        return result
 
 
 def collect(record: RunRecord) -> TrainedData:

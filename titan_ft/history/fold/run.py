@@ -10,8 +10,8 @@ and no clock. Its caller feeds it with events, from one thread:
 - `check` and `report` feed a fold with the whole history, in order of time.
 
 All of them get the failures and the outcome of the run from the fold, so that they agree. Live
-callers read one file after the other, so events arrive nearly in order of time. A late event matters
-in two cases: the start of a launch (`_begin_launch`) and a commit (`_apply_commit`).
+callers read one file after the other, so events arrive nearly in order of time. A late event
+matters in two cases: the start of a launch (`_begin_launch`) and a commit (`_apply_commit`).
 
 Terms:
 
@@ -331,8 +331,8 @@ class RunFold:
         if not isinstance(event, ev.WorkerStarted) or event.attempt < group.attempt:
             return
         is_new_attempt = group.started_attempt != event.attempt
-        # The agent of a group numbers the attempts. A worker that was started without an agent, such
-        # as by hand, starts again under the same number with another process id.
+        # The agent of a group numbers the attempts. A worker that was started without an agent,
+        # such as by hand, starts again under the same number with another process id.
         is_second_start = False
         if before is not None and before.attempt == event.attempt:
             is_second_start = before.pid != event.pid

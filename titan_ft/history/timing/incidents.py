@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Incidents of a run, and the stall that each one caused: the one definition of a stall.
 
-A run has several replica groups that commit each optimizer step together. When one group is hit, the
-other groups wait for a while. This module finds what hit the groups, and charges each wait to it.
-Terms:
+A run has several replica groups that commit each optimizer step together. When one group is hit,
+the other groups wait for a while. This module finds what hit the groups, and charges each wait to
+it. Terms:
 
 - An *incident* is an injected fault, a failure without a known fault, or a group that left because
   somebody asked. `titan_ft.history.fold.run` defines a *failure* for every view of a run. A fault
-  that only slows a rank causes no failure. A fault that kills two groups causes two failures, and is
-  one incident.
+  that only slows a rank causes no failure. A fault that kills two groups causes two failures, and
+  is one incident.
 - An incident *begins* with the fault. Without a fault it begins with the last event of the worker
   that fell silent first, or with the event in which the group announces that it leaves.
 - A commit of a group is *due* one usual step (`RunRecord.usual_step_us`) after the commit before it
@@ -345,7 +345,8 @@ def find_incidents(record: RunRecord) -> list[Incident]:
             stall_seconds = stall_us / 1e6
         incident = _finish_incident(draft, commits, heals, stall_seconds, record.fold.failures)
         incidents.append(incident)
-    # The drafts are in the order of their begins; a failure may begin before the time of its report.
+    # The drafts are in the order of their begins; a failure may begin before the time of its
+    # report.
     return sorted(incidents, key=lambda incident: incident.time)
 
 
@@ -370,7 +371,8 @@ def _time_commits(record: RunRecord) -> dict[int, list[TimedCommit]]:
 
 
 def _find_allowance_us(commit: StepCommitted, record: RunRecord) -> float:
-    """Return the microseconds by which a group computed longer than usual for a round; 0 for a step.
+    """Return the microseconds by which a group computed longer than usual for a round; 0 for a
+    step.
 
     A round in which nobody waited takes its computing and a usual exchange.
     """
@@ -605,8 +607,8 @@ def _name_dropout(failure: FailureSpan, record: RunRecord) -> tuple[str, str | N
 def _find_last_shared_commit(draft: _IncidentDraft, record: RunRecord, commits: Commits) -> int:
     """Return when another group last committed a step with gradients of a group that had ended.
 
-    The ended group may have sent all of its gradients for the step under way. Then the others commit
-    this step in time, and notice the end only in the next one.
+    The ended group may have sent all of its gradients for the step under way. Then the others
+    commit this step in time, and notice the end only in the next one.
 
     Returns:
         Unix microseconds; 0 if there is no such commit.
