@@ -66,7 +66,7 @@ def second_half(record: RunRecord, folder: Path) -> tuple[int, float, float]:
 
     The second half's faults are known to the prediction, as those of a chaos plan are; what they
     cost is not."""
-    times = sorted(event.time for event in record.first_commits.values())
+    times = sorted(event.time for event in record.first_commit_of_step.values())
     middle, seconds = (times[0] + times[-1]) / 2, (times[-1] - times[0]) / 2
     measured = measure([record], until=middle)
     assert measured is not None
@@ -129,10 +129,10 @@ def test_a_campaign_is_predicted_before_it_runs(tmp_path: Path) -> None:
     kills = [fault for fault in record.faults if fault.name == "kill_group"]
     low, high = counts["steps"]["range"]
     print(
-        f"predicted {counts['steps']['mean']} steps ({low} to {high}), measured {len(record.first_commits)}"
+        f"predicted {counts['steps']['mean']} steps ({low} to {high}), measured {len(record.first_commit_of_step)}"
     )
     assert len(kills) == counts["failures"]["mean"]
     spread = (
         high - low
     ) / 2  # the machine's pace may differ between two runs by more than within one
-    assert low - spread <= len(record.first_commits) <= high + spread
+    assert low - spread <= len(record.first_commit_of_step) <= high + spread

@@ -254,7 +254,9 @@ def test_what_a_simulated_run_is_made_of_is_measured_again() -> None:
     assert found.rejoin.mean == pytest.approx(0.5, abs=0.15)
     half = measured_of(events, until=1e9 + 4000.0)
     steps = [
-        event for event in RunRecord(events).first_commits.values() if event.time > 1e9 + 4000.0
+        event
+        for event in RunRecord(events).first_commit_of_step.values()
+        if event.time > 1e9 + 4000.0
     ]
     (job,) = make_candidates(scenarios_like(half, 1)[2], half)  # as often as in the first half
     runs = run_seeds([job], half, 20, 4000.0)[0]

@@ -461,7 +461,7 @@ def test_a_run_before_its_first_digest(good_run: Any) -> None:
     for event in events:
         if hasattr(event, "digest"):
             event.digest = None
-    running = check_module.check(RunRecord(events, goes_on=True))
+    running = check_module.check(RunRecord(events, is_live=True))
     assert (running[2].shown_verdict, running.verdict, running.exit_status) == (
         "not asked",
         "holds",
@@ -922,7 +922,7 @@ def test_a_run_that_goes_on_holds_so_far(good_run: Any, launched: bool) -> None:
     started = [event for event in good_run.events if launched or not isinstance(event, LaunchEvent)]
     for until in (end - 0.5, end + 2.5):  # while a group heals, and after it
         events = [event for event in started if event.time < until]
-        report = check_module.check(RunRecord(events, goes_on=True))
+        report = check_module.check(RunRecord(events, is_live=True))
         assert (failed(report), unknown(report)) == (set(), set()), format_check(report)
         head = format_check(report).splitlines()[:3]
         assert ("  not back: killed by SIGKILL, rank 0 of group 2" in head) is (until < end)
@@ -935,14 +935,14 @@ def test_a_run_that_has_just_been_started_holds_so_far(synthetic_run: Any) -> No
     """A run without a step has broken nothing; a run that cannot begin is another matter."""
     run = synthetic_run(2)
     run.begin()
-    report = check_module.check(RunRecord(run.events, goes_on=True))
+    report = check_module.check(RunRecord(run.events, is_live=True))
     assert (report.verdict, report.exit_status) == ("holds", 0)
     assert "  verdict: holds so far (no step yet)" in format_check(report).splitlines()
     assert check(run.events).exit_status == 1
     run.exit(
         0, reason="rank 0 ended with exit status 1", signal=None, code=1, error="OSError: no data"
     )
-    assert check_module.check(RunRecord(run.events, goes_on=True)).exit_status == 1
+    assert check_module.check(RunRecord(run.events, is_live=True)).exit_status == 1
 
 
 def test_a_group_that_is_lost_without_a_word(synthetic_run: Any) -> None:

@@ -79,7 +79,7 @@ def test_every_figure_of_a_reduced_run_is_that_of_the_whole_one(tmp_path: Path) 
     reduced = RunRecord.read(folder)
     again = RunRecord.read(folder)  # from what is kept
     assert len(reduced.written) < len(whole.written) / 1.5
-    assert len(reduced.firsts) > NUM_STEPS / 2
+    assert len(reduced.usual_commits) > NUM_STEPS / 2
     assert figures(whole)["check"]["verdict"] == "holds"
     assert figures(reduced) == figures(whole)
     assert figures(again) == figures(whole)
@@ -126,7 +126,7 @@ def test_what_came_since_is_added_to_what_is_kept(
     write(run, tmp_path)
     monkeypatch.setattr(kept, "_is_unchanged", lambda path, source: True)
     later = RunRecord.read(folder)
-    assert len(later.firsts) > len(before.firsts)
+    assert len(later.usual_commits) > len(before.usual_commits)
     assert figures(later) == figures(RunRecord.read(folder, whole=True))
     monkeypatch.setattr(kept, "MIN_BYTES", 1 << 30)
     run.tell("launch_stopping", 1, reason="late", drain_seconds=1.0)
@@ -162,7 +162,7 @@ def test_a_launcher_keeps_the_record_while_the_run_goes_on(
 
     monkeypatch.setattr(kept, "_reduce", refuse)
     found = RunRecord.read(folder)
-    assert found.firsts
+    assert found.usual_commits
     assert figures(found) == figures(RunRecord.read(folder, whole=True))
 
 
@@ -179,7 +179,7 @@ def test_the_process_beside_a_launcher_decodes_no_events(
     monkeypatch.setattr(kept, "_part_decoder", None)
     kept.keep(folder)
     monkeypatch.setattr(kept, "_part_decoder", decoder)
-    assert max(event.step for event in RunRecord.read(folder).firsts) > NUM_STEPS
+    assert max(event.step for event in RunRecord.read(folder).usual_commits) > NUM_STEPS
 
 
 @pytest.mark.parametrize("num_bytes", [1, 50, 1000])
@@ -331,8 +331,8 @@ def test_training_that_goes_back_over_usual_steps_keeps_their_events(tmp_path: P
     run.finish()
     folder = write(run, tmp_path)
     reduced = RunRecord.read(folder)
-    assert reduced.firsts
-    assert {event.step for event in reduced.firsts}.isdisjoint(range(21, NUM_STEPS + 1))
+    assert reduced.usual_commits
+    assert {event.step for event in reduced.usual_commits}.isdisjoint(range(21, NUM_STEPS + 1))
     assert figures(reduced) == figures(RunRecord.read(folder, whole=True))
 
 
@@ -362,7 +362,7 @@ def test_steps_that_are_made_again_as_usual_are_made_again(tmp_path: Path) -> No
     run.finish()
     folder = write(run, tmp_path)
     reduced = RunRecord.read(folder)
-    assert {event.step for event in reduced.firsts} >= set(range(20, 40))
+    assert {event.step for event in reduced.usual_commits} >= set(range(20, 40))
     assert find_rework(reduced).num_again == 40
     assert find_rework(reduced) == find_rework(RunRecord.read(folder, whole=True))
 
@@ -406,7 +406,7 @@ def test_a_fault_that_is_undone_and_whose_beginning_nobody_told_ends_no_reading(
     run.finish()
     folder = write(run, tmp_path)
     reduced = RunRecord.read(folder)
-    assert {event.step for event in reduced.firsts}.isdisjoint(range(NUM_STEPS + 1))
+    assert {event.step for event in reduced.usual_commits}.isdisjoint(range(NUM_STEPS + 1))
     assert figures(reduced) == figures(RunRecord.read(folder, whole=True))
 
 
@@ -427,7 +427,9 @@ def test_a_reader_that_goes_on_knows_the_faults_and_clocks_of_what_is_kept(tmp_p
     later = RunRecord.read(folder)
     (folder / kept.FILE).unlink()
     anew = RunRecord.read(folder)
-    assert [event.step for event in later.firsts] == [event.step for event in anew.firsts]
+    assert [event.step for event in later.usual_commits] == [
+        event.step for event in anew.usual_commits
+    ]
     assert figures(later) == figures(anew)
 
 
@@ -437,6 +439,6 @@ def test_what_is_announced_while_the_files_are_read_is_not_taken_for_usual(
     """A fault's file may be read before the fault is in it, and the groups' files after it."""
     folder = write(plain_run(), tmp_path)
     monkeypatch.setattr(kept.time, "time", lambda: START + 50.0)
-    firsts = RunRecord.read(folder).firsts
-    assert firsts
-    assert max(event.step for event in firsts) < 50
+    usual_commits = RunRecord.read(folder).usual_commits
+    assert usual_commits
+    assert max(event.step for event in usual_commits) < 50

@@ -26,8 +26,8 @@ BOOM = {
 BOOM |= {"where": "mybug.py:15", "log": "logs/replica-1/attempt-0/rank-0.log"}
 
 
-def outcome(run: Any, *, goes_on: bool = False) -> Outcome:
-    return find_outcome(RunRecord(run.events, goes_on=goes_on))
+def outcome(run: Any, *, is_live: bool = False) -> Outcome:
+    return find_outcome(RunRecord(run.events, is_live=is_live))
 
 
 def started(synthetic_run: Any, steps: int = 0, num_groups: int = 2, **config: Any) -> Any:
@@ -146,7 +146,7 @@ def test_a_group_that_died_before_it_wrote_its_first_commit(synthetic_run: Any) 
         log="",
         error="",
     )
-    assert outcome(run, goes_on=True).lost[0].since_step == 1
+    assert outcome(run, is_live=True).lost[0].since_step == 1
 
 
 def test_last_events_that_are_missing(synthetic_run: Any) -> None:
@@ -192,8 +192,8 @@ def test_any_history_has_an_outcome(good_run: Any, seed: int) -> None:
     for number in range(len(whole)):
         events = draw.sample(whole, draw.randrange(len(whole)))
         for history in (whole[number:], whole[:number], events):
-            for goes_on in (False, True):
-                assert decide_outcome(fold_events(history), goes_on=goes_on).headline
+            for is_live in (False, True):
+                assert decide_outcome(fold_events(history), is_live=is_live).headline
 
 
 def test_a_failed_end_alone(synthetic_run: Any) -> None:
@@ -201,7 +201,7 @@ def test_a_failed_end_alone(synthetic_run: Any) -> None:
     run = started(synthetic_run, 7)
     end_launch(run, 1, "the launcher failed")
     last = fold_events(run.events[-1:])
-    assert decide_outcome(last, goes_on=True).reason == decide_outcome(last, goes_on=False).reason
+    assert decide_outcome(last, is_live=True).reason == decide_outcome(last, is_live=False).reason
 
 
 def test_groups_without_a_launcher(synthetic_run: Any) -> None:
@@ -210,11 +210,11 @@ def test_groups_without_a_launcher(synthetic_run: Any) -> None:
     without_launcher(run)
     assert outcome(run).headline == "End unknown, the groups are gone: last at step 7 of 40"
     assert outcome(run).colour == "amber"
-    assert outcome(run, goes_on=True).headline == "Running: at step 7 of 40"
+    assert outcome(run, is_live=True).headline == "Running: at step 7 of 40"
     run.steps(30, [0])
-    assert outcome(run, goes_on=True).lost == ()  # it may be back any moment
+    assert outcome(run, is_live=True).lost == ()  # it may be back any moment
     run.steps(40, [0])
-    (lost,) = outcome(run, goes_on=True).lost
+    (lost,) = outcome(run, is_live=True).lost
     assert (lost.slot, lost.since_step, lost.reason) == (1, 7, None)
     run.num_groups = 1
     run.finish()
@@ -235,18 +235,18 @@ def test_a_group_that_others_do_not_hear_of(synthetic_run: Any) -> None:
     run.steps(20, [0])
     told = {"slot": 1, "seconds": 20.0, "step": 27, "last_step": 7}
     run.of("group_lost", 0, **told)
-    found = outcome(run, goes_on=True)
+    found = outcome(run, is_live=True)
     why = "group 1, lost since step 7: not heard of for 20 s"
     assert (found.headline, found.colour) == (f"Running: at step 27 of 40 without {why}", "amber")
     events = list(run.events)
     run.of("group_back", 0, slot=1, seconds=25.0, step=27)
-    assert outcome(run, goes_on=True).lost == ()
+    assert outcome(run, is_live=True).lost == ()
     run.events = events
     run.of("joined", 1, quorum=2, participants=[0, 1], step=7)  # its own word counts more
-    assert outcome(run, goes_on=True).lost == ()
+    assert outcome(run, is_live=True).lost == ()
     run.restart(1)
     run.of("group_lost", 0, **told)
-    assert outcome(run, goes_on=True).lost == ()
+    assert outcome(run, is_live=True).lost == ()
     run.steps(30, [0])
     run.of("ended_without", 0, step=57, slots=[1], seconds=40.0)
     run.num_groups = 1
@@ -354,7 +354,7 @@ def test_never_began(synthetic_run: Any) -> None:
     }
     run.exit(0, **{**BOOM, **offline})
     why = "ConnectionError: no route, rank 0 of group 0, datasets/load.py:7"
-    assert outcome(run, goes_on=True).headline == f"Running: no step yet: {why}"
+    assert outcome(run, is_live=True).headline == f"Running: no step yet: {why}"
     assert outcome(run).headline == f"No step, and the launcher is gone: {why}"
     run.tell("launch_stopping", 1, reason="a signal", drain_seconds=25.0)
     end_launch(run, 130, "stopped by Ctrl-C", signal="SIGINT")
@@ -370,10 +370,10 @@ def test_failures_before_the_first_step_are_counted_by_group(synthetic_run: Any)
         run.restart(1)
     run.exit(0, **BOOM)
     why = "RuntimeError: boom, rank 0 of group 0, mybug.py:15"
-    assert outcome(run, goes_on=True).headline == f"Running: no step yet: {why}"
+    assert outcome(run, is_live=True).headline == f"Running: no step yet: {why}"
     run.restart(0)
     run.exit(0, **BOOM)
-    assert outcome(run, goes_on=True).headline == f"Running: no step yet: {why}, 2 times"
+    assert outcome(run, is_live=True).headline == f"Running: no step yet: {why}, 2 times"
 
 
 def test_stopped_before_the_first_step(synthetic_run: Any) -> None:
@@ -387,21 +387,21 @@ def test_stopped_before_the_first_step(synthetic_run: Any) -> None:
 def test_the_launcher_is_gone(synthetic_run: Any) -> None:
     """A killed launcher writes no event; while it holds the run's folder, the run continues."""
     run = started(synthetic_run, 7)
-    assert (outcome(run, goes_on=True).kind, outcome(run, goes_on=True).colour) == (
+    assert (outcome(run, is_live=True).kind, outcome(run, is_live=True).colour) == (
         "running",
         "green",
     )
     assert outcome(run).headline == "End unknown, the launcher is gone: last at step 7 of 40"
     end_launch(run, 1, "the launcher failed")
     # The lock on the folder lasts a moment longer.
-    assert outcome(run, goes_on=True).kind == "failed"
+    assert outcome(run, is_live=True).kind == "failed"
 
 
 def test_another_launch_begins_anew(good_run: Any) -> None:
     """A resumed run has the outcome of its latest launch."""
     steps = good_run.step_number
     good_run.begin()
-    assert outcome(good_run, goes_on=True).headline == "Running: no step yet"
+    assert outcome(good_run, is_live=True).headline == "Running: no step yet"
     good_run.step([0, 1, 2])
     good_run.tell("launch_stopping", 1, reason="its time is up", drain_seconds=25.0)
     end_launch(good_run, 0, "all groups left when the time was up")
@@ -413,7 +413,7 @@ def test_rounds(synthetic_run: Any) -> None:
     counts.
     """
     run = started(synthetic_run, 3, semi_sync_method="diloco", sync_steps=10)
-    assert outcome(run, goes_on=True).headline == "Running: at step 30 of 40"
+    assert outcome(run, is_live=True).headline == "Running: at step 30 of 40"
 
 
 def test_failures(good_run: Any) -> None:
@@ -473,7 +473,7 @@ def test_all_groups_leave(synthetic_run: Any) -> None:
     run.step([0])
     fold = fold_events(run.events)
     assert fold.failures == []
-    assert decide_outcome(fold, goes_on=True).stopped_by == ""
+    assert decide_outcome(fold, is_live=True).stopped_by == ""
 
 
 def test_who_stopped_groups_without_a_launcher(synthetic_run: Any) -> None:

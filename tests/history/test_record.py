@@ -77,18 +77,18 @@ def test_a_run_goes_on_while_its_launch_lives(good_run: Any, tmp_path: Path) -> 
         with paths.config.open(encoding="utf-8") as another:
             assert not hold(another)
         read = RunRecord.read(paths.events)
-        assert read.goes_on
+        assert read.is_live
         assert 0 < len(read.events) < len(begun)
         assert read.events[-1].time <= time.time() - kept.SETTLED_SECONDS
     assert RunRecord.read(
         paths.events
-    ).goes_on  # the lock may be known on the launcher's own host only
+    ).is_live  # the lock may be known on the launcher's own host only
     write_events(tmp_path, begun, newest=time.time() - record.SILENT_SECONDS)
-    assert not RunRecord.read(paths.events).goes_on
+    assert not RunRecord.read(paths.events).is_live
     with paths.config.open("a", encoding="utf-8") as config:
         assert hold(config)  # as of a launch that has said its last word
         write_events(tmp_path, good_run.events, newest=time.time())
-        assert not RunRecord.read(paths.events).goes_on
+        assert not RunRecord.read(paths.events).is_live
 
 
 def test_a_run_whose_groups_are_all_frozen_is_not_green(good_run: Any, tmp_path: Path) -> None:
@@ -119,18 +119,18 @@ def test_a_look_refuses_no_launch(tmp_path: Path) -> None:
         assert hold(config)
 
 
-@pytest.mark.parametrize(("age", "goes_on"), [(30.0, True), (90.0, False)])
+@pytest.mark.parametrize(("age", "is_live"), [(30.0, True), (90.0, False)])
 def test_groups_without_a_launcher_go_on_while_they_announce_something(
-    good_run: Any, tmp_path: Path, age: float, goes_on: bool
+    good_run: Any, tmp_path: Path, age: float, is_live: bool
 ) -> None:
     """They have no lock. After all have ended, the run does not continue, however recent the end
     is.
     """
     groups = [event for event in good_run.events if not isinstance(event, LaunchEvent)]
     write_events(tmp_path, groups[:200], newest=time.time() - age)
-    assert RunRecord.read(tmp_path / "events").goes_on is goes_on
+    assert RunRecord.read(tmp_path / "events").is_live is is_live
     write_events(tmp_path, groups, newest=time.time() - age)
-    assert not RunRecord.read(tmp_path / "events").goes_on
+    assert not RunRecord.read(tmp_path / "events").is_live
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_makers_of_a_step_that_only_a_group_without_weight_tells_of() -> None:
     """
     told = commit(14.0, 4, 2)
     record = RunRecord([*(commit(10.0 + step, step, 0) for step in (1, 2, 3)), told])
-    assert record.makers == {step: {0, 1} for step in (1, 2, 3, 4)}
+    assert record.contributors_of_step == {step: {0, 1} for step in (1, 2, 3, 4)}
 
 
 def test_usual_step() -> None:

@@ -261,7 +261,7 @@ def _fit_slope(points: Sequence[tuple[int, float]]) -> float:
 
 def _add_record(record: RunRecord, found: _Observations, until: float | None) -> None:
     """Add the observations of one record."""
-    commits = [event for _, event in sorted(record.first_commits.items())]
+    commits = [event for _, event in sorted(record.first_commit_of_step.items())]
     if until is not None:
         commits = [event for event in commits if event.time <= until]
     if len(commits) < 2:

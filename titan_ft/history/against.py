@@ -10,7 +10,7 @@ from itertools import pairwise
 from statistics import mean
 
 from titan_ft.history.judgement import Judgement, count
-from titan_ft.history.record.run_record import Point, RunRecord
+from titan_ft.history.record.run_record import CurvePoint, RunRecord
 from titan_ft.history.record.trajectory import ROOT
 from titan_ft.run.events import WorkerStarted
 
@@ -66,8 +66,8 @@ def check_against(record: RunRecord, reference: RunRecord, found: Judgement) -> 
 def _is_comparable(
     record: RunRecord,
     reference: RunRecord,
-    ours: Sequence[Point],
-    theirs: Sequence[Point],
+    ours: Sequence[CurvePoint],
+    theirs: Sequence[CurvePoint],
     found: Judgement,
 ) -> bool:
     """Return whether both runs train the same from the beginning; note why not."""
@@ -93,7 +93,7 @@ def _find_config_digests(record: RunRecord) -> set[str]:
     return {event.config_digest for event in record.of(WorkerStarted) if event.config_digest}
 
 
-def _count_common_steps(ours: Sequence[Point], theirs: Sequence[Point]) -> int:
+def _count_common_steps(ours: Sequence[CurvePoint], theirs: Sequence[CurvePoint]) -> int:
     """Return how many steps both runs made with all groups, from the first on."""
     number = 0
     for our, their in zip(ours, theirs, strict=False):
@@ -104,7 +104,7 @@ def _count_common_steps(ours: Sequence[Point], theirs: Sequence[Point]) -> int:
 
 
 def _compare_prefix(
-    ours: Sequence[Point], theirs: Sequence[Point], record: RunRecord, found: Judgement
+    ours: Sequence[CurvePoint], theirs: Sequence[CurvePoint], record: RunRecord, found: Judgement
 ) -> str:
     """Compare the first steps one by one; return what was found."""
     noun = record.unit.noun
@@ -133,7 +133,11 @@ def _compare_prefix(
 
 
 def _compare_ends(
-    ours: Sequence[Point], theirs: Sequence[Point], total_tokens: int, noun: str, found: Judgement
+    ours: Sequence[CurvePoint],
+    theirs: Sequence[CurvePoint],
+    total_tokens: int,
+    noun: str,
+    found: Judgement,
 ) -> None:
     """Compare the mean loss of the last window of tokens that both runs have."""
     mine = _find_losses_in_window(ours, total_tokens)
@@ -159,7 +163,7 @@ def _compare_ends(
         found.notes.append(f"the loss is {below} at equal tokens")
 
 
-def _find_losses_in_window(points: Sequence[Point], total_tokens: int) -> list[float]:
+def _find_losses_in_window(points: Sequence[CurvePoint], total_tokens: int) -> list[float]:
     """Return the known losses of the steps in the last part of the common tokens."""
     losses = []
     for point in points:
@@ -169,5 +173,5 @@ def _find_losses_in_window(points: Sequence[Point], total_tokens: int) -> list[f
     return losses
 
 
-def _format_loss(point: Point) -> str:
+def _format_loss(point: CurvePoint) -> str:
     return "unknown" if point.loss is None else f"{point.loss:.4f}"

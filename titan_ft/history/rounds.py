@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from titan_ft.history.fold.unit import STEP, Unit
 from titan_ft.history.judgement import count
-from titan_ft.history.record.run_record import ProcessHistory, RunRecord, view
+from titan_ft.history.record.run_record import ProcessHistory, RunRecord, once_per_record
 from titan_ft.history.record.trajectory import JobState
 from titan_ft.run.events import (
     CheckpointLoaded,
@@ -75,7 +75,7 @@ class RecordedRounds:
         )
 
 
-@view
+@once_per_record
 def find_rounds(record: RunRecord) -> RecordedRounds | None:
     """Return the rounds of a run; None if the groups exchanged at each step."""
     unit = record.unit
@@ -100,7 +100,7 @@ def find_rounds(record: RunRecord) -> RecordedRounds | None:
 def _count_own_steps(record: RunRecord, state: JobState) -> dict[int, int | None]:
     """Return the number of steps of each group in a round; see `ShortRound.fewer`."""
     reported: dict[int, int | None] = {}
-    for event in record.commits_of[state.lineage]:
+    for event in record.commits_by_lineage[state.lineage]:
         if event.rank == 0 and event.contributed:
             reported[event.replica] = event.inner_steps
     found: dict[int, int | None] = {}

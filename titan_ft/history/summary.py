@@ -19,7 +19,7 @@ from titan_ft.history.judgement import Verdict, count
 from titan_ft.history.outcomes.crashes import Crash, find_crashes
 from titan_ft.history.outcomes.hosts import find_hosts, name_range
 from titan_ft.history.outcomes.outcome import Outcome, find_outcome
-from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.run_record import RunRecord, once_per_record
 from titan_ft.history.rounds import RecordedRounds, find_rounds
 from titan_ft.history.terminal import make_grid, make_headline
 from titan_ft.history.timing.goodput import (
@@ -155,7 +155,7 @@ class RunSummary:
         return figures
 
 
-@view
+@once_per_record
 def summarize(record: RunRecord) -> RunSummary:
     """Return the figures of a run."""
     commits = record.commits

@@ -199,7 +199,7 @@ class RunStatus:
     @property
     def outcome(self) -> Outcome:
         """The outcome of the run so far, the same as in `check` and `report`."""
-        return decide_outcome(self.fold, goes_on=not self.end and not self.launcher_gone)
+        return decide_outcome(self.fold, is_live=not self.end and not self.launcher_gone)
 
     def observe(self, event: ev.Event) -> str | None:
         """Take in the next event; return its line for the launcher's terminal, or None."""

@@ -48,7 +48,7 @@ from titan_ft.history.batches.reopenings import find_reopenings
 from titan_ft.history.checks.foundation import find_gaps
 from titan_ft.history.fold.unit import STEP, Unit
 from titan_ft.history.judgement import Verdict
-from titan_ft.history.record.run_record import ProcessHistory, RunRecord, view
+from titan_ft.history.record.run_record import ProcessHistory, RunRecord, once_per_record
 from titan_ft.history.record.trajectory import ROOT, JobState, chain_to
 from titan_ft.history.rounds import find_partial
 from titan_ft.history.timing.timeline import build_timeline
@@ -179,7 +179,7 @@ class DataSplit:
         return range(first, first + self.shards_per_slot)
 
 
-@view
+@once_per_record
 def find_splits(record: RunRecord) -> dict[str, DataSplit]:
     """Return the division of the data for each state, by lineage.
 
@@ -215,7 +215,7 @@ def _find_split(process: ProcessHistory) -> DataSplit | None:
     return None
 
 
-@view
+@once_per_record
 def audit(record: RunRecord) -> Audit:
     """Find the lost and the repeated batches of a run; see the head of this module."""
     for_all_trajectories = Audit(
@@ -231,20 +231,19 @@ def audit(record: RunRecord) -> Audit:
         for_all_trajectories.unknown.append(f"no event tells of a committed {noun}")
         decide_verdict(for_all_trajectories)
         return for_all_trajectories
-    finals, reasons_unknown = record.finals
-    for_all_trajectories.unknown += reasons_unknown
+    for_all_trajectories.unknown += record.missing_finals
     for_all_trajectories.unknown += find_gaps(record)
     audits = []
-    for final in finals:
+    for final in record.finals:
         found = _audit_trajectory(record, final, for_all_trajectories)
         decide_verdict(found)
         audits.append(found)
     likeliest = audits[0]
-    if len(finals) == 1:
+    if len(audits) == 1:
         return likeliest
     # The history leaves open which state was the last. The job has a verdict only if the
     # trajectories of all these states have the same one.
-    names = ", ".join(f"{noun} {final.step} ({final.lineage})" for final in finals)
+    names = ", ".join(f"{noun} {final.step} ({final.lineage})" for final in record.finals)
     verdicts = {found.verdict for found in audits}
     if len(verdicts) == 1:
         note = f"the job ended with one of {names}; the verdict is the same for each"
@@ -407,7 +406,7 @@ def _audit_trajectory(record: RunRecord, final: JobState, for_all_trajectories: 
     for state in chain:
         # The readings of a usual step are not in the record: they were compared when the record was
         # made.
-        if state.lineage not in record.usual:
+        if state.lineage not in record.usual_lineages:
             _compare_readings(state, found)
     _BatchCounter(record, chain, found).run()
     return found
@@ -548,7 +547,7 @@ class _BatchCounter:
             # A usual step continues where the step before it ended, by the definition of a usual
             # step. This comparison would not show it, because `states` has only the last of several
             # usual steps.
-            is_usual = state.lineage in self._record.usual
+            is_usual = state.lineage in self._record.usual_lineages
             if trained.first != ends[stream] and not is_usual:
                 broken_streams.add(stream)
             ends[stream] = trained.end
@@ -587,7 +586,9 @@ class _BatchCounter:
 def _skip_usual_in_between(record: RunRecord, chain: Sequence[JobState]) -> Iterator[JobState]:
     """Yield the states of a trajectory, but of several usual steps in a row only the last one."""
     for state, after in pairwise(chain):
-        is_followed_by_usual = state.lineage in record.usual and after.lineage in record.usual
+        is_followed_by_usual = (
+            state.lineage in record.usual_lineages and after.lineage in record.usual_lineages
+        )
         if not is_followed_by_usual:
             yield state
     yield chain[-1]

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from titan_ft.history.judgement import count
-from titan_ft.history.record.run_record import ProcessHistory, RunRecord, view
+from titan_ft.history.record.run_record import ProcessHistory, RunRecord, once_per_record
 from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.run.events import DataOpened, LoaderChecked, StepCommitted
 
@@ -44,7 +44,7 @@ class Reopenings:
         return f"{reopenings} of data not proved ({self.reason}); {SEE_REREAD}"
 
 
-@view
+@once_per_record
 def find_reopenings(record: RunRecord) -> Reopenings:
     """Count all openings, and those without a proof."""
     doubt = _doubt_about_loaders(record.of(LoaderChecked))

@@ -130,7 +130,7 @@ def _collect_process(
         elif isinstance(event, DataOpened):
             shards[event.slot] = event.shard, event.num_shards
         elif isinstance(event, StepCommitted):
-            is_on_trajectory = event.contributed and event.lineage in record.on_chain
+            is_on_trajectory = event.contributed and event.lineage in record.chain_lineages
             readings = [data for data in event.readings() if data.slot in event.batches]
             if not is_on_trajectory or not readings:
                 continue

@@ -16,8 +16,8 @@ FIGURES = ("loss", "grad_norm", "lr", "tokens")
 def check_arithmetic(record: RunRecord, found: Judgement) -> None:
     """Check that all ranks of all groups report the same figures of each state, bit for bit."""
     num_states = 0
-    for lineage, events in record.commits_of.items():
-        if lineage in record.usual:
+    for lineage, events in record.commits_by_lineage.items():
+        if lineage in record.usual_lineages:
             num_states += 1  # the reduction of the events has made the same comparison
             continue
         if len({event.replica for event in events}) > 1:

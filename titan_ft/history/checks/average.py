@@ -20,8 +20,8 @@ RELATIVE_TOLERANCE = 1e-6
 def check_average(record: RunRecord, found: Judgement) -> None:
     """Check participants, tokens and loss of each state against the reports of its groups."""
     num_checked = 0
-    for lineage, events in record.commits_of.items():
-        if lineage in record.usual:
+    for lineage, events in record.commits_by_lineage.items():
+        if lineage in record.usual_lineages:
             num_checked += 1  # the reduction of the events has made the same comparison
             continue
         participants = events[0].participants
@@ -39,7 +39,7 @@ def check_average(record: RunRecord, found: Judgement) -> None:
     excluded = ""
     if num_excluded:
         excluded = f"; left out as not finite: {count(num_excluded, 'gradient')}"
-    states = count(len(record.commits_of), "state")
+    states = count(len(record.commits_by_lineage), "state")
     checked = f"tokens and loss of {num_checked} of {states}"
     found.statement = f"{checked} are those of their participants{excluded}"
     if not num_checked:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from titan_ft.history.checks.foundation import object_to_absence
 from titan_ft.history.judgement import Judgement, count
-from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.run_record import RunRecord, once_per_record
 from titan_ft.history.record.trajectory import ROOT
 from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.run.events import (
@@ -51,7 +51,7 @@ def _check_steps(record: RunRecord, found: Judgement) -> None:
             before = 0
         elif state.parent in record.states:
             before = record.states[state.parent].step
-        commits = record.commits_of[state.lineage]
+        commits = record.commits_by_lineage[state.lineage]
         if before is not None and state.step != before + 1:
             change = f"{noun} {state.step} changes the state of {noun} {before}"
             found.object_to(f"{change}; {noun}s must go up by one", commits[0])
@@ -73,7 +73,7 @@ def _check_rates(record: RunRecord, found: Judgement) -> int:
     noun = record.unit.noun
     first_of: dict[tuple[str, int, int], StepCommitted] = {}
     # All commits of a usual step agree, by its definition.
-    num_compared = record.num_omitted - len(record.firsts)
+    num_compared = record.num_omitted - len(record.usual_commits)
     for process in record.processes:
         config_digest = ""
         for event in process.events:
@@ -130,7 +130,7 @@ def _check_tokens(record: RunRecord, event: TrainingFinished, found: Judgement) 
         found.object_to(f"finished with {event.tokens} tokens, {own}", event)
 
 
-@view
+@once_per_record
 def _add_up_tokens(record: RunRecord) -> tuple[int, bool]:
     """Return the tokens of all steps, and whether each batch had the same number of tokens.
 

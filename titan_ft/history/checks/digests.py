@@ -47,7 +47,11 @@ def check_digests(record: RunRecord, found: Judgement) -> None:
         values += [(key, each.process.slot, each.digest) for each in digests]
     compared = compare_digests(values, record.num_usual_comparisons)
     for lineage, rank in sorted(compared.differing):
-        step = record.commits_of[lineage][0].step if lineage in record.commits_of else 0
+        step = (
+            record.commits_by_lineage[lineage][0].step
+            if lineage in record.commits_by_lineage
+            else 0
+        )
         _judge_difference(record, written[lineage, rank], step, found)
     finish = _compare_ends(record, found)
     if compared.differing:
@@ -60,7 +64,7 @@ def check_digests(record: RunRecord, found: Judgement) -> None:
         found.statement = f"{digests_of_states} agree between groups, rank by rank{finish}"
     if compared.num_compared:
         return
-    if record.goes_on:
+    if record.is_live:
         # The first digest comes after 50 steps by default. A sound run must not be "unknown" until
         # then.
         found.asked = False
@@ -91,7 +95,7 @@ def _count_equal(
     num_digests = sum(len(written[key]) for key in compared.compared)
     num_digests += sum(event.num_digests for event in record.of(UsualSteps))
     num_states = len({lineage for lineage, _ in compared.compared})
-    num_states += sum(bool(first.digest) for first in record.firsts)
+    num_states += sum(bool(first.digest) for first in record.usual_commits)
     return f"{count(num_digests, 'digest')} of {count(num_states, 'state')}"
 
 

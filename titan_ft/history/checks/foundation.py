@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from titan_ft.history.judgement import Judgement, count
 from titan_ft.history.outcomes.outcome import find_outcome
-from titan_ft.history.record.run_record import ProcessHistory, RunRecord, view
+from titan_ft.history.record.run_record import ProcessHistory, RunRecord, once_per_record
 from titan_ft.history.record.trajectory import ROOT, JobState
 from titan_ft.run.events import (
     CheckpointLoaded,
@@ -34,7 +34,7 @@ TOLERANCE_SECONDS = 1.0
 """A wall clock that NTP disciplines may gain or lose this much between two events."""
 
 
-@view
+@once_per_record
 def find_gaps(record: RunRecord) -> list[str]:
     """Return, in words, the events that are missing because they could not be written.
 
@@ -76,7 +76,7 @@ def _find_unreported_steps(record: RunRecord) -> list[str]:
     last_missing: dict[int, JobState] = {}
     for state in record.chain:
         # All participants of a usual step have reported it.
-        is_usual = state.lineage in record.usual
+        is_usual = state.lineage in record.usual_lineages
         if is_usual and not last_missing:
             continue
         for slot in state.participants & reported.keys():
@@ -189,9 +189,9 @@ def _check_first_state(record: RunRecord, found: Judgement) -> None:
 def _check_end(record: RunRecord, found: Judgement) -> None:
     """Check that the end of the run is in the history, unless the run goes on."""
     has_launcher = bool(record.of(LaunchStarted))
-    if not record.goes_on and has_launcher:
+    if not record.is_live and has_launcher:
         _check_end_of_launch(record, found)
-    elif not record.goes_on:
+    elif not record.is_live:
         _check_end_of_groups(record, found)
     for process in record.processes:
         exit = process.exit
@@ -238,7 +238,7 @@ def check_clock(record: RunRecord, found: Judgement) -> None:
         found.unknown.append("there are no events")
 
 
-@view
+@once_per_record
 def clock_jumps(record: RunRecord) -> list[tuple[Event, float]]:
     """Return each event before which its host's wall clock was set, and by how many seconds."""
     jumps = []
@@ -250,7 +250,7 @@ def clock_jumps(record: RunRecord) -> list[tuple[Event, float]]:
     return jumps
 
 
-@view
+@once_per_record
 def _by_clock(record: RunRecord) -> dict[object, list[Event]]:
     """Return the events that share a monotonic clock, in the order of this clock.
 

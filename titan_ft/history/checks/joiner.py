@@ -17,7 +17,7 @@ from statistics import median
 from titan_ft.history.checks.foundation import object_to_absence
 from titan_ft.history.fold.faults import RecordedFault
 from titan_ft.history.judgement import Judgement, count
-from titan_ft.history.record.run_record import ProcessHistory, RunRecord, view
+from titan_ft.history.record.run_record import ProcessHistory, RunRecord, once_per_record
 from titan_ft.history.timing.waits import StepWait, count_unknown, find_waits_for_joiners
 from titan_ft.run import events as ev
 
@@ -90,7 +90,7 @@ def check_joiner(record: RunRecord, found: Judgement) -> None:
             found.notes.append(f"group {joining.slot}: {text}; {why}")
 
 
-@view
+@once_per_record
 def find_joinings(record: RunRecord) -> list[Joining]:
     """Return the joinings of all groups in order of time, each with the waits for it."""
     joinings_of: dict[int, list[Joining]] = defaultdict(list)

@@ -130,7 +130,7 @@ def _check_ends(record: RunRecord, found: Judgement) -> None:
         else:
             text = "fell silent, and no agent reports its end"
             object_to_absence(record, found, text, process.events[-1])
-    if without_end and not record.goes_on:
+    if without_end and not record.is_live:
         workers = count(len(without_end), "worker")
         found.unknown.append(f"nothing tells how {workers} ended (first: {without_end[0]})")
 
@@ -215,7 +215,7 @@ def _check_heals(process: ProcessHistory, record: RunRecord, found: Judgement) -
             under_way = None
     process_has_ended = process.exit is not None or process.ended_in_order
     run_is_over = record.launch_end is not None
-    if under_way is None or process_has_ended or run_is_over or record.goes_on:
+    if under_way is None or process_has_ended or run_is_over or record.is_live:
         return
     found.unknown.append(f"nothing tells how the heal of {process.name} ended")
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from titan_ft.history.checks.foundation import find_gaps
 from titan_ft.history.judgement import Judgement, Offence, count
-from titan_ft.history.record.run_record import Healed, ProcessHistory, RunRecord
+from titan_ft.history.record.run_record import STATE_REPLACING_EVENTS, ProcessHistory, RunRecord
 from titan_ft.history.record.trajectory import ROOT
 from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.history.timing.rework import find_rework
@@ -26,7 +26,7 @@ from titan_ft.run.events import (
     WorkerStarted,
 )
 
-_LOSES_STATE = (*Healed, EventsDropped)
+_LOSES_STATE = (*STATE_REPLACING_EVENTS, EventsDropped)
 """After these events the next state of a process need not follow from its last one.
 
 Either the process took another state, or the events that would say so are missing.
@@ -190,7 +190,7 @@ class _WastedPasses:
                 self._void.clear()
                 self._excluded_slots = set()
                 self._is_cut = True
-            elif isinstance(event, (FaultInjected, *Healed)):
+            elif isinstance(event, (FaultInjected, *STATE_REPLACING_EVENTS)):
                 reason = f"{self._record.unit.noun}s that were thrown away"
                 for batch, known_reason in self._void.items():
                     self._void[batch] = known_reason or reason
@@ -199,7 +199,7 @@ class _WastedPasses:
         return self._wasted
 
     def _take_commit(self, event: StepCommitted) -> None:
-        is_on_chain = event.contributed and event.lineage in self._record.on_chain
+        is_on_chain = event.contributed and event.lineage in self._record.chain_lineages
         batches = self._record.states[event.lineage].batches
         for data in event.readings():
             batch = (data.slot, data.first_batch)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from titan_ft.history.fold.group import group_alike
 from titan_ft.history.judgement import count
 from titan_ft.history.outcomes.notes import name_groups
-from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.run_record import RunRecord, once_per_record
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Crash:
         return f"{self.error} ({'; '.join(parts)})"
 
 
-@view
+@once_per_record
 def find_crashes(record: RunRecord) -> list[Crash]:
     """Return the exceptions that ended attempts of groups, in order of their first time.
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titan_ft.history.fold.hosts import HostFigures
-from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.run_record import RunRecord, once_per_record
 
 
-@view
+@once_per_record
 def find_hosts(record: RunRecord) -> list[HostFigures]:
     """Return the hosts of a run, those with the most deaths first."""
     return record.fold.hosts.figures

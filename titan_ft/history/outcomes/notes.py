@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_ft.history.fold.unit import Unit
-from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.run_record import RunRecord, once_per_record
 from titan_ft.run import events as ev
 
 SAME_SECONDS = 10.0
@@ -159,7 +159,7 @@ class _Report:
     reporters: set[int | None]
 
 
-@view
+@once_per_record
 def find_notes(record: RunRecord) -> list[Note]:
     """Return the notes in order of time. Equal notes in a row are one, with their count.
 

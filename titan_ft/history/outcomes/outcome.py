@@ -16,7 +16,7 @@ from typing import Any, Literal
 from titan_ft.history.fold.group import ENDED, GroupFold, Reason, group_alike
 from titan_ft.history.fold.run import RunFold
 from titan_ft.history.outcomes.notes import name_groups
-from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.run_record import RunRecord, once_per_record
 from titan_ft.run.events import LaunchFinished
 
 Kind = Literal["running", "finished", "stopped", "failed", "never began", "unknown"]
@@ -86,10 +86,10 @@ class Outcome:
         return asdict(self) | {"lost": [asdict(group) for group in self.lost]}
 
 
-@view
+@once_per_record
 def find_outcome(record: RunRecord) -> Outcome:
     """Return the outcome of a recorded run."""
-    outcome = decide_outcome(record.fold, goes_on=record.goes_on)
+    outcome = decide_outcome(record.fold, is_live=record.is_live)
     if outcome.kind != "running" or not outcome.step or not record.silent_seconds:
         return outcome
     # All groups may be frozen at once: then no group is left that could report the others as lost.
@@ -97,13 +97,13 @@ def find_outcome(record: RunRecord) -> Outcome:
     return replace(outcome, headline=headline, colour="amber")
 
 
-def decide_outcome(fold: RunFold, *, goes_on: bool) -> Outcome:
+def decide_outcome(fold: RunFold, *, is_live: bool) -> Outcome:
     """Return the outcome of a run by its events so far.
 
     Args:
-        goes_on: whether the launcher lives; without a launcher, whether the groups live.
+        is_live: whether the launcher lives; without a launcher, whether the groups live.
     """
-    kind = _find_kind(fold, goes_on=goes_on)
+    kind = _find_kind(fold, is_live=is_live)
     reasons = _find_reasons(fold)
     reason = None
     if _needs_reason(fold, kind) and reasons:
@@ -128,9 +128,9 @@ def decide_outcome(fold: RunFold, *, goes_on: bool) -> Outcome:
     )
 
 
-def _find_kind(fold: RunFold, *, goes_on: bool) -> Kind:
-    if not _is_over(fold, goes_on=goes_on):
-        if goes_on:
+def _find_kind(fold: RunFold, *, is_live: bool) -> Kind:
+    if not _is_over(fold, is_live=is_live):
+        if is_live:
             return "running"
         return "unknown"  # the launcher is gone, and no event reports its end
     end = fold.launch_end
@@ -155,11 +155,11 @@ def _find_kind(fold: RunFold, *, goes_on: bool) -> Kind:
     return "finished"
 
 
-def _is_over(fold: RunFold, *, goes_on: bool) -> bool:
+def _is_over(fold: RunFold, *, is_live: bool) -> bool:
     """Return whether the launch announced its end; without a launcher, whether all groups ended."""
     if fold.launched:
         return fold.launch_end is not None
-    return fold.ended or not goes_on
+    return fold.ended or not is_live
 
 
 def _find_kind_without_launcher(fold: RunFold) -> Kind:

@@ -1,6 +1,26 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The record of a run: its events, read once, and derived values; every figure is a view of it."""
+"""`RunRecord`: the events of a run, read once, and the values that many readers derive from them.
+
+`check`, `report`, the forecast and the benchmarks call `RunRecord.read` on the folder of a run, and
+pass the record to the functions that judge the run or compute its figures. Each derived value is
+computed on first use, once (`cached_property`, `once_per_record`), so that all readers agree on it.
+Reading goes in this order:
+
+1. Read the events of all files; see `titan_ft.history.record.kept`. For a long run many events are
+   reduced: a *usual step*, about which a checker can say nothing, keeps one commit.
+2. Sort them by the wall clock (`written`), and correct a wall clock that was set (`events`).
+3. Feed them to a fold (`fold`). It has the groups, attempts, failures and faults.
+4. Find the states that commits made (`states`), and the trajectory of the job (`chain`).
+
+Terms:
+
+- A *lineage* is the name of a state. A commit names the state that it made and the state that it
+  changed (its parent).
+- The *trajectory* is the chain of parents from the job's final state back to the first. A commit
+  off the trajectory is *void*: training went back, and its update was thrown away.
+- The *usual step* is also the length of a step to which all costs in time refer (`usual_step_us`).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +39,7 @@ import msgspec
 
 from titan_ft.history.fold.attempt import Attempt, find_fatal_fault
 from titan_ft.history.fold.faults import RecordedFault
-from titan_ft.history.fold.group import WorkerKey, is_of_worker
+from titan_ft.history.fold.group import AttemptKey, WorkerKey, is_of_worker
 from titan_ft.history.fold.run import RunFold, fold_events
 from titan_ft.history.fold.unit import Unit
 from titan_ft.history.record.kept import SETTLED_SECONDS, read_reduced
@@ -38,29 +58,27 @@ from titan_ft.run.paths import RunPaths
 
 E = TypeVar("E", bound=ev.Event)
 T = TypeVar("T")
-Healed = (ev.HealFinished, ev.CheckpointLoaded, ev.RolledBack, ev.StartedAnew)
-"""After these a process goes on from another state than the one it held."""
+STATE_REPLACING_EVENTS = (ev.HealFinished, ev.CheckpointLoaded, ev.RolledBack, ev.StartedAnew)
+"""Events after which a process goes on from another state than the one that its commits made."""
 STEADY_SECONDS = 0.1
-"""Wall clocks that part by less from the monotonic clock were not set."""
+"""A wall clock that moves by less against the monotonic clock was not set."""
 SILENT_SECONDS = 10.0
-"""A run that is not over and announces nothing for so long, or for two steps, is silent."""
+"""A run that is not over is silent if it has written no event for so long, and for two steps."""
 RECENT_SECONDS = 60.0
-"""Groups that have no launcher, and did not end, go on if one of them has announced anything within
-this time.
+"""If no lock shows whether a launcher lives, a run with an event within this time is taken to live.
 """
 
 
 @dataclass
 class ProcessHistory:
-    """One worker process: a rank in one attempt of its group. Its events are in the order in which
-    it wrote them.
-    """
+    """One worker process: a rank in one attempt of its group."""
 
     slot: int
     rank: int
     attempt: int
     pid: int
     events: list[ev.Event] = field(default_factory=list)
+    """In the order in which the process wrote them."""
     exit: ev.WorkerExited | ev.AgentEnded | None = None
     """The event of its end, by its agent, or by the launcher if the agent died too."""
 
@@ -82,12 +100,13 @@ class ProcessHistory:
         return any(isinstance(event, (ev.TrainingFinished, ev.Drained)) for event in self.events)
 
     def commits(self) -> Iterator[ev.StepCommitted]:
-        """Yield its commits."""
-        return (event for event in self.events if isinstance(event, ev.StepCommitted))
+        for event in self.events:
+            if isinstance(event, ev.StepCommitted):
+                yield event
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class CurvePoint:
     """One step of the loss curve.
 
     Attributes:
@@ -107,18 +126,20 @@ class Point:
 class RunRecord:
     """The events of a run in order of time, and values derived from them.
 
-    Each value is computed on first use, once. An error in one computation affects only its users.
+    An error in the computation of one value affects only the users of this value.
 
     Args:
         events: of all processes.
         cut: names of the files whose writers had more to write (see `run/appender.py`).
-        goes_on: True if the run was alive when its events were read, so that more of them follow.
-        silent_seconds: for a live run, the age of its last event at that time; 0 if usual.
-        firsts: for a long run with reduced events, the first commit of each usual step; see
-            `usual_steps`.
+        is_live: True if the run was alive when its events were read, so that more events follow.
+        silent_seconds: for a live run, the age of its last event at that time, if the run was
+            silent; otherwise 0.
+        usual_commits: the first commit of each usual step, if the events of a long run are reduced;
+            see `usual_steps`.
 
     Attributes:
         written: the events as their processes wrote them, in the order of their wall clocks.
+        computed: the results of the functions with `once_per_record`.
     """
 
     def __init__(
@@ -126,26 +147,26 @@ class RunRecord:
         events: Iterable[ev.Event],
         cut: Iterable[str] = (),
         *,
-        goes_on: bool = False,
+        is_live: bool = False,
         silent_seconds: float = 0.0,
-        firsts: Iterable[ev.StepCommitted] = (),
+        usual_commits: Iterable[ev.StepCommitted] = (),
     ) -> None:
         self.written = sorted(events, key=lambda event: event.time)
         self.cut = tuple(cut)
-        self.goes_on, self.silent_seconds = goes_on, silent_seconds
-        self.firsts = list(firsts)
-        self.views: dict[Callable[..., Any], Any] = {}
+        self.is_live = is_live
+        self.silent_seconds = silent_seconds
+        self.usual_commits = list(usual_commits)
+        self.computed: dict[Callable[..., Any], Any] = {}
 
     @classmethod
     def read(cls, folder: Path, *, whole: bool = False) -> RunRecord:
-        """Read the event files in the folder `events` of a run; many events are reduced, see
-        `usual_steps`.
+        """Read the event files in the folder `events` of a run.
 
         For a live run, events that were written during the reading are left out. Files are read one
-        after the other, and an early file lacks events that a late file refers to.
+        after the other, so the first files may lack events that the last files refer to.
 
         Args:
-            whole: read all events unreduced, however many.
+            whole: do not reduce the events of a long run, however many they are.
 
         Raises:
             OSError: a file cannot be read.
@@ -153,32 +174,36 @@ class RunRecord:
         """
         now = time.time()
         if whole:
-            record = cls(*read_history(folder))
+            events, cut_files = read_history(folder)
+            record = cls(events, cut_files)
         else:
-            found, cut = read_reduced(folder)
-            record = cls(found.events, cut, firsts=found.firsts)
-            if not record.usual <= record.on_chain:
-                # Training went back over usual steps, and no event reports it: each of their
-                # commits counts.
+            reduction, cut_files = read_reduced(folder)
+            record = cls(reduction.events, cut_files, usual_commits=reduction.firsts)
+            all_usual_are_on_chain = record.usual_lineages <= record.chain_lineages
+            if not all_usual_are_on_chain:
+                # Training went back over usual steps, and no event reports it. Each of their
+                # commits counts then, so none of them may be left out.
                 return cls.read(folder, whole=True)
-        if not _goes_on(record, RunPaths(folder.parent), now):
+        if not _is_live(record, RunPaths(folder.parent), now):
             return record
         settled = [event for event in record.written if event.time <= now - SETTLED_SECONDS]
-        age = now - record.written[-1].time
-        is_silent = age > max(SILENT_SECONDS, 2 * (record.usual_step_seconds or 0.0))
-        silent_seconds = age if is_silent else 0.0
+        if not settled:
+            settled = record.written
+        silent_seconds = now - record.written[-1].time
+        if silent_seconds <= _at_least_two_steps(record, SILENT_SECONDS):
+            silent_seconds = 0.0
         return cls(
-            settled or record.written,
-            goes_on=True,
+            settled,
+            is_live=True,
             silent_seconds=silent_seconds,
-            firsts=record.firsts,
+            usual_commits=record.usual_commits,
         )
 
     @cached_property
     def events(self) -> list[ev.Event]:
         """The events with their true times.
 
-        Wall clocks may be set while a run goes on. If all events are of one host and one launch,
+        A wall clock may be set while a run goes on. If all events are of one host and one launch,
         its monotonic clock gives the time that really passed.
         """
         if not self.written:
@@ -186,16 +211,16 @@ class RunRecord:
         offsets = [event.time - event.mono for event in self.written]
         is_steady = max(offsets) - min(offsets) < STEADY_SECONDS
         hosts = {event.host for event in self.written if isinstance(event, ev.WorkerStarted)}
-        num_launches = sum(isinstance(event, ev.LaunchStarted) for event in self.written)
-        has_one_clock = len(hosts) == 1 and num_launches <= 1
-        if is_steady or not has_one_clock:
+        launches = [event for event in self.written if isinstance(event, ev.LaunchStarted)]
+        has_one_monotonic_clock = len(hosts) == 1 and len(launches) <= 1
+        if is_steady or not has_one_monotonic_clock:
             return self.written
         first = min(self.written, key=lambda event: event.mono)
         begin = first.time - first.mono
-        replaced = (
+        corrected = [
             msgspec.structs.replace(event, time=event.mono + begin) for event in self.written
-        )
-        return sorted(replaced, key=lambda event: event.time)
+        ]
+        return sorted(corrected, key=lambda event: event.time)
 
     @cached_property
     def _by_kind(self) -> dict[type[ev.Event], list[Any]]:
@@ -206,24 +231,29 @@ class RunRecord:
 
     def of(self, *kinds: type[E]) -> list[E]:
         """Return the events of some kinds, one kind after the other, each in order of time."""
-        return [event for kind in kinds for event in self._by_kind.get(kind, [])]
+        found: list[E] = []
+        for kind in kinds:
+            found += self._by_kind.get(kind, [])
+        return found
 
     @cached_property
-    def usual(self) -> frozenset[str]:
-        """The lineages of the usual steps, each of which has one commit in place of all."""
-        return frozenset(commit.lineage for commit in self.firsts)
+    def usual_lineages(self) -> frozenset[str]:
+        """The states that usual steps made, if the events are reduced."""
+        return frozenset(commit.lineage for commit in self.usual_commits)
 
     @cached_property
     def num_omitted(self) -> int:
-        """The commits of usual steps, by all processes, that are not among the events."""
+        """Number of commits of usual steps, by all processes, that are not among the events."""
         return sum(event.num_steps for event in self.of(UsualSteps))
 
     @cached_property
     def num_usual_comparisons(self) -> int:
-        """Pairs of a usual step and a rank for which all groups have the same digest."""
-        # The same usual steps of a rank are in one event of each group: count them once.
-        digests = {(event.parent, event.rank): event.num_digests for event in self.of(UsualSteps)}
-        return sum(digests.values())
+        """Number of pairs of a usual step and a rank for which all groups have the same digest."""
+        num_digests_of: dict[tuple[str, int], int] = {}
+        for event in self.of(UsualSteps):
+            # Each group has an event for the same usual steps of a rank: count them once.
+            num_digests_of[event.parent, event.rank] = event.num_digests
+        return sum(num_digests_of.values())
 
     @property
     def num_events(self) -> int:
@@ -233,7 +263,8 @@ class RunRecord:
     @cached_property
     def _known_commits(self) -> list[ev.StepCommitted]:
         """The commits of all ranks, in order of time; for a usual step only the first one."""
-        return sorted([*self.of(ev.StepCommitted), *self.firsts], key=lambda event: event.time)
+        commits = [*self.of(ev.StepCommitted), *self.usual_commits]
+        return sorted(commits, key=lambda event: event.time)
 
     @cached_property
     def fold(self) -> RunFold:
@@ -247,9 +278,12 @@ class RunRecord:
         """The worker processes."""
         found: dict[WorkerKey, ProcessHistory] = {}
         for event in self.events:
-            if is_of_worker(event):
-                key = (event.replica or 0, event.rank or 0, event.attempt or 0, event.pid)
-                found.setdefault(key, ProcessHistory(*key)).events.append(event)
+            if not is_of_worker(event):
+                continue
+            key = (event.replica or 0, event.rank or 0, event.attempt or 0, event.pid)
+            if key not in found:
+                found[key] = ProcessHistory(*key)
+            found[key].events.append(event)
         for process in found.values():
             # The wall clock may have been set meanwhile; the monotonic one cannot be.
             process.events.sort(key=lambda event: event.mono)
@@ -257,9 +291,13 @@ class RunRecord:
             ended = found.get((exit.replica, exit.rank, exit.attempt, exit.worker_pid))
             if ended is not None:
                 ended.exit = exit
-        dead_agents = {(event.replica, event.attempt): event for event in self.of(ev.AgentEnded)}
+        # An agent that died could not report the ends of its workers.
+        dead_agents: dict[AttemptKey, ev.AgentEnded] = {}
+        for agent_end in self.of(ev.AgentEnded):
+            dead_agents[agent_end.replica, agent_end.attempt] = agent_end
         for process in found.values():
-            process.exit = process.exit or dead_agents.get((process.slot, process.attempt))
+            if process.exit is None:
+                process.exit = dead_agents.get((process.slot, process.attempt))
         return list(found.values())
 
     @property
@@ -269,15 +307,15 @@ class RunRecord:
 
     @cached_property
     def attempts(self) -> dict[int, list[Attempt]]:
-        """The attempts of each group that have events, in order."""
+        """The attempts of each group that have events, in order, each with its fatal fault."""
         groups: dict[int, list[Attempt]] = defaultdict(list)
         for attempt in sorted(self.fold.attempts.values(), key=lambda attempt: attempt.number):
             groups[attempt.slot].append(attempt)
         for attempts in groups.values():
-            since = 0
+            former_end_us = 0
             for attempt in attempts:
-                attempt.fault = find_fatal_fault(attempt, self.faults, since)
-                since = attempt.exit_us or 0
+                attempt.fault = find_fatal_fault(attempt, self.faults, former_end_us)
+                former_end_us = attempt.exit_us or 0
         return dict(groups)
 
     @cached_property
@@ -291,10 +329,10 @@ class RunRecord:
     @cached_property
     def group_size(self) -> int:
         """Number of the job's groups when all are present; 0 if unknown."""
+        launch_sizes = [event.replicas for event in self.of(ev.LaunchStarted)]
         configs = [process.config for process in self.processes if process.config is not None]
-        sizes = [config.group_size for config in configs]
-        sizes += [event.replicas for event in self.of(ev.LaunchStarted)]
-        return max(sizes, default=0)
+        config_sizes = [config.group_size for config in configs]
+        return max([*launch_sizes, *config_sizes], default=0)
 
     @property
     def unit(self) -> Unit:
@@ -302,10 +340,13 @@ class RunRecord:
         return self.fold.unit
 
     @cached_property
-    def hang_us(self) -> int | None:
+    def hang_timeout_us(self) -> int | None:
         """Microseconds without progress after which a worker ends itself; None if unknown."""
-        configs = [event.config for event in self.of(ev.WorkerStarted) if event.config is not None]
-        return round(configs[-1].hang_timeout_seconds * 1e6) if configs else None
+        latest: int | None = None
+        for event in self.of(ev.WorkerStarted):
+            if event.config is not None:
+                latest = round(event.config.hang_timeout_seconds * 1e6)
+        return latest
 
     # Time
 
@@ -317,14 +358,18 @@ class RunRecord:
         """
         if not self.events:
             return 0, 0
-        begin, end = self.events[0].time_us, self.events[-1].time_us
-        starts, ends = self.of(ev.LaunchStarted), self.of(ev.LaunchFinished)
+        begin_us = self.events[0].time_us
+        end_us = self.events[-1].time_us
+        starts = self.of(ev.LaunchStarted)
+        ends = self.of(ev.LaunchFinished)
         if starts:
-            begin = starts[0].time_us
-        # The last launch may have no event of its end yet.
-        if ends and (not starts or ends[-1].time >= starts[-1].time):
-            end = ends[-1].time_us
-        return begin, max(begin, end)
+            begin_us = starts[0].time_us
+        if ends:
+            # The last launch may have no event of its end yet. Then the end is an earlier launch's.
+            is_end_of_last_launch = not starts or ends[-1].time >= starts[-1].time
+            if is_end_of_last_launch:
+                end_us = ends[-1].time_us
+        return begin_us, max(begin_us, end_us)
 
     @property
     def begin(self) -> float:
@@ -334,10 +379,12 @@ class RunRecord:
     @property
     def launch_end(self) -> float | None:
         """When the last launch ended, in Unix seconds; None if it did not, or there was none."""
-        launch, end = self.fold.launch, self.fold.launch_end
-        # Another launcher's end: the start of the last launch is missing.
-        if launch is None or end is None or end.pid != launch.pid:
+        launch = self.fold.launch
+        end = self.fold.launch_end
+        if launch is None or end is None:
             return None
+        if end.pid != launch.pid:
+            return None  # another launcher's end: the start of the last launch is missing
         return end.time
 
     @cached_property
@@ -355,37 +402,41 @@ class RunRecord:
             outages.append((fault.time_us, end_us))
         return outages
 
-    def last_fault_us(self, start: int, end: int) -> int:
-        """Return the time of the last fault from `start` to `end`; `start` if there was none."""
-        place = bisect_right(self.faults, end, key=lambda fault: fault.time_us) - 1
-        if place < 0:
-            return start
-        return max(start, self.faults[place].time_us)
+    def find_last_fault_us(self, begin_us: int, end_us: int) -> int:
+        """Return the time of the last fault within a time; `begin_us` if there was none."""
+        num_until_end = bisect_right(self.faults, end_us, key=lambda fault: fault.time_us)
+        if num_until_end == 0:
+            return begin_us
+        last = self.faults[num_until_end - 1]
+        return max(begin_us, last.time_us)
 
     # Steps and states
 
     @cached_property
-    def curve(self) -> list[Point]:
-        """The loss curve: a point for each step of the trajectory in the history."""
+    def curve(self) -> list[CurvePoint]:
+        """The loss curve: a point for each step of the trajectory."""
         points = []
         tokens = 0
         for state in self.chain:
-            commits = self.commits_of[state.lineage]
+            commits = self.commits_by_lineage[state.lineage]
             first = commits[0]
             tokens += first.tokens
-            # In older histories only the ranks of a pipeline's last stage know the loss.
-            losses = [commit.loss for commit in commits if commit.loss is not None]
-            loss = losses[0] if losses else None
-            points.append(Point(first.step, tokens, loss, self._is_whole(commits), first))
+            loss: float | None = None
+            for commit in commits:
+                # In older histories only the ranks of a pipeline's last stage know the loss.
+                if commit.loss is not None:
+                    loss = commit.loss
+                    break
+            points.append(CurvePoint(first.step, tokens, loss, self._is_whole(commits), first))
         return points
 
     def _is_whole(self, commits: list[ev.StepCommitted]) -> bool:
-        """Return True if all groups took part in a step, and made all steps of a round."""
+        """Return True if all groups took part in a step, and made all local steps of a round."""
         if self.unit.method:
-            length = self.unit.steps_of(commits[0].step)
+            num_steps = self.unit.steps_of(commits[0].step)
             for commit in commits:
                 # A group that joins during a round makes fewer steps.
-                if commit.inner_steps is not None and commit.inner_steps < length:
+                if commit.inner_steps is not None and commit.inner_steps < num_steps:
                     return False
         return len(commits[0].participants) >= self.group_size
 
@@ -403,8 +454,8 @@ class RunRecord:
         return found
 
     @cached_property
-    def commits_of(self) -> dict[str, list[ev.StepCommitted]]:
-        """The commits of all ranks by the state they made; for a usual step only the first."""
+    def commits_by_lineage(self) -> dict[str, list[ev.StepCommitted]]:
+        """The commits of all ranks by the state that they made; for a usual step only the first."""
         found: dict[str, list[ev.StepCommitted]] = defaultdict(list)
         for event in self._known_commits:
             found[event.lineage].append(event)
@@ -412,7 +463,7 @@ class RunRecord:
 
     @cached_property
     def _states(self) -> tuple[dict[str, JobState], list[str]]:
-        return read_states(self._known_commits, self.usual)
+        return read_states(self._known_commits, self.usual_lineages)
 
     @property
     def states(self) -> dict[str, JobState]:
@@ -425,34 +476,46 @@ class RunRecord:
         return self._states[1]
 
     @cached_property
-    def finals(self) -> tuple[list[JobState], list[str]]:
-        """The states with which the job may have ended, the likeliest first, and the
-        missing facts.
-        """
-        unknown: list[str] = []
+    def _finals(self) -> tuple[list[JobState], list[str]]:
+        reasons_missing: list[str] = []
         if not self.states:
-            return [], unknown
+            return [], reasons_missing
         restarts: list[Restart] = [
             *self.of(ev.CheckpointLoaded),
             *self.of(ev.RolledBack),
             *self.of(ev.StartedAnew),
         ]
         finished = self.of(ev.TrainingFinished)
-        return final_states(self.states, self.commits_of, restarts, finished, unknown), unknown
+        finals = final_states(
+            self.states, self.commits_by_lineage, restarts, finished, reasons_missing
+        )
+        return finals, reasons_missing
+
+    @property
+    def finals(self) -> list[JobState]:
+        """The states with which the job may have ended, the likeliest first; usually one."""
+        return self._finals[0]
+
+    @property
+    def missing_finals(self) -> list[str]:
+        """Why a state that the job announced as its last one is not among them; usually empty."""
+        return self._finals[1]
 
     @cached_property
     def chain(self) -> list[JobState]:
         """The job's trajectory, oldest state first; empty without any commit."""
-        return chain_to(self.states, self.finals[0][0]) if self.states else []
+        if not self.states:
+            return []
+        return chain_to(self.states, self.finals[0])
 
     @cached_property
-    def on_chain(self) -> frozenset[str]:
+    def chain_lineages(self) -> frozenset[str]:
         """The lineages of the trajectory."""
         return frozenset(state.lineage for state in self.chain)
 
     @cached_property
-    def void(self) -> frozenset[str]:
-        """The lineages that some group committed and that did not lead to the job's last state.
+    def void_lineages(self) -> frozenset[str]:
+        """The states that some group committed and that did not lead to the job's last state.
 
         Steps below a cut of the history are left out, because nothing is known of them.
         """
@@ -460,98 +523,122 @@ class RunRecord:
         for state in self.states.values():
             if state.step >= self.chain[0].step:
                 lineages.add(state.lineage)
-        return frozenset(lineages - self.on_chain)
+        return frozenset(lineages - self.chain_lineages)
 
     @cached_property
-    def kept(self) -> list[ev.StepCommitted]:
+    def kept_commits(self) -> list[ev.StepCommitted]:
         """The commits of states that are not void, one per group and step."""
-        return [event for event in self.commits if event.lineage not in self.void]
+        return [event for event in self.commits if event.lineage not in self.void_lineages]
 
     @cached_property
-    def makers(self) -> dict[int, frozenset[int]]:
-        """For each step, the groups whose gradients it contains."""
+    def contributors_of_step(self) -> dict[int, frozenset[int]]:
+        """For each step, the slots of the groups whose gradients the job's update contains."""
         found: dict[int, frozenset[int]] = {}
         for state in self.states.values():
-            if state.lineage in self.void:
+            if state.lineage in self.void_lineages:
                 continue
-            makers = state.participants
-            if not makers:
-                # All makers died after the exchange, and only a group without weight reports the
-                # step. Without this, its time would count as wasted.
-                for commit in self.commits_of[state.lineage]:
-                    makers = makers.union(commit.participants)
-            found[state.step] = found.get(state.step, frozenset()) | makers
+            contributors = state.participants
+            if not contributors:
+                # All contributors died after the exchange, and only a group without weight reports
+                # the step. Without this, the time of the step would count as wasted.
+                for commit in self.commits_by_lineage[state.lineage]:
+                    contributors = contributors.union(commit.participants)
+            found[state.step] = found.get(state.step, frozenset()) | contributors
         return found
 
     @cached_property
-    def first_commits(self) -> dict[int, ev.StepCommitted]:
-        """For each step of the job, its first commit."""
-        return {event.step: event for event in (*reversed(self.kept), *self.firsts)}
+    def first_commit_of_step(self) -> dict[int, ev.StepCommitted]:
+        """For each step of the job, its first commit by any group."""
+        found: dict[int, ev.StepCommitted] = {}
+        for event in self.kept_commits:
+            found.setdefault(event.step, event)
+        for event in self.usual_commits:
+            found[event.step] = event
+        return found
 
     @cached_property
     def usual_step_us(self) -> int:
         """The usual step: the median microseconds between consecutive steps of the job; 0 without
         any.
 
-        Only steps that all groups made with one exchange each count, or all steps if there are none
-        such. All costs in time refer to the usual step: stalls, effective training time, a joiner's
-        price.
+        If possible, it is the median of undisturbed steps only: all groups made them, with one
+        exchange each. All costs in time refer to the usual step: stalls, effective training time,
+        the cost of a joiner.
         """
-        num_all = max((len(event.participants) for event in self.commits), default=0)
-        troubled = set()
-        for event in self.kept:
-            if len(event.participants) < num_all or event.exchanges != 1:
-                troubled.add(event.step)
-        gaps, quiet_gaps = [], []
-        for step, event in self.first_commits.items():
-            before = self.first_commits.get(step - 1)
+        most_participants = max((len(event.participants) for event in self.commits), default=0)
+        disturbed_steps = set()
+        for event in self.kept_commits:
+            if len(event.participants) < most_participants or event.exchanges != 1:
+                disturbed_steps.add(event.step)
+        gaps = []
+        undisturbed_gaps = []
+        for step, event in self.first_commit_of_step.items():
+            before = self.first_commit_of_step.get(step - 1)
             if before is None or event.time_us <= before.time_us:
                 continue
             gap = event.time_us - before.time_us
             gaps.append(gap)
-            # A gap has trouble if one of the steps at its ends has.
-            if step not in troubled and step - 1 not in troubled:
-                quiet_gaps.append(gap)
-        if not gaps:
-            return 0
-        return round(median(quiet_gaps or gaps))
+            if step not in disturbed_steps and step - 1 not in disturbed_steps:
+                undisturbed_gaps.append(gap)
+        if undisturbed_gaps:
+            return round(median(undisturbed_gaps))
+        if gaps:
+            return round(median(gaps))
+        return 0
 
     @cached_property
-    def usual_rest_seconds(self) -> float:
-        """The usual `rest_seconds`: the median over all groups; 0 without any."""
-        rests = []
+    def usual_non_compute_seconds(self) -> float:
+        """The median of `non_compute_seconds` over the steps of all groups; 0 without any."""
+        found = []
         for process in self.processes:
             if process.rank != 0:
                 continue
             for before, after in pairwise(process.commits()):
-                rests.append(rest_seconds(before, after))
-        return median(rests) if rests else 0.0
+                found.append(non_compute_seconds(before, after))
+        if not found:
+            return 0.0
+        return median(found)
 
     @property
     def usual_step_seconds(self) -> float | None:
         """The usual step in seconds; None if unknown."""
-        return self.usual_step_us / 1e6 if self.usual_step_us else None
+        if not self.usual_step_us:
+            return None
+        return self.usual_step_us / 1e6
 
 
-def _goes_on(record: RunRecord, paths: RunPaths, now: float) -> bool:
-    """Return True if a run is alive: its launch holds the run's folder, or a recent event
-    exists.
+def _is_live(record: RunRecord, paths: RunPaths, now: float) -> bool:
+    """Return True if a run is alive: its launcher holds the run's folder, or an event is recent.
+
+    Args:
+        now: Unix seconds.
     """
     fold = record.fold
-    if fold.launch_end is not None:
+    if not record.events or fold.launch_end is not None:
         return False
-    if not record.events or (fold.ended and not fold.launched):
+    recent_seconds = RECENT_SECONDS
+    if fold.launched:
+        is_occupied = is_held(paths)
+        if is_occupied:
+            return True
+        if is_occupied is not None:
+            # The lock is free. This does not prove the launcher's end, because some file systems
+            # keep a lock on the launcher's own host.
+            recent_seconds = SILENT_SECONDS
+    elif fold.ended:
         return False
-    held = is_held(paths) if fold.launched else None
-    if held:
-        return True
-    # A free lock is no proof: some file systems keep a launcher's lock on its own host.
-    least = RECENT_SECONDS if held is None else SILENT_SECONDS
     age = now - record.written[-1].time
-    return age < max(least, 2 * (record.usual_step_seconds or 0.0))
+    return age < _at_least_two_steps(record, recent_seconds)
 
 
-def rest_seconds(before: ev.StepCommitted, after: ev.StepCommitted) -> float:
+def _at_least_two_steps(record: RunRecord, seconds: float) -> float:
+    """Return a time, or two usual steps if these are longer: no event comes within a long step."""
+    if record.usual_step_seconds is None:
+        return seconds
+    return max(seconds, 2 * record.usual_step_seconds)
+
+
+def non_compute_seconds(before: ev.StepCommitted, after: ev.StepCommitted) -> float:
     """Return the seconds between two commits of a process in which it did not compute.
 
     Mostly it waits then: for the exchange, and for late groups.
@@ -559,16 +646,17 @@ def rest_seconds(before: ev.StepCommitted, after: ev.StepCommitted) -> float:
     return after.time - before.time - after.compute_seconds - after.apply_seconds
 
 
-def view(work_out: Callable[[RunRecord], T]) -> Callable[[RunRecord], T]:
-    """Compute a function of a record once for each record; every caller gets the same object,
-    read-only.
+def once_per_record(compute: Callable[[RunRecord], T]) -> Callable[[RunRecord], T]:
+    """Decorate a function of a record: it is computed once for each record.
+
+    All callers get the same object, and must not change it.
     """
 
-    @wraps(work_out)
-    def once(record: RunRecord) -> T:
-        if once not in record.views:
-            record.views[once] = work_out(record)
-        found: T = record.views[once]
-        return found
+    @wraps(compute)
+    def compute_once(record: RunRecord) -> T:
+        if compute_once not in record.computed:
+            record.computed[compute_once] = compute(record)
+        result: T = record.computed[compute_once]
+        return result
 
-    return once
+    return compute_once

@@ -10,7 +10,7 @@ from statistics import median
 
 from titan_ft.history.judgement import count
 from titan_ft.history.outcomes.outcome import find_outcome
-from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.run_record import RunRecord, once_per_record
 from titan_ft.history.report.phases import find_state_spans
 from titan_ft.history.report.words import DASH, format_duration, format_percent
 from titan_ft.history.summary import summarize
@@ -50,7 +50,7 @@ class Hours:
     lost: float
 
 
-@view
+@once_per_record
 def find_hours(record: RunRecord) -> Hours:
     """Return the hours of a run's ranks, and the cost of failures and waits."""
     first_step_us = record.span_us[1]

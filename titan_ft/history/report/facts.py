@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from titan_ft.history.check import check
 from titan_ft.history.judgement import count
 from titan_ft.history.outcomes.notes import find_notes, name_groups
-from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.run_record import RunRecord, once_per_record
 from titan_ft.history.report.phases import TimeInState, add_up_job
 from titan_ft.history.report.style import DETAILS, STATES, Look, state_order
 from titan_ft.history.report.words import format_duration, format_percent
@@ -57,7 +57,7 @@ def report_figures(record: RunRecord, against: RunRecord | None = None) -> dict[
     }
 
 
-@view
+@once_per_record
 def find_recoveries(record: RunRecord) -> list[Recovery]:
     """Return the faults and the failures of a run, in order of time."""
     found = []

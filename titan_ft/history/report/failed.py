@@ -13,7 +13,7 @@ from titan_ft.history.fold.group import Reason, group_alike
 from titan_ft.history.outcomes.logs import find_log
 from titan_ft.history.outcomes.notes import name_groups
 from titan_ft.history.outcomes.outcome import find_outcome
-from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.run_record import RunRecord, once_per_record
 from titan_ft.run.error_file import kind_of
 from titan_ft.run.excerpt import explain_end, read_end
 
@@ -58,7 +58,7 @@ class Failed:
         return f"{self.num_injected} of {self.count} injected"
 
 
-@view
+@once_per_record
 def find_failed(record: RunRecord) -> list[Failed]:
     """Return the reasons for which attempts of groups failed.
 

@@ -23,7 +23,7 @@ from statistics import median
 
 from titan_ft.history.outcomes.notes import name_groups
 from titan_ft.history.outcomes.outcome import find_outcome
-from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.run_record import RunRecord, once_per_record
 from titan_ft.history.report.style import DETAILS
 from titan_ft.history.timing.incidents import Incident, find_incidents
 from titan_ft.history.timing.intervals import Interval
@@ -77,7 +77,7 @@ class TimeInState:
     """Microseconds in each fine state."""
 
 
-@view
+@once_per_record
 def find_state_spans(record: RunRecord) -> dict[int, tuple[StateSpan, ...]]:
     """Return the spans of each group, without gaps, from the job's begin to its end."""
     lost = {group.slot for group in find_outcome(record).lost}
@@ -93,7 +93,7 @@ def find_state_spans(record: RunRecord) -> dict[int, tuple[StateSpan, ...]]:
     return found
 
 
-@view
+@once_per_record
 def add_up_job(record: RunRecord) -> dict[str, TimeInState]:
     """Return how long all groups together were in each state."""
     spans: list[StateSpan] = []
@@ -102,7 +102,7 @@ def add_up_job(record: RunRecord) -> dict[str, TimeInState]:
     return add_up_spans(spans)
 
 
-@view
+@once_per_record
 def add_up_groups(record: RunRecord) -> dict[int, dict[str, TimeInState]]:
     """Return for each group how long it was in each state."""
     return {group: add_up_spans(row) for group, row in find_state_spans(record).items()}

@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from statistics import median
 
-from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.run_record import RunRecord, once_per_record
 from titan_ft.run.events import StepCommitted, WorkerStarted
 
 SLOWER = 1.2
@@ -33,7 +33,7 @@ class RankFigures:
     memory_times_others: float | None
 
 
-@view
+@once_per_record
 def find_odd_ranks(record: RunRecord) -> list[RankFigures]:
     """Return the ranks that differ from the others, the slowest first."""
     commits: dict[tuple[int, int], list[StepCommitted]] = defaultdict(list)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import mean
 from typing import Any, NamedTuple
 
-from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.run_record import RunRecord, once_per_record
 from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.history.timing.incidents import find_failures
 from titan_ft.history.timing.intervals import STATES
@@ -86,7 +86,7 @@ class Goodput:
         return figures
 
 
-@view
+@once_per_record
 def measure_goodput(record: RunRecord) -> Goodput:
     """Return the use of a run's time and work."""
     result = Goodput()
@@ -98,7 +98,7 @@ def measure_goodput(record: RunRecord) -> Goodput:
     result.exchanges_attempted, result.exchanges_committed = count_exchanges(record)
     _count_work(record, result)
     if result.wall_us:
-        steps = record.first_commits.values()
+        steps = record.first_commit_of_step.values()
         result.steps_per_hour = len(steps) * 3600e6 / result.wall_us
         result.tokens_per_second = sum(event.tokens for event in steps) * 1e6 / result.wall_us
     failures = find_failures(record)
@@ -160,7 +160,7 @@ def effective_training_time(record: RunRecord) -> tuple[float | None, float | No
     This formula explains its figures with a failure each 18 minutes: 1 - 10/18 = 44 % if all groups
     wait for one, and 1 - 3/18 = 83 % less the share of a replica that is being restarted.
     """
-    steps = record.first_commits
+    steps = record.first_commit_of_step
     usual_us = record.usual_step_us
     begin, end = record.span_us
     if not steps or not usual_us or begin == end or not record.groups:
@@ -190,14 +190,14 @@ def _count_contributors(record: RunRecord, event: StepCommitted) -> float:
     length = unit.steps_of(event.step)
     if not length:
         return groups
-    for own in record.commits_of[event.lineage]:
+    for own in record.commits_by_lineage[event.lineage]:
         is_of_group = own.rank == 0 and own.contributed
         if is_of_group and own.inner_steps is not None:
             groups -= max(0.0, 1 - own.inner_steps / length)
     return groups
 
 
-@view
+@once_per_record
 def count_exchanges(record: RunRecord) -> tuple[int, int]:
     """Return the exchanges between the groups that were attempted, and those that were committed.
 
@@ -213,7 +213,7 @@ def count_exchanges(record: RunRecord) -> tuple[int, int]:
     included. Rounds in which groups only waited, below `min_replica_size`, count as one exchange.
     """
     made: dict[tuple[int, str], int] = {}
-    for first in record.firsts:
+    for first in record.usual_commits:
         made[first.step, first.lineage] = 1
     # Failed exchanges of each group for each step, since its last commit of this step.
     num_failed: dict[tuple[int, int], int] = defaultdict(int)
@@ -244,11 +244,11 @@ def count_exchanges(record: RunRecord) -> tuple[int, int]:
         if step not in committed_steps:
             broken[step] = max(broken.get(step, 0), fails)
     attempted += sum(broken.values())
-    num_committed = sum(lineage not in record.void for _, lineage in made)
+    num_committed = sum(lineage not in record.void_lineages for _, lineage in made)
     return attempted, num_committed
 
 
-@view
+@once_per_record
 def count_wire_bytes(record: RunRecord) -> tuple[int | None, float | None]:
     """Return the bytes of gradients that all ranks sent, and the bytes of a group for each step.
 
@@ -295,7 +295,7 @@ def _find_begun_steps(record: RunRecord) -> list[_BegunStep]:
         if event.forward_passes <= 0:
             continue
         why = ""
-        if event.lineage in record.void:
+        if event.lineage in record.void_lineages:
             why = "the state was thrown away"
         elif not event.contributed:
             why = "the gradient was left out"

@@ -54,7 +54,7 @@ from typing import Any, NamedTuple
 from titan_ft.history.fold.attempt import Attempt
 from titan_ft.history.fold.faults import RecordedFault
 from titan_ft.history.fold.group import FailureSpan
-from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.run_record import RunRecord, once_per_record
 from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.run.events import (
     DigestMismatch,
@@ -328,7 +328,7 @@ class _IncidentDraft(StallCause):
         return self.time_us / 1e6
 
 
-@view
+@once_per_record
 def find_incidents(record: RunRecord) -> list[Incident]:
     """Return the incidents of a run in order of time."""
     drafts = _draft_incidents(record)
@@ -379,7 +379,7 @@ def _find_allowance_us(commit: StepCommitted, record: RunRecord) -> float:
     if record.unit.steps == 1:
         return 0.0
     computing_seconds = commit.compute_seconds + commit.apply_seconds
-    sound_round_us = 1e6 * (computing_seconds + record.usual_rest_seconds)
+    sound_round_us = 1e6 * (computing_seconds + record.usual_non_compute_seconds)
     return max(0.0, sound_round_us - record.usual_step_us)
 
 
@@ -407,7 +407,7 @@ def find_drains(record: RunRecord) -> list[RecordedDrain]:
     return sorted(drains, key=lambda drain: drain.time)
 
 
-@view
+@once_per_record
 def find_heals(record: RunRecord) -> list[RecordedHeal]:
     """Return the transfers of state to groups in order of time, one for all ranks of a group."""
     events_of: dict[tuple[int, int, int], list[HealFinished]] = defaultdict(list)

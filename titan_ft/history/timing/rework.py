@@ -18,7 +18,7 @@ from typing import Any
 
 from titan_ft.history.fold.attempt import Attempt
 from titan_ft.history.fold.unit import STEP, Unit
-from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.run_record import RunRecord, once_per_record
 from titan_ft.run.events import (
     CheckpointLoaded,
     LaunchStarted,
@@ -121,7 +121,7 @@ class Rework:
         return figures
 
 
-@view
+@once_per_record
 def find_rework(record: RunRecord) -> Rework:
     """Return the rework of a run."""
     setbacks = _find_setbacks(record)
@@ -133,7 +133,9 @@ def find_rework(record: RunRecord) -> Rework:
                 lost_by_setbacks.add(state.lineage)
     parted: set[int] = set()
     if record.states:
-        parted = {record.states[lineage].step for lineage in record.void - lost_by_setbacks}
+        parted = {
+            record.states[lineage].step for lineage in record.void_lineages - lost_by_setbacks
+        }
     offences = _find_offences(setbacks, record.unit.noun)
     return Rework(tuple(setbacks), tuple(sorted(parted)), record.unit, tuple(offences))
 
@@ -188,7 +190,7 @@ def _draft_setbacks(record: RunRecord) -> list[_SetbackDraft]:
         return []
     # Training may go back over steps that were not usual, and make them again as usual steps: the
     # first commits of usual steps belong to the sequence.
-    events: list[Any] = [*going_back, *record.commits, *record.firsts]
+    events: list[Any] = [*going_back, *record.commits, *record.usual_commits]
     events.sort(key=lambda event: event.time)
     drafts: list[_SetbackDraft] = []
     reached = 0

@@ -38,7 +38,7 @@ from statistics import median
 from typing import NamedTuple
 
 from titan_ft.history.fold.attempt import Attempt
-from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.run_record import RunRecord, once_per_record
 from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.history.timing.intervals import STATES, Interval, Strip
 from titan_ft.run import events as ev
@@ -85,7 +85,7 @@ class Timeline:
         return totals
 
 
-@view
+@once_per_record
 def build_timeline(record: RunRecord) -> Timeline:
     """Return the states of all groups from the job's begin to its end."""
     groups: dict[int, tuple[Interval, ...]] = {}
@@ -98,7 +98,7 @@ def build_timeline(record: RunRecord) -> Timeline:
     return Timeline(begin_us, end_us, groups, tuple(unfinished))
 
 
-@view
+@once_per_record
 def _events_of_rank_0(record: RunRecord) -> dict[tuple[int, int], list[ev.Event]]:
     """Return the events of rank 0 by group and attempt, in order of time.
 
@@ -289,7 +289,7 @@ class GroupCutter:
         """Fill the time of a step: the time before it, computing, the exchange, the update."""
         strip = self._strip
         shares = self._share_out(time, event)
-        is_void = event.lineage in self._record.void
+        is_void = event.lineage in self._record.void_lineages
         has_counted = event.contributed or _counts_own_batch(event)
         computed = "productive"
         why_wasted = ""
@@ -372,7 +372,7 @@ class GroupCutter:
         waiting = {"exchange_wait", "unknown"}
         for time, event in self._pending:
             if isinstance(event, ev.ExchangeFailed):
-                start = self._record.last_fault_us(time - _us(event.seconds), time)
+                start = self._record.find_last_fault_us(time - _us(event.seconds), time)
                 paint(start, time, "detection", waiting, event.error[:80])
         for time, event in self._pending:
             if isinstance(event, ev.Joined):
@@ -448,7 +448,9 @@ class GroupCutter:
         # If the group itself committed this step after its return, the gradient in the step is the
         # one that it computed then, and this one is lost.
         is_made_anew = next_step in self._own_steps
-        is_kept = not is_made_anew and self._slot in self._record.makers.get(next_step, ())
+        is_kept = not is_made_anew and self._slot in self._record.contributors_of_step.get(
+            next_step, ()
+        )
         self.unfinished.append(Unfinished(passes, is_kept, reason))
         if is_kept:
             strip.fill(strip.cursor + compute, "productive")
@@ -479,7 +481,7 @@ class GroupCutter:
                 return fault.time_us
         if attempt.hung_us is None or attempt.hung_us < cursor:
             return None
-        timeout_us = self._record.hang_us
+        timeout_us = self._record.hang_timeout_us
         if timeout_us is None:
             return cursor
         return max(cursor, attempt.hung_us - timeout_us)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titan_ft.history.record.run_record import RunRecord, view
+from titan_ft.history.record.run_record import RunRecord, once_per_record
 from titan_ft.run.events import StepCommitted, Waited
 
 REASONS = {
@@ -46,7 +46,7 @@ class StepWait:
     """Unix seconds at which the group that waited longest committed."""
 
 
-@view
+@once_per_record
 def find_waits_for_joiners(record: RunRecord) -> list[StepWait]:
     """Return the longest wait of each commit for each joiner and reason, in order of time.
 
