@@ -132,6 +132,7 @@ class Transfers:
         cancelled: Any = None,
         report_lost: Callable[[int, str], None] = lambda place, error: None,
         report_share: Callable[[float], None] = lambda share: None,
+        lineage: int | None = None,
     ) -> Snapshot:
         """Fetch the state of `step` from the servers at `addresses`.
 
@@ -162,7 +163,7 @@ class Transfers:
                 if found is None:  # each request is one of its own
                     part_wanted = Part(place, len(addresses))
                     found = self._acquire(
-                        server, node, step, None, end, cancelled, patience, part_wanted
+                        server, node, step, lineage, end, cancelled, patience, part_wanted
                     )
                     server.readers -= 1
                     size = json.loads(found.header)["bytes"]
@@ -309,12 +310,17 @@ class Transfers:
             self._reach(server, node, end, cancelled, patience)
             found = server.snapshot
             offered = -1 if server.offered is None else server.offered["step"]
+            is_of_lineage = found is not None and lineage in (None, found.lineage)
             is_fit = (
                 found is not None
                 and found.step == step
-                and (part is None or found.part in (WHOLE, part))
+                # With the header, a copy of another lineage has replaced the wanted state.
+                and (part is None or (is_of_lineage and found.part in (WHOLE, part)))
             )
             is_past = (found is not None and found.step > step) or offered > step
+            if server.offered is not None and offered == step:
+                # The donor has healed: its state of this step is another one now.
+                is_past = is_past or lineage not in (None, server.offered["lineage"])
             settled = (
                 server.closed or is_past or is_fit or (kernel.now >= waits and offered != step)
             )
@@ -325,7 +331,7 @@ class Transfers:
                     "titan_ft_state_server",
                     server.process,
                 )
-            is_here = found is not None and found.step == step and lineage in (None, found.lineage)
+            is_here = found is not None and found.step == step and is_of_lineage
             if found is not None and is_here and (settled or offered != step):
                 server.readers += 1
                 return found

@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from titan_ft.protocol.position import Position
 from titan_ft.protocol.round import Round
@@ -64,7 +65,8 @@ class Donor:
             digest=0,
             milliseconds=milliseconds,
         )
-        self._server.offer(offer, self._copy_shared if is_shared else None)
+        copy = partial(self._copy_shared, position.lineage) if is_shared else None
+        self._server.offer(offer, copy)
 
     def offer_compared(self, position: Position, digest: int) -> None:
         """Offer a state whose bytes all holders have compared, until the round's steps are made."""
@@ -116,20 +118,22 @@ class Donor:
             is_useful = not is_update or _is_fetched(joiners, step)
             is_holder = made.quorum.rank in made.verdict.holders
             may_copy = is_holder and is_asked and is_useful
-            if may_copy and self._must_copy(step, wanted_part):
+            if may_copy and self._must_copy(step, position.lineage, wanted_part):
                 self._copy(position, self._choose_part(step, wanted_part))
                 return
             if snapshot is None:
                 return
-            is_outdated = is_update or snapshot.step != step
+            is_present = (snapshot.step, snapshot.lineage) == (step, position.lineage)
+            is_outdated = is_update or not is_present
             if is_outdated and not _is_fetched(joiners, snapshot.step):
                 self._withdraw()
 
-    def _must_copy(self, step: int, part: Part | None) -> bool:
+    def _must_copy(self, step: int, lineage: int, part: Part | None) -> bool:
         """Return True if a joiner needs another copy than the present one.
 
         Args:
             step: committed updates in the state that the joiner fetches.
+            lineage: lineage of that state.
             part: the part that it waits for; None = any part.
         """
         snapshot = self._server.snapshot
@@ -137,6 +141,10 @@ class Donor:
             return True
         if snapshot.step != step:
             return not self._server.is_pinned
+        if snapshot.lineage != lineage:
+            # This group has healed since the copy: it and the copied state made the same step in
+            # different exchanges. No group goes on from the copied state, even if it is pinned.
+            return True
         return part is not None and snapshot.part not in (WHOLE, part)
 
     def _choose_part(self, step: int, wanted_part: Part | None) -> Part:
@@ -158,7 +166,7 @@ class Donor:
 
     def copy_ahead(self, position: Position) -> None:
         """Copy the state before a joiner asks for it, unless there is a copy already."""
-        if self._must_copy(position.step, None):
+        if self._must_copy(position.step, position.lineage, None):
             self.copy(position)
 
     def _copy(self, position: Position, part: Part) -> None:
@@ -168,11 +176,16 @@ class Donor:
         _report_part(snapshot.part, snapshot.payload.numel(), position.step)
         self._server.publish(snapshot, time.monotonic() - started)
 
-    def _copy_shared(self, step: int, part: Part) -> None:
-        """Copy the offered state, and serve the copy; on a thread of the state server."""
+    def _copy_shared(self, lineage: int, step: int, part: Part) -> None:
+        """Copy the offered state, and serve the copy; on a thread of the state server.
+
+        Args:
+            lineage: lineage of the offered state.
+            step, part: the step and the part that the joiner requests.
+        """
         with self._copying:
             started = time.monotonic()
-            if not self._must_copy(step, part):
+            if not self._must_copy(step, lineage, part):
                 return
             former = self._server.snapshot
             snapshot = self._state.copy_shared(step, self._choose_part(step, part))

@@ -524,6 +524,7 @@ class Heal:
             cancelled=cancelled,
             report_lost=report_lost,
             report_share=report_share,
+            lineage=healing.lineage,
         )
 
     # FETCHING

@@ -110,6 +110,7 @@ def fetch(
     cancelled: threading.Event | None = None,
     report_lost: Callable[[int, str], None] = lambda index, error: None,
     report_share: Callable[[float], None] = lambda share: None,
+    lineage: int | None = None,
 ) -> Snapshot:
     """Fetch a rank's state after `step` committed updates from StateServers.
 
@@ -126,6 +127,8 @@ def fetch(
         report_lost: called as report_lost(index of the address, reason) if a donor is given up and
             others remain.
         report_share: called now and then with the share of the state that has arrived.
+        lineage: lineage of the offered state; None = any lineage. A donor that has healed since its
+            offer may hold another state of the same step.
 
     Raises:
         TransferError: all donors are gone, have no such state, or took too long; or the transfer
@@ -143,6 +146,7 @@ def fetch(
         timeout,
         cancelled,
         report_share,
+        lineage,
     )
     failures: list[BaseException] = []
     pool = ThreadPoolExecutor(len(addresses), "titan_ft_donor", initializer=device.for_thread())
@@ -230,12 +234,14 @@ class _StateFetch:
         timeout: float,
         cancelled: threading.Event,
         report_share: Callable[[float], None],
+        offered_lineage: int | None,
     ) -> None:
         self._addresses = addresses
         self._token = token
         self._step = step
         self._joiner = joiner
         self._report_share = report_share
+        self._offered_lineage = offered_lineage
         self._connections_per_donor = -(-connections // len(addresses))  # rounded up
         # For each donor, the limits of its connections for slices, and those of its connection for
         # the header and the farewell.
@@ -286,7 +292,10 @@ class _StateFetch:
         """
         with _DonorLink(self._addresses[donor], self._token, self._main_limits[donor]) as link:
             part = (donor, len(self._addresses))
-            answer, header = link.request({"step": self._step, "header": True, "part": part})
+            request = Message(step=self._step, header=True, part=part)
+            if self._offered_lineage is not None:
+                request["lineage"] = self._offered_lineage
+            answer, header = link.request(request)
             self._accept_header(bytes(header))
             self._slices.set_held(donor, range(*answer["held"]))
             with ThreadPoolExecutor(self._connections_per_donor, "titan_ft_fetch") as pool:

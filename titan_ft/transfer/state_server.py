@@ -19,7 +19,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_ft import device
@@ -397,31 +397,35 @@ class StateServer:
         Raises:
             _NoStateError: this donor does not have the state.
         """
-        step = request["step"]
-        lineage = request.get("lineage")  # None in a request for the header
-        part = _read_part(request)
+        wanted = _WantedState(
+            request["step"],
+            request.get("lineage"),
+            _read_part(request),
+            has_header="header" not in request,
+        )
         deadline = time.monotonic() + self._wait_seconds
         # Locals: the training thread may withdraw both at any time.
         snapshot, copy_offered = self._snapshot, self._copy_offered
-        if "header" not in request:
+        if wanted.has_header:
             # Only the request for the header names a part. A later one takes what the snapshot
             # has: the joiner has its header.
             if snapshot is not None:
-                part = snapshot.part
-        elif copy_offered is not None and not self._is_wait_over(step, part):
-            copy_offered(step, part)
+                wanted = replace(wanted, part=snapshot.part)
+        elif copy_offered is not None and not self._is_wait_over(wanted):
+            copy_offered(wanted.step, wanted.part)
         while True:
             with self._changed:
-                is_offered = self._offer is not None and self._offer["step"] == step
-                if is_offered and not self._is_wait_over(step, part):
-                    self._wanted_part = part
+                offer = self._offer
+                is_offered = offer is not None and wanted.is_state(offer["step"], offer["lineage"])
+                if is_offered and not self._is_wait_over(wanted):
+                    self._wanted_part = wanted.part
                 # Between two steps the training thread copies an offered state. A step may be long,
                 # so the wait for an offered state has no limit.
                 remaining_seconds = math.inf
                 if not is_offered:
                     remaining_seconds = deadline - time.monotonic()
                 is_decided = self._changed.wait_for(
-                    lambda: self._is_wait_over(step, part),
+                    lambda: self._is_wait_over(wanted),
                     min(_WAITING_SECONDS, remaining_seconds),
                 )
                 is_late = remaining_seconds <= _WAITING_SECONDS  # that was the last wait
@@ -430,31 +434,36 @@ class StateServer:
                 # While the state is offered, the wanted part may still be copied. Otherwise nobody
                 # copies it: the present snapshot of this state must do, even of another part.
                 may_serve = is_over or not is_offered
-                if found is not None and may_serve:
-                    is_right = found.step == step and lineage in (None, found.lineage)
-                    if is_right:
-                        self._num_readers += 1
-                        return found
+                if found is not None and may_serve and wanted.is_state(found.step, found.lineage):
+                    self._num_readers += 1
+                    return found
             if is_over:
                 present = "none"
                 if found is not None:
                     present = f"step {found.step} of lineage {found.lineage}"
-                wanted = f"step {step}" if lineage is None else f"step {step} of lineage {lineage}"
                 raise _NoStateError(f"the donor has no state of {wanted} (it has {present})")
-            stream.write({"waiting": step})
+            stream.write({"waiting": wanted.step})
 
-    def _is_wait_over(self, step: int, part: Part) -> bool:
-        """True if a part of the state of `step` is here, or can no longer come."""
+    def _is_wait_over(self, wanted: _WantedState) -> bool:
+        """True if the wanted part of the wanted state is here, or can no longer come."""
         if self._pace.closed:
             return True
         snapshot, offer = self._snapshot, self._offer  # locals: called without the lock as well
-        if snapshot is not None and snapshot.step > step:
-            return True  # the state has been replaced
-        if offer is not None and offer["step"] > step:
-            return True  # the state has changed, and can no longer be copied
-        if snapshot is None or snapshot.step != step:
+        if offer is not None:
+            # The state has changed, and can no longer be copied. If the step is the same, the group
+            # has healed: all other groups made that step's update in another exchange.
+            is_other = not wanted.is_state(offer["step"], offer["lineage"])
+            if offer["step"] > wanted.step or (offer["step"] == wanted.step and is_other):
+                return True
+        if snapshot is None or snapshot.step < wanted.step:
             return False
-        return snapshot.part in (WHOLE, part)
+        if snapshot.step > wanted.step:
+            return True  # the state has been replaced
+        if not wanted.is_state(snapshot.step, snapshot.lineage):
+            # This copy has replaced the wanted state if the joiner has got the header. Before that,
+            # a copy of the wanted state may still replace this one.
+            return wanted.has_header
+        return snapshot.part in (WHOLE, wanted.part)
 
     @staticmethod
     def _answer(
@@ -482,6 +491,32 @@ class StateServer:
         answer["sha256"] = hashlib.sha256(data).hexdigest()
         stream.write(answer)
         send(stream.connection, data)
+
+
+@dataclass(frozen=True)
+class _WantedState:
+    """The state that a joiner requests.
+
+    Attributes:
+        step: committed updates in the state.
+        lineage: None = any lineage.
+        part: the part that suffices if this host's memory is scarce.
+        has_header: the joiner has got this donor's header of the state already.
+    """
+
+    step: int
+    lineage: int | None
+    part: Part
+    has_header: bool
+
+    def is_state(self, step: int, lineage: int) -> bool:
+        """True if this step and lineage are those of the wanted state."""
+        return step == self.step and self.lineage in (None, lineage)
+
+    def __str__(self) -> str:
+        if self.lineage is None:
+            return f"step {self.step}"
+        return f"step {self.step} of lineage {self.lineage}"
 
 
 def _read_part(request: Message) -> Part:

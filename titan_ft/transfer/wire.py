@@ -30,7 +30,7 @@ has not taken the snapshot yet, it sends a line {"waiting": step} now and then b
 silence always means a failure. The requests are:
 
 - {"step", "lineage", "offset", "bytes"}: a range of the payload.
-- {"step", "header", "part": [index, count]}: the header. The part says which of the joiner's donors
+- {"step", "lineage", "header", "part": [index, count]}: the header. The part says which of the joiner's donors
   this one is: a donor whose host has scarce memory copies that part of the state only. In the
   answer, {"held"} has the beginning and end of the donor's bytes in the payload.
 - {"step", "done": joiner, "bytes"}: the joiner has the whole state, and so many bytes of it came

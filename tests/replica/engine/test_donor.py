@@ -105,9 +105,17 @@ class World:
     def _reuse(self, snapshot: Any) -> None:
         self.reused += 1
 
-    def make_round(self, *joiners: Row, is_update: bool = True, is_holder: bool = True) -> None:
+    def make_round(
+        self,
+        *joiners: Row,
+        is_update: bool = True,
+        is_holder: bool = True,
+        lineage: int | None = None,
+    ) -> None:
         """Make a round. If it is an update, apply it."""
-        held = {"lineage": 1000 + self.step, "digest": 77, "training": 1}
+        if lineage is None:
+            lineage = 1000 + self.step
+        held = {"lineage": lineage, "digest": 77, "training": 1}
         rows = [
             *(Row(slot, Standing.READY, self.step, **held) for slot in (ME, OTHER, THIRD)),
             *joiners,
@@ -117,7 +125,7 @@ class World:
             rows[0] = Row(ME, Standing.BEHIND, 0)
         made = Round(Quorum("1/a", 0, members, self.step), rows, judge(rows), [])
         self.donor.copy_after_round(
-            made, Position(step=self.step, lineage=1000 + self.step), is_update=is_update
+            made, Position(step=self.step, lineage=lineage), is_update=is_update
         )
         self.step += is_update
 
@@ -233,6 +241,30 @@ def test_a_copy_that_its_only_donor_serves_is_not_replaced(world: World) -> None
     world.ask()
     world.make_round(fetching(FIRST, ME), fetching(SECOND, ME, 6))
     assert (world.served, world.copies) == ((5, WHOLE), 1)
+
+
+def test_a_copy_of_another_lineage_is_replaced(world: World) -> None:
+    """The group healed after the copy. No group goes on from the copied state of this step."""
+    world.ask()
+    world.make_round(fetching(FIRST, ME), is_update=False)
+    assert world.server.is_pinned
+    for number, lineage in enumerate((77, 78, 79), 1):
+        position = Position(step=5, lineage=lineage)
+        world.donor.offer(position)
+        if lineage == 77:
+            world.ask()
+        elif lineage == 78:
+            world.donor.copy_ahead(position)
+        else:
+            world.make_round(fetching(FIRST, ME), is_update=False, lineage=lineage)
+        assert (world.server.snapshot.lineage, world.copies) == (lineage, 1 + number)
+
+
+def test_a_copy_of_another_lineage_is_dropped_if_no_joiner_needs_it(world: World) -> None:
+    """Its memory is free for the next copy."""
+    world.ask()
+    world.make_round(is_update=False, lineage=77)
+    assert (world.served, world.reused) == (None, 1)
 
 
 def test_a_donor_that_is_not_named_serves_a_later_joiner(world: World) -> None:

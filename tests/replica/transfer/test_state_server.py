@@ -27,10 +27,10 @@ from state_donor import CHUNK, DEADLINE, TOKEN, Donor, check_equal, make_snapsho
 from tests import strangers
 from titan_ft.protocol.errors import RefusedError
 from titan_ft.transfer import pace, state_fetch, state_server, wire
-from titan_ft.transfer.snapshot import Snapshot
+from titan_ft.transfer.snapshot import Part, Snapshot
 from titan_ft.transfer.state_fetch import fetch
 from titan_ft.transfer.state_server import CompletedTransfer, StateServer
-from titan_ft.transfer.wire import VERSION, Handshake, SealedStream, TransferError
+from titan_ft.transfer.wire import VERSION, Handshake, Message, SealedStream, TransferError
 
 
 def test_a_wrong_token_is_refused_by_the_donor(donor: Donor) -> None:
@@ -617,6 +617,23 @@ def test_states_of_two_lineages_are_never_mixed(
     ):
         # A second connection could fetch the whole rest before the donor replaces it.
         donor.fetch(5, connections=1)
+
+
+def test_a_stale_state_of_the_same_step_is_not_served(donor: Donor) -> None:
+    """The donor has healed: its state of step 5 is another one now, and it offers that one.
+
+    Its former copy of step 5 is of a lineage that no other group has.
+    """
+    stale = donor.publish(make_snapshot(5, 3 * CHUNK))
+    sent = Snapshot(5, 77, stale.header.replace(b"1005", b"77"), stale.payload + 1)
+
+    def copy(step: int, part: Part) -> None:
+        donor.publish(sent)
+
+    donor.server.offer(Message(step=5, lineage=77, digest=0), copy)
+    check_equal(fetch([donor.address], TOKEN, 5, "4", 1, DEADLINE, lineage=77), sent)
+    with pytest.raises(TransferError, match="no state of step 5 of lineage 1005"):
+        fetch([donor.address], TOKEN, 5, "4", 1, DEADLINE, lineage=1005)
 
 
 def test_a_closed_server_listens_no_more(donor: Donor) -> None:
