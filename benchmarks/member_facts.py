@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from titan_ft.gradients.exchange import GradientExchange, Reduced
+from titan_ft.gradients.exchange import ExchangeResult, GradientExchange
 from titan_ft.protocol.member import Quorum
 
 Tell = Callable[[Quorum], tuple[list[float], bytes]]
@@ -26,7 +26,7 @@ class MemberFacts:
 
 def exchange_with(
     exchange: GradientExchange, tell: Tell, gives: bool = True, due: bool = True
-) -> Reduced:
+) -> ExchangeResult:
     """Complete an exchange; make a whole one of the local gradients if none is under way."""
     if not exchange.is_launched:
         exchange.launch(0 if gives else None, may_update=due)

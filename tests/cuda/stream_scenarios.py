@@ -223,7 +223,7 @@ class Rank:
                 0, 11, (4, 3), generator=torch.Generator().manual_seed(10 * number + self.rank)
             )
             loss = training.model(tokens.to(self.where))
-            self.exchange.arm(NEWEST)
+            self.exchange.launch_for_backward(NEWEST)
             loss.backward()
         else:
             self.exchange.launch()
@@ -303,7 +303,7 @@ def train_on_two_streams(world: World) -> Any:
         streams = [SideStream(rank.where) for _ in range(2)]
         for step in range(NUM_STEPS):
             rank.training.optimizers.zero_grad()
-            rank.exchange.arm(NEWEST)
+            rank.exchange.launch_for_backward(NEWEST)
             for index, parameter in enumerate(rank.parameters):
                 if number == 0 and index % NUM_STEPS == step:
                     continue  # a step that does not use it
@@ -350,7 +350,7 @@ def train_over_broken_exchanges(world: World, **options: Any) -> Any:
             membership.before_quorum = lambda: None
             membership.process_group.prepare()
             membership.process_group.breaks_at = 1 + step
-            rank.exchange.arm(NEWEST if number == 0 or step != 2 else OUTDATED)
+            rank.exchange.launch_for_backward(NEWEST if number == 0 or step != 2 else OUTDATED)
             rank.give_gradients(1.0 + number + step)
             with pytest.raises(ExchangeError):
                 rank.finish(True)
@@ -628,7 +628,7 @@ def fill_beside_the_last(world: World) -> Any:
         rank = Rank(world, number)
         stream = SideStream(rank.where)
         for step in range(NUM_STEPS):
-            rank.exchange.arm(NEWEST)
+            rank.exchange.launch_for_backward(NEWEST)
             for parameter in rank.parameters:
                 with stream.use(after_current=False):
                     parameter.grad = torch.full_like(parameter, 1.0 + number + step)
@@ -663,7 +663,7 @@ def rounds(world: World, alpha: float = 0.0, **options: Any) -> Any:
                 training.model(tokens.to(rank.where)).backward()
                 training.optimizers.step()
             outer.compute_changes({0: 1.0 + number})
-            exchange.give_fragments({0: 1.0 + number})
+            exchange.set_fragment_weights({0: 1.0 + number})
             sums = exchange_with(exchange, lambda quorum: ([0.0], b"")).sums
             (sums.copy() if number else sums).write()
             squares = outer.step(alpha)
@@ -809,7 +809,7 @@ def backward_waits_for_no_gradient(world: World, **options: Any) -> Any:
 
     def run(number: int) -> Any:
         rank = Rank(world, number, **options)
-        rank.exchange.arm(NEWEST)
+        rank.exchange.launch_for_backward(NEWEST)
         with _busy(torch.accelerator.current_stream()):
             rank.give_gradients(2.0)
         rank.finish(True)
@@ -834,7 +834,7 @@ def training_waits_for_no_member(world: World) -> Any:
         rank = Rank(world, number)
         if number:
             assert computed.wait(DEADLINE)
-        rank.exchange.arm(NEWEST)
+        rank.exchange.launch_for_backward(NEWEST)
         rank.give_gradients(2.0)
         torch.accelerator.current_stream().synchronize()
         computed.set()

@@ -34,7 +34,7 @@ from titan_ft.engine.round import Rounds
 from titan_ft.engine.step import ReplicaDimension
 from titan_ft.engine.strategy import StepStrategy
 from titan_ft.engine.watchdog import Watchdog, end_process
-from titan_ft.gradients.exchange import GradientExchange, Reduced
+from titan_ft.gradients.exchange import ExchangeResult, GradientExchange
 from titan_ft.membership.control_tree import ControlTree, ReceivedDecision
 from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.membership.membership import Membership
@@ -464,7 +464,7 @@ class Rank:
             self._began = kernel.now
             return make(*args, **kwargs)
 
-        def watched_finish(facts: RoundReport) -> Reduced:
+        def watched_finish(facts: RoundReport) -> ExchangeResult:
             came, began = kernel.now, self._began
 
             def note(quorum: Quorum) -> None:

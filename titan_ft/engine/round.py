@@ -27,7 +27,7 @@ from titan_ft.engine.donor import Donor
 from titan_ft.engine.drain import Drain
 from titan_ft.engine.waits import WaitLog
 from titan_ft.engine.watchdog import Watchdog
-from titan_ft.gradients.exchange import GradientExchange, Reduced
+from titan_ft.gradients.exchange import ExchangeResult, GradientExchange
 from titan_ft.gradients.flight import ExchangeError
 from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.membership.membership import Membership
@@ -331,7 +331,7 @@ class Rounds:
         # the quorum now, the step would wait for it.
         if not self.quorum_requested:
             self.request_quorum()
-        self._exchange.arm(self._position.newest_step)
+        self._exchange.launch_for_backward(self._position.newest_step)
 
     def launch_with(self, contribution: Contribution) -> None:
         """Launch the next round's exchange with this group's whole contribution; returns at once.
@@ -344,7 +344,7 @@ class Rounds:
             self.compute_digest()
         self._donor.end_offer()
         report = self._report(contribution, GradientUse.GIVE, math.inf)
-        self._exchange.launch_with(self._position.newest_step, report)
+        self._exchange.launch_with_facts(self._position.newest_step, report)
 
     def launch_without_gradients(self) -> None:
         """Launch the next round's exchange without gradients; returns at once.
@@ -584,7 +584,7 @@ class Rounds:
         )
 
 
-def _decode_round(reduced: Reduced) -> Round:
+def _decode_round(reduced: ExchangeResult) -> Round:
     """Decode the rows and messages of an exchange, and judge them."""
     rows = []
     for values, nonfinite in zip(reduced.rows, reduced.nonfinite, strict=True):

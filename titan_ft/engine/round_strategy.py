@@ -381,7 +381,7 @@ class RoundStrategy(StepStrategy):
             self._given_tokens[fragment] = tokens
             weights[fragment] = tokens / self._training.nominal_tokens
         self.outer.compute_changes(weights)
-        self._exchange.give_fragments(weights)
+        self._exchange.set_fragment_weights(weights)
 
     @property
     def _is_overdue(self) -> bool:

@@ -1,19 +1,33 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The exchange: sum gradients over the replica groups, and gather their facts.
+"""The exchange: sum gradients over the replica groups, and gather a report of each group.
 
-An exchange has two parts:
+Replica groups train the same model on different batches. In each step they average their gradients.
+Rank i of all groups hold the same shard of the parameters, so rank i exchanges with rank i of the
+other groups. These ranks are the *members* of one exchange.
 
-1. The gradients are summed, bucket by bucket, while backward still computes others. Autograd calls
-   a hook for each gradient when it is final (`register_post_accumulate_grad_hook`; FSDP2 calls it
-   for sharded parameters too). The hook copies the gradient into a *bucket*: a flat tensor. In all
-   groups it holds the gradients of the same parameters, and has the same place in the order. The
-   sum of a bucket starts when the bucket and all buckets before it are full.
-2. Each member sends its facts: a *row* of numbers and a *message* of bytes. Every member gets those
-   of all members (`protocol/row.py`, `protocol/ledger.py`).
+Terms:
 
-A bucket is a copy. The local gradients stay untouched until the step is committed. So if an
-exchange breaks, the survivors repeat it, and compute nothing again.
+- A *bucket* is a flat tensor. It holds copies of the gradients of some parameters. The buckets have
+  the same contents, in the same order, in all groups.
+- The *facts* are a member's report: a *row* of numbers, such as its step and its tokens
+  (`protocol/row.py`), and a *message* of bytes.
+
+One exchange, in order of time:
+
+1. The training thread launches the exchange. A thread of the exchange waits until the lighthouse
+   has said which groups take part (the *quorum*).
+2. During backward, autograd calls a hook for each gradient when it is final
+   (`register_post_accumulate_grad_hook`; FSDP2 calls it for sharded parameters too). The hook
+   copies the gradient into its bucket.
+3. The exchange's thread sums each bucket over the members when the bucket and all buckets before it
+   are full. Meanwhile backward still computes other gradients.
+4. After the sums, the members gather each other's facts. The rows decide whether the sums become an
+   update of the model (`protocol/decision.py`).
+
+If a member dies meanwhile, the exchange breaks, and the other members repeat it. Until an update is
+decided, the exchange only reads the local gradients, because their buckets are copies. So the
+repetition computes nothing again.
 
 See docs/exchange.md.
 """
@@ -49,29 +63,35 @@ from titan_ft.protocol.member import Quorum
 logger = logging.getLogger(__name__)
 
 _MAX_REHEARSED_VALUES = 64 << 20
-"""Largest tensor of a rehearsal. The bucket of an unsharded embedding has gigabytes, and the GPU
-may not have as much memory again. NCCL should choose the same algorithm for all larger tensors."""
+"""Size of the largest tensor with which `rehearse` tries the collectives. The bucket of an unsharded
+embedding has gigabytes, and the GPU may not have as much free memory again. A smaller tensor
+suffices if NCCL chooses the same algorithm for it, as it should for all tensors above this size."""
 
 
 class HookCalls(enum.Enum):
-    """How a hook finds the last call of a backward, where the number of calls is not given."""
+    """How often autograd calls the hook of a gradient in one backward, apart from a fixed number.
 
-    ONE = enum.auto()  # there is no pipeline: the first call is the last, and nothing is counted
-    # The number differs between parameters. The first backward counts the calls, and its gradients
-    # travel only after it. From then on, a gradient travels with its last call.
+    A gradient is final at the last of these calls, because each call adds to it.
+    """
+
+    ONE = enum.auto()
+    # The number is not known, and differs between parameters. The first backward only counts the
+    # calls, and `finish` copies the gradients after it. In later backwards, the hook copies a
+    # gradient at the last call.
     COUNTED = enum.auto()
 
 
 @dataclass(frozen=True)
-class Reduced:
-    """The outcome of one exchange.
+class ExchangeResult:
+    """The result of one exchange.
 
     Attributes:
-        quorum: the members. The lists below have one value for each member, in its order.
+        quorum: the members. Each list below has one value for each member, in the quorum's order.
         rows: the members' rows. All of them have the same length.
         messages: the members' messages.
         nonfinite: True for a member whose gradients have an inf or a NaN.
-        sums: the sums of the gradients, valid until the next exchange is launched.
+        sums: the sums of the gradients. They are valid until the next exchange is launched, which
+            uses the same buckets.
     """
 
     quorum: Quorum
@@ -82,14 +102,18 @@ class Reduced:
 
 
 class GradientExchange:
-    """Makes exchanges for one rank. Its members are the ranks of the same index in all groups.
+    """Makes exchanges for one rank.
 
-    `Rounds` launches an exchange by one of `arm`, `launch` and `launch_with`, and completes it by
-    `finish`.
+    `Rounds` (`engine/round.py`) calls one of three methods to launch an exchange, and `finish` to
+    complete it:
 
-    Threads: the training thread calls all methods but `rehearse`, which runs on the thread of the
-    quorum. Autograd calls the hooks while the training thread waits in the backward. The
-    collectives of each exchange run on a thread of its own (`Flight`).
+    - `launch_for_backward`, if the next backward computes the gradients;
+    - `launch`, if the gradients are computed already, or if this rank has none;
+    - `launch_with_facts`, if gradients and facts are known, and this rank trains on meanwhile.
+
+    Threads: the training thread calls all methods but `rehearse`, and autograd calls the hooks while
+    the training thread waits in the backward. The thread that sets up a new quorum calls `rehearse`.
+    Each exchange makes its collectives on a thread of its own (`Flight`).
 
     After `ExchangeError` the process group is aborted and the local gradients are untouched. The
     exchange can then be launched again.
@@ -99,23 +123,24 @@ class GradientExchange:
         membership: provides the quorum and the process group.
         bucket_bytes: size of a bucket. A larger parameter has a bucket of its own.
         where: device of the buckets (`device.exchange_device`).
-        overlap: copy the gradients from autograd's hooks, so that buckets are summed during
-            backward. Only if a gradient is final at the last call of its hook. Without it, and with
-            CPU offload, `finish` copies all gradients after backward.
-        hook_calls: how often autograd calls a gradient's hook in one backward: a number if known,
-            else how to find the last call. In a pipeline without FSDP it is the number of
-            microbatches. With FSDP, autograd calls the hook once for all of them.
+        overlap: copy the gradients in autograd's hooks, so that buckets are summed during backward.
+            Without it, and with CPU offload, `finish` copies all gradients after backward. Set it
+            only if no gradient changes after the last call of its hook.
+        hook_calls: how often autograd calls a gradient's hook in one backward. In a pipeline
+            without FSDP it is the number of microbatches. With FSDP, autograd calls the hook once
+            for all microbatches.
         gradient_scale: factor from local gradients to gradients of the reported loss. It is not 1
             in a pipeline, where backward starts from the sum of the losses and not from their mean.
         fragments: for each parameter, the number of its fragment; empty = all parameters have
-            fragment 0. A fragment is a part of the model that is exchanged by itself, as Streaming
-            DiLoCo does (`give_fragments`).
+            fragment 0. A fragment is a part of the model. Streaming DiLoCo exchanges one fragment
+            at a time (`set_fragment_weights`).
         quantize: encode gradients in 8 bits (`quantize.py`). The rounding error is added to this
             rank's next gradients. Counts stay exact.
         dtype: encode gradients in this dtype, fp32 or bfloat16 (`half.py`). Not with `quantize`.
-        counts: buffers with whole numbers, in which the model counts the tokens of each expert from
-            the moment when the gradients are set to zero. The exchange sums them with the
-            gradients. They have the same order in every group. Their sums are exact up to 2**24.
+        counts: buffers of whole numbers, in which the model counts the tokens of each expert. The
+            count starts when the gradients are set to zero. The exchange sums the buffers with the
+            gradients; the sums are exact up to 2**24. The buffers have the same order in every
+            group.
     """
 
     def __init__(
@@ -150,14 +175,16 @@ class GradientExchange:
                 )
                 self._buckets.append(bucket)
         self._num_fragments = max(parts) + 1
-        # The fragments that this rank gives, with their weights; see `give_fragments`.
-        self._weights: Mapping[int, float] = dict.fromkeys(parts, 1.0)
+        # Fragments that this rank contributes, and their weights; see `set_fragment_weights`.
+        self._fragment_weights: Mapping[int, float] = dict.fromkeys(parts, 1.0)
         self.copy_memory = CopyMemory(self._buckets, where)
         # The sums of the last exchange that worked. Before the first exchange, no bucket has any.
         self._sums = Sums(self._buckets, [None] * len(self._buckets), self.copy_memory)
-        self._takes_from_hooks = False  # the hooks copy gradients, from `arm` to `finish`
-        # For each part of a bucket, the number of its hook calls in the first backward; None before
-        # the end of that backward.
+        # True from `launch_for_backward` to `finish`. At other times the hooks do nothing: with
+        # gradient accumulation, only the last backward of a step makes the gradients final.
+        self._hooks_are_active = False
+        # For each gradient, named by its bucket and its index there, the number of its hook calls in
+        # the first backward; None before the end of that backward.
         self._counted_calls: dict[tuple[Bucket, int], int] | None = None
         self._flight: Flight | None = None
         self._sent_bytes = 0
@@ -181,52 +208,53 @@ class GradientExchange:
 
     # Launching
 
-    def give_fragments(self, weights: Mapping[int, float]) -> None:
-        """Set which fragments this rank gives in the next exchanges. Call this before a launch.
+    def set_fragment_weights(self, weights: Mapping[int, float]) -> None:
+        """Set the fragments that this rank contributes to the next exchanges.
 
-        The mean of a fragment is the sum of its gradients, divided by the sum of the members'
-        weights. Without a call, this rank gives all fragments, each with a weight of 1.
+        Call this before a launch. The mean of a fragment is the sum of the members' gradients,
+        divided by the sum of the members' weights. Without a call, this rank contributes all
+        fragments, each with a weight of 1.
 
         Args:
-            weights: for each fragment that this rank gives, what it adds to the divisor. The caller
-                has multiplied the gradients by it already.
+            weights: for each contributed fragment, this rank's part of the divisor. The caller has
+                multiplied the gradients by it already.
         """
-        self._weights = dict(weights)
+        self._fragment_weights = dict(weights)
 
-    def arm(self, newest_step: int) -> None:
+    def launch_for_backward(self, newest_step: int) -> None:
         """Launch an exchange that the next backward fills; returns at once.
 
         Call this before the last backward of a step.
 
         Args:
-            newest_step: the most updates that a member of the quorum may hold. If one holds more,
-                this group's gradients are of an old step, and it sends zeros. It is one more than
-                this group's own updates: one member may have completed an exchange that broke for
-                the others.
+            newest_step: number of updates that the most advanced member may hold
+                (`Position.newest_step`). If the quorum shows a member with more updates, this
+                rank's gradients belong to an old step, and it sends zeros.
         """
         self._launch(newest_step)
-        self._takes_from_hooks = True
+        self._hooks_are_active = True
 
     def launch(self, newest_step: int | None = None, *, may_update: bool = True) -> None:
         """Launch an exchange of the gradients of a finished backward; returns at once.
 
-        `finish` copies the gradients. Only the facts are exchanged if no member gives gradients, or
-        if all members pass `may_update=False`. With one True, all members sum: they must make the
-        same collectives.
+        `finish` copies the gradients. Only facts are exchanged if no member contributes gradients,
+        or if all members pass `may_update=False`. If one member passes True, all members sum,
+        because all of them must make the same collectives.
 
         Args:
-            newest_step: see `arm`; None = this rank gives no gradients.
-            may_update: False if this rank knows that the round cannot be an update.
+            newest_step: see `launch_for_backward`; None = this rank contributes no gradients.
+            may_update: False if this rank knows that no update can follow from the exchange.
         """
         self._launch(newest_step, may_update=may_update)
 
-    def launch_with(self, newest_step: int, facts: OwnFacts) -> None:
+    def launch_with_facts(self, newest_step: int, facts: OwnFacts) -> None:
         """Launch an exchange whose gradients and facts are known already; returns at once.
 
-        The exchange then goes on by itself, while this rank trains. `finish` completes it. `facts`
-        must not change before that, because the exchange's thread reads it.
+        The exchange then runs on its own thread to its end, while this rank trains. `finish` waits
+        for that end. `facts` must not change before, because the exchange's thread reads it.
         """
-        self._launch(newest_step).report(facts)
+        flight = self._launch(newest_step)
+        flight.report(facts)
         self._fill_all()
 
     @property
@@ -236,32 +264,32 @@ class GradientExchange:
 
     @property
     def waits_for_members(self) -> bool:
-        """True until the sums of all buckets are complete. Until then some member still computes."""
+        """True while the sums are incomplete: some member still computes its gradients."""
         return self._flight is not None and self._flight.is_summing
 
     def _launch(self, newest_step: int | None, *, may_update: bool = True) -> Flight:
         assert self._flight is None, "an exchange is under way already: finish() completes it"
         self._sums.expire()
-        given = frozenset(self._weights)
+        own_fragments = frozenset(self._fragment_weights)
         if newest_step is None:
-            given = frozenset()  # this rank gives no gradients
+            own_fragments = frozenset()
         flight = Flight(
             self._membership,
             self._buckets,
             self._where,
-            given=given,
+            own_fragments=own_fragments,
             num_fragments=self._num_fragments,
             newest_step=newest_step,
             may_update=may_update,
         )
         self._flight = flight
         for bucket in self._buckets:
-            gives_bucket = bucket.fragment in given
-            bucket.start_exchange(gives_bucket)
-            if not gives_bucket:
-                # The bucket is full from the start: nothing needs to be copied into it. A GPU may
-                # still read the sums of the last exchange in it.
-                bucket.ready = self._sums.last_read
+            contributes = bucket.fragment in own_fragments
+            bucket.start_exchange(contributes)
+            if not contributes:
+                # The bucket counts as full, because nothing is copied into it. The flight sets it
+                # to zero, but not before the GPU has read the sums of the last exchange in it.
+                bucket.ready_event = self._sums.last_read
                 flight.hand_over(bucket)
         # Start the thread last: it reads the buckets that are set up above.
         flight.start()
@@ -269,11 +297,11 @@ class GradientExchange:
 
     # Completing
 
-    def finish(self, facts: OwnFacts) -> Reduced:
+    def finish(self, facts: OwnFacts) -> ExchangeResult:
         """Complete the launched exchange, and return the facts of all members and the sums.
 
         Args:
-            facts: this member's facts. Not read after `launch_with`, which has them already.
+            facts: this member's facts. Ignored after `launch_with_facts`, which has them already.
 
         Raises:
             ExchangeError: a member died or hung, or the process group could not be built. The
@@ -281,45 +309,49 @@ class GradientExchange:
         """
         flight = self._flight
         assert flight is not None, "no exchange is under way"
-        if self._takes_from_hooks and self._counted_calls is None:
+        if self._hooks_are_active and self._counted_calls is None:
             # The first backward with hooks is over, so the number of calls is known.
             self._counted_calls = self._count_calls()
-        self._takes_from_hooks = False
-        unsafe = False  # an operation that was broken off may still write to the buckets
+        self._hooks_are_active = False
+        is_written_after_abort = False
         try:
+            # Copy the gradients that the hooks have not copied.
             self._fill_all()
             flight.report(facts)
+            # The watch aborts the exchange if a member is silent or cannot be reached. Without it,
+            # a collective would wait for that member until its timeout.
             with self._membership.watch_exchange(), self._deadline_after_quorum():
                 gathered = flight.finish()
             return self._adopt_sums(gathered)
         except ExchangeError:
             self._membership.abort()
-            # With Gloo, any aborted operation may still write to the buckets. With NCCL, only an
+            # With Gloo, an aborted operation may still write to its bucket. With NCCL, only an
             # operation whose launch has not returned may (`flight.abandoned`).
-            unsafe = self._where.type == "cpu"
+            is_written_after_abort = self._where.type == "cpu"
             raise
         finally:
             flight.join()
-            if unsafe or flight.abandoned:
+            if is_written_after_abort or flight.abandoned:
+                # The next exchange needs memory that no old operation writes to.
                 for bucket in self._buckets:
                     bucket.reallocate()
             self._flight = None
             self._sent_bytes += flight.sent_bytes
 
-    def _adopt_sums(self, gathered: Gathered) -> Reduced:
-        """Mark the buckets that were summed, and return the outcome of the exchange."""
+    def _adopt_sums(self, gathered: Gathered) -> ExchangeResult:
+        """Mark the buckets that were summed, and return the result of the exchange."""
         for bucket, weights in zip(self._buckets, gathered.weights, strict=True):
-            # Without weights, the bucket's fragment was not exchanged.
-            if weights is not None:
+            was_summed = weights is not None
+            if was_summed:
                 bucket.mark_summed()
-        # A GPU may still read the previous sums, which have the same memory.
+        # `previous`: a GPU may still read the last exchange's sums, which have the same memory.
         self._sums = Sums(
             self._buckets,
             gathered.weights,
             self.copy_memory,
             previous=self._sums,
         )
-        return Reduced(
+        return ExchangeResult(
             gathered.quorum,
             gathered.rows,
             gathered.messages,
@@ -328,13 +360,15 @@ class GradientExchange:
         )
 
     def _deadline_after_quorum(self) -> contextlib.AbstractContextManager[None]:
-        """With NCCL, wait for the quorum, and return a context that limits the exchange after it.
+        """Return a context that limits the duration of the exchange after the quorum.
 
-        The wait for the quorum has no limit, because other groups may still compute. In the
-        context, the process group's timeout ends the operations. With Gloo, do nothing: its
-        operations have timeouts of their own.
+        Gloo's operations have timeouts of their own, so its context does nothing. NCCL's operations
+        have none. With NCCL, this method first waits for the quorum. That wait has no limit, because
+        other groups may still compute. In the context, the process group's timeout ends the
+        operations.
         """
-        if self._where.type == "cpu":
+        uses_gloo = self._where.type == "cpu"
+        if uses_gloo:
             return contextlib.nullcontext()
         # Ignore the error of a quorum here: the exchange's thread gets the same error, and
         # `Flight.finish` raises it.
@@ -352,8 +386,8 @@ class GradientExchange:
 
         NCCL connects the members for an algorithm when the algorithm is first used
         (`ncclCollPreconnect`). An operation that waits for these connections cannot be aborted. So
-        the set-up of a communicator rehearses them, before the first exchange
-        (`membership/process_group.py`).
+        `membership/process_group.py` calls this method when it sets up a communicator, before the
+        first exchange.
 
         Args:
             group: a process group of torch's.
@@ -364,25 +398,26 @@ class GradientExchange:
         timeout = self._membership.timeout
         largest = max(self._buckets, key=lambda bucket: bucket.num_bytes)
         num_values = min(largest.values.numel(), _MAX_REHEARSED_VALUES)
-        num_exact = largest.exact.numel()
-        # Always all-reduces, because NCCL gathers the rows by them (`Operations.gather`). In fp32 the
-        # gradients are all-reduced too. `exact` has what is never rounded: counts and weights.
-        num_summed = num_exact
+        num_exact = largest.exact.numel()  # values that are never rounded: counts and weights
+        # NCCL uses all-reduces in every encoding, to gather the rows (`Operations.gather`).
+        num_all_reduced = num_exact
         if largest.is_bfloat16:
-            # An all-to-all gives each member its part of all gradients. It adds them up in fp32,
-            # and an all-gather sends the sums to all.
+            # An all-to-all sends each member its part of all gradients. The member adds this part
+            # up in fp32, and an all-gather sends the sums to all members.
             values = largest.values.new_zeros(num_values)
             rows = half.cut(values, torch.zeros_like(largest.exact), num_members)
             received = all_to_all(group, rows, timeout)
             part, _ = half.add_up(received, num_exact)
             all_gather(group, part.view(torch.uint8), num_members, timeout)
-        elif largest.residual is not None:  # in 8 bits
+        elif largest.is_quantized:
+            # An all-gather sends the encoded gradients to all members.
             num_octets = payload_bytes(num_values, num_exact)
             payload = torch.zeros(num_octets, dtype=torch.uint8, device=self._where)
             all_gather(group, payload, num_members, timeout)
         else:
-            num_summed = num_values + num_exact
-        rehearse_sums(group, num_summed, self._where, timeout)
+            # In fp32 the gradients are all-reduced too.
+            num_all_reduced = num_values + num_exact
+        rehearse_sums(group, num_all_reduced, self._where, timeout)
 
     def pop_sent_bytes(self) -> int:
         """Return the bytes of gradients that this rank has sent since the last call.
@@ -411,23 +446,25 @@ class GradientExchange:
     # Filling the buckets
 
     def _make_hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
-        """Return a hook that copies the gradient of a bucket's part when it is final.
+        """Return the hook of one gradient, which copies the gradient into its bucket.
 
         Args:
-            index: of the part in the bucket.
+            index: index of the gradient among the bucket's parts.
         """
 
         def copy_gradient(parameter: torch.Tensor) -> None:
-            if not self._takes_from_hooks:
+            if not self._hooks_are_active:
                 return
-            # The current stream waits for that of the bucket's earlier gradients. FSDP has several:
-            # one for sharded parameters, and another one for those that are replicated too.
-            bucket.stream = device.join_stream(bucket.stream)
+            # FSDP computes gradients on several streams: on one for sharded parameters, and on
+            # another one for parameters that are replicated too. The copy below runs on the current
+            # stream, so this stream must wait for the streams of the bucket's earlier gradients.
+            bucket.gradient_stream = device.join_stream(bucket.gradient_stream)
             bucket.final_parts.append(index)
-            # On a GPU, one kernel copies all gradients of the bucket. On a host, each gradient is
-            # copied while it is in the cache.
+            # On a host, copy each gradient at once, while it is in the cache. On a GPU, wait for the
+            # last gradient of the bucket, because one kernel copies all of them.
+            copies_each = self._where.type == "cpu"
             all_are_final = len(bucket.final_parts) == len(bucket.missing_parts)
-            if self._where.type == "cpu" or all_are_final:
+            if copies_each or all_are_final:
                 self._fill(bucket, bucket.final_parts)
 
         return copy_gradient
@@ -439,20 +476,19 @@ class GradientExchange:
         hook_calls: int | HookCalls,
         hook: Callable[[torch.Tensor], None],
     ) -> Callable[[torch.Tensor], None]:
-        """Return a hook that counts its calls in a backward, and runs `hook` at the last one.
+        """Return a hook that counts its calls in a backward, and runs `hook` at the last call.
 
-        If the last call does not come, `finish` copies the gradient. This happens with a schedule
-        that computes the gradients of weights by themselves (zero bubble): it calls no hook for
-        them.
+        The last call may never come: a zero-bubble schedule computes the gradients of weights
+        separately, and calls no hooks. `finish` then copies the gradients.
 
-        With torchtitan 0.3 the number of calls differs between parameters. It computes the loss in
-        chunks, whose backward through the output layer runs apart from the rest of the model. If
-        the output layer shares its weight with the embedding, the weight's hook is called twice,
-        and the others once.
+        With torchtitan 0.3 the number of calls differs between parameters. torchtitan computes the
+        loss in chunks, and runs their backward through the output layer before the backward of the
+        rest of the model. If the output layer shares its weight with the embedding, the hook of this
+        weight is called twice. The other hooks are called once.
         """
 
         def count_call(parameter: torch.Tensor) -> None:
-            if not self._takes_from_hooks:
+            if not self._hooks_are_active:
                 return
             bucket.calls[index] += 1
             last_call = self._find_last_call(bucket, index, hook_calls)
@@ -470,16 +506,16 @@ class GradientExchange:
         index: int,
         hook_calls: int | HookCalls,
     ) -> int | None:
-        """Return which call of a part's hook is the last one in a backward; None = unknown."""
+        """Return the number of the last call of a gradient's hook in a backward; None = unknown."""
         if isinstance(hook_calls, int):
             return hook_calls
         if self._counted_calls is None:
             return None
-        # A part whose hook was not called in the first backward has no entry.
+        # A gradient whose hook was not called in the first backward has no entry.
         return self._counted_calls.get((bucket, index))
 
     def _count_calls(self) -> dict[tuple[Bucket, int], int]:
-        """Return how often the hook of each part was called in the backward that has ended."""
+        """Return how often the hook of each gradient was called in the backward that has ended."""
         calls = {}
         for bucket in self._buckets:
             for index, number in bucket.calls.items():
@@ -487,16 +523,18 @@ class GradientExchange:
         return calls
 
     def _fill_all(self) -> None:
+        """Copy all parts that are missing in the buckets."""
         for bucket in self._buckets:
             if bucket.state is BucketState.FILLING:
                 self._fill(bucket, sorted(bucket.missing_parts))
 
     def _fill(self, bucket: Bucket, indices: Iterable[int]) -> None:
         """Copy parts into the bucket. Hand it to the flight when it is full."""
+        # The bucket's memory has the sums of the last exchange, which a GPU may still read.
         self._sums.await_last_read()
-        bucket.fill(indices, self._weights[bucket.fragment])
+        bucket.fill(indices, self._fragment_weights[bucket.fragment])
         if bucket.state is BucketState.FULL and self._flight is not None:
-            bucket.ready = device.record_event()
+            bucket.ready_event = device.record_event()
             self._flight.hand_over(bucket)
 
 
@@ -508,13 +546,14 @@ def _order_parts(
     """Return the parts of each fragment, in the order in which they are exchanged.
 
     Gradients are in the reverse order of the model's parameters, because autograd finishes the last
-    layers first. Counts come last, in fragment 0: with activation checkpointing the forward runs
-    again during backward, and the router counts these tokens too. So they are complete only at the
-    end of backward.
+    layers first. Counts come last, in fragment 0. They are complete only at the end of backward:
+    with activation checkpointing the forward runs again during backward, and the router counts its
+    tokens too.
     """
     fragment_of = fragments or [0] * len(gradients)
+    fragments_with_counts = {*fragments, 0}
     parts: dict[int, list[BucketPart]] = {}
-    for fragment in sorted({*fragments, 0}):
+    for fragment in sorted(fragments_with_counts):
         parts[fragment] = []
     for gradient, fragment in zip(gradients, fragment_of, strict=True):
         parts[fragment].append(gradient)

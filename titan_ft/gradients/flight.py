@@ -1,9 +1,26 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One exchange under way, on a thread of its own.
+"""One exchange under way, on a thread of its own: the *flight*.
 
-The module uses the words of `gradients/exchange.py`: bucket, fragment, row, message. A fragment
-*travels* if the members sum its buckets in this exchange. See docs/exchange.md.
+`gradients/exchange.py` launches an exchange on the training thread, and copies gradients into
+buckets. A *bucket* is a flat tensor with the gradients of some parameters. Other groups may need
+seconds until their gradients are ready. So a thread of the exchange makes all collectives, and
+backward does not wait for them.
+
+The thread, in order of time:
+
+1. Wait until the lighthouse has said which groups take part (the *quorum*). The ranks of equal
+   number in these groups are the *members* of the exchange.
+2. Agree with the other members on the fragments to sum. A *fragment* is a part of the model that can
+   be exchanged without the rest.
+3. Sum the buckets of these fragments, each as soon as the training thread has filled it.
+4. Gather the *row* (numbers) and the *message* (bytes) with which each member describes its part of
+   the exchange.
+
+If a member dies, a collective fails or is aborted, and `Flight.finish` raises `ExchangeError`. A
+thread that hangs in an aborted collective is abandoned (`turn.py`).
+
+See docs/exchange.md.
 """
 
 from __future__ import annotations
@@ -22,18 +39,21 @@ from titan_ft import device
 from titan_ft.gradients import half
 from titan_ft.gradients.bucket import Bucket
 from titan_ft.gradients.operations import Operations
-from titan_ft.gradients.quantize import add_up, encode, find_rounding_error
+from titan_ft.gradients.quantize import Residual, add_up, encode, find_rounding_error
 from titan_ft.membership.membership import Membership
 from titan_ft.protocol.errors import first_line
 from titan_ft.protocol.member import Quorum
 
 
 class ExchangeError(RuntimeError):
-    """The exchange broke. The local gradients are untouched, and it can be repeated."""
+    """The exchange broke. The local gradients are untouched, and the exchange can be repeated."""
 
 
 class OwnFacts(Protocol):
-    """This rank's facts, a part of which depends on the quorum (`protocol.report.RoundReport`)."""
+    """This rank's facts, which become a row and a message when the quorum is known.
+
+    `protocol.report.RoundReport` implements this protocol.
+    """
 
     def complete(
         self,
@@ -41,7 +61,7 @@ class OwnFacts(Protocol):
         gave: bool,
         ready_at: float,
     ) -> tuple[Sequence[float], bytes]:
-        """Return this rank's row and message.
+        """Return this rank's row and message; on the exchange's thread.
 
         Args:
             gave: this rank's gradients are in the sums.
@@ -51,12 +71,12 @@ class OwnFacts(Protocol):
 
 @dataclass(frozen=True)
 class Gathered:
-    """The rows and messages that the members sent with their sums.
+    """The result of a flight, apart from the sums, which are in the buckets.
 
     Attributes:
-        quorum, rows, messages, nonfinite: see `exchange.Reduced`.
+        quorum, rows, messages, nonfinite: see `exchange.ExchangeResult`.
         weights: for each bucket, one weight per part, summed over the members; None = the bucket
-            did not travel.
+            was not summed.
     """
 
     quorum: Quorum
@@ -67,27 +87,25 @@ class Gathered:
 
 
 class Flight:
-    """One exchange under way, on a thread of its own.
+    """One exchange under way.
 
-    The flight's thread waits for the quorum and makes all collectives, so that backward and its
-    hooks wait for no other group (`_run` and the methods after it).
+    Threads: `GradientExchange` makes a flight for each exchange. It calls all public methods on the
+    training thread, in this order: `start`, `hand_over` for each bucket, `report`, `finish`, `join`.
+    The flight's own thread runs `_run` and the methods after it.
 
-    `GradientExchange` makes a flight for each exchange. It calls all public methods, on the
-    training thread, in this order: `start`, `hand_over` for each bucket, `report`, `finish`,
-    `join`.
-
-    The thread owns a bucket from `hand_over` until the thread ends. If an error ends the thread,
-    `finish` raises the error, and the contents of the buckets are void.
+    The flight's thread owns a bucket from `hand_over` until the thread ends. If an error ends the
+    thread, `finish` raises the error, and the contents of the buckets are void.
 
     Args:
-        given: fragments whose gradients this rank gives.
+        own_fragments: fragments whose gradients this rank contributes.
         num_fragments: number of fragments of the model.
-        newest_step: this rank's gradients count unless a member of the quorum has more updates;
-            None = this rank gives no gradients.
-        may_update: False if this rank knows that the round cannot be an update.
+        newest_step: number of updates that the most advanced member may hold. If a member has more,
+            this rank's gradients belong to an old step, and it sends zeros. None = this rank
+            contributes no gradients.
+        may_update: False if this rank knows that no update can follow from the exchange.
 
     Attributes:
-        travelling: fragments that are summed; the same on all members.
+        summed_fragments: fragments that the members sum in this exchange; the same on all members.
         sent_bytes: bytes of gradients that this rank has sent.
     """
 
@@ -97,7 +115,7 @@ class Flight:
         buckets: list[Bucket],
         where: torch.device,
         *,
-        given: frozenset[int],
+        own_fragments: frozenset[int],
         num_fragments: int,
         newest_step: int | None,
         may_update: bool,
@@ -105,21 +123,22 @@ class Flight:
         self._membership = membership
         self._buckets = buckets
         self._where = where
-        self._given = given
+        self._own_fragments = own_fragments
         self._num_fragments = num_fragments
         self._newest_step = newest_step
         self._may_update = may_update
         self._operations = Operations(membership, where)
-        # From the training thread. None = nothing more comes.
+        # Both queues bring something from the training thread to this thread. None ends the queue.
         self._full_buckets: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
+        # The facts, and the monotonic seconds at which they were ready.
         self._facts: queue.SimpleQueue[tuple[OwnFacts, float] | None] = queue.SimpleQueue()
         self._is_reported = False
-        self.travelling: frozenset[int] = frozenset()
+        self.summed_fragments: frozenset[int] = frozenset()
         self.sent_bytes = 0
         self._contributes = False  # this rank's gradients are in the sums
-        # An event on the device after the thread's own work. The sums are not included: they run on
+        # The last kernel that this thread has queued on its own stream of the GPU. The sums run on
         # NCCL's stream, and `Operations.end` waits for them.
-        self._own_work: torch.Event | None = None
+        self._last_own_kernel: torch.Event | None = None
         # Set when all sums are complete (on a GPU: queued), and in any case when the thread ends.
         self._summed = threading.Event()
         self._ended = threading.Event()
@@ -132,13 +151,14 @@ class Flight:
         self._thread.start()
 
     def hand_over(self, bucket: Bucket) -> None:
-        """Give the thread a bucket that is full."""
+        """Give the flight's thread a bucket that is full."""
         self._full_buckets.put(bucket)
 
     def report(self, facts: OwnFacts) -> None:
-        """Give the thread this rank's facts. It sends them after the sums.
+        """Give the flight's thread this rank's facts. The thread sends them after the sums.
 
-        Only the first call counts: `launch_with` reports before `finish` does.
+        Later calls are ignored. `GradientExchange.launch_with_facts` reports early, and
+        `GradientExchange.finish` reports in any case.
         """
         if not self._is_reported:
             self._is_reported = True
@@ -146,25 +166,29 @@ class Flight:
 
     @property
     def abandoned(self) -> bool:
-        """True if the thread was abandoned in a hung operation. The thread then ends without
-        touching a bucket.
+        """True if the flight's thread was abandoned, because it hung in an aborted operation.
+
+        The thread ends without touching a bucket when the operation returns.
         """
         return self._operations.turn.abandoned
 
     @property
     def is_summing(self) -> bool:
-        """True until the other members have given all of their sums."""
+        """True until all sums are complete; on a GPU, until all of them are queued.
+
+        For this, the other members must have launched their sums, and have computed their gradients.
+        """
         return not self._summed.is_set()
 
     def finish(self) -> Gathered:
-        """Wait for the thread's end.
+        """Wait for the end of the flight's thread, and return the result.
 
         Raises:
             ExchangeError: the exchange broke.
             AssertionError: the exchange has a defect.
             Exception: there was no quorum; the error of the membership.
         """
-        self._full_buckets.put(None)
+        self._end_buckets()
         self._operations.turn.wait(self._ended)
         if self.abandoned:
             raise ExchangeError("aborted, and an operation is still being launched")
@@ -174,23 +198,32 @@ class Flight:
         return self._gathered
 
     def join(self) -> None:
-        """End the thread, or abandon it in a hung operation. Then the buckets are free again.
+        """End the flight's thread, or abandon it in a hung operation. Then the buckets are free again.
 
-        A broken sum writes to its bucket on the GPU until its abort is complete. The caller may
-        queue work on the buckets at once, such as a copy of gradients. On the GPU, this work waits
-        for the end of the sum.
+        On a GPU, a broken sum writes to its bucket until its abort is complete. The caller may queue
+        work on the buckets at once, such as a copy of gradients: the GPU starts this work after the
+        sum has ended.
         """
-        self._full_buckets.put(None)
+        self._end_buckets()
         self._facts.put(None)
         self._operations.turn.wait(self._ended)
         if self.abandoned:
+            # The abandoned thread has recorded no event, so record it here, on the thread's stream.
             with device.side_stream(self._where):
-                self._own_work = device.record_event()
-        device.wait_for(self._own_work, self._where)
+                self._last_own_kernel = device.record_event()
+        device.wait_for(self._last_own_kernel, self._where)
         self._operations.end()
+
+    def _end_buckets(self) -> None:
+        """Say that no more buckets are handed over, so that the flight's thread waits for none."""
+        self._full_buckets.put(None)
+
+    # On the flight's thread
 
     def _run(self) -> None:
         try:
+            # `Operations` releases the turn during each operation. Only there can the training
+            # thread abandon this thread.
             with self._operations.turn.held():
                 self._exchange()
         finally:
@@ -203,22 +236,24 @@ class Flight:
             if quorum.error is not None:
                 raise ExchangeError(quorum.error)
             self._operations.set_quorum(quorum)
-            newest_step = self._newest_step
-            self._contributes = newest_step is not None and quorum.max_step <= newest_step
-            # The default stream of this thread is the training's. Without a stream of its own, the
-            # thread's wait for the other members would stop the training.
+            if self._newest_step is not None:
+                self._contributes = quorum.max_step <= self._newest_step
+            # By default, this thread would use the same stream as training. The waits for the other
+            # members, which this thread queues, would then stop training.
             with device.side_stream(self._where):
                 try:
                     self._sum_and_gather(quorum)
                 finally:
+                    # An abandoned thread may end much later. `join` has recorded the event then.
                     if not self.abandoned and self._where.type != "cpu":
-                        self._own_work = device.record_event()
+                        self._last_own_kernel = device.record_event()
         except Exception as error:  # noqa: BLE001  # `finish` raises it on the training thread
             self._error = self._classify(error)
 
     def _classify(self, error: Exception) -> Exception:
         """Return the error that `finish` raises."""
-        # Without a quorum, nothing was exchanged. The membership's error ends the run.
+        # There was no quorum, so there is no exchange to repeat. The membership's error ends the
+        # run.
         if self._operations.quorum is None:
             return error
         # A failed assertion is a defect of this code. As an `ExchangeError` it would be hidden,
@@ -228,24 +263,19 @@ class Flight:
         return ExchangeError(first_line(error))
 
     def _sum_and_gather(self, quorum: Quorum) -> None:
-        """Make the exchange.
-
-        1. Agree on the fragments that travel. Sums of zeros would compete with the transfer of a
-           state that the round may be waiting for.
-        2. Sum their buckets in order, each as soon as the training thread has filled it.
-        3. Gather the rows and messages.
-        """
-        full: set[int] = set()
-        self.travelling = self._agree_on_fragments()
+        """Sum the buckets, and gather the rows and messages (steps 2 to 4 of the module's head)."""
+        full: set[int] = set()  # ids of the buckets that were handed over
+        self.summed_fragments = self._agree_on_fragments()
+        # All members must sum the buckets in the same order. They may fill them in another order.
         for bucket in self._buckets:
-            if bucket.fragment not in self.travelling:
+            if bucket.fragment not in self.summed_fragments:
                 continue
             while id(bucket) not in full:
                 handed_over = self._full_buckets.get()
                 if handed_over is None:
                     return  # `finish` or `join` was called before the bucket was full
                 full.add(id(handed_over))
-            device.wait_for(bucket.ready, self._where)
+            device.wait_for(bucket.ready_event, self._where)
             if self._contributes:
                 if bucket.residual is not None:
                     bucket.residual.add_to(bucket.values)
@@ -263,93 +293,130 @@ class Flight:
         self._gathered = self._gather(quorum, row, message)
 
     def _agree_on_fragments(self) -> frozenset[int]:
-        """Return the fragments to sum: those that all members with gradients give.
+        """Return the fragments to sum, the same on all members.
 
-        None is summed in two cases. If no member expects an update, no member would use the sums. If
-        the members with gradients give different fragments, they are not at the same update, and the
-        rows will show it.
+        These are the fragments of all members that contribute gradients. No fragment is summed in
+        two cases:
+
+        - No member expects an update, so no member would use the sums. Sums of zeros would slow down
+          the transfer of a state to a joiner, for which such a round may be made.
+        - The contributing members have different fragments. They are at different updates then, and
+          the rows will show it.
         """
-        given = [False] * self._num_fragments
+        contributes_fragment = [False] * self._num_fragments
         if self._contributes:
-            # `_given` may name more fragments than this rank has: a stage of a pipeline may lack the
-            # last ones.
-            given = [fragment in self._given for fragment in range(self._num_fragments)]
-        own = torch.tensor([self._may_update, self._contributes, *given], dtype=torch.int32)
+            # In a pipeline, this rank's stage may lack the last fragments of the model. Iterate over
+            # all fragments, because the vectors of all members must have the same length.
+            for fragment in range(self._num_fragments):
+                contributes_fragment[fragment] = fragment in self._own_fragments
+        own = torch.tensor(
+            [self._may_update, self._contributes, *contributes_fragment],
+            dtype=torch.int32,
+        )
         gathered = self._operations.gather(own.to(self._where, non_blocking=True))
         (read,) = self._operations.read(gathered)
         counts = read.view(gathered.shape).sum(0).tolist()
-        num_expecting, num_contributing, *num_giving = counts
-        if num_expecting == 0:
+        num_expecting_update, num_contributing, *num_contributing_fragment = counts
+        if num_expecting_update == 0:
             return frozenset()
-        if any(number not in (0, num_contributing) for number in num_giving):
-            return frozenset()
-        return frozenset(fragment for fragment, number in enumerate(num_giving) if number > 0)
+        fragments = set()
+        for fragment, number in enumerate(num_contributing_fragment):
+            if number == 0:
+                continue
+            if number < num_contributing:
+                return frozenset()  # only some of the contributing members have this fragment
+            fragments.add(fragment)
+        return frozenset(fragments)
 
     def _sum(self, bucket: Bucket) -> None:
         """Replace the bucket's contents by the sum over all members."""
-        operations = self._operations
-        num_exact = bucket.exact.numel()
-        num_members = operations.num_members
+        num_members = self._operations.num_members
         self.sent_bytes += bucket.count_sent_bytes(num_members)
         if bucket.is_bfloat16 and num_members > 1:
-            # Each member sums one part of the values, and sends the sums to all members.
-            rows = half.cut(bucket.values, bucket.exact, num_members)
-            part, exact = half.add_up(operations.all_to_all(rows), num_exact)
-            parts = operations.all_gather(part.view(torch.uint8)).view(torch.bfloat16)
-            bucket.values.copy_(parts.view(-1)[: bucket.values.numel()])
-            bucket.exact.copy_(exact)
+            self._sum_in_bfloat16(bucket)
+        elif bucket.residual is not None:
+            self._sum_in_8_bits(bucket, bucket.residual)
+        else:
+            self._operations.all_reduce(bucket.flat)
+
+    def _sum_in_bfloat16(self, bucket: Bucket) -> None:
+        """Sum a bucket over the members. Each member adds up one part, and sends it to all others."""
+        operations = self._operations
+        num_exact = bucket.exact.numel()
+        rows = half.cut(bucket.values, bucket.exact, operations.num_members)
+        part, exact = half.add_up(operations.all_to_all(rows), num_exact)
+        parts = operations.all_gather(part.view(torch.uint8)).view(torch.bfloat16)
+        # The last part is padded.
+        bucket.values.copy_(parts.view(-1)[: bucket.values.numel()])
+        bucket.exact.copy_(exact)
+
+    def _sum_in_8_bits(self, bucket: Bucket, residual: Residual) -> None:
+        """Sum a bucket over the members. Each member adds up the encoded values of all members."""
+        operations = self._operations
+        if operations.num_members == 1:
+            # Nothing is sent, so nothing is rounded.
+            residual.set_error(None)
             return
-        if bucket.residual is None:
-            operations.all_reduce(bucket.flat)
-            return
-        if num_members == 1:  # nothing is sent, so nothing is rounded
-            bucket.residual.set_error(None)
-            return
-        # 8 bits: each member gets the encoded values of all members, and sums them itself.
+        num_exact = bucket.exact.numel()
         payload = encode(bucket.flat, num_exact)
         if self._contributes:
-            bucket.residual.set_error(find_rounding_error(bucket.flat, payload, num_exact))
+            residual.set_error(find_rounding_error(bucket.flat, payload, num_exact))
         add_up(operations.all_gather(payload), num_exact, bucket.flat)
 
     def _gather(self, quorum: Quorum, row: Sequence[float], message: bytes) -> Gathered:
         """Gather the rows and messages.
 
-        On a GPU, the host waits once for the rows and for the weights of the sums.
+        On a GPU, the host waits once for both the rows and the weights of the sums.
         """
         operations = self._operations
-        # The vector that is gathered: the row, the length of the message, the total of the
+        summed = [bucket for bucket in self._buckets if bucket.fragment in self.summed_fragments]
+        # One vector for each member: the row, the length of the message, and the total of the
         # gradients.
         vector = torch.tensor([*row, len(message), 0.0], dtype=torch.float64)
         vector = vector.to(self._where, non_blocking=True)
-        travelled = [bucket for bucket in self._buckets if bucket.fragment in self.travelling]
-        if self._contributes and travelled:
-            # The total is not finite if the total of one bucket is not. In float64 it cannot
-            # overflow.
-            totals = torch.stack([bucket.total for bucket in travelled])
+        if self._contributes and summed:
+            # The total is not finite if the total of one bucket is not. In float64, a sum of finite
+            # totals cannot overflow.
+            totals = torch.stack([bucket.total for bucket in summed])
             vector[-1] = totals.sum(dtype=torch.float64)
         gathered = operations.gather(vector)
-        part_weights = [bucket.part_weights for bucket in travelled]
+        part_weights = [bucket.part_weights for bucket in summed]
         read_vectors, *read_weights = operations.read(gathered, *part_weights)
+        rows: list[list[float]] = []
+        message_sizes: list[int] = []
+        nonfinite: list[bool] = []
         vectors: list[list[float]] = read_vectors.view(gathered.shape).tolist()
-        weights_of = {}
-        for bucket, weights in zip(travelled, read_weights, strict=True):
-            weights_of[id(bucket)] = weights.tolist()
-        sizes = [int(vector[-2]) for vector in vectors]
+        for *member_row, message_size, total in vectors:
+            rows.append(member_row)
+            message_sizes.append(int(message_size))
+            nonfinite.append(not math.isfinite(total))
+        weights_of_bucket = {}
+        for bucket, weights in zip(summed, read_weights, strict=True):
+            weights_of_bucket[id(bucket)] = weights.tolist()
         return Gathered(
             quorum,
-            rows=[vector[:-2] for vector in vectors],
-            messages=self._gather_messages(message, sizes),
-            nonfinite=[not math.isfinite(vector[-1]) for vector in vectors],
-            weights=[weights_of.get(id(bucket)) for bucket in self._buckets],
+            rows,
+            self._gather_messages(message, message_sizes),
+            nonfinite,
+            weights=[weights_of_bucket.get(id(bucket)) for bucket in self._buckets],
         )
 
     def _gather_messages(self, message: bytes, sizes: Sequence[int]) -> list[bytes]:
-        """Gather the messages of all members, whose lengths are known by now."""
+        """Gather the messages of all members.
+
+        Args:
+            message: this member's message.
+            sizes: lengths of the members' messages.
+        """
         longest = max(sizes)
         if longest == 0:
             return [b""] * len(sizes)
+        # A collective needs vectors of equal length.
         padded = torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8)
         gathered = self._operations.gather(padded.to(self._where, non_blocking=True))
         (read,) = self._operations.read(gathered)
-        lines = read.view(len(sizes), -1).numpy()
-        return [line[:size].tobytes() for line, size in zip(lines, sizes, strict=True)]
+        padded_messages = read.view(len(sizes), -1).numpy()
+        messages = []
+        for padded_message, size in zip(padded_messages, sizes, strict=True):
+            messages.append(padded_message[:size].tobytes())
+        return messages

@@ -107,7 +107,7 @@ class Sums:
             device.synchronize([self.last_read])
         for bucket, flat, weights in zip(self._buckets, self.flats, self._weights, strict=True):
             if flat is None or weights is None:
-                bucket.drop()
+                bucket.skip_update()
                 continue
             # During a replay from a copy, the buckets may be in an exchange.
             if not self.is_copy:

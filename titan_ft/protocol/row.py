@@ -111,7 +111,7 @@ class Row:
         connecting: the member's part was ready before its process group was.
         activity: the member's activity until its part was ready (`Why`).
         nonfinite: the gradients that the member gave to the sum have an inf or a NaN. This field is
-            not among the floats. The exchange adds it (`Reduced.nonfinite`): if it were sent, the
+            not among the floats. The exchange adds it (`ExchangeResult.nonfinite`): if it were sent, the
             host would have to wait for the device once more.
     """
 

@@ -445,7 +445,8 @@ def install_faults() -> None:
         if WORKER.reductions == 2:  # the first bucket, after the count of those that give gradients
             WORKER.at("exchange_first")
         elif (
-            WORKER.reductions == sum(b.fragment in flight.travelling for b in flight._buckets) + 3
+            WORKER.reductions
+            == sum(b.fragment in flight.summed_fragments for b in flight._buckets) + 3
         ):  # rows, messages
             WORKER.at("exchange_last")
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from benchmarks.member_facts import exchange_with
 from titan_ft.config import FaultTolerance
 from titan_ft.engine.outer import OuterModel, OuterState, _num_copies, join_norm, set_lr
-from titan_ft.gradients.exchange import GradientExchange, Reduced
+from titan_ft.gradients.exchange import ExchangeResult, GradientExchange
 from titan_ft.membership.process_group import build_process_group
 from titan_ft.protocol.member import Member, Quorum
 from titan_ft.round_settings import OuterOptimizer, outer_optimizer
@@ -250,11 +250,11 @@ class Group:
             move(self.model, change, 2 * change)
             weights = {0: self.tokens / NOMINAL}
             self.outer.compute_changes(weights)
-            self._exchange.give_fragments(weights)
+            self._exchange.set_fragment_weights(weights)
         self._finish().sums.write()
         self.outer.step()
 
-    def _finish(self) -> Reduced:
+    def _finish(self) -> ExchangeResult:
         return exchange_with(
             self._exchange, lambda quorum: ([float(self.tokens)], b""), gives=self.tokens > 0
         )

@@ -13,7 +13,7 @@ import pytest
 
 from titan_ft.config import FaultTolerance
 from titan_ft.engine.round import Rounds, Sign
-from titan_ft.gradients.exchange import Reduced
+from titan_ft.gradients.exchange import ExchangeResult
 from titan_ft.gradients.flight import ExchangeError, OwnFacts
 from titan_ft.protocol.errors import Leaving
 from titan_ft.protocol.ledger import Entry, encode
@@ -110,10 +110,10 @@ class World:
         self.contributed = newest_step is not None and self.max_step <= newest_step
         self.may_update = may_update
 
-    def arm(self, newest_step: int) -> None:
+    def launch_for_backward(self, newest_step: int) -> None:
         pass
 
-    def finish(self, facts: OwnFacts) -> Reduced:
+    def finish(self, facts: OwnFacts) -> ExchangeResult:
         values, self.message = facts.complete(self.quorum, self.contributed, 0.0)
         self.row = Row.decode(list(values), nonfinite=False)
         if self.error is not None:
@@ -122,7 +122,9 @@ class World:
         entries = encode([Entry(1, 3, 1, b"theirs")])
         number = len(rows)
         spoiled = [not self.finite, bool(self.other.nonfinite)][:number]
-        return Reduced(self.quorum, rows, [self.message, entries][:number], spoiled, self.sums)
+        return ExchangeResult(
+            self.quorum, rows, [self.message, entries][:number], spoiled, self.sums
+        )
 
     # Group, state, donor, drain, watchdog
 

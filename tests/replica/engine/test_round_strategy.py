@@ -93,7 +93,7 @@ class Round:
             _given_tokens={},
             _break_off_reason="",
             _replica=self.replica,
-            _exchange=SimpleNamespace(give_fragments=self.given.append),
+            _exchange=SimpleNamespace(set_fragment_weights=self.given.append),
             _position=SimpleNamespace(step=2, mark_leaving=lambda: None),
             _group=SimpleNamespace(gather=lambda value: [value, False]),
             work=RoundWork(9, lr=0.1),

@@ -24,7 +24,7 @@ from titan_ft.engine.heal import Heal
 from titan_ft.engine.offer import OfferSearch
 from titan_ft.engine.round import Rounds, Sign
 from titan_ft.engine.step import Committed, ReplicaDimension
-from titan_ft.gradients.exchange import Reduced
+from titan_ft.gradients.exchange import ExchangeResult
 from titan_ft.gradients.flight import ExchangeError, OwnFacts
 from titan_ft.protocol import decision as decisions
 from titan_ft.protocol.errors import NonFiniteError
@@ -194,7 +194,7 @@ class Exchange:
         """True if an exchange is launched."""
         return self._armed is not None
 
-    def arm(self, newest_step: int) -> None:
+    def launch_for_backward(self, newest_step: int) -> None:
         """Decide now whether the gradients count. The flight does so when its quorum comes."""
         self.launch(newest_step)
 
@@ -202,7 +202,7 @@ class Exchange:
         """Launch an exchange, without gradients if there is no such step."""
         self._armed = newest_step is not None and self._seat.await_quorum().max_step <= newest_step
 
-    def finish(self, facts: OwnFacts) -> Reduced:
+    def finish(self, facts: OwnFacts) -> ExchangeResult:
         """Sum over the quorum."""
         quorum = self._seat.await_quorum()
         assert self._armed is not None
@@ -216,7 +216,9 @@ class Exchange:
         gradients, rows, messages, spoiled = zip(*told, strict=True)
         self.sum = sum(gradients)
         sums: Any = Total(self.sum)
-        return Reduced(quorum, [list(row) for row in rows], list(messages), list(spoiled), sums)
+        return ExchangeResult(
+            quorum, [list(row) for row in rows], list(messages), list(spoiled), sums
+        )
 
 
 class Idle:

@@ -24,7 +24,7 @@ from tests.replica.conftest import wait_until
 from titan_ft.device import local_shard
 from titan_ft.gradients import exchange, operations
 from titan_ft.gradients.bucket import BucketState, Gradient, partition
-from titan_ft.gradients.exchange import GradientExchange, HookCalls, Reduced
+from titan_ft.gradients.exchange import ExchangeResult, GradientExchange, HookCalls
 from titan_ft.gradients.flight import ExchangeError
 from titan_ft.gradients.operations import Operations
 from titan_ft.gradients.sums import Sums
@@ -136,7 +136,7 @@ class Rank:
         """Copy the local gradients, in the order of the model."""
         return [None if p.grad is None else p.grad.clone() for p in self.parameters]
 
-    def finish(self, gives: bool = True, *, may_update: bool = True) -> Reduced:
+    def finish(self, gives: bool = True, *, may_update: bool = True) -> ExchangeResult:
         """Complete the exchange.
 
         The row has the rank and a number. Each further rank's message is one byte longer.
@@ -236,9 +236,9 @@ def test_two_ranks_get_the_sum(ring: Ring, overlap: bool, bucket_bytes: int) -> 
     ranks = [ring.rank(bucket_bytes=bucket_bytes, overlap=overlap) for _ in range(2)]
     ring.meet(*ranks)
 
-    def step(number: int) -> tuple[list[torch.Tensor | None], Reduced]:
+    def step(number: int) -> tuple[list[torch.Tensor | None], ExchangeResult]:
         rank = ranks[number]
-        rank.exchange.arm(NEWEST)
+        rank.exchange.launch_for_backward(NEWEST)
         rank.backward(seed=number)
         before = rank.gradients()
         reduced = rank.finish()
@@ -265,7 +265,7 @@ def test_a_pipelines_gradients_travel_with_its_last_microbatch(ring: Ring) -> No
         rank.model.zero_grad()
         # a backward of an earlier batch of this step: the exchange is not armed
         rank.backward(seed=9)
-        rank.exchange.arm(NEWEST)
+        rank.exchange.launch_for_backward(NEWEST)
         for microbatch in range(3):
             missing.append(sum(len(bucket.missing_parts) for bucket in rank.exchange._buckets))
             rank.backward(seed=first + microbatch)
@@ -293,7 +293,7 @@ def test_gradients_without_a_hook_call_are_taken_at_the_end(ring: Ring) -> None:
 
     def step(number: int) -> list[torch.Tensor | None]:
         rank = ranks[number]
-        rank.exchange.arm(NEWEST)
+        rank.exchange.launch_for_backward(NEWEST)
         rank.backward(seed=number)
         with torch.no_grad():
             for parameter in rank.parameters:
@@ -312,7 +312,7 @@ def test_gradients_without_a_hook_call_are_taken_at_the_end(ring: Ring) -> None:
 def test_a_gradient_that_changes_after_its_last_microbatch_ends_the_run() -> None:
     """The gradient has left already. The update would have other bytes than in stock torchtitan."""
     rank = Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, hook_calls=1)
-    rank.exchange.arm(NEWEST)
+    rank.exchange.launch_for_backward(NEWEST)
     rank.backward(seed=1)
     with pytest.raises(AssertionError, match="before it was final"):
         rank.backward(seed=2)
@@ -334,7 +334,7 @@ def test_the_first_backward_counts_the_calls_of_each_hook(ring: Ring) -> None:
     def step(number: int, first: int) -> tuple[list[torch.Tensor | None], list[int]]:
         rank, missing = ranks[number], []
         rank.model.zero_grad()
-        rank.exchange.arm(NEWEST)
+        rank.exchange.launch_for_backward(NEWEST)
         for part in range(2):
             rank.backward(seed=first + part)
             missing.append(sum(len(bucket.missing_parts) for bucket in rank.exchange._buckets))
@@ -356,7 +356,7 @@ def test_the_first_backward_counts_the_calls_of_each_hook(ring: Ring) -> None:
 
     rank = ranks[0]
     rank.seat.quorum = Future()
-    rank.exchange.arm(NEWEST)
+    rank.exchange.launch_for_backward(NEWEST)
     for part in range(2):
         rank.backward(seed=part)
     with pytest.raises(AssertionError, match="before it was final"):
@@ -454,7 +454,7 @@ def test_an_exchange_is_under_way_until_the_others_give(ring: Ring) -> None:
     ring.meet(giver, taker)
     assert len(taker.exchange._buckets) == 1
     giver.backward(seed=1)
-    giver.exchange.arm(NEWEST)
+    giver.exchange.launch_for_backward(NEWEST)
     taker.exchange.launch()
     time.sleep(0.2)
     assert taker.exchange.waits_for_members
@@ -466,12 +466,12 @@ def test_an_exchange_is_under_way_until_the_others_give(ring: Ring) -> None:
 
 def arm(rank: Rank) -> None:
     """Let the next backward launch the exchange."""
-    rank.exchange.arm(NEWEST)
+    rank.exchange.launch_for_backward(NEWEST)
 
 
 def send(rank: Rank) -> None:
     """Launch a whole exchange."""
-    rank.exchange.launch_with(NEWEST, MemberFacts(lambda quorum: ([float(quorum.rank)], b"")))
+    rank.exchange.launch_with_facts(NEWEST, MemberFacts(lambda quorum: ([float(quorum.rank)], b"")))
 
 
 def launch_empty(rank: Rank) -> None:
@@ -651,7 +651,7 @@ def test_a_parameter_that_one_rank_uses(ring: Ring) -> None:
     ranks = [ring.rank(), ring.rank()]
     ring.meet(*ranks)
     for number, rank in enumerate(ranks):
-        rank.exchange.arm(NEWEST)
+        rank.exchange.launch_for_backward(NEWEST)
         rank.backward(seed=number, sometimes=number == 1)
     assert ranks[0].model.sometimes.weight.grad is None
     before = [rank.gradients() for rank in ranks]
@@ -777,7 +777,7 @@ def test_only_given_fragments_travel(ring: Ring, given: list[int], kept: bool) -
     ranks = fragmented(ring, 3)
     totals = only(given, sums(ranks[0].gradients(), ranks[1].gradients()))
     for rank in ranks[:2]:
-        rank.exchange.give_fragments(dict.fromkeys(given, 1.0))
+        rank.exchange.set_fragment_weights(dict.fromkeys(given, 1.0))
     ranks[2].exchange.launch()  # a joiner knows of no fragment
     ring.together(*[rank.finish for rank in ranks])
     for rank in ranks:
@@ -794,7 +794,7 @@ def test_a_stage_that_lacks_a_given_fragment_sends_rows(ring: Ring) -> None:
     ranks = fragmented(ring)
     before = [rank.gradients() for rank in ranks]
     for rank in ranks:
-        rank.exchange.give_fragments({3: 1.0})
+        rank.exchange.set_fragment_weights({3: 1.0})
     told = ring.together(*[rank.finish for rank in ranks])
     for rank, reduced, own in zip(ranks, told, before, strict=True):
         assert [row[0] for row in reduced.rows] == [0.0, 1.0]
@@ -809,7 +809,7 @@ def test_a_mean_is_by_the_weights_that_were_given(ring: Ring) -> None:
         for place, parameter in enumerate(rank.parameters):
             assert parameter.grad is not None
             parameter.grad *= weights.get(place % 3, 1.0)
-        rank.exchange.give_fragments(weights)
+        rank.exchange.set_fragment_weights(weights)
     ring.together(*[rank.finish for rank in ranks])
     for rank in ranks:
         rank.sums.write()
@@ -826,8 +826,8 @@ def test_givers_of_different_fragments_send_rows_only(ring: Ring) -> None:
     """
     ranks = fragmented(ring)
     before = [rank.gradients() for rank in ranks]
-    ranks[0].exchange.give_fragments({0: 1.0})
-    ranks[1].exchange.give_fragments({1: 1.0})
+    ranks[0].exchange.set_fragment_weights({0: 1.0})
+    ranks[1].exchange.set_fragment_weights({1: 1.0})
     told = ring.together(*[rank.finish for rank in ranks])
     for rank, reduced, own in zip(ranks, told, before, strict=True):
         assert [row[0] for row in reduced.rows] == [0.0, 1.0]
@@ -846,8 +846,8 @@ def test_a_whole_exchange_goes_on_without_the_training_thread(ring: Ring) -> Non
         lambda quorum: ([float(quorum.rank)], b"x" * quorum.rank),
     ] * 2
     for rank, describe in zip(ranks, facts, strict=True):
-        rank.exchange.give_fragments({0: 1.0})
-        rank.exchange.launch_with(NEWEST, MemberFacts(describe))
+        rank.exchange.set_fragment_weights({0: 1.0})
+        rank.exchange.launch_with_facts(NEWEST, MemberFacts(describe))
         assert rank.exchange.is_launched
     for rank in ranks:
         assert rank.exchange._flight is not None
@@ -869,8 +869,8 @@ def test_a_whole_exchange_that_broke_is_repeated(ring: Ring) -> None:
     """
     ranks = fragmented(ring)
     totals = only([0], ranks[0].gradients())
-    ranks[0].exchange.give_fragments({0: 1.0})
-    ranks[0].exchange.launch_with(NEWEST, MemberFacts(lambda quorum: ([1.0], b"")))
+    ranks[0].exchange.set_fragment_weights({0: 1.0})
+    ranks[0].exchange.launch_with_facts(NEWEST, MemberFacts(lambda quorum: ([1.0], b"")))
     ranks[1].seat.process_group.abort()
     with pytest.raises(ExchangeError):
         ranks[0].finish()
@@ -1077,7 +1077,7 @@ def test_the_rounding_error_belongs_to_a_fragment(ring: Ring) -> None:
     before = ranks[0].gradients()
     for given in (0, 1, 0, 2, 0):
         for rank in ranks:
-            rank.exchange.give_fragments({given: 1.0})
+            rank.exchange.set_fragment_weights({given: 1.0})
         ring.meet(*ranks)
         ring.together(*[rank.finish for rank in ranks])
         for rank in ranks:
@@ -1122,7 +1122,7 @@ def test_sums_in_bfloat16_have_the_same_bytes_everywhere(ring: Ring) -> None:
     ring.meet(*ranks)
     for seed, rank in enumerate(givers):
         rank.count.fill_(2.0**22 + seed)
-        rank.exchange.arm(NEWEST)
+        rank.exchange.launch_for_backward(NEWEST)
         rank.backward(seed, sometimes=True)
     own = [rank.gradients() for rank in givers]
     joiner.exchange.launch()
@@ -1388,7 +1388,7 @@ def test_sharded_gradients_travel_as_shards(ring: Ring, world: None) -> None:
     rank = ring.rank()
     rank.seat = seat
     ring.meet(rank)
-    exchange.arm(NEWEST)
+    exchange.launch_for_backward(NEWEST)
     model(torch.ones(2, 4)).sum().backward()
     assert [bucket.missing_parts for bucket in exchange._buckets] == [set()] * 4
     before = [local_shard(parameter.grad).clone() for parameter in model.parameters()]
@@ -1459,7 +1459,7 @@ def test_collectives_come_in_the_order_of_the_buckets(
 
         monkeypatch.setattr(rank.seat.process_group, "allreduce", noted)
         monkeypatch.setattr(rank.seat.process_group, "alltoall_base", sent)
-        rank.exchange.arm(NEWEST)
+        rank.exchange.launch_for_backward(NEWEST)
         for parameter in rank.parameters:
             parameter.grad = torch.full_like(parameter, 1.0 + number)
     for number, rank in enumerate(ranks):
@@ -1488,7 +1488,7 @@ def test_counts_are_summed_exactly_and_unscaled(ring: Ring, bucket_bytes: int) -
             torch.tensor([2.0**23 + 1, 1.0 + number]) if number < 2 else torch.tensor([0.0, 5.0]),
         )
         rank.backward(seed=number)
-        rank.exchange.arm(NEWEST)
+        rank.exchange.launch_for_backward(NEWEST)
         # The last backward recomputes a layer, which counts again, and finishes the gradients
         # before that.
         rank.backward(seed=number)
@@ -1535,7 +1535,7 @@ def test_buckets_leave_during_backward(ring: Ring, monkeypatch: pytest.MonkeyPat
     others = ring.start(peer.finish)
     seen: list[bool] = []
     rank.model.first.register_full_backward_hook(lambda *_: seen.append(launched.wait(DEADLINE)))
-    rank.exchange.arm(NEWEST)
+    rank.exchange.launch_for_backward(NEWEST)
     # A hook of the first layer needs an input that requires a gradient.
     batch = torch.ones(5, 4, requires_grad=True)
     rank.model(batch).backward()
@@ -1548,7 +1548,7 @@ def test_buckets_leave_during_backward(ring: Ring, monkeypatch: pytest.MonkeyPat
 def test_backward_does_not_wait_for_the_quorum(ring: Ring) -> None:
     """A slow lighthouse delays neither backward nor its hooks."""
     rank = ring.rank()
-    rank.exchange.arm(NEWEST)
+    rank.exchange.launch_for_backward(NEWEST)
     rank.backward(seed=1)
     assert not rank.seat.quorum.done()
     finished = ring.start(rank.finish)
@@ -1571,7 +1571,7 @@ def test_only_the_armed_backward_launches(ring: Ring) -> None:
     rank.backward(seed=2)
     assert rank.exchange._flight is None
     assert all(not bucket.flat.any() for bucket in rank.exchange._buckets)
-    rank.exchange.arm(NEWEST)
+    rank.exchange.launch_for_backward(NEWEST)
     rank.backward(seed=3)
     used = [bucket for bucket in rank.exchange._buckets if bucket.parts[0].read() is not None]
     assert [bucket.missing_parts for bucket in used] == [set()] * 4
@@ -1597,7 +1597,7 @@ def test_a_broken_exchange_is_repeated_from_the_same_gradients(ring: Ring) -> No
     survivors, lost = ranks[:2], ranks[2]
     for number, rank in enumerate(survivors):
         rank.count.fill_(10.0**number)
-        rank.exchange.arm(NEWEST)
+        rank.exchange.launch_for_backward(NEWEST)
         rank.backward(seed=number)
     before = [rank.gradients() for rank in survivors]
     touched = [bucket.flat for rank in survivors for bucket in rank.exchange._buckets]
@@ -1688,7 +1688,7 @@ def test_an_error_of_the_membership_is_no_broken_exchange(ring: Ring) -> None:
     """
     rank = ring.rank()
     rank.seat.quorum.set_exception(LighthouseError("gone"))
-    rank.exchange.arm(NEWEST)
+    rank.exchange.launch_for_backward(NEWEST)
     rank.backward(seed=1)
     with pytest.raises(LighthouseError, match="gone"):
         rank.finish()
@@ -1803,7 +1803,7 @@ def test_a_bucket_names_the_owner_of_its_memory(ring: Ring) -> None:
     rank, peer = ring.rank(), ring.rank()
     ring.meet(rank, peer)
     states = lambda: {bucket.state for bucket in rank.exchange._buckets}  # noqa: E731
-    rank.exchange.arm(NEWEST)
+    rank.exchange.launch_for_backward(NEWEST)
     assert states() == {BucketState.FILLING}
     rank.backward(seed=1)
     assert states() == {BucketState.FILLING, BucketState.FULL}, (
