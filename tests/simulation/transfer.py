@@ -58,7 +58,7 @@ class SnapshotServer:
         self.offered_at = 0.0
         self.copy: Callable[[int, Part], None] | None = None
         self.wanted_part: Part | None = None
-        self.is_pinned = False
+        self.is_snapshot_kept = False
         self.readers = 0
         self.closed = False
         self._waiting: list[Task] = []
@@ -67,12 +67,12 @@ class SnapshotServer:
     def publish(self, snapshot: Snapshot, copy_seconds: float) -> None:
         """Serve `snapshot` from now on."""
         self._kernel.pause()
-        self.snapshot, self.wanted_part, self.is_pinned = snapshot, None, True
+        self.snapshot, self.wanted_part, self.is_snapshot_kept = snapshot, None, True
         self.tell()
 
-    def pin(self, is_pinned: bool) -> None:
+    def keep_snapshot(self, is_kept: bool) -> None:
         """Keep the snapshot for its joiners, or release it."""
-        self.is_pinned = is_pinned
+        self.is_snapshot_kept = is_kept
 
     @property
     def offered_step(self) -> int | None:
@@ -274,7 +274,7 @@ class Transfers:
                 raise ConnectionResetError(f"{address}: connection reset")
         offer = server.offered
         if offer is None or (
-            server.is_pinned
+            server.is_snapshot_kept
             and server.snapshot is not None
             and server.snapshot.step != offer["step"]
         ):

@@ -111,7 +111,7 @@ class Donor:
         with self._publishing:
             wanted_part, snapshot = self._server.wanted_part, self._server.snapshot
             if snapshot is not None:
-                self._server.pin(_is_fetched(joiners, snapshot.step, own_slot))
+                self._server.keep_snapshot(_is_fetched(joiners, snapshot.step, own_slot))
             # A joiner that names this group may not have sent its request yet. After the update it
             # would come too late.
             is_asked = wanted_part is not None or _is_fetched(joiners, step, own_slot)
@@ -140,10 +140,10 @@ class Donor:
         if snapshot is None:
             return True
         if snapshot.step != step:
-            return not self._server.is_pinned
+            return not self._server.is_snapshot_kept
         if snapshot.lineage != lineage:
             # This group has healed since the copy: it and the copied state made the same step in
-            # different exchanges. No group goes on from the copied state, even if it is pinned.
+            # different exchanges. No group goes on from the copied state, even if it is kept.
             return True
         return part is not None and snapshot.part not in (WHOLE, part)
 

@@ -1,9 +1,28 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The donor's side of a transfer: serves a snapshot to joiners.
+"""The donor's side of a transfer: serves a copy of this rank's state to joiners.
 
-A *snapshot* is a copy of one rank's state in host memory (`snapshot.py`). An *offer* says which
-state the rank holds now. The state of an offer is copied only when a joiner asks for it.
+A *joiner* is a group that lacks the job's state, and a *donor* is a group that serves it. Each rank
+of a joiner fetches its state from the rank of the same number in each donor.
+
+Terms:
+
+- A *snapshot* is a copy of one rank's state in host memory (`snapshot.py`). Its *header* lists the
+  tensors, and its *payload* has their bytes.
+- An *offer* says which state this rank holds: its step, its lineage and its digest. Two states with
+  the same step and the same *lineage* were made by the same updates.
+- A *part* of the state is copied instead of the whole if the memory of the donors is scarce. Each of
+  several donors then serves another part.
+
+In order of time:
+
+1. After each update, the training thread offers the state (`StateServer.offer`).
+2. A joiner connects, and proves that it knows the run's token. It asks for the offer.
+3. The joiner requests the header of the offered state. Only now the state is copied: by the thread
+   of the connection if the offer allows it, and otherwise by the training thread, which reads
+   `wanted_part` between two steps. Either thread publishes the snapshot (`publish`).
+4. The joiner requests ranges of the payload, on several connections. At the end it says farewell.
+5. When no joiner needs the snapshot any more, the training thread withdraws it (`withdraw`).
 
 `wire.py` describes the messages. See docs/heal.md.
 """
@@ -39,13 +58,14 @@ from titan_ft.transfer.wire import Message, SealedStream, check_joiner, octets
 
 _HANDSHAKE_SECONDS = 10.0
 _MAX_UNPROVED = 64
-"""Limit of the connections whose other end has not yet proved that it knows the token. Beyond it,
-one of them is closed (`_choose_one_to_close`)."""
+"""Limit of the connections whose other end has not proved yet that it knows the token. If one more
+comes, one of them is closed (`_choose_one_to_close`)."""
 
 _MAX_HANDSHAKES = 2 * _MAX_UNPROVED
-"""Limit of the handshakes whose threads have not ended. While it is reached, nothing is accepted: a
-flood of connections would take all descriptors before the threads of the closed ones have had their
-turn with Python's lock. Gloo needs descriptors, too, and a rank without any is aborted."""
+"""Limit of the threads that make handshakes, those of closed connections included. While it is
+reached, no connection is accepted. Otherwise a flood of connections would take all descriptors of
+the process, because each closed connection keeps its descriptors until its thread runs and ends.
+Gloo needs descriptors too, and a rank that gets none is aborted."""
 
 _NEXT_UPDATE_SECONDS = 1.0
 """If a joiner asks for a later state than this donor has, the donor waits at most this long for its
@@ -53,23 +73,28 @@ next update. Then it answers with the offer that it has. The joiner waits longer
 (`_OFFER_SECONDS` in `state_fetch.py`)."""
 
 _WAITING_SECONDS = 1.0
-"""Pause between two `waiting` messages to a joiner whose state is not copied yet. A joiner takes a
-longer silence (`_STALL_SECONDS` in `state_fetch.py`) for a broken connection."""
+"""Pause between two `waiting` messages to a joiner while its state is not copied yet. Without these
+messages the joiner would take the silence for a broken connection (`_STALL_SECONDS` in
+`state_fetch.py`)."""
 
 _POLL_SECONDS = 1.0
-"""Poll interval of the thread that listens. `close` wakes the thread, so a shorter interval would
-only cost CPU."""
+"""Interval at which the thread that listens looks for overdue handshakes, and for `close` on macOS.
+Elsewhere `close` wakes the thread."""
 
 _UNREAD_SECONDS = 60.0
-"""A joiner that takes no bytes for this long is dropped. Until then its snapshot's memory cannot be
-used for the next copy."""
+"""A joiner that takes no bytes for this long is dropped. While it reads, the memory of its snapshot
+cannot be used for the next copy."""
 
-_KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
-"""Seconds, seconds, probes: how the kernel finds that a silent joiner's host has vanished. Between
-two requests a joiner may be silent for long."""
+_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""Options of a connection. A joiner may be silent for long between two requests. After 60 s of
+silence the kernel asks the joiner's host every 10 s. If three of these probes get no answer, the host
+has vanished."""
 
 _NO_DESCRIPTOR_LEFT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-_ACCEPT_PAUSE_SECONDS = 0.1  # after one of these errors
+"""Errors of `accept` if the process or the host has too many descriptors, or too little memory."""
+_ACCEPT_PAUSE_SECONDS = 0.1
+"""Pause before the next `accept` after such an error, and between two tries to begin a handshake
+while `_MAX_HANDSHAKES` is reached."""
 
 SendBytes = Callable[[socket.socket, memoryview], None]
 """Sends all bytes of a view to a connection."""
@@ -80,11 +105,11 @@ class CompletedTransfer:
     """A transfer after which a joiner has its whole state.
 
     Attributes:
-        joiner: the joiner's name, as its requests give it.
+        joiner: the joiner's name, from its farewell.
         snapshot: the copy of the state that this donor served.
-        num_bytes: bytes that the joiner got from this donor; other donors gave the rest.
-        copy_seconds: time that the copy took the host or the GPU, whichever was longer.
-        serve_seconds: duration of the joiner's connection so far.
+        num_bytes: bytes that the joiner got from this donor. Other donors sent the rest.
+        copy_seconds: time that the copy took on the host or on the GPU, whichever was longer.
+        serve_seconds: time since the start of the connection on which the farewell came.
     """
 
     joiner: str
@@ -103,26 +128,25 @@ class StateServer:
 
     `training/links.py` creates it. `engine/donor.py` offers states and publishes snapshots.
 
-    Threads: any thread may call the public methods. One thread listens, and each connection has a
-    thread of its own (`_handle` and the methods after it). Training never waits for a connection.
+    Threads: any thread may call the public methods. One thread listens. Each connection has a thread
+    of its own, which runs `_handle` and the methods after it. Training never waits for a connection.
 
-    If a connection fails, only its thread ends. The joiner asks again.
+    If a connection fails, only its thread ends, and the joiner connects again.
 
     Args:
         host: address to listen on.
         token: the run's shared secret.
-        wait_seconds: limit of a request's wait for a state that this rank neither offers nor has
-            copied; the training thread may be about to publish it. A request for an offered state
-            waits without limit.
-        on_completed: called on the thread of the connection when a joiner has its whole state.
+        wait_seconds: limit of a request's wait for a state that is neither offered nor copied. The
+            training thread may be about to publish it. The wait for an offered state has no limit.
+        on_completed: called when a joiner has its whole state, on the thread of the connection.
         max_mbps: limit for all joiners together in 10**6 bits per second; 0 = no limit.
         certificate: for TLS; None = no TLS.
-        on_refusal: takes the first refused stranger of each kind, on a thread of this server.
+        on_refusal: called with the first refused stranger of each kind, on a thread of this server.
 
     Attributes:
-        address: host:port that joiners dial. A joiner's proof of the token includes it, so another
-            donor refuses that proof.
-        send: sends ranges of the payload. Fault injection replaces it.
+        address: host:port that joiners dial. A joiner's proof of the token includes this address, so
+            the proof is worth nothing at another server.
+        send: sends ranges of the payload. Fault injection replaces this function.
     """
 
     def __init__(
@@ -141,24 +165,30 @@ class StateServer:
         self._on_completed = on_completed
         self._pace = Pace(max_mbps)
         self.send: SendBytes = self._pace.send
-        # Called first on each connection's thread: a new thread would begin on GPU 0.
+        # Each connection's thread calls this function first. Without it, the thread would use GPU 0.
         self._select_device = device.for_thread()
-        # Guards changes of the fields from here to `_wanted_part`. Reading one field needs no lock.
-        # `pin` needs none: `engine/donor.py` holds its own lock around `publish`, `withdraw` and
-        # `pin`. It is notified when the snapshot or the offer changes, and by `close`.
+        # The lock for changes of the fields from `_snapshot` to `_wanted_part`. A thread may read one
+        # field without the lock. The condition is notified when the snapshot or the offer changes,
+        # and by `close`.
         self._changed = threading.Condition()
         self._snapshot: Snapshot | None = None
         self._offer: Message | None = None
-        self._offered_at = 0.0
-        self._copy_offered: Callable[[int, Part], None] | None = None
-        self._host_copy_seconds = 0.0  # that the host took to make the snapshot
+        self._offered_at = 0.0  # monotonic seconds
+        # Makes a copy of the offered state; see `offer`.
+        self._copy_function: Callable[[int, Part], None] | None = None
+        self._host_copy_seconds = 0.0  # duration of the snapshot's copy on the host
         self._num_readers = 0  # connections that read the snapshot
-        self._is_pinned = False
         self._wanted_part: Part | None = None
+        # Without the lock: `engine/donor.py` calls `publish`, `withdraw` and `keep_snapshot` under a
+        # lock of its own.
+        self._is_snapshot_kept = False
         self._refusals = Refusals(_HANDSHAKE_SECONDS, on_refusal)
         self._unproved = _UnprovedConnections(self._refusals)
         self._server = _ConnectionServer(
-            (host, 0), self._handle, self._unproved.close_late, self._unproved.close_one
+            (host, 0),
+            self._handle,
+            on_poll=self._unproved.close_overdue,
+            on_no_descriptor=self._unproved.close_one,
         )
         self.address = join_address(host, self.port)
         threading.Thread(
@@ -182,29 +212,29 @@ class StateServer:
             self._snapshot = snapshot
             self._host_copy_seconds = copy_seconds
             self._wanted_part = None
-            self._is_pinned = True
+            # Only the next round shows which joiner fetches the snapshot. Keep it until then.
+            self._is_snapshot_kept = True
             self._changed.notify_all()
 
     @property
-    def is_pinned(self) -> bool:
-        """True if no other snapshot may replace the present one; see `pin`."""
-        return self._is_pinned
+    def is_snapshot_kept(self) -> bool:
+        """True if no snapshot of another step may replace the present one; see `keep_snapshot`."""
+        return self._is_snapshot_kept
 
-    def pin(self, is_pinned: bool) -> None:
-        """Set whether the snapshot must stay, because a joiner's row names this donor.
+    def keep_snapshot(self, is_kept: bool) -> None:
+        """Set whether the present snapshot is kept for a joiner, whose row names this donor.
 
-        This is not about page-locked memory. While the snapshot must stay, joiners get no offer of
-        another state, whose copy would replace it. `publish` pins a new snapshot, because only the
-        next round shows which joiner fetches it.
+        While the snapshot is kept, joiners get no offer of another step: the copy of that state
+        would replace the snapshot.
         """
-        self._is_pinned = is_pinned
+        self._is_snapshot_kept = is_kept
 
     def withdraw(self) -> Snapshot | None:
-        """Drop the snapshot. The offer stays.
+        """Stop serving the snapshot. The offer stays.
 
         Returns:
-            The snapshot, whose memory is free; None if a joiner still reads it, or if there is
-            none.
+            The snapshot, if the caller may use its memory again; None if there is no snapshot, or if
+            a connection still reads it.
         """
         with self._changed:
             snapshot = self._snapshot
@@ -218,27 +248,26 @@ class StateServer:
         offer: Message | None,
         copy: Callable[[int, Part], None] | None = None,
     ) -> None:
-        """Let joiners ask for a state that is not copied yet.
+        """Let joiners request a state that is not copied yet.
 
         Args:
             offer: step, lineage and digest of the state. None withdraws the offer. A request that
                 already waits for the state then fails `wait_seconds` after its arrival.
             copy: copy(step, part) copies the state and publishes the copy. It does nothing if the
-                state has changed meanwhile. The thread of a connection calls it. None = only the
-                training thread may copy the state, because a forward may write a part of it, or
-                because all ranks must copy after the same step. It copies when it sees
-                `wanted_part`.
+                state has changed meanwhile. The threads of the connections call it. None = only the
+                training thread may copy the state, when it sees `wanted_part`. This is so if a
+                forward may write to the state, and if all ranks must copy after the same step.
         """
         with self._changed:
             self._offer = offer
-            self._copy_offered = copy
+            self._copy_function = copy
             self._wanted_part = None
             self._offered_at = time.monotonic()
             self._changed.notify_all()
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """The snapshot that is served."""
+        """The snapshot that is served; None = there is none."""
         return self._snapshot
 
     @property
@@ -255,12 +284,13 @@ class StateServer:
     def close(self) -> None:
         """Stop listening, drop the snapshot, and end the answers under way."""
         self._server.is_closing = True
-        self._pace.close()  # ends the answers that are being sent; `_is_wait_over` reads it, too
+        # Ends the answers that are being sent. Requests that wait end too (`_is_wait_over`).
+        self._pace.close()
         self.withdraw()
         with self._changed:
             self._changed.notify_all()
-        # Wakes the thread that listens. macOS does not allow it: there the next poll ends the
-        # thread.
+        # Wake the thread that listens. macOS does not allow it, and the thread ends at its next
+        # poll.
         with contextlib.suppress(OSError):
             self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.shutdown()
@@ -269,6 +299,11 @@ class StateServer:
     # On the thread of a connection
 
     def _handle(self, connection: socket.socket, source: str) -> None:
+        """Serve one connection.
+
+        Args:
+            source: numeric address of the other end.
+        """
         try:
             stream = self._shake_hands(connection, source)
         finally:
@@ -277,13 +312,18 @@ class StateServer:
             self._serve(stream)
 
     def _shake_hands(self, connection: socket.socket, source: str) -> SealedStream:
-        """Return the connection's stream, once the other end has proved that it knows the token."""
+        """Wait until the other end has proved that it knows the token.
+
+        Returns:
+            A stream over the connection.
+        """
         self._select_device()
         connection.settimeout(_HANDSHAKE_SECONDS)
-        # The end of an answer must not wait for a delayed acknowledgement.
+        # Without this option, the end of an answer would wait for a delayed acknowledgement.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (*_KEEPALIVE, ("TCP_USER_TIMEOUT", int(_UNREAD_SECONDS * 1000))):
+        options = {**_KEEPALIVE, "TCP_USER_TIMEOUT": int(1000 * _UNREAD_SECONDS)}
+        for name, value in options.items():
             option = vars(socket).get(name)
             if option is not None:  # macOS does not have all of them
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -298,7 +338,10 @@ class StateServer:
                 raise
 
     def _serve(self, stream: SealedStream) -> None:
-        """Answer requests until the joiner closes the connection."""
+        """Answer requests until the joiner closes the connection.
+
+        The fields of a request say what kind of request it is (`wire.py`).
+        """
         started = time.monotonic()
         while True:
             request = self._read_request(stream)
@@ -316,14 +359,13 @@ class StateServer:
     def _serve_state(self, stream: SealedStream, request: Message, started: float) -> None:
         """Answer a request for the header or a range of a state, or the joiner's farewell.
 
-        A farewell takes the snapshot as well, for `CompletedTransfer`. If the snapshot has been
-        replaced meanwhile, the joiner gets an error, and nothing is reported.
-
         Args:
             started: monotonic time in seconds at which the connection began.
         """
         try:
-            snapshot = self._acquire(stream, request)
+            # A farewell waits for the snapshot as well, because `CompletedTransfer` names it. If
+            # another snapshot has replaced it, the joiner gets an error, and no transfer is reported.
+            snapshot = self._await_snapshot(stream, request)
         except _NoStateError as error:
             stream.write({"error": str(error)})
             return
@@ -333,7 +375,7 @@ class StateServer:
         finally:
             with self._changed:
                 self._num_readers -= 1
-        joiner = request.get("done")  # a farewell holds the joiner's name here
+        joiner = request.get("done")  # a farewell has the joiner's name in this field
         if joiner:
             completed = CompletedTransfer(
                 joiner,
@@ -345,16 +387,19 @@ class StateServer:
             self._on_completed(completed)
 
     def _choose_sender(self, request: Message) -> SendBytes:
-        """Return the function that sends the answer. Injected faults hit payload ranges only."""
+        """Return the function that sends the bytes of the answer.
+
+        Injected faults delay or change ranges of the payload only, so only ranges use `send`.
+        """
         if "offset" in request:
             return self.send
         return self._pace.send
 
     def _find_offer(self, least_step: int) -> Message | None:
-        """Return the offer, unless its copy would replace a snapshot that must stay.
+        """Return the offer; None if there is none, or if its copy would replace a kept snapshot.
 
-        If the offered state is older than `least_step`, this group is about to make the next
-        update. Then wait `_NEXT_UPDATE_SECONDS` for it.
+        If the offered state is older than `least_step`, this group is probably about to make the
+        next update. So wait for it, at most `_NEXT_UPDATE_SECONDS`.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._offers_at_least(least_step), _NEXT_UPDATE_SECONDS)
@@ -362,8 +407,7 @@ class StateServer:
             if offer is None:
                 return None
             snapshot = self._snapshot
-            would_replace = snapshot is not None and snapshot.step != offer["step"]
-            if self._is_pinned and would_replace:
+            if self._is_snapshot_kept and snapshot is not None and snapshot.step != offer["step"]:
                 return None
             elapsed = int(1000 * (time.monotonic() - self._offered_at))
             return Message({**offer, "elapsed_milliseconds": elapsed})
@@ -385,54 +429,48 @@ class StateServer:
             stream.connection.settimeout(_HANDSHAKE_SECONDS)
         return request
 
-    def _acquire(self, stream: SealedStream, request: Message) -> Snapshot:
+    def _await_snapshot(self, stream: SealedStream, request: Message) -> Snapshot:
         """Wait for the snapshot of a request, and become one of its readers.
 
-        1. The request for the header is a joiner's first request for a state. If the state is only
-           offered, copy it on this thread, or let the training thread copy it between two steps
-           (`wanted_part`).
-        2. Wait until the snapshot is there, or until it can come no more. Meanwhile tell the joiner
-           now and then to wait.
+        1. If the request is for the header, the state may be offered and not copied yet. Copy it on
+           this thread if the offer allows it. Otherwise set `wanted_part`, so that the training
+           thread copies the state between two steps.
+        2. Wait until the snapshot is here, or can no longer come. Meanwhile send the joiner
+           `waiting` messages.
 
         Raises:
             _NoStateError: this donor does not have the state.
         """
-        wanted = _WantedState(
-            request["step"],
-            request.get("lineage"),
-            _read_part(request),
-            has_header="header" not in request,
-        )
+        wanted = _WantedState.read(request)
         deadline = time.monotonic() + self._wait_seconds
-        # Locals: the training thread may withdraw both at any time.
-        snapshot, copy_offered = self._snapshot, self._copy_offered
         if wanted.has_header:
-            # Only the request for the header names a part. A later one takes what the snapshot
-            # has: the joiner has its header.
+            # The joiner accepts any part, because it knows from the header which bytes are here.
+            snapshot = self._snapshot  # a local: the training thread may withdraw the snapshot
             if snapshot is not None:
                 wanted = replace(wanted, part=snapshot.part)
-        elif copy_offered is not None and not self._is_wait_over(wanted):
-            copy_offered(wanted.step, wanted.part)
+        else:
+            copy_function = self._copy_function  # a local: another thread may end the offer
+            if copy_function is not None and not self._is_wait_over(wanted):
+                copy_function(wanted.step, wanted.part)
         while True:
             with self._changed:
-                offer = self._offer
-                is_offered = offer is not None and wanted.is_state(offer["step"], offer["lineage"])
+                is_offered = self._is_offered(wanted)
                 if is_offered and not self._is_wait_over(wanted):
                     self._wanted_part = wanted.part
-                # Between two steps the training thread copies an offered state. A step may be long,
+                # The training thread copies an offered state after its step. The step may be long,
                 # so the wait for an offered state has no limit.
                 remaining_seconds = math.inf
                 if not is_offered:
                     remaining_seconds = deadline - time.monotonic()
+                is_last_wait = remaining_seconds <= _WAITING_SECONDS
                 is_decided = self._changed.wait_for(
                     lambda: self._is_wait_over(wanted),
                     min(_WAITING_SECONDS, remaining_seconds),
                 )
-                is_late = remaining_seconds <= _WAITING_SECONDS  # that was the last wait
-                is_over = is_decided or is_late
+                is_over = is_decided or is_last_wait
                 found = self._snapshot
-                # While the state is offered, the wanted part may still be copied. Otherwise nobody
-                # copies it: the present snapshot of this state must do, even of another part.
+                # While the state is offered, another part of it may still be copied. Otherwise the
+                # joiner gets the present part, because nobody copies another one.
                 may_serve = is_over or not is_offered
                 if found is not None and may_serve and wanted.is_state(found.step, found.lineage):
                     self._num_readers += 1
@@ -444,24 +482,35 @@ class StateServer:
                 raise _NoStateError(f"the donor has no state of {wanted} (it has {present})")
             stream.write({"waiting": wanted.step})
 
+    def _is_offered(self, wanted: _WantedState) -> bool:
+        """True if the wanted state is offered."""
+        offer = self._offer
+        return offer is not None and wanted.is_state(offer["step"], offer["lineage"])
+
     def _is_wait_over(self, wanted: _WantedState) -> bool:
-        """True if the wanted part of the wanted state is here, or can no longer come."""
+        """True if the wanted part of the wanted state is here, or can no longer come.
+
+        This method is also called without the lock, so it reads each field once.
+        """
         if self._pace.closed:
             return True
-        snapshot, offer = self._snapshot, self._offer  # locals: called without the lock as well
+        snapshot = self._snapshot
+        offer = self._offer
         if offer is not None:
-            # The state has changed, and can no longer be copied. If the step is the same, the group
-            # has healed: all other groups made that step's update in another exchange.
+            # This group has gone on to another state, and can no longer copy the wanted one. A state
+            # of the same step is another one if this group has healed: the other groups made that
+            # update in another exchange.
             is_other = not wanted.is_state(offer["step"], offer["lineage"])
-            if offer["step"] > wanted.step or (offer["step"] == wanted.step and is_other):
+            if is_other and offer["step"] >= wanted.step:
                 return True
         if snapshot is None or snapshot.step < wanted.step:
             return False
         if snapshot.step > wanted.step:
-            return True  # the state has been replaced
+            return True  # a later snapshot has replaced the wanted one
         if not wanted.is_state(snapshot.step, snapshot.lineage):
-            # This copy has replaced the wanted state if the joiner has got the header. Before that,
-            # a copy of the wanted state may still replace this one.
+            # Whether this snapshot is older or newer than the wanted one depends on the request. A
+            # joiner with the header was served the wanted snapshot before, so this one has replaced
+            # it. For the first request, the wanted state may still be copied, and replace this one.
             return wanted.has_header
         return snapshot.part in (WHOLE, wanted.part)
 
@@ -473,20 +522,20 @@ class StateServer:
         send: SendBytes,
     ) -> None:
         """Send a range of the payload or the header. The answer to a farewell has no bytes."""
-        copied = snapshot.byte_range
+        held = snapshot.byte_range  # the bytes of the state that the snapshot has
         answer = Message()
         data = memoryview(b"")
         if "offset" in request:
             start = request["offset"]
             stop = start + request["bytes"]
-            if start < copied.start or stop > copied.stop:
-                text = f"the donor has bytes {copied.start} to {copied.stop} of the state only"
+            if start < held.start or stop > held.stop:
+                text = f"the donor has bytes {held.start} to {held.stop} of the state only"
                 stream.write({"error": text})
                 return
-            data = octets(snapshot.payload)[start - copied.start : stop - copied.start]
+            data = octets(snapshot.payload)[start - held.start : stop - held.start]
         elif request.get("header"):
             data = memoryview(snapshot.header)
-            answer = Message(held=(copied.start, copied.stop))
+            answer = Message(held=(held.start, held.stop))
         answer["bytes"] = data.nbytes
         answer["sha256"] = hashlib.sha256(data).hexdigest()
         stream.write(answer)
@@ -499,8 +548,8 @@ class _WantedState:
 
     Attributes:
         step: committed updates in the state.
-        lineage: None = any lineage.
-        part: the part that suffices if this host's memory is scarce.
+        lineage: lineage of the state; None = any lineage.
+        part: the part that suffices if the donors' memory is scarce.
         has_header: the joiner has got this donor's header of the state already.
     """
 
@@ -508,6 +557,23 @@ class _WantedState:
     lineage: int | None
     part: Part
     has_header: bool
+
+    @classmethod
+    def read(cls, request: Message) -> _WantedState:
+        """Return the state that a request is for.
+
+        Raises:
+            ValueError: the state has no such part.
+        """
+        part = WHOLE
+        if "part" in request:
+            index, count = request["part"]
+            if not 0 <= index < count:
+                raise ValueError(f"no part of a state: {index} of {count}")
+            part = Part(index, count)
+        # The request for the header is a joiner's first request for a state.
+        has_header = "header" not in request
+        return cls(request["step"], request.get("lineage"), part, has_header)
 
     def is_state(self, step: int, lineage: int) -> bool:
         """True if this step and lineage are those of the wanted state."""
@@ -519,37 +585,29 @@ class _WantedState:
         return f"step {self.step} of lineage {self.lineage}"
 
 
-def _read_part(request: Message) -> Part:
-    """Return the part of the state that a request asks for; without one, the whole state.
-
-    Raises:
-        ValueError: there is no such part.
-    """
-    if "part" not in request:
-        return WHOLE
-    index, count = request["part"]
-    if not 0 <= index < count:
-        raise ValueError(f"no part of a state: {index} of {count}")
-    return Part(index, count)
-
-
 @dataclass(frozen=True)
 class _Accepted:
-    """When a connection was accepted (monotonic seconds), and the address of its other end."""
+    """A connection that was accepted.
 
-    at: float
+    Attributes:
+        accepted_at: monotonic seconds.
+        source: numeric address of the other end.
+    """
+
+    accepted_at: float
     source: str
 
 
 class _UnprovedConnections:
     """The connections whose other end has not proved yet that it knows the token.
 
-    The timeout of a socket starts anew with each byte. So a stranger who sends a byte now and then
-    would keep a thread and a descriptor for good. Many such connections would leave the process
-    without descriptors. This class limits the duration of a handshake and the number of
-    connections.
+    This class limits the duration of a handshake, and the number of these connections. The timeout
+    of a socket cannot do it, because it starts anew with each byte. A stranger who sends a byte now
+    and then would keep a thread and a descriptor for ever, and many such connections would leave the
+    process without descriptors.
 
-    The thread of each connection calls `track`. The thread that listens calls `close_late`.
+    Threads: the thread of each connection calls `track`. The thread that listens calls `close_one`
+    and `close_overdue`.
 
     Args:
         refusals: counts the connections that this class ends.
@@ -558,8 +616,8 @@ class _UnprovedConnections:
     def __init__(self, refusals: Refusals) -> None:
         self._refusals = refusals
         self._lock = threading.Lock()
-        # When and from where each connection was accepted, the oldest first. The keys are
-        # duplicates: TLS takes over the descriptor of the connection itself.
+        # The connections, the oldest first. The keys are duplicates of the sockets: TLS takes over
+        # the descriptor of the socket itself.
         self._accepted: dict[socket.socket, _Accepted] = {}
 
     @contextlib.contextmanager
@@ -578,20 +636,21 @@ class _UnprovedConnections:
                 duplicate.close()
 
     def close_one(self) -> None:
-        """Make room after a descriptor could not be had, because strangers may hold them."""
+        """Make room for a joiner, because no descriptor is left. Strangers may have taken them."""
         with self._lock:
             if self._accepted:
                 self._shut_down(self._choose_one_to_close(), "no_descriptors")
 
     def _choose_one_to_close(self) -> socket.socket:
+        """Return the oldest connection from the host that has most of them."""
         return find_crowded([*self._accepted], lambda connection: self._accepted[connection].source)
 
-    def close_late(self) -> None:
+    def close_overdue(self) -> None:
         """End the handshakes that have taken too long."""
         now = time.monotonic()
         with self._lock:
             for connection, accepted in list(self._accepted.items()):
-                if now - accepted.at >= _HANDSHAKE_SECONDS:
+                if now - accepted.accepted_at >= _HANDSHAKE_SECONDS:
                     self._shut_down(connection, "silent")
 
     def _shut_down(self, connection: socket.socket, kind: RefusalKind) -> None:
@@ -605,10 +664,15 @@ class _UnprovedConnections:
 class _ConnectionServer(socketserver.ThreadingTCPServer):
     """Accepts connections, and handles each one on a thread of its own.
 
+    The thread that listens calls all methods but `end_handshake` and `finish_request`. The base
+    class calls the methods that have no docstring.
+
     Args:
-        handle: serves a connection; gets it with the numeric address of its other end.
+        handle: handle(connection, source) serves a connection on a thread of its own. `source` is
+            the numeric address of the other end.
         on_poll: called after each poll and each connection, on the thread that listens.
-        on_no_descriptor: called there when a connection cannot be accepted for want of one.
+        on_no_descriptor: called on the thread that listens when no descriptor is left for a
+            connection.
 
     Attributes:
         is_closing: True makes the thread that listens accept nothing more.
@@ -629,6 +693,7 @@ class _ConnectionServer(socketserver.ThreadingTCPServer):
         self._handle = handle
         self._on_poll = on_poll
         self._on_no_descriptor = on_no_descriptor
+        # One permit for each handshake. `get_request` takes it, and `end_handshake` returns it.
         self._handshakes = threading.Semaphore(_MAX_HANDSHAKES)
         self.is_closing = False
         super().__init__(address, socketserver.BaseRequestHandler)
@@ -644,27 +709,27 @@ class _ConnectionServer(socketserver.ThreadingTCPServer):
         while not self._handshakes.acquire(timeout=_ACCEPT_PAUSE_SECONDS):
             if self.is_closing:
                 raise OSError("the state server is closed")
-            self._on_poll()  # may end a handshake
+            self._on_poll()  # ends overdue handshakes
         try:
             return super().get_request()
         except OSError as error:
             self._handshakes.release()
             if error.errno in _NO_DESCRIPTOR_LEFT:
                 self._on_no_descriptor()
-                # The listening socket stays readable. Without the pause this thread would spin, and
-                # hold Python's lock against the training thread.
+                # The connection still waits in the kernel, so the next poll returns at once. Without
+                # the pause this thread would spin, and take Python's lock from the training thread.
                 time.sleep(_ACCEPT_PAUSE_SECONDS)
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request(request, client_address)
-        except RuntimeError:  # no thread can be started
+        except RuntimeError:  # the thread of the connection could not be started
             self._handshakes.release()
             raise
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        # OSError: the joiner has gone, or was refused (`StrangerError` is one). The others: its
-        # message is malformed. A real joiner asks again, here or at another donor.
+        # OSError: the other end has gone, or was refused (`StrangerError`). The other errors: its
+        # message is malformed. A real joiner connects again, here or at another donor.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             self._handle(request, client_address[0])

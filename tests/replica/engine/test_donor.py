@@ -32,17 +32,17 @@ class Server:
         # Called for a joiner that asks for the offered state.
         self.take: Callable[[int, Part], None] = lambda step, part: None
         self.wanted_part: Part | None = None
-        self.is_pinned = False
+        self.is_snapshot_kept = False
 
     def publish(self, snapshot: Any, seconds: float) -> None:
-        self.snapshot, self.wanted_part, self.is_pinned = snapshot, None, True
+        self.snapshot, self.wanted_part, self.is_snapshot_kept = snapshot, None, True
 
     def withdraw(self) -> Any:
         snapshot, self.snapshot = self.snapshot, None
         return snapshot
 
-    def pin(self, is_pinned: bool) -> None:
-        self.is_pinned = is_pinned
+    def keep_snapshot(self, is_kept: bool) -> None:
+        self.is_snapshot_kept = is_kept
 
     def offer(self, offer: Message | None, copy: Callable[[int, Part], None] | None = None) -> None:
         self.offers.append(offer)
@@ -237,7 +237,7 @@ def test_a_copy_that_its_only_donor_serves_is_not_replaced(world: World) -> None
     world.ask()
     world.make_round(fetching(FIRST, ME))
     world.offer()
-    assert world.server.is_pinned, "so the server offers nothing"
+    assert world.server.is_snapshot_kept, "so the server offers nothing"
     world.ask()
     world.make_round(fetching(FIRST, ME), fetching(SECOND, ME, 6))
     assert (world.served, world.copies) == ((5, WHOLE), 1)
@@ -247,7 +247,7 @@ def test_a_copy_of_another_lineage_is_replaced(world: World) -> None:
     """The group healed after the copy. No group goes on from the copied state of this step."""
     world.ask()
     world.make_round(fetching(FIRST, ME), is_update=False)
-    assert world.server.is_pinned
+    assert world.server.is_snapshot_kept
     for number, lineage in enumerate((77, 78, 79), 1):
         position = Position(step=5, lineage=lineage)
         world.donor.offer(position)
@@ -271,7 +271,7 @@ def test_a_donor_that_is_not_named_serves_a_later_joiner(world: World) -> None:
     """The first joiner still has its named donor."""
     world.ask()
     world.make_round(fetching(FIRST, OTHER))
-    assert not world.server.is_pinned
+    assert not world.server.is_snapshot_kept
     world.offer()
     world.ask()
     assert (world.served, world.copies) == ((6, WHOLE), 2)

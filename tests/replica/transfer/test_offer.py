@@ -105,7 +105,7 @@ def test_what_can_be_copied_at_once_is_copied_for_who_wants_it(donor: Donor) -> 
     assert find_offer(donor.address, TOKEN) == (5, 1005, 0, 700)
     donor.server.offer(Message(step=6, lineage=1006, digest=0), copy)
     assert ask_offer(donor.address, TOKEN) is None
-    donor.server.pin(False)
+    donor.server.keep_snapshot(False)
     assert find_offer(donor.address, TOKEN) == (6, 1006, 0, 0), (
         "the other joiner has one more donor"
     )
