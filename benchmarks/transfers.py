@@ -35,7 +35,7 @@ import torch
 
 from benchmarks.run import BenchError, progress
 from titan_ft.transfer.snapshot import Snapshot, TrainState
-from titan_ft.transfer.state_fetch import CONNECTIONS, fetch
+from titan_ft.transfer.state_fetch import NUM_CONNECTIONS, fetch
 from titan_ft.transfer.state_server import StateServer
 from titan_ft.transfer.tls import Certificate
 
@@ -117,7 +117,7 @@ def measure(
             token,
             _STEP,
             "1",
-            CONNECTIONS,
+            NUM_CONNECTIONS,
             _TIMEOUT_SECONDS,
             report_lost=lambda place, _: lost.append(place),
         )

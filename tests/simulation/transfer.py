@@ -127,8 +127,8 @@ class Transfers:
         token: str,
         step: int,
         joiner: str,
-        connections: int,
-        timeout: float,
+        num_connections: int,
+        progress_timeout: float,
         cancelled: Any = None,
         report_lost: Callable[[int, str], None] = lambda place, error: None,
         report_share: Callable[[float], None] = lambda share: None,
@@ -153,7 +153,7 @@ class Transfers:
         tainted = False  # known to the simulation only: a part has changed bytes
         while found is None or missing:
             place = self._choose(donors, node, step)
-            end = kernel.now + min(timeout, _SLICE_SECONDS)
+            end = kernel.now + min(progress_timeout, _SLICE_SECONDS)
             # With other donors, a silent donor is given up sooner: they send its part.
             patience = _STALL_SECONDS if len(donors) == 1 else _LATE_SECONDS
             try:

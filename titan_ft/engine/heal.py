@@ -66,7 +66,7 @@ from titan_ft.run.events import (
 from titan_ft.run.log import EventLog
 from titan_ft.transfer.host_memory import free_bytes, most_updates
 from titan_ft.transfer.snapshot import Snapshot, TrainState
-from titan_ft.transfer.state_fetch import CONNECTIONS, SLICE_SECONDS, fetch
+from titan_ft.transfer.state_fetch import NUM_CONNECTIONS, PROGRESS_TIMEOUT_SECONDS, fetch
 from titan_ft.transfer.wire import TransferError
 
 logger = logging.getLogger(__name__)
@@ -519,8 +519,8 @@ class Heal:
             self._token,
             healing.from_step,
             joiner=str(self._config.replica_id),
-            connections=CONNECTIONS,
-            timeout=SLICE_SECONDS,
+            num_connections=NUM_CONNECTIONS,
+            progress_timeout=PROGRESS_TIMEOUT_SECONDS,
             cancelled=cancelled,
             report_lost=report_lost,
             report_share=report_share,

@@ -172,7 +172,7 @@ def test_a_donor_that_gives_no_whole_slice_is_given_up(pause: float | None) -> N
     started = time.monotonic()
     try:
         with pytest.raises(TransferError, match=r"timed out|no part of the state"):
-            fetch([address], TOKEN, 5, "4", 1, timeout=0.3)
+            fetch([address], TOKEN, 5, "4", 1, progress_timeout=0.3)
         assert time.monotonic() - started < 2.0
     finally:
         stop.set()
