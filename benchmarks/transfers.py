@@ -170,7 +170,7 @@ def measure_copies(size: int) -> dict[str, Any]:
         began = time.monotonic()
         snapshot = state.copy(_STEP, _LINEAGE)
         seconds.append(time.monotonic() - began)
-        state.reuse(snapshot)
+        state.reuse_memory(snapshot)
     first, *later = seconds
     return {
         "bytes": snapshot.payload.numel(),

@@ -110,7 +110,7 @@ NOTICED_BY: dict[str, tuple[str, str]] = {
     "transfer.snapshot.TrainState._copy:wait_for": ("copy", "gloo"),
     "transfer.snapshot.TrainState._copy:record_event#2": ("copy", "gloo"),
     "transfer.snapshot.TrainState._await_running_copy:wait_for": ("copy_beside_training", "gloo"),
-    "transfer.snapshot.TrainState.reuse:wait": ("copy_over_a_copy", "gloo"),
+    "transfer.snapshot.TrainState.reuse_memory:wait": ("copy_over_a_copy", "gloo"),
     "transfer.snapshot.TrainState.load:wait": ("load_on_another_device", "gloo"),
     "transfer.snapshot.TrainState.load:_await_running_copy": ("copy_beside_training", "gloo"),
     "transfer.snapshot.TrainState.load:synchronize": ("heal", "nccl"),

@@ -392,7 +392,7 @@ def copy(world: World) -> Any:
             if step == 1:
                 snapshot = rank.state.copy(step, 0)
                 found += _tensors(snapshot)
-                rank.state.reuse(snapshot)
+                rank.state.reuse_memory(snapshot)
             if step == 2:
                 found.append(rank.state.digest())
         snapshot = rank.state.copy(step, 0)
@@ -418,7 +418,7 @@ def copy_beside_training(world: World) -> Any:
             found += rank.bytes()
             for snapshot in snapshots:
                 found += _tensors(snapshot)
-                rank.state.reuse(snapshot)
+                rank.state.reuse_memory(snapshot)
         last = rank.state.copy(NUM_STEPS, 0)
         rank.state.load(first)
         return [*found, *_tensors(last), *rank.bytes()]
@@ -435,7 +435,7 @@ def copy_over_a_copy(world: World) -> Any:
         rank, found = Rank(world, number), list[Any]()
         rank.step(0)
         rank.state.reserve()
-        rank.state.reuse(rank.state.copy(0, 0))
+        rank.state.reuse_memory(rank.state.copy(0, 0))
         for state in rank.training.optimizers.optimizers[
             0
         ].state.values():  # in host memory from now on
@@ -457,19 +457,19 @@ def copy_on_another_thread(world: World) -> Any:
 
         def take(step: int) -> Snapshot | None:
             use_device()
-            return rank.state.copy_shared(step)
+            return rank.state.copy_if_allowed(step)
 
         with ThreadPoolExecutor(1) as thread:
             for step in range(NUM_STEPS):
                 rank.step(step)
-                assert rank.state.share(step, 0)
+                assert rank.state.allow_copying(step, 0)
                 snapshot = thread.submit(take, step).result(DEADLINE)
                 assert snapshot is not None
                 if step % 2:
                     found += _tensors(snapshot)  # before anything else waits for the update
                 rank.step(step)
                 found += [*rank.bytes(), *_tensors(snapshot)]
-                rank.state.reuse(snapshot)
+                rank.state.reuse_memory(snapshot)
         return found
 
     return _together(run)
@@ -514,7 +514,7 @@ def _with_moments(
         parameter.grad = parameter.detach() * 2.0
     rank.training.optimizers.step()
     rank.state.reserve()
-    rank.state.reuse(rank.state.copy(1, 0))
+    rank.state.reuse_memory(rank.state.copy(1, 0))
     return rank, rank.training.optimizers.optimizers[0].state
 
 
@@ -794,9 +794,9 @@ def newcomers_copy_waits_for_no_backward(world: World) -> Any:
     """
     rank, _ = _with_moments(world, buffers=False)
     expected = rank.bytes()
-    assert rank.state.share(1, 0)
+    assert rank.state.allow_copying(1, 0)
     with _busy(torch.accelerator.current_stream()):
-        snapshot = rank.state.copy_shared(1)
+        snapshot = rank.state.copy_if_allowed(1)
         assert snapshot is not None
         found = _tensors(snapshot)
     return [*expected, *found]

@@ -789,7 +789,7 @@ def anchors_not_compared(patch: Patch) -> None:
 @mutation(kinds=("none",), promises=("one trajectory", "no state given up"), mode="semi")
 def inner_moments_in_digest(patch: Patch) -> None:
     """A group's digest includes the moments of its own optimizer."""
-    substitute(patch, outer.OuterState, "_agreed", lambda self: self._optimizers)
+    substitute(patch, outer.OuterState, "_agreed_optimizers", lambda self: self._optimizers)
 
 
 @mutation(kinds=("none",), promises=("exact average",), mode="semi")

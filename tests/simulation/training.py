@@ -119,7 +119,7 @@ class State:
             step, lineage, json.dumps(header, sort_keys=True).encode(), target, part, held.start
         )
 
-    def share(self, step: int, lineage: int) -> bool:
+    def allow_copying(self, step: int, lineage: int) -> bool:
         """Let other threads copy the state until the next update.
 
         Returns:
@@ -130,21 +130,21 @@ class State:
         self._shared = (step, lineage)
         return True
 
-    def unshare(self) -> None:
+    def forbid_copying(self) -> None:
         """End the time of `share`."""
         self._shared = (-1, 0)
 
-    def copy_shared(self, step: int, part: Part = WHOLE) -> Snapshot | None:
+    def copy_if_allowed(self, step: int, part: Part = WHOLE) -> Snapshot | None:
         """Copy the state, or a part, if it is still shared."""
         return self.copy(*self._shared, part) if self._shared[0] == step else None
 
-    def reuse(self, snapshot: Snapshot) -> None:
+    def reuse_memory(self, snapshot: Snapshot) -> None:
         """Take the memory of a snapshot back."""
         self._spare = snapshot.payload
 
     def load(self, snapshot: Snapshot) -> None:
         """Replace this state by a fetched one."""
-        self.unshare()
+        self.forbid_copying()
         np.copyto(self.array, snapshot.payload.numpy().view(np.float32).reshape(2, SIZE))
         header: dict[str, Any] = json.loads(snapshot.header)
         self.ledger.load_state_dict(header["ledger"])
@@ -202,7 +202,7 @@ class State:
 
     def descend(self, rate: float) -> None:
         """Make the optimizer's step with the gradients."""
-        self.unshare()
+        self.forbid_copying()
         mean = np.concatenate(
             [parameter.grad.numpy() for parameter in self.parameters if parameter.grad is not None]
         )

@@ -58,7 +58,7 @@ class Donor:
         if self._updated_at is not None:
             milliseconds = int(1000 * (now - self._updated_at))
         self._updated_at = now
-        is_shared = self._state.share(position.step, position.lineage)
+        is_shared = self._state.allow_copying(position.step, position.lineage)
         offer = Message(
             step=position.step,
             lineage=position.lineage,
@@ -78,7 +78,7 @@ class Donor:
 
     def retract(self) -> None:
         """Offer nothing: this group does not hold the job's state."""
-        self._state.unshare()
+        self._state.forbid_copying()
         self.end_offer()
 
     @property
@@ -107,7 +107,7 @@ class Donor:
         if is_update:
             # From here on no thread of the server may copy the state: the optimizer would wait for
             # the copy, which may be for a joiner outside of the round.
-            self._state.unshare()
+            self._state.forbid_copying()
         with self._publishing:
             wanted_part, snapshot = self._server.wanted_part, self._server.snapshot
             if snapshot is not None:
@@ -188,7 +188,7 @@ class Donor:
             if not self._must_copy(step, lineage, part):
                 return
             former = self._server.snapshot
-            snapshot = self._state.copy_shared(step, self._choose_part(step, part))
+            snapshot = self._state.copy_if_allowed(step, self._choose_part(step, part))
             if snapshot is None:
                 return  # the state has changed
             with self._publishing:
@@ -198,12 +198,12 @@ class Donor:
                     self._server.publish(snapshot, time.monotonic() - started)
                     return
             # The training thread has published another copy meanwhile.
-            self._state.reuse(snapshot)
+            self._state.reuse_memory(snapshot)
 
     def _withdraw(self) -> None:
         snapshot = self._server.withdraw()
         if snapshot is not None:
-            self._state.reuse(snapshot)
+            self._state.reuse_memory(snapshot)
 
 
 def _names_donor(row: Row) -> bool:

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from titan_ft import device
 from titan_ft.round_settings import OuterOptimizer
-from titan_ft.transfer.snapshot import Counters, TrainState, like
+from titan_ft.transfer.snapshot import Counters, TrainState, to_dtensor_like
 
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 """In names of parameters: the wrappers of torch.compile and of activation checkpointing."""
@@ -182,7 +182,7 @@ class OuterModel:
         state = {}
         for anchor, (name, parameter) in zip(self.anchors, self._named, strict=True):
             momentum = self.momentum(anchor).to(parameter.device, copy=True)
-            state[f"momentum.{name}"] = like(parameter, momentum)
+            state[f"momentum.{name}"] = to_dtensor_like(parameter, momentum)
         return state
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
@@ -251,7 +251,7 @@ class OuterState(TrainState):
             inner.state.clear()
 
     @property
-    def _agreed(self) -> list[torch.optim.Optimizer]:
+    def _agreed_optimizers(self) -> list[torch.optim.Optimizer]:
         return [self._outer.optimizer]
 
     def _model_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,20 +1,32 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The state that a group heals from: its tensors, its digest, and its copy in host memory.
+"""The state of one rank: its copy in host memory, its digest, and its replacement in a heal.
 
-The state of one rank consists of its local shards of parameters, persistent buffers and optimizer
-state, and of the scalars that steer an update: param groups with their LR, LR schedulers, and the
-trainer's counters. No collective is involved: rank r of a joiner takes the bytes of rank r of its
-donor.
+A group that lacks the job's state (a *joiner*) heals: each of its ranks gets the state of the rank of
+the same number in another group (a *donor*). The state of one rank consists of
 
-A copy has a *header*, which lists the tensors, and a *payload*, which has their bytes one after the
-other. See docs/heal.md, and docs/gpu.md for the streams.
+- its local shards of parameters, persistent buffers and optimizer state;
+- the scalars that steer an update: the hyperparameters of the param groups, the LR schedulers, and
+  the trainer's counters.
+
+In order of time:
+
+1. The donor copies its state to host memory (`TrainState.copy`, or `copy_if_allowed` on another
+   thread, while training goes on). The copy is a `Snapshot`. Its *header* lists the tensors and has
+   the scalars. Its *payload* has the bytes of the tensors, one after the other.
+2. The joiner fetches the snapshot (`state_server.py`, `state_fetch.py`), and overwrites its own state
+   with it (`TrainState.load`).
+3. Both groups hash their state on their devices (`TrainState.digest`), and compare the digests in the
+   next exchange.
+
+No method is a collective. See docs/heal.md, and docs/gpu.md for the streams.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 import time
 from collections import defaultdict
@@ -29,10 +41,14 @@ from titan_ft import device
 from titan_ft.protocol.errors import StateMismatchError
 from titan_ft.transfer.host_memory import HostMemory
 
-_BUFFER = "buffer/"  # prefix of a buffer's name in a state
-_ALIGNMENT = 64  # bytes; aligns every tensor of a payload for any dtype
+_BUFFER_PREFIX = "buffer/"
+"""Prefix of a buffer's name in a state."""
+_ALIGNMENT = 64
+"""In a payload, each tensor begins at a multiple of this number of bytes, which suits any dtype."""
 _LANE_BYTES = 8
-_HASH_CHUNK = 1 << 20  # lanes hashed at once; limits the extra memory of a digest to 16 MB
+"""A digest reads the bytes of a tensor as 64-bit integers, the *lanes*."""
+_HASH_CHUNK = 1 << 20
+"""Lanes that are hashed at once. So a digest needs at most 16 MB of extra memory."""
 
 
 class Counters(Protocol):
@@ -45,7 +61,10 @@ class Counters(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """One of `count` parts of a state. The parts have about equal sizes, and cut no tensor.
+    """One of `count` parts of a state.
+
+    With scarce memory, each of `count` donors copies one part. The parts have about equal sizes. Each
+    tensor is in one part only.
 
     Attributes:
         index: 0 to count - 1.
@@ -58,15 +77,15 @@ class Part:
         """Return the offsets of this part's bytes in the payload; the same on all donors.
 
         Args:
-            entries: of the header.
-            size: of the payload in bytes.
+            entries: the header's entries of all tensors, by their offsets.
+            size: bytes of the whole payload.
         """
-        start = self._find_cut(entries, size, self.index)
-        stop = self._find_cut(entries, size, self.index + 1)
+        start = self._find_start(entries, size, self.index)
+        stop = self._find_start(entries, size, self.index + 1)
         return range(start, stop)
 
-    def _find_cut(self, entries: list[dict[str, Any]], size: int, index: int) -> int:
-        """Return the offset of the first tensor that belongs to part `index`, or to a later one."""
+    def _find_start(self, entries: list[dict[str, Any]], size: int, index: int) -> int:
+        """Return the offset at which part `index` starts: that of its first tensor."""
         for entry in entries:
             if entry["offset"] >= size * index // self.count:
                 return int(entry["offset"])
@@ -74,6 +93,7 @@ class Part:
 
 
 WHOLE = Part(0, 1)
+"""The whole state."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +106,10 @@ class Snapshot:
             tensor. The header of a part also lists all tensors.
         payload: flat uint8. A GPU may still be copying into it. Call `wait` before reading or
             overwriting it.
-        part: the part that the payload has.
+        part: the part of the state whose bytes are in the payload.
         first_byte: offset of the payload's first byte in the payload of the whole state.
-        copy_started: event on the GPU's stream before the copy; None if the copy was complete when
-            this object was made.
-        copy_ended: the same after the copy.
+        copy_started, copy_ended: events on the GPU's stream before and after the copy; None if the
+            copy was complete when this object was made.
     """
 
     step: int
@@ -113,7 +132,7 @@ class Snapshot:
 
     @property
     def copy_seconds(self) -> float:
-        """Seconds that the GPU has copied, after `wait`; 0 if the host made the copy."""
+        """Duration of the copy on the GPU; 0 if the host made the copy. Call `wait` first."""
         return device.seconds_between(self.copy_started, self.copy_ended)
 
 
@@ -121,7 +140,8 @@ class _StateTensor(NamedTuple):
     """One tensor of a state.
 
     Attributes:
-        on_host: an optimizer keeps the tensor in host memory although its parameter is on a GPU.
+        on_host: the tensor is in host memory although its parameter is on a GPU, as torch's
+            optimizers keep their step. `load` puts it there again.
     """
 
     name: str
@@ -134,15 +154,15 @@ class _CurrentState:
     """References to the tensors and scalars of the state after `step` updates.
 
     Attributes:
-        final: event after which the device has computed the state. A copy waits for this event, and
-            not for anything that the device computes afterwards.
+        computed_event: event after which the device has computed the state. A copy waits for this
+            event, and not for later work of the device, such as the next forward.
     """
 
     step: int
     lineage: int
     tensors: list[_StateTensor]
     scalars: dict[str, Any]
-    final: torch.Event | None
+    computed_event: torch.Event | None
 
 
 @dataclass(frozen=True)
@@ -150,33 +170,34 @@ class _RunningCopy:
     """A copy that a GPU may not have completed.
 
     Attributes:
-        ended: event on the GPU's stream after the copy; None = the copy was complete at once.
-        shards: the tensors that the copy reads. While something refers to them, no other tensor can
-            get their memory.
+        ended_event: event on the GPU's stream after the copy; None = the copy was complete at once.
+        sources: the tensors that the copy reads. This reference keeps torch from giving their memory
+            to other tensors before the copy ends.
     """
 
-    ended: torch.Event | None
-    shards: list[torch.Tensor]
+    ended_event: torch.Event | None
+    sources: list[torch.Tensor]
 
 
 class TrainState:
-    """Reads, copies, hashes and overwrites the state of one rank.
+    """Copies, hashes and overwrites the state of one rank.
 
-    `engine/donor.py` shares and copies the state, `engine/heal.py` loads it, and `Rounds` hashes
-    it.
+    `engine/donor.py` copies the state for joiners. `engine/heal.py` loads a fetched state.
+    `engine/round.py` takes digests.
 
-    Threads: the training thread calls all methods but `copy_shared`. The threads of the state
-    server's connections call that one.
+    Threads: the training thread calls all methods but `copy_if_allowed`. The threads of the state
+    server's connections call `copy_if_allowed`, between `allow_copying` and `forbid_copying`.
 
-    If `load` raises, the state is a mixture. The process must end, or load another snapshot.
+    If `load` raises, the state is a mixture of the old and the new one. The process must end, or load
+    another snapshot.
 
     Args:
         model_parts: as torchtitan's Trainer holds them.
         optimizers: torchtitan's OptimizersContainer.
         lr_schedulers: torchtitan's LRSchedulersContainer.
         counters: the trainer's progress.
-        on_load: called after each load, on all ranks of a group. It must drop whatever was computed
-            from the former weights.
+        on_load: called after each load, on all ranks of a group. It must drop values that were
+            computed from the former weights, such as float8 scales.
         num_ranks: number of ranks that share this host's memory.
 
     Attributes:
@@ -199,83 +220,96 @@ class TrainState:
         self._on_load = on_load
         self._memory = HostMemory(num_ranks)
         self._is_reserved = False
-        self._running_copy: _RunningCopy | None = None  # until training waits for it
-        self._shared: _CurrentState | None = None  # the state that another thread may copy
-        self._copying = threading.Lock()
+        # The last copy, until the training's stream waits for it.
+        self._running_copy: _RunningCopy | None = None
+        # The state that other threads may copy; None = they may copy nothing.
+        self._allowed: _CurrentState | None = None
+        self._copy_lock = threading.Lock()  # held during each copy
         self.load_seconds = 0.0
         for optimizer in optimizers:
-            # The step overwrites the state. It must not overtake a copy.
+            # An optimizer's step overwrites the state, so it must wait for a copy under way.
             optimizer.register_step_pre_hook(lambda *_: self._await_running_copy())
 
     def reserve(self) -> None:
-        """Start to pin host memory for a copy, once. Call it when the optimizers have a state."""
+        """Start to pin host memory for a copy. Later calls do nothing.
+
+        Call this after the first step of the optimizers. Before it, they have no state, and the size
+        of the copy is not known.
+        """
         if not self._is_reserved:
             self._is_reserved = True
             self._memory.reserve(self.payload_bytes)
 
     def close(self) -> None:
         """Free the host memory. Waits for a copy under way."""
-        with self._copying:
+        with self._copy_lock:
             self._memory.close()
 
-    def share(self, step: int, lineage: int) -> bool:
-        """Let other threads copy the state as it is now, until `unshare`.
+    def allow_copying(self, step: int, lineage: int) -> bool:
+        """Let other threads copy the present state, until `forbid_copying`.
 
         Returns:
-            False if the model has buffers. A forward may write them at any time, so no other thread
-            may copy the state.
+            False if the model has buffers. A forward may write to them at any time, so only the
+            training thread may copy the state.
         """
-        # Look the tensors up now: during a forward, FSDP replaces shards by whole parameters.
+        # Look the tensors up now, not at the copy: during a forward, FSDP replaces the shards by
+        # whole parameters.
         current = self._find_current(step, lineage)
-        if any(each.name.startswith(_BUFFER) for each in current.tensors):
+        if any(each.name.startswith(_BUFFER_PREFIX) for each in current.tensors):
             return False
-        self._shared = current
+        self._allowed = current
         return True
 
-    def unshare(self) -> None:
-        """Stop sharing, because the state is about to change. Waits for a copy under way."""
-        if self._shared is not None:
-            with self._copying:
-                self._shared = None
+    def forbid_copying(self) -> None:
+        """End `allow_copying`, because the state is about to change. Waits for a copy under way."""
+        if self._allowed is not None:
+            with self._copy_lock:
+                self._allowed = None
 
-    def copy_shared(self, step: int, part: Part = WHOLE) -> Snapshot | None:
+    def copy_if_allowed(self, step: int, part: Part = WHOLE) -> Snapshot | None:
         """Copy the state of `step` while training computes with it; any thread.
 
-        `unshare` waits for the copy. It does not wait for the memory, which may take seconds to
-        pin.
+        Args:
+            part: the part that suffices if the host's memory is scarce.
 
         Returns:
-            None if the state of `step` is not shared, or no longer.
+            None if no state of `step` may be copied, or no longer.
         """
-        shared = self._shared
-        if shared is None or shared.step != step:
+        state = self._allowed
+        if state is None or state.step != step:
             return None
-        part, payload = self._allocate(shared, part)
-        with self._copying:
-            if self._shared is shared:
-                return self._copy(shared, payload, part)
+        # Without the lock: pinning memory may take seconds, and `forbid_copying`, which training
+        # calls, waits for the lock.
+        part, payload = self._allocate(state, part)
+        with self._copy_lock:
+            is_still_allowed = self._allowed is state
+            if is_still_allowed:
+                return self._copy(state, payload, part)
         self._memory.give_back(payload)
         return None
 
     def copy(self, step: int, lineage: int, part: Part = WHOLE) -> Snapshot:
-        """Copy the state to host memory, as it is after all work that training has queued.
+        """Copy the present state to host memory, after all work that training has queued.
 
-        A GPU copies on a stream of its own, and the host goes on: call `Snapshot.wait` before using
-        the payload. An optimizer's next step waits on the GPU, and so does a load. On a CPU, and
-        into memory that is not pinned, the copy is complete when this method returns.
+        A GPU copies on a stream of its own, and this method returns at once. Call `Snapshot.wait`
+        before using the payload. The next step of an optimizer waits for the copy on the GPU, and so
+        does a load. On a CPU, and into memory that is not pinned, the copy is complete when this
+        method returns.
 
         Args:
             part: the part that suffices if the host's memory is scarce.
         """
         current = self._find_current(step, lineage)
         part, payload = self._allocate(current, part)
-        with self._copying:
+        with self._copy_lock:
             return self._copy(current, payload, part)
 
     def _allocate(self, state: _CurrentState, part: Part) -> tuple[Part, torch.Tensor]:
         """Return the part to copy, and memory for it.
 
-        The whole state is copied unless the host's memory is scarce.
+        Args:
+            part: the part that suffices. The whole state is copied unless the host's memory is
+                scarce.
         """
         entries, size = _lay_out(state.tensors)
         if part != WHOLE and not self._memory.is_scarce(size):
@@ -283,32 +317,35 @@ class TrainState:
         return part, self._memory.lend(len(part.byte_range(entries, size)))
 
     def _find_current(self, step: int, lineage: int) -> _CurrentState:
+        """Return references to the present state."""
         tensors = list(self._tensors(self._optimizers))
         return _CurrentState(step, lineage, tensors, self._scalars(), device.record_event())
 
     @torch.no_grad()
     def _copy(self, state: _CurrentState, payload: torch.Tensor, part: Part = WHOLE) -> Snapshot:
+        """Copy a part of the state into `payload`; with `_copy_lock` held."""
         entries, size = _lay_out(state.tensors)
         byte_range = part.byte_range(entries, size)
-        buffer_copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # target and source
-        other_copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        buffer_copies: list[_TensorCopy] = []
+        other_copies: list[_TensorCopy] = []
         for entry, (name, tensor, _) in zip(entries, state.tensors, strict=True):
             if entry["offset"] not in byte_range:
                 continue
             target = _view(payload, entry, byte_range.start)
-            copies = buffer_copies if name.startswith(_BUFFER) else other_copies
-            copies.append((target, device.local_shard(tensor)))
-        # A forward may write buffers (statistics of a norm) long before the optimizer's step. So
-        # they are copied on the training's stream.
+            copies = buffer_copies if name.startswith(_BUFFER_PREFIX) else other_copies
+            copies.append(_TensorCopy(device.local_shard(tensor), target))
+        # The next forward may write to the buffers (the statistics of a norm). So they are copied on
+        # the training's stream, before that forward. The other tensors do not change before the next
+        # step of an optimizer, which waits for the copy.
         _queue_copies(buffer_copies)
-        final = device.record_event() if buffer_copies else state.final
+        computed_event = device.record_event() if buffer_copies else state.computed_event
         where = device.current()
         with device.side_stream(where, "copy"):
-            device.wait_for(final, where)
+            device.wait_for(computed_event, where)
             started = device.record_time()
             _queue_copies(other_copies)
             ended = device.record_event(timed=True)
-        sources = [source for _, source in buffer_copies + other_copies]
+        sources = [each.source for each in buffer_copies + other_copies]
         self._running_copy = _RunningCopy(ended, sources)
         header = {
             "step": state.step,
@@ -317,7 +354,7 @@ class TrainState:
             "tensors": entries,
             "bytes": size,
         }
-        # Sorted keys: equal states must have headers of equal bytes.
+        # Sort the keys: a joiner with several donors compares the bytes of their headers.
         text = json.dumps(header, default=torch.Tensor.item, sort_keys=True)
         return Snapshot(
             state.step,
@@ -331,26 +368,29 @@ class TrainState:
         )
 
     def _await_running_copy(self) -> None:
-        """Make the training's later work wait for the last copy, whose source it may overwrite."""
-        self.unshare()
+        """Make the training's later work wait for the last copy, whose source it may overwrite.
+
+        Other threads may copy the state no more. On a GPU, the host does not wait.
+        """
+        self.forbid_copying()
         if self._running_copy is not None:
-            device.wait_for(self._running_copy.ended, device.current())
+            device.wait_for(self._running_copy.ended_event, device.current())
             self._running_copy = None
 
     @property
     def payload_bytes(self) -> int:
-        """Size of a copy of this rank's state, which a joiner's rank fetches."""
+        """Bytes of a copy of this rank's state."""
         _, size = _lay_out(list(self._tensors(self._optimizers)))
         return size
 
-    def reuse(self, snapshot: Snapshot) -> None:
-        """Use the memory of a snapshot, which nobody reads any more, for the next copy."""
-        # Wait for the GPU: if it copied into this memory late, it would overwrite the next copy.
+    def reuse_memory(self, snapshot: Snapshot) -> None:
+        """Use the memory of a snapshot for the next copy. Nobody may read the snapshot any more."""
+        # Wait for the GPU. A late copy into this memory would overwrite the next copy.
         snapshot.wait()
         self._memory.give_back(snapshot.payload)
 
     def load(self, snapshot: Snapshot) -> None:
-        """Overwrite this rank's state with `snapshot`.
+        """Overwrite this rank's state with a snapshot of the whole state.
 
         Raises:
             StateMismatchError: the donor's state has other tensors or shapes than this rank's state
@@ -360,7 +400,8 @@ class TrainState:
         started = time.monotonic()
         self._await_running_copy()
         self._load(snapshot)
-        # Do not wait for the whole device: an exchange that waits for other groups may run on it.
+        # Wait for the load only. The whole device may be busy for long, with an exchange that waits
+        # for other groups.
         device.synchronize([device.record_event()])
         self._on_load()
         self.load_seconds = time.monotonic() - started
@@ -370,7 +411,7 @@ class TrainState:
         header = json.loads(snapshot.header)
         entries = {entry["name"]: entry for entry in header["tensors"]}
         for name, tensor in self._model_tensors():
-            entry = entries.pop(name, None)
+            entry = entries.pop(name, None)  # the optimizers' entries are left at the end
             if entry is None:
                 raise StateMismatchError(
                     f"the donor's state has no {name}; all groups must run the same config",
@@ -381,9 +422,10 @@ class TrainState:
         self._load_scalars(header["scalars"])
 
     def restore(self) -> None:
-        """Undo changes that training has made to the weights since the last update.
+        """Undo the changes that training has made to the weights since the last update.
 
-        All ranks of a group call it.
+        All ranks of a group call this method. `OuterState` overrides it. Here, only an update changes
+        the weights, so only the values that were computed from them are dropped.
         """
         self._on_load()
 
@@ -391,24 +433,28 @@ class TrainState:
     def digest(self) -> str:
         """Hash the bytes of parameters, buffers, optimizer state and LR of this rank.
 
-        Each tensor is hashed on its device: its 64-bit lanes are multiplied by odd weights that
-        depend on their positions, and added modulo 2**64. Any single changed bit changes the sum,
-        and only 8 bytes per tensor leave the device.
+        Each tensor is hashed on its device, so that only 8 bytes per tensor leave the device. Its
+        bytes are read as 64-bit integers (lanes). Each lane is multiplied by an odd weight that
+        depends on its position, and the products are added modulo 2**64. Any single changed bit
+        changes the sum.
 
         Returns:
             32 hex digits, equal on CPU and GPU for equal bytes.
         """
-        tensors = self._tensors(self._agreed)
+        tensors = self._tensors(self._agreed_optimizers)
         names, values = hash_tensors((name, tensor) for name, tensor, _ in tensors)
         groups: list[dict[str, Any]] = []
-        for optimizer in self._agreed:
+        for optimizer in self._agreed_optimizers:
             groups.extend(_list_hyperparameters(optimizer))
         text = json.dumps([names, values, groups], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
-    def _agreed(self) -> Any:
-        """The optimizers whose state is equal in all groups: the first ones of `_optimizers`."""
+    def _agreed_optimizers(self) -> Any:
+        """The optimizers whose state is equal in all groups: the first ones of `_optimizers`.
+
+        With DiLoCo, the inner optimizers are not among them (`OuterState`).
+        """
         return self._optimizers
 
     def _tensors(self, optimizers: Any) -> Iterator[_StateTensor]:
@@ -423,15 +469,17 @@ class TrainState:
                     yield _StateTensor(f"optimizer/{number}/{index}/{key}", value, on_host)
 
     def _model_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the parameters and persistent buffers, with names that are unique in the state."""
         for number, part in enumerate(self._model_parts):
             for name, parameter in part.named_parameters():
                 yield f"model/{number}/{name}", parameter
             for prefix, module in part.named_modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     if name not in module._non_persistent_buffers_set:
-                        yield f"{_BUFFER}{number}/{prefix}.{name}", buffer
+                        yield f"{_BUFFER_PREFIX}{number}/{prefix}.{name}", buffer
 
     def _scalars(self) -> dict[str, Any]:
+        """Return the scalars of the state for the header, where JSON has their values."""
         return {
             "param_groups": [_list_hyperparameters(each) for each in self._optimizers],
             "lr_schedulers": self._lr_schedulers.state_dict(),
@@ -453,13 +501,18 @@ class TrainState:
         self._counters.load_state_dict(scalars["counters"])
 
     def _load_optimizers(self, entries: dict[str, dict[str, Any]], payload: torch.Tensor) -> None:
-        """Build each optimizer's state anew: a fresh optimizer has none that could be overwritten.
+        """Replace each optimizer's state.
+
+        The tensors are new. They cannot be overwritten in place, because an optimizer has no state
+        before its first step.
 
         Args:
-            entries: the header's entries of all tensors that are not the model's.
+            entries: the header's entries of the optimizers' tensors, by name.
         """
+        # The entries of each parameter, by the key in its optimizer's state, such as "exp_avg".
         by_parameter: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
         for name, entry in entries.items():
+            # A name is "optimizer/NUMBER/INDEX/KEY"; see `_tensors`.
             prefix, _, key = name.rpartition("/")
             by_parameter[prefix][key] = entry
         for number, optimizer in enumerate(self._optimizers):
@@ -468,13 +521,13 @@ class TrainState:
                 for key, entry in by_parameter.pop(f"optimizer/{number}/{index}", {}).items():
                     where = "cpu" if entry["on_host"] else parameter.device
                     shard = _view(payload, entry).to(where, copy=True, non_blocking=True)
-                    state[key] = like(parameter, shard)
+                    state[key] = to_dtensor_like(parameter, shard)
                 if state:
                     optimizer.state[parameter] = state
                 else:
                     # Leave no empty entry: torch's checkpoints would take it for a state.
                     optimizer.state.pop(parameter, None)
-        if by_parameter:
+        if by_parameter:  # this rank has no such parameters
             prefix, keys = min(by_parameter.items())
             name = f"{prefix}/{min(keys)}"
             raise StateMismatchError(
@@ -484,6 +537,11 @@ class TrainState:
 
     @staticmethod
     def _check(entry: dict[str, Any], tensor: torch.Tensor) -> None:
+        """Check that a tensor of the donor fits into a tensor of this rank.
+
+        Raises:
+            StateMismatchError: the dtype or the shape differs.
+        """
         shard = device.local_shard(tensor)
         found = (entry["dtype"], entry["shape"])
         expected = (str(shard.dtype).removeprefix("torch."), list(shard.shape))
@@ -509,19 +567,28 @@ def _lay_out(tensors: list[_StateTensor]) -> tuple[list[dict[str, Any]], int]:
                 "on_host": on_host,
             }
         )
-        num_bytes = shard.numel() * shard.element_size()
-        size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT  # rounded up
+        size += math.ceil(shard.nbytes / _ALIGNMENT) * _ALIGNMENT
     return entries, size
 
 
-def _queue_copies(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Queue copies on the current stream; each one is (target, source)."""
-    for target, source in copies:
-        target.copy_(source, non_blocking=True)
+class _TensorCopy(NamedTuple):
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+def _queue_copies(copies: list[_TensorCopy]) -> None:
+    """Queue copies on the current stream."""
+    for copy in copies:
+        copy.target.copy_(copy.source, non_blocking=True)
 
 
 def _view(payload: torch.Tensor, entry: dict[str, Any], first_byte: int = 0) -> torch.Tensor:
-    """Return a tensor in a payload whose first byte has the offset `first_byte` in the state."""
+    """Return a view of one tensor in a payload.
+
+    Args:
+        entry: the header's entry of the tensor.
+        first_byte: offset of the payload's first byte in the payload of the whole state.
+    """
     dtype = getattr(torch, entry["dtype"])
     num_bytes = dtype.itemsize
     for length in entry["shape"]:
@@ -530,10 +597,11 @@ def _view(payload: torch.Tensor, entry: dict[str, Any], first_byte: int = 0) -> 
     return payload[start : start + num_bytes].view(dtype).view(entry["shape"])
 
 
-def like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return a state shard as a DTensor with the sharding of its parameter.
+def to_dtensor_like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """Return a shard of an optimizer's state as a DTensor with the sharding of its parameter.
 
-    A scalar, such as Adam's step, is returned as it is.
+    A tensor of another shape than the parameter's shard is returned as it is: it is a scalar, such as
+    Adam's step. So is a shard of a parameter that is no DTensor.
     """
     if not isinstance(parameter, DTensor) or shard.shape != parameter.to_local().shape:
         return shard
@@ -567,8 +635,8 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _to_host(scalars: list[torch.Tensor]) -> list[int]:
-    """Return the values of scalars, with one copy from each device."""
+def _read_scalars(scalars: list[torch.Tensor]) -> list[int]:
+    """Return the values of scalars. One copy from each device brings all of its scalars."""
     result = [0] * len(scalars)
     for where in {scalar.device for scalar in scalars}:
         indices = [index for index, scalar in enumerate(scalars) if scalar.device == where]
@@ -591,7 +659,7 @@ def hash_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[list
         shard = device.local_shard(tensor)
         names.append([name, str(shard.dtype), list(shard.shape)])
         shards.append(shard)
-    return names, _to_host(_lane_sums(shards))
+    return names, _read_scalars(_lane_sums(shards))
 
 
 def _lane_sums(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -607,13 +675,16 @@ def _lane_sums(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _make_weights_on_devices(
     shards: Sequence[torch.Tensor],
 ) -> dict[torch.device, torch.Tensor]:
-    """Return weights for the largest shard of each device, at most `_HASH_CHUNK` of them."""
-    num_lanes: dict[torch.device, int] = {}
+    """Return the weights of the lanes for each device.
+
+    There are as many as the largest shard of the device needs, but at most `_HASH_CHUNK`.
+    """
+    max_lanes: dict[torch.device, int] = {}
     for shard in shards:
-        lanes = -(-shard.nbytes // _LANE_BYTES)  # rounded up
-        num_lanes[shard.device] = max(lanes, num_lanes.get(shard.device, 1))
+        num_lanes = math.ceil(shard.nbytes / _LANE_BYTES)
+        max_lanes[shard.device] = max(num_lanes, max_lanes.get(shard.device, 1))
     weights = {}
-    for where, number in num_lanes.items():
+    for where, number in max_lanes.items():
         weights[where] = _make_weights(min(number, _HASH_CHUNK), where)
     return weights
 
@@ -622,7 +693,7 @@ def _sum_scalars(
     shards: Sequence[torch.Tensor],
     weights: dict[torch.device, torch.Tensor],
 ) -> dict[int, torch.Tensor]:
-    """Return the hashes of the scalars among the shards, by their place in `shards`.
+    """Return the hashes of the scalars among the shards, by their index in `shards`.
 
     Adam has a step for each parameter. Hashed one by one, these scalars would take as long as all
     large tensors. So all scalars of one device and dtype are hashed together.
@@ -633,6 +704,7 @@ def _sum_scalars(
             alike[shard.device, shard.dtype].append(number)
     sums: dict[int, torch.Tensor] = {}
     for (where, _), numbers in alike.items():
+        # One row of octets per scalar. Pad each row to one lane.
         octets = torch.stack([shards[number].reshape(()) for number in numbers]).view(torch.uint8)
         octets = octets.view(len(numbers), -1)
         padded = torch.nn.functional.pad(octets, (0, _LANE_BYTES - octets.shape[1]))
@@ -648,29 +720,37 @@ def _lane_sum(shard: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         weights: at least as many as the shard has lanes, or `_HASH_CHUNK`.
     """
     octets = shard.contiguous().view(-1).view(torch.uint8)
+    # Pad the octets to whole lanes.
     num_odd_bytes = octets.numel() % _LANE_BYTES
     if num_odd_bytes:
         padding = octets.new_zeros(_LANE_BYTES - num_odd_bytes)
         octets = torch.cat([octets, padding])
     if octets.data_ptr() % _LANE_BYTES != 0:
-        octets = octets.clone()  # an int64 view needs an aligned address
+        octets = octets.clone()  # a view as int64 needs an aligned address
     lanes = octets.view(torch.int64)
     if lanes.numel() <= _HASH_CHUNK:
         return _weigh(lanes, weights)
     total = torch.zeros((), dtype=torch.int64, device=shard.device)
     for number, chunk in enumerate(lanes.split(_HASH_CHUNK)):
-        total += _weigh(chunk, weights) * (2 * number + 1)  # chunks have odd weights as well
+        # All chunks use the same weights. An odd factor for each chunk makes its position count.
+        chunk_weight = 2 * number + 1
+        total += _weigh(chunk, weights) * chunk_weight
     return total
 
 
 def _weigh(lanes: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the lanes times their weights."""
     weights = weights[: lanes.numel()]
     if lanes.device.type == "cpu":
-        return torch.dot(lanes, weights)  # one pass over the lanes; a GPU has no dot for integers
+        # In one pass over the lanes. On a GPU, torch has no dot product of integers.
+        return torch.dot(lanes, weights)
     return (lanes * weights).sum()
 
 
 def _make_weights(number: int, where: torch.device) -> torch.Tensor:
-    """Return one step of Knuth's MMIX generator from 0, 1, 2 ..., with the lowest bit set."""
+    """Return odd 64-bit numbers without a pattern.
+
+    They are one step of Knuth's MMIX generator from 0, 1, 2 ..., with the lowest bit set.
+    """
     weights = torch.arange(number, device=where)
     return weights.mul_(0x5851F42D4C957F2D).add_(0x14057B7EF767814F).bitwise_or_(1)

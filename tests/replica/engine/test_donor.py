@@ -65,10 +65,10 @@ class World:
         self.server = Server()
         state: Any = SimpleNamespace(
             copy=self._copy,
-            reuse=self._reuse,
-            share=self._share,
-            unshare=self._unshare,
-            copy_shared=self._copy_shared,
+            reuse_memory=self._reuse_memory,
+            allow_copying=self._allow_copying,
+            forbid_copying=self._forbid_copying,
+            copy_if_allowed=self._copy_if_allowed,
         )
         server: Any = self.server
         self.donor = Donor(state, server)
@@ -87,14 +87,14 @@ class World:
         """Let a joiner ask for the state that is offered."""
         self.server.take(self.step if step is None else step, part)
 
-    def _share(self, step: int, lineage: int) -> bool:
+    def _allow_copying(self, step: int, lineage: int) -> bool:
         self.shared = (step, lineage)
         return not self.has_buffers
 
-    def _unshare(self) -> None:
+    def _forbid_copying(self) -> None:
         self.shared = (-1, 0)
 
-    def _copy_shared(self, step: int, part: Part) -> Any:
+    def _copy_if_allowed(self, step: int, part: Part) -> Any:
         return self._copy(*self.shared, part) if self.shared[0] == step else None
 
     def _copy(self, step: int, lineage: int, part: Part) -> Any:
@@ -102,7 +102,7 @@ class World:
         part = part if self.is_scarce else WHOLE
         return SimpleNamespace(step=step, lineage=lineage, part=part, payload=torch.empty(8))
 
-    def _reuse(self, snapshot: Any) -> None:
+    def _reuse_memory(self, snapshot: Any) -> None:
         self.reused += 1
 
     def make_round(

@@ -224,7 +224,7 @@ def test_memory_of_a_returned_copy_is_used_again(tiny: Tiny) -> None:
     first = donor.state.copy(1, 0)
     second = donor.state.copy(1, 0)
     assert second.payload.data_ptr() != first.payload.data_ptr()
-    donor.state.reuse(first)
+    donor.state.reuse_memory(first)
     donor.train(1)
     third = donor.state.copy(2, 0)
     assert third.payload.data_ptr() == first.payload.data_ptr()
@@ -279,7 +279,7 @@ def test_where_memory_is_not_scarce_a_donor_copies_all(
         leave(monkeypatch, free)
         copied = donor.state.copy(1, 0, Part(1, 3))
         assert copied.byte_range == range(size)
-    donor.state.reuse(copied)
+    donor.state.reuse_memory(copied)
     leave(monkeypatch, 0)
     assert donor.state.copy(1, 0, Part(1, 3)).byte_range == range(size)
 
@@ -293,8 +293,8 @@ def test_a_shared_state_is_copied_in_parts_where_memory_is_scarce(
     size = donor.state.payload_bytes
     for free, whole in ((2 * size, True), (2 * size - 1, False)):
         leave(monkeypatch, free)
-        assert donor.state.share(1, 0)
-        parts = [donor.state.copy_shared(1, Part(place, 2)) for place in range(2)]
+        assert donor.state.allow_copying(1, 0)
+        parts = [donor.state.copy_if_allowed(1, Part(place, 2)) for place in range(2)]
         held = [None if part is None else part.byte_range for part in parts]
         if whole:
             assert held == [range(size)] * 2
@@ -314,23 +314,23 @@ def test_a_shared_state_is_copied_by_another_thread_until_the_next_update(tiny: 
     donor, joiner = tiny(seed=1, buffers=False), tiny(seed=2, buffers=False)
     donor.train(1)
     before, digest = donor.state.copy(1, 55), donor.state.digest()
-    assert donor.state.copy_shared(1) is None
-    assert donor.state.share(1, 55)
+    assert donor.state.copy_if_allowed(1) is None
+    assert donor.state.allow_copying(1, 55)
     donor.counters.tokens += 1000
     weight = donor.model.inner[0].weight
     donor.model.inner[0].weight = torch.nn.Parameter(torch.zeros(7, 7))
     with ThreadPoolExecutor(1) as thread:
-        shared = thread.submit(donor.state.copy_shared, 1).result()
-        assert thread.submit(donor.state.copy_shared, 2).result() is None
+        shared = thread.submit(donor.state.copy_if_allowed, 1).result()
+        assert thread.submit(donor.state.copy_if_allowed, 2).result() is None
         assert (shared.step, shared.lineage, shared.header) == (1, 55, before.header)
         joiner.state.load(shared)
         assert joiner.state.digest() == digest
         donor.model.inner[0].weight = weight
         donor.train(1)
-        assert thread.submit(donor.state.copy_shared, 1).result() is None
-        assert donor.state.share(2, 56)
+        assert thread.submit(donor.state.copy_if_allowed, 1).result() is None
+        assert donor.state.allow_copying(2, 56)
         donor.state.load(before)
-        assert thread.submit(donor.state.copy_shared, 2).result() is None
+        assert thread.submit(donor.state.copy_if_allowed, 2).result() is None
 
 
 def test_an_update_waits_for_no_memory_that_another_threads_copy_takes(
@@ -339,7 +339,7 @@ def test_an_update_waits_for_no_memory_that_another_threads_copy_takes(
     """Pinning takes seconds. There is no copy in this case, and the next copy gets the memory."""
     donor = tiny(seed=1, buffers=False)
     donor.train(1)
-    donor.state.share(1, 55)
+    donor.state.allow_copying(1, 55)
     begun, goes_on, taken = threading.Event(), threading.Event(), list[torch.Tensor]()
 
     def slowly(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -350,7 +350,7 @@ def test_an_update_waits_for_no_memory_that_another_threads_copy_takes(
 
     monkeypatch.setattr(device, "empty_host", slowly)
     with ThreadPoolExecutor(1) as thread:
-        copied = thread.submit(donor.state.copy_shared, 1)
+        copied = thread.submit(donor.state.copy_if_allowed, 1)
         assert begun.wait(20)
         donor.train(1)  # returns
         goes_on.set()
@@ -366,7 +366,7 @@ def test_an_update_waits_for_another_threads_copy(
     donor, joiner = tiny(seed=1, buffers=False), tiny(seed=2, buffers=False)
     donor.train(1)
     digest = donor.state.digest()
-    donor.state.share(1, 55)
+    donor.state.allow_copying(1, 55)
     begun, goes_on = threading.Event(), threading.Event()
     queue_copies = snapshots._queue_copies
 
@@ -377,7 +377,7 @@ def test_an_update_waits_for_another_threads_copy(
 
     monkeypatch.setattr(snapshots, "_queue_copies", slowly)
     with ThreadPoolExecutor(2) as threads:
-        copied = threads.submit(donor.state.copy_shared, 1)
+        copied = threads.submit(donor.state.copy_if_allowed, 1)
         assert begun.wait(20)
         trained = threads.submit(donor.train, 1)
         time.sleep(0.2)  # longer than the step takes
@@ -392,14 +392,14 @@ def test_a_state_with_buffers_is_not_shared(tiny: Tiny) -> None:
     """A forward may write buffers at any time."""
     donor = tiny(seed=1)
     donor.train(1)
-    assert not donor.state.share(1, 55)
-    assert donor.state.copy_shared(1) is None
+    assert not donor.state.allow_copying(1, 55)
+    assert donor.state.copy_if_allowed(1) is None
 
 
 def test_memory_of_another_size_is_not_used_again(tiny: Tiny) -> None:
     """A copy from before the optimizer had state is too small for the next one."""
     donor, joiner = tiny(seed=1), tiny(seed=2)
-    donor.state.reuse(donor.state.copy(0, 0))
+    donor.state.reuse_memory(donor.state.copy(0, 0))
     donor.train(1)
     joiner.state.load(donor.state.copy(1, 0))
     assert joiner.state.digest() == donor.state.digest()
