@@ -1,6 +1,17 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A helper thread that the waiting thread can abandon inside a hung operation."""
+"""A lock by which a thread can abandon its helper thread inside a hung operation.
+
+An exchange has a helper thread that makes its collectives. If the communicator is aborted, a
+collective of NCCL may hang (`operations.py`). The training thread must then go on without the helper,
+but only if the helper can do no more harm: it must neither write to a bucket nor make a collective of
+a later exchange.
+
+1. The helper holds the lock, and releases it only inside an operation.
+2. The training thread waits for the helper's end. If the operations are aborted, and the helper is
+   inside an operation for longer than `_ABANDON_SECONDS`, the training thread abandons it.
+3. When the operation returns, the helper raises an error, and ends.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +22,16 @@ from collections.abc import Callable, Iterator
 
 _POLL_SECONDS = 0.1
 _ABANDON_SECONDS = 0.5
-"""An aborted operation may return within this time. Then its thread is abandoned."""
+"""Time that the helper has to come back from an aborted operation. After it, it is abandoned."""
 
 
 class Turn:
     """A lock that the helper thread holds, except inside an `operation`.
 
-    Only inside an operation can `wait` abandon the helper. An abandoned helper may not continue:
-    its operation raises when it returns. `Operations` has one for each exchange.
+    `Operations` has one for each exchange.
 
     Args:
-        is_broken: returns True if operations are aborted. None: the helper is never abandoned.
+        is_broken: returns True if the operations were aborted; None = never abandon the helper.
 
     Attributes:
         abandoned: the helper was abandoned.
@@ -33,12 +43,12 @@ class Turn:
         self.abandoned = False
 
     def held(self) -> contextlib.AbstractContextManager[bool]:
-        """Return a context that holds the lock for the helper's whole run; on the helper."""
+        """Return a context that holds the lock. The helper runs in this context."""
         return self._lock
 
     @contextlib.contextmanager
     def operation(self) -> Iterator[None]:
-        """Release the lock during a call that may block on other members; on the helper.
+        """Release the lock during an operation, which may hang; called by the helper.
 
         Raises:
             RuntimeError: the helper was abandoned in this operation.
@@ -54,21 +64,21 @@ class Turn:
                 )
 
     def wait(self, event: threading.Event) -> None:
-        """Return when `event` is set, or the helper is abandoned; on the waiting thread."""
+        """Wait until `event` is set, or abandon the helper; called by the training thread."""
         if self._is_broken is None:
             event.wait(None)
             return
         aborted_since: float | None = None
         while not (self.abandoned or event.wait(_POLL_SECONDS)):
-            helper_works = self._lock.locked()
-            if helper_works or not self._is_broken():
+            is_in_operation = not self._lock.locked()
+            if not is_in_operation or not self._is_broken():
                 aborted_since = None
                 continue
             if aborted_since is None:
                 aborted_since = time.monotonic()
             if time.monotonic() - aborted_since < _ABANDON_SECONDS:
                 continue
-            # If the lock is held, the operation has just returned, and the helper works on.
+            # If the lock is held, the operation has just returned, and the helper goes on.
             if self._lock.acquire(blocking=False):
                 self.abandoned = True
                 self._lock.release()
