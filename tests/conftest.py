@@ -70,7 +70,7 @@ def gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
     from titan_ft import device
 
     monkeypatch.setattr(device, "on_cpu", lambda: False)
-    monkeypatch.setattr(device, "for_thread", lambda: lambda: None)
+    monkeypatch.setattr(device, "thread_initializer", lambda: lambda: None)
     monkeypatch.setattr(device, "memory_bytes", lambda: 0)
 
 

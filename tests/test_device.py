@@ -72,11 +72,11 @@ def test_barrier_takes_device_ids() -> None:
 @cpu_only
 def test_nccl_without_a_gpu_is_refused_in_one_line() -> None:
     """The message names field, rule, value and remedy."""
-    device.require("gloo", local_rank=7)
+    device.check_machine("gloo", local_rank=7)
     with pytest.raises(
         ConfigError, match=r'process_group must be "gloo".*got "nccl"; set it to "gloo"'
     ) as caught:
-        device.require("nccl", local_rank=0)
+        device.check_machine("nccl", local_rank=0)
     assert "\n" not in str(caught.value)
 
 
@@ -157,11 +157,11 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     """
     monkeypatch.setattr(device, "on_cpu", lambda: False)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    device.require("gloo", local_rank=1)
+    device.check_machine("gloo", local_rank=1)
     with pytest.raises(
         ConfigError, match=r"^LOCAL_RANK must be < the GPUs .* \(2\), got 2; start fewer ranks"
     ):
-        device.require("gloo", local_rank=2)
+        device.check_machine("gloo", local_rank=2)
 
 
 def test_gloo_buckets_live_in_host_memory() -> None:
@@ -197,7 +197,7 @@ def test_events_and_threads_need_nothing_on_cpu() -> None:
     device.wait_for(None, torch.device("cpu"))
     device.synchronize([None])
     device.synchronize()
-    device.for_thread()()
+    device.thread_initializer()()
     with device.side_stream(torch.device("cpu")):
         pass
 
@@ -209,7 +209,7 @@ def test_a_thread_uses_the_device_of_its_maker() -> None:
 
     last = torch.accelerator.device_count() - 1
     torch.accelerator.set_device_index(last)
-    with ThreadPoolExecutor(1, initializer=device.for_thread()) as thread:
+    with ThreadPoolExecutor(1, initializer=device.thread_initializer()) as thread:
         assert thread.submit(torch.accelerator.current_device_index).result() == last
 
 

@@ -1,6 +1,16 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The device of this process, and the calls that differ between CPU and GPU."""
+"""The device of this process, and the calls that differ between CPU and GPU.
+
+The rest of the package calls these functions, and does not ask whether there is a GPU. On a machine
+without an accelerator, streams and events are None, and all work is done when a call returns.
+
+- What this machine has: `on_cpu`, `name`, `memory_bytes`, `current`, `check_machine`.
+- The environment of NCCL between the groups: `nccl_environment`.
+- Host memory for copies, and the memory of the exchange: `empty_host`, `empty_bucket`.
+- Threads: `in_background`, `thread_initializer`.
+- Streams and events: `side_stream`, `record_event`, `wait_for`, `synchronize`. See docs/gpu.md.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +37,7 @@ _T = TypeVar("_T")
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of `tensor`, not copied."""
+    """Return this rank's shard of `tensor`, without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -48,10 +58,10 @@ def name() -> str:
 
 
 def memory_bytes() -> int | None:
-    """Return the memory of this process, in bytes; None if the machine does not report it.
+    """Return the bytes of memory that this process uses; None if the machine does not report it.
 
-    On an accelerator: the peak of the allocator since torchtitan's last line of metrics, as
-    torchtitan reports it. On a CPU: the resident memory now.
+    On an accelerator, this is the peak of torch's allocator since torchtitan's last line of metrics,
+    as in that line. On a CPU, it is the present resident memory.
     """
     if not on_cpu():
         return int(torch.accelerator.max_memory_reserved())
@@ -63,11 +73,15 @@ def memory_bytes() -> int | None:
 
 
 def exchange_device(process_group: str) -> torch.device:
-    """Return where the exchange's buckets live: Gloo reduces in host memory, NCCL on the GPU."""
+    """Return the device of the exchange's buckets: Gloo sums in host memory, NCCL on the GPU.
+
+    Args:
+        process_group: the setting `fault_tolerance.process_group`, "gloo" or "nccl".
+    """
     if process_group == "gloo":
         return torch.device("cpu")
     where = current()
-    assert where.type != "cpu", "`require` refuses nccl without a GPU"
+    assert where.type != "cpu", "`check_machine` refuses nccl without a GPU"
     return where
 
 
@@ -80,12 +94,13 @@ def current() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def require(process_group: str, local_rank: int) -> None:
-    """Refuse a config that this machine cannot run.
+def check_machine(process_group: str, local_rank: int) -> None:
+    """Check that this machine can run the config.
 
     Args:
-        local_rank: number of this process among its group's processes on this machine, and of its
-            GPU.
+        process_group: the setting `fault_tolerance.process_group`, "gloo" or "nccl".
+        local_rank: number of this process among its group's processes on this machine. The GPU of
+            this process has the same number.
 
     Raises:
         ConfigError: `process_group` is nccl and there is no NVIDIA GPU, or there are more ranks
@@ -105,11 +120,11 @@ def require(process_group: str, local_rank: int) -> None:
 
 
 ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""A variable that torchtitan sets for the group's communicators. `AbortableNccl` sets it later, for
-its own communicators.
+"""A variable that tells torch what to do with NCCL's errors.
 
-So a user's value has no effect. The older name NCCL_ASYNC_ERROR_HANDLING has none either, because
-torch prefers the new name.
+torchtitan sets it for the communicators inside a group, and `AbortableNccl` for those between the
+groups. So a user's value has no effect. The older name NCCL_ASYNC_ERROR_HANDLING has no effect
+either, because torch prefers the new name.
 """
 
 _NCCL_OFF = {
@@ -129,39 +144,38 @@ _NCCL_OFF = {
         "the order of a group's and the exchange's kernels differs between ranks"
     ),
 }
-"""NCCL's variables that must be 0, with the harm that another value does."""
+"""Variables of NCCL and torch that must be 0, and the harm that another value does."""
 _DUMPS = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 _DUMP_TIME = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 _DUMP_MS = 5000
-"""If a collective of the group hangs, torch's watchdog waits four times this long for the flight
-record, and then ends the process. With 0, torch's monitor began two dumps into one file, and the
-process ended before the first dump was complete."""
+"""Default of `_DUMP_TIME`. If a collective inside a group hangs, torch's watchdog dumps a flight
+record (the last collectives), waits four times this long for the dump, and ends the process. With 0,
+torch began two dumps into one file, and the process ended before the first dump was complete."""
 NO_DUMPS = {_DUMPS: "0", _DUMP_TIME: "0"}
-"""The environment while torch makes the exchange's process group.
+"""The environment while torch makes the process group of the exchange.
 
-A lost group is no hang, and torch writes one flight record in the life of a process. The watchdog's
-wait would also delay the end of a broken communicator.
+A lost group is no hang inside this group, and torch dumps only one flight record in the life of a
+process. The watchdog's wait would also delay the end of a broken communicator.
 """
 _MIN_CONNECTIONS = 8
-"""Queues of a GPU by CUDA's default."""
+"""CUDA's default for the number of a GPU's hardware queues."""
 _MAX_CONNECTIONS = 32
-"""The most queues that a GPU has."""
+"""Largest number of a GPU's hardware queues."""
 
 
 def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, str]:
-    """Return the environment variables that NCCL between the groups needs before its first
-    communicator.
+    """Return the environment variables for NCCL between the groups.
 
-    By default, torch ends the process when a peer is lost, or lets the process wait. torch reads
-    the variables for all communicators, also for those inside the group (docs/gpu.md, "NCCL between
-    the groups").
+    They must be set before the first communicator is made. By default, torch ends the process when
+    another group is lost, or lets the process wait. torch reads the variables for all communicators,
+    also for those inside the group (docs/gpu.md, "NCCL between the groups").
 
     Args:
-        environ: the user's environment. A variable that does not contradict a needed value stays.
-        timeout_ms: `process_group_timeout_ms`.
+        environ: the user's environment. Values that do no harm stay.
+        timeout_ms: the setting `process_group_timeout_ms`.
 
     Raises:
-        ConfigError: the user has set a contradicting value.
+        ConfigError: the user has set a value that does harm.
     """
 
     def refuse(name: str, rule: str, why: str) -> ConfigError:
@@ -185,7 +199,7 @@ def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, s
         why = "the exchange and a collective of the group could wait for each other in one queue"
         raise refuse(name, f">= {_MIN_CONNECTIONS}", why)
     name = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
-    least_seconds = math.ceil(timeout_ms / 1000)  # torch cuts fractions of a second off.
+    least_seconds = math.ceil(timeout_ms / 1000)  # torch ignores fractions of a second
     seconds = environ.get(name, str(least_seconds))
     if not _is_at_least(seconds, least_seconds):
         why = "the set-up of a communicator may take process_group_timeout_ms"
@@ -193,13 +207,14 @@ def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, s
     return {
         "CUDA_DEVICE_MAX_CONNECTIONS": connections,
         "TORCH_NCCL_NONBLOCKING_TIMEOUT": seconds,
-        _DUMPS: environ.get(_DUMPS, "0"),  # torchtitan sets this one with comm.trace_buf_size.
+        _DUMPS: environ.get(_DUMPS, "0"),  # torchtitan sets it to 1 with comm.trace_buf_size
         _DUMP_TIME: environ.get(_DUMP_TIME, str(_DUMP_MS)),
         **dict.fromkeys(_NCCL_OFF, "0"),
     }
 
 
 def _is_at_least(text: str, least: int) -> bool:
+    """True if a text is a whole number, and not less than `least`."""
     return text.isdecimal() and int(text) >= least
 
 
@@ -219,7 +234,7 @@ def empty_host(numel: int, dtype: torch.dtype, *, keep: bool = False) -> torch.T
         except (RuntimeError, OSError) as error:
             # torch and Python have no narrower error for this failure.
             reason = str(error).split("\n", 1)[0]
-            # One line: each bucket of each queued update may fail in the same way.
+            # Log each reason once: each bucket of each queued update may fail in the same way.
             if reason not in _unpinned:
                 _unpinned.add(reason)
                 logger.warning(
@@ -232,18 +247,19 @@ def empty_host(numel: int, dtype: torch.dtype, *, keep: bool = False) -> torch.T
 
 
 _unpinned: set[str] = set()
-"""Reasons of failures to pin memory that are logged already."""
+"""Reasons why memory could not be pinned, which are logged already."""
 
 
 def _pin(numel: int, dtype: torch.dtype, keep: bool) -> torch.Tensor:
+    """Allocate a pinned tensor; see `empty_host`."""
     num_bytes = numel * dtype.itemsize
-    if num_bytes < _LARGE or not torch.cuda.is_available():
+    if num_bytes < _LARGE_BYTES or not torch.cuda.is_available():
         return torch.empty(numel, dtype=dtype, pin_memory=True)
     return _pinned.take(num_bytes, keep=keep).view(dtype)
 
 
-_LARGE = 1 << 20
-"""Bytes. Smaller tensors cost a host little, so torch may keep their memory."""
+_LARGE_BYTES = 1 << 20
+"""Smaller tensors are allocated by torch, which keeps their memory. That costs a host little."""
 _pinned = PinnedMemory()
 
 
@@ -253,9 +269,9 @@ def release_host_memory() -> None:
 
 
 def free_bytes(where: torch.device) -> int:
-    """Return the free bytes of a device, with the memory that torch's allocator keeps unused.
+    """Return the free bytes of a GPU; 0 for a CPU.
 
-    0 for a CPU.
+    The unused memory that torch's allocator keeps counts as free.
     """
     if where.type == "cpu":
         return 0
@@ -265,25 +281,28 @@ def free_bytes(where: torch.device) -> int:
 
 
 def in_background(make: Callable[[], _T], name: str) -> Future[_T]:
-    """Run `make` on a thread of its own, so that the caller need not wait for the accelerator.
+    """Run `make` on a thread of its own, so that the caller does not wait for the accelerator.
 
-    On a CPU, `make` runs at once.
+    On a CPU, `make` runs on the caller's thread.
+
+    Args:
+        name: name of the thread.
     """
     if on_cpu():
         made: Future[_T] = Future()
         made.set_result(make())
         return made
-    thread = ThreadPoolExecutor(1, name, initializer=for_thread())
+    thread = ThreadPoolExecutor(1, name, initializer=thread_initializer())
     made = thread.submit(make)
-    thread.shutdown(wait=False)
+    thread.shutdown(wait=False)  # the thread ends after `make`
     return made
 
 
 def empty_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate a bucket for the exchange on `device` (see `exchange_device`).
 
-    Nothing is written to the bucket. So its first stream need not wait for the stream that
-    allocates it.
+    This function writes nothing to the bucket. So the stream that uses the bucket first need not
+    wait for the present stream.
     """
     if device.type == "cpu":
         return empty_host(numel, dtype, keep=True)
@@ -299,8 +318,9 @@ def empty_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
 
 @contextlib.contextmanager
 def side_stream(where: torch.device, use: str = "exchange") -> Iterator[None]:
-    """Run the block on a stream of its own, so that it never queues behind compute; no effect on a
-    CPU.
+    """Run the block on a stream of its own, so that its work does not wait for the training's.
+
+    On a CPU, this has no effect.
 
     Args:
         use: name of the stream. Each use has its own stream, so that no use waits for another.
@@ -309,8 +329,8 @@ def side_stream(where: torch.device, use: str = "exchange") -> Iterator[None]:
         yield
         return
     torch.accelerator.set_device_index(where.index or 0)
-    # `with stream:` would store the stream to return to in the stream object, which all threads
-    # share. The exchange's thread and the training thread would return to each other's stream.
+    # Do not use `with stream:`. It stores the former stream in the stream object, which all threads
+    # share. The exchange's thread and the training thread would return to each other's streams.
     before = torch.accelerator.current_stream(where)
     torch.accelerator.set_stream(_stream_of_its_own(where, use))
     try:
@@ -329,11 +349,11 @@ def _stream_of_its_own(where: torch.device, use: str) -> torch.Stream:
     return torch.Stream(where)
 
 
-def for_thread() -> Callable[[], None]:
-    """Return a function that a new thread calls first, to use the device of the calling thread.
+def thread_initializer() -> Callable[[], None]:
+    """Return a function for the start of a new thread: it selects the device of the present thread.
 
-    A CUDA thread begins on device 0. Without the call, device 0 would hold a context for every rank
-    of the host.
+    By default, a new thread uses GPU 0. Without the function, GPU 0 would hold a CUDA context for
+    every rank of the host.
     """
     if on_cpu():
         return lambda: None
@@ -342,11 +362,13 @@ def for_thread() -> Callable[[], None]:
 
 
 def record_event(timed: bool = False) -> torch.Event | None:
-    """Mark the work queued so far on the current stream; None on a CPU, where that work is already
-    done.
+    """Return an event after the work that is queued on the current stream so far.
 
     Args:
         timed: record the time as well, for `seconds_between`.
+
+    Returns:
+        None on a CPU, where the work is done already.
     """
     if on_cpu():
         return None
@@ -355,19 +377,19 @@ def record_event(timed: bool = False) -> torch.Event | None:
 
 
 def record_time() -> torch.Event | None:
-    """Record when the current stream gets here, for `seconds_between`. Does not wait."""
+    """Return an event that records when the current stream gets here, for `seconds_between`."""
     return record_event(timed=True)
 
 
 def seconds_between(begun: torch.Event | None, done: torch.Event | None) -> float:
-    """Return the seconds between two timed events that have happened; 0 without the events."""
+    """Return the seconds between two timed events, which must have happened; 0 on a CPU."""
     if begun is None or done is None:
         return 0.0
     return begun.elapsed_time(done) / 1000
 
 
 def synchronize(events: Iterable[torch.Event | None] = ()) -> None:
-    """Wait for `events`, or for everything queued on the device when none is given."""
+    """Block until all `events` have happened. Without events, wait for all work of the device."""
     events = list(events)
     for event in events:
         if event is not None:
@@ -396,9 +418,10 @@ def read_later(scalar: torch.Tensor) -> Callable[[], float]:
 
 
 def wait_for(event: torch.Event | None, where: torch.device) -> None:
-    """Make the next operations on memory of `where` wait for `event`, if there is one.
+    """Make later operations on memory of `where` wait for `event`, if there is one.
 
-    For a device, its current stream waits, and the host does not. For host memory, the host waits.
+    If `where` is a GPU, its current stream waits, and the host does not. If `where` is the host,
+    this call blocks.
     """
     if event is None:
         return
@@ -409,7 +432,7 @@ def wait_for(event: torch.Event | None, where: torch.device) -> None:
 
 
 def join_stream(other: torch.Stream | None) -> torch.Stream | None:
-    """Make the current stream wait for the work queued on `other`.
+    """Make the current stream wait for the work that is queued on `other`.
 
     Returns:
         The current stream; None on a CPU.

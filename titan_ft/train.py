@@ -131,7 +131,7 @@ def check(args: Sequence[str]) -> None:
         if job_config.fault_tolerance.enable:
             from titan_ft import device
 
-            device.require(job_config.fault_tolerance.process_group, local_rank=0)
+            device.check_machine(job_config.fault_tolerance.process_group, local_rank=0)
 
 
 def _find_mistake(args: Sequence[str]) -> str:
@@ -257,7 +257,7 @@ def _prepare_replica_trainer(
     if config.process_group == "nccl":
         # CUDA and the first communicator read these variables once.
         os.environ.update(device.nccl_environment(environ, config.process_group_timeout_ms))
-    device.require(config.process_group, int(environ.get("LOCAL_RANK", "0")))
+    device.check_machine(config.process_group, int(environ.get("LOCAL_RANK", "0")))
     mark_training()
     titan.take_off_record()
     # `record`, just taken off, does this too: a crash in native code prints the stacks to the log.

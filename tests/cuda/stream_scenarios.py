@@ -100,7 +100,7 @@ class _Membership:
 
     def __init__(self, rank: int, process_group: _ProcessGroup) -> None:
         self._rank, self.process_group = rank, process_group
-        self._use_device = device.for_thread()
+        self._use_device = device.thread_initializer()
         self.before_quorum: Callable[[], object] = lambda: None
 
     def await_quorum(self) -> Quorum:
@@ -453,7 +453,7 @@ def copy_on_another_thread(world: World) -> Any:
 
     def run(number: int) -> Any:
         rank, found = Rank(world, number, buffers=False), list[Any]()
-        use_device = device.for_thread()
+        use_device = device.thread_initializer()
 
         def take(step: int) -> Snapshot | None:
             use_device()

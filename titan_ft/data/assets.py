@@ -19,8 +19,9 @@ _ASSETS = {"tokenizer": TOKENIZER}
 
 
 def _configs_folder() -> Path:
-    """Return the folder of the packaged configs: `titan_ft/configs` in a wheel."""
-    # In the source tree titan_ft/configs is a link, which a copy of the tree may lack.
+    """Return the folder of the packaged configs."""
+    # In a wheel it is titan_ft/configs. In the source tree that is a link to configs, which a copy of
+    # the tree may lack.
     for parent in (FOLDER.parent, FOLDER.parents[1]):
         if (parent / "configs").is_dir():
             return parent / "configs"
@@ -31,8 +32,9 @@ _CONFIGS = _configs_folder()
 
 
 def resolve(path: str) -> str:
-    """Return the folder of the packaged asset ``titan_ft://NAME``; other paths are returned
-    unchanged.
+    """Return the folder of the packaged asset ``titan_ft://NAME``.
+
+    Other paths are returned unchanged.
 
     Raises:
         ConfigError: no packaged asset has this name.
@@ -49,15 +51,17 @@ def resolve(path: str) -> str:
 
 
 def find_config(given: Path, folder: str = "") -> Path:
-    """Return the path of a TOML, given as a path or as the name of a packaged TOML.
+    """Return the path of a TOML file.
 
     Args:
-        folder: folder of the packaged TOMLs; "chaos" for plans of faults.
+        given: path of a TOML file, or name of a packaged one.
+        folder: folder of the packaged TOML files; "chaos" for plans of faults.
 
     Raises:
-        ConfigError: no packaged TOML has this name. Whether a path can be read is not checked.
+        ConfigError: no packaged file has this name. A path is not checked.
     """
-    if given.exists() or len(given.parts) != 1:
+    is_path = given.exists() or len(given.parts) != 1
+    if is_path:
         return given
     known = {path.stem: path for path in sorted((_CONFIGS / folder).glob("*.toml"))}
     name = given.name.removesuffix(".toml")

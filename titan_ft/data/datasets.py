@@ -1,7 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Register the packaged corpus with torchtitan's text datasets."""
+"""Register the packaged corpus with torchtitan's text datasets.
+
+The corpus is small. It lets a run train on real text without a download.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ KNOWN = {
 }
 """Path of the text of each dataset."""
 NUM_SHARDS = 16
-"""Shards of a streamed text, as if it were that many files. Data ranks and loader workers share
-them."""
+"""Number of shards of a streamed text, as if it were that many files. The data ranks and the workers
+of their loaders share the shards."""
 BUFFER_SIZE = 100
 """Documents in the shuffle buffer of `austen_shuffled`."""
 
@@ -38,7 +41,7 @@ def register_datasets() -> None:
     ``austen_shuffled`` a stream with a shuffle buffer. ``training.dataset_path`` may name another
     text file (``.txt`` or ``.txt.gz``), which is cut into documents the same way.
     """
-    # Imported here: importing this module does no work, and torchtitan's import takes seconds.
+    # Import torchtitan here, because its import takes seconds. Importing this module is fast.
     from titan_ft.host.titan import DATASETS, DatasetConfig
 
     loaders = {STREAMED: _stream, SHUFFLED: _shuffle}
@@ -48,7 +51,9 @@ def register_datasets() -> None:
 
 
 def load_text(name: str, path: str | None) -> None:
-    """Load the text of a packaged dataset ahead of time; other datasets are ignored.
+    """Load the text of a packaged dataset into the cache of `_load`; ignore other datasets.
+
+    The zygote calls this, so that the workers that it forks have the text already.
 
     Args:
         path: another text file to load instead.
@@ -61,11 +66,10 @@ def load_text(name: str, path: str | None) -> None:
 
 
 def load_documents(path: str) -> Any:
-    """Return the documents of a text file as a ``datasets.Dataset`` in memory: no cache files, no
-    locks.
+    """Return the documents of a text file as a ``datasets.Dataset`` in memory.
 
-    For a map-style dataset torchtitan keeps the exact place, and splits it by node into contiguous,
-    disjoint parts.
+    It needs no cache files and no locks. torchtitan can resume such a map-style dataset at the exact
+    place, and splits it among the data ranks into contiguous parts.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -78,10 +82,15 @@ def load_documents(path: str) -> Any:
     return _load(path, status.st_mtime_ns, status.st_size)
 
 
-# Cached, because each slot has a loader of its own. Forked workers inherit the cache.
+# Cached, because a group has a loader for each slot. Forked workers inherit the cache.
 @functools.lru_cache(maxsize=8)
 def _load(path: str, modified_ns: int, size: int) -> Any:
-    """Cut the text of a file. `modified_ns` and `size` make a changed file another cache entry."""
+    """Return the documents of a text file.
+
+    Args:
+        modified_ns, size: of the file. They are part of the cache's key, so that a changed file is
+            loaded again.
+    """
     import datasets
 
     return datasets.Dataset.from_dict({"text": list(split_documents(read_text(Path(path))))})

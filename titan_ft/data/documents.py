@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DOCUMENT_CHARS = 4000
-"""A document ends with the paragraph that takes it past this length, or where a chapter ends."""
+"""A document ends after the paragraph with which it gets this long, or where a chapter ends."""
 
 _HEADING = re.compile(r"(chapter|volume) [0-9ivxlc]+\Z", re.IGNORECASE)
 
@@ -24,10 +24,13 @@ def read_text(path: Path) -> str:
 
 
 def split_documents(text: str, document_chars: int = DOCUMENT_CHARS) -> Iterator[str]:
-    """Yield runs of whole paragraphs, each paragraph on one line and a blank line between two.
+    """Yield documents: each has some whole paragraphs of the text.
 
-    A chapter heading always starts a new document. Nothing but the line breaks inside paragraphs is
-    dropped.
+    Each paragraph is on one line, with a blank line between two paragraphs. A chapter heading starts a
+    new document. All words of the text are in the documents, in their order.
+
+    Args:
+        document_chars: see `DOCUMENT_CHARS`.
     """
     paragraphs: list[str] = []
     num_chars = 0

@@ -64,7 +64,7 @@ class CatchUp:
         self._started = time.monotonic()
         self.fetch_seconds = 0.0
         self._cancelled = threading.Event()
-        thread = ThreadPoolExecutor(1, "titan_ft_catch_up", initializer=device.for_thread())
+        thread = ThreadPoolExecutor(1, "titan_ft_catch_up", initializer=device.thread_initializer())
         self._fetch: Future[Snapshot] = thread.submit(self._run_fetch, fetch)
         thread.shutdown(wait=False)
 

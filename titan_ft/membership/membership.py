@@ -241,7 +241,9 @@ class Membership:
             )
 
         self._seat.enter(make_first_name)
-        self._thread = ThreadPoolExecutor(1, "titan_ft_quorum", initializer=device.for_thread())
+        self._thread = ThreadPoolExecutor(
+            1, "titan_ft_quorum", initializer=device.thread_initializer()
+        )
         self._pending: Future[Quorum] | None = None  # the requested quorum; None after its vote
         # Set while the group has nothing left to compute before the quorum.
         self._is_needed = threading.Event()

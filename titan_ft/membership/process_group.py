@@ -444,7 +444,7 @@ class AbortableNccl(Reconfigurable):
         started = time.monotonic()
         setup = object()
         connect_to_store = partial(self._connect_to_store, store_addr)
-        use_device = device.for_thread()
+        use_device = device.thread_initializer()
         where = device.exchange_device("nccl")
 
         def set_up() -> None:

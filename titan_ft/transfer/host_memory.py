@@ -2,9 +2,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Host memory for the copies of a state, and how much memory the host has left.
 
-A GPU copies to pinned memory at the full speed of its link, and in parallel to the host's work. But
-pinning 10 GB takes seconds, so a thread pins the memory early, before a joiner has come. One copy
-after another uses the same memory.
+A rank copies its state to host memory when a joiner, a group that lacks the state, asks for it
+(`snapshot.py`). A GPU copies to pinned memory at the full speed of its link, while the host does
+other work. But pinning 10 GB takes seconds. So a thread pins the memory before a joiner comes, and all
+copies use this memory, one after the other.
+
+The copies of all ranks of a host may be too large for its memory. Memory is *scarce* if they would
+take more than half of what the host has free. Then nothing is pinned ahead, and each of several
+donors copies only a part of the state.
 
 See docs/heal.md and docs/gpu.md.
 """
@@ -28,14 +33,17 @@ from titan_ft.config import FaultTolerance
 
 logger = logging.getLogger(__name__)
 
-_MAX_UPDATES = 2**31  # a bound for unknown memory
+_MAX_UPDATES = 2**31
+"""Limit of the queued updates if the free memory is not known."""
 
 
 class HostMemory:
     """Memory for one copy at a time: a flat tensor of uint8, pinned if there is a GPU.
 
-    `TrainState` owns it. The training thread calls `reserve` and `close`. The threads of a donor's
-    connections may call the other methods as well.
+    `TrainState` owns it.
+
+    Threads: the training thread calls `reserve` and `close`. The other methods may also be called by
+    the threads of the state server's connections.
 
     Args:
         num_ranks: number of ranks that share the host's memory. Each needs as much as this one.
@@ -43,16 +51,17 @@ class HostMemory:
 
     def __init__(self, num_ranks: int = 1) -> None:
         self._num_ranks = num_ranks
-        self._changing = threading.Lock()
-        self._spare: torch.Tensor | None = None  # given back, for the next copy
-        self._reserved: Future[torch.Tensor] | None = None  # being pinned, for the first copy
+        self._lock = threading.Lock()  # guards the fields below
+        self._spare: torch.Tensor | None = None  # memory that was given back
+        # Memory for the first copy, while a thread pins it and afterwards.
+        self._reserved: Future[torch.Tensor] | None = None
 
     def reserve(self, num_bytes: int) -> bool:
-        """Start to pin memory on a thread of its own. On a CPU nothing is pinned.
+        """Start to pin memory for the first copy, on a thread of its own. On a CPU, do nothing.
 
         Returns:
             False if memory is scarce. Then nothing is pinned: a healthy job must not run out of
-            memory for a joiner that may never come.
+            memory because of a joiner that may never come.
         """
         free = self._find_free_if_scarce(num_bytes)
         if free is not None:
@@ -70,11 +79,11 @@ class HostMemory:
         return True
 
     def is_scarce(self, num_bytes: int) -> bool:
-        """True if a copy on every rank would take more than half of the host's free memory.
+        """True if a copy of this size on every rank would take more than half of the free memory.
 
-        False if this object already has the memory.
+        False if this object has memory for the copy already.
         """
-        with self._changing:
+        with self._lock:
             if self._reserved is not None:
                 return False
             if self._spare is not None and self._spare.numel() == num_bytes:
@@ -89,11 +98,11 @@ class HostMemory:
         return free
 
     def lend(self, num_bytes: int) -> torch.Tensor:
-        """Return memory for a copy. Uses the memory at hand if it has the right size.
+        """Return memory for a copy: the reserved or spare memory if its size is right, or new memory.
 
         Waits for a thread that is still pinning.
         """
-        with self._changing:
+        with self._lock:
             reserved, self._reserved = self._reserved, None
             memory, self._spare = self._spare, None
         if reserved is not None:
@@ -101,16 +110,16 @@ class HostMemory:
         if memory is not None:
             if memory.numel() == num_bytes:
                 return memory
-            # Free it before more is allocated: the host may have no room for both.
+            # Free the memory of another size first: the host may have no room for both.
             del memory, reserved
         return device.empty_host(num_bytes, torch.uint8)
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """Take back memory that nobody reads any more.
+        """Take back memory that nobody reads any more, for the next copy.
 
-        One tensor is kept. A second one is freed, because the host may have no room for it.
+        One tensor is kept. A second one is freed, because the host may have no room for both.
         """
-        with self._changing:
+        with self._lock:
             if self._spare is None:
                 self._spare = memory
 
@@ -122,6 +131,7 @@ class HostMemory:
 
 
 def _reserve(num_bytes: int) -> torch.Tensor:
+    """Allocate memory, and log its size; on the thread of `HostMemory.reserve`."""
     started = time.monotonic()
     memory = device.empty_host(num_bytes, torch.uint8)
     logger.info(
@@ -134,7 +144,7 @@ def _reserve(num_bytes: int) -> torch.Tensor:
 
 
 def size_text(num_bytes: int) -> str:
-    """Return a number of bytes for people, in GB."""
+    """Return a number of bytes as text, in GB."""
     return f"{num_bytes / 1e9:.3g} GB"
 
 
@@ -145,7 +155,7 @@ def free_bytes(root: Path = Path("/")) -> int | None:
     Caches that the kernel would drop count as free.
 
     Args:
-        root: folder that contains proc and sys.
+        root: folder that contains proc and sys; tests use another one than /.
 
     Returns:
         None if the system does not show it.
@@ -160,12 +170,12 @@ def most_updates(
     update_bytes: int,
     on_device: int = 0,
 ) -> int:
-    """Return how many updates a rank may queue; at least 1.
+    """Return how many updates a rank may queue while it fetches a state; at least 1.
 
     Args:
         free: free bytes of the host; None = not known.
         num_ranks: number of ranks that share these bytes.
-        update_bytes: size of one update.
+        update_bytes: size of one queued update.
         on_device: number of further updates that fit on the rank's GPU.
     """
     if config.catch_up_max_gb:
@@ -205,18 +215,26 @@ def _find_free(
     usage_file: str,
     cache_field: str,
 ) -> Iterator[int]:
-    # In a container the path may be the host's, while only its end is mounted. Then the folders of
-    # the path do not exist, and the files of the mount itself count.
-    folder = mount / path.lstrip("/")
-    for place in (folder, *folder.parents):
-        if not place.is_relative_to(mount):
+    """Yield the free bytes of a cgroup and of its parents, for those that have a limit.
+
+    In a container, `path` may be the path on the host, while only the container's own cgroup is
+    mounted. Then the folders of `path` do not exist, and the files of the mount itself count.
+
+    Args:
+        mount: folder at which the hierarchy of the cgroups is mounted.
+        path: path of the process's cgroup in the hierarchy.
+        cache_field: field of memory.stat with the bytes of caches.
+    """
+    cgroup = mount / path.lstrip("/")
+    for folder in (cgroup, *cgroup.parents):
+        if not folder.is_relative_to(mount):
             return
-        limit = _read(place / limit_file).strip()
-        usage = _read(place / usage_file).strip()
+        limit = _read(folder / limit_file).strip()
+        usage = _read(folder / usage_file).strip()
         if not limit.isdecimal() or not usage.isdecimal():
-            continue  # "max", or no such file
+            continue  # the limit is "max", or there is no such file
         cached = 0
-        for line in _read(place / "memory.stat").splitlines():
+        for line in _read(folder / "memory.stat").splitlines():
             name, _, value = line.partition(" ")
             if name == cache_field:
                 cached = int(value)
@@ -224,6 +242,7 @@ def _find_free(
 
 
 def _read(path: Path) -> str:
+    """Return the text of a file; empty if it cannot be read."""
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8")
     return ""

@@ -1,6 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The pace of a donor: a limit on the rate at which it sends to all joiners together."""
+"""The pace of a donor: a limit on the rate at which it sends to all joiners together.
+
+A *donor* serves its state to groups that lack it, the *joiners*. The limit (`transfer_max_mbps`)
+leaves the rest of the network to the training. Each connection sends small slices, and books the time
+of each slice in one schedule that all connections share.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +17,26 @@ import time
 from collections.abc import Callable
 
 _SLICE_SECONDS = 0.02
-"""A slice is what the rate allows in this time. So many connections take turns well before a joiner
-would report a stall."""
+"""A slice has the bytes that the rate allows in this time. Slices are short, so that many connections
+can take turns, and none is silent for so long that its joiner takes it for broken."""
 _MAX_SLICE_BYTES = 256 << 10
 _CREDIT_SECONDS = 0.05
-"""A thread that wakes up late may send what the rate allows in this time at once."""
+"""If the schedule has been idle, the bytes of this time may be sent at once. Without this credit, each
+late wake-up of a thread would lower the rate."""
 
 
 class Pace:
     """Limits the rate of all connections of a donor together.
 
-    `StateServer` owns it. The threads of its connections call `send`; any thread may call `close`.
+    `StateServer` owns it. Threads: the threads of its connections call `send`, and any thread may call
+    `close`.
 
     Args:
         max_mbps: limit in 10**6 bits per second; 0 = no limit.
         clock: returns monotonic seconds.
 
     Attributes:
-        slice_bytes: size of the pieces in which connections send.
+        slice_bytes: size of the slices in which connections send.
     """
 
     def __init__(self, max_mbps: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,7 +51,7 @@ class Pace:
             self.slice_bytes = max(1, min(num_bytes, _MAX_SLICE_BYTES))
 
     def book(self, num_bytes: int) -> float:
-        """Return the seconds until `num_bytes` may be sent, and count them as sent."""
+        """Book the next free time for a slice, and return the seconds until then."""
         if not self._bytes_per_second:
             return 0.0
         with self._lock:
@@ -66,7 +73,7 @@ class Pace:
             connection.sendall(part)
 
     def close(self) -> None:
-        """End all sending."""
+        """Make `send` raise, on all connections, now and from now on."""
         self._closed.set()
 
     @property

@@ -50,7 +50,7 @@ from titan_ft import device
 from titan_ft.protocol.errors import RefusedError
 from titan_ft.system.address import split_address
 from titan_ft.transfer.snapshot import Snapshot
-from titan_ft.transfer.wire import Message, Size, Stream, TransferError, octets, prove
+from titan_ft.transfer.wire import Message, Size, Stream, TransferError, handshake_as_joiner, octets
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,9 @@ def fetch(
         report_share,
         lineage,
     )
-    pool = ThreadPoolExecutor(len(addresses), "titan_ft_donor", initializer=device.for_thread())
+    pool = ThreadPoolExecutor(
+        len(addresses), "titan_ft_donor", initializer=device.thread_initializer()
+    )
     donors = {pool.submit(transfer.fetch_from, index): index for index in range(len(addresses))}
     pool.shutdown(wait=False)  # ends its threads when they have nothing left to do
     failures: list[BaseException] = []
@@ -220,7 +222,7 @@ def ask_offer(address: str, token: str, step: int = 0) -> OfferAnswer | None:
     """
     dialed = socket.create_connection(split_address(address), _OFFER_SECONDS)
     with contextlib.closing(dialed) as connection:
-        sealed = prove(connection, address, token)
+        sealed = handshake_as_joiner(connection, address, token)
         with contextlib.closing(sealed.connection):
             sealed.write({"offer": True, "step": step})
             answer = sealed.read()
@@ -710,7 +712,7 @@ class _DonorConnection:
             return BufferedRWPair(incoming, connection.makefile("wb", buffering=0))
 
         try:
-            self._sealed = prove(self._socket, address, token, open_stream)
+            self._sealed = handshake_as_joiner(self._socket, address, token, open_stream)
         except BaseException:
             self._socket.close()
             raise

@@ -54,7 +54,7 @@ from titan_ft.transfer.pace import Pace
 from titan_ft.transfer.reach import answer_probe
 from titan_ft.transfer.snapshot import WHOLE, Part, Snapshot
 from titan_ft.transfer.tls import Certificate
-from titan_ft.transfer.wire import Message, SealedStream, check_joiner, octets
+from titan_ft.transfer.wire import Message, SealedStream, handshake_as_donor, octets
 
 _HANDSHAKE_SECONDS = 10.0
 _MAX_UNPROVED = 64
@@ -166,7 +166,7 @@ class StateServer:
         self._pace = Pace(max_mbps)
         self.send: SendBytes = self._pace.send
         # Each connection's thread calls this function first. Without it, the thread would use GPU 0.
-        self._select_device = device.for_thread()
+        self._select_device = device.thread_initializer()
         # The lock for changes of the fields from `_snapshot` to `_wanted_part`. A thread may read one
         # field without the lock. The condition is notified when the snapshot or the offer changes,
         # and by `close`.
@@ -329,7 +329,7 @@ class StateServer:
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
         with self._unproved.track(connection, source):
             try:
-                return check_joiner(connection, self.address, self._token, self._certificate)
+                return handshake_as_donor(connection, self.address, self._token, self._certificate)
             except StrangerError:
                 self._refusals.add("no_secret", source)
                 raise

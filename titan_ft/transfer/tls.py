@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """TLS for transfers (`transfer_tls`), so that nobody on the network can read the weights.
 
-A donor makes a certificate of its own at its start. No authority signs it, and it contains no name.
-Instead, the proofs of the handshake cover its fingerprint (`wire.py`). So an end without the run's
-token cannot put its own certificate in the donor's place.
+In a transfer, a group that lacks the state (the joiner) connects to a group that serves it (the
+donor). Each rank of a donor makes a certificate of its own when it starts. No authority signs the
+certificate, and it contains no name, so TLS alone does not show who has sent it. But both ends prove
+afterwards that they know the run's token, and the proofs cover the certificate's fingerprint
+(`wire.py`). So a stranger without the token cannot use a certificate of his own.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _COMMAND = (
 )
 """Prints a private key and its certificate. Python's standard library cannot make these."""
 _COMMAND_SECONDS = 30.0
-_MAX_LETTERS = 500  # of what openssl says, in an error
+_MAX_LETTERS = 500  # longest part of openssl's output that an error repeats
 
 CLOSED = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
 """Errors of TLS if the other end has closed the connection. Other errors mean that it speaks
@@ -46,7 +48,7 @@ class Certificate:
     """A donor's certificate.
 
     Attributes:
-        context: contains the private key.
+        context: contains the private key and the certificate.
         fingerprint: SHA-256 of the certificate, in hex.
     """
 
@@ -68,16 +70,19 @@ class Certificate:
                 timeout=_COMMAND_SECONDS,
             )
         except subprocess.CalledProcessError as error:
-            # Such as a configuration of openssl that it cannot read: only its own words say which.
-            said = " ".join(error.stderr.decode(errors="replace").split())
-            text = f"openssl ended with status {error.returncode}: {printable(said, _MAX_LETTERS)}"
+            # Repeat openssl's own output. Only it says, for example, which configuration of openssl
+            # cannot be read.
+            output = " ".join(error.stderr.decode(errors="replace").split())
+            reason = printable(output, _MAX_LETTERS)
+            text = f"openssl ended with status {error.returncode}: {reason}"
             raise OSError(text) from error
         except subprocess.SubprocessError as error:
             raise OSError(f"{error}") from error
         pem = process.stdout  # the private key, then the certificate
         context = _make_context(ssl.PROTOCOL_TLS_SERVER)
-        context.num_tickets = 0  # nobody resumes a session
-        with tempfile.NamedTemporaryFile() as file:  # only this user can read it
+        context.num_tickets = 0  # no joiner resumes a session
+        # Python loads a private key from a file only. Only this user can read the file.
+        with tempfile.NamedTemporaryFile() as file:
             file.write(pem)
             file.flush()
             context.load_cert_chain(file.name)

@@ -1,10 +1,14 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The protocol of a transfer: how a snapshot travels from a donor's host memory to a joiner.
+"""The protocol of a transfer: how the copy of a state travels from a donor to a joiner.
 
-`state_server.py` is the donor's side, `state_fetch.py` the joiner's. torchft's HTTP transport
-listens on every interface, authenticates nobody, and can unpickle the bytes that it receives. This
-protocol listens on one address, and moves only a JSON header and raw tensor bytes.
+A *joiner* is a group that lacks the job's state, and a *donor* is a group that has it. The donor's
+side is `state_server.py`, the joiner's side is `state_fetch.py`. Both make the handshake with a
+function of this module, and get a `SealedStream`.
+
+torchft's HTTP transport is not used: it listens on every interface, authenticates nobody, and can
+unpickle the bytes that it receives. This protocol listens on one address, and moves only JSON and
+raw tensor bytes.
 
 **Handshake.** Both ends prove that they know the run's token, without sending it:
 
@@ -26,8 +30,9 @@ another request. Without TLS, the bytes can be read on the network.
 
 **Requests.** A connection carries one request after the other. Each answer is a line {"bytes": n,
 "sha256": digest of the bytes}, followed by n raw bytes, or a line {"error": text}. While the donor
-has not taken the snapshot yet, it sends a line {"waiting": step} now and then before the answer. So
-silence always means a failure. The requests are:
+has not copied the state yet, it sends a line {"waiting": step} now and then before the answer. So
+silence always means a failure. A copy of a state consists of a *header*, which lists the tensors, and
+a *payload*, which has their bytes. `step` and `lineage` name the state. The requests are:
 
 - {"step", "lineage", "offset", "bytes"}: a range of the payload.
 - {"step", "lineage", "header", "part": [index, count]}: the header. The part says which of the joiner's donors
@@ -71,8 +76,11 @@ VERSION = 3
 """Version of this protocol. Ends with different versions refuse each other."""
 _VERSION_REMEDY = "all groups of a run must have the same titan_ft"
 
-_MAX_LINE = 4096  # bytes; our lines are far shorter, a stranger's line may not be
-_SEAL_BYTES = 2 * hashlib.sha256().digest_size  # in hex
+_MAX_LINE = 4096
+"""Most bytes of a line that are read. The lines of this protocol are far shorter, but a stranger may
+send a long one."""
+_SEAL_BYTES = 2 * hashlib.sha256().digest_size
+"""Length of a line's HMAC, in hex digits."""
 
 
 Size = Annotated[int, Meta(ge=0)]
@@ -130,7 +138,7 @@ class Handshake:
     fingerprint: str = ""
 
     def derive(self, purpose: str) -> bytes:
-        """Return a value that only a process with the token can compute, for one purpose."""
+        """Return a secret value for one purpose. Only a process with the token can compute it."""
         covered = (
             purpose,
             self.donor_nonce,
@@ -145,7 +153,8 @@ class Handshake:
         """Return the proof of one end.
 
         Args:
-            role: "donor" or "joiner". An end cannot send the other end's proof back as its own.
+            role: "donor" or "joiner". Because of the role, an end cannot send the other end's proof
+                back as its own.
         """
         return self.derive(role).hex()
 
@@ -153,12 +162,14 @@ class Handshake:
 class SealedStream:
     """One end of a connection after the handshake. One thread uses it.
 
-    Each line ends with an HMAC over the line, its sender, and the HMAC of the line before, which
-    either end may have sent. So both ends must have seen the same conversation so far.
+    Each line ends with its *seal*: an HMAC over the line, its sender, and the seal of the line
+    before, whichever end has sent that line. So the HMAC is right only if both ends have seen the
+    same lines so far.
 
     Attributes:
         connection: the socket. The owner of this object closes it.
-        stream: carries the raw bytes after a line. The line has their digest.
+        stream: for the raw bytes that follow a line. They have no seal, but the line has their
+            digest.
     """
 
     def __init__(
@@ -173,7 +184,7 @@ class SealedStream:
         self._key = handshake.derive("key")
         self._own_role = role.encode()
         self._others_role = b"donor" if role == "joiner" else b"joiner"
-        self._last_seal = b""  # of either end
+        self._last_seal = b""  # seal of the last line that either end has sent
 
     def write(self, message: Message) -> None:
         """Send one line."""
@@ -182,7 +193,10 @@ class SealedStream:
         self.stream.flush()
 
     def read(self) -> Message:
-        """Read one line. Returns an empty message if the other end has closed the connection.
+        """Read one line, and check its seal.
+
+        Returns:
+            The message; empty if the other end has closed the connection.
 
         Raises:
             SealError: the other end has not sent this line, or not at this place.
@@ -199,13 +213,17 @@ class SealedStream:
         return msgspec.json.decode(text, type=Message)
 
     def _seal(self, sender: bytes, line: bytes) -> bytes:
+        """Return the seal of the next line."""
         found = authenticate(self._key, "line", sender, self._last_seal, line)
         self._last_seal = found.hex().encode()
         return self._last_seal
 
 
 def is_proof(expected: str, given: object) -> bool:
-    """True if `given` is the expected proof. The comparison always takes the same time."""
+    """True if `given` is the expected proof.
+
+    The comparison always takes the same time, so a stranger learns nothing from its duration.
+    """
     return hmac.compare_digest(expected.encode(), str(given).encode())
 
 
@@ -221,9 +239,11 @@ def write_line(stream: Stream, message: Message) -> None:
 
 
 def read_line(stream: Stream) -> Message:
-    """Read one line without a seal. Returns an empty message at the end of the connection.
+    """Read one line without a seal.
 
-    A probe of a link sends blanks before its line. If it ends early, only the blanks arrive.
+    Returns:
+        The message; empty if the other end has closed the connection. A probe (`reach.py`) sends
+        blanks before its line. If it ends early, only the blanks arrive.
 
     Raises:
         ValueError: the line is no message, or a field has another type.
@@ -239,7 +259,7 @@ def open_stream(connection: socket.socket) -> Stream:
     return connection.makefile("rwb")
 
 
-def prove(
+def handshake_as_joiner(
     connection: socket.socket,
     address: str,
     token: str,
@@ -248,9 +268,10 @@ def prove(
     """Make the handshake as the joiner.
 
     Args:
-        connection: to the state server at `address`. After TLS has started, only the connection of
-            the result can be used and closed.
-        open_stream: opens a stream whose reads end when the transfer is given up.
+        connection: connection to the state server at `address`. If the donor uses TLS, only the
+            connection of the result can be used and closed afterwards.
+        open_stream: opens a stream over a connection. A transfer passes a function whose streams
+            raise when the transfer is given up.
 
     Raises:
         ConnectionError: the server closed the connection.
@@ -258,7 +279,7 @@ def prove(
     """
     timeout = connection.gettimeout()
     fingerprint = ""
-    stream = open_stream(connection)  # may set a shorter timeout on the connection
+    stream = open_stream(connection)  # may change the timeout of the connection
     greeting = _read_answer(stream, address)
     if greeting.get("version") != VERSION:
         raise RefusedError(
@@ -266,7 +287,8 @@ def prove(
         )
     secured: socket.socket | None = None
     if greeting.get("tls"):
-        connection.settimeout(timeout)  # the start of TLS may need more time than one read
+        # The timeout of the stream may be too short for the start of TLS.
+        connection.settimeout(timeout)
         secured, fingerprint = tls.connect(connection)
         connection = secured
         stream = open_stream(connection)
@@ -284,13 +306,14 @@ def prove(
                 f"the donor at {address} does not know this run's token; {TOKEN_REMEDY}",
             )
     except BaseException:
-        if secured is not None:  # the caller closes the connection without TLS
+        # The caller closes `connection`, whose descriptor TLS has taken over.
+        if secured is not None:
             secured.close()
         raise
     return SealedStream(connection, stream, handshake, "joiner")
 
 
-def check_joiner(
+def handshake_as_donor(
     connection: socket.socket,
     address: str,
     token: str,
@@ -339,7 +362,7 @@ def _check_hello(
     """Read the joiner's first line, and answer it.
 
     Raises:
-        StrangerError, OSError: see `check_joiner`.
+        StrangerError, OSError: see `handshake_as_donor`.
         ValueError, RecursionError: the line is no message.
     """
     stream = open_stream(connection)
@@ -350,12 +373,13 @@ def _check_hello(
         rule = "the donor does not accept this group's token, or not at this address"
         reason = f"{rule}; {TOKEN_REMEDY}"
     if hello.get("version") != VERSION:
-        # After the proof, whose error would mislead: version 1 has another proof.
+        # This reason replaces the one above. Another version has another proof, so the token may be
+        # right.
         reason = f"the donor speaks another version of the transfer; {_VERSION_REMEDY}"
     if reason:
         write_line(stream, {"refused": reason})
         if not hello:
-            # A joiner that was killed is no stranger.
+            # The other end may be a joiner that was killed, so this is no refusal of a stranger.
             raise ConnectionError("the other end closed the connection before it said anything")
         raise StrangerError(reason)
     write_line(stream, {"proof": handshake.proof("donor")})

@@ -283,11 +283,11 @@ def test_a_communicator_is_made_on_the_device_of_the_thread_that_asks(
     """Another thread makes the communicator, and a new thread starts on the first device."""
     asked, on_device, made_on = (list[threading.Thread]() for _ in range(3))
 
-    def for_thread() -> Callable[[], None]:
+    def thread_initializer() -> Callable[[], None]:
         asked.append(threading.current_thread())
         return lambda: on_device.append(threading.current_thread())
 
-    monkeypatch.setattr(device, "for_thread", for_thread)
+    monkeypatch.setattr(device, "thread_initializer", thread_initializer)
     nccl = Nccl()
     nccl.prepare = lambda _: made_on.append(threading.current_thread())
     configure(nccl, store, "a")

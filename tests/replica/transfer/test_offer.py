@@ -23,7 +23,7 @@ from titan_ft.protocol.healing import NO_OFFER, Offer
 from titan_ft.transfer.reach import Peer
 from titan_ft.transfer.snapshot import WHOLE, Part
 from titan_ft.transfer.state_fetch import ask_offer, fetch
-from titan_ft.transfer.wire import Message, TransferError, prove
+from titan_ft.transfer.wire import Message, TransferError, handshake_as_joiner
 
 HELD = Message(step=5, lineage=1005, digest=77)
 
@@ -187,7 +187,7 @@ def test_a_part_that_there_is_not_is_no_request(donor: Donor, part: tuple[int, i
     """The connection is closed, as after any other invalid line."""
     donor.publish(make_snapshot(5, 10))
     with socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as connection:
-        sealed = prove(connection, donor.address, TOKEN)
+        sealed = handshake_as_joiner(connection, donor.address, TOKEN)
         sealed.write({"step": 5, "header": True, "part": part})
         assert sealed.read() == {}
 

@@ -32,7 +32,13 @@ from titan_ft.protocol.errors import RefusedError
 from titan_ft.transfer import state_fetch
 from titan_ft.transfer.snapshot import Snapshot
 from titan_ft.transfer.state_fetch import fetch
-from titan_ft.transfer.wire import VERSION, SealedStream, TransferError, check_joiner, write_line
+from titan_ft.transfer.wire import (
+    VERSION,
+    SealedStream,
+    TransferError,
+    handshake_as_donor,
+    write_line,
+)
 
 
 @pytest.mark.parametrize("connections", [1, 3, 16])
@@ -122,7 +128,7 @@ def test_a_donor_that_dies_in_mid_transfer_is_noticed_at_once() -> None:
 def prove(connection: socket.socket) -> SealedStream:
     """Answer a joiner as a donor with the token does."""
     host, port = connection.getsockname()
-    return check_joiner(connection, f"{host}:{port}", TOKEN)
+    return handshake_as_donor(connection, f"{host}:{port}", TOKEN)
 
 
 def test_a_donor_that_closes_ends_all_connections_of_a_fetch(

@@ -368,13 +368,13 @@ def test_a_flood_starts_no_more_threads_than_handshakes_may_have(
 ) -> None:
     """Threads that are late to close what was refused held all descriptors of the process."""
     sent = donor.publish(make_snapshot(5, CHUNK))
-    judge, may_judge = state_server.check_joiner, threading.Event()
+    judge, may_judge = state_server.handshake_as_donor, threading.Event()
 
     def judge_late(*arguments: Any) -> SealedStream:
         may_judge.wait(DEADLINE)
         return judge(*arguments)
 
-    monkeypatch.setattr(state_server, "check_joiner", judge_late)
+    monkeypatch.setattr(state_server, "handshake_as_donor", judge_late)
     num_polls = 0
     poll = donor.server._server._on_poll
 

@@ -21,7 +21,7 @@ from titan_ft.transfer.reach import Peer, Probe, answer_probe
 from titan_ft.transfer.state_fetch import ask_offer, fetch
 from titan_ft.transfer.state_server import StateServer
 from titan_ft.transfer.tls import Certificate
-from titan_ft.transfer.wire import Message, _skip_blanks, check_joiner
+from titan_ft.transfer.wire import Message, _skip_blanks, handshake_as_donor
 
 pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None, reason="openssl makes the certificate"
@@ -176,7 +176,7 @@ def _is_closed(connection: socket.socket) -> bool:
 
 def _swallow(connection: socket.socket, certificate: Certificate) -> None:
     with pytest.raises(ConnectionError):
-        check_joiner(connection, "127.0.0.1:1", TOKEN, certificate)
+        handshake_as_donor(connection, "127.0.0.1:1", TOKEN, certificate)
 
 
 PLAIN_TEXT = {
@@ -304,7 +304,7 @@ def test_a_connection_that_is_cut_is_made_again(
                 else:
                     connection.recv(4096)  # unread bytes would make the cut a reset
             connection, _ = listener.accept()
-            sealed = check_joiner(connection, address, TOKEN, certificate)
+            sealed = handshake_as_donor(connection, address, TOKEN, certificate)
             with contextlib.closing(sealed.connection):
                 answer_probe(sealed, sealed.read(), TOKEN)
 

@@ -31,8 +31,8 @@ from titan_ft.transfer.wire import (
     SealedStream,
     SealError,
     TransferError,
-    check_joiner,
-    prove,
+    handshake_as_donor,
+    handshake_as_joiner,
 )
 
 SECRET, FORGED = b"\xabthe weights\xcd", b"\xabevil bytes!\xcd"
@@ -241,7 +241,7 @@ def test_an_older_donor_is_refused_in_one_line() -> None:
         with pytest.raises(
             RefusedError, match=r"10\.0\.0\.1:1 speaks another version.*the same titan_ft"
         ) as caught:
-            prove(joiner, "10.0.0.1:1", TOKEN)
+            handshake_as_joiner(joiner, "10.0.0.1:1", TOKEN)
     assert "\n" not in str(caught.value)
 
 
@@ -303,7 +303,7 @@ def fuzz(valid: bytes, random: Random) -> bytes:
 def refuse(donor: socket.socket, address: str) -> None:
     """Let a donor take a connection. Keep no reference to its end, so that it is closed."""
     try:
-        check_joiner(donor, address, TOKEN)
+        handshake_as_donor(donor, address, TOKEN)
     # the errors that its server expects
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         donor.close()
