@@ -3,7 +3,8 @@
 """The exchange: sum gradients over the replica groups, and gather a report of each group.
 
 Replica groups train the same model on different batches. In each step they average their gradients.
-Rank i of all groups hold the same shard of the parameters, so rank i exchanges with rank i of the
+(With DiLoCo they average the changes of their weights over several steps. This module treats these
+changes as gradients.) Rank i of all groups hold the same shard of the parameters, so rank i exchanges with rank i of the
 other groups. These ranks are the *members* of one exchange.
 
 Terms:
@@ -74,7 +75,7 @@ class HookCalls(enum.Enum):
     A gradient is final at the last of these calls, because each call adds to it.
     """
 
-    ONE = enum.auto()
+    ONE = enum.auto()  # the first call is the last one, and nothing is counted
     # The number is not known, and differs between parameters. The first backward only counts the
     # calls, and `finish` copies the gradients after it. In later backwards, the hook copies a
     # gradient at the last call.
@@ -141,6 +142,9 @@ class GradientExchange:
             count starts when the gradients are set to zero. The exchange sums the buffers with the
             gradients; the sums are exact up to 2**24. The buffers have the same order in every
             group.
+
+    Attributes:
+        copy_memory: memory for the copies of sums that this group makes while it heals (`Sums.copy`).
     """
 
     def __init__(
@@ -269,7 +273,7 @@ class GradientExchange:
 
     def _launch(self, newest_step: int | None, *, may_update: bool = True) -> Flight:
         assert self._flight is None, "an exchange is under way already: finish() completes it"
-        self._sums.expire()
+        self._sums.expire()  # this exchange overwrites the last exchange's sums
         own_fragments = frozenset(self._fragment_weights)
         if newest_step is None:
             own_fragments = frozenset()

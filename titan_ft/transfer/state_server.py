@@ -9,8 +9,9 @@ Terms:
 
 - A *snapshot* is a copy of one rank's state in host memory (`snapshot.py`). Its *header* lists the
   tensors, and its *payload* has their bytes.
-- An *offer* says which state this rank holds: its step, its lineage and its digest. Two states with
-  the same step and the same *lineage* were made by the same updates.
+- An *offer* says which state this rank holds: its *step*, which is its number of committed updates,
+  its *lineage*, which is a hash of the exchanges that made it, and its *digest*, which is a hash of
+  its bytes. Two groups hold the same state if step and lineage are equal.
 - A *part* of the state is copied instead of the whole if the memory of the donors is scarce. Each of
   several donors then serves another part.
 
