@@ -211,6 +211,7 @@ class Flight:
             # The abandoned thread has recorded no event, so record it here, on the thread's stream.
             with device.side_stream(self._where):
                 self._last_own_kernel = device.record_event()
+        # Later work of training waits for this thread's kernels, and for the collectives.
         device.wait_for(self._last_own_kernel, self._where)
         self._operations.end()
 
@@ -233,7 +234,7 @@ class Flight:
     def _exchange(self) -> None:
         try:
             quorum = self._membership.await_quorum()
-            if quorum.error is not None:
+            if quorum.error is not None:  # the process group could not be built
                 raise ExchangeError(quorum.error)
             self._operations.set_quorum(quorum)
             if self._newest_step is not None:
@@ -278,6 +279,7 @@ class Flight:
             device.wait_for(bucket.ready_event, self._where)
             if self._contributes:
                 if bucket.residual is not None:
+                    # Add the rounding error of this group's last gradients.
                     bucket.residual.add_to(bucket.values)
                 bucket.compute_total()
             else:
