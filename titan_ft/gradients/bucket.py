@@ -133,7 +133,7 @@ class Bucket:
 
     Attributes:
         state: see `BucketState`.
-        on_host: the parameters are in host memory, with CPU offload even if the bucket is not.
+        on_host: the parameters are in host memory, because there is no GPU, or with CPU offload.
         flat: 1D, the whole memory.
         values: the gradients in `flat`.
         exact: the exact values in `flat`.
@@ -145,7 +145,7 @@ class Bucket:
         calls: for each part, the number of hook calls since the launch. Only counted if a hook may
             be called more than once.
         gradient_stream: stream on which the last of the final gradients was computed. It waits for
-            all streams of the others.
+            the streams of the other final gradients.
         weights: this rank's own weights, one per part.
         ready_event: event on the training's stream before which the exchange's thread may not use
             the memory. It comes after the copies into the bucket. If this rank contributes nothing,
