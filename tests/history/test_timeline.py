@@ -205,7 +205,7 @@ def test_killed_group() -> None:
     assert spans(line, 1, "heal") == [(20.5, 21.5)]
     assert spans(line, 1, "replay") == [(21.5, 22.5)]
     (unfinished,) = line.unfinished
-    assert (unfinished.forward_passes, unfinished.kept) == (2, False)
+    assert (unfinished.forward_passes, unfinished.is_committed) == (2, False)
 
 
 def test_survivor_of_a_kill() -> None:
@@ -226,7 +226,7 @@ def test_gradient_of_a_dead_group_counts_if_the_others_committed_it() -> None:
         if event.name == "step_committed" and event.step == 4:
             event.participants = [0, 1]
     line = build_timeline(run.events)
-    assert line.unfinished[0].kept
+    assert line.unfinished[0].is_committed
     assert "wasted" not in seconds(line, 1)
 
 

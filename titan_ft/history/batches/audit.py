@@ -358,7 +358,7 @@ def _add_unfinished_rounds(record: RunRecord, found: Audit) -> None:
         return  # without local steps, no update was made from the batches of an unfinished step
     num_rounds = 0
     for unfinished in build_timeline(record).unfinished:
-        if unfinished.kept or unfinished.is_reported:
+        if unfinished.is_committed or unfinished.is_reported:
             continue
         num_rounds += 1
         found.num_cut_short += unfinished.forward_passes

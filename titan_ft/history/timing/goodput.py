@@ -301,6 +301,6 @@ def _find_begun_steps(record: RunRecord) -> list[_BegunStep]:
             why = "the gradient was left out"
         begun.append(_BegunStep(event.forward_passes, why))
     for step in build_timeline(record).unfinished:
-        why = "" if step.kept else f"unfinished: {step.reason}"
+        why = "" if step.is_committed else f"unfinished: {step.reason}"
         begun.append(_BegunStep(step.forward_passes, why))
     return begun

@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A stretch of time that is cut into intervals without gaps or overlaps, in whole microseconds."""
+"""A time that is cut into intervals without gaps or overlaps, in whole microseconds.
+
+`titan_ft.history.timing.timeline` fills a `Strip` for each group, and describes the states.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ STATES = (
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """What one group did from `start_us` to `end_us` (Unix microseconds)."""
+    """The state of one group from `start_us` to `end_us` (Unix microseconds)."""
 
     start_us: int
     end_us: int
@@ -55,10 +58,11 @@ class _Label(NamedTuple):
 
 
 class Strip:
-    """Cuts the time from `begin` to `end` into intervals, from left to right.
+    """Cuts the time from `begin` to `end` into *stretches*, which have a state each.
 
-    Each call continues at the current place, never beyond the end. A stretch without a call is
-    "unknown".
+    `fill_until` and `fill_for` go from left to right, from the cursor on and never beyond the end.
+    `repaint` gives a time that is filled already a more exact state. Time that is not filled in the
+    end is "unknown".
     """
 
     def __init__(self, begin: int, end: int) -> None:
@@ -69,62 +73,64 @@ class Strip:
         """The begin of each stretch. It ends at the next begin, the last one at the cursor."""
         self._labels: list[_Label] = []
 
-    def fill(self, until: int, state: str, detail: str = "", *, is_sum: bool = False) -> None:
-        """Give the time from the cursor to `until` a state; do nothing if the cursor is there
-        already.
-        """
+    def fill_until(self, until: int, state: str, detail: str = "", *, is_sum: bool = False) -> None:
+        """Give the time from the cursor to `until` a state, if `until` is after the cursor."""
         until = min(until, self.end)
         if until > self.cursor:
             self._starts.append(self.cursor)
             self._labels.append(_Label(state, detail, is_sum))
             self.cursor = until
 
-    def paint(
-        self, start: int, end: int, state: str, over: Collection[str], detail: str = ""
+    def fill_for(self, num_us: int, state: str, detail: str = "", *, is_sum: bool = False) -> None:
+        """Give the next microseconds a state."""
+        self.fill_until(self.cursor + num_us, state, detail, is_sum=is_sum)
+
+    def repaint(
+        self, start: int, end: int, state: str, over_states: Collection[str], detail: str = ""
     ) -> None:
-        """Give the time from `start` to `end` a more exact state, where it is in one of the states
-        `over`.
-        """
+        """Replace the states `over_states` by `state` in the time from `start` to `end`."""
         start = max(start, self.begin)
         end = min(end, self.cursor)
         if start >= end:
             return
-        # In this order: a cut at the start moves all later places on by one.
-        first = self._split(start, over)
-        after_last = self._split(end, over)
-        for place in range(first, after_last):
-            if self._labels[place].state in over:
-                self._labels[place] = _Label(state, detail, is_sum=False)
+        # In this order: a cut at the start moves all later indices on by one.
+        first = self._split(start, over_states)
+        after_last = self._split(end, over_states)
+        for index in range(first, after_last):
+            if self._labels[index].state in over_states:
+                self._labels[index] = _Label(state, detail, is_sum=False)
 
-    def _split(self, at: int, over: Collection[str]) -> int:
-        """Cut the stretch around `at` in two if its state is in `over`; return the place of the
-        first stretch from `at` on.
+    def _split(self, at: int, over_states: Collection[str]) -> int:
+        """Cut the stretch around `at` in two if its state is to be replaced.
+
+        Returns:
+            The index of the first stretch that begins at `at` or later.
         """
-        place = bisect_left(self._starts, at)
-        is_start = place < len(self._starts) and self._starts[place] == at
+        index = bisect_left(self._starts, at)
+        is_start = index < len(self._starts) and self._starts[index] == at
         if is_start or at >= self.cursor:
-            return place
-        around = self._labels[place - 1]
-        if around.state in over:
-            self._starts.insert(place, at)
-            self._labels.insert(place, around)
-        return place
+            return index
+        around = self._labels[index - 1]
+        if around.state in over_states:
+            self._starts.insert(index, at)
+            self._labels.insert(index, around)
+        return index
 
-    def stretches(self, state: str) -> list[tuple[int, int]]:
-        """Return start and end of the intervals in a state."""
-        return [(left, right) for left, right, label in self._pieces() if label.state == state]
+    def find_stretches(self, state: str) -> list[tuple[int, int]]:
+        """Return begin and end of the stretches in a state."""
+        return [(begin, end) for begin, end, label in self._stretches() if label.state == state]
 
-    def _pieces(self) -> Iterator[tuple[int, int, _Label]]:
+    def _stretches(self) -> Iterator[tuple[int, int, _Label]]:
         """Yield begin, end and label of each stretch."""
         ends = [*self._starts[1:], self.cursor]
         # An empty strip has one end and no begin.
         return zip(self._starts, ends, self._labels, strict=False)
 
-    def cut(self) -> tuple[Interval, ...]:
+    def make_intervals(self) -> tuple[Interval, ...]:
         """Return the intervals; neighbours in the same state with the same detail are one."""
-        self.fill(self.end, "unknown")
+        self.fill_until(self.end, "unknown")
         intervals: list[Interval] = []
-        for begin, end, label in self._pieces():
+        for begin, end, label in self._stretches():
             if intervals:
                 last = intervals[-1]
                 if last.state == label.state and last.detail == label.detail:

@@ -7,10 +7,10 @@
 | productive | computes or applies a step that counts: data, forward, backward, clip, optimizer |
 | wasted | computes a step that does not count: killed in it, gradient left out, state thrown away |
 | exchange_wait | waits in a working exchange, or for other groups to join the exchange |
-| detection | is in a broken exchange, from the failure (or the wait's begin) until its notice |
+| detection | is in an exchange that broke, from the failure of the other group until its notice |
 | quorum | waits for the lighthouse's answer, also for a lighthouse that is down |
 | rebuild | builds the process group |
-| wait_for_groups | waits to meet first, below `min_replica_size`, or because a joiner asked |
+| wait_for_groups | waits for the first groups, for `min_replica_size` groups, or for a joiner |
 | heal | fetches the state from a donor, from the begin of the heal until the state is there |
 | replay | applies the updates that the others made during the fetch |
 | start | starts its first process, until this process asks for its first quorum |
@@ -20,17 +20,26 @@
 | idle | has finished, was drained or stopped for good, or gave up |
 | unknown | has no event, as at the end of a cut history |
 
+Events have only one time, the end of the action that they report, and the lengths of its parts. So
+a `GroupCutter` lays out the time of one group in this order:
+
+1. Attempt by attempt, it fills the group's `Strip` from left to right. The time of a step is filled
+   when its commit is read (`_fill_step`). Events of a broken exchange wait for the commit.
+2. Then it paints over parts of the strip with more exact states, as far as events name the causes:
+   quorums and rebuilds within an exchange, times for which a fault froze the group, outages of the
+   lighthouse.
+
+All times are whole microseconds, so that the states of a group add up to exactly the job's time.
 Work that overlaps with forward and backward is productive time, because it costs nothing. Most
 quorums and the transfers of a donor are such work.
 
-`titan_ft.history.timing.goodput`, the report and the audit read this module. See docs/observing.md,
-"The history".
+`titan_ft.history.timing.goodput`, the report and the audit call `build_timeline`. See
+docs/observing.md, "The history".
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,21 +52,23 @@ from titan_ft.history.record.usual_steps import UsualSteps
 from titan_ft.history.timing.intervals import STATES, Interval, Strip
 from titan_ft.run import events as ev
 
-_OfExchange = ev.Joined | ev.ExchangeFailed | ev.Waiting
+_ExchangeDelay = ev.Joined | ev.ExchangeFailed | ev.Waiting
 """Events within a step that say why its exchange took time."""
-USUAL = "of usual steps together"
+OF_USUAL_STEPS = "of usual steps together"
 """The detail of an interval that is a sum over usual steps."""
-_AWAY = {"start", "restart", "idle", "unknown"}
-"""States in which a group cannot be frozen."""
+_STATES_WITHOUT_PROCESS = {"start", "restart", "idle", "unknown"}
+"""States in which a fault cannot freeze a group, because no process of it trains."""
+_MAX_ERROR_CHARS = 80
+"""The detail of a broken exchange is at most this long."""
 
 
 @dataclass(frozen=True)
-class Unfinished:
-    """The forward passes of a step that its group did not commit itself."""
+class UnfinishedStep:
+    """The forward passes of a group for a step that the group did not commit itself."""
 
     forward_passes: int
     """An upper bound, by the length of the time and the pace of the group's other steps."""
-    kept: bool
+    is_committed: bool
     """True if the other groups committed the step with this group's gradient."""
     reason: str
     is_reported: bool = False
@@ -71,7 +82,7 @@ class Timeline:
     begin_us: int
     end_us: int
     groups: dict[int, tuple[Interval, ...]]
-    unfinished: tuple[Unfinished, ...]
+    unfinished: tuple[UnfinishedStep, ...]
 
     @property
     def wall_us(self) -> int:
@@ -89,7 +100,7 @@ class Timeline:
 def build_timeline(record: RunRecord) -> Timeline:
     """Return the states of all groups from the job's begin to its end."""
     groups: dict[int, tuple[Interval, ...]] = {}
-    unfinished: list[Unfinished] = []
+    unfinished: list[UnfinishedStep] = []
     for slot in record.groups:
         cutter = GroupCutter(record, slot)
         groups[slot] = cutter.run()
@@ -102,7 +113,7 @@ def build_timeline(record: RunRecord) -> Timeline:
 def _events_of_rank_0(record: RunRecord) -> dict[tuple[int, int], list[ev.Event]]:
     """Return the events of rank 0 by group and attempt, in order of time.
 
-    `Hung` is left out: it announces an end, and `Attempt.hung_us` has its time.
+    `Hung` is left out, because no action of the group ends with it. `Attempt.hung_us` has its time.
     """
     found: dict[tuple[int, int], list[ev.Event]] = defaultdict(list)
     for process in record.processes:
@@ -116,15 +127,18 @@ def _events_of_rank_0(record: RunRecord) -> dict[tuple[int, int], list[ev.Event]
     return found
 
 
-class _Parts(NamedTuple):
-    """The microseconds of one step."""
+class _ReportedParts(NamedTuple):
+    """The lengths of a step's parts by its commit, in microseconds.
+
+    They need not follow each other: an exchange may begin while the group still computes.
+    """
 
     compute: int
     exchange: int
     apply: int
 
     @classmethod
-    def of(cls, commit: ev.StepCommitted) -> _Parts:
+    def of(cls, commit: ev.StepCommitted) -> _ReportedParts:
         return cls(
             _us(commit.compute_seconds),
             _us(commit.exchange_seconds),
@@ -132,19 +146,22 @@ class _Parts(NamedTuple):
         )
 
 
-class _StepShares(NamedTuple):
-    """A committed step, cut into consecutive stretches of microseconds."""
+class _StepLayout(NamedTuple):
+    """The lengths of a step's parts in microseconds, as they follow each other on the strip."""
 
-    before: int
+    before_computing: int
     computing: int
     exchange: int
     applying: int
 
 
 class GroupCutter:
-    """Cuts the time of one group, attempt by attempt and event by event.
+    """Cuts the time of one group into states, attempt by attempt and event by event.
 
     `build_timeline` makes one for each group and calls `run` once.
+
+    Attributes:
+        unfinished: the steps that the group did not finish; filled by `run`.
     """
 
     def __init__(self, record: RunRecord, slot: int) -> None:
@@ -152,19 +169,23 @@ class GroupCutter:
         self._slot = slot
         self._attempts = record.attempts.get(slot, [])
         self._strip = Strip(*record.span_us)
-        self.unfinished: list[Unfinished] = []
+        self.unfinished: list[UnfinishedStep] = []
         commits = [event for event in self._all_events() if isinstance(event, ev.StepCommitted)]
-        self._own_steps = {commit.step for commit in commits}
+        self._committed_steps = {commit.step for commit in commits}
+        """All steps that the group commits itself, in any attempt."""
         self._measure_pace(commits)
-        self._last_passes = commits[-1].forward_passes if commits else 0
+        self._last_passes = 0
+        """Forward passes of the group's latest step; before its first step, of its last one."""
+        if commits:
+            self._last_passes = commits[-1].forward_passes
         self._step = 0
-        """The step that the group holds."""
-        # State of the attempt under way:
+        """The last step that the group has committed or fetched so far."""
+        # State of the attempt that is being filled:
         self._has_begun = False
         """True once the attempt has committed or begun to heal."""
         self._heal_begin: int | None = None
         """Begin of the heal under way; None outside of a heal."""
-        self._pending: list[tuple[int, _OfExchange]] = []
+        self._delays: list[tuple[int, _ExchangeDelay]] = []
         """Time and event of all that delayed the exchange of the step under way."""
 
     def _measure_pace(self, commits: Sequence[ev.StepCommitted]) -> None:
@@ -174,13 +195,14 @@ class GroupCutter:
         self._usual_exchange = 0
         if not commits:
             return
-        parts = [_Parts.of(commit) for commit in commits]
+        parts = [_ReportedParts.of(commit) for commit in commits]
         self._usual_exchange = round(median(part.exchange for part in parts))
         if self._record.unit.steps == 1:
             self._usual_compute = round(median(part.compute for part in parts))
             return
         # A group that joins in the midst of a round computes only a part of it, so the median of
-        # whole rounds would be too short: take the pace of one forward pass.
+        # all rounds would be too short. Multiply the pace of one forward pass by the passes of a
+        # whole round.
         self._most_passes = max(commit.forward_passes for commit in commits)
         paces = []
         for commit, part in zip(commits, parts, strict=True):
@@ -201,52 +223,67 @@ class GroupCutter:
         return events
 
     def run(self) -> tuple[Interval, ...]:
-        cause = ""
+        """Return the group's intervals, and set `unfinished`."""
+        cause_of_restart = ""
         for index, attempt in enumerate(self._attempts):
             self._has_begun = False
             self._heal_begin = None
-            self._pending = []
-            self._fill_start(attempt, "start" if index == 0 else "restart", cause)
+            self._delays = []
+            state = "start" if index == 0 else "restart"
+            self._fill_start(attempt, state, cause_of_restart)
             has_left = self._fill_training(attempt)
             if not has_left:
                 self._fill_end(attempt)
-            cause = _name_end(attempt)
+            cause_of_restart = _name_end(attempt)
         if self._attempts:
-            self._fill_rest(self._attempts[-1])
+            self._fill_after_last_attempt(self._attempts[-1])
         self._paint_frozen()
         self._paint_outages()
-        return self._strip.cut()
+        return self._strip.make_intervals()
 
     def _paint_frozen(self) -> None:
         """Mark the times for which a fault had frozen the group."""
-        over = set(STATES) - _AWAY
+        over_states = set(STATES) - _STATES_WITHOUT_PROCESS
         for fault in self._record.faults:
-            if fault.slot == self._slot and fault.outcome == "frozen":
-                resumed = fault.undone_us or self._next_event_us(fault.time_us)
-                self._strip.paint(fault.time_us, resumed, "hung", over, f"stopped ({fault.name})")
+            if fault.slot != self._slot or fault.outcome != "frozen":
+                continue
+            resumed = fault.undone_us
+            if resumed is None:
+                resumed = self._next_event_us(fault.time_us)
+            detail = f"stopped ({fault.name})"
+            self._strip.repaint(fault.time_us, resumed, "hung", over_states, detail)
 
     def _paint_outages(self) -> None:
         """Mark the waits in an exchange during which there was no lighthouse."""
-        reason = "the lighthouse is down"
-        for start, end in self._record.outages_us:
-            for left, right in self._strip.stretches("exchange_wait"):
-                if left < end and right > start:
-                    self._strip.paint(max(left, start), right, "quorum", {"exchange_wait"}, reason)
+        detail = "the lighthouse is down"
+        for outage_begin, outage_end in self._record.outages_us:
+            for wait_begin, wait_end in self._strip.find_stretches("exchange_wait"):
+                overlaps = wait_begin < outage_end and wait_end > outage_begin
+                if not overlaps:
+                    continue
+                # The wait after the outage counts as well: it is for the new lighthouse's answer.
+                begin = max(wait_begin, outage_begin)
+                self._strip.repaint(begin, wait_end, "quorum", {"exchange_wait"}, detail)
 
     def _fill_start(self, attempt: Attempt, state: str, cause: str) -> None:
         """Fill the time until the process asks for its first quorum."""
-        until = attempt.last_us if attempt.died_us is None else attempt.died_us
+        self._strip.fill_until(self._find_first_quorum(attempt), state, cause)
+
+    def _find_first_quorum(self, attempt: Attempt) -> int:
+        """Return when an attempt asked for its first quorum; if it never did, when it ended."""
         for event in self._events_of(attempt):
-            if isinstance(event, ev.Joined):
-                until = event.time_us - _us(event.quorum_seconds) - _us(event.rebuild_seconds)
-                break
-            if isinstance(event, ev.StepCommitted):
-                until = event.time_us - sum(_Parts.of(event))
-                break
-            if isinstance(event, ev.HealStarted | ev.TrainingFinished):
-                until = event.time_us
-                break
-        self._strip.fill(until, state, cause)
+            match event:
+                case ev.Joined():
+                    quorum_us = _us(event.quorum_seconds)
+                    return event.time_us - quorum_us - _us(event.rebuild_seconds)
+                case ev.StepCommitted():
+                    # The event of the quorum is not in the history: take the begin of the step.
+                    return event.time_us - sum(_ReportedParts.of(event))
+                case ev.HealStarted() | ev.TrainingFinished():
+                    return event.time_us
+        if attempt.died_us is not None:
+            return attempt.died_us
+        return attempt.last_us
 
     def _fill_training(self, attempt: Attempt) -> bool:
         """Fill the time that the events of rank 0 describe.
@@ -258,97 +295,107 @@ class GroupCutter:
         strip = self._strip
         for event in self._events_of(attempt):
             time = event.time_us
+            # The clock of another host may show a time after the fault. An attempt that reports the
+            # end of training did finish.
             is_after_death = died is not None and time > died
             if is_after_death and not isinstance(event, ev.TrainingFinished):
                 continue
             match event:
                 case ev.Joined() | ev.ExchangeFailed() | ev.Waiting():
-                    self._pending.append((time, event))
+                    self._delays.append((time, event))
                 case ev.StepCommitted():
                     self._fill_step(time, event)
                 case UsualSteps():
                     self._fill_usual_steps(time, event)
                 case ev.HealStarted():
                     self._begin_heal(time)
-                case ev.HealFinished() if self._heal_begin is not None:
-                    self._fill_heal(time, event, self._heal_begin)
-                case ev.RolledBack() if self._heal_begin is not None:
-                    strip.fill(time, "heal", "went back: nobody holds the state")
-                    self._heal_begin = None
+                case ev.HealFinished():
+                    if self._heal_begin is not None:
+                        self._fill_heal(time, event, self._heal_begin)
+                case ev.RolledBack():
+                    if self._heal_begin is not None:
+                        strip.fill_until(time, "heal", "went back: nobody holds the state")
+                        self._heal_begin = None
                 case ev.Drained():
                     if not event.in_order:
                         self._fill_unfinished(time, "drained", event.void)
-                    strip.fill(time, "overhead")
+                    strip.fill_until(time, "overhead")
                     return True
                 case ev.TrainingFinished():
-                    strip.fill(time, "idle", "waits for the others to finish")
+                    strip.fill_until(time, "idle", "waits for the others to finish")
                     return True
         return False
 
     def _fill_step(self, time: int, event: ev.StepCommitted) -> None:
         """Fill the time of a step: the time before it, computing, the exchange, the update."""
         strip = self._strip
-        shares = self._share_out(time, event)
+        layout = self._lay_out_step(time, event)
         is_void = event.lineage in self._record.void_lineages
         has_counted = event.contributed or _counts_own_batch(event)
-        computed = "productive"
-        why_wasted = ""
-        if is_void:
-            computed, why_wasted = "wasted", "the step is void"
-        elif not has_counted:
-            computed, why_wasted = "wasted", "its gradient did not count"
         if not self._has_begun:
-            strip.fill(strip.cursor + shares.before, "wait_for_groups", "first meeting")
+            strip.fill_for(layout.before_computing, "wait_for_groups", "first meeting")
         elif self._heal_begin is not None:
             # The event of the heal's end is not in the history.
-            strip.fill(strip.cursor + shares.before, "heal")
+            strip.fill_for(layout.before_computing, "heal")
         else:
-            strip.fill(strip.cursor + shares.before, "overhead")
-        strip.fill(strip.cursor + shares.computing, computed, why_wasted)
-        strip.fill(strip.cursor + shares.exchange, "exchange_wait")
+            strip.fill_for(layout.before_computing, "overhead")
+        if is_void:
+            strip.fill_for(layout.computing, "wasted", "the step is void")
+        elif not has_counted:
+            strip.fill_for(layout.computing, "wasted", "its gradient did not count")
+        else:
+            strip.fill_for(layout.computing, "productive")
+        strip.fill_for(layout.exchange, "exchange_wait")
         self._paint_exchange(strip.cursor)
         if is_void:
-            strip.fill(strip.cursor + shares.applying, "wasted", "the step is void")
+            strip.fill_for(layout.applying, "wasted", "the step is void")
         else:
             # The update counts even if this group's gradient is not in it.
-            strip.fill(strip.cursor + shares.applying, "productive")
-        strip.fill(time, "overhead")
+            strip.fill_for(layout.applying, "productive")
+        strip.fill_until(time, "overhead")
         self._has_begun = True
         self._heal_begin = None
         self._step = event.step
         self._last_passes = event.forward_passes
 
-    def _share_out(self, time: int, event: ev.StepCommitted) -> _StepShares:
-        """Cut the time since the last filled moment into the parts of a step.
+    def _lay_out_step(self, time: int, event: ev.StepCommitted) -> _StepLayout:
+        """Lay out the parts of a step in the time between the cursor and the commit.
 
-        The event has the seconds of each part, and no part may exceed the time that there was.
+        The order is: anything else, computing, the exchange, applying. The parts that the commit
+        reports may be longer than this time, as when the exchange overlapped with computing. So
+        each part gets at most the time that is left: first the update, then the exchange, then
+        computing.
         """
-        compute, exchange, update = _Parts.of(event)
-        gap = max(0, time - self._strip.cursor)
-        breaks = self._find_breaks()
+        compute, exchange, update = _ReportedParts.of(event)
+        available = max(0, time - self._strip.cursor)
+        first_break = min(self._find_breaks(), default=None)
         if not self._has_begun:
             # The exchange of a first step includes the wait for the first meeting, which is not
             # part of the step. Count from the break, or else the usual length.
-            since_break = time - update - min(breaks, default=time)
+            since_break = 0
+            if first_break is not None:
+                since_break = time - update - first_break
             exchange = min(exchange, max(self._usual_exchange, since_break))
-        update = min(update, gap)
-        exchange = min(exchange, gap - update)
-        # The begin of a broken exchange is known. A sound one is taken to end when the update
-        # begins.
-        head = gap - exchange - update
-        if breaks:
-            until_break = max(0, min(breaks) - self._strip.cursor)
-            head = min(until_break, gap - exchange)
-        tail = gap - head - exchange
-        done = min(compute + update, head + tail)
-        applying = min(tail, max(update, done - head))
-        computing = min(head, done - applying)
-        return _StepShares(head - computing, computing, exchange, applying)
+        update = min(update, available)
+        exchange = min(exchange, available - update)
+        if first_break is None:
+            # No event says when an exchange without a break began: take it to end when the update
+            # begins.
+            before_exchange = available - exchange - update
+        else:
+            until_break = max(0, first_break - self._strip.cursor)
+            before_exchange = min(until_break, available - exchange)
+        after_exchange = available - before_exchange - exchange
+        # Computing that has no room before the exchange comes after it, together with the update.
+        busy = min(compute + update, before_exchange + after_exchange)
+        applying = min(after_exchange, max(update, busy - before_exchange))
+        computing = min(before_exchange, busy - applying)
+        return _StepLayout(before_exchange - computing, computing, exchange, applying)
 
     def _find_breaks(self) -> list[int]:
         """Return when the broken exchanges and waits of the step under way began."""
         breaks = []
-        for time, event in self._pending:
+        for time, event in self._delays:
             if isinstance(event, ev.ExchangeFailed):
                 breaks.append(time - _us(event.seconds))
             elif isinstance(event, ev.Waiting):
@@ -358,9 +405,9 @@ class GroupCutter:
     def _fill_usual_steps(self, time: int, event: UsualSteps) -> None:
         """Fill the time of usual steps in a row with three sums over all of them."""
         strip = self._strip
-        strip.fill(strip.cursor + event.productive_us, "productive", USUAL, is_sum=True)
-        strip.fill(strip.cursor + event.exchange_us, "exchange_wait", USUAL, is_sum=True)
-        strip.fill(time, "overhead", USUAL, is_sum=True)
+        strip.fill_for(event.productive_us, "productive", OF_USUAL_STEPS, is_sum=True)
+        strip.fill_for(event.exchange_us, "exchange_wait", OF_USUAL_STEPS, is_sum=True)
+        strip.fill_until(time, "overhead", OF_USUAL_STEPS, is_sum=True)
         self._step = event.step
 
     def _paint_exchange(self, until: int) -> None:
@@ -368,162 +415,173 @@ class GroupCutter:
 
         Later paint covers earlier paint: a quorum within a detection is a quorum.
         """
-        paint = self._strip.paint
-        waiting = {"exchange_wait", "unknown"}
-        for time, event in self._pending:
+        repaint = self._strip.repaint
+        over_waiting = {"exchange_wait", "unknown"}
+        over_quorum = {*over_waiting, "detection"}
+        over_rebuild = {*over_quorum, "quorum", "wait_for_groups"}
+        over_wait_for_groups = {*over_waiting, "quorum"}
+        for time, event in self._delays:
             if isinstance(event, ev.ExchangeFailed):
-                start = self._record.find_last_fault_us(time - _us(event.seconds), time)
-                paint(start, time, "detection", waiting, event.error[:80])
-        for time, event in self._pending:
+                # If a fault is known, the exchange worked until the fault.
+                begin = self._record.find_last_fault_us(time - _us(event.seconds), time)
+                repaint(begin, time, "detection", over_waiting, event.error[:_MAX_ERROR_CHARS])
+        for time, event in self._delays:
             if isinstance(event, ev.Joined):
-                built = time - _us(event.rebuild_seconds)
-                asked = built - _us(event.quorum_seconds)
-                over_quorum = {*waiting, "detection"}
-                over_rebuild = {*over_quorum, "quorum", "wait_for_groups"}
-                paint(asked, built, "quorum", over_quorum)
-                paint(built, time, "rebuild", over_rebuild, f"groups {event.participants}")
-        for time, event in self._pending:
+                quorum_end = time - _us(event.rebuild_seconds)
+                quorum_begin = quorum_end - _us(event.quorum_seconds)
+                repaint(quorum_begin, quorum_end, "quorum", over_quorum)
+                repaint(quorum_end, time, "rebuild", over_rebuild, f"groups {event.participants}")
+        for time, event in self._delays:
             if isinstance(event, ev.Waiting):
-                paint(time, until, "wait_for_groups", {*waiting, "quorum"}, event.reason)
-        self._pending = []
+                repaint(time, until, "wait_for_groups", over_wait_for_groups, event.reason)
+        self._delays = []
 
     def _begin_heal(self, time: int) -> None:
+        """Fill the time until a heal begins, and note the begin."""
         if self._heal_begin is not None:
             # The transfer failed, and the group asks the next donor.
-            self._strip.fill(time, "heal", "looks for another donor")
+            self._strip.fill_until(time, "heal", "looks for another donor")
         elif self._has_begun:
             self._fill_unfinished(time, "its state was not the job's")
         else:
-            self._strip.fill(time, "exchange_wait", "joins the others' round")
+            self._strip.fill_until(time, "exchange_wait", "joins the others' round")
             self._paint_exchange(time)
         self._has_begun = True
         self._heal_begin = time
 
     def _fill_heal(self, time: int, event: ev.HealFinished, begin: int) -> None:
         """Fill the time of a finished heal: the fetch and the replay."""
-        fetched = begin + round(event.fetch_seconds * 1e6)
-        self._strip.fill(min(fetched, time), "heal", f"from group {event.donor}")
-        self._strip.fill(time, "replay", f"{event.replayed} updates")
+        fetch_end = begin + round(event.fetch_seconds * 1e6)
+        self._strip.fill_until(min(fetch_end, time), "heal", f"from group {event.donor}")
+        self._strip.fill_until(time, "replay", f"{event.replayed} updates")
         self._heal_begin = None
         self._step = event.step
-        self._pending = []
+        self._delays = []
 
     def _fill_unfinished(
         self, until: int, reason: str, void: Sequence[ev.Batches] | None = None
     ) -> None:
-        """Fill the time of a step that this group did not commit, or of a heal that did not end.
+        """Fill the time from the cursor to an event that broke off the group's action.
+
+        The action was a heal, the first meeting, or a step that this group did not commit.
 
         Args:
-            void: the batches that the group had read for the step, if an event reports them.
+            void: the batches that the group had read for the step; None if no event reports them.
         """
         strip = self._strip
         until = min(until, strip.end)
-        if void is not None and self._heal_begin is None:
-            num_batches = sum(batches.num_batches for batches in void)
-            self.unfinished.append(
-                Unfinished(num_batches, kept=False, reason=reason, is_reported=True)
-            )
-            strip.fill(until, "wasted", reason)
-            return
         if self._heal_begin is not None:
-            strip.fill(until, "heal", "in vain")
+            strip.fill_until(until, "heal", "in vain")
+        elif void is not None:
+            num_batches = sum(batches.num_batches for batches in void)
+            step = UnfinishedStep(num_batches, is_committed=False, reason=reason, is_reported=True)
+            self.unfinished.append(step)
+            strip.fill_until(until, "wasted", reason)
+            return
         elif not self._has_begun:
             commits = self._record.commits
             job_has_met = bool(commits) and strip.cursor >= commits[0].time_us
             if job_has_met:
-                strip.fill(until, "exchange_wait")
+                strip.fill_until(until, "exchange_wait")
             else:
-                strip.fill(until, "wait_for_groups", "first meeting")
+                strip.fill_until(until, "wait_for_groups", "first meeting")
         elif until > strip.cursor:
-            self._fill_cut_step(until, reason)
+            self._fill_step_in_part(until, reason)
         self._paint_exchange(until)
 
-    def _fill_cut_step(self, until: int, reason: str) -> None:
-        """Fill the time of a step that was cut short while the group computed or exchanged it."""
+    def _fill_step_in_part(self, until: int, reason: str) -> None:
+        """Fill the time of a step that ended while the group computed or exchanged it."""
         strip = self._strip
         compute = min(self._usual_compute, until - strip.cursor)
-        share = compute / self._usual_compute if self._usual_compute else 1.0
-        passes = math.ceil(share * max(self._last_passes, self._most_passes))
+        share = 1.0
+        if self._usual_compute:
+            share = compute / self._usual_compute
+        passes_of_whole_step = max(self._last_passes, self._most_passes)
+        passes = math.ceil(share * passes_of_whole_step)
         next_step = self._step + 1
         # If the group itself committed this step after its return, the gradient in the step is the
         # one that it computed then, and this one is lost.
-        is_made_anew = next_step in self._own_steps
-        is_kept = not is_made_anew and self._slot in self._record.contributors_of_step.get(
-            next_step, ()
-        )
-        self.unfinished.append(Unfinished(passes, is_kept, reason))
-        if is_kept:
-            strip.fill(strip.cursor + compute, "productive")
+        is_made_anew = next_step in self._committed_steps
+        contributors = self._record.contributors_of_step.get(next_step, ())
+        is_committed = not is_made_anew and self._slot in contributors
+        self.unfinished.append(UnfinishedStep(passes, is_committed, reason))
+        if is_committed:
+            strip.fill_for(compute, "productive")
         else:
-            strip.fill(strip.cursor + compute, "wasted", reason)
-        strip.fill(until, "exchange_wait")
+            strip.fill_for(compute, "wasted", reason)
+        strip.fill_until(until, "exchange_wait")
 
     def _fill_end(self, attempt: Attempt) -> None:
         """Fill the time from the attempt's last step or heal to its end, as far as known."""
         died = attempt.died_us
         if died is None:
             # The attempt's end is not in the history.
-            is_healing = self._heal_begin is not None
-            self._strip.fill(attempt.last_us, "heal" if is_healing else "unknown")
+            state = "unknown" if self._heal_begin is None else "heal"
+            self._strip.fill_until(attempt.last_us, state)
             self._paint_exchange(self._strip.cursor)
             return
+        reason = attempt.why_ended or "stopped"
         hung_since = self._find_hung_since(attempt, self._strip.cursor)
-        until = died if hung_since is None else hung_since
-        self._fill_unfinished(until, attempt.why_ended or "stopped")
-        self._strip.fill(died, "hung", "deadlocked")
+        if hung_since is None:
+            self._fill_unfinished(died, reason)
+        else:
+            self._fill_unfinished(hung_since, reason)
+        self._strip.fill_until(died, "hung", "deadlocked")
 
     def _find_hung_since(self, attempt: Attempt, cursor: int) -> int | None:
         """Return since when an attempt without events after `cursor` hung; None if it did not."""
         noticed = attempt.hung_us or attempt.exit_us or 0
         for fault in self._record.faults:
-            has_hung_group = fault.slot == self._slot and fault.outcome == "hung"
-            if has_hung_group and cursor <= fault.time_us <= noticed:
+            if fault.slot != self._slot or fault.outcome != "hung":
+                continue
+            if cursor <= fault.time_us <= noticed:
                 return fault.time_us
         if attempt.hung_us is None or attempt.hung_us < cursor:
             return None
         timeout_us = self._record.hang_timeout_us
         if timeout_us is None:
             return cursor
+        # The watchdog noticed the hang after this time without progress.
         return max(cursor, attempt.hung_us - timeout_us)
 
-    def _fill_rest(self, last: Attempt) -> None:
-        """Fill the time after the group's last attempt."""
+    def _fill_after_last_attempt(self, last: Attempt) -> None:
+        """Fill the time after the end of the group's last attempt."""
         strip = self._strip
-        stopping = self._record.fold.stopping
         if last.gave_up_us is not None:
-            strip.fill(last.gave_up_us, "restart", last.why_ended)
-            strip.fill(strip.end, "idle", "gave up")
+            strip.fill_until(last.gave_up_us, "restart", last.why_ended)
+            strip.fill_until(strip.end, "idle", "gave up")
             return
         for event in self._events_of(last):
             if isinstance(event, ev.TrainingFinished):
-                strip.fill(strip.end, "idle", "finished")
+                strip.fill_until(strip.end, "idle", "finished")
                 return
             if isinstance(event, ev.Drained):
-                strip.fill(strip.end, "idle", "drained")
+                strip.fill_until(strip.end, "idle", "drained")
                 return
+        stopping = self._record.fold.stopping
         if last.failed:
-            # The begin of the restart is not in the history.
-            until = last.last_us if stopping is None else stopping.time_us
-            strip.fill(until, "restart", last.why_ended)
-            if stopping is not None:
-                strip.fill(strip.end, "idle", "stopped")
+            # The group was about to start again, and no event of the next attempt is there.
+            if stopping is None:
+                strip.fill_until(last.last_us, "restart", last.why_ended)
+            else:
+                strip.fill_until(stopping.time_us, "restart", last.why_ended)
+                strip.fill_until(strip.end, "idle", "stopped")
         elif last.exit_us is not None:
-            strip.fill(strip.end, "idle", "stopped")
+            strip.fill_until(strip.end, "idle", "stopped")
 
     def _next_event_us(self, since: int) -> int:
         """Return the time of rank 0's first event after `since`; without one, the job's end."""
-        times = sorted(event.time_us for event in self._all_events())
-        index = bisect_left(times, since + 1)
-        if index == len(times):
-            return self._record.span_us[1]
-        return times[index]
+        times = [event.time_us for event in self._all_events() if event.time_us > since]
+        return min(times, default=self._record.span_us[1])
 
 
 def _name_end(attempt: Attempt) -> str:
     """Return why an attempt ended; the detail of the restart that follows."""
     if attempt.why_ended:
         return attempt.why_ended
-    return "its end is not told" if attempt.exit_us is None else "ended"
+    if attempt.exit_us is None:
+        return "its end is not told"
+    return "ended"
 
 
 def _us(seconds: float) -> int:
@@ -532,8 +590,9 @@ def _us(seconds: float) -> int:
 
 
 def _counts_own_batch(commit: ev.StepCommitted) -> bool:
-    """Return whether the job counts the group's own batch as trained.
+    """Return whether the job counts the group's own batch as trained, even without a gradient.
 
-    A batch without labels has no weight, so that its group did not contribute, and is trained.
+    A batch without labels has no weight. Its group does not contribute then, and the batch counts
+    as trained.
     """
     return commit.data is not None and commit.data.slot in commit.batches
