@@ -166,7 +166,7 @@ class RunFold:
             return
         if isinstance(event, ev.WorkerExited):
             group.observe_exit(event)
-        elif is_commit or is_of_worker(event):
+        elif is_commit or is_of_worker(event):  # `is_commit` is the fast answer for most events
             self._apply_rank_event(group, event)
         # A late event of an earlier attempt must not change the state of the present attempt.
         if attempt_number >= group.attempt:
@@ -208,7 +208,7 @@ class RunFold:
             case ev.ChaosStarted():
                 self.plan = event
             case ev.FaultInjected():
-                # A fault of a plan has a seed of its own, which follows from the plan's.
+                # With a plan, the plan's seed determines the seeds of all its faults.
                 if self.plan is None and event.seed is not None:
                     self.fault_seed = event.seed
                 target = event.target.replica
@@ -228,20 +228,20 @@ class RunFold:
     def _begin_launch(self, event: ev.LaunchStarted) -> None:
         """Take the start of a launch, which ends the launch before.
 
-        Its line may be read after later events of the same launch, as through a network file system
-        or from a disk that was full. If the fold forgot these events, it would show groups that
-        train as not started, and would lose their attempts and restarts.
+        Its event may be read after later events of the same launch, as through a network file
+        system or from a disk that was full. If the fold forgot these later events, it would show
+        groups that train as not started, and would lose their attempts and restarts.
         """
         self.num_launches += 1
         if self.launch is not None and event.time < self.launch.time:
-            return  # the late line of an earlier launch
+            return  # the late event of an earlier launch
         if self.first_event_time is None or self.last_event_time <= event.time:
             # In time: all events so far are of earlier launches.
             self._reset_launch(event.replicas)
         elif self.first_event_time <= event.time:
             # Late, and some events are of an earlier launch.
             self._forget_before(event.time)
-        # Otherwise the line is late and all events are of this launch: keep everything.
+        # Otherwise the event is late, and all events so far are of this launch: keep everything.
         self.launch = event
         self.num_ranks = event.ranks_per_replica
         self._add_slots(range(event.replicas))

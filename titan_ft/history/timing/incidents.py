@@ -83,6 +83,7 @@ class RecordedHeal:
     """One transfer of state to a group; the figures of all its ranks together."""
 
     replica: int
+    """Slot of the group that received the state."""
     attempt: int
     time: float
     """Unix seconds at which the last rank finished."""
@@ -105,7 +106,9 @@ class RecordedFailure:
     """A failure (see `titan_ft.history.fold.run`) and its cost."""
 
     replica: int | None
-    """None if an exchange broke and all groups took part in its repetition."""
+    """Slot of the group that failed; None if an exchange broke and all groups took part in its
+    repetition.
+    """
     attempt: int
     time: float
     """Unix seconds of the injected fault that caused it; without a fault, of its first notice."""
@@ -118,7 +121,7 @@ class RecordedFailure:
     rejoin_seconds: float | None
     """Seconds until the group contributed again; None if it never did, or was never away."""
     back: float | None
-    """Unix seconds at which the group contributed again; None likewise."""
+    """Unix seconds at which the group contributed again; None if `rejoin_seconds` is None."""
     heal: RecordedHeal | None
     """The last transfer of state before that contribution; None if there was none."""
     away: bool = True
@@ -246,16 +249,16 @@ def attribute_stalls(
                 continue
             if _has_commits_around(cause, commits_of_group):
                 _raise_to(stalls, index, 0.0)
-        for before, late in pairwise(commits_of_group):
-            if before.attempt != late.attempt:
+        for before, commit in pairwise(commits_of_group):
+            if before.attempt != commit.attempt:
                 continue
-            due = before.time + usual_step + late.allowance
-            if late.time <= due:
+            due = before.time + usual_step + commit.allowance
+            if commit.time <= due:
                 continue
-            charged = _find_charged_cause(causes, begins, before.time, due, late.time)
+            charged = _find_charged_cause(causes, begins, before.time, due, commit.time)
             if charged is None or slot in causes[charged].groups:
                 continue
-            _raise_to(stalls, charged, late.time - due)
+            _raise_to(stalls, charged, commit.time - due)
     return stalls
 
 
