@@ -1,10 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The basis of all other checkers: the history is whole, and its clocks can be believed.
+"""The basis of all other checkers: is the history whole, and are its clocks right?
 
-`titan_ft.history.check` judges both as rows of their own. The other checkers call `find_gaps` and
-`object_to_absence`, because a missing event proves nothing on a full disk. See docs/observing.md,
-"What is missing is visible".
+`titan_ft.history.check` shows both as rows of their own (`check_whole`, `check_clock`). The other
+checkers call `find_gaps` and `object_to_absence`: on a full disk a missing event proves nothing.
+See docs/observing.md, "What is missing is visible".
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from titan_ft.run.events import (
     WorkerStarted,
 )
 
-TOLERANCE_SECONDS = 1.0
+MAX_DRIFT_SECONDS = 1.0
 """A wall clock that NTP disciplines may gain or lose this much between two events."""
 
 
@@ -51,20 +51,26 @@ def find_gaps(record: RunRecord) -> list[str]:
 
 
 def _name_dropped(event: EventsDropped) -> str:
-    who = "the launcher" if event.replica is None else f"group {event.replica}"
+    writer = "the launcher"
+    if event.replica is not None:
+        writer = f"group {event.replica}"
     if event.rank is not None:
-        who += f", rank {event.rank}"
-    number = "some events" if event.events is None else count(event.events, "event")
-    kinds = ", ".join(f"{number_of} {name}" for name, number_of in event.kinds.items())
-    in_brackets = f" ({kinds})" if kinds else ""
-    return f"{number} of {who} were dropped{in_brackets}: {event.error}"
+        writer += f", rank {event.rank}"
+    number = "some events"
+    if event.events is not None:
+        number = count(event.events, "event")
+    kinds = ""
+    if event.kinds:
+        numbers = [f"{number_of} {name}" for name, number_of in event.kinds.items()]
+        kinds = f" ({', '.join(numbers)})"
+    return f"{number} of {writer} were dropped{kinds}: {event.error}"
 
 
 def _find_unreported_steps(record: RunRecord) -> list[str]:
-    """Return the rows of steps that a group took part in and that none of its events reports.
+    """Return, in words, the steps in a row that a group took part in and that it does not report.
 
-    One such step proves nothing: the group died between the exchange and its event. Before a second
-    step it would have written the event of the first.
+    A single such step proves nothing: the group may have died between the exchange and its event.
+    Before a second step it would have written the event of the first.
     """
     reported: dict[int, set[str]] = defaultdict(set)
     for commit in record.of(StepCommitted):
@@ -73,6 +79,7 @@ def _find_unreported_steps(record: RunRecord) -> list[str]:
     for event in record.of(WorkerStarted):
         starts[event.replica].append(event.time)
     rows: dict[int, list[list[JobState]]] = defaultdict(list)
+    # By slot, the step before, if the group does not report it.
     last_missing: dict[int, JobState] = {}
     for state in record.chain:
         # All participants of a usual step have reported it.
@@ -84,6 +91,7 @@ def _find_unreported_steps(record: RunRecord) -> list[str]:
                 last_missing.pop(slot, None)
                 continue
             last = last_missing.get(slot)
+            # A group that was started again may have died after each of the two exchanges.
             if last is None or _has_started(starts[slot], last.time, state.time):
                 rows[slot].append([])
             rows[slot][-1].append(state)
@@ -103,7 +111,10 @@ def _has_started(starts: list[float], begin: float, end: float) -> bool:
 
 
 def _find_steps_unreported_by_rank(record: RunRecord) -> list[str]:
-    """Return the ranks without events of several steps that other ranks of their group made."""
+    """Return, in words, the ranks that do not report several steps that their group made.
+
+    One step may be missing because the rank was killed before its event.
+    """
     attempts: dict[tuple[int, int, int], list[ProcessHistory]] = defaultdict(list)
     launches = [event.time for event in record.of(LaunchStarted)]
     for process in record.processes:
@@ -113,18 +124,16 @@ def _find_steps_unreported_by_rank(record: RunRecord) -> list[str]:
         attempts[launch, process.slot, process.attempt].append(process)
     found = []
     for (_, slot, attempt), processes in attempts.items():
-        made: dict[int, set[str]] = defaultdict(set)
+        reported: dict[int, set[str]] = defaultdict(set)
         for process in processes:
-            made[process.rank].update(commit.lineage for commit in process.commits())
-        if len(made) == 1:
-            continue
-        made_by_any = set().union(*made.values())
-        for rank, own in made.items():
-            num_missing = len(made_by_any - own)
+            reported[process.rank].update(commit.lineage for commit in process.commits())
+        reported_by_any = set().union(*reported.values())
+        for rank, own in reported.items():
+            num_missing = len(reported_by_any - own)
             if num_missing > 1:
-                who = f"group {slot}, attempt {attempt}, rank {rank}"
+                name = f"group {slot}, attempt {attempt}, rank {rank}"
                 steps = record.unit.count(num_missing)
-                found.append(f"{who} tells nothing of {steps} that other ranks of its group made")
+                found.append(f"{name} tells nothing of {steps} that other ranks of its group made")
     return found
 
 
@@ -160,17 +169,17 @@ def check_whole(record: RunRecord, found: Judgement) -> None:
     started = {(event.pid, event.replica) for event in record.of(WorkerStarted)}
     for process in record.processes:
         if (process.pid, process.slot) not in started:
-            found.unknown.append(
-                f"the history is cut: the first events of {process.name} are missing"
-            )
+            missing = f"the first events of {process.name} are missing"
+            found.unknown.append(f"the history is cut: {missing}")
     _check_first_state(record, found)
     participants: set[int] = set()
     for point in record.curve:
         participants.update(point.event.participants)
-    silent = sorted(participants - {process.slot for process in record.processes})
+    slots_with_events = {process.slot for process in record.processes}
+    silent = sorted(participants - slots_with_events)
     if silent:
-        who = f"groups {silent} took part in {record.unit.noun}s"
-        found.unknown.append(f"the history is cut: {who} and have no events of their own")
+        groups = f"groups {silent} took part in {record.unit.noun}s"
+        found.unknown.append(f"the history is cut: {groups} and have no events of their own")
 
 
 def _check_first_state(record: RunRecord, found: Judgement) -> None:
@@ -189,17 +198,19 @@ def _check_first_state(record: RunRecord, found: Judgement) -> None:
 def _check_end(record: RunRecord, found: Judgement) -> None:
     """Check that the end of the run is in the history, unless the run goes on."""
     has_launcher = bool(record.of(LaunchStarted))
-    if not record.is_live and has_launcher:
-        _check_end_of_launch(record, found)
-    elif not record.is_live:
-        _check_end_of_groups(record, found)
+    if not record.is_live:
+        if has_launcher:
+            _check_end_of_launch(record, found)
+        else:
+            _check_end_of_groups(record, found)
     for process in record.processes:
         exit = process.exit
-        if not isinstance(exit, WorkerExited) or exit.code != 0 or exit.error is not None:
+        if not isinstance(exit, WorkerExited):
             continue
-        if not exit.stopped and not process.ended_in_order:
-            what = f"{process.name} ended well, and its last events are missing"
-            found.unknown.append(f"the history is cut: {what}")
+        ended_well = exit.code == 0 and exit.error is None
+        if ended_well and not exit.stopped and not process.ended_in_order:
+            missing = f"{process.name} ended well, and its last events are missing"
+            found.unknown.append(f"the history is cut: {missing}")
 
 
 def _check_end_of_launch(record: RunRecord, found: Judgement) -> None:
@@ -207,16 +218,18 @@ def _check_end_of_launch(record: RunRecord, found: Judgement) -> None:
         found.unknown.append("the history is cut: the launch did not end (no launch_finished)")
         return
     some_group_finished = bool(record.of(TrainingFinished, Drained))
-    if not some_group_finished and record.of(LaunchFinished)[-1].code == 0:
-        what = "the launch ended well, and no group tells that it finished"
-        found.unknown.append(f"the history is cut: {what}")
+    launch_ended_well = record.of(LaunchFinished)[-1].code == 0
+    if launch_ended_well and not some_group_finished:
+        missing = "the launch ended well, and no group tells that it finished"
+        found.unknown.append(f"the history is cut: {missing}")
 
 
 def _check_end_of_groups(record: RunRecord, found: Judgement) -> None:
     """Check that each group of a run without a launcher finished or left."""
+    # By slot and rank, the last process: its earlier processes were replaced.
     last_of = {(process.slot, process.rank): process for process in record.processes}
     without_end = {process.slot for process in last_of.values() if not process.ended_in_order}
-    # Promise 8 asks whether an event names the lost groups.
+    # The checker of promise 8 asks whether an event names the lost groups.
     lost = {group.slot for group in find_outcome(record).lost}
     running = sorted(without_end - lost)
     if running:
@@ -231,8 +244,10 @@ def check_clock(record: RunRecord, found: Judgement) -> None:
         times = count(len(jumps), "time")
         found.statement = f"wall clocks jumped {times}: what rests on times is unknown"
     for event, seconds in jumps:
-        way = "forward" if seconds > 0 else "back"
-        moved = f"{abs(seconds):.1f} s further {way} than before"
+        direction = "back"
+        if seconds > 0:
+            direction = "forward"
+        moved = f"{abs(seconds):.1f} s further {direction} than before"
         found.object_to(f"the wall clock was {moved}, as its process saw it", event)
     if not record.events:
         found.unknown.append("there are no events")
@@ -245,7 +260,7 @@ def clock_jumps(record: RunRecord) -> list[tuple[Event, float]]:
     for events in _by_clock(record).values():
         for before, after in pairwise(events):
             seconds = (after.time - before.time) - (after.mono - before.mono)
-            if abs(seconds) > TOLERANCE_SECONDS:
+            if abs(seconds) > MAX_DRIFT_SECONDS:
                 jumps.append((after, seconds))
     return jumps
 
@@ -254,12 +269,14 @@ def clock_jumps(record: RunRecord) -> list[tuple[Event, float]]:
 def _by_clock(record: RunRecord) -> dict[object, list[Event]]:
     """Return the events that share a monotonic clock, in the order of this clock.
 
-    All processes of a host share its clock. If the host of a process is unknown, its events stand
-    alone: a comparison with another host's clock would show a jump that never was.
+    All processes of a host share its clock. If the host of a process is unknown, the events of the
+    process stand alone: a comparison with another host's clock would show a jump that never was.
     """
     host_of = {event.pid: event.host for event in record.of(WorkerStarted)}
     hosts = set(host_of.values())
-    only_host = hosts.pop() if len(hosts) == 1 else None
+    only_host: str | None = None
+    if len(hosts) == 1:
+        (only_host,) = hosts
     found: dict[object, list[Event]] = defaultdict(list)
     for event in record.written:
         host = host_of.get(event.pid, only_host)

@@ -1,8 +1,18 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Promise 8: each end, failure and fault has its event, and an event that follows from it.
+"""Promise 8: nothing happens in silence. Each end, heal, failure and fault has its events.
 
-See docs/guarantees.md.
+`titan_ft.history.check` calls `check_silence`. It objects in these cases:
+
+1. A heal began, and its process trained on without an event about how the heal ended.
+2. A process fell silent, and neither the process nor its agent reports why.
+3. A group is lost, and no event says so.
+4. A worker or an agent failed, and its group was neither started again nor given up.
+5. A fault was injected that ends a process, and nothing ended.
+
+A missing event is no offence if events could not be written (`object_to_absence`), or if the launch
+was ending anyway. Cases 4 and 5 depend on the order of events of different processes, so they are
+unknown if a wall clock was set. See docs/guarantees.md.
 """
 
 from __future__ import annotations
@@ -42,18 +52,19 @@ NOTED: tuple[type[ev.Event], ...] = (
 """Events that break no promise, and that a reader should know of."""
 ENDS = ("killed", "left", "hung")
 """Outcomes of faults after which some event must report the end of the target's processes."""
-END_SECONDS = 30.0
-"""A group that ends within this time before the end of the launch is not started again."""
-CLOCK_SECONDS = 1.0
+SHUTDOWN_SECONDS = 30.0
+"""A group that fails within this time before the end of the launch is not started again."""
+MAX_CLOCK_DIFFERENCE_SECONDS = 1.0
 """The clocks of two hosts may differ by this much."""
-_ENDS_OF_HEALS = (
+HEAL_ENDS = (
     ev.HealFinished,
     ev.HealFailed,
     ev.CatchUpRenewed,
     ev.RolledBack,
     ev.EventsDropped,
 )
-FOLLOWED: tuple[type[ev.GroupEvent], ...] = (
+"""Events after which a heal is over; after `EventsDropped` its end may be missing."""
+CONSEQUENCES: tuple[type[ev.GroupEvent], ...] = (
     ev.ReplicaRestarted,
     ev.ReplicaGaveUp,
     ev.SpareTookOver,
@@ -63,13 +74,13 @@ FOLLOWED: tuple[type[ev.GroupEvent], ...] = (
 
 def check_silence(record: RunRecord, found: Judgement) -> None:
     """Check that an event explains each end, each heal and each fault."""
-    jumped = bool(clock_jumps(record))
+    clock_jumped = bool(clock_jumps(record))
     for process in record.processes:
         _check_heals(process, record, found)
     _check_ends(record, found)
     _check_lost(record, found)
-    num_exits = _check_exits(record, found, jumped)
-    num_faults = _check_faults(record, found, jumped)
+    num_exits = _check_exits(record, found, clock_jumped)
+    num_faults = _check_faults(record, found, clock_jumped)
     exits = f"{count(num_exits, 'exit')} of workers explained"
     found.statement = f"{exits}, {count(num_faults, 'fault')} seen to have followed by their ends"
     for crash in find_crashes(record):
@@ -77,7 +88,7 @@ def check_silence(record: RunRecord, found: Judgement) -> None:
     for name, number in _count_noted(record).items():
         found.notes.append(f"{name.replace('_', ' ')}: {count(number, 'time')}")
     found.reservation = _describe_unsaved(record)
-    if jumped:
+    if clock_jumped:
         found.unknown.append("the wall clock jumped: what followed what is unknown")
     if not record.processes:
         found.unknown.append("no worker wrote an event")
@@ -98,12 +109,20 @@ def _count_noted(record: RunRecord) -> Counter[str]:
 
 def _describe_unsaved(record: RunRecord) -> str:
     """Return which checkpoint is missing at the end because a save failed; empty if none is."""
-    failed = max(record.of(ev.CheckpointFailed), key=lambda event: event.step, default=None)
-    last_saved = max((event.step for event in record.of(ev.CheckpointSaved)), default=0)
-    if failed is None or failed.step <= last_saved:
+    last_saved = 0
+    for saved in record.of(ev.CheckpointSaved):
+        last_saved = max(last_saved, saved.step)
+    last_failed: ev.CheckpointFailed | None = None
+    for failed in record.of(ev.CheckpointFailed):
+        if last_failed is None or failed.step > last_failed.step:
+            last_failed = failed
+    if last_failed is None or last_failed.step <= last_saved:
         return ""
-    latest = f"the latest is that of step {last_saved}" if last_saved else "there is none"
-    return f"the checkpoint of step {failed.step} could not be saved ({failed.error}): {latest}"
+    latest = "there is none"
+    if last_saved:
+        latest = f"the latest is that of step {last_saved}"
+    why = f"could not be saved ({last_failed.error})"
+    return f"the checkpoint of step {last_failed.step} {why}: {latest}"
 
 
 def _check_ends(record: RunRecord, found: Judgement) -> None:
@@ -112,27 +131,28 @@ def _check_ends(record: RunRecord, found: Judgement) -> None:
     launch_ends = record.of(ev.LaunchFinished)
     if launch_ends and launch_ends[-1].code:
         launch_failure = launch_ends[-1].reason
-    without_end = []
+    names_without_end = []
     lost = {group.slot for group in find_outcome(record).lost}
     for process in record.processes:
         if process.ended_in_order or process.exit is not None:
             continue
-        was_replaced = process.attempt < record.attempts[process.slot][-1].number
-        if was_replaced:
-            continue
+        last_attempt = record.attempts[process.slot][-1]
+        if process.attempt < last_attempt.number:
+            continue  # its group was started again, so somebody noticed its end
         if record.launch_end is None:
             # `_check_lost` judges the lost groups.
             if process.slot not in lost:
-                without_end.append(process.name)
+                names_without_end.append(process.name)
         elif launch_failure:
-            # For example, its agent was killed, and the launcher reports that the group failed.
+            # For example, the agent of the process was killed, and the launcher reports that the
+            # group failed.
             found.notes.append(f"{process.name} fell silent; the launch says: {launch_failure}")
         else:
             text = "fell silent, and no agent reports its end"
             object_to_absence(record, found, text, process.events[-1])
-    if without_end and not record.is_live:
-        workers = count(len(without_end), "worker")
-        found.unknown.append(f"nothing tells how {workers} ended (first: {without_end[0]})")
+    if names_without_end and not record.is_live:
+        workers = count(len(names_without_end), "worker")
+        found.unknown.append(f"nothing tells how {workers} ended (first: {names_without_end[0]})")
 
 
 def _check_lost(record: RunRecord, found: Judgement) -> None:
@@ -144,40 +164,43 @@ def _check_lost(record: RunRecord, found: Judgement) -> None:
             found.notes.append(group.describe())
 
 
-def _check_exits(record: RunRecord, found: Judgement, jumped: bool) -> int:
+def _check_exits(record: RunRecord, found: Judgement, clock_jumped: bool) -> int:
     """Object to exits without a reason, and to failed groups without a restart or a give-up.
 
     Args:
-        jumped: a wall clock was set, so that the order of events of different processes is unknown.
+        clock_jumped: a wall clock was set, so that the order of events of different processes is
+            unknown.
 
     Returns:
         The number of exits of workers.
     """
     exits = record.of(ev.WorkerExited)
     dead_agents = [event for event in record.of(ev.AgentEnded) if event.restarts]
-    followed: dict[int, list[ev.GroupEvent]] = defaultdict(list)
-    for later in record.of(*FOLLOWED):
-        followed[later.replica].append(later)
-    stopping = min((event.time for event in record.of(ev.LaunchStopping)), default=None)
+    consequences_of: dict[int, list[ev.GroupEvent]] = defaultdict(list)
+    for later in record.of(*CONSEQUENCES):
+        consequences_of[later.replica].append(later)
     ends: list[ev.WorkerExited | ev.AgentEnded] = [*exits, *dead_agents]
-    for event in ends:
-        if _lacks_reason(event):
-            found.object_to("a worker ended without a reason", event)
-        was_stopped = isinstance(event, ev.WorkerExited) and event.stopped
-        is_failure = event.cause is not None and not was_stopped
-        if jumped or not is_failure:
+    for end in ends:
+        if _lacks_reason(end):
+            found.object_to("a worker ended without a reason", end)
+        was_stopped = isinstance(end, ev.WorkerExited) and end.stopped
+        is_failure = end.cause is not None and not was_stopped
+        if clock_jumped or not is_failure or _was_launch_ending(record, end.time):
             continue
-        if any(_is_consequence(later, event) for later in followed[event.replica]):
-            continue
-        # Without the end of the launch, the consequence may be missing as well.
-        launch_was_ending = (
-            record.launch_end is None or record.launch_end - event.time <= END_SECONDS
-        )
-        launch_was_stopping = stopping is not None and stopping <= event.time
-        if not launch_was_ending and not launch_was_stopping:
-            what = "its group was neither started again nor given up"
-            object_to_absence(record, found, f"a worker or an agent failed, and {what}", event)
+        if not _has_consequence(end, consequences_of[end.replica]):
+            why = "its group was neither started again nor given up"
+            object_to_absence(record, found, f"a worker or an agent failed, and {why}", end)
     return len(exits)
+
+
+def _was_launch_ending(record: RunRecord, time: float) -> bool:
+    """Return whether nobody starts groups again at a time, because the launch ends or is stopping.
+
+    Without the end of the launch in the history, later events may be missing as well.
+    """
+    if record.launch_end is None or record.launch_end - time <= SHUTDOWN_SECONDS:
+        return True
+    return any(event.time <= time for event in record.of(ev.LaunchStopping))
 
 
 def _lacks_reason(event: ev.WorkerExited | ev.AgentEnded) -> bool:
@@ -190,14 +213,23 @@ def _lacks_reason(event: ev.WorkerExited | ev.AgentEnded) -> bool:
     return was_started and not has_status
 
 
-def _is_consequence(later: ev.GroupEvent, exit: ev.WorkerExited | ev.AgentEnded) -> bool:
-    """Return whether an event says what became of a group after an exit."""
-    if later.time >= exit.time:
-        return True
-    # Clocks of two hosts may differ, so the number of the attempt counts as well.
-    if isinstance(later, ev.ReplicaGaveUp):
-        return later.attempt >= exit.attempt
-    return later.attempt > exit.attempt
+def _has_consequence(
+    end: ev.WorkerExited | ev.AgentEnded, consequences: Sequence[ev.GroupEvent]
+) -> bool:
+    """Return whether an event says what became of a group after an end.
+
+    Args:
+        consequences: the restarts and the give-ups of the group.
+    """
+    for later in consequences:
+        if later.time >= end.time:
+            return True
+        # Clocks of two hosts may differ, so the number of the attempt counts as well.
+        if later.attempt > end.attempt:
+            return True
+        if isinstance(later, ev.ReplicaGaveUp) and later.attempt == end.attempt:
+            return True
+    return False
 
 
 def _check_heals(process: ProcessHistory, record: RunRecord, found: Judgement) -> None:
@@ -206,47 +238,50 @@ def _check_heals(process: ProcessHistory, record: RunRecord, found: Judgement) -
     for event in process.events:
         if isinstance(event, ev.HealStarted):
             under_way = event
-        elif isinstance(event, _ENDS_OF_HEALS):
+        elif isinstance(event, HEAL_ENDS):
             under_way = None
         elif isinstance(event, (ev.StepCommitted, ev.TrainingFinished)):
             if under_way is not None:
                 text = "began a heal, and trains on without an event about how it ended"
                 object_to_absence(record, found, text, under_way)
             under_way = None
-    process_has_ended = process.exit is not None or process.ended_in_order
-    run_is_over = record.launch_end is not None
-    if under_way is None or process_has_ended or run_is_over or record.is_live:
+    if under_way is None:
         return
+    process_has_ended = process.exit is not None or process.ended_in_order
+    run_has_ended = record.launch_end is not None
+    if process_has_ended or run_has_ended or record.is_live:
+        return  # the end cut the heal short, or the heal goes on
     found.unknown.append(f"nothing tells how the heal of {process.name} ended")
 
 
-def _check_faults(record: RunRecord, found: Judgement, jumped: bool) -> int:
+def _check_faults(record: RunRecord, found: Judgement, clock_jumped: bool) -> int:
     """Object to faults that must end a process and after which no process ended.
 
     Args:
-        jumped: see `_check_exits`.
+        clock_jumped: see `_check_exits`.
 
     Returns:
         The number of faults whose consequence is in the history.
     """
-    ends_of: dict[int, list[ev.Event]] = defaultdict(list)
-    for end in record.of(ev.WorkerExited, ev.AgentEnded, ev.Drained, *FOLLOWED):
-        ends_of[end.replica or 0].append(end)
+    if clock_jumped:
+        return 0
+    lighthouse_ends = [*record.of(ev.LighthouseRestarted), *record.of(ev.LaunchFinished)]
+    group_ends: dict[int, list[ev.Event]] = defaultdict(list)
+    for group_end in record.of(ev.WorkerExited, ev.AgentEnded, ev.Drained, *CONSEQUENCES):
+        group_ends[group_end.replica or 0].append(group_end)
     finished = {event.replica: event.time for event in record.of(ev.TrainingFinished)}
     num_followed = 0
     for fault in record.of(ev.FaultInjected):
         outcome = expected_outcome(fault.fault)
         ends: Sequence[ev.Event] = ()
         if outcome == "relaunched":
-            ends = [*record.of(ev.LighthouseRestarted), *record.of(ev.LaunchFinished)]
-        elif outcome in ENDS:
-            if fault.target.replica is not None:
-                ends = ends_of[fault.target.replica]
-        else:
+            ends = lighthouse_ends
+        elif outcome not in ENDS:
             continue
-        if jumped:
-            continue
-        if any(end.time >= fault.time - CLOCK_SECONDS for end in ends):
+        elif fault.target.replica is not None:
+            ends = group_ends[fault.target.replica]
+        earliest = fault.time - MAX_CLOCK_DIFFERENCE_SECONDS
+        if any(end.time >= earliest for end in ends):
             num_followed += 1
         elif not _came_too_late(fault, finished, record):
             text = f"the fault {fault.fault} was injected, and no event says that anything ended"
@@ -260,7 +295,7 @@ def _came_too_late(fault: ev.FaultInjected, finished: dict[int, float], record: 
     Args:
         finished: the time at which each group finished.
     """
-    if record.launch_end is None or record.launch_end - fault.time <= END_SECONDS:
+    if record.launch_end is None or record.launch_end - fault.time <= SHUTDOWN_SECONDS:
         return True
     slot = fault.target.replica
     return slot in finished and finished[slot] <= fault.time

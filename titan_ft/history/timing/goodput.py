@@ -1,10 +1,16 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The use of a run's time and work, and the figures that other systems publish about theirs.
+"""The use of a run's time and work, in figures that can be compared with those of other systems.
 
-If there are several definitions, the stricter one counts: all time from the launch to its end, the
-start included. The report, the forecast and the benchmarks read this module. See docs/observing.md,
-"The history".
+- Time: each group's microseconds in each state, from the timeline.
+- *Effective training time*: the share of the time in which the job made steps at its usual pace.
+- Exchanges: how many were attempted and how many led to a commit.
+- Work: forward passes that groups computed, and those that were for nothing.
+
+If other systems publish several definitions of a figure, this module uses the stricter one: all
+time from the launch to its end counts, the start included. For a long run the record has only the
+first commit of a *usual step* and sums over the others (`UsualSteps`); each figure adds these. The
+report, the forecast and the benchmarks call this module. See docs/observing.md, "The history".
 """
 
 from __future__ import annotations
@@ -104,7 +110,8 @@ def measure_goodput(record: RunRecord) -> Goodput:
     failures = find_failures(record)
     result.num_failures = len(failures)
     stalls = [each.stall_seconds for each in failures if each.stall_seconds is not None]
-    result.mean_stall_seconds = mean(stalls) if stalls else None
+    if stalls:
+        result.mean_stall_seconds = mean(stalls)
     return result
 
 
@@ -187,13 +194,14 @@ def _count_contributors(record: RunRecord, event: StepCommitted) -> float:
     unit = record.unit
     if unit.steps == 1:
         return groups
-    length = unit.steps_of(event.step)
-    if not length:
+    steps_of_round = unit.steps_of(event.step)
+    if not steps_of_round:
         return groups
-    for own in record.commits_by_lineage[event.lineage]:
-        is_of_group = own.rank == 0 and own.contributed
-        if is_of_group and own.inner_steps is not None:
-            groups -= max(0.0, 1 - own.inner_steps / length)
+    for commit in record.commits_by_lineage[event.lineage]:
+        is_of_contributor = commit.rank == 0 and commit.contributed
+        if is_of_contributor and commit.inner_steps is not None:
+            missing_share = 1 - commit.inner_steps / steps_of_round
+            groups -= max(0.0, missing_share)
     return groups
 
 
@@ -212,10 +220,11 @@ def count_exchanges(record: RunRecord) -> tuple[int, int]:
     broke for any group counts. Steps that nobody committed and states that were thrown away are
     included. Rounds in which groups only waited, below `min_replica_size`, count as one exchange.
     """
-    made: dict[tuple[int, str], int] = {}
+    # By step and lineage, the attempts of each committed step.
+    attempts_of: dict[tuple[int, str], int] = {}
     for first in record.usual_commits:
-        made[first.step, first.lineage] = 1
-    # Failed exchanges of each group for each step, since its last commit of this step.
+        attempts_of[first.step, first.lineage] = 1
+    # By group and step, failed exchanges since the group's last commit of this step.
     num_failed: dict[tuple[int, int], int] = defaultdict(int)
     waited: set[tuple[int, int]] = set()
     for event in record.events:
@@ -227,25 +236,30 @@ def count_exchanges(record: RunRecord) -> tuple[int, int]:
             waited.add((event.replica, event.step + 1))
         else:
             step_of_group = (event.replica, event.step)
-            fails = num_failed.pop(step_of_group, 0)
-            attempts = max(event.exchanges, fails + 1)
+            num_failed_before = num_failed.pop(step_of_group, 0)
             if step_of_group in waited:
-                # `exchanges` counts each round of the wait: one for the wait, one for the commit.
-                attempts = fails + 2
+                # `exchanges` counts each round of the wait. Count one exchange for the wait, and
+                # one for the commit.
+                attempts = num_failed_before + 2
                 waited.discard(step_of_group)
+            else:
+                attempts = max(event.exchanges, num_failed_before + 1)
             state = (event.step, event.lineage)
-            made[state] = max(made.get(state, 1), attempts)
-    attempted = sum(made.values())
+            attempts_of[state] = max(attempts_of.get(state, 1), attempts)
+    num_attempted = sum(attempts_of.values())
     # A group that died in an exchange saw it break no more often than the other groups, whose
     # commits count the attempts. So only steps that nobody committed are added.
-    committed_steps = {step for step, _ in made}
-    broken: dict[int, int] = {}
+    committed_steps = {step for step, _ in attempts_of}
+    attempts_without_commit: dict[int, int] = {}
     for (_, step), fails in num_failed.items():
         if step not in committed_steps:
-            broken[step] = max(broken.get(step, 0), fails)
-    attempted += sum(broken.values())
-    num_committed = sum(lineage not in record.void_lineages for _, lineage in made)
-    return attempted, num_committed
+            attempts_without_commit[step] = max(attempts_without_commit.get(step, 0), fails)
+    num_attempted += sum(attempts_without_commit.values())
+    num_committed = 0
+    for _, lineage in attempts_of:
+        if lineage not in record.void_lineages:
+            num_committed += 1
+    return num_attempted, num_committed
 
 
 @once_per_record
@@ -266,9 +280,8 @@ def count_wire_bytes(record: RunRecord) -> tuple[int | None, float | None]:
             sent = (sent or 0) + usual.wire_bytes
             if usual.rank == 0:
                 num_steps += usual.num_steps
-    # An old history has no `inner_steps`.
-    if sent is None or not num_steps:
-        return sent, None
+    if sent is None or num_steps == 0:
+        return sent, None  # an old history has no `inner_steps`
     return sent, sent / num_steps
 
 
@@ -301,6 +314,8 @@ def _find_begun_steps(record: RunRecord) -> list[_BegunStep]:
             why = "the gradient was left out"
         begun.append(_BegunStep(event.forward_passes, why))
     for step in build_timeline(record).unfinished:
-        why = "" if step.is_committed else f"unfinished: {step.reason}"
+        why = ""
+        if not step.is_committed:
+            why = f"unfinished: {step.reason}"
         begun.append(_BegunStep(step.forward_passes, why))
     return begun
