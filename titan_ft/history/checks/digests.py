@@ -47,18 +47,15 @@ def check_digests(record: RunRecord, found: Judgement) -> None:
         values += [(key, each.process.slot, each.digest) for each in digests]
     compared = compare_digests(values, record.num_usual_comparisons)
     for lineage, rank in sorted(compared.differing):
-        step = (
-            record.commits_by_lineage[lineage][0].step
-            if lineage in record.commits_by_lineage
-            else 0
-        )
+        # A state that only the ends of processes name has no commit.
+        step = 0
+        if lineage in record.commits_by_lineage:
+            step = record.commits_by_lineage[lineage][0].step
         _judge_difference(record, written[lineage, rank], step, found)
     finish = _compare_ends(record, found)
     if compared.differing:
-        differ = (
-            f"{len(compared.differing)} of {compared.num_compared} comparisons of digests differ"
-        )
-        found.statement = f"{differ}{finish}"
+        num_differing = f"{len(compared.differing)} of {compared.num_compared}"
+        found.statement = f"{num_differing} comparisons of digests differ{finish}"
     else:
         digests_of_states = _count_equal(record, written, compared)
         found.statement = f"{digests_of_states} agree between groups, rank by rank{finish}"
@@ -95,7 +92,9 @@ def _count_equal(
     num_digests = sum(len(written[key]) for key in compared.compared)
     num_digests += sum(event.num_digests for event in record.of(UsualSteps))
     num_states = len({lineage for lineage, _ in compared.compared})
-    num_states += sum(bool(first.digest) for first in record.usual_commits)
+    for commit in record.usual_commits:
+        if commit.digest:
+            num_states += 1
     return f"{count(num_digests, 'digest')} of {count(num_states, 'state')}"
 
 
@@ -113,33 +112,36 @@ def _judge_difference(
     for mismatch in record.of(DigestMismatch):
         if mismatch.step == step:
             named.update(mismatch.minority)
-    mended: set[int] = set()
+    healed_or_ended: set[int] = set()
     gone: list[_WrittenDigest] = []
     stayed: list[_WrittenDigest] = []
     for each in written:
         if each.process.slot in named:
             _object_to_contribution(record, each, step, found)
-            mended.add(each.process.slot)
+            healed_or_ended.add(each.process.slot)
         elif _was_gone(each):
             gone.append(each)
         else:
             stayed.append(each)
     if not stayed:
-        # All groups are gone: compare these.
-        stayed, gone = gone, []
+        # All groups are gone: compare the groups that are gone.
+        stayed = gone
+        gone = []
     first_with: dict[str, ProcessHistory] = {}
     for each in stayed:
         first_with.setdefault(each.digest, each.process)
     if len(first_with) > 1:
-        who = "; ".join(f"{process.name}: {digest}" for digest, process in first_with.items())
-        text = f"digests of one state differ and no digest_mismatch names the group ({who})"
+        values = "; ".join(f"{process.name}: {digest}" for digest, process in first_with.items())
+        text = f"digests of one state differ and no digest_mismatch names the group ({values})"
         object_to_absence(record, found, text, written[0].event)
         return
-    mended.update(each.process.slot for each in gone if each.digest not in first_with)
-    if mended:
-        groups = ", ".join(map(str, sorted(mended)))
-        what = f"the digest of group {groups} differed; it was named, and healed or ended"
-        found.notes.append(f"{record.unit.noun} {step}: {what}")
+    for each in gone:
+        if each.digest not in first_with:
+            healed_or_ended.add(each.process.slot)
+    if healed_or_ended:
+        groups = ", ".join(str(slot) for slot in sorted(healed_or_ended))
+        note = f"the digest of group {groups} differed; it was named, and healed or ended"
+        found.notes.append(f"{record.unit.noun} {step}: {note}")
 
 
 def _object_to_contribution(
@@ -151,8 +153,8 @@ def _object_to_contribution(
             return
         if isinstance(event, StepCommitted) and not event.contributed:
             continue  # a commit without this group's gradient spreads no wrong bytes
-        what = f"its digest at {record.unit.noun} {step} was found to differ"
-        text = f"contributed again without a heal, though {what}"
+        reason = f"its digest at {record.unit.noun} {step} was found to differ"
+        text = f"contributed again without a heal, though {reason}"
         object_to_absence(record, found, text, event)
         return
 
@@ -180,6 +182,7 @@ def _events_after(
 
 def _compare_ends(record: RunRecord, found: Judgement) -> str:
     """Check that the groups finished with one state; return a clause about this state."""
+    # The ends of an earlier launch are of another state.
     since = max((event.time for event in record.of(LaunchStarted)), default=0.0)
     last_of: dict[tuple[int, int], TrainingFinished] = {}
     for event in record.of(TrainingFinished):

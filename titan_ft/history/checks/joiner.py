@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Promise 5: a group that comes back catches up while the others train on.
 
-Each commit reports the waits of its group (`titan_ft.history.timing.waits`). See
-docs/guarantees.md.
+A *joiner* is a group that lacks the state of the job: it fetches the state from a donor, and then
+applies the updates that the others made meanwhile. Each commit reports for which groups its group
+waited, how long and why (`titan_ft.history.timing.waits`). The checker adds up the waits for each
+joiner, and allows some steps. See docs/guarantees.md.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from titan_ft.history.record.run_record import ProcessHistory, RunRecord, once_p
 from titan_ft.history.timing.waits import StepWait, count_unknown, find_waits_for_joiners
 from titan_ft.run import events as ev
 
-LONG_STEPS = 4
+MAX_STEPS_WAITED = 4
 """The other groups may wait this many of torchtitan's steps for one joiner.
 
 The joiner finishes the step that it is in, and loads the state.
 """
-MOST_WAITED = 0.5
+MAX_SHARE_WAITED = 0.5
 """The other groups may wait for this share of the joiner's time, if that is more.
 
 A joiner on the same machine takes processor time from the other groups.
@@ -48,7 +50,11 @@ class Joining:
     @property
     def waited(self) -> float:
         """Seconds for which the others waited without being asked to."""
-        return sum(wait.seconds for wait in self.waits if wait.why == "catching_up")
+        seconds = 0.0
+        for wait in self.waits:
+            if wait.why == "catching_up":
+                seconds += wait.seconds
+        return seconds
 
 
 def check_joiner(record: RunRecord, found: Judgement) -> None:
@@ -74,10 +80,10 @@ def check_joiner(record: RunRecord, found: Judgement) -> None:
     for_one = f"{longest:.2f} s at most for one (a step takes {step_seconds:.2f} s)"
     found.statement = f"{in_all}, {for_one}"
     for joining in joinings:
-        allowed = LONG_STEPS * step_seconds
+        allowed = MAX_STEPS_WAITED * step_seconds
         if record.unit.steps == 1:
             # A round has many steps: half of a joiner's time would allow any wait there.
-            allowed = max(allowed, MOST_WAITED * joining.seconds)
+            allowed = max(allowed, MAX_SHARE_WAITED * joining.seconds)
         if joining.waited <= allowed:
             continue
         waited = f"others waited {joining.waited:.2f} s for it to catch up"
@@ -108,15 +114,19 @@ def find_joinings(record: RunRecord) -> list[Joining]:
         for wait in waits_for[slot]:
             # A commit follows the joining that it waited for. Where clocks of hosts differ, a
             # commit may seem to come before the first joining.
-            place = max(0, bisect_right(begins, wait.time) - 1)
-            waits_by_joining[place].append(wait)
-        for place, joining in enumerate(joinings):
-            found.append(replace(joining, waits=tuple(waits_by_joining[place])))
+            index = max(0, bisect_right(begins, wait.time) - 1)
+            waits_by_joining[index].append(wait)
+        for index, joining in enumerate(joinings):
+            found.append(replace(joining, waits=tuple(waits_by_joining[index])))
     return sorted(found, key=lambda joining: joining.begin)
 
 
 def _find_joinings_of(process: ProcessHistory) -> Iterator[Joining]:
-    """Yield the times in which a process lacked the state, without the waits."""
+    """Yield the times in which a process lacked the state, without the waits.
+
+    Such a time ends with a commit of the process. It begins with the first quorum or heal after the
+    commit before, if a heal follows.
+    """
     first: ev.Joined | ev.HealStarted | None = None
     joining: Joining | None = None
     for event in process.events:
@@ -169,7 +179,8 @@ def _check_asked(record: RunRecord, found: Judgement) -> None:
     askers = {event.replica for event in record.of(ev.CatchUpWaiting)}
     waits = [event for event in record.of(ev.Waiting) if event.why == "asked"]
     for event in waits:
-        if askers.isdisjoint(event.slots or ()):
+        awaited = event.slots or ()
+        if askers.isdisjoint(awaited):
             text = f"the update waited for groups {event.slots}, which did not ask for it"
             object_to_absence(record, found, text, event)
     if not askers:
@@ -179,5 +190,5 @@ def _check_asked(record: RunRecord, found: Judgement) -> None:
         if wait.why == "asked":
             seconds += wait.seconds
     steps = count(len({event.step for event in waits}), record.unit.noun)
-    who = f"groups {sorted(askers)} asked the others to wait"
-    found.notes.append(f"{who}, for {steps} and {seconds:.2f} s")
+    asked = f"groups {sorted(askers)} asked the others to wait"
+    found.notes.append(f"{asked}, for {steps} and {seconds:.2f} s")

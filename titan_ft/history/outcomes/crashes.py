@@ -33,12 +33,16 @@ class Crash:
     """File and line that raised the last one; empty if unknown."""
 
     def describe(self, start: float) -> str:
-        """Return it in one line, with the times since `start`."""
+        """Return the exception in one line, with the times since `start` in Unix seconds."""
         when = f"{self.first - start:.1f} s"
         if self.count > 1:
             when = f"from {when} to {self.last - start:.1f} s"
-        who = f"{count(self.count, 'time')}, {name_groups(self.replicas)}, {when}"
-        parts = filter(None, (self.where, who, self.log))
+        parts = []
+        if self.where:
+            parts.append(self.where)
+        parts.append(f"{count(self.count, 'time')}, {name_groups(self.replicas)}, {when}")
+        if self.log:
+            parts.append(self.log)
         return f"{self.error} ({'; '.join(parts)})"
 
 
@@ -50,16 +54,17 @@ def find_crashes(record: RunRecord) -> list[Crash]:
     """
     exceptions = [reason for reason in record.fold.first_reasons.values() if reason.exception]
     crashes = []
-    for ends in group_alike(exceptions).values():
-        first = ends[0]
-        last = ends[-1]
+    for reasons in group_alike(exceptions).values():
+        first = reasons[0]
+        last = reasons[-1]
+        slots = {reason.slot for reason in reasons if reason.slot is not None}
         crash = Crash(
             error=first.text,
-            count=len(ends),
-            replicas=sorted({end.slot for end in ends if end.slot is not None}),
+            count=len(reasons),
+            replicas=sorted(slots),
             first=first.time,
             last=last.time,
-            transient=all(end.transient for end in ends),
+            transient=all(reason.transient for reason in reasons),
             log=last.log or None,
             where=last.where,
         )

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +28,10 @@ class FailedAttempts:
     def title(self, record: RunRecord) -> str:
         """Return two lines: the reason, and the place and time."""
         reason = self.reason
-        rank = "" if reason.rank is None else f"rank {reason.rank} of "
-        facts = [f"{rank}group {reason.slot}, attempt {reason.attempt}"]
+        writer = f"group {reason.slot}, attempt {reason.attempt}"
+        if reason.rank is not None:
+            writer = f"rank {reason.rank} of {writer}"
+        facts = [writer]
         if reason.step is None:
             facts.append("before its first step")
         else:
@@ -54,8 +57,9 @@ def find_failed_attempts(record: RunRecord, slot: int | None = None) -> list[Fai
     """
     last_reasons = []
     for group in record.fold.groups.values():
-        is_wanted = slot is None or slot == group.slot
-        if is_wanted and group.last_reason is not None:
+        if slot is not None and slot != group.slot:
+            continue
+        if group.last_reason is not None:
             last_reasons.append(group.last_reason)
     found = []
     for reasons in group_alike(last_reasons).values():
@@ -65,7 +69,7 @@ def find_failed_attempts(record: RunRecord, slot: int | None = None) -> list[Fai
     found.sort(key=lambda attempts: attempts.reason.time, reverse=True)
     decisive = find_outcome(record).reason
     if decisive is not None:
-        # The sort is stable, so the rest stays in order of time.
+        # The sort is stable, so the other entries stay in order of time.
         decisive_kind = kind_of(decisive.text)
         found.sort(key=lambda attempts: kind_of(attempts.reason.text) != decisive_kind)
     return found
@@ -109,12 +113,16 @@ def show_logs(record: RunRecord, run_dir: Path, slot: int | None, limit: int) ->
     if found:
         return lines
     lines.append("no group ended by itself; the last lines of rank 0:")
-    slots = record.groups if slot is None else [slot]
-    for shown in slots:
+    shown_slots = record.groups
+    if slot is not None:
+        shown_slots = [slot]
+    for shown in shown_slots:
         log = RunPaths(run_dir).latest_logs(shown) / "rank-0.log"
-        last_lines = read_end(log)[-limit:] or ["(no log in this folder)"]
+        last_lines = read_end(log)[-limit:]
+        if not last_lines:
+            last_lines = ["(no log in this folder)"]
         lines += ["", f"group {shown}: {log}"]
-        lines += [f"    {line}" for line in last_lines]
+        lines += _indent(last_lines)
     return lines
 
 
@@ -122,5 +130,11 @@ def _excerpt(log: Path | None, limit: int) -> list[str]:
     """Return the path of a log and those of its lines that explain why its process failed."""
     if log is None:
         return ["  its log is not in this folder: what it printed went to the output of its group"]
-    explanation = explain_end(read_end(log), limit) or ["(empty log)"]
-    return [f"  {log}", *(f"    {line}" for line in explanation)]
+    explanation = explain_end(read_end(log), limit)
+    if not explanation:
+        explanation = ["(empty log)"]
+    return [f"  {log}", *_indent(explanation)]
+
+
+def _indent(lines: Iterable[str]) -> list[str]:
+    return [f"    {line}" for line in lines]

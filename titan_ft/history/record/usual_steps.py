@@ -14,6 +14,18 @@ A step is usual only if no checker could do more than count it (`_is_usual`), an
 steps before and after it are usual as well, without any other event of any process. So a failure, a
 fault or a save keeps its own events and those around it. A digest keeps its events only if groups
 differ.
+
+A *row* has the commits of one step by all processes. The reducer holds the last `MARGIN` + 2 rows:
+
+1. The newest row fills until a commit of the next step comes.
+2. Then the row is compared with the row before it. If it is not usual, or if any other event comes,
+   all rows that are held keep their events (`_keep_rows`).
+3. Once `MARGIN` usual rows have followed the oldest row, the reducer decides about the oldest
+   (`_settle_oldest`).
+
+If training goes back over usual steps, their single commits are needed after all. Then the reducer
+raises `WentBackError`, and the caller starts over. `titan_ft.history.record.kept` calls this
+module.
 """
 
 from __future__ import annotations
@@ -35,7 +47,7 @@ EFFECT_SECONDS = 60.0
 STEADY_SECONDS = 0.1
 """If the wall clock of a process moved this much against its monotonic clock, it was set."""
 LOSS_TOLERANCE = 1e-6
-"""Relative difference between a loss and the mean of the participants' own; the same as
+"""Relative difference between a loss and the mean of the participants' own losses; the same as
 `checks.average` allows.
 """
 HARMLESS_WAITS = frozenset({"computing", "loading", "between_steps"})
@@ -119,14 +131,13 @@ class Reducer:
         self.memory = memory or Memory()
         self._until = until
         self._rows: deque[list[ev.StepCommitted]] = deque()
-        """The commits of the last steps, a row for each step; the newest row may not be
-        complete.
-        """
-        self._before: list[ev.StepCommitted] = []
+        """The rows of the last steps, oldest first; the newest row may not be complete."""
+        self._row_before: list[ev.StepCommitted] = []
         """The row before the oldest in `_rows`; empty if that was no whole row."""
-        self._num_quiet = 0
-        """Whole rows in a row without any other event, the oldest of `_rows` included."""
+        self._num_quiet_rows = 0
+        """Consecutive whole rows without any other event, up to the newest whole one."""
         self._open: dict[WorkerKey, UsualSteps] = {}
+        """For each process, the event that further usual steps extend."""
 
     def take(self, event: ev.Event) -> None:
         """Take the next event.
@@ -136,7 +147,7 @@ class Reducer:
                 `Memory.unusual`.
         """
         if not isinstance(event, ev.StepCommitted):
-            self._break()
+            self._keep_rows()
             self._take_other(event)
             return
         self.memory.furthest = max(self.memory.furthest, event.step)
@@ -145,20 +156,21 @@ class Reducer:
         if self._rows and self._rows[-1][0].step == event.step:
             self._rows[-1].append(event)
             return
+        # The event is the first of another step: the newest row is complete.
         if self._rows and not self._accept_newest():
-            self._break()
+            self._keep_rows()
         self._rows.append([event])
-        # The newest row is not complete, and `MARGIN` more after the oldest must have gone as
-        # usual.
+        # Besides the oldest row and the new one, `MARGIN` rows must have gone as usual.
         while len(self._rows) > MARGIN + 1:
             self._settle_oldest()
 
     def finish(self) -> Reduction:
         """Return the result. Steps that may still turn out to be usual keep their events."""
-        self._break()
+        self._keep_rows()
         return self.found
 
     def _take_other(self, event: ev.Event) -> None:
+        """Keep an event that is no commit, and note how long a fault makes steps unusual."""
         memory = self.memory
         if isinstance(event, ev.FaultInjected):
             effect_end = event.time + max(EFFECT_SECONDS, seconds_of(event))
@@ -174,26 +186,24 @@ class Reducer:
         self.found.events.append(event)
 
     def _accept_newest(self) -> bool:
-        """Return True if the newest row, which is complete now, follows the row before it
-        as usual.
-        """
+        """Return True, and count the newest row, if it follows the row before it as usual."""
         newest = self._rows[-1]
-        before = self._before
+        before = self._row_before
         if len(self._rows) > 1:
             before = self._rows[-2]
         if before and not self._is_usual(before, newest):
             return False
-        self._num_quiet += 1
+        self._num_quiet_rows += 1
         return True
 
-    def _break(self) -> None:
-        """Keep all events of the steps that were waiting."""
-        self._close()
+    def _keep_rows(self) -> None:
+        """Keep all events of the rows that are held, and begin anew."""
+        self._end_usual_steps()
         for row in self._rows:
             self.found.events += row
         self._rows.clear()
-        self._before = []
-        self._num_quiet = 0
+        self._row_before = []
+        self._num_quiet_rows = 0
 
     def _settle_oldest(self) -> None:
         """Decide about the oldest row: all that may make it unusual is known now."""
@@ -201,13 +211,15 @@ class Reducer:
         if self._can_replace(row):
             self._replace(row)
         else:
-            self._close()
+            self._end_usual_steps()
             self.found.events += row
-        self._before = row
+        self._row_before = row
 
     def _can_replace(self, row: list[ev.StepCommitted]) -> bool:
         """Return True if the oldest row, and the `MARGIN` rows on both sides of it, are usual."""
-        if not self._before or self._num_quiet <= 2 * MARGIN:
+        if not self._row_before:
+            return False
+        if self._num_quiet_rows <= 2 * MARGIN:
             return False
         for first, last in self.memory.unusual:
             if first <= row[0].step <= last:
@@ -218,14 +230,14 @@ class Reducer:
         """Keep the first commit of a usual step, and add the others to each process's event."""
         self.memory.last_usual = row[0].step
         self.found.firsts.append(_first_of_rank_0(row))
-        before = {_worker_of(commit): commit for commit in self._before}
+        before = {_worker_of(commit): commit for commit in self._row_before}
         for commit in row:
             worker = _worker_of(commit)
             if worker not in self._open:
                 self._open[worker] = _begin_usual_steps(commit)
             _extend(self._open[worker], before[worker], commit)
 
-    def _close(self) -> None:
+    def _end_usual_steps(self) -> None:
         self.found.events += self._open.values()
         self._open = {}
 
@@ -251,7 +263,9 @@ class Reducer:
             return False
         groups = set()
         for commit in row:
-            if not _agrees(commit, first) or not self._is_sound(commit):
+            if not _agrees(commit, first):
+                return False
+            if not self._is_sound(commit):
                 return False
             if commit.rank == 0:
                 groups.add(commit.replica)
@@ -260,21 +274,26 @@ class Reducer:
         return _follows(previous.batches, first.batches) and _sums_up(row)
 
     def _is_sound(self, commit: ev.StepCommitted) -> bool:
-        """Return whether a commit says by itself that all went as usual."""
+        """Return whether a commit by itself, without the other commits, is as usual."""
         data = commit.data
-        if not commit.contributed or data is None or commit.extra_data:
+        if not commit.contributed or commit.waits is None:
             return False
-        if commit.waits is None:
+        # The group trained the batches of its own slot only, as the step counts them.
+        if data is None or commit.extra_data or data.slot != commit.replica:
             return False
         if commit.batches.get(data.slot) != (data.first_batch, data.num_batches):
             return False
-        if data.num_batches != commit.forward_passes or data.slot != commit.replica:
+        if data.num_batches != commit.forward_passes:
             return False
+        # The wall clock was not set.
         offset = commit.time - commit.mono
         first_offset = self.memory.offsets.setdefault(_worker_of(commit), offset)
         if abs(offset - first_offset) >= STEADY_SECONDS:
             return False
-        return all(wait.why in HARMLESS_WAITS for wait in commit.waits)
+        for wait in commit.waits:
+            if wait.why not in HARMLESS_WAITS:
+                return False
+        return True
 
 
 def _name_shot(event: ev.FaultInjected | ev.FaultUndone) -> str:
@@ -335,13 +354,13 @@ def _extend(usual: UsualSteps, before: ev.StepCommitted, commit: ev.StepCommitte
         usual.memory_bytes = max(usual.memory_bytes or 0, commit.memory_bytes)
     usual.next_batch = commit.data.first_batch + commit.data.num_batches
     usual.num_digests += bool(commit.digest)
-    productive_us, exchange_us = _split(before, commit)
+    productive_us, exchange_us = _split_time(before, commit)
     usual.productive_us += productive_us
     usual.exchange_us += exchange_us
 
 
 def _agrees(commit: ev.StepCommitted, first: ev.StepCommitted) -> bool:
-    """Return whether two processes say the same of a step."""
+    """Return whether two processes report the same values for a step."""
     return (
         commit.lineage == first.lineage
         and commit.parent == first.parent
@@ -401,7 +420,7 @@ def _sums_up(row: list[ev.StepCommitted]) -> bool:
     return math.isclose(loss, mean, rel_tol=LOSS_TOLERANCE, abs_tol=LOSS_TOLERANCE)
 
 
-def _split(before: ev.StepCommitted, commit: ev.StepCommitted) -> tuple[int, int]:
+def _split_time(before: ev.StepCommitted, commit: ev.StepCommitted) -> tuple[int, int]:
     """Return the productive and the exchange microseconds between two consecutive commits of a
     process.
 
