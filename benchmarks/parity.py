@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.run import BenchError
-from titan_ft.history.against import MOST_ROUNDING, ROUNDING
+from titan_ft.history.against import MAX_ROUNDING, ROUNDING_PER_STEP
 
 FLOAT32_ULP = 2.0**-23
 MOST_EXACT_RANKS = 2
@@ -111,7 +111,8 @@ def compare_with_stock(stock: list[Witness], ours: list[Witness], num_ranks: int
             ]
             loss, norm = max(loss, differences[0]), max(norm, differences[1])
             excess = max(
-                excess, *(each - min(ROUNDING * step, MOST_ROUNDING) for each in differences)
+                excess,
+                *(each - min(ROUNDING_PER_STEP * step, MAX_ROUNDING) for each in differences),
             )
     num_differing = sum(theirs.digest != mine.digest for theirs, mine in pairs)
     equal = num_differing == 0 and loss <= 2 * FLOAT32_ULP

@@ -1,6 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Compare the loss curve of a run with that of another one without failures, at equal tokens."""
+"""Compare the loss curve of a run with that of another run without failures, at equal tokens.
+
+`titan_ft.history.check` calls `check_against` for `titan-ft check --against` and
+`titan-ft report RUN_DIR RUN_DIR2`. The other run is the *reference*: it has the same config.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +18,20 @@ from titan_ft.history.record.run_record import CurvePoint, RunRecord
 from titan_ft.history.record.trajectory import ROOT
 from titan_ft.run.events import WorkerStarted
 
-ROUNDING = 1e-4
-"""Relative difference, times the step, that the order of additions may make with more than two
-groups.
+ROUNDING_PER_STEP = 1e-4
+"""With more than two groups, the order of additions may make this relative difference, times the
+number of the step.
 """
-MOST_ROUNDING = 0.05
-WINDOW = 0.1
-"""Share of the common tokens that the last window has."""
-LEAST_STEPS = 5
-"""Steps that each run must have in the window, so that their scatter can be estimated."""
-STANDARD_ERRORS = 3.0
-LEAST_DIFFERENCE = 0.02
-"""Relative difference of two means that is no difference."""
+MAX_ROUNDING = 0.05
+"""The relative difference of one step is at most this."""
+WINDOW_SHARE = 0.1
+"""The means are taken over the last part of the common tokens, which has this share of them."""
+MIN_STEPS_IN_WINDOW = 5
+"""Steps that each run must have in the window, so that the scatter can be estimated."""
+MAX_STANDARD_ERRORS = 3.0
+"""A mean that is farther above the reference's is an offence."""
+MIN_DIFFERENCE = 0.02
+"""A smaller relative difference of two means is no difference."""
 
 
 def check_against(record: RunRecord, reference: RunRecord, found: Judgement) -> None:
@@ -35,8 +41,8 @@ def check_against(record: RunRecord, reference: RunRecord, found: Judgement) -> 
 
     1. From step 1 on, while all groups took part in both runs, the steps are compared one by one.
        With up to two groups, loss, gradient norm, LR and tokens must be equal bit for bit. With
-       more groups a ring adds in another order: `ROUNDING` x step (relative, `MOST_ROUNDING` at
-       most) is allowed for loss and gradient norm.
+       more groups a ring adds in another order: `ROUNDING_PER_STEP` x step (relative,
+       `MAX_ROUNDING` at most) is allowed for loss and gradient norm.
     2. After that, the runs are compared at equal tokens. Let T be the smaller total of both. The
        mean loss of the steps between 0.9 T and T may be above the reference's by at most the larger
        of two bounds: 3 standard errors of the difference (by the reference's own scatter between
@@ -47,7 +53,9 @@ def check_against(record: RunRecord, reference: RunRecord, found: Judgement) -> 
     theirs = reference.curve
     noun = record.unit.noun
     if not ours or not theirs:
-        run = "the other run" if ours else "this run"
+        run = "this run"
+        if ours:
+            run = "the other run"
         found.unknown.append(f"no event of {run} tells of a committed {noun}")
         return
     if not _is_comparable(record, reference, ours, theirs, found):
@@ -122,14 +130,16 @@ def _compare_prefix(
             must_be_equal = record.group_size <= 2 or name in ("lr", "tokens")
             allowed = 0.0
             if not must_be_equal:
-                allowed = min(ROUNDING * our.step, MOST_ROUNDING)
+                allowed = min(ROUNDING_PER_STEP * our.step, MAX_ROUNDING)
             if difference > allowed:
                 values = f"{name} {mine!r}; {other!r} without failures"
                 found.object_to(f"{values}, all groups present in both", our.event)
     if found.offences:
         return f"the first {len(ours)} {noun}s differ"
-    how = "bit for bit" if largest == 0 else f"to {largest:.1e} at most"
-    return f"the first {count(len(ours), noun)} agree {how}"
+    steps = f"the first {count(len(ours), noun)}"
+    if largest == 0:
+        return f"{steps} agree bit for bit"
+    return f"{steps} agree to {largest:.1e} at most"
 
 
 def _compare_ends(
@@ -142,18 +152,18 @@ def _compare_ends(
     """Compare the mean loss of the last window of tokens that both runs have."""
     mine = _find_losses_in_window(ours, total_tokens)
     other = _find_losses_in_window(theirs, total_tokens)
-    if min(len(mine), len(other)) < LEAST_STEPS:
+    if min(len(mine), len(other)) < MIN_STEPS_IN_WINDOW:
         numbers = f"{len(mine)} and {len(other)} {noun}s with a loss"
-        text = f"{numbers} in the last {WINDOW:.0%} of the common tokens"
-        found.unknown.append(f"{text}, {LEAST_STEPS} are needed")
+        text = f"{numbers} in the last {WINDOW_SHARE:.0%} of the common tokens"
+        found.unknown.append(f"{text}, {MIN_STEPS_IN_WINDOW} are needed")
         return
     difference = mean(mine) - mean(other)
     # Differences of neighbours have no trend in them, and twice the variance.
     scatter = math.sqrt(mean((after - before) ** 2 for before, after in pairwise(other)) / 2)
     error = scatter * math.sqrt(1 / len(mine) + 1 / len(other))
-    allowed = max(STANDARD_ERRORS * error, LEAST_DIFFERENCE * abs(mean(other)))
+    allowed = max(MAX_STANDARD_ERRORS * error, MIN_DIFFERENCE * abs(mean(other)))
     means = f"{mean(mine):.4f}, {mean(other):.4f} without"
-    window = f"the last {WINDOW:.0%} of {total_tokens} tokens"
+    window = f"the last {WINDOW_SHARE:.0%} of {total_tokens} tokens"
     found.statement += f"; mean of {window} {means} ({difference:+.4f}, {allowed:.4f} allowed)"
     if difference > allowed:
         above = f"{difference:.4f} above that of the run without failures"
@@ -167,11 +177,13 @@ def _find_losses_in_window(points: Sequence[CurvePoint], total_tokens: int) -> l
     """Return the known losses of the steps in the last part of the common tokens."""
     losses = []
     for point in points:
-        is_in_window = (1 - WINDOW) * total_tokens < point.tokens <= total_tokens
+        is_in_window = (1 - WINDOW_SHARE) * total_tokens < point.tokens <= total_tokens
         if is_in_window and point.loss is not None:
             losses.append(point.loss)
     return losses
 
 
 def _format_loss(point: CurvePoint) -> str:
-    return "unknown" if point.loss is None else f"{point.loss:.4f}"
+    if point.loss is None:
+        return "unknown"
+    return f"{point.loss:.4f}"

@@ -118,12 +118,13 @@ class Verdicts:
 
     def _describe_verdict(self) -> str:
         if self.verdict == "holds":
-            so_far = " so far" if self._is_running else ""
-            num_promises = sum(judgement.promise is not None for judgement in self._asked)
-            checked = f"{count(num_promises, 'promise')} checked"
+            promises = [judgement for judgement in self._asked if judgement.promise is not None]
+            checked = f"{count(len(promises), 'promise')} checked"
             if self._has_just_started:
                 checked = "no step yet"
-            return f"holds{so_far} ({checked})"
+            if self._is_running:
+                return f"holds so far ({checked})"
+            return f"holds ({checked})"
         if self.verdict == "unknown":
             missing = self["whole history"].unknown
             if missing:
@@ -197,7 +198,9 @@ def _judge(name: str, promise: int | None, checker: Checker, record: RunRecord) 
     except Exception as error:  # noqa: BLE001
         # A damaged history must not keep the other checkers from judging.
         frames = traceback.extract_tb(error.__traceback__)
-        where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        where = ""
+        if frames:
+            where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
         text = f"the checker crashed: {type(error).__name__}: {error}{where}"
         return Judgement(name, promise, unknown=[text]).decide()
     if found.reservation:
@@ -238,7 +241,9 @@ def _check_batches(record: RunRecord, found: Judgement, reread: Reread | None = 
         audited = reread.apply(audited)
     found.statement = f"{audited.counts()}, in {audited.unit.count(audited.num_steps)}"
     for finding in (*audited.lost, *audited.repeated, *audited.differing):
-        last_step = finding.steps[-1] if finding.steps else None
+        last_step: int | None = None
+        if finding.steps:
+            last_step = finding.steps[-1]
         found.offences.append(Offence(str(finding), step=last_step))
     for text in audited.conflicts:
         found.offences.append(Offence(text))
@@ -273,22 +278,23 @@ def make_check_table(verdicts: Verdicts) -> Group:
 
     rows: list[tuple[str | Text, str | Text, str]] = []
     for judgement in verdicts.judgements:
-        symbol = SYMBOLS[judgement.verdict] if judgement.asked else "-"
-        name = f"{symbol} {judgement.promise or ' '} {judgement.name}"
+        name = f"{judgement.promise or ' '} {judgement.name}"
         verdict = judgement.shown_verdict
         if judgement.asked:
             colour = _COLOURS[judgement.verdict]
-            rows.append(
-                (colour_text(name, colour), colour_text(verdict, colour), judgement.statement)
-            )
+            shown_name = colour_text(f"{SYMBOLS[judgement.verdict]} {name}", colour)
+            shown_verdict = colour_text(verdict, colour)
         else:
-            dim_name = Text(name, style="dim")
-            rows.append((dim_name, Text(verdict, style="dim"), judgement.statement))
+            shown_name = Text(f"- {name}", style="dim")
+            shown_verdict = Text(verdict, style="dim")
+        rows.append((shown_name, shown_verdict, judgement.statement))
         details = judgement.details(verdicts.start, verdicts.unit.noun)
         rows += [("", "", text) for text in details[:MAX_SHOWN]]
         num_hidden = len(details) - MAX_SHOWN
         if num_hidden > 0:
             rows.append(("", "", f"... {num_hidden} more (--json names them all)"))
-    head = [] if verdicts.outcome is None else make_headline(verdicts.outcome, verdicts.colour)
+    head: list[Text] = []
+    if verdicts.outcome is not None:
+        head = make_headline(verdicts.outcome, verdicts.colour)
     head.append(Text(f"  verdict: {verdicts.promises}"))
     return Group(*head, "", make_grid(rows), "", *head)

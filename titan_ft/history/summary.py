@@ -1,6 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The figures of a run's short report, and their table for the terminal."""
+"""The figures of a run's short report, and their table for the terminal.
+
+`titan-ft report` calls `summarize` for the figures (`--json`), and `make_summary_table` for the
+terminal. `scripts/campaign.sh` and the benchmarks read the figures. Most of them come from other
+modules of `titan_ft.history`; this module puts them side by side.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +57,10 @@ from titan_ft.run.events import (
 if TYPE_CHECKING:
     from rich.console import Group
 
-MAX_FAILURES_SHOWN = 5
+MAX_ROWS_SHOWN = 5
+"""The table shows at most so many failures, exceptions or hosts, one a row."""
 MAX_CAUSE_CHARACTERS = 60
+"""The table shows at most this much of the cause of a failure."""
 
 
 @dataclass(frozen=True)
@@ -241,12 +248,16 @@ def _compare_step_digests(record: RunRecord) -> DigestComparison[tuple[int, str,
 
 def _compare_final_digests(record: RunRecord) -> tuple[DigestVerdict, list[int]]:
     """Compare the digests at the end, by rank; return the verdict and the groups at the end."""
-    last: dict[tuple[int, int], TrainingFinished | Drained] = {}
-    for event in record.of(TrainingFinished) or _last_to_leave(record):
-        last[event.replica, event.rank] = event
-    digests = [(event.rank, event.replica, event.digest) for event in last.values()]
-    groups = sorted({event.replica for event in last.values()})
-    return compare_digests(digests).verdict, groups
+    ends: Sequence[TrainingFinished | Drained] = record.of(TrainingFinished)
+    if not ends:
+        ends = _find_last_to_leave(record)
+    # A resumed run has an end of each launch: the last one counts.
+    last_end: dict[tuple[int, int], TrainingFinished | Drained] = {}
+    for event in ends:
+        last_end[event.replica, event.rank] = event
+    digests = [(event.rank, event.replica, event.digest) for event in last_end.values()]
+    groups = {event.replica for event in last_end.values()}
+    return compare_digests(digests).verdict, sorted(groups)
 
 
 def find_transfers(record: RunRecord) -> list[Transfer]:
@@ -272,8 +283,9 @@ def find_transfers(record: RunRecord) -> list[Transfer]:
 
 
 def _count_recomputed(commit: StepCommitted) -> int:
-    """Return the repeated forward passes of a step; 0 for a group without weight, whose batch
-    waits.
+    """Return the repeated forward passes of a step by one group.
+
+    A group without weight has none: it trains its batch in a later step.
     """
     if commit.data is None or not commit.contributed:
         return 0
@@ -286,13 +298,16 @@ def _sample_losses(record: RunRecord) -> list[tuple[int, float | None]]:
     points = record.curve
     if not points:
         return []
-    places = {round(quarter * (len(points) - 1) / 4) for quarter in range(5)}
-    return [(points[place].step, points[place].loss) for place in sorted(places)]
+    last = len(points) - 1
+    # A short curve has the same point for several quarters.
+    indices = {round(quarter * last / 4) for quarter in range(5)}
+    return [(points[index].step, points[index].loss) for index in sorted(indices)]
 
 
-def _last_to_leave(record: RunRecord) -> list[Drained]:
-    """Return the groups that left together at the end of a run that was stopped before its last
-    step.
+def _find_last_to_leave(record: RunRecord) -> list[Drained]:
+    """Return the events of the groups that left last, all after the same step.
+
+    Such groups are at the end of a run that was stopped before its last step.
     """
     left = [event for event in record.of(Drained) if event.digest]
     if not left:
@@ -317,48 +332,50 @@ _Row = tuple[str, str]
 """The name and the text of a figure in the table."""
 
 
-def _describe_training(s: RunSummary) -> list[_Row]:
-    noun = s.unit.noun
-    committed = str(s.steps_committed)
-    if s.rounds is not None:
-        committed = s.rounds.describe()
+def _describe_training(summary: RunSummary) -> list[_Row]:
+    noun = summary.unit.noun
+    committed = str(summary.steps_committed)
+    if summary.rounds is not None:
+        committed = summary.rounds.describe()
     rows = [
-        ("groups", f"{s.num_groups} x {count(s.ranks_per_group, 'rank')}"),
-        ("time", f"{s.seconds:.1f} s, {_seconds(s.step_seconds)} a {noun} (median)"),
+        ("groups", f"{summary.num_groups} x {count(summary.ranks_per_group, 'rank')}"),
+        ("time", f"{summary.seconds:.1f} s, {_seconds(summary.step_seconds)} a {noun} (median)"),
         (f"{noun}s committed", committed),
     ]
-    if s.rework.describe():
-        rows.append(("made again", s.rework.describe()))
-    rows.append(("goodput", _describe_goodput(s)))
-    exchanges = f"{s.exchanges_attempted} attempted, {s.exchanges_committed} committed"
+    if summary.rework.describe():
+        rows.append(("made again", summary.rework.describe()))
+    rows.append(("goodput", _describe_goodput(summary)))
+    exchanges = f"{summary.exchanges_attempted} attempted, {summary.exchanges_committed} committed"
     rows.append(("exchanges", exchanges))
-    if s.wire_bytes:
-        rows.append(("gradients sent", describe_sent(s)))
-    recomputed = f"{s.recomputed_forward_passes} (forward passes)"
+    if summary.wire_bytes:
+        rows.append(("gradients sent", describe_sent(summary)))
+    recomputed = f"{summary.recomputed_forward_passes} (forward passes)"
     rows.append(("steps recomputed by survivors", recomputed))
     batches = "unknown"
-    if s.batches:
-        batches = f"{s.batches}: every batch once {s.every_batch_once}"
+    if summary.batches:
+        batches = f"{summary.batches}: every batch once {summary.every_batch_once}"
     rows.append(("batches", batches))
     return rows
 
 
-def _describe_failures(s: RunSummary) -> list[_Row]:
+def _describe_failures(summary: RunSummary) -> list[_Row]:
     """Return the faults and failures, the first few one by one, and the exceptions."""
     rows = []
-    if s.num_faults:
-        rows.append(("faults injected", str(s.num_faults)))
-    failures = f"{len(s.failures)}, {count(s.num_restarts, 'restart')}"
-    if s.num_standby_restarts:
-        failures += f" ({s.num_standby_restarts} without imports)"
+    if summary.num_faults:
+        rows.append(("faults injected", str(summary.num_faults)))
+    failures = f"{len(summary.failures)}, {count(summary.num_restarts, 'restart')}"
+    if summary.num_standby_restarts:
+        failures += f" ({summary.num_standby_restarts} without imports)"
     rows.append(("failures", failures))
-    shown = s.failures[:MAX_FAILURES_SHOWN]
+    shown = summary.failures[:MAX_ROWS_SHOWN]
     rows += [(f"  {_name(failure)}", _describe_failure(failure)) for failure in shown]
-    num_hidden = len(s.failures) - MAX_FAILURES_SHOWN
+    num_hidden = len(summary.failures) - MAX_ROWS_SHOWN
     if num_hidden > 0:
         rows.append(("  ...", f"{num_hidden} more"))
-    rows += [("exception", crash.describe(s.start)) for crash in s.crashes[:MAX_FAILURES_SHOWN]]
-    num_hidden = len(s.crashes) - MAX_FAILURES_SHOWN
+    rows += [
+        ("exception", crash.describe(summary.start)) for crash in summary.crashes[:MAX_ROWS_SHOWN]
+    ]
+    num_hidden = len(summary.crashes) - MAX_ROWS_SHOWN
     if num_hidden > 0:
         rows.append(("  ...", f"{num_hidden} more (--json names them all)"))
     return rows
@@ -369,57 +386,61 @@ def _describe_hosts(hosts: Sequence[HostFigures]) -> list[_Row]:
     if len(hosts) <= 1:
         return []
     rows = [("hosts", str(len(hosts)))]
-    shown = hosts[:MAX_FAILURES_SHOWN]
+    shown = hosts[:MAX_ROWS_SHOWN]
     rows += [(f"  {figures.host}", _describe_host(figures)) for figures in shown]
-    num_hidden = len(hosts) - MAX_FAILURES_SHOWN
+    num_hidden = len(hosts) - MAX_ROWS_SHOWN
     if num_hidden > 0:
         rows.append(("  ...", f"{num_hidden} more, with no more deaths (--json has them all)"))
     return rows
 
 
-def _describe_recoveries(s: RunSummary) -> list[_Row]:
+def _describe_recoveries(summary: RunSummary) -> list[_Row]:
     """Return what failures and drains cost: stalls, times to rejoin, transfers of the state."""
     rows = []
-    if s.failures:
-        stalls = [failure.stall_seconds for failure in s.failures]
+    if summary.failures:
+        stalls = [failure.stall_seconds for failure in summary.failures]
         rows.append(("survivors' stall", _spread(stalls)))
-    away = [failure for failure in s.failures if failure.away]
+    away = [failure for failure in summary.failures if failure.away]
     if away:
         rejoins = [failure.rejoin_seconds for failure in away]
         rows.append(("time to rejoin", _spread(rejoins)))
-    if s.drains:
-        rows.append(("drained", _describe_drains(s.drains)))
-    if s.transfers:
-        times = count(len(s.transfers), "time")
-        size = sum(each.num_bytes for each in s.transfers) / 2**20
-        served = f"{times}, {size:.1f} MiB; {_describe_transfers(s.transfers)}"
+    if summary.drains:
+        rows.append(("drained", _describe_drains(summary.drains)))
+    if summary.transfers:
+        times = count(len(summary.transfers), "time")
+        size = sum(each.num_bytes for each in summary.transfers) / 2**20
+        served = f"{times}, {size:.1f} MiB; {_describe_transfers(summary.transfers)}"
         rows.append(("state served", served))
     return rows
 
 
-def _describe_state(s: RunSummary) -> list[_Row]:
+def _describe_state(summary: RunSummary) -> list[_Row]:
     """Return the checkpoints, the restarts of the lighthouse, the losses and the digests."""
     rows = []
-    if s.num_checkpoints or s.failed_checkpoints:
-        checkpoints = f"{s.num_checkpoints} saved"
-        if s.failed_checkpoints:
-            last = s.failed_checkpoints[-1]
-            checkpoints += f", {len(s.failed_checkpoints)} failed (last: {last})"
+    if summary.num_checkpoints or summary.failed_checkpoints:
+        checkpoints = f"{summary.num_checkpoints} saved"
+        if summary.failed_checkpoints:
+            last = summary.failed_checkpoints[-1]
+            checkpoints += f", {len(summary.failed_checkpoints)} failed (last: {last})"
         rows.append(("checkpoints", checkpoints))
-    if s.num_lighthouse_restarts:
-        rows.append(("lighthouse", count(s.num_lighthouse_restarts, "restart")))
+    if summary.num_lighthouse_restarts:
+        rows.append(("lighthouse", count(summary.num_lighthouse_restarts, "restart")))
     losses = []
-    for step, loss in s.losses:
-        value = "not finite" if loss is None else f"{loss:.4f}"
-        losses.append(f"{value} ({s.unit.noun} {step})")
-    rows.append(("loss", ", ".join(losses) or "unknown"))
-    groups = count(len(s.finished_replicas), "group")
-    rows.append(("final digests", f"{s.final_digests} ({groups} at the end)"))
-    step_digests: str = s.step_digests
-    if s.differing_steps:
-        steps = s.unit.count(len(s.differing_steps))
-        step_digests += f" at {steps}, first {s.differing_steps[0]}"
-    rows.append(("digests on the way", f"{step_digests} ({s.num_step_digests} compared)"))
+    for step, loss in summary.losses:
+        value = "not finite"
+        if loss is not None:
+            value = f"{loss:.4f}"
+        losses.append(f"{value} ({summary.unit.noun} {step})")
+    if not losses:
+        losses = ["unknown"]
+    rows.append(("loss", ", ".join(losses)))
+    groups = count(len(summary.finished_replicas), "group")
+    rows.append(("final digests", f"{summary.final_digests} ({groups} at the end)"))
+    step_digests: str = summary.step_digests
+    if summary.differing_steps:
+        steps = summary.unit.count(len(summary.differing_steps))
+        step_digests += f" at {steps}, first {summary.differing_steps[0]}"
+    rows.append(("digests on the way", f"{step_digests} ({summary.num_step_digests} compared)"))
     return rows
 
 
@@ -480,8 +501,8 @@ def _describe_host(figures: HostFigures) -> str:
 
 
 def _describe_drains(drains: Sequence[RecordedDrain]) -> str:
-    names = [_name(drain) for drain in drains[:MAX_FAILURES_SHOWN]]
-    if len(drains) > MAX_FAILURES_SHOWN:
+    names = [_name(drain) for drain in drains[:MAX_ROWS_SHOWN]]
+    if len(drains) > MAX_ROWS_SHOWN:
         names.append("...")
     text = f"{len(drains)} ({', '.join(names)})"
     stalls = [drain.stall_seconds for drain in drains]
@@ -498,7 +519,9 @@ def _describe_transfers(transfers: Sequence[Transfer]) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.2f} s"
+    if value is None:
+        return "unknown"
+    return f"{value:.2f} s"
 
 
 def _spread(values: Sequence[float | None]) -> str:

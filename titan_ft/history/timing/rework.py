@@ -3,10 +3,14 @@
 """Rework: committed steps that were thrown away and made again, and the reasons.
 
 At a *setback* training goes on from an earlier step than it had reached: a group loads a
-checkpoint, or the latest state is lost with its groups. One failure of all groups at once may cost
-that. Setback after setback without progress breaks promise 4 (`titan_ft.history.checks.work`).
+checkpoint, or the latest state is lost with its groups. A failure of all groups at once may cause a
+setback. Setback after setback without progress breaks promise 4 (`titan_ft.history.checks.work`).
 
-A step is also made twice if its exchange broke for some groups and not for all.
+A step is also made twice if its exchange broke for some groups and not for all (`Rework.parted`).
+
+`find_rework` reads the commits and the events of going back in order of time. Each group reports a
+setback, so several events may announce the same one (`_SetbackDraft.takes_report`). The report, the
+checker of promise 4 and the summary call it.
 """
 
 from __future__ import annotations
@@ -27,11 +31,10 @@ from titan_ft.run.events import (
     StepCommitted,
 )
 
-AGAIN_AND_AGAIN = 3
-"""A step that is made this often, or this many setbacks in a row without progress, are an
-offence.
+MAX_REPETITIONS = 3
+"""It is an offence to make a step so often, or to have so many setbacks in a row without progress.
 """
-CLOCK_SECONDS = 1.0
+MAX_CLOCK_DIFFERENCE_SECONDS = 1.0
 """The clocks of two hosts may differ by this much."""
 _GoesBack = CheckpointLoaded | RolledBack | StartedAnew
 
@@ -108,7 +111,10 @@ class Rework:
         return f"{text}: training went back{times} {where} ({first.cause})"
 
     def _count_were(self, number: int) -> str:
-        return f"{self.unit.count(number)} {'was' if number == 1 else 'were'}"
+        verb = "were"
+        if number == 1:
+            verb = "was"
+        return f"{self.unit.count(number)} {verb}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rework as plain values for JSON."""
@@ -133,9 +139,8 @@ def find_rework(record: RunRecord) -> Rework:
                 lost_by_setbacks.add(state.lineage)
     parted: set[int] = set()
     if record.states:
-        parted = {
-            record.states[lineage].step for lineage in record.void_lineages - lost_by_setbacks
-        }
+        for lineage in record.void_lineages - lost_by_setbacks:
+            parted.add(record.states[lineage].step)
     offences = _find_offences(setbacks, record.unit.noun)
     return Rework(tuple(setbacks), tuple(sorted(parted)), record.unit, tuple(offences))
 
@@ -150,7 +155,7 @@ class _SetbackDraft:
     last_commit: float
     """Time of the last commit before the setback."""
     reported_by: set[int]
-    """The groups that announced it."""
+    """The groups that announced the setback."""
     made: dict[int, float] = field(default_factory=dict)
     """Time of the first new commit of each step since the setback."""
 
@@ -163,7 +168,7 @@ class _SetbackDraft:
         if step != self.step or event.replica in self.reported_by:
             return False
         first_commit = min(self.made.values(), default=event.time)
-        if event.time - first_commit > CLOCK_SECONDS:
+        if event.time - first_commit > MAX_CLOCK_DIFFERENCE_SECONDS:
             return False
         self.reported_by.add(event.replica)
         return True
@@ -174,10 +179,15 @@ def _find_setbacks(record: RunRecord) -> list[Setback]:
     found = []
     time_before = 0.0
     for draft in _draft_setbacks(record):
-        lost = [step for step in draft.made if draft.step < step <= draft.reached]
+        made_again = [step for step in draft.made if draft.step < step <= draft.reached]
         cause, explained = _explain(record, time_before, draft.last_commit, draft.time)
         setback = Setback(
-            draft.time, draft.step, draft.reached, tuple(sorted(lost)), cause, explained
+            time=draft.time,
+            step=draft.step,
+            reached=draft.reached,
+            again=tuple(sorted(made_again)),
+            cause=cause,
+            explained=explained,
         )
         found.append(setback)
         time_before = draft.time
@@ -185,6 +195,7 @@ def _find_setbacks(record: RunRecord) -> list[Setback]:
 
 
 def _draft_setbacks(record: RunRecord) -> list[_SetbackDraft]:
+    """Return the setbacks in order of time, without their causes."""
     going_back = record.of(CheckpointLoaded, RolledBack, StartedAnew)
     if not going_back:
         return []
@@ -195,20 +206,21 @@ def _draft_setbacks(record: RunRecord) -> list[_SetbackDraft]:
     drafts: list[_SetbackDraft] = []
     reached = 0
     last_commit = record.begin
-    known: set[str] = set()
+    known_lineages: set[str] = set()
     for event in events:
         if isinstance(event, StepCommitted):
             last_commit = event.time
-            if event.lineage not in known:
-                known.add(event.lineage)
+            if event.lineage not in known_lineages:
+                known_lineages.add(event.lineage)
                 reached = max(reached, event.step)
                 if drafts:
                     drafts[-1].made.setdefault(event.step, event.time)
             continue
-        step = _find_step_to_go_on(event, record.unit)
-        is_of_other_rank = bool(event.rank)
-        if step >= reached or is_of_other_rank:
+        if event.rank != 0:
             continue
+        step = _find_step_to_go_on(event, record.unit)
+        if step >= reached:
+            continue  # no step was lost
         if drafts and drafts[-1].takes_report(event, step):
             continue
         drafts.append(_SetbackDraft(event.time, step, reached, last_commit, {event.replica}))
@@ -249,12 +261,17 @@ def _explain(
         was_asked = attempt.drained_us is not None
         if was_asked or attempt.fault is not None:
             is_explained = True
-        why = attempt.why_ended
-        if not why:
-            why = "left" if was_asked else "ended"
+        if attempt.why_ended:
+            why = attempt.why_ended
+        elif was_asked:
+            why = "left"
+        else:
+            why = "ended"
         groups_of.setdefault(why, []).append(slot)
+    if not groups_of:
+        return "no event tells why", is_explained
     texts = [f"{_name_groups(groups)}: {why}" for why, groups in groups_of.items()]
-    return ", ".join(texts) or "no event tells why", is_explained
+    return ", ".join(texts), is_explained
 
 
 def _find_end(attempt: Attempt, attempts: Sequence[Attempt], time: float) -> float:
@@ -276,25 +293,28 @@ def _find_offences(setbacks: Iterable[Setback], noun: str) -> Iterator[tuple[Set
     has_gone_back = False
     has_made_again = False
     for setback in setbacks:
-        made_progress = setback.reached > furthest
-        in_a_row = 1 if made_progress else in_a_row + 1
-        furthest = max(furthest, setback.reached)
+        if setback.reached > furthest:
+            # Training had made progress since the setback before.
+            in_a_row = 1
+            furthest = setback.reached
+        else:
+            in_a_row += 1
         if setback.explained:
             in_a_row = 0
             continue
         num_makings.update(setback.again)
-        if in_a_row >= AGAIN_AND_AGAIN and not has_gone_back:
+        if in_a_row >= MAX_REPETITIONS and not has_gone_back:
             has_gone_back = True
             text = f"training went back {in_a_row} times in a row without getting beyond"
             yield setback, f"{text} {noun} {furthest} ({setback.cause})"
-        # The first making is not among these.
-        often = [step for step, number in num_makings.items() if number + 1 >= AGAIN_AND_AGAIN]
+        # `num_makings` does not have the first time that a step was made.
+        often = [step for step, number in num_makings.items() if number + 1 >= MAX_REPETITIONS]
         if often and not has_made_again:
             has_made_again = True
             steps = f"{noun} {often[0]} was"
             if len(often) > 1:
                 steps = f"{noun}s {min(often)} to {max(often)} were"
-            yield setback, f"{steps} made {AGAIN_AND_AGAIN} times: {setback.cause}"
+            yield setback, f"{steps} made {MAX_REPETITIONS} times: {setback.cause}"
 
 
 def _name_groups(slots: Sequence[int]) -> str:
