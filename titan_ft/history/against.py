@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Compare the loss curve of a run with that of another run without failures, at equal tokens.
 
-`titan_ft.history.check` calls `check_against` for `titan-ft check --against` and
-`titan-ft report RUN_DIR RUN_DIR2`. The other run is the *reference*: it has the same config.
+`titan_ft.history.check` calls `check_against` if the user names another run (`--against`). The
+other run is the *reference*: it has the same config.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 """The figures of a run's short report, and their table for the terminal.
 
 `titan-ft report` calls `summarize` for the figures (`--json`), and `make_summary_table` for the
-terminal. `scripts/campaign.sh` and the benchmarks read the figures. Most of them come from other
-modules of `titan_ft.history`; this module puts them side by side.
+terminal. Most figures come from other modules of `titan_ft.history`; this module puts them side by
+side.
 """
 
 from __future__ import annotations

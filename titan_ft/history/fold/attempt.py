@@ -1,9 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One attempt of a group by its events: its begin, the last sign of each rank, its end.
+"""One attempt of a group by its events: its begin, the last event of each rank, its end.
 
-Each fact has one source: rank 0 for the group's actions, the agent for its end and its restart, and
-the injector for the moment of a fault (an agent notes a death only afterwards).
+An attempt is one start of a group's processes. `RunFold` makes one `Attempt` for each and feeds it
+with the events of the group; `RunRecord.attempts` then sets the fault that ended it.
+
+Each fact has one source: rank 0 for the group's actions, the agent for the end and the restart of
+the group, and the injector for the moment of a fault (an agent notes a death only afterwards).
 """
 
 from __future__ import annotations
@@ -105,13 +108,15 @@ class Attempt:
         if isinstance(event, ev.StepCommitted):
             self.last_by_rank[event.rank] = time
             if event.rank == 0:
-                self.committed_us = self.alive_us = time
+                self.committed_us = time
+                self.alive_us = time
             return
         if is_of_worker(event):
             self.last_by_rank[event.rank or 0] = time
         match event:
-            case ev.HealFinished() if event.rank == 0:
-                self.alive_us = time
+            case ev.HealFinished():
+                if event.rank == 0:
+                    self.alive_us = time
             case ev.WorkerExited():
                 self._note_exit(time, event)
             case ev.AgentEnded():
@@ -120,13 +125,15 @@ class Attempt:
                 self.gave_up_us = time
             case ev.Hung():
                 self.hung_us = self.hung_us or time
-            case ev.Drained() if self.drained_us is None:
-                self.drained_us = time
-                self.in_order = event.in_order
+            case ev.Drained():
+                if self.drained_us is None:
+                    self.drained_us = time
+                    self.in_order = event.in_order
 
     def _note_agent_end(self, time: int, event: ev.AgentEnded) -> None:
-        """Take the death of the group's agent, which ends the workers; an earlier death of a worker
-        counts instead.
+        """Take the death of the group's agent, which ends the workers.
+
+        If a worker failed before, the worker's failure counts instead.
         """
         if self.failed:
             return
@@ -136,8 +143,9 @@ class Attempt:
         self.stopped = False
 
     def _note_exit(self, time: int, event: ev.WorkerExited) -> None:
-        """Take the end of a worker. The first failure is the attempt's: the other workers die as a
-        consequence.
+        """Take the end of a worker.
+
+        Only the first failure of a worker counts: the other workers die as a consequence.
         """
         if self.exit_us is None:
             self.exit_us = time
@@ -157,9 +165,10 @@ class Attempt:
 def find_fatal_fault(
     attempt: Attempt, faults: Sequence[RecordedFault], since: int
 ) -> RecordedFault | None:
-    """Return the fault that ended an attempt.
+    """Return the fault that ended an attempt; None if no fault did.
 
-    The last deadly fault that hit it, or else the last fault that it did not survive.
+    This is the last fault that ends a process at once, or else the last fault after whose end the
+    attempt made no commit.
 
     Args:
         faults: of the run, in order of time.

@@ -1,6 +1,25 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The state of one group by its events: phase of life, step, ranks, and the reason of a failure."""
+"""`GroupFold`: the state of one group by its events, its ranks, and the reason of its failures.
+
+`RunFold` (`titan_ft.history.fold.run`) makes one for each group. It feeds the group with events and
+sets the fields that depend on other groups.
+
+| state | meaning |
+| --- | --- |
+| not started | no event of the group has come yet |
+| starting | the processes of an attempt start |
+| joined | the group has met the others, and makes no step yet |
+| healing | it fetches the state of the job from another group |
+| training | it has committed a step |
+| died | an attempt failed; an agent may start another one |
+| given up | no agent starts it again |
+| left | it left because somebody asked |
+| finished | it made the last step |
+
+An *attempt* is one start of the group's processes. An *agent* is the process that starts, watches
+and restarts them.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +47,13 @@ ENDED: tuple[GroupState, ...] = ("left", "finished")
 OVER: tuple[GroupState, ...] = (*ENDED, "given up")
 """States in which a group is not started again."""
 ALIVE: tuple[GroupState, ...] = ("not started", "starting", "joined", "healing", "training")
-"""States in which rank 0 may still announce progress."""
+"""States in which rank 0 may still report progress."""
 AttemptKey = tuple[int, int]
 """Slot of a group, and number of its attempt."""
 WorkerKey = tuple[int, int, int, int]
 """Slot, rank, attempt and pid of a worker."""
 MAX_START_SECONDS = 300.0
-"""A group that starts may be silent this long: it imports, or waits for a file server."""
+"""A group that starts may be silent for so long, because it imports or waits for a file server."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +87,14 @@ class Reason:
             place = f"group {self.slot}"
             if self.rank is not None:
                 place = f"rank {self.rank} of {place}"
-        return ", ".join(filter(None, (self.text, place, self.where)))
+        return ", ".join(part for part in (self.text, place, self.where) if part)
 
 
 def group_alike(reasons: Iterable[Reason]) -> dict[str, list[Reason]]:
-    """Return reasons that differ only in numbers together, in their order; see `kind_of`."""
+    """Return lists of reasons whose texts differ only in numbers, in the order of the reasons.
+
+    The key of a list is the text without its numbers (`kind_of`).
+    """
     alike: dict[str, list[Reason]] = defaultdict(list)
     for reason in reasons:
         alike[kind_of(reason.text)].append(reason)
@@ -81,8 +103,9 @@ def group_alike(reasons: Iterable[Reason]) -> dict[str, list[Reason]]:
 
 @dataclass
 class FailureSpan:
-    """Begin and end of a failure, as defined in `titan_ft.history.fold.run`; `incidents` adds its
-    cost.
+    """Begin and end of a failure, as defined in `titan_ft.history.fold.run`.
+
+    `titan_ft.history.timing.incidents` adds the cost of the failure.
     """
 
     slot: int | None
@@ -187,8 +210,8 @@ class GroupFold:
     failure: FailureSpan | None = None
     """The failure from which the group has not come back yet."""
     failed_by: ev.GroupEvent | None = None
-    """The end of the worker, or of the agent, that ended the last failed attempt; None without
-    any.
+    """The end of a worker, or of the agent, that ended the last failed attempt; None if no attempt
+    failed.
     """
     give_up: ev.ReplicaGaveUp | None = None
     """Why the group was given up last; None if it never was."""
@@ -243,20 +266,22 @@ class GroupFold:
         self.is_ending = False
 
     def find_silence(self, event: ev.GroupLost | ev.GroupBack | ev.EndedWithout) -> Reason | None:
-        """Return why the group is lost by the report of another group; None if the report does not
-        show that.
+        """Return why the group is lost by the report of another group; None if it is not lost.
 
-        The other group does not know whether an agent restarts the silent group, or whether it
-        ended in order. The silent group's own events say so."""
+        The other group sees only that this group is silent at the lighthouse. It does not know
+        whether an agent restarts this group, or whether this group ended in order. This group's own
+        events show that.
+        """
         if isinstance(event, ev.GroupBack) or self.state in OVER:
             return None
-        # Even a group that starts right now is too late to finish with the others.
+        # With `EndedWithout` the others have finished: even a group that starts right now is too
+        # late then.
         if isinstance(event, ev.GroupLost):
             # A group that is cut off from the lighthouse, but still writes events, is not lost.
-            least_seconds = event.seconds / 2
+            min_quiet_seconds = event.seconds / 2
             if self.state in ("not started", "starting", "died"):
-                least_seconds = MAX_START_SECONDS
-            if event.time - self.last_event_time < least_seconds:
+                min_quiet_seconds = MAX_START_SECONDS
+            if event.time - self.last_event_time < min_quiet_seconds:
                 return None
         text = f"not heard of for {event.seconds:.0f} s"
         return Reason(text, self.slot, attempt=self.attempt, step=self.step, time=event.time)
@@ -266,9 +291,9 @@ class GroupFold:
         attempt = event.attempt or 0
         known = self.ranks.get(rank)
         if known is not None and attempt < known.attempt:
-            return
-        is_start = isinstance(event, ev.WorkerStarted)
-        if known is None or is_start or attempt > known.attempt:
+            return  # a late event of an earlier attempt
+        is_new_process = isinstance(event, ev.WorkerStarted)
+        if known is None or is_new_process or attempt > known.attempt:
             known = RankFold(rank, attempt, event.pid, event)
             self.ranks[rank] = known
         known.last = event
@@ -287,10 +312,10 @@ class GroupFold:
             known.ended = event.cause or "ended"
 
     def apply_progress(self, event: ev.Event, *, commits_after_load: int = 0) -> None:
-        """Apply an event of rank 0 about the attempt's way to the next commit.
+        """Apply an event of rank 0: the attempt met the others, heals, holds a state or commits.
 
         Args:
-            commits_after_load: the number of updates at the checkpoint that the event names.
+            commits_after_load: for `CheckpointLoaded`, the number of updates at the checkpoint.
         """
         if self.state not in ALIVE:
             return
@@ -318,8 +343,9 @@ class GroupFold:
                 self.held_step = event.step
             case ev.CheckpointLoaded():
                 self.held_step = commits_after_load
-            case ev.Waiting() if event.slots:
-                self.waited = ev.Waited(slot=event.slots[0], seconds=0.0, why=event.why or "")
+            case ev.Waiting():
+                if event.slots:
+                    self.waited = ev.Waited(slot=event.slots[0], seconds=0.0, why=event.why or "")
 
 
 def is_of_worker(event: ev.Event) -> bool:
