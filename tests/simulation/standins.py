@@ -559,7 +559,7 @@ OS = Module(
     write=lambda descriptor, data: len(data),
     readlink=_readlink,
     path=Module("os.path"),
-    environ={},  # no agent has named a file for the last words
+    environ={},  # no agent has named an error file
 )
 FAULTHANDLER = Module(
     "faulthandler",

@@ -940,7 +940,7 @@ class World(standins.World):
                 other.abandoned or other.process.dead for other in group.ranks if other is not rank
             )
         elif "had not begun" in reason:
-            fair = not rank.voted_when_told  # the rank may vote while its last words are written
+            fair = not rank.voted_when_told  # the rank may vote during its final calls
         else:
             # A lone group needs an answer of the lighthouse. A group outside of the quorum gets
             # none.

@@ -329,9 +329,9 @@ class Drain:
         self._control.say(_ABANDONED_TOPIC)
         self._control.announce_end(_ABANDON_SECONDS)
 
-    def _end(self, status: int, *last_words: Callable[[], object]) -> None:
+    def _end(self, status: int, *final_calls: Callable[[], object]) -> None:
         if self._ending.acquire(blocking=False):
-            end_process(status, *last_words)
+            end_process(status, *final_calls)
 
 
 def _forget_signals() -> None:

@@ -23,7 +23,7 @@ _STDERR = 2  # the descriptor: sys.stderr may be replaced, or locked by the thre
 _TICKS = 20  # per timeout
 _BACKSTOP_TIMEOUTS = 2.0
 """faulthandler's timer ends the process after this many timeouts if this module's thread cannot."""
-_LAST_WORDS_SECONDS = 5.0
+_FINAL_CALLS_SECONDS = 5.0
 
 
 class Watchdog:
@@ -106,28 +106,28 @@ class Watchdog:
         os.write(_STDERR, _stacks() + remedy.encode())
 
 
-def end_process(status: int, *last_words: Callable[[], object]) -> NoReturn:
+def end_process(status: int, *final_calls: Callable[[], object]) -> NoReturn:
     """End this process without clean-up, whatever locks its threads hold.
 
     Args:
-        last_words: called before the end, one after the other. Each gets an equal share of 5
+        final_calls: called before the end, one after the other. Each gets an equal share of 5
             seconds: it may block for good, on a lock of a stuck thread, a full pipe or a hung disk.
     """
     if status == 0:
         # Without the mark, the agent would restart the group of a rank that leaves.
-        last_words = (mark_end_in_order, *last_words)
+        final_calls = (mark_end_in_order, *final_calls)
     try:
-        for words in last_words:
+        for call in final_calls:
             with contextlib.suppress(TimeoutError, OSError):  # OSError: stderr may be closed
-                said = call_aside(partial(_say, words), "titan_ft_last_words")
-                said.result(_LAST_WORDS_SECONDS / len(last_words))
+                done = call_aside(partial(_call_and_print_error, call), "titan_ft_final_call")
+                done.result(_FINAL_CALLS_SECONDS / len(final_calls))
     finally:
         os._exit(status)
 
 
-def _say(words: Callable[[], object]) -> None:
+def _call_and_print_error(call: Callable[[], object]) -> None:
     try:
-        words()
+        call()
     except Exception as error:  # noqa: BLE001  # an error must not keep the process from ending
         # On this thread, because a full pipe blocks it.
         os.write(_STDERR, f"titan_ft: {first_line(error)}\n".encode())

@@ -196,7 +196,7 @@ class Links:
         seconds = max(loss.silent_seconds for loss in silent)
         text = _describe_silence(self._config, hosts, seconds)
         line = f"titan_ft: {text}\n"
-        last_words: list[Callable[[], object]] = [
+        final_calls: list[Callable[[], object]] = [
             lambda: write_error(RankSilentError(text)),
             lambda: self._events.emit(
                 RankSilent(ranks=[*hosts], hosts=[*hosts.values()], seconds=seconds)
@@ -208,8 +208,8 @@ class Links:
         if "membership" in vars(self):
             # Stop the heartbeats last. Without them the training thread's vote or request fails,
             # which may end this process before the lines above are written.
-            last_words.append(self.membership.stop_heartbeats)
-        end_process(1, *last_words)
+            final_calls.append(self.membership.stop_heartbeats)
+        end_process(1, *final_calls)
 
     def _build_exchange(
         self,

@@ -81,9 +81,9 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Provide the exit statuses with which ranks of the test process would have ended."""
     statuses: list[int] = []
 
-    def end(status: int, *last_words: Callable[[], object]) -> None:
-        for say in last_words:
-            say()
+    def end(status: int, *final_calls: Callable[[], object]) -> None:
+        for call in final_calls:
+            call()
         statuses.append(status)
 
     monkeypatch.setattr(drain, "end_process", end)

@@ -69,8 +69,8 @@ stuck_in_a_lock()
     assert "hang_timeout_seconds" in errors.splitlines()[-1]
 
 
-def test_last_words_come_in_their_order(start: Start) -> None:
-    """A last word may end the process, and must not cut off those before it."""
+def test_final_calls_are_made_in_their_order(start: Start) -> None:
+    """A final call may end the process, and must not cut off those before it."""
     process = start(
         """
 import os
@@ -83,14 +83,14 @@ end_process(3, lambda: (time.sleep(0.3), say("first")), lambda: say("second"), l
     assert process.returncode == 4
 
 
-def test_last_words_that_fail_do_not_hold_up_the_end(start: Start) -> None:
-    """A last word that fails does not cut off the others. Nobody reads the full pipe of stderr."""
+def test_final_calls_that_fail_do_not_hold_up_the_end(start: Start) -> None:
+    """A final call that fails does not cut off the others. Nobody reads the full pipe of stderr."""
     receive, send = os.pipe()
     process = start(
         """
 import os
 from titan_ft.engine import watchdog
-watchdog._LAST_WORDS_SECONDS = 2.0
+watchdog._FINAL_CALLS_SECONDS = 2.0
 os.set_blocking(2, False)
 try:
     while os.write(2, b"x" * 4096): pass
