@@ -15,7 +15,7 @@ import tomli
 
 from titan_ft.cli import module_job
 from titan_ft.cli.main import main
-from titan_ft.cli.module_job import place_toml
+from titan_ft.cli.module_job import replace_module_by_toml
 from titan_ft.config import ConfigError
 from titan_ft.host.release import series
 from titan_ft.training.job_config import read_config
@@ -86,7 +86,10 @@ def test_tables_are_written_as_toml() -> None:
 @pytest.mark.skipif(series() != "0.2", reason="needs torchtitan 0.2")
 def test_torchtitan_0_2_has_no_such_functions() -> None:
     """One line, by a worker and by a command; it names the release."""
-    for refused in (lambda: read_config(*MODULE), lambda: place_toml(["config", *MODULE])):
+    for refused in (
+        lambda: read_config(*MODULE),
+        lambda: replace_module_by_toml(["config", *MODULE]),
+    ):
         with pytest.raises(
             ConfigError,
             match=r"--module must come with torchtitan 0.3, got --module llama3 .* 0\.2\.2",
@@ -102,11 +105,15 @@ def test_a_command_gets_a_toml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     )
     monkeypatch.setattr(module_job, "_READER", "reader")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    *words, last = place_toml(["launch", "--replicas", "2", *MODULE, "--run-dir=x"])
+    *words, last = replace_module_by_toml(["launch", "--replicas", "2", *MODULE, "--run-dir=x"])
     assert words == ["launch", "--replicas", "2", "--run-dir=x"]
     path = Path(last.removeprefix("--config="))
     assert tomli.loads(path.read_text()) == {"job": {"description": "llama3/llama3_debugmodel"}}
-    assert place_toml(["launch", "--config", "x.toml"]) == ["launch", "--config", "x.toml"]
+    assert replace_module_by_toml(["launch", "--config", "x.toml"]) == [
+        "launch",
+        "--config",
+        "x.toml",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +135,7 @@ def test_a_command_that_cannot_have_it(
 ) -> None:
     """Exit status 2, and one line."""
     with pytest.raises(ConfigError, match=line):
-        place_toml(words)
+        replace_module_by_toml(words)
     assert main(words) == 2
     assert capfd.readouterr().err.count("\n") == 1
 
@@ -137,4 +144,4 @@ def test_a_reader_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a line of its own."""
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ConfigError, match="ended with status 1"):
-        place_toml(["launch", *MODULE])
+        replace_module_by_toml(["launch", *MODULE])

@@ -1,7 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Parse the command line of `titan-ft` into one of the classes in `options`, and describe the
-commands in help texts.
+"""Parse the command line of `titan-ft` into one of the classes in `options`, and write help texts.
+
+Each command is a dataclass in `options`, and tyro parses its arguments. `parse` accepts more than
+tyro does (`_place_config`, `_join_values`), and turns tyro's errors into one line with a remedy.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from titan_ft.options import COMMANDS, OPTIONS_OF_OPTIONS, TAKES_FLAGS
 from titan_ft.usage import find_values, refusing
 
 _WIDTH = 80
-PARSER = (tyro.conf.FlagCreatePairsOff,)
+TYRO_CONFIG = (tyro.conf.FlagCreatePairsOff,)
 
 
 def parse(argv: Sequence[str]) -> Any:
@@ -33,7 +35,8 @@ def parse(argv: Sequence[str]) -> Any:
     command = COMMANDS[name]
     options = read_options(command)
     positionals = [option.name for option in options if not option.name.startswith("--")]
-    args = _join_values(_place_config(positionals, args))
+    args = _place_config(positionals, args)
+    args = _join_values(args)
     _check_aliases(options, args)
 
     def parse_arguments() -> Any:
@@ -42,7 +45,7 @@ def parse(argv: Sequence[str]) -> Any:
             prog=f"titan-ft {name}",
             args=args,
             description=describe_command(command),
-            config=PARSER,
+            config=TYRO_CONFIG,
         )
 
     def describe_unknown(written: str) -> str:
@@ -83,24 +86,25 @@ def read_options(command: type) -> list[Option]:
     """List the arguments of a command's dataclass."""
     options = []
     for field, hint in get_type_hints(command, include_extras=True).items():
-        marks = getattr(hint, "__metadata__", ())
-        name = _find_name(field, marks)
-        if tyro.conf.Positional in marks:
-            shown = name.upper()
+        # Of Annotated[TYPE, ...]: tyro's settings for the field.
+        settings = getattr(hint, "__metadata__", ())
+        name = _find_name(field, settings)
+        if tyro.conf.Positional in settings:
+            written_name = name.upper()
         else:
-            shown = f"--{name.replace('_', '-')}"
+            written_name = f"--{name.replace('_', '-')}"
         aliases: list[str] = []
-        for mark in marks:
-            aliases += getattr(mark, "aliases", None) or ()
-        takes_value = bool not in (hint, *get_args(hint))
-        options.append(Option(shown, tuple(aliases), takes_value))
+        for setting in settings:
+            aliases += getattr(setting, "aliases", None) or ()
+        is_flag = bool in (hint, *get_args(hint))
+        options.append(Option(written_name, tuple(aliases), takes_value=not is_flag))
     return options
 
 
-def _find_name(field: str, marks: Sequence[Any]) -> str:
+def _find_name(field: str, settings: Sequence[Any]) -> str:
     """Return the name that tyro gives to the argument of a field."""
-    for mark in marks:
-        name = getattr(mark, "name", None)
+    for setting in settings:
+        name = getattr(setting, "name", None)
         if name:
             return str(name)
     return field
@@ -186,9 +190,9 @@ def _place_config(positionals: Sequence[str], args: list[str]) -> list[str]:
 
 
 def _join_values(args: list[str]) -> list[str]:
-    """Write an option whose value is options of another program as --option=value.
+    """Write "--option value" as "--option=value" if the value is options of another program.
 
-    Such a value begins with --, and tyro would take it for an option of its own.
+    Such a value begins with --, and tyro would take it for a further option.
     """
     joined: list[str] = []
     for word in args:

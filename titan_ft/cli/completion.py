@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from titan_ft.cli.command_line import PARSER
+from titan_ft.cli.command_line import TYRO_CONFIG
 from titan_ft.options import COMMANDS, Completion
 
 
@@ -23,7 +23,7 @@ def run(command: Completion, worker_args: Sequence[str]) -> int:
             _union("", list(COMMANDS)),
             prog="titan-ft",
             args=["--tyro-print-completion", command.shell],
-            config=PARSER,
+            config=TYRO_CONFIG,
         )
     print(printed.getvalue())
     return 0

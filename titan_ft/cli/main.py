@@ -10,7 +10,7 @@ import signal
 import sys
 
 from titan_ft.cli.command_line import describe_commands, describe_version, is_command_group, parse
-from titan_ft.cli.module_job import place_toml
+from titan_ft.cli.module_job import replace_module_by_toml
 from titan_ft.config import ConfigError
 from titan_ft.options import COMMANDS, TAKES_FLAGS
 from titan_ft.run.appender import DISK_ERRNOS
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             return _run(argv)
         finally:
-            # Now: at the end of the interpreter, a closed pipe would print a traceback.
+            # Not left to the end of the interpreter, where a closed pipe would print a traceback.
             sys.stdout.flush()
     except ConfigError as error:
         print(f"titan-ft: {error}", file=sys.stderr)
@@ -65,9 +65,9 @@ def _discard_output() -> None:
 
 def _run(argv: list[str]) -> int:
     end = argv.index("--") if "--" in argv else len(argv)
-    own = argv[:end]
+    titan_ft_args = argv[:end]
     worker_args = argv[end + 1 :]
-    match own:
+    match titan_ft_args:
         case []:
             print(describe_commands(), file=sys.stderr)
             return 2
@@ -84,12 +84,12 @@ def _run(argv: list[str]) -> int:
             print(describe_commands(" ".join(named)))
             return 0
         case ["help", *named]:
-            own = [*named, "--help"]
-    command = parse(place_toml(own))
+            titan_ft_args = [*named, "--help"]
+    command = parse(replace_module_by_toml(titan_ft_args))
     if argv[end:] and not isinstance(command, TAKES_FLAGS):
         got = " ".join(argv[end:])
         raise ConfigError(
-            f"titan-ft {own[0]} must be without torchtitan's flags, got {got!r}; it starts no "
+            f"titan-ft {titan_ft_args[0]} must be without torchtitan's flags, got {got!r}; it starts no "
             "workers"
         )
     module = importlib.import_module(f"titan_ft.cli.{_module_name(command)}")

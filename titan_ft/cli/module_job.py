@@ -16,10 +16,11 @@ from titan_ft.config import MODULE_TOML_PREFIX, ConfigError
 from titan_ft.usage import find_values
 
 _READER = "titan_ft.training.module_config"
+"""The module that prints such a job as a TOML."""
 
 
-def place_toml(own: Sequence[str]) -> list[str]:
-    """Replace `--module M --config F` in a command line by a TOML of the job.
+def replace_module_by_toml(args: Sequence[str]) -> list[str]:
+    """Replace `--module M --config F` in the arguments of `titan-ft` by `--config TOML`.
 
     The TOML is a temporary file of this process. `launch` copies it into the run's folder, as it
     copies every CONFIG. A child process makes the TOML, because this process must not load torch.
@@ -27,11 +28,11 @@ def place_toml(own: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: the job cannot be described in a TOML, or the command reads its CONFIG later.
     """
-    words = list(own)
-    module = _take(words, "--module")
+    words = list(args)
+    module = _remove_option(words, "--module")
     if module is None:
         return words
-    function = _take(words, "--config")
+    function = _remove_option(words, "--config")
     if function is None:
         raise ConfigError(
             f"--module must come with --config, got --module {module} alone; give both, or a TOML"
@@ -60,7 +61,7 @@ def place_toml(own: Sequence[str]) -> list[str]:
     return [*words, f"--config={path}"]
 
 
-def _take(words: list[str], option: str) -> str | None:
+def _remove_option(words: list[str], option: str) -> str | None:
     """Remove the first occurrence of an option with its value; return the value, or None."""
     for written, value in find_values(words, [option]):
         names = [word.partition("=")[0] for word in words]

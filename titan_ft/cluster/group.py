@@ -2,8 +2,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Run one replica group on this node: `titan-ft group`.
 
-The process determines the command and the environment of the group's agent, and then becomes that
-agent. Options that are missing come from Slurm's variables.
+`run_group` determines the command and the environment of the group's agent (`plan_group`), and then
+becomes that agent by an exec. Options that are missing come from Slurm's variables. A group on
+several nodes is started by the same command on each of its nodes.
+
+The other commands for clusters, `titan-ft slurm submit` and `titan-ft kubernetes`, use the checks
+of this module.
 """
 
 from __future__ import annotations
@@ -99,7 +103,7 @@ def plan_group(options: Group, flags: Sequence[str], environ: Mapping[str, str])
     check_restarts(options.max_restarts, options.host_deaths, options.host_window)
     if options.metrics_port:
         split_metrics_address(options.metrics_port)
-    # Whether all connections of the group stay on this host.
+    # Whether all connections of the group stay on this host. Only then the token may be missing.
     is_local = is_loopback(lighthouse)
     if shape.num_nodes > 1:
         is_local = is_local and is_loopback(rendezvous)
@@ -111,7 +115,7 @@ def plan_group(options: Group, flags: Sequence[str], environ: Mapping[str, str])
     command.append(f"--replica={slot}")
     command.append(f"--ranks={shape.ranks_per_node}")
     if not is_local:
-        # Ranks of other groups meet at the store of this group, too.
+        # Ranks of other groups connect to the store of this group, to exchange gradients.
         command.append(f"--bind={ALL_HOSTS[socket.AF_INET6]}")
     if rendezvous:
         command.append(f"--hosts={shape.num_nodes}")

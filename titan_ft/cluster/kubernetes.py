@@ -26,14 +26,20 @@ from titan_ft.options import Kubernetes, Lighthouse
 
 MANIFESTS = Path(__file__).parent / "manifests"
 DOCUMENTS = ("config.yaml", "volume.yaml", "lighthouse.yaml", "jobset.yaml")
+"""Templates of the objects, in the order of the output."""
 # Folders in the containers.
 VOLUME = "/run/titan_ft"
 CONFIG_FOLDER = "/etc/titan_ft"
 TOKEN_FOLDER = "/etc/titan_ft_token"
 METRICS_PORT = 9464
 RENDEZVOUS_PORT = 29400
+_TITAN_FT = ("tini", "--", "titan-ft")
+"""Beginning of each command: tini is the container's first process, and passes signals on."""
 _END_SECONDS = 20.0
-"""Time for the end of the agent and of the container, after the workers have left."""
+"""Time for the end of the agent and of the container, after the workers have left.
+
+Kubernetes kills the container after the drain timeout and this time.
+"""
 
 
 def render(options: Kubernetes, flags: Sequence[str]) -> str:
@@ -86,7 +92,10 @@ def render(options: Kubernetes, flags: Sequence[str]) -> str:
         "drain_seconds": f"{drain_seconds:g}",
         "grace_seconds": math.ceil(drain_seconds + _END_SECONDS),
         "lighthouse_command": [
-            *("tini", "--", "titan-ft", "lighthouse", "--bind", Lighthouse.bind),
+            *_TITAN_FT,
+            "lighthouse",
+            "--bind",
+            Lighthouse.bind,
             *changed_settings(lighthouse_settings(table)),
         ],
         "group_command": _group_command(options, ranks, flags),
@@ -99,17 +108,18 @@ def _group_command(options: Kubernetes, ranks_per_node: int, flags: Sequence[str
     """Return the command of a group's pods; Kubernetes replaces $(GROUP) by the group's slot."""
     name = options.name
     _, port = split_bind(Lighthouse.bind)
-    command = [
-        *("tini", "--", "titan-ft", "group", f"{CONFIG_FOLDER}/config.toml"),
-        *("--run-dir", f"{VOLUME}/{name}"),
-        *("--replica", "$(GROUP)", "--replicas", str(options.replicas)),
-        *("--lighthouse", f"http://{name}-lighthouse:{port}"),
-        *("--ranks-per-node", str(ranks_per_node), "--nodes", str(options.nodes)),
-        # Name of the group's first pod: JOBSET-REPLICATEDJOB-JOB-POD.SUBDOMAIN. The subdomain is
-        # the name of the JobSet.
-        *("--rendezvous", f"{name}-groups-$(GROUP)-0.{name}:{RENDEZVOUS_PORT}"),
-        *("--metrics-port", f"[::]:{METRICS_PORT}"),
-    ]
+    command = [*_TITAN_FT, "group", f"{CONFIG_FOLDER}/config.toml"]
+    command += ["--run-dir", f"{VOLUME}/{name}"]
+    command += ["--replica", "$(GROUP)"]
+    command += ["--replicas", str(options.replicas)]
+    command += ["--lighthouse", f"http://{name}-lighthouse:{port}"]
+    command += ["--ranks-per-node", str(ranks_per_node)]
+    command += ["--nodes", str(options.nodes)]
+    # Name of the group's first pod: JOBSET-REPLICATEDJOB-JOB-POD.SUBDOMAIN. The subdomain is the
+    # name of the JobSet.
+    first_pod = f"{name}-groups-$(GROUP)-0.{name}"
+    command += ["--rendezvous", f"{first_pod}:{RENDEZVOUS_PORT}"]
+    command += ["--metrics-port", f"[::]:{METRICS_PORT}"]
     if flags:
         # Escaped: Kubernetes would replace $(NAME) in a flag of the user.
         command += ["--", *(flag.replace("$(", "$$(") for flag in flags)]

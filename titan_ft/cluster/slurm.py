@@ -1,7 +1,17 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Submit a run to Slurm: a job for the lighthouse, and an array with one element for each replica
-group. This is `titan-ft slurm submit`.
+"""Submit a run to Slurm: `titan-ft slurm submit`.
+
+A run is a job for the lighthouse (two with a standby), and a job array with one element for each
+replica group. `submit` proceeds in these steps:
+
+1. Check the options, and refuse the folder of a run that still runs.
+2. Make the run's folder with the token, and remove the files of an earlier submission.
+3. Submit the lighthouse, and then the array, which begins after the start of the lighthouse. If a
+   submission fails, cancel the lighthouses: a run is submitted as a whole or not at all.
+4. Record the ids of the jobs in the folder. The batch scripts read them.
+
+The batch script of a group runs `titan-ft group` on each of its nodes (`cluster.group`).
 """
 
 from __future__ import annotations
@@ -42,13 +52,13 @@ BATCH = Path(__file__).parent / "batch"
 Jobs read the scripts when they start, so the folder must be on storage that all nodes share.
 """
 
-_FORGOTTEN = "Invalid job id"
-"""Part of squeue's error for a job that ended some minutes ago."""
+_JOB_FORGOTTEN = "Invalid job id"
+"""Part of squeue's error for a job that ended some minutes ago, which Slurm has forgotten."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """Arguments of sbatch.
+    """Arguments of sbatch for the jobs of a run.
 
     Attributes:
         lighthouse: arguments for the job of the lighthouse, and for the job of a standby.
@@ -91,7 +101,10 @@ def plan_submission(options: SlurmSubmit, flags: Sequence[str]) -> Submission:
     lighthouse = [
         *split_options("--lighthouse-options", options.lighthouse_options),
         f"--output={logs / 'lighthouse-%j.log'}",
-        *(str(BATCH / "lighthouse.sbatch"), str(BATCH), sys.executable, str(root)),
+        str(BATCH / "lighthouse.sbatch"),
+        str(BATCH),
+        sys.executable,
+        str(root),
         *changed_settings(lighthouse_settings(table)),
     ]
     groups = [
@@ -143,7 +156,7 @@ def submit(options: SlurmSubmit, flags: Sequence[str]) -> int:
         raise unwritable("--run-dir", options.run_dir, error) from error
     with ExitStack() as undo:
         lighthouses: list[str] = []
-        # If a later submission fails, the lighthouses would wait for groups without end.
+        # After a failed submission, the lighthouses would wait for groups without end.
         undo.callback(_cancel, lighthouses)
         for _ in range(num_lighthouses):
             job = _sbatch(plan.lighthouse)
@@ -154,7 +167,7 @@ def submit(options: SlurmSubmit, flags: Sequence[str]) -> int:
         if groups is None:
             return 1
         undo.pop_all()
-    _announce(root, groups, lighthouses)
+    _record_jobs(root, groups, lighthouses)
     return 0
 
 
@@ -196,8 +209,8 @@ def _is_unfinished(job: str) -> bool:
     except OSError:
         # This host has no squeue.
         return False
-    # Slurm forgets a job some minutes after its end, and then calls its id invalid.
-    if listed.returncode != 0 and _FORGOTTEN not in listed.stderr:
+    # Slurm forgets a job some minutes after its end, and squeue then fails.
+    if listed.returncode != 0 and _JOB_FORGOTTEN not in listed.stderr:
         reason = " ".join(listed.stderr.split()) or f"status {listed.returncode}"
         raise ConfigError(
             f"squeue must say whether job {job} of --run-dir is over, got no answer ({reason}); "
@@ -231,19 +244,19 @@ def _prepare(root: Path, token_file: Path | None) -> None:
     """
     for folder in (root / "logs", root / "slurm"):
         make_folder(folder)
-    _place_token(root / "token", token_file)
-    stale = [
+    _write_token(root / "token", token_file)
+    files_of_earlier_run = [
         _jobs_file(root),
         root / "lighthouse.json",
         RunPaths(root).finished,
         *(root / "slurm").glob("exclude-*"),
     ]
-    for file in stale:
+    for file in files_of_earlier_run:
         file.unlink(missing_ok=True)
 
 
-def _place_token(own: Path, given: Path | None) -> None:
-    """Put the run's token into its folder: a copy of the given file, or a new token.
+def _write_token(own: Path, given: Path | None) -> None:
+    """Write the run's token into its folder: a copy of the given file, or a new token.
 
     Each submission draws a new token. With the former token, a stranger could replay names of the
     earlier submission that he recorded from the network. An older group with another config would
@@ -270,7 +283,7 @@ def _jobs_file(root: Path) -> Path:
     return root / "slurm" / "jobs"
 
 
-def _announce(root: Path, groups: str, lighthouses: Sequence[str]) -> None:
+def _record_jobs(root: Path, groups: str, lighthouses: Sequence[str]) -> None:
     """Record the ids of the jobs for the batch scripts, and print the commands for the user."""
     ids = " ".join([groups, *lighthouses])
     write_whole(_jobs_file(root), f"{ids}\n".encode())

@@ -8,7 +8,7 @@ import re
 import subprocess
 from collections.abc import Mapping
 
-_RANKS = ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+_RANK_VARIABLES = ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 """Variables with the number of ranks on a node. The first that has a number counts."""
 _SCONTROL_SECONDS = 30.0
 """Time limit of scontrol."""
@@ -25,7 +25,7 @@ def read_ranks_per_node(environ: Mapping[str, str]) -> int | None:
 
     Slurm writes such a number as "8", "h100:8" or "4(x2)".
     """
-    for name in _RANKS:
+    for name in _RANK_VARIABLES:
         found = re.match(r"(?:[^:]*:)*(\d+)", environ.get(name, ""))
         if found is not None:
             return int(found[1])
@@ -44,8 +44,11 @@ def choose_rendezvous(environ: Mapping[str, str]) -> str:
 
 
 def find_first_host(nodes: str) -> str:
-    """Return the first host of a list such as node[03-07,09],other1."""
-    # In a container, scontrol may be missing, or fail for lack of Slurm's configuration.
+    """Return the first host of a list such as node[03-07,09],other1.
+
+    scontrol knows all forms of such a list. In a container it may be missing, or fail for lack of
+    Slurm's configuration.
+    """
     command = ["scontrol", "show", "hostnames", nodes]
     try:
         done = subprocess.run(
@@ -59,8 +62,9 @@ def find_first_host(nodes: str) -> str:
 
 
 def _parse_first_host(nodes: str) -> str:
-    # Prefix, first number in the brackets, suffix.
+    # A prefix, the first number in the brackets, and a suffix, as in node[03-07]-gpu.
     bracketed = re.match(r"([^],\[]*)\[(\d+)[^\]]*\]([^,]*)", nodes)
     if bracketed is None:
         return nodes.partition(",")[0]
-    return "".join(bracketed.groups())
+    prefix, first_number, suffix = bracketed.groups()
+    return f"{prefix}{first_number}{suffix}"
