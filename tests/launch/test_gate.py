@@ -379,7 +379,7 @@ def test_a_lighthouse_may_have_all_descriptors_that_the_system_allows(
 def test_a_process_without_descriptors(passage: Passage, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest stranger makes room for the next connection; without strangers the gate waits."""
     idle = socket.create_connection(("127.0.0.1", passage.port), DEADLINE)
-    wait_for(lambda: passage.gate._unknown, "it is there")
+    wait_for(lambda: passage.gate._strangers, "it is there")
     fails = [OSError(24, "Too many open files")] * 3
 
     class Listener(socket.socket):
