@@ -28,7 +28,7 @@ from titan_ft import versions
 from titan_ft.config import ConfigError
 from titan_ft.data.datasets import load_text
 from titan_ft.launch import store_server
-from titan_ft.launch.group.forks import ask_fork
+from titan_ft.launch.group.forks import call_in_fork
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, NO_RESTART_CODE
 from titan_ft.protocol.errors import JobFinished, ReplicaError
 from titan_ft.run.appender import finish_waiting
@@ -119,7 +119,7 @@ def check(args: Sequence[str]) -> None:
         module = job_config.experimental.custom_import
         mistake: str | None = ""
         if module:
-            mistake = ask_fork(lambda: _find_mistake(args))
+            mistake = call_in_fork(lambda: _find_mistake(args))
         if mistake is None:
             # A worker whose import ends the process with status 0 would count as finished.
             raise ConfigError(
@@ -159,7 +159,7 @@ def _gpus_counted_in_fork() -> Iterator[None]:
     if not cuda._is_compiled():
         yield
         return
-    answer = ask_fork(lambda: str(cuda.device_count()))
+    answer = call_in_fork(lambda: str(cuda.device_count()))
     if not answer:
         raise RuntimeError("torch cannot count the GPUs of this host (see above)")
     cuda._cached_device_count = int(answer)

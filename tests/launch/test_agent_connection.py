@@ -55,7 +55,7 @@ def test_messages_arrive_in_order(sockets: Sockets) -> None:
         for end, leads in zip(sockets, (True, False), strict=True)
     )
     exit = WorkerExit(2, 77, 1, WorkerError("KeyError: x", transient=False, time=1.5), host="n1")
-    state = WorkersState(4, {2: 77}, [exit], [], is_collected=True, answered=0)
+    state = WorkersState(4, {2: 77}, [exit], [], all_reaped=True, last_ping=0)
     follower.send(Hello("n1", 2))
     follower.send(state)
     leader.send(EndOrder(3.0))

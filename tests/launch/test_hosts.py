@@ -353,7 +353,7 @@ def test_a_crowd_of_one_host_takes_no_place_of_another(monkeypatch: pytest.Monke
         ours.poll()
         follower.send(Hello("n1", 1))
         deadline = time.monotonic() + 10.0
-        while not any(member.is_present for member in ours._members):
+        while not any(agent.is_follower for agent in ours._agents):
             assert time.monotonic() < deadline
             follower.poll()
             ours.poll()
@@ -429,7 +429,7 @@ def test_a_host_that_does_not_end_its_workers_is_named(monkeypatch: pytest.Monke
     """The agent on that host may be stopped (SIGSTOP). The group continues without the host, and
     the leader reports its name.
     """
-    monkeypatch.setattr(hosts, "_COLLECT_SECONDS", 0.1)
+    monkeypatch.setattr(hosts, "_REAP_SECONDS", 0.1)
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = Followers(listener, 2, "secret", 3, said.append)

@@ -91,7 +91,7 @@ def test_nothing_is_written_through_a_link(config: Path, name: str) -> None:
     if name == "config.toml":
         with (
             pytest.raises(ConfigError, match=r"can be written, got .*symbolic links"),
-            plan(config).occupied(),
+            plan(config).locked(),
         ):
             pass
     else:
@@ -372,10 +372,10 @@ def test_the_command_that_goes_on_wins_over_the_toml(config: Path) -> None:
 @pytest.mark.parametrize(("flags", "saves"), [([], False), (["--checkpoint.enable"], True)])
 def test_a_plan_knows_whether_the_run_saves(config: Path, flags: list[str], saves: bool) -> None:
     """By the TOML and the flags, as the workers read them."""
-    assert plan(config, worker_args=flags).saves is saves
+    assert plan(config, worker_args=flags).saves_checkpoints is saves
     config.write_text(config.read_text() + "[checkpoint]\nenable = true\n")
-    assert plan(config, worker_args=flags).saves
-    assert not plan(config, worker_args=["--checkpoint.no-enable"]).saves
+    assert plan(config, worker_args=flags).saves_checkpoints
+    assert not plan(config, worker_args=["--checkpoint.no-enable"]).saves_checkpoints
 
 
 def test_refusals(config: Path, tmp_path: Path) -> None:
@@ -519,7 +519,7 @@ def test_two_launches_at_once(config: Path, resume: bool) -> None:
     if resume:
         (paths.checkpoint / "step-10").mkdir(parents=True)
     first, second = plan(config, resume=resume), plan(config, resume=resume)
-    with first.occupied():
+    with first.locked():
         first.write()
         held = paths.config.read_text()
         with pytest.raises(
@@ -527,7 +527,7 @@ def test_two_launches_at_once(config: Path, resume: bool) -> None:
         ):
             launch(second)
         assert paths.config.read_text() == held
-    with second.occupied():
+    with second.locked():
         second.write()
     assert paths.config.read_text() != held
 

@@ -157,7 +157,7 @@ def test_a_lighthouse_that_starts_anew_keeps_its_token(
     monkeypatch.setenv("TITAN_FT_TOKEN_FILE", str(file))
     monkeypatch.setenv("TITAN_FT_TOKEN", "")  # and taken away at the end
     monkeypatch.setattr(lighthouse, "allow_namespaces", lambda: "")
-    monkeypatch.setattr(lighthouse, "_serve", lambda *_: "127.0.0.1:1")
+    monkeypatch.setattr(lighthouse, "_serve_once", lambda *_: "127.0.0.1:1")
     tokens: list[str | None] = []
     monkeypatch.setattr(os, "execv", lambda *_: tokens.append(os.environ.get("TITAN_FT_TOKEN")))
     # None asked to stop. Signals of the process that runs the tests stay as they are.

@@ -731,8 +731,8 @@ raise KeyError("nope")
 
 
 def test_all_groups_abort(run: Any) -> None:
-    """A native crash of all groups stops the run as an exception does, and its line has the log's
-    last words.
+    """A native crash of all groups stops the run as an exception does, and its line has the last
+    line of the log that names an error.
     """
     words = "  what():  [enforce fail at pair.cc] 8 vs 4\nFatal Python error: Aborted\n"
     code, printed, errors = crashing(run, f"import os; print({words!r}, flush=True); os.abort()")

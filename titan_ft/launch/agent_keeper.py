@@ -1,12 +1,20 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Keep the agent of one group running, as the agent keeps the group's workers.
+"""Keep the agent of one group running, as the agent keeps the group's workers running.
 
-An agent that gives its group up writes an event and ends with an exit status for it. Any other end
-is an unexpected death: SIGKILL, the kernel's OOM killer, an exception of the agent itself. After
-such a death the keeper waits until the workers of the agent have ended as well. Then it starts
-another agent, under the same `RestartPolicy` as the workers. An agent that is stopped (SIGSTOP)
-cannot restart workers that end meanwhile, so the keeper kills the agent and starts another one.
+An agent that ends by its own decision writes an event and ends with an exit status for it. Any
+other end is an unexpected *death*: SIGKILL, the kernel's OOM killer, an exception of the agent
+itself. The launcher has an `AgentKeeper` for each group, which proceeds in these steps:
+
+1. Start an agent, and poll it.
+2. After a death, kill the workers of the agent that still run, and wait until they have ended.
+3. Ask a `RestartPolicy` whether another agent is started. This policy counts deaths of agents, and
+   the agent's own policy counts ends of workers.
+4. After the pause of the policy, start another agent, or announce that the group is given up.
+
+An agent that is stopped (SIGSTOP) cannot restart workers that end meanwhile. The keeper kills such
+an agent, which is then a death like any other. If a host has no room for a process, the failed
+start counts as a death as well.
 """
 
 from __future__ import annotations
@@ -42,19 +50,19 @@ FROZEN_SECONDS = 10.0
 
 An agent that runs notices the end of its workers within moments.
 """
-LOST = "lost"
+CAUSE_LOST = "lost"
 """`ReplicaGaveUp.cause` of a lost group that is killed because all other groups have ended."""
 
 
 @dataclass
 class _Agent:
-    """One agent of the group. Times are by the keeper's clock."""
+    """One agent of the group. Times are in seconds of the keeper's clock."""
 
     child: Child
     first_attempt: int
     start_time: float
     log_offset: int
-    """Size of the agents' common log at the start: exceptions before it are of earlier agents."""
+    """Size of the log at the start of this agent. Lines before it are of earlier agents."""
     death_time: float | None = None
     """When the keeper found the agent dead; None before."""
     freeze_time: float | None = None
@@ -78,8 +86,8 @@ class _Agent:
 class AgentKeeper:
     """Starts the agent of one group, and another agent after each unexpected death.
 
-    `LocalRun` makes one keeper for each group, and calls all methods on its only thread. A group
-    that was given up stays so until `take_over`.
+    `LocalRun` makes one keeper for each group, and calls all methods on its only thread. The
+    constructor starts the first agent. A group that was given up stays so until `take_over`.
 
     Args:
         slot: slot of the group.
@@ -113,16 +121,18 @@ class AgentKeeper:
         self._announce = announce
         self._clock = clock
         self._planned_attempt = paths.next_attempt(slot)
-        """The latest attempt that the keeper gave a number, also if its agent could not be
-        started.
+        """Number of the first attempt of the latest agent, even if that agent could not be started.
         """
+        # The keeper is in one of four states: an agent runs or has just ended (all of the next
+        # three are unset), the pause before a restart, a failed start, or the group is over.
         self._restart_time: float | None = None
-        """When to start the next agent, by the keeper's clock; None outside the pause before it."""
-        self._restart_reason = ""
+        """When to start the next agent, by the keeper's clock; None outside the pause."""
         self._start_error = ""
-        """Why the last start failed; empty once the policy has decided what follows."""
+        """Why the last start failed; empty once the policy has decided about the next start."""
         self._is_over = False
         """Whether no agent follows, except by `take_over`."""
+        self._restart_reason = ""
+        """Why the next agent is a restart."""
         self._agent = self._start(self._planned_attempt, "")
 
     @property
@@ -132,12 +142,12 @@ class AgentKeeper:
 
     @property
     def code(self) -> int | None:
-        """Exit status of the latest agent; None while the agent runs, or if another one follows."""
+        """Exit status of the latest agent; None while it runs, or if another agent may follow."""
         code = self._agent.child.code
         if self._is_over:
             return code
-        # The exit status is that of the agent before the pause, or before the failed start.
-        if self._restart_time is not None or self._start_error:
+        is_between_agents = self._restart_time is not None or bool(self._start_error)
+        if is_between_agents:
             return None
         if code is not None and is_death(code):
             return None
@@ -172,7 +182,7 @@ class AgentKeeper:
         return self._latest_attempt
 
     def poll(self) -> None:
-        """Notice a death, wait for the end of the workers, start the next agent; call it often."""
+        """Take the next step, see the module's head. Does not block; call it often."""
         if self._is_over:
             return
         if self._start_error:
@@ -188,7 +198,7 @@ class AgentKeeper:
         self.child.process.kill()
         for worker in self._living_workers():
             _kill(worker)
-        self._announce_give_up(LOST, reason, error="")
+        self._announce_give_up(CAUSE_LOST, reason, error="")
 
     def report_death(self) -> None:
         """Announce the death of an agent that is not replaced, because the run is being stopped."""
@@ -197,13 +207,16 @@ class AgentKeeper:
             self.report_end()
 
     def report_end(self) -> None:
-        """Announce, once, an end that no event explains; no agent follows."""
+        """Announce, once, an end of the agent that no event of its own explains.
+
+        No agent follows.
+        """
         code = self.child.code
         if code is None or self._is_over:
             return
         self._is_over = True
         if self._restart_time is not None:
-            return  # this end was announced before the pause began
+            return  # `_carry_out` announced this end when the pause began
         if self._start_error:
             self._announce(self._describe_failed_start(restarts=False))
         else:
@@ -260,10 +273,9 @@ class AgentKeeper:
     def _kill_if_frozen(self) -> None:
         """Kill an agent that is stopped (SIGSTOP) and so cannot restart its ended workers."""
         agent = self._agent
-        is_frozen = (
-            self._workers() and _is_stopped(agent.child.process.pid) and not self._living_workers()
-        )
-        if not is_frozen:
+        is_stopped = _is_stopped(agent.child.process.pid)
+        have_workers_ended = bool(self._workers()) and not self._living_workers()
+        if not (is_stopped and have_workers_ended):
             agent.freeze_time = None
             return
         if agent.freeze_time is None:
@@ -277,8 +289,8 @@ class AgentKeeper:
 
     def _decide_after_failed_start(self) -> None:
         """Let the policy decide after a start that failed."""
-        # Transient, so that it counts as a restart but never as part of a crash loop. There is no
-        # exit status, and 1 stands for any failure.
+        # A transient error counts as a restart, but never as part of a crash loop. There is no exit
+        # status, and 1 stands for any failure.
         error = WorkerError(self._start_error, transient=True, time=time.time())
         decision = self._policy.decide(AttemptEnd(code=1, alive_seconds=0.0, error=error))
         ended = self._describe_failed_start(restarts=not isinstance(decision, NoRestart))
@@ -289,7 +301,8 @@ class AgentKeeper:
         """Announce an end, and plan the restart or announce that the group is given up.
 
         Args:
-            decision: seconds until the restart, or why there is none.
+            decision: the policy's: seconds until the restart, or why there is none.
+            ended: the event of the end.
         """
         self._announce(ended)
         if isinstance(decision, NoRestart):
@@ -341,8 +354,8 @@ class AgentKeeper:
 
     def _try_start(self, reason: str) -> None:
         """Start the next agent; if the host has no room for a process, `poll` tries again."""
-        # Never a number that was used before, also if that attempt did not get to start its
-        # workers: the events of two attempts would be taken for one.
+        # Never a number that was used before, even if the agent then started no workers. Otherwise
+        # readers of the events would take two attempts for one.
         self._planned_attempt = max(self._latest_attempt + 1, self._paths.next_attempt(self.slot))
         self._restart_time = None
         self._start_error = ""

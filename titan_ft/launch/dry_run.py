@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Describe the processes, memory and traffic of a launch: `titan-ft launch --dry-run`.
 
-Nothing is started. The model itself is built without memory, and its sizes are measured. So this
-process imports torch and torchtitan, as a worker does.
+Nothing is started. The model is built without memory (torch's meta device), and its sizes are
+measured. So this process imports torch and torchtitan, as a worker does. `cli.launch` calls
+`describe` for the text and `describe_sizes` for the JSON, on the main thread.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def describe(plan: LaunchPlan) -> str:
     if not options.lighthouse_port:
         port = "PORT"
         lighthouse_address = f"http://{HOST}:{port} (the system chooses PORT)"
-    checkpoints = "on" if plan.saves else CHECKPOINTS_OFF.removeprefix("checkpoints are ")
+    checkpoints = (
+        "on" if plan.saves_checkpoints else CHECKPOINTS_OFF.removeprefix("checkpoints are ")
+    )
     faults = "none"
     if plan.chaos is not None:
         faults = f"{options.chaos}, seed {plan.chaos.seed}"

@@ -9,7 +9,7 @@ import importlib.util
 import os
 from importlib.machinery import PathFinder
 
-from titan_ft.launch.group.forks import ask_fork
+from titan_ft.launch.group.forks import call_in_fork
 
 
 def listed_gpus() -> list[str] | None:
@@ -33,7 +33,7 @@ def num_gpus() -> int | None:
     listed = listed_gpus()
     if listed is not None:
         return len(listed)
-    answer = ask_fork(_count_by_nvml)
+    answer = call_in_fork(_count_by_nvml)
     return int(answer) if answer else None
 
 

@@ -1,7 +1,22 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Decide what a launch on this host starts, and check the options and the config before anything
-starts.
+"""Decide what a launch on this host starts, check it before anything starts, and write its folder.
+
+`titan-ft launch` makes a `LaunchPlan`. Its constructor checks the options, the config and the run's
+folder, and changes nothing. So a mistake is one line, and leaves nothing behind. `--dry-run` only
+describes the plan (`dry_run`). Otherwise `local.launch`
+
+1. locks the run's folder (`locked`),
+2. writes a copy of the config into the folder, below the command of this launch (`write`),
+3. starts processes with the command lines of the plan (`lighthouse_command`, `agent_args`).
+
+A setting of the workers comes from the TOML, from the launcher's own flags (`worker_flags`), or
+from the user's flags after the --. Each later source wins over the earlier ones.
+
+The launcher does not import torchtitan, so it cannot read the config as the workers do. It checks
+the settings that must fit this launch. The zygote checks all others (`LocalRun.check`).
+
+All functions are called on the launcher's main thread.
 """
 
 from __future__ import annotations
@@ -61,23 +76,27 @@ from titan_ft.training.divisions import DEGREES, check_ranks
 if TYPE_CHECKING:
     from titan_ft.chaos.plan import Plan
 
-KNOWN_MODULES = ("", "titan_ft.config", "torchtitan.components.ft.config")
-"""Config modules whose [fault_tolerance] table is known here.
+KNOWN_CONFIG_MODULES = ("", "titan_ft.config", "torchtitan.components.ft.config")
+"""Values of `job.custom_config_module` with which the fields of [fault_tolerance] are known here.
 
-Another module may add fields to the table. The workers check these fields.
+Another module may add fields to the table. Only the workers can check those.
 """
 
-OWN_FLAGS = {
+LAUNCHER_FLAGS = {
     "job.config_file": "CONFIG",
     "job.dump_folder": "--run-dir",
     f"{TABLE}.group_size": "--replicas",
     f"{TABLE}.replica_id": "--replicas",
 }
-"""Flags that the launcher gives to the workers, with the option of the launch for each."""
+"""Flags that the launcher gives to the workers, with the option of titan-ft launch that sets each.
+
+The user must not give these flags.
+"""
 
 LOAD_STEP = "checkpoint.load_step"
+"""The setting that chooses the checkpoint from which training starts; -1 is the latest."""
 
-LASTING_OPTIONS = (
+REPEATED_OPTIONS = (
     "max_restarts",
     "lighthouse_port",
     "spares",
@@ -86,28 +105,25 @@ LASTING_OPTIONS = (
     "metrics_port",
     "private_network",
 )
-"""Options that the command to continue a run repeats. Others, as --chaos and --minutes, are for one
-launch.
+"""Options that the command to continue a run repeats. Others, such as --chaos and --minutes, are
+for one launch only.
 """
 
 
 class LaunchPlan:
     """The plan of one launch: the processes and the folder of a run.
 
-    The constructor checks everything, and changes nothing. `local.launch` calls `occupied` and
-    `write` before it starts the run.
-
     Args:
         options: options of `titan-ft launch`.
-        worker_args: torchtitan's flags, added last to the workers' command line, so that they win.
+        worker_args: the user's flags for torchtitan, after the --.
         chaos: the faults to inject; None injects none.
         module: Python module that the workers run.
-        resolve: resolves the values of two launches, for a resume.
+        resolve: returns the values of two launches by their flags; called for a resume only.
 
     Attributes:
-        notes: ignored settings of the config and unmet expectations, a line each.
+        notes: lines for the user: settings that do not count here, and wishes that cannot be met.
         changes: fields that differ from the launch that is resumed; empty without --resume.
-        saves: whether checkpoints are on.
+        saves_checkpoints: whether checkpoints are on.
 
     Raises:
         ConfigError: an option or the TOML is wrong.
@@ -136,37 +152,46 @@ class LaunchPlan:
         _check_options(options)
         _check_text(options, self.worker_args)
         self.config = find_config(options.config)
-        values = load_toml(self.config)
-        job = values.get("job")
-        if not isinstance(job, Mapping) or job.get("custom_config_module", "") in KNOWN_MODULES:
-            check_toml(values)
-        table = {**values.get(TABLE, {}), **table_overrides(self.worker_args)}
-        self._check_worker_args(values.get(TABLE, {}))
+        toml_values = load_toml(self.config)
+        if _has_known_fields(toml_values):
+            check_toml(toml_values)
+        toml_table = toml_values.get(TABLE, {})
+        # The [fault_tolerance] table with the user's flags for it, which win.
+        table = {**toml_table, **table_overrides(self.worker_args)}
+        self._check_worker_args(toml_table)
         self._check_table(table)
         self._check_gpus(table.get("process_group", FaultTolerance.process_group))
-        _check_ranks(values, self.worker_args, self.num_replicas, self.num_ranks)
+        _check_ranks(toml_values, self.worker_args, self.num_replicas, self.num_ranks)
         self.lighthouse = lighthouse_settings(table)
         self.drain_seconds = self._resolve_drain_timeout(table)
-        self._sets_load_step = "load_step" in values.get("checkpoint", {})
-        self.saves = _is_enabled("checkpoint.enable", values, self.worker_args)
-        # New for each launch: the id distinguishes its groups from those of an earlier run in this
-        # folder, and from those of another run at this lighthouse.
+        self._sets_load_step = "load_step" in toml_values.get("checkpoint", {})
+        self.saves_checkpoints = _is_enabled("checkpoint.enable", toml_values, self.worker_args)
+        # Unless the config has one, each launch makes a new id. It distinguishes the groups of this
+        # launch from groups of an earlier launch in this folder that still run, and from groups of
+        # another run that reach this lighthouse.
         self.job_id: str = table.get("job_id", "")
         if not self.job_id:
             self.job_id = f"{_plain_name(self.paths.root.name)}-{secrets.token_hex(3)}"
-        self.job_curve = self._find_job_curve(values)
-        wants_wandb = _is_enabled("metrics.enable_wandb", values, self.worker_args)
+        self.job_curve = self._find_job_curve(toml_values)
+        wants_wandb = _is_enabled("metrics.enable_wandb", toml_values, self.worker_args)
         if wants_wandb and find_spec("wandb") is None:
-            # torchtitan trains without W&B then, and only the log of a rank contains a warning.
+            # torchtitan would train without W&B, and warn in the log of a rank only.
             self.notes.append(
                 "metrics.enable_wandb is true and wandb is not installed: nothing is written for "
                 "W&B; pip install wandb, or set it to false"
             )
+        self._check_folder(toml_values)
+
+    def _check_folder(self, toml_values: Mapping[str, Any]) -> None:
+        """Check that this run may use its folder: a new or empty one, or with --resume a run's."""
+        options = self.options
         self.check_not_in_use()
         check_run_folder(self.paths.root)
+        # The files of launches that ended before any step must not block this one. `write` moves
+        # them aside.
         self._replaces_failed_start = not options.resume and is_failed_start(self.paths)
         if options.resume:
-            self._check_resume(values)
+            self._check_resume(toml_values)
         elif options.resume_with:
             raise ConfigError(
                 f"--resume-with must come with --resume, got {options.resume_with} alone; add it, "
@@ -212,25 +237,25 @@ class LaunchPlan:
                 return event.job_id
         return self.job_id
 
-    def _find_job_curve(self, values: Mapping[str, Any]) -> Path | None:
-        """Return the folder for the job's curves; None if TensorBoard is off.
+    def _find_job_curve(self, toml_values: Mapping[str, Any]) -> Path | None:
+        """Return the folder for the job's curves in TensorBoard; None if TensorBoard is off.
 
-        The folder is beside the groups' folders of curves.
+        The folder is beside the folders in which the groups write their curves.
         """
         flags = self.worker_flags([])
-        if not _is_enabled("metrics.enable_tensorboard", values, flags):
+        if not _is_enabled("metrics.enable_tensorboard", toml_values, flags):
             return None
-        curves = ""
+        curves_folder = ""
         for name, value in read_flags(flags):
             if name == "metrics.save_tb_folder":
-                curves = value  # the last flag wins
-        return self.paths.root / curves / JOB_CURVE
+                curves_folder = value  # the last flag wins
+        return self.paths.root / curves_folder / JOB_CURVE
 
-    def _check_worker_args(self, table: Mapping[str, Any]) -> None:
-        """Check that no flag of the user contradicts the launcher's own flags for the workers.
+    def _check_worker_args(self, toml_table: Mapping[str, Any]) -> None:
+        """Check that the user's flags and the TOML fit the launcher's own flags for the workers.
 
         Args:
-            table: the [fault_tolerance] table of the TOML.
+            toml_table: the [fault_tolerance] table of the TOML.
         """
         if {"-h", "--help"} & set(self.worker_args):
             raise ConfigError(
@@ -243,23 +268,34 @@ class LaunchPlan:
                 "--training.steps=60"
             )
         for name, value in read_flags(self.worker_args):
-            if name in OWN_FLAGS:
+            if name in LAUNCHER_FLAGS:
+                option = LAUNCHER_FLAGS[name]
                 raise ConfigError(
-                    f"--{name} must be left to titan-ft launch, got {value!r}; {OWN_FLAGS[name]} "
-                    "says it"
+                    f"--{name} must be left to titan-ft launch, got {value!r}; {option} says it"
                 )
-        if not _is_enabled(f"{TABLE}.enable", {TABLE: {"enable": True, **table}}, self.worker_args):
+        # Without a value in the TOML it is true, because `worker_flags` sets it.
+        with_default = {TABLE: {"enable": True, **toml_table}}
+        if not _is_enabled(f"{TABLE}.enable", with_default, self.worker_args):
             raise ConfigError(
                 f"{TABLE}.enable must be true for titan-ft launch, got false; set it, or start "
                 "plain training with torchrun -m titan_ft.train"
             )
-        size = table.get("group_size", 0)
-        if size not in (0, self.num_replicas):
-            given = f"{TABLE}.group_size = {size} of {self.options.config}"
-            self.notes.append(f"{given} does not count here, --replicas {self.num_replicas} does")
+        toml_size = toml_table.get("group_size", 0)
+        if toml_size not in (0, self.num_replicas):
+            self.notes.append(
+                f"{TABLE}.group_size = {toml_size} of {self.options.config} does not count here, "
+                f"--replicas {self.num_replicas} does"
+            )
 
     def _check_gpus(self, process_group: str) -> None:
-        """Check that there are enough GPUs; do nothing without GPUs, or with an unknown number."""
+        """Check that this host has enough GPUs for all groups.
+
+        Without GPUs the workers train on the CPU. If the number is unknown, nothing is checked.
+
+        Args:
+            process_group: what connects the groups, "gloo" or "nccl". With NCCL each rank needs a
+                GPU of its own. With Gloo, ranks of several groups may share a GPU.
+        """
         gpus = num_gpus()
         ranks = self.num_ranks
         replicas = self.num_replicas
@@ -288,7 +324,7 @@ class LaunchPlan:
         )
 
     def _check_table(self, table: Mapping[str, Any]) -> None:
-        """Check values that are wrong for this launch only. The workers check all other values."""
+        """Check values of [fault_tolerance] that are right in general, but wrong for this launch."""
         if table.get("lighthouse"):
             raise ConfigError(
                 f"{TABLE}.lighthouse must be empty for titan-ft launch, which starts its own "
@@ -302,57 +338,56 @@ class LaunchPlan:
                 f"{smallest}; lower it"
             )
 
-    def _check_resume(self, values: Mapping[str, Any]) -> None:
+    def _check_resume(self, toml_values: Mapping[str, Any]) -> None:
         """Check that the folder has a run that can continue from a checkpoint."""
         if not self.paths.has_events():
             raise ConfigError(
                 f"--resume needs an earlier run in --run-dir, got {self.options.run_dir}, which "
                 "holds none; correct the folder, or leave --resume out to begin a run there"
             )
-        if not self.saves:
+        if not self.saves_checkpoints:
             raise ConfigError(
                 "--resume needs checkpoint.enable = true, got false; without checkpoints "
                 f"training would start anew in {self.paths.root}: give another --run-dir"
             )
-        folder = self.paths.root / self._checkpoint_folder(values)
+        folder = self.paths.root / self._checkpoint_folder(toml_values)
         if not any(folder.glob("step-*")):
             raise ConfigError(
                 f"--resume needs a checkpoint in {folder}, got none; training would start anew in "
                 "this folder: give another --run-dir, or remove this one"
             )
+        earlier = read_command(self.paths.config)
         now = Command(
-            self.config,
-            self.num_replicas,
-            self.num_ranks,
-            tuple(self.worker_args),
-            self._working_folder,
+            toml=self.config,
+            replicas=self.num_replicas,
+            ranks=self.num_ranks,
+            flags=tuple(self.worker_args),
+            folder=self._working_folder,
         )
-        self.changes, note = find_changes(read_command(self.paths.config), now, self._resolve)
-        check_allowed(self.changes, self._resume_with)
-        if note:
-            self.notes.append(note)
+        self.changes, lr_note = find_changes(earlier, now, self._resolve)
+        check_allowed(self.changes, self._fields_allowed_to_change)
+        if lr_note:
+            self.notes.append(lr_note)
 
-    def _checkpoint_folder(self, values: Mapping[str, Any]) -> str:
-        """Return the folder, below the run's, in which the workers look for a checkpoint."""
-        folder = str(values.get("checkpoint", {}).get("folder", self.paths.checkpoint.name))
+    def _checkpoint_folder(self, toml_values: Mapping[str, Any]) -> str:
+        """Return the folder with the checkpoints, as a path from the run's folder."""
+        folder = str(toml_values.get("checkpoint", {}).get("folder", self.paths.checkpoint.name))
         for name, value in read_flags(self.worker_args):
             if name == "checkpoint.folder":
                 folder = value  # the last flag wins
         return folder
 
     @property
-    def _resume_with(self) -> list[str]:
-        """Names of the fields that may differ from the earlier launch."""
+    def _fields_allowed_to_change(self) -> list[str]:
+        """Names of the fields that may differ from the earlier launch, from --resume-with."""
         names = [name.strip() for name in self.options.resume_with.split(",")]
         return [name for name in names if name]
 
     def write(self) -> None:
-        """Make the run directory with the config of the run.
+        """Make the run directory, and write the config of the run into it.
 
         The head of the config lists the commands of all launches, this one first. The files of a
-        launch that ended before any step are moved aside, with a line. A resume removes the mark
-        that the job has finished: the user has a reason to continue, for example a failed last
-        save.
+        launch that ended before any step are moved aside, and a line says so.
 
         Raises:
             ConfigError: the directory cannot be written.
@@ -365,16 +400,18 @@ class LaunchPlan:
                     f"{folder.name} now"
                 )
             make_folder(self.paths.events)
-            toml_lines = without_headers(self.config)
             former_text = ""
             if self.paths.config.exists():
                 former_text = self.paths.config.read_text(encoding="utf-8")
             former_headers = takewhile(is_header, former_text.splitlines(keepends=True))
-            command = self._arguments(
+            arguments = self._arguments(
                 self.worker_args, resume=self.options.resume, resume_with=self.options.resume_with
             )
-            headers = header_lines(command, self._working_folder)
+            headers = header_lines(arguments, self._working_folder)
+            toml_lines = without_headers(self.config)
             self._write_config("".join([*headers, *former_headers, *toml_lines]), former_text)
+            # The mark that the job has finished, by which groups would not be restarted. The user
+            # has a reason to continue a finished job, for example a failed last save.
             self.paths.finished.unlink(missing_ok=True)
         except OSError as error:
             raise self._unwritable(error) from error
@@ -400,11 +437,11 @@ class LaunchPlan:
             config.write(text)
 
     @contextlib.contextmanager
-    def occupied(self) -> Iterator[None]:
-        """Lock the run directory against other launches; an end by SIGKILL unlocks it too.
+    def locked(self) -> Iterator[None]:
+        """Lock the run directory against other launches as long as the context lasts.
 
         Of two launches in one directory, each would take the other's checkpoints and events for its
-        own.
+        own. The kernel removes the lock when this process ends, also by SIGKILL.
 
         Raises:
             ConfigError: another launch uses the directory, or the directory cannot be written.
@@ -423,7 +460,9 @@ class LaunchPlan:
             yield
 
     def check_not_in_use(self) -> None:
-        """Refuse a folder that another launch uses. Later checks advise to remove the folder.
+        """Refuse a folder that another launch uses.
+
+        This check comes before those that advise to remove the folder.
 
         Raises:
             ConfigError: another launch uses the folder.
@@ -445,18 +484,26 @@ class LaunchPlan:
         """Command that continues from the run's last checkpoint, for a shell in this directory."""
         flags = _without_flag(LOAD_STEP, self.worker_args)
         if self._sets_load_step or flags != self.worker_args:
-            # Otherwise the command would go back to the step of the setting once more.
+            # This launch started at a step that the user chose. The next launch must start at the
+            # latest checkpoint, and not at that step again.
             flags.append(f"--{LOAD_STEP}=-1")
         return shlex.join(["titan-ft", "launch", *self._arguments(flags, resume=True)])
 
     def _arguments(
         self, worker_args: Sequence[str], *, resume: bool, resume_with: str = ""
     ) -> list[str]:
-        """Return the arguments of a launch like this one."""
+        """Return the command line of a launch like this one, after "titan-ft launch".
+
+        Args:
+            worker_args: flags for torchtitan.
+            resume: whether --resume is among the options.
+            resume_with: value of --resume-with; empty: the option is left out.
+        """
         options = self.options
         config = options.config
         if config.parent.name.startswith(MODULE_TOML_PREFIX):
-            # A temporary file of this process. The copy in the run's folder stays.
+            # The TOML is a temporary file, which this process made of torchtitan's --module and
+            # --config. The copy in the run's folder stays.
             config = self.paths.config
         words = [str(config)]
         words += ["--replicas", str(self.num_replicas)]
@@ -464,10 +511,11 @@ class LaunchPlan:
         words += ["--run-dir", str(options.run_dir)]
         for field in fields(options):
             value = getattr(options, field.name)
-            if field.name not in LASTING_OPTIONS or value == field.default:
+            if field.name not in REPEATED_OPTIONS or value == field.default:
                 continue
             words.append(f"--{field.name.replace('_', '-')}")
-            if value is not True:
+            is_switch = value is True
+            if not is_switch:
                 words.append(str(value))
         if resume:
             words.append("--resume")
@@ -513,14 +561,17 @@ class LaunchPlan:
         return [*args, "--", *self.worker_flags([f"--{TABLE}.replica_id={slot}"])]
 
     def flags_for_check(self) -> list[str]:
-        """Return a worker's flags with the user's config file, before the run has a folder."""
-        flags = self.worker_flags([f"--{TABLE}.replica_id=0"])
-        return [f"--job.config_file={self.config}", *flags[1:]]
+        """Return the flags with which the zygote checks the config, before the run has a folder.
+
+        They are a worker's flags, but with the user's config file instead of its copy.
+        """
+        _copy, *other_flags = self.worker_flags([f"--{TABLE}.replica_id=0"])
+        return [f"--job.config_file={self.config}", *other_flags]
 
     def worker_flags(self, group_flags: list[str]) -> list[str]:
-        """Return the flags of a group's workers.
+        """Return the flags of a group's workers, the config file first.
 
-        Flags of the user come last and win.
+        The user's flags come last, because the last flag wins.
 
         Args:
             group_flags: flags of this group alone.
@@ -536,6 +587,14 @@ class LaunchPlan:
             f"--{TABLE}.drain_timeout_seconds={self.drain_seconds:g}",
             *self.worker_args,
         ]
+
+
+def _has_known_fields(toml_values: Mapping[str, Any]) -> bool:
+    """True if no module of the user's adds fields to the config; see `KNOWN_CONFIG_MODULES`."""
+    job = toml_values.get("job")
+    if not isinstance(job, Mapping):
+        return True
+    return job.get("custom_config_module", "") in KNOWN_CONFIG_MODULES
 
 
 def _check_options(options: Launch) -> None:
@@ -592,19 +651,20 @@ def _check_text(options: Launch, worker_args: Sequence[str]) -> None:
         try:
             str(value).encode()
         except UnicodeEncodeError:
-            is_complete = name.isupper() or name.startswith("--")
-            flag = name if is_complete else f"--{name}"
+            # `read_flags` returns names without --. CONFIG is an argument, and has none.
+            has_prefix = name == "CONFIG" or name.startswith("--")
+            flag = name if has_prefix else f"--{name}"
             raise ConfigError(
                 f"{flag} must be UTF-8, got {str(value)!a}; rename it, or correct it"
             ) from None
 
 
 def _check_ranks(
-    values: Mapping[str, Any], worker_args: Sequence[str], num_replicas: int, num_ranks: int
+    toml_values: Mapping[str, Any], worker_args: Sequence[str], num_replicas: int, num_ranks: int
 ) -> None:
-    """Check that the parallel degrees divide a group's ranks.
+    """Check that the parallel degrees divide a group's ranks, and the groups the global batch.
 
-    A value that is no whole number ends the check: the workers refuse such a value.
+    Does nothing if a value is no whole number: the workers refuse such a value.
 
     Raises:
         ConfigError: a degree or a batch size does not fit.
@@ -619,8 +679,8 @@ def _check_ranks(
         "global_batch_size": None,
     }
     tables = {"parallelism": parallelism, "training": training}
-    # Flags come after the TOML, and win.
-    for name, value in [*flat_values(values), *read_flags(worker_args)]:
+    # The tables hold torchtitan's defaults. The TOML replaces them, and then the flags do.
+    for name, value in [*flat_values(toml_values), *read_flags(worker_args)]:
         section, _, key = name.partition(".")
         table = tables.get(section)
         if table is None or key not in table:
@@ -629,6 +689,7 @@ def _check_ranks(
             table[key] = int(value)
         except (TypeError, ValueError):
             return
+    # `check_ranks` takes a config of torchtitan, which this process must not import.
     config = SimpleNamespace(
         parallelism=SimpleNamespace(**parallelism),
         training=SimpleNamespace(**training),
@@ -637,13 +698,14 @@ def _check_ranks(
     check_ranks(config, num_ranks)
 
 
-def _is_enabled(switch: str, values: Mapping[str, Any], worker_args: Sequence[str]) -> bool:
+def _is_enabled(switch: str, toml_values: Mapping[str, Any], worker_args: Sequence[str]) -> bool:
     """True if a switch such as checkpoint.enable is on.
 
-    The last of the workers' flags wins, and any flag wins over the TOML.
+    A flag wins over the TOML, and a later flag over an earlier one. --checkpoint.no-enable is a
+    flag as well.
     """
     section, _, key = switch.partition(".")
-    is_on = bool(values.get(section, {}).get(key, False))
+    is_on = bool(toml_values.get(section, {}).get(key, False))
     for name, value in read_flags(worker_args):
         if name == switch:
             is_on = value.lower() != "false"
@@ -655,19 +717,19 @@ def _is_enabled(switch: str, values: Mapping[str, Any], worker_args: Sequence[st
 def _without_flag(name: str, worker_args: Sequence[str]) -> list[str]:
     """Return the workers' flags without the flag `name`, which takes a value.
 
-    The value may follow after a = or as the next word, and the name may have - for _.
+    The flag is "--name=value" or the two words "--name value", and may have - in the place of _.
     """
     kept: list[str] = []
-    is_value = False
-    for arg in worker_args:
-        if is_value:
-            is_value = False
+    is_value_of_flag = False
+    for word in worker_args:
+        if is_value_of_flag:
+            is_value_of_flag = False
             continue
-        flag, equals, _ = arg.partition("=")
+        flag, equals, _ = word.partition("=")
         if flag.replace("-", "_") == f"__{name}":
-            is_value = not equals
+            is_value_of_flag = not equals
         else:
-            kept.append(arg)
+            kept.append(word)
     return kept
 
 

@@ -2,8 +2,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Run torchft's lighthouse, where the groups of a run meet: `titan-ft lighthouse`.
 
-`serve` is the whole process. It starts torchft's server behind a gate, announces the address, and
-waits for a signal, for a successor, or for the moment to start anew. See docs/membership.md.
+`serve` is the whole process, on its main thread. It proceeds in these steps:
+
+1. Check the options, and start torchft's server behind a gate (`guarded_lighthouse`). Without a
+   token there is no gate.
+2. Announce the address on stdout, and with --announce in a file of the run (`succession`).
+3. Wait for a signal, for another lighthouse that takes the place of this one, or for the moment to
+   start anew (`RenewalPolicy`).
+4. To start anew, replace this process by a new one at the same port.
+
+A launcher restarts the lighthouse if it dies (`lighthouse_keeper`); on a cluster its scheduler
+does. See docs/membership.md.
 """
 
 from __future__ import annotations
@@ -56,7 +65,7 @@ if TYPE_CHECKING:
 ANNOUNCEMENT = "lighthouse listening at "
 """Beginning of the line with the address; scripts and tests read it."""
 LISTENER_VARIABLE = "TITAN_FT_LISTENER"
-"""Environment variable: descriptor of a listening socket of the launcher, in place of --bind."""
+"""Environment variable: descriptor of the launcher's listening socket, to be used for --bind."""
 MAX_ENDED_NAMES = 1000
 """With more names of ended processes, the lighthouse starts anew.
 
@@ -75,11 +84,11 @@ A failure costs the survivors at most this time beside the heartbeat's timeout. 
 microseconds.
 """
 _LOOK_SECONDS = 10.0
-"""Pause between two looks at the status page for ended processes."""
+"""Pause before the status page is read again, to count ended processes."""
 _PAGE_SECONDS = 1.0
 """Time limit for the status page, which this very process serves."""
 _EVENT_SECONDS = 1.0
-"""Time limit for the event that reports the new start: storage may hang, and the groups wait."""
+"""Time limit for writing the event of a new start: storage may hang, and the groups wait."""
 _PAUSE_SECONDS = 0.1
 
 
@@ -161,10 +170,10 @@ def serve(command: Lighthouse) -> int:
     _check_announcement(command)
     token = read_token(os.environ)
     check_token(token, is_local=is_loopback(join_address(host, 0)))
-    refusal = ""
+    namespace_refusal = ""
     if token:
         # Before any other thread starts: only a process of one thread can make a user namespace.
-        refusal = allow_namespaces()
+        namespace_refusal = allow_namespaces()
     # A launcher started this process. A lighthouse that a user started may outlive its shell.
     if PARENT_PID_ENV in os.environ:
         exit_with_parent()
@@ -173,8 +182,9 @@ def serve(command: Lighthouse) -> int:
     os.environ.setdefault("RUST_LOG", "warn")
     stop = StopRequests(signal.SIGTERM, signal.SIGINT)
     with protected_native_output():
-        next_bind = _serve(command, usable_bind(host), port, stop, token, refusal)
-    if next_bind and not stop:
+        next_bind = _serve_once(command, usable_bind(host), port, stop, token, namespace_refusal)
+    must_start_anew = bool(next_bind) and not stop
+    if must_start_anew:
         # As a new process: torchft's server answers connected groups even after its shutdown.
         # The new process gets the token itself, not the name of its file. Inside this process's
         # user namespace, a file of root's seems to belong to nobody, and would be refused.
@@ -184,11 +194,19 @@ def serve(command: Lighthouse) -> int:
     return stop.status
 
 
-def _serve(
-    command: Lighthouse, host: str, port: int, stop: StopRequests, token: str, refusal: str
+def _serve_once(
+    command: Lighthouse,
+    host: str,
+    port: int,
+    stop: StopRequests,
+    token: str,
+    namespace_refusal: str,
 ) -> str:
-    """Serve until a signal, until another lighthouse is announced, or until it is time to start
-    anew.
+    """Serve until a signal, until another lighthouse takes over, or until it is time to start anew.
+
+    Args:
+        token: the run's secret; empty: the lighthouse has no gate.
+        namespace_refusal: why the system permits no network namespace; empty if it does.
 
     Returns:
         HOST:PORT at which this process must start anew; empty if the process must end.
@@ -207,7 +225,7 @@ def _serve(
                 token,
                 partial(_start_server, command),
                 partial(_report_refusal, command),
-                refusal,
+                namespace_refusal,
             )
         else:
             server = OpenLighthouse(_start_server(command, bind))
@@ -221,7 +239,8 @@ def _serve(
     _print_line(server.describe_access())
     if command.announce is not None:
         own = Announcement.of_this_process(address, os.environ)
-        # If there is no room for the file, the lighthouse reports it when it has to write the file.
+        # If there is no room for the file, the lighthouse reports that later, when it must write the
+        # file.
         with contextlib.suppress(OSError):
             own.prepare(command.announce)
         try:
@@ -332,7 +351,7 @@ def _follow_succession(
     """
     has_reported_serving = False
     has_reported_full_disk = False
-    reported_id = ""  # of the announced lighthouse that this standby has reported
+    reported_id = ""  # id of the announced lighthouse about which this standby printed a line
     while not (stop or renewal.is_due()):
         retry_waiting()
         try:

@@ -4,7 +4,12 @@
 
 The launcher owns the listening socket, and each lighthouse inherits that socket. So no other
 process of the host can take the port between two lighthouses. Groups that connect in between wait
-in the socket's backlog. See docs/agents.md.
+in the socket's backlog.
+
+`poll` starts the lighthouse and asks it for an answer every second, a *probe*. It restarts the
+lighthouse after its death. A lighthouse that does not answer `MAX_FAILED_PROBES` times is killed
+first. The keeper gives up if the first lighthouse never answers, or after `MAX_DEATHS` in a row.
+See docs/agents.md.
 """
 
 from __future__ import annotations
@@ -223,7 +228,8 @@ class LighthouseKeeper:
         self.listens = False
         self._child = None
         self._restart_time = now + backoff_seconds(self._num_deaths - 1)
-        # After the first death there is no pause: start at once, because groups wait.
+        # After the first death there is no pause. This call starts the lighthouse at once, because
+        # groups wait.
         self.poll()
 
     def close(self) -> None:

@@ -2,8 +2,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Launch a whole run on this host: a lighthouse, an agent for each group, and the live status.
 
-`launch` is the body of `titan-ft launch`. `LocalRun` has one thread, which polls everything in
-turn. See docs/agents.md.
+`launch` is the body of `titan-ft launch`. This process, the *launcher*, proceeds in these steps:
+
+1. Start the *zygote*. It imports torchtitan, and checks the config as the workers read it. Until
+   then the run has no folder, so that a mistake in the config leaves nothing behind.
+2. Write the run's folder, start the lighthouse, and let the zygote import everything that workers
+   need.
+3. Start an agent for each group, as a fork of the zygote. The agent forks the group's workers.
+4. Every `TICK_SECONDS`: restart a lighthouse or an agent that died, read the events that workers
+   and agents wrote, show them, start spares, and decide whether the run ends.
+5. End all processes, in order if the user or --minutes ended the run, and write the exit status.
+
+The launcher learns of the workers by their events only, and of the agents also by their exit
+statuses. On a full disk events come late or never, so an exit status decides wherever there is one.
+
+All of this is on the main thread. Only the lighthouse's probes and the metrics have threads of
+their own. See docs/agents.md.
 """
 
 from __future__ import annotations
@@ -27,7 +41,7 @@ from titan_ft.launch.going_on import CHECKPOINTS_OFF, describe_stop
 from titan_ft.launch.group.agent import AGENT_MODULE, GRACE_SECONDS
 from titan_ft.launch.group.children import Child, ChildProcess, Children
 from titan_ft.launch.group.worker_group import default_env, open_log
-from titan_ft.launch.group.zygote import IMPORT_SECONDS, Zygote, can_fork
+from titan_ft.launch.group.zygote import IMPORT_SECONDS, Zygote, can_hand_over_forks
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import LighthouseKeeper
 from titan_ft.launch.record_keeper import RecordKeeper
@@ -66,9 +80,10 @@ if TYPE_CHECKING:
 
 TICK_SECONDS = 0.1
 LOST_SECONDS = 10.0
-"""After the end of all other groups, a lost group has this long to show a sign of life.
+"""After the end of all other groups, a lost group has this long to write an event.
 
-Then the launcher kills the group.
+A group is lost if it was silent for so long that it may be frozen. After this time the launcher
+kills the group.
 """
 
 
@@ -81,18 +96,19 @@ class _RunEnd:
     reason: str
     """Why the launch ended, for people."""
     own_failure: bool = False
-    """Whether the launch itself failed, and none of its groups.
+    """Whether the launcher or the lighthouse failed, and none of the groups.
 
-    Without this fact a view would name the last death of a group, although that group came back.
+    Otherwise `titan-ft check` and `top` would name the last death of a group as the reason,
+    although that group came back.
     """
 
 
 class LocalRun:
-    """The processes of one run and their known state.
+    """The processes of one run, and the state of the run by its events.
 
-    `launch` makes the object and calls all methods on its only thread, the process's main thread.
-    Whatever happens, `run` ends all processes before it returns or raises. If the run does not
-    begin, `abandon` ends them.
+    `launch` makes the object, and calls `check`, `run` and `abandon` on the main thread, in this
+    order. Whatever happens, `run` ends all processes before it returns or raises. If `check` finds
+    a mistake, `run` is not called, and `abandon` ends the processes.
 
     Raises:
         ConfigError: the port of the lighthouse or of the metrics is taken.
@@ -102,26 +118,31 @@ class LocalRun:
         self.plan = plan
         self.stop = stop
         self.status = RunStatus(plan.num_replicas)
-        # Before any file of the run: if the port is taken, the folder must not look as if a run had
-        # been there.
+        # The first part that can fail, before any file of the run. If the port is taken, the folder
+        # must not look as if a run had been there.
         self._metrics: MetricsServer | None = None
         if plan.options.metrics_port:
             self._metrics = MetricsServer.at(
                 self.status.fold, plan.options.metrics_port, plan.labels
             )
-        # After the socket of the metrics, which stays reachable from outside, and before any other
-        # socket and process of the run.
+        # After the socket of the metrics, which must stay reachable from outside. Before the other
+        # sockets and processes of the run, which nobody outside may reach.
         if plan.options.private_network:
             enter_network_namespace()
-        self._curve: JobCurve | None = None
+        self._job_curve: JobCurve | None = None
         if plan.job_curve is not None:
-            self._curve = JobCurve(plan.job_curve, lambda text: self.view.error(text))
+            self._job_curve = JobCurve(plan.job_curve, lambda text: self.view.error(text))
         self._events = EventLog(plan.paths.launcher_events(os.getpid()))
         # The token is on no command line, where other users of the host could read it.
         token = secrets.token_hex(16)
-        env = {TOKEN_ENV: token, "RUST_LOG": choose_native_log(os.environ)}
-        env["WANDB_RUN_GROUP"] = os.environ.get("WANDB_RUN_GROUP") or plan.first_job_id
-        env["TITAN_FT_RANKS_ON_HOST"] = str(plan.num_replicas * plan.num_ranks)
+        # W&B shows all groups and all launches of the run together.
+        wandb_group = os.environ.get("WANDB_RUN_GROUP") or plan.first_job_id
+        env = {
+            TOKEN_ENV: token,
+            "RUST_LOG": choose_native_log(os.environ),
+            "WANDB_RUN_GROUP": wandb_group,
+            "TITAN_FT_RANKS_ON_HOST": str(plan.num_replicas * plan.num_ranks),
+        }
         self._children = Children(env)
         self._lighthouse = LighthouseKeeper(
             plan.lighthouse_command,
@@ -131,23 +152,24 @@ class LocalRun:
             token,
             self._events,
         )
-        self._record = RecordKeeper(plan.paths.events, self._children, plan.paths.record_log)
+        self._record_keeper = RecordKeeper(plan.paths.events, self._children, plan.paths.record_log)
         self._agents: dict[int, AgentKeeper] = {}
+        """The keeper of each group's agent, by slot; empty until the zygote is ready."""
         self._num_spares = plan.options.spares
         self._zygote: Zygote | None = None
-        self._early_log: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115  # open until the end
+        self._zygote_output: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115  # open until the end
         """Output of the zygote before the run has a folder for logs."""
-        self._trains_since: float | None = None
-        """When the launcher saw the first step, by the monotonic clock; None before."""
+        self._first_step_time: float | None = None
+        """When the launcher saw the first step, in monotonic seconds; None before."""
         self._time_is_up = False
         """Whether the run ends because --minutes are over."""
         self._only_lost_since: float | None = None
-        """When all groups but lost ones had ended, by the monotonic clock; None before."""
+        """When all groups but lost ones had ended, in monotonic seconds; None before."""
         self._run_stop_policy = RunStopPolicy()
         self._config_mistake = ""
-        """A mistake in the config that only a worker could find; empty if none is known."""
-        self._common_failure = ""
-        """Why restarts of groups do not help; empty while they may help."""
+        """A mistake in the config that a worker found after `check`; empty if none is known."""
+        self._hopeless_reason = ""
+        """Why restarts of groups cannot help the run; empty while they may help."""
         self._chaos: ChaosRunner | None = None
         if plan.chaos is not None:
             self._chaos = self._make_chaos_runner(plan.chaos)
@@ -172,30 +194,33 @@ class LocalRun:
             0 if all groups finished or left, 2 if their config is wrong, 128 + the signal's number
             if a signal stopped the run, else 1.
         """
+        # Not made before, because the run has a folder only now. New events are read only: those of
+        # earlier launches are in the folder as well.
         self._tail = EventTail(self.plan.paths.events)
         self.view = LaunchView(self.status, self.plan.paths.launch_log)
         end = _RunEnd(1, "the launcher failed", own_failure=True)
         try:
-            end = self._run()
+            end = self._start_and_watch()
         finally:
-            self._stop()
+            self._end_processes()
             self._refresh()
             if self._time_is_up and end.code == 0:
-                end = self._judge_leaving()
+                end = self._conclude_leave_after_time()
             finished = LaunchFinished(code=end.code, reason=end.reason)
-            was_stopped = self.stop and end.code == self.stop.status
-            if was_stopped and self.stop.signum is not None:
-                finished.signal = self.stop.signum.name
+            signum = self.stop.signum
+            if signum is not None and end.code == self.stop.status:
+                finished.signal = signum.name
             if end.own_failure:
                 finished.own_failure = True
             self._events.emit(finished)
-            # Without this refresh, the last picture on a terminal would show a running run.
+            # Shows the event that was just written. Otherwise the last picture on a terminal would
+            # show a running run.
             self._refresh()
             self._events.close()
             self._lighthouse.close()
-            if self._curve:
+            if self._job_curve:
                 # Without a wait for room on the disk: the events' `close` has waited already.
-                self._curve.close()
+                self._job_curve.close()
             if self._metrics:
                 self._metrics.close()
             self.view.close()
@@ -210,12 +235,16 @@ class LocalRun:
             return
         plan = self.plan
         lines = describe_stop(
-            self.status, plan.resume_command, saves=plan.saves, drain_seconds=plan.drain_seconds
+            self.status,
+            plan.resume_command,
+            saves=plan.saves_checkpoints,
+            drain_seconds=plan.drain_seconds,
         )
         for line in lines:
             self.view.note(line)
 
-    def _run(self) -> _RunEnd:
+    def _start_and_watch(self) -> _RunEnd:
+        """Start the lighthouse and the agents, and watch the run until it must end."""
         plan = self.plan
         started = LaunchStarted(
             replicas=plan.num_replicas,
@@ -228,27 +257,28 @@ class LocalRun:
         self._events.emit(started)
         for name, change in plan.changes.items():
             self.view.line(f"goes on with another value: {change.describe(name)}")
-        self._lighthouse.poll()
+        self._lighthouse.poll()  # starts the lighthouse
         self._let_zygote_proceed()
         while not self._lighthouse.listens:
             if self.stop:
-                return self._interrupted()
+                return self._conclude_stop_request()
             if self._lighthouse.failure:
-                return self._lighthouse_failed()
+                return self._conclude_lighthouse_failure()
             time.sleep(TICK_SECONDS / 4)
             self._lighthouse.poll()
         self._print_addresses()
+        # `_watch_zygote` sets it to None if it is lost. The agents then start without it.
         while self._zygote is not None and not self._zygote.ready:
             if self.stop:
-                return self._interrupted()
+                return self._conclude_stop_request()
             time.sleep(TICK_SECONDS / 4)
             self._lighthouse.poll()
             if self._lighthouse.failure:
-                return self._lighthouse_failed()
+                return self._conclude_lighthouse_failure()
             self._watch_zygote()
         for slot in range(plan.num_replicas):
             self._agents[slot] = self._keep_agent(slot)
-        return self._watch()
+        return self._watch_until_end()
 
     def _print_addresses(self) -> None:
         """Print where the run is, and where it can be watched."""
@@ -259,18 +289,21 @@ class LocalRun:
             f"{describe_shape(plan.num_replicas, plan.num_ranks)}; {root}"
         )
         self.view.line(f"watch it: titan-ft top {root}; logs: {root}/logs/replica-*/latest/")
-        if not plan.saves:
+        if not plan.saves_checkpoints:
             self.view.line(CHECKPOINTS_OFF)
-        if self._curve:
-            self.view.line(f"curves: tensorboard --logdir {self._curve.folder.parent}")
+        if self._job_curve:
+            self.view.line(f"curves: tensorboard --logdir {self._job_curve.folder.parent}")
         if self._metrics:
             self.view.line(f"metrics at {self._metrics.url}")
 
     def check(self) -> None:
-        """Check the config as the workers read it. Return early at a stop.
+        """Start the zygote, and let it check the config as the workers read it.
 
-        The check needs torchtitan, so the zygote imports torchtitan and checks the config. No other
-        process runs yet, and the run has no folder.
+        The check needs torchtitan, which only the zygote imports. No other process runs yet, and
+        the run has no folder.
+
+        Returns early at a stop. If the zygote is lost or late, the config counts as checked: the
+        workers check it again.
 
         Raises:
             ConfigError: there is a mistake in the config.
@@ -283,7 +316,7 @@ class LocalRun:
                 self.plan.paths.zygote_log,
                 env=default_env(),
                 pass_fds=[descriptor],
-                output=self._early_log,
+                output=self._zygote_output,
             )
             return child.process
 
@@ -306,13 +339,16 @@ class LocalRun:
             self._metrics.close()
 
     def _let_zygote_proceed(self) -> None:
-        """Let the zygote import the rest during the lighthouse's start; end it if nothing forks."""
+        """Let the zygote import the rest while the lighthouse starts.
+
+        The zygote is ended instead if the system or the user does not permit forks.
+        """
         assert self._zygote is not None, "the zygote has checked the config"
         with open_log(self.plan.paths.zygote_log, "ab") as log:
-            self._early_log.seek(0)
-            shutil.copyfileobj(self._early_log, log)
+            self._zygote_output.seek(0)
+            shutil.copyfileobj(self._zygote_output, log)
             log.flush()
-            if not self.plan.options.no_zygote and can_fork():
+            if not self.plan.options.no_zygote and can_hand_over_forks():
                 self._zygote.proceed(log.fileno())
                 return
         self._zygote.close()
@@ -321,7 +357,7 @@ class LocalRun:
             self.view.line("this system hands no forks over: each group imports everything itself")
 
     def _watch_zygote(self) -> None:
-        """Report once that the zygote is gone. Agents that run fork their workers without it."""
+        """Report once that the zygote is lost. Running agents fork their workers without it."""
         if self._zygote is None:
             return
         self._zygote.poll()
@@ -345,9 +381,9 @@ class LocalRun:
         return self.status.fold.groups.get(slot)
 
     def _start_agent(self, slot: int, attempt: int, restart_reason: str) -> Child:
-        """Start a group's agent, as a fork of the zygote if possible.
+        """Start a group's agent: a fork of the zygote, or else a new process.
 
-        Without a fork, the agent is a new process and imports everything itself.
+        A new process imports everything itself, which takes seconds.
 
         Args:
             attempt: number of the group's next attempt.
@@ -358,36 +394,41 @@ class LocalRun:
         args = self.plan.agent_args(slot, attempt, self._lighthouse.address, restart_reason)
         if self._zygote is not None:
             with open_log(log, "ab") as output:
-                files = (output.fileno(), output.fileno())
                 forked = self._zygote.fork(
-                    AGENT_MODULE, args, self._children.env, files, f"titan-ft {slot}"
+                    AGENT_MODULE,
+                    args,
+                    self._children.env,
+                    output=(output.fileno(), output.fileno()),
+                    title=f"titan-ft {slot}",
                 )
             if forked is not None:
                 return self._children.add(Child(name, forked, log))
-            self._watch_zygote()
-            if self._zygote is not None:
+            self._watch_zygote()  # reports a lost zygote
+            is_zygote_there = self._zygote is not None
+            if is_zygote_there:
                 self.view.line(
                     f"{name} cannot be forked, and imports everything itself "
                     f"({self.plan.paths.zygote_log})"
                 )
         return self._children.start(name, [sys.executable, "-m", AGENT_MODULE, *args], log)
 
-    def _watch(self) -> _RunEnd:
-        """Follow the run to its end."""
+    def _watch_until_end(self) -> _RunEnd:
         while True:
+            # Exit status of each group's agent; None while the agent runs or will be restarted.
+            # Read before `_refresh`: the events of an agent that has ended are then known as well.
             codes = {slot: agent.code for slot, agent in self._agents.items()}
             self._lighthouse.poll()
             self._watch_zygote()
             self._refresh()
-            self._record.poll()
+            self._record_keeper.poll()
             if self.stop:
-                return self._interrupted()
+                return self._conclude_stop_request()
             if self._chaos is not None:
                 self._chaos.poll()
                 if self._seconds_left() < QUIET_SECONDS:
-                    self._chaos.close()
-            self._keep_agents(codes)
-            self._end_lost(codes)
+                    self._chaos.close()  # no faults shortly before the end
+            self._poll_agents(codes)
+            self._kill_lost_groups(codes)
             if CONFIG_ERROR_CODE in codes.values():
                 # All groups read the same config, so none can train. The others would only wait.
                 mistake = self._config_mistake
@@ -395,61 +436,64 @@ class LocalRun:
                     mistake = f"the configuration is wrong; see {self.plan.paths.root / 'logs'}"
                 self.view.refuse(mistake)
                 return _RunEnd(CONFIG_ERROR_CODE, mistake)
-            if self._common_failure:
+            if self._hopeless_reason:
                 self.view.error(
-                    f"{self._common_failure}; starting again does not help: all groups are stopped"
+                    f"{self._hopeless_reason}; starting again does not help: all groups are stopped"
                 )
-                return _RunEnd(1, self._common_failure)
-            self._replace_failed(codes)
+                return _RunEnd(1, self._hopeless_reason)
+            self._start_spares(codes)
             if None not in codes.values():
-                return self._finished()
+                return self._conclude_end_of_all_groups()
             if self._lighthouse.failure:
-                return self._lighthouse_failed()
+                return self._conclude_lighthouse_failure()
             if self._seconds_left() <= 0:
-                return self._end_in_time()
+                return self._conclude_end_of_time()
             time.sleep(TICK_SECONDS)
 
     def _seconds_left(self) -> float:
-        """Return the time until the run is ended in order; infinite without --minutes, and before
-        the first step.
-        """
-        if not self.plan.options.minutes or self._trains_since is None:
-            return float("inf")
-        return self._trains_since + 60 * self.plan.options.minutes - time.monotonic()
+        """Return the time until --minutes are over, which count from the first step.
 
-    def _stop(self) -> None:
+        Infinite without --minutes, and before the first step.
+        """
+        if not self.plan.options.minutes or self._first_step_time is None:
+            return float("inf")
+        return self._first_step_time + 60 * self.plan.options.minutes - time.monotonic()
+
+    def _end_processes(self) -> None:
         """End the running processes.
 
-        At a request to stop, and after --minutes, the groups get time to leave in order.
+        After a request to stop, and after --minutes, the groups get time to leave in order.
         """
-        num_requests = self.stop.count
+        num_requests_before = self.stop.count
         leaves_in_order = bool(self.stop) or self._time_is_up
         grace_seconds = GRACE_SECONDS + 2.0
         if leaves_in_order:
             grace_seconds += self.plan.drain_seconds
 
-        def hurry() -> bool:
+        def poll_and_check_hurry() -> bool:
+            """Show what happens during the wait; return True once the wait must be cut short."""
             if leaves_in_order:
                 self._refresh()
-                # Now: later, an agent that does not leave in time is killed here, and its end would
-                # look like a death.
+                # Reported during the wait. After it, `Children` kills the agents that did not leave
+                # in time, and such an end must not be reported as an unexpected death.
                 for agent in self._agents.values():
                     agent.report_death()
-            return self.stop.count > max(num_requests, 1)
+            # At least two requests in all, and one of them since the wait began.
+            return self.stop.count > max(num_requests_before, 1)
 
         try:
             if self._chaos is not None:
                 # Continues stopped workers, which otherwise could not leave in order.
                 self._chaos.close()
         finally:
-            self._children.stop(grace_seconds, hurry=hurry)
+            self._children.stop(grace_seconds, hurry=poll_and_check_hurry)
 
     def _refresh(self) -> None:
-        """Fold and show the events since the last call."""
-        retry_waiting()
+        """Read the events since the last call, and show the state of the run."""
+        retry_waiting()  # writes events that wait because the disk was full
         for event in self._tail.poll():
-            # `_announce` has observed this launcher's own events about groups already.
-            if event.replica is None or event.pid != os.getpid():
+            was_announced_here = event.replica is not None and event.pid == os.getpid()
+            if not was_announced_here:  # otherwise `_announce` has observed it already
                 self._observe(event)
         line = self.status.observe_cut(self._tail.cut, time.monotonic())
         if line is not None:
@@ -459,9 +503,9 @@ class LocalRun:
         self.view.update(self.status)
 
     def _announce(self, event: Event) -> None:
-        """Write an event of this process, and observe it at once.
+        """Write an event of this process about a group, and observe it at once.
 
-        On a full disk the tail would return the event late, or never.
+        On a full disk `_refresh` would read the event late, or never.
         """
         self._events.emit(event)
         self._observe(event)
@@ -471,67 +515,70 @@ class LocalRun:
         if self._chaos is not None:
             self._chaos.observe(event)
         line = self.status.observe(event)
-        if self.status.step is not None and self._trains_since is None:
-            self._trains_since = time.monotonic()
-        mistake = ""
+        if self.status.step is not None and self._first_step_time is None:
+            self._first_step_time = time.monotonic()
+        config_mistake = ""
         group = None
         if event.replica is not None:
             group = self.status.fold.groups.get(event.replica)
         if group is not None:
-            if not self._common_failure:
-                self._common_failure = self._find_common_failure(group, event)
+            if not self._hopeless_reason:
+                self._hopeless_reason = self._find_hopeless_reason(group, event)
             if group.give_up is event:
-                mistake = group.give_up.mistake
+                config_mistake = group.give_up.mistake
         if self._metrics:
             self._metrics.observe(event)
-        if self._curve:
-            self._curve.observe(event)
-        if mistake:
+        if self._job_curve:
+            self._job_curve.observe(event)
+        if config_mistake:
             # All groups report the same mistake. The launcher prints one line, at the end.
             if not self._config_mistake:
-                self._config_mistake = mistake
+                self._config_mistake = config_mistake
             return
         is_stopping = self.stop or self._time_is_up
         if line is not None and (not is_stopping or status.is_shown_at_a_stop(event)):
             self.view.line(line)
 
-    def _find_common_failure(self, group: GroupFold, event: Event) -> str:
-        """Return why restarts of groups do not help any more, judged at each event.
+    def _find_hopeless_reason(self, group: GroupFold, event: Event) -> str:
+        """Return why restarts of groups cannot help the run; empty for nearly all events.
 
-        Empty for nearly all events.
+        Args:
+            group: the state of the event's group after the event.
         """
-        if group.failed_by is event and isinstance(event, WorkerExited):
+        has_ended_attempt = group.failed_by is event
+        if has_ended_attempt and isinstance(event, WorkerExited):
             over = (status.FAILED, status.FINISHED, status.DRAINED)
             remaining = [slot for slot, state in self.status.states.items() if state not in over]
             return self._run_stop_policy.observe_exit(event, group.held_step or 0, remaining)
         if group.give_up is event:
-            # A file of events that is cut because the disk is full may lack commits.
-            paths = self.plan.paths
-            may_have_trained = self._trains_since is not None or any_is_cut(
-                paths.events, paths.workers_pattern()
-            )
+            may_have_committed = self._first_step_time is not None
+            if not may_have_committed:
+                # A file of events that is cut because the disk is full may lack commits.
+                paths = self.plan.paths
+                may_have_committed = any_is_cut(paths.events, paths.workers_pattern())
             return self._run_stop_policy.observe_give_up(
-                group.give_up, may_have_committed=may_have_trained
+                group.give_up, may_have_committed=may_have_committed
             )
         return ""
 
-    def _keep_agents(self, codes: dict[int, int | None]) -> None:
+    def _poll_agents(self, codes: dict[int, int | None]) -> None:
         """Restart agents that died, and report ends that no event explains."""
         for slot, agent in self._agents.items():
             agent.poll()
-            if codes[slot] and self.status.states[slot] != status.FAILED:
+            has_failed = codes[slot] not in (None, 0)
+            if has_failed and self.status.states[slot] != status.FAILED:
                 agent.report_end()
 
-    def _end_lost(self, codes: dict[int, int | None]) -> None:
-        """Kill lost groups once all others have ended.
+    def _kill_lost_groups(self, codes: dict[int, int | None]) -> None:
+        """Kill lost groups some time after all others have ended, of which one finished.
 
         Otherwise the launch would wait for a frozen group forever.
         """
         states = self.status.states
         running = [slot for slot, code in codes.items() if code is None]
         has_finished = status.FINISHED in states.values()
-        only_lost = has_finished and all(states[slot] == status.LOST for slot in running)
-        if not running or not only_lost:
+        are_all_lost = all(states[slot] == status.LOST for slot in running)
+        if not (running and has_finished and are_all_lost):
             self._only_lost_since = None
             return
         now = time.monotonic()
@@ -547,10 +594,12 @@ class LocalRun:
                     "it was silent, and was killed when all others had ended"
                 )
 
-    def _replace_failed(self, codes: dict[int, int | None]) -> None:
+    def _start_spares(self, codes: dict[int, int | None]) -> None:
         """Start a spare for each failed group, while spares are left.
 
-        The exit status of such a group is None again.
+        Args:
+            codes: exit statuses of the groups' agents. This method sets that of a group with a new
+                spare to None: the group runs again.
         """
         # Once one group has finished, the others do, too. A spare would find no group to fetch the
         # state from.
@@ -558,8 +607,8 @@ class LocalRun:
         if status.FINISHED in states.values():
             return
         for slot, code in codes.items():
-            # A group that has finished, although its event is late or missing: the disk is full.
             if code == 0 and states[slot] != status.DRAINED:
+                # This group has finished as well. Its event is late or missing: the disk is full.
                 return
         for slot, code in codes.items():
             gave_up = states[slot] == status.FAILED
@@ -569,7 +618,7 @@ class LocalRun:
                 self._announce(SpareTookOver(replica=slot, attempt=attempt))
                 codes[slot] = None
 
-    def _finished(self) -> _RunEnd:
+    def _conclude_end_of_all_groups(self) -> _RunEnd:
         failed = [slot for slot, agent in self._agents.items() if agent.code != 0]
         if failed:
             reason = (
@@ -585,17 +634,18 @@ class LocalRun:
         self.view.line(f"{reason}; see titan-ft report {self.plan.paths.root}")
         return _RunEnd(0, reason)
 
-    def _interrupted(self) -> _RunEnd:
+    def _conclude_stop_request(self) -> _RunEnd:
         self._announce_drain(self.stop.asked_by, "stopping all groups", "again")
-        return self._stopped()
+        return self._stopped_by_request()
 
-    def _stopped(self) -> _RunEnd:
+    def _stopped_by_request(self) -> _RunEnd:
         return _RunEnd(self.stop.status, f"stopped by {self.stop.asked_by}")
 
-    def _end_in_time(self) -> _RunEnd:
-        """End a run whose --minutes are over.
+    def _conclude_end_of_time(self) -> _RunEnd:
+        """Announce that --minutes are over; the caller then lets the groups leave.
 
-        `_judge_leaving` decides about success after the groups have left.
+        The returned end is preliminary: `_conclude_leave_after_time` replaces it after the groups
+        have left.
         """
         self._time_is_up = True
         self._announce_drain(
@@ -611,18 +661,19 @@ class LocalRun:
             "once)"
         )
 
-    def _judge_leaving(self) -> _RunEnd:
-        """Return the end of a run whose --minutes are over, by the exit statuses of its groups.
+    def _conclude_leave_after_time(self) -> _RunEnd:
+        """Return the end of a run whose --minutes are over, after all groups have ended.
 
-        On a full disk a group's last event comes late, or never.
+        The exit statuses of the agents decide, because on a full disk a group's last event comes
+        late, or never.
         """
         late = [slot for slot, agent in self._agents.items() if agent.code != 0]
         if not late:
             self.view.line(f"all groups left; see titan-ft report {self.plan.paths.root}")
             return _RunEnd(0, "all groups left when the time was up")
         if self.stop:
-            # The user stopped the wait for the groups.
-            return self._stopped()
+            # The user cut the wait for the groups short.
+            return self._stopped_by_request()
         reason = (
             f"when the time was up, {len(late)} groups did not leave in order: "
             f"{', '.join(map(str, late))}"
@@ -630,38 +681,32 @@ class LocalRun:
         self.view.error(f"{reason}; logs below {self.plan.paths.root / 'logs'}")
         return _RunEnd(1, reason)
 
-    def _lighthouse_failed(self) -> _RunEnd:
-        """End the run: groups cannot meet without a lighthouse."""
+    def _conclude_lighthouse_failure(self) -> _RunEnd:
+        """Report that no lighthouse will be started again: the groups cannot meet without one."""
         reason = self._lighthouse.failure
         log = self._lighthouse.log
         self.view.error(f"{reason}, so all groups are stopped; {log}: {last_error_line(log)}")
         return _RunEnd(1, reason, own_failure=True)
 
 
-def _allow_private_network() -> None:
-    refusal = allow_namespaces()
-    if refusal:
-        raise ConfigError(
-            f"--private-network needs a network namespace, got {refusal}; leave it out, or let "
-            "this user make one"
-        )
-
-
 def launch(plan: LaunchPlan) -> int:
     """Carry out a plan; Ctrl-C, SIGTERM and a closed terminal end everything that it started.
+
+    Returns:
+        The exit status, see `LocalRun.run`.
 
     Raises:
         ConfigError: there is a mistake in the config, or the run directory or a port cannot be
             used.
     """
     # A signal that is ignored, as SIGHUP under nohup, must not end the run.
-    others = [
+    other_signals = [
         signum
         for signum in (signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(signum) != signal.SIG_IGN
     ]
-    stop = StopRequests(signal.SIGINT, *others)
-    # Again: another launch may have begun since the plan was made.
+    stop = StopRequests(signal.SIGINT, *other_signals)
+    # The plan has checked this as well, but another launch may have begun since.
     plan.check_not_in_use()
     if plan.options.private_network:
         # Before any other thread starts: only a process of one thread can make a user namespace.
@@ -672,8 +717,17 @@ def launch(plan: LaunchPlan) -> int:
         if stop:
             print(f"stopped by {stop.asked_by} before anything was started", flush=True)
             return stop.status
-        with plan.occupied():
+        with plan.locked():
             plan.write()
             return run.run()
     finally:
         run.abandon()  # does nothing after `run`
+
+
+def _allow_private_network() -> None:
+    refusal = allow_namespaces()
+    if refusal:
+        raise ConfigError(
+            f"--private-network needs a network namespace, got {refusal}; leave it out, or let "
+            "this user make one"
+        )

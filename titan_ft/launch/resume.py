@@ -2,11 +2,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Compare the launch of a run with the launch that continues from a checkpoint of the run.
 
-The effective values of both launches are compared: TOML, flags and defaults together. A field that
-only affects how a run is carried out may change. A change of the arithmetic or of the data makes
-another run, and is allowed only if `--resume-with` names it. See docs/operations.md.
+With --resume, `LaunchPlan` calls this module on the launcher's main thread:
 
-`LaunchPlan` calls this module for --resume.
+1. `read_command` reads the command of the run's latest launch from the config in the run's folder.
+2. `find_changes` compares the effective values of both launches: TOML, flags and defaults together.
+3. `check_allowed` refuses changes that make another run of it, unless --resume-with names them.
+
+Each field of the config has one of three kinds, by the effect of a change (`FIELDS`):
+
+- *harmless*: the change affects only how the run is carried out, or rounding. It is allowed.
+- *arithmetic*: the change affects how an update follows from its batch.
+- *data*: the change affects which batches there are.
+
+A changed number of dataloader workers is never allowed. See docs/operations.md.
 """
 
 from __future__ import annotations
@@ -32,20 +40,20 @@ from titan_ft.run.events import ChangedField
 from titan_ft.system.text import printable
 from titan_ft.usage import refusing
 
-HEADER = "# titan-ft launch "
-"""Prefix of the lines with the commands of a run's launches, for people.
+_COMMAND_PREFIX = "# titan-ft launch "
+"""Prefix of a line with the command of a launch, for people.
 
-These lines stand above the TOML in the run's config.
+Each launch of a run adds such a line above the TOML in the run's config, the latest first.
 """
-_RECORD = "# titan-ft launched: "
-"""Prefix of the line after each such line: the same command and its working folder, as JSON.
+_RECORD_PREFIX = "# titan-ft launched: "
+"""Prefix of the next line: the same command and its working folder, as JSON.
 
-The line for people cannot be read back: a flag may contain a line break. Runs of earlier versions
-lack this line.
+The line for people cannot be read back, because a flag may contain a line break. Runs of earlier
+versions of titan-ft lack the line with JSON.
 """
 
 ChangeKind = Literal["harmless", "arithmetic", "data"]
-"""Possible effect of a field's change, see `ChangedField.kind`."""
+"""Kind of a field; see the module's head."""
 HARMLESS: Final = "harmless"
 ARITHMETIC: Final = "arithmetic"
 DATA: Final = "data"
@@ -70,7 +78,7 @@ FIELDS: Mapping[ChangeKind, Mapping[str, str]] = {
         "validation": "weights do not depend on validation",
         "model.print_after_conversion": _WATCHING,
         "optimizer.implementation": _ROUNDING,
-        "training.steps": "a resume may train longer; see `lr_schedule_note`",
+        "training.steps": "a resume may train longer; the LR schedule: `lr_schedule_note`",
         "training.enable_cpu_offload": _SPEED,
         "training.gc_freq": _SPEED,
         "training.gc_debug": _WATCHING,
@@ -98,7 +106,7 @@ FIELDS: Mapping[ChangeKind, Mapping[str, str]] = {
         "parallelism.expert_parallel_comm_backend": _ROUNDING,
         "checkpoint.enable": "a resume requires checkpoints",
         "checkpoint.enable_ft_dataloader_checkpoints": "for torchft's manager, which is not used",
-        "checkpoint.folder": "the checkpoint in the folder names its run",
+        "checkpoint.folder": "a checkpoint names its run, so another run's is refused",
         "checkpoint.interval": _SAVING,
         "checkpoint.initial_load_path": _NOT_READ,
         "checkpoint.initial_load_model_only": _NOT_READ,
@@ -177,38 +185,43 @@ FIELDS: Mapping[ChangeKind, Mapping[str, str]] = {
         "training.local_batch_size": "how sequences are cut into batches, which are counted",
         "training.global_batch_size": "how many sequences an update is made from",
         "training.dataloader.num_workers": "each worker has its own position in the data",
-        # These three change the data only if their product changes, see `compare`.
+        # These three change the data only if their product changes; see `compare`.
         f"{TABLE}.group_size": "how the data is cut",
         "parallelism.data_parallel_replicate_degree": "how the data is cut",
         "parallelism.data_parallel_shard_degree": "how the data is cut",
     },
 }
-"""All fields of the config by the effect of a change, each with the reason.
+"""All fields of the config by their kind, each with the reason.
 
-A name is a field with its table, or a whole table; the longest name that fits a field counts. A
-field without an entry, such as a field of a user's config module, counts as arithmetic, because its
-effect is unknown here.
+A key is the full name of a field, or the name of a table, which stands for all of its fields. If
+several keys fit a field, the longest counts. A field without an entry, such as a field of a user's
+config module, counts as arithmetic, because its effect is unknown here.
 """
 
-_REPLICAS = f"{TABLE}.group_size"
-_RANKS = "ranks_per_replica"
+_GROUP_SIZE = f"{TABLE}.group_size"
+_RANKS_PER_GROUP = "ranks_per_replica"
+"""An option of titan-ft launch, which is compared like a field of the config."""
 _REPLICATE = "parallelism.data_parallel_replicate_degree"
 _SHARD = "parallelism.data_parallel_shard_degree"
-_CUT = (_REPLICAS, _REPLICATE, _SHARD)
+_DATA_CUT_FIELDS = (_GROUP_SIZE, _REPLICATE, _SHARD)
 """Fields whose product is the number of shards that the data is cut into."""
-_NOT_FSDP = (
+_DEGREES_WITHOUT_FSDP = (
     _REPLICATE,
     "parallelism.context_parallel_degree",
     "parallelism.tensor_parallel_degree",
     "parallelism.pipeline_parallel_degree",
 )
-"""Degrees that divide a group's ranks before FSDP; FSDP gets the remaining factor."""
-_OPTIONS = {"replicas": (_REPLICAS,), _RANKS: (_RANKS, _REPLICATE, _SHARD)}
-"""Options of titan-ft launch, with the fields that follow from each."""
-_OPTION_HINT = {_REPLICAS: " (--replicas)"}
-_PATHS = ("model.hf_assets_path", "model.tokenizer_path", "training.dataset_path")
-"""Fields that hold a path. Several paths may lead to the same file."""
-_WORKERS = "training.dataloader.num_workers"
+"""With a degree of -1, FSDP gets a group's ranks divided by these degrees."""
+_OPTION_FIELDS = {
+    "replicas": (_GROUP_SIZE,),
+    _RANKS_PER_GROUP: (_RANKS_PER_GROUP, _REPLICATE, _SHARD),
+}
+"""Options of titan-ft launch that --resume-with may name, with the fields that follow from each."""
+_OPTION_HINT = {_GROUP_SIZE: " (--replicas)"}
+"""What follows a field's name in a message, if the user sets the field by an option."""
+_PATH_FIELDS = ("model.hf_assets_path", "model.tokenizer_path", "training.dataset_path")
+"""Fields that hold a path. Two different paths may lead to the same file."""
+_LOADER_WORKERS = "training.dataloader.num_workers"
 _STEPS = "training.steps"
 _TOTAL_STEPS = "lr_scheduler.total_steps"
 _BATCH = "training.local_batch_size"
@@ -229,8 +242,8 @@ class Command:
         replicas: number of groups.
         ranks: number of ranks in each group.
         flags: torchtitan's flags, after the --.
-        folder: working folder, from which relative paths start; None for a launch of an earlier
-            version.
+        folder: working folder, from which relative paths start; None if a version of titan-ft that
+            did not record it made the launch.
     """
 
     toml: Path
@@ -241,16 +254,21 @@ class Command:
 
     def worker_flags(self) -> list[str]:
         """Return the workers' flags that determine the values of the launch."""
-        own = [f"--job.config_file={self.toml}", f"--{TABLE}.enable"]
-        return [*own, f"--{_REPLICAS}={self.replicas}", *self.flags]
+        return [
+            f"--job.config_file={self.toml}",
+            f"--{TABLE}.enable",
+            f"--{_GROUP_SIZE}={self.replicas}",
+            *self.flags,
+        ]
 
     def is_same_as(self, other: Command) -> bool:
-        """True if no value can differ between the two launches.
+        """True if the two launches have the same input, so that no value can differ.
 
-        Folder, numbers, flags and TOML (without its headers) are equal then.
+        The input is the working folder (if both are known), the numbers, the flags, and the TOML
+        without its headers.
         """
-        has_folders = self.folder is not None and other.folder is not None
-        if has_folders and self.folder != other.folder:
+        are_folders_known = self.folder is not None and other.folder is not None
+        if are_folders_known and self.folder != other.folder:
             # A relative path may lead to another file.
             return False
         if (self.replicas, self.ranks, self.flags) != (other.replicas, other.ranks, other.flags):
@@ -259,26 +277,26 @@ class Command:
 
 
 def without_headers(config: Path) -> list[str]:
-    """Return the lines of a TOML, with their ends, below the commands of a run's launches."""
+    """Return the lines of a config without those at its top that record launches."""
     lines = config.read_text(encoding="utf-8").splitlines(keepends=True)
     return list(dropwhile(is_header, lines))
 
 
 def is_header(line: str) -> bool:
     """True if a line of a config records a launch's command."""
-    return line.startswith((HEADER, _RECORD))
+    return line.startswith((_COMMAND_PREFIX, _RECORD_PREFIX))
 
 
 def header_lines(words: Sequence[str], folder: Path) -> list[str]:
-    """Return the lines, with their ends, that record a launch's command in the run's config.
+    """Return the two lines that record a launch's command in the run's config.
 
     Args:
         words: the words after "titan-ft launch".
         folder: working folder of the command.
     """
-    shown = printable(shlex.join(words))
+    command = printable(shlex.join(words))
     record = json.dumps({"folder": str(folder), "words": list(words)})
-    return [f"{HEADER}{shown}\n", f"{_RECORD}{record}\n"]
+    return [f"{_COMMAND_PREFIX}{command}\n", f"{_RECORD_PREFIX}{record}\n"]
 
 
 def read_command(config: Path) -> Command:
@@ -287,36 +305,38 @@ def read_command(config: Path) -> Command:
     Raises:
         ConfigError: the config does not record a command.
     """
-    lines: list[str] = []
+    text = ""
     # A file that is missing or not UTF-8 records no command.
     with contextlib.suppress(OSError, ValueError):
-        lines = config.read_text(encoding="utf-8").splitlines()
-    header = lines[0] if lines else ""
-    record_line = lines[1] if len(lines) > 1 else ""
-    if not is_header(header):
+        text = config.read_text(encoding="utf-8")
+    lines = [*text.splitlines(), "", ""]  # at least the two lines of a launch
+    command_line = lines[0]
+    record_line = lines[1]
+    if not is_header(command_line):
         raise ConfigError(
             f"--resume needs the command of the earlier launch as the first line of {config}, got "
             "none; titan-ft launch writes it, and resumes its own runs only: give another "
             "--run-dir, with checkpoint.initial_load_path"
         )
     folder = None
-    if record_line.startswith(_RECORD):
-        record = json.loads(record_line.removeprefix(_RECORD))
+    if record_line.startswith(_RECORD_PREFIX):
+        record = json.loads(record_line.removeprefix(_RECORD_PREFIX))
         words = list(record["words"])
         folder = Path(record["folder"])
     else:
-        words = shlex.split(header.removeprefix(HEADER))
+        words = shlex.split(command_line.removeprefix(_COMMAND_PREFIX))
     end = words.index("--") if "--" in words else len(words)
-    own_words = words[:end]
+    launch_words = words[:end]
     worker_flags = tuple(words[end + 1 :])
 
     def parse() -> Launch:
-        return tyro.cli(Launch, args=own_words, config=(tyro.conf.FlagCreatePairsOff,))
+        return tyro.cli(Launch, args=launch_words, config=(tyro.conf.FlagCreatePairsOff,))
 
     def describe_unknown(option: str) -> str:
         return f"{option} is no option of titan-ft launch; correct the first two lines of {config}"
 
-    options = refusing(parse, own_words, describe_unknown)
+    # Raises ConfigError where tyro would print its usage and exit.
+    options = refusing(parse, launch_words, describe_unknown)
     return Command(config, options.replicas, options.ranks_per_replica, worker_flags, folder)
 
 
@@ -328,7 +348,9 @@ Only the values of this launch are checked.
 
 
 def find_changes(earlier: Command, now: Command, resolve: Resolve) -> tuple[Changes, str]:
-    """Return the fields of two launches that differ, and a line about the LR schedule or "".
+    """Return the fields of two launches that differ, and a line about the LR schedule.
+
+    The line is empty if the schedule stays the same.
 
     Raises:
         ConfigError: there is a mistake in the config.
@@ -336,17 +358,17 @@ def find_changes(earlier: Command, now: Command, resolve: Resolve) -> tuple[Chan
     if earlier.is_same_as(now):
         # The usual case. To resolve the values would take seconds.
         return {}, ""
-    resolved_before, resolved_now = resolve(earlier.worker_flags(), now.worker_flags())
-    before = complete(resolved_before, earlier.ranks)
-    after = complete(resolved_now, now.ranks)
+    resolved_before, resolved_after = resolve(earlier.worker_flags(), now.worker_flags())
+    before = add_derived_values(resolved_before, earlier.ranks)
+    after = add_derived_values(resolved_after, now.ranks)
     _resolve_paths(before, after, earlier.folder, now.folder)
     return compare(before, after), lr_schedule_note(before, after)
 
 
 def resolve_in_child(earlier: Sequence[str], now: Sequence[str]) -> tuple[Values, Values]:
-    """Resolve the flags of two launches in another process, see `Resolve`.
+    """Resolve the flags of two launches; see `Resolve`.
 
-    The launcher itself never imports torchtitan.
+    A child process does it, because it needs torchtitan, which the launcher never imports.
 
     Raises:
         ConfigError: there is a mistake in the config.
@@ -371,18 +393,20 @@ def resolve_in_child(earlier: Sequence[str], now: Sequence[str]) -> tuple[Values
     return answer["earlier"], answer["now"]
 
 
-def complete(values: Values, ranks: int) -> dict[str, Any]:
-    """Add the values that a launch determines.
+def add_derived_values(values: Values, ranks: int) -> dict[str, Any]:
+    """Return the values with the number of ranks, and with the FSDP degree that follows from it.
+
+    The path of the config is left out: the run's config is a copy of the user's, so the paths of
+    two launches always differ.
 
     Args:
         ranks: number of ranks of a group.
     """
-    completed = {**values, _RANKS: ranks}
-    # The run's config is a copy of the user's, so the two paths differ.
-    del completed["job.config_file"]
-    if completed[_SHARD] == -1:
-        completed[_SHARD] = ranks // math.prod(completed[name] for name in _NOT_FSDP)
-    return completed
+    derived = {**values, _RANKS_PER_GROUP: ranks}
+    del derived["job.config_file"]
+    if derived[_SHARD] == -1:
+        derived[_SHARD] = ranks // math.prod(derived[name] for name in _DEGREES_WITHOUT_FSDP)
+    return derived
 
 
 def _resolve_paths(
@@ -391,24 +415,26 @@ def _resolve_paths(
     folder_before: Path | None,
     folder_after: Path | None,
 ) -> None:
-    """Replace each path by the file or folder to which it leads: one place has several spellings.
+    """Replace each path by the absolute path of the file or folder to which it leads.
+
+    Otherwise two spellings of one path would look like a change.
 
     Args:
         folder_before, folder_after: folders from which relative paths start; None if unknown.
     """
-    for name in _PATHS:
-        has_folders = folder_before is not None and folder_after is not None
-        if before[name] == after[name] and not has_folders:
-            # An earlier version recorded no folder. Equal texts count as equal paths.
+    are_folders_known = folder_before is not None and folder_after is not None
+    for name in _PATH_FIELDS:
+        if before[name] == after[name] and not are_folders_known:
+            # Without the folders, equal texts count as equal paths.
             continue
         before[name] = _real_path(before[name], folder_before)
         after[name] = _real_path(after[name], folder_after)
 
 
 def _real_path(path: str | None, folder: Path | None) -> str | None:
-    """Return the file or folder to which a path leads.
+    """Return the absolute path of the file or folder to which a path leads.
 
-    A text that is no path, such as the name of a data set, is returned as it is.
+    A text that may be no path, such as the name of a data set, is returned as it is.
     """
     if not path:
         return path
@@ -422,28 +448,29 @@ def _real_path(path: str | None, folder: Path | None) -> str | None:
 
 def num_shards(values: Values) -> int:
     """Return the number of shards that the data is cut into."""
-    return math.prod(values[name] for name in _CUT)
+    return math.prod(values[name] for name in _DATA_CUT_FIELDS)
 
 
 def compare(before: Values, now: Values) -> dict[str, ChangedField]:
     """Return the fields that differ, by their full names, with the possible effect of the
     change.
     """
-    same_cut = num_shards(before) == num_shards(now)
-    method = f"{TABLE}.semi_sync_method"
-    in_rounds = bool(before[method] or now[method])
+    method_field = f"{TABLE}.semi_sync_method"
+    is_same_cut = num_shards(before) == num_shards(now)
+    is_semi_sync = bool(before[method_field] or now[method_field])
     changes = {}
     for name in sorted({*before, *now}):
         if before.get(name) == now.get(name):
             continue
-        old, new = _meaning(name, before), _meaning(name, now)
+        old = _effective_value(name, before)
+        new = _effective_value(name, now)
         if old == new:
             continue
         kind = kind_of_field(name)
-        if name in _CUT and same_cut:
+        if name in _DATA_CUT_FIELDS and is_same_cut:
             # The batches stay the same, and so does the mean over all of them.
             kind = HARMLESS
-            if name == _REPLICAS and in_rounds:
+            if name == _GROUP_SIZE and is_semi_sync:
                 # In a semi-synchronous round each group trains by itself, so the number of groups
                 # changes the arithmetic.
                 kind = ARITHMETIC
@@ -451,8 +478,8 @@ def compare(before: Values, now: Values) -> dict[str, ChangedField]:
     return changes
 
 
-def _meaning(name: str, values: Values) -> Any:
-    """Return a field's effective value, also if the field is not set."""
+def _effective_value(name: str, values: Values) -> Any:
+    """Return a field's value. If the field is not set, return the value that follows from others."""
     if name == _TOTAL_STEPS and values[name] is None:
         return values[_STEPS]
     if name == _GLOBAL_BATCH and values[name] < 0:
@@ -461,10 +488,11 @@ def _meaning(name: str, values: Values) -> Any:
 
 
 def kind_of_field(name: str) -> ChangeKind:
-    """Return the possible effect of a field's change; "arithmetic" for an unknown field."""
-    if name == _RANKS:
+    """Return the kind of a field; "arithmetic" for an unknown field."""
+    if name == _RANKS_PER_GROUP:
         # The parallel degrees are compared, and the number of ranks follows from them.
         return HARMLESS
+    # From the whole name to the name of the table: the longest entry counts.
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         prefix = ".".join(parts[:length])
@@ -476,10 +504,15 @@ def kind_of_field(name: str) -> ChangeKind:
 
 def lr_schedule_note(before: Values, now: Values) -> str:
     """Return a line if another length of the run changes the LR schedule, else ""."""
-    old, new = before[_STEPS], now[_STEPS]
+    old = before[_STEPS]
+    new = now[_STEPS]
+    if old == new:
+        return ""
     follows_steps = before[_TOTAL_STEPS] is None and now[_TOTAL_STEPS] is None
-    is_constant = now["lr_scheduler.min_lr_factor"] == 1.0 or now["lr_scheduler.decay_ratio"] == 0.0
-    if old == new or not follows_steps or is_constant:
+    never_decays = (
+        now["lr_scheduler.min_lr_factor"] == 1.0 or now["lr_scheduler.decay_ratio"] == 0.0
+    )
+    if not follows_steps or never_decays:
         return ""
     remedy = f"{_TOTAL_STEPS} = {old} keeps the former schedule"
     if new > old:
@@ -495,53 +528,56 @@ def lr_schedule_note(before: Values, now: Values) -> str:
     )
 
 
-def check_allowed(changes: Changes, named: Sequence[str]) -> None:
-    """Check that `--resume-with` names each change that is not harmless, and only changes.
+def check_allowed(changes: Changes, allowed_names: Sequence[str]) -> None:
+    """Check that `--resume-with` names each change that is not harmless, and nothing else.
 
     Args:
-        named: full names of fields, or the last part of them.
+        allowed_names: names from `--resume-with`: full names of fields, the last part of them, or
+            options of titan-ft launch.
 
     Raises:
         ConfigError: a change is not named, a name is no change, or a change can never be allowed.
     """
-    workers = changes.get(_WORKERS)
+    workers = changes.get(_LOADER_WORKERS)
     if workers is not None:
-        # Every rank would refuse the state of its loader, at each start again.
+        # Every rank would refuse the state of its dataloader, after each restart again.
         raise ConfigError(
-            f"--resume must keep {_WORKERS}, got {workers.now} (was {workers.before}): the state "
+            f"--resume must keep {_LOADER_WORKERS}, got {workers.now} (was {workers.before}): the state "
             "of a loader fits no other number of workers, whatever --resume-with names; set it "
             "back, or begin a new run in another --run-dir"
         )
     allowed: set[str] = set()
-    for name in named:
-        allowed.update(_find_named(name, changes))
-    refused = [
-        name for name, change in changes.items() if change.kind != HARMLESS and name not in allowed
-    ]
+    for name in allowed_names:
+        allowed.update(_find_fields_of_name(name, changes))
+    refused = []
+    for name, change in changes.items():
+        if change.kind != HARMLESS and name not in allowed:
+            refused.append(name)
     if not refused:
         return
     descriptions = []
-    names = list(named)
+    names_to_give = list(allowed_names)
     for name in refused:
         descriptions.append(changes[name].describe(name + _OPTION_HINT.get(name, "")))
-        names.append(_shorten(name, changes))
+        names_to_give.append(_shortest_name(name, changes))
     got = ", ".join(descriptions)
     them = "it" if len(refused) == 1 else "them"
+    remedy = ",".join(dict.fromkeys(names_to_give))  # each name once
     raise ConfigError(
         f"--resume must keep the arithmetic and the data of the earlier launch, got {got}; set "
-        f"{them} back, or go on with the change by --resume-with {','.join(dict.fromkeys(names))}"
+        f"{them} back, or go on with the change by --resume-with {remedy}"
     )
 
 
-def _find_named(given: str, changes: Changes) -> list[str]:
-    """Return the changes that a name of `--resume-with` stands for.
+def _find_fields_of_name(given: str, changes: Changes) -> list[str]:
+    """Return the changed fields that a name of `--resume-with` stands for.
 
     Raises:
         ConfigError: no change has the name, or several tables have a changed field of that name.
     """
     name = given.removeprefix("--").replace("-", "_")
-    if name in _OPTIONS:
-        found = [field for field in _OPTIONS[name] if field in changes]
+    if name in _OPTION_FIELDS:
+        found = [field for field in _OPTION_FIELDS[name] if field in changes]
     elif name in changes:
         found = [name]
     else:
@@ -554,19 +590,19 @@ def _find_named(given: str, changes: Changes) -> list[str]:
     if found:
         return found
     differing = ", ".join(changes) or "none does"
-    short_names = [_shorten(field, changes) for field in changes]
+    short_names = [_shortest_name(field, changes) for field in changes]
     raise ConfigError(
         f"--resume-with must name fields that differ from the earlier launch ({differing}), got "
         f"{given!r}; {closest(name, [*changes, *short_names])}leave it out"
     )
 
 
-def _shorten(name: str, changes: Changes) -> str:
-    """Return the shortest name of a change that --resume-with takes."""
-    if name == _REPLICAS:
+def _shortest_name(name: str, changes: Changes) -> str:
+    """Return the shortest name that --resume-with takes for a changed field."""
+    if name == _GROUP_SIZE:
         return "replicas"
-    if name in _OPTIONS[_RANKS] and _RANKS in changes:
-        return _RANKS
+    if name in _OPTION_FIELDS[_RANKS_PER_GROUP] and _RANKS_PER_GROUP in changes:
+        return _RANKS_PER_GROUP
     short_name = name.rpartition(".")[2]
     same_named = [field for field in changes if field.rpartition(".")[2] == short_name]
     return short_name if len(same_named) == 1 else name

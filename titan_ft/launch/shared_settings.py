@@ -1,6 +1,8 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Settings of `[fault_tolerance]` that the launcher and the lighthouse need too."""
+"""Settings of `[fault_tolerance]` that not only the workers need, but the launcher and the
+lighthouse as well.
+"""
 
 from __future__ import annotations
 

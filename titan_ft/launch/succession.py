@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Decide which of a job's lighthouses serves: the one that a file in the run's folder names.
 
-A lighthouse writes its name into the file before it serves. A lighthouse that reads another name
-there steps down. So only one lighthouse goes on if two write at once, or if a slow lighthouse
-returns after a standby has taken its place. Groups take no new members from a lighthouse that is no
-longer named (`membership/seat.py`).
+A lighthouse writes its announcement into the file before it serves. A serving lighthouse that reads
+another announcement there steps down. So only one lighthouse goes on if two write at once, or if a
+slow lighthouse returns after a standby has taken its place. Groups take no new members from a
+lighthouse that is no longer announced (`membership/seat.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ would take the place of a healthy lighthouse.
 
 
 class Succession:
-    """One lighthouse's part in the succession. The lighthouse's main thread calls `poll`.
+    """Decides when this lighthouse serves, and when it steps down.
+
+    The lighthouse's main thread makes the object, and calls `poll` until it returns False.
 
     Args:
         path: the file.

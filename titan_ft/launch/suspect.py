@@ -2,9 +2,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Suspect hosts on which workers die again and again: a group leaves such a host.
 
-A group is normally restarted on its host, which is quickest. But a host with a bad GPU or bad
-memory kills all workers there. So the group leaves the host, and its scheduler can start the group
-elsewhere. The deaths of all groups on the host count, because one group may follow another there.
+A group is normally restarted on its host, which is quickest. But on a host with a bad GPU or bad
+memory the workers die again. After some deaths within a time window, the group's agent ends with
+`HOST_SUSPECTED_CODE`, and the scheduler can start the group elsewhere. The deaths of all groups on
+the host count, because one group may follow another there.
+
+Only agents on a cluster use this module, on their only thread.
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ class SuspectPolicy:
     def act(self, host: str, reason: str) -> None:
         """Write the host into the file for the batch script, and run the user's command.
 
-        A failure of either is printed. The group leaves the host all the same.
+        If one of them fails, a line says so, and the group leaves the host nevertheless.
         """
         if self.file is not None:
             try:
@@ -122,8 +125,8 @@ class HostDeaths:
     """Counts the deaths on one host in the events of the whole job.
 
     The ends of all ranks of an attempt on the host are one death, because the end of one rank
-    causes the ends of the others. The agent announces the first rank that ended by itself first.
-    That event decides whether the death counts.
+    causes the ends of the others. An agent announces the root cause of an attempt's end first. That
+    event decides whether the death counts.
 
     The agent's only thread calls `count`.
 

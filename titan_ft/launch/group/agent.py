@@ -45,8 +45,8 @@ from __future__ import annotations
 
 import signal
 
-# Without this, Ctrl-C during the imports printed a traceback. A job in a shell's background ignores
-# Ctrl-C.
+# Ctrl-C during the imports below must end this process, without a traceback. If Ctrl-C is ignored,
+# as for a job in a shell's background, it stays ignored.
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -339,7 +339,8 @@ class Agent:
             if failure is None and not self._must_return():
                 return 0
             if self._stop_requests:
-                return 1
+                return 1  # a worker failed before the group had left
+            # Seconds until the restart, or why none follows.
             decision = self._restart_policy.decide(self._summarize_attempt(failure, alive_seconds))
             if failure is None:
                 if isinstance(decision, NoRestart):
@@ -403,12 +404,14 @@ class Agent:
         """
         self._attempt_events = self._open_attempt_events(attempt)
         if restart_reason:
+            # The field `standby` means that the workers need no imports.
             self._events.emit(
                 ReplicaRestarted(
                     attempt=attempt, reason=restart_reason, standby=self._starter.forks
                 )
             )
-        group = self._group = self._start_group(attempt, followers)
+        group = self._start_group(attempt, followers)
+        self._group = group
         root_cause: WorkerExit | None = None
         announced_ranks: set[int] = set()
         try:
@@ -856,7 +859,7 @@ class _AgentProcess:
             status = self._follower.follow(spec.rendezvous)
             if status is not None:
                 return status
-            if self._follower.has_met:
+            if self._follower.has_started_workers:
                 # There was a leader, and it is gone. The next leader gets the whole time again.
                 deadline = time.monotonic() + MEETING_SECONDS
             time.sleep(RETRY_SECONDS)

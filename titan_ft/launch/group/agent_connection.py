@@ -1,17 +1,20 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The connection between the agents of two hosts of one group.
+"""The connection between the agents of two hosts of one group: messages, and their protection.
 
-Each message is a line of JSON with a MAC by the run's token. The MAC covers the nonces of both
-ends, the direction and the number of the message. So nobody without the token can send, repeat,
-drop or reorder messages. Nothing from the network is unpickled, as torchrun's rendezvous does.
+`hosts` describes which messages follow each other. On the wire:
 
-An agent has no threads, because it forks its workers. So nothing here blocks: `poll` takes the
+1. Each end first sends a *nonce*, a random line.
+2. Each message is a line of JSON after a MAC, which is keyed by the run's token. The MAC covers the
+   nonces of both ends, the direction, and the number of the message. So nobody without the token
+   can send, repeat, drop or reorder messages. Nothing is unpickled, as in torchrun's rendezvous.
+
+An agent has no threads, because it forks its workers. So nothing here blocks: `poll` reads the
 bytes that have arrived.
 
 The kernel notices the end of the other side: an agent that dies closes its connections, and a
-vanished host does not answer keep-alives (`GONE_SECONDS`). This module has no heartbeats of its
-own, because an agent that waits for a file server would seem to be gone.
+vanished host does not answer keep-alives (`GONE_SECONDS`). There are no heartbeats between agents,
+because an agent that waits for a file server would seem to be gone.
 """
 
 from __future__ import annotations
@@ -30,19 +33,24 @@ from titan_ft.system.seal import authenticate
 GONE_SECONDS = 10
 """A host that has answered nothing for this long is gone."""
 _MAX_LINE_BYTES = 2**20
-"""Limit of a message; without one, the other end could fill the memory.
+"""Limit of a message. Without a limit, the other end could fill the memory of this process.
 
-The ends of all ranks of a host take far less.
+A report of the ends of all ranks of a host takes far less.
 """
-_MAX_UNPROVED_BYTES = 4096
-"""Limit for an end that has not proved the token.
+_MAX_STRANGER_BYTES = 4096
+"""Limit of the bytes from an end that has not shown the token.
 
 With `_MAX_LINE_BYTES`, 256 strangers could fill 256 MiB.
 """
 _NONCE_BYTES = 16
-_KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 4))
-"""Idle seconds before the first probe, seconds between probes, number of probes."""
+_KEEPALIVE = (
+    ("TCP_KEEPIDLE", 2),  # seconds of silence before the first probe
+    ("TCP_KEEPINTVL", 2),  # seconds between probes
+    ("TCP_KEEPCNT", 4),  # lost probes that end the connection
+)
+"""Options of the socket. 2 + 4 x 2 seconds are `GONE_SECONDS`."""
 _NO_AGENT = "the other end is no agent"
+"""Reason for a refusal."""
 _LEADER = b"leader"
 _FOLLOWER = b"follower"
 
@@ -55,11 +63,13 @@ class Hello(msgspec.Struct, tag=True):
 
 
 class StartOrder(msgspec.Struct, tag=True):
-    """Orders a follower to start the workers of an attempt; fields as in `Share`."""
+    """Orders a follower to start the workers of an attempt.
+
+    `Share` describes the fields on hosts and ranks.
+    """
 
     attempt: int
-    host: int
-    """Index of the follower's host in the group."""
+    host_index: int
     num_hosts: int
     first_rank: int
     world_size: int
@@ -100,12 +110,12 @@ class WorkersState(msgspec.Struct, tag=True):
     pids: dict[int, int]
     """Process ids by rank."""
     exits: list[WorkerExit]
-    raised: list[int]
+    raised_ranks: list[int]
     """Ranks that still run although an exception has ended their training."""
-    is_collected: bool
+    all_reaped: bool
     """Whether all workers have ended and were reaped."""
-    answered: int
-    """Number of the last `Ping`."""
+    last_ping: int
+    """Number of the last `Ping` that the follower received; 0 before the first of an attempt."""
 
 
 Message: TypeAlias = Hello | StartOrder | LeaveOrder | EndOrder | Ping | GroupOver | WorkersState
@@ -158,9 +168,12 @@ class AgentConnection:
         return str(self._socket.getsockname()[0]).removeprefix("::ffff:").partition("%")[0]
 
     def send(self, message: Message) -> None:
-        """Send a message, at the latest with the next `poll`. Never raises."""
+        """Send a message as soon as the socket takes it, at the earliest now. Never raises.
+
+        If the connection is broken, the next `poll` raises the error.
+        """
         self._waiting.append(message)
-        self._try_flush()  # the next `poll` raises the error
+        self._try_flush()
 
     def poll(self) -> list[Message]:
         """Return the messages that have arrived.
@@ -183,9 +196,10 @@ class AgentConnection:
                 break
             self._incoming += block
         messages = self._take_messages()
-        problem = self._try_flush() or problem
-        # Messages from before the end are returned first, because they may have the ends of the
-        # other host's workers. The next `poll` raises.
+        flush_problem = self._try_flush()  # the nonce may just have arrived
+        problem = flush_problem or problem
+        # Messages from before the end of the connection are returned first, because they may report
+        # the ends of the other host's workers. The next `poll` raises.
         if problem is not None and not messages:
             raise problem
         return messages
@@ -196,13 +210,14 @@ class AgentConnection:
     @property
     def _max_bytes(self) -> int:
         """Limit of the bytes of a line, and of all lines that are not decoded yet."""
-        return _MAX_LINE_BYTES if self._num_received else _MAX_UNPROVED_BYTES
+        return _MAX_LINE_BYTES if self._num_received else _MAX_STRANGER_BYTES
 
     def _take_messages(self) -> list[Message]:
         messages = []
         while b"\n" in self._incoming:
             line, _, self._incoming = self._incoming.partition(b"\n")
-            if not self._other_nonce:
+            is_nonce = not self._other_nonce
+            if is_nonce:
                 if len(line) != len(self._nonce):
                     raise StrangerError(_NO_AGENT)
                 self._other_nonce = line
@@ -250,6 +265,12 @@ class AgentConnection:
             raise ConnectionError(str(error)) from error
 
     def _mac(self, role: bytes, number: int, text: bytes) -> bytes:
+        """Return the MAC of a message.
+
+        Args:
+            role: the sender's.
+            number: messages that the sender sent before.
+        """
         leader_nonce = self._other_nonce
         follower_nonce = self._nonce
         if self._own_role == _LEADER:

@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Start the processes of a launcher, and end exactly those."""
+"""Start the processes of a launcher, and end exactly those.
+
+They are the zygote, the lighthouse, the agents of the groups, and the process that reduces events.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from titan_ft.launch.group.worker_group import open_log
 from titan_ft.run.orphan import PARENT_PID_ENV
 
 LAST_SECONDS = 2.0
-"""Time between the second SIGTERM and SIGKILL."""
+"""Time between the second SIGTERM, which asks for an end at once, and SIGKILL."""
 
 
 ChildProcess: TypeAlias = subprocess.Popen[bytes] | ForkedProcess

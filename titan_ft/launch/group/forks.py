@@ -2,11 +2,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Run a Python module in a fork of this process, as `python -m` does in a new process.
 
-Nearly all of a worker's start is imports. This process has imported everything already. So a fork
-takes milliseconds, and shares the memory of the imports.
+Nearly all of a worker's start is imports. A process that has imported everything can fork workers
+within milliseconds, and the forks share the memory of the imports. The zygote and the agents of a
+cluster call these functions, in this order:
 
-A process that forks has one thread, because a lock that another thread holds stays locked in the
-fork. It has not initialized CUDA, which a fork could not use.
+1. `check_worker_args` lets the workers' module check its command line.
+2. `prepare_forks` imports everything. It returns an obstacle if this process cannot be forked.
+3. `fork_module` forks, for each worker and each other process of a group.
+
+A process that forks must have one thread: a lock that another thread holds would stay locked in the
+fork. And it must not have initialized CUDA, which a fork could not use.
 """
 
 from __future__ import annotations
@@ -32,16 +37,16 @@ from titan_ft.run.appender import retry_waiting
 from titan_ft.run.orphan import PARENT_PID_ENV, end_with_parent
 from titan_ft.run.output import protect_output
 
-PRELOAD = "preload"
+PRELOAD_HOOK = "preload"
 """Name of an optional function of a worker's module, which gets the workers' command line.
 
-The function does once, before the forks, the work that each fork would repeat.
+The function imports and reads, once before the forks, what each fork would import and read again.
 """
 
-CHECK = "check"
+CHECK_HOOK = "check"
 """Name of an optional function of a worker's module, which gets the workers' command line.
 
-The function raises ConfigError for a mistake there.
+The function raises ConfigError if there is a mistake in the command line.
 """
 
 MAX_ANSWER_BYTES = 4096
@@ -52,7 +57,10 @@ FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
 
 
 class ForkedProcess:
-    """A forked child of this process, with a part of the interface of `subprocess.Popen`."""
+    """A forked child of this process, with a part of the interface of `subprocess.Popen`.
+
+    All methods are called on one thread.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -93,16 +101,15 @@ class ForkedProcess:
 def check_worker_args(module: str, args: Sequence[str]) -> None:
     """Let a worker's module check its command line.
 
-    A module passes if it has no check, or cannot be imported.
+    A module without `CHECK_HOOK` passes, and so does one that cannot be imported.
 
     Raises:
         ConfigError: there is a mistake in the command line.
     """
-    os.environ.setdefault(
-        "OPENBLAS_NUM_THREADS", "1"
-    )  # as in `prepare_forks`, which imports the rest
+    # Set before the imports; see `prepare_forks`.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
-        function = getattr(importlib.import_module(module), CHECK, None)
+        function = getattr(importlib.import_module(module), CHECK_HOOK, None)
         if function is not None:
             function(args)
     except ConfigError:
@@ -112,15 +119,16 @@ def check_worker_args(module: str, args: Sequence[str]) -> None:
         return
 
 
-def ask_fork(question: Callable[[], str]) -> str | None:
+def call_in_fork(function: Callable[[], str]) -> str | None:
     """Call a function in a fork, and return its answer.
 
-    Everything that the function imports, starts or breaks is gone with the fork.
+    Everything that the function imports, starts or breaks disappears with the fork.
 
     Returns:
         The answer, one line; empty if the function raised; None if it ended the process.
     """
     reads, writes = os.pipe()
+    # Otherwise the fork would print its copy of the buffers again.
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -129,7 +137,7 @@ def ask_fork(question: Callable[[], str]) -> str | None:
             os.close(reads)
             os.environ[PARENT_PID_ENV] = str(os.getppid())
             end_with_parent()
-            os.write(writes, question().encode(errors="replace")[: MAX_ANSWER_BYTES - 1] + b"\n")
+            os.write(writes, function().encode(errors="replace")[: MAX_ANSWER_BYTES - 1] + b"\n")
         except BaseException:  # noqa: BLE001  # process edge
             traceback.print_exc()
             os.write(writes, b"\n")
@@ -139,7 +147,8 @@ def ask_fork(question: Callable[[], str]) -> str | None:
             os._exit(0)
     os.close(writes)
     with open(reads, "rb", buffering=0) as pipe:
-        # One read, not until the end: a process that the fork started may keep the other end open.
+        # One read, and not until the pipe is closed: a process that the fork started may keep the
+        # other end open.
         answer = pipe.read(MAX_ANSWER_BYTES) or b""
     _, status = os.waitpid(pid, 0)
     if not answer and os.WIFEXITED(status):
@@ -151,8 +160,8 @@ def prepare_forks(module: str, args: Sequence[str]) -> str:
     """Import everything that a worker needs, and exempt it from garbage collection.
 
     Args:
-        module: Python module that the workers run; its function `preload`, if it has one, gets
-            `args`.
+        module: Python module that the workers run. Its `PRELOAD_HOOK` is called.
+        args: command line of the workers.
 
     Returns:
         Why no fork may be made; empty if forks are possible.
@@ -161,7 +170,7 @@ def prepare_forks(module: str, args: Sequence[str]) -> str:
     # does almost none of the work here.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
-        prepare = getattr(importlib.import_module(module), PRELOAD, None)
+        prepare = getattr(importlib.import_module(module), PRELOAD_HOOK, None)
         if prepare is not None:
             prepare(args)
     except Exception:  # noqa: BLE001  # of a model's own code
@@ -218,10 +227,11 @@ def fork_module(
     session_reader, session_writer = os.pipe()
     # Until the fork has its own handlers, this process's handlers would run in the fork, and the
     # signal would be lost.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    former_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()
-        if pid == 0:
+        is_fork = pid == 0
+        if is_fork:
             _run_as_new_process(
                 module,
                 args,
@@ -230,11 +240,11 @@ def fork_module(
                 title=title,
                 close=(session_reader, *close),
                 session_writer=session_writer,
-                signal_mask=before,
+                signal_mask=former_mask,
                 start_pipe=start_pipe,
             )
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, former_mask)
         os.close(session_writer)
     with open(session_reader, "rb", buffering=0) as pipe:
         # The fork closes the pipe when it leads a session. Before, its process group does not
@@ -255,10 +265,10 @@ def _run_as_new_process(
     signal_mask: Collection[int],
     start_pipe: int | None,
 ) -> None:
-    """Turn the fork into a process as `python -m` makes one; never returns.
+    """Turn the fork into a process as `python -m` makes one, and run the module. Never returns.
 
-    Nothing may unwind the frames above: they belong to the parent, whose clean-up must not run in
-    its copy.
+    No exception may reach the callers' frames, which are copies of the parent's: their clean-up
+    (`finally`, `with`) must run in the parent only.
     """
     code = 1
     try:
@@ -268,7 +278,7 @@ def _run_as_new_process(
             os.close(descriptor)
         _reset_signals(signal_mask)
         _redirect(output)
-        # Again: the fork's output may be other files than those of its parent.
+        # The parent has done this, but the fork's output may be other files.
         protect_output()
         os.environ.clear()
         os.environ.update(env)
@@ -353,7 +363,7 @@ def _run(module: str, args: Sequence[str]) -> int:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    retry_waiting()
+    retry_waiting()  # writes events that wait because the disk was full
     if was_interrupted:
         # A parent, such as a shell, sees that SIGINT ended the process.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,15 +1,27 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A group on several hosts, as seen by the leading agent. The other agents follow (`follower`).
+"""Lead a group that has several hosts: connect its agents, and keep the workers of all hosts.
 
-Every agent of a group is started by the same command, with the address of a port on one of the
-group's hosts. The agent that can listen at that address leads. The leader alone judges ends and
-decides on restarts, so the hosts of a group cannot disagree. The leader also serves the store at
-which the workers meet, and gives each follower its ranks.
+Each host of the group has an agent, and all agents are started by the same command. It names
+HOST:PORT on one of the hosts (--rendezvous). The agent that can listen there leads, and the other
+agents follow it (`follower`). They proceed in these steps:
 
-A group is restarted as a whole. If the connection to a follower breaks, the follower or its host is
-gone. The leader then ends all other workers and waits for another agent. If the leader is gone, the
-followers end their workers and wait for another leader: any agent that listens at the address.
+1. Each follower connects to the leader, and sends its host's name and number of ranks (`Hello`).
+2. When all followers are connected, the leader starts an attempt. It serves the store at which the
+   workers meet, and sends each follower the ranks to start (`StartOrder`).
+3. Each follower reports the processes and ends of its workers whenever they change
+   (`WorkersState`).
+4. The leader ends the attempt on all hosts: at once (`EndOrder`), or in order (`LeaveOrder`).
+5. If no attempt follows, the leader sends the followers the group's exit status (`GroupOver`).
+
+The leader alone judges ends and decides on restarts, so the hosts of a group cannot disagree.
+
+If the connection to a follower breaks, the follower or its host is gone, and its workers count as
+killed. The leader then ends the attempt, and waits for another agent. If the leader is gone, the
+followers end their workers and look for another leader: any agent that listens at the rendezvous.
+
+`Followers` keeps the connections as long as the agent lives. `GroupWorkers` keeps the workers of
+one attempt. `Agent` makes and calls both on its only thread.
 """
 
 from __future__ import annotations
@@ -50,36 +62,41 @@ MEETING_SECONDS = 600.0
 
 A scheduler may start the hosts one by one.
 """
-_COLLECT_SECONDS = 15.0
-"""Time for a follower to collect its workers, in addition to the grace time.
+_REAP_SECONDS = 15.0
+"""Time for a follower to end and reap its workers, in addition to the grace time.
 
 `LocalWorkers.end` takes at most 10 s.
 """
 _CLOSE_SECONDS = 2.0
 """Time for the followers to read the end of the group."""
+_REMINDER_SECONDS = 60.0
+"""Pause between two lines about missing agents."""
 _MAX_STRANGERS = 256
-"""Connections that may be open before they have shown the token. At one more, the oldest is
-closed.
+"""Connections that may be open before they have shown the token. At one more, a connection of the
+host that has most of them is closed.
 """
-_ACCEPTED_AT_ONCE = 64
-"""After so many accepted connections in a row, the leader reads the other agents' messages."""
+_MAX_ACCEPTS_PER_POLL = 64
+"""After so many new connections, the leader reads the messages of the other agents first."""
 _POLL_SECONDS = 0.01
 _SIGKILL = -9
-_OTHER_AGENT_OR_HOST = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENODEV)
-"""Errors of a listen at an address of another agent or of another host.
-
-A host without IPv6 has no IPv6 address.
-"""
+"""Exit code that stands for an end that nobody saw."""
+_CANNOT_LEAD_ERRNOS = (
+    errno.EADDRINUSE,  # another agent of this host listens there
+    errno.EADDRNOTAVAIL,  # the address is another host's
+    errno.EAFNOSUPPORT,  # this host has no IPv6
+    errno.ENODEV,  # a link-local address names an interface that this host lacks
+)
+"""Errors of a listen at an address at which this agent cannot lead."""
 
 
 def listen_if_own_address(address: str) -> socket.socket | None:
     """Listen at HOST:PORT if HOST is this host, and no other agent listens there.
 
-    The socket listens at all addresses of this host, because the name may resolve to another
-    interface on the other hosts.
+    The socket listens at all addresses of this host. The other hosts may resolve HOST to another
+    address of this host than this host does.
 
     Returns:
-        The listening socket; None if the address is another host's, or another agent leads.
+        The listening socket; None if the address is another host's, or another agent listens there.
 
     Raises:
         ConfigError: this user may not listen at that port.
@@ -87,43 +104,48 @@ def listen_if_own_address(address: str) -> socket.socket | None:
     """
     host, port = split_address(address)
     for family, _, _, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        # With its scope: a link-local address has no meaning without one.
-        full_address: Any = target
+        # `target` has two fields for IPv4, and four for IPv6. The scope among them is needed,
+        # because a link-local address means nothing without it.
+        numeric_address: Any = target
         try:
-            with socket.create_server(full_address, family=family):
+            # Try the exact address first. To listen at all addresses succeeds on any host.
+            with socket.create_server(numeric_address, family=family):
                 pass
             if target[0] in ("127.0.0.1", "::1"):
-                return socket.create_server(full_address, family=family)
-            has_dualstack = socket.has_dualstack_ipv6()
-            any_family = socket.AF_INET6 if has_dualstack else family
-            return socket.create_server(
-                (ALL_HOSTS[any_family], port), family=any_family, dualstack_ipv6=has_dualstack
-            )
+                return socket.create_server(numeric_address, family=family)
+            if socket.has_dualstack_ipv6():
+                return socket.create_server(
+                    (ALL_HOSTS[socket.AF_INET6], port),
+                    family=socket.AF_INET6,
+                    dualstack_ipv6=True,
+                )
+            return socket.create_server((ALL_HOSTS[family], port), family=family)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM):
                 raise ConfigError(
                     f"--rendezvous must have a port at which this user may listen, got {address}; "
                     "take one above 1023"
                 ) from error
-            if error.errno not in _OTHER_AGENT_OR_HOST:
+            if error.errno not in _CANNOT_LEAD_ERRNOS:
                 raise
     return None
 
 
 @dataclass(eq=False)
 class RemoteAgent:
-    """The agent of another host of the group, as the leader knows it."""
+    """The other end of a connection to the leader: an agent of another host, or a stranger."""
 
     connection: AgentConnection
     source: str
-    """Numeric address of the agent's host."""
+    """Numeric address of the other end."""
     host: str = ""
+    """Name of the host, from `Hello`."""
     num_ranks: int = 0
-    """0 until the agent has introduced itself (`Hello`)."""
+    """Number of ranks on the host, from `Hello`; 0 before."""
     state: WorkersState | None = None
     """The latest state that the agent reported; None before the first."""
     loss_reason: str = ""
-    """Why the connection is gone; empty while it stands."""
+    """Why the connection is closed; empty while it stands."""
     connected_at: float = field(default_factory=time.monotonic)
     """Monotonic seconds."""
 
@@ -132,25 +154,27 @@ class RemoteAgent:
         return bool(self.loss_reason)
 
     @property
-    def has_introduced_itself(self) -> bool:
+    def has_said_hello(self) -> bool:
+        """Whether the other end has sent `Hello`, which needs the run's token."""
         return self.num_ranks > 0
 
     @property
-    def is_unproved(self) -> bool:
-        """True if the other end may be a stranger: it has not shown the run's token yet."""
-        return not self.has_introduced_itself and not self.is_lost
+    def is_follower(self) -> bool:
+        """Whether the other end is an agent with the token, and the connection stands."""
+        return self.has_said_hello and not self.is_lost
 
     @property
-    def is_present(self) -> bool:
-        return self.has_introduced_itself and not self.is_lost
+    def may_be_stranger(self) -> bool:
+        """Whether the connection stands, and the other end has not shown the token yet."""
+        return not self.has_said_hello and not self.is_lost
 
 
 class Followers:
-    """Accepts the agents of a group's other hosts, and exchanges messages with them.
+    """Accepts the agents of a group's other hosts, and reads their messages.
 
-    The agent that leads owns the object and calls all methods, on its only thread. Nothing blocks
-    except `wait_for_all` and `close`. A lost agent stays out: its host counts again when another
-    agent connects. See docs/agents.md.
+    The leading agent owns the object and calls all methods, on its only thread. Only `wait_for_all`
+    and `close` block. An agent whose connection broke is dropped. Its host counts again when
+    another agent connects from there. See docs/agents.md.
 
     Args:
         listener: the socket to which the other agents connect.
@@ -179,8 +203,8 @@ class Followers:
         self._report = report
         self.on_refusal: Callable[[Refusal], None] = lambda refusal: None
         self._refusals = Refusals(GONE_SECONDS, lambda refusal: self.on_refusal(refusal))
-        self._members: list[RemoteAgent] = []
-        """Agents in the order in which they connected."""
+        self._agents: list[RemoteAgent] = []
+        """The open connections, of agents and of strangers, in the order of their start."""
         self._has_reported_refusal = False
         """Whether a refused agent was reported. A stranger that connects again and again must not
         fill the output.
@@ -190,14 +214,14 @@ class Followers:
 
     def descriptors(self) -> list[int]:
         """Return the descriptors that no fork of this process may keep."""
-        connected = [member for member in self._members if not member.is_lost]
-        return [self._listener.fileno(), *(member.connection.descriptor for member in connected)]
+        open_connections = [agent.connection for agent in self._agents if not agent.is_lost]
+        return [self._listener.fileno(), *(each.descriptor for each in open_connections)]
 
     def wait_for_all(self, is_stopped: Callable[[], bool]) -> list[RemoteAgent] | None:
         """Wait until the agents of all other hosts are connected.
 
-        The latest connections count: the former connection of a vanished host may still stand when
-        the host is back.
+        If more agents than hosts are connected, the latest connections count: when a vanished host
+        is back, the connection of its former agent may still stand for `GONE_SECONDS`.
 
         Returns:
             The agents, sorted by host name; None if the group was stopped, or after
@@ -208,158 +232,170 @@ class Followers:
         next_reminder = time.monotonic() + GONE_SECONDS
         while not is_stopped() and time.monotonic() < deadline:
             self.poll()
-            present = [member for member in self._members if member.is_present]
-            if len(present) >= num_others:
-                return sorted(present[-num_others:], key=lambda member: member.host)
+            followers = [agent for agent in self._agents if agent.is_follower]
+            if len(followers) >= num_others:
+                latest = followers[-num_others:]
+                return sorted(latest, key=lambda agent: agent.host)
             if time.monotonic() >= next_reminder:
-                next_reminder += 60.0
-                num_missing = num_others - len(present)
+                next_reminder += _REMINDER_SECONDS
+                num_missing = num_others - len(followers)
                 self._report(f"waits for the agents of {num_missing} of its {self.num_hosts} hosts")
             time.sleep(_POLL_SECONDS)
         return None
 
     def poll(self) -> None:
-        """Accept agents, read their messages, drop lost agents. Does not block."""
+        """Accept connections, read messages, drop lost agents and strangers. Does not block."""
         self._accept()
-        for member in self._members:
-            if not member.is_lost:
-                self._read(member)
+        for agent in self._agents:
+            if not agent.is_lost:
+                self._read(agent)
         self._drop_strangers()
-        self._members = [member for member in self._members if not member.is_lost]
+        self._agents = [agent for agent in self._agents if not agent.is_lost]
 
     def close(self, status: int, reason: str) -> None:
-        """Tell all followers to end with this status, and wait for their ends.
+        """Send all followers the group's exit status, and wait until they have ended.
 
-        A scheduler may end a whole job with its first task. So this process must not end before the
-        followers have read the message.
+        A scheduler may end a whole job when its first task ends. So this process must not end
+        before the followers have read the message.
+
+        Args:
+            reason: line for the followers to print; empty if the group finished.
         """
         self._is_closing = True
-        for member in self._members:
-            member.connection.send(GroupOver(status, reason))
+        for agent in self._agents:
+            agent.connection.send(GroupOver(status, reason))
         deadline = time.monotonic() + _CLOSE_SECONDS
-        while any(member.is_present for member in self._members) and time.monotonic() < deadline:
+        while any(agent.is_follower for agent in self._agents) and time.monotonic() < deadline:
             self.poll()
             time.sleep(_POLL_SECONDS)
         self._listener.close()
-        for member in self._members:
-            member.connection.close()
+        for agent in self._agents:
+            agent.connection.close()
 
-    def _accept(self) -> None:
-        # Errors: no connection waits, the other end has closed again, or this process has too many
-        # open files.
-        with contextlib.suppress(OSError):
-            for _ in range(_ACCEPTED_AT_ONCE):
-                accepted, address = self._listener.accept()
-                connection = AgentConnection(accepted, self._token, self._slot, leads=True)
-                self._members.append(RemoteAgent(connection, address[0]))
-
-    def _drop_strangers(self) -> None:
-        """Drop connections without the token, which would use up this process's open files."""
-        strangers = [member for member in self._members if member.is_unproved]
-        for member in list(strangers):
-            if time.monotonic() - member.connected_at > GONE_SECONDS:
-                strangers.remove(member)
-                self._drop(member, "silent")
-        while len(strangers) > _MAX_STRANGERS:
-            member = find_crowded(strangers, lambda member: member.source)
-            strangers.remove(member)
-            self._drop(member, "crowd")
-
-    def _drop(self, stranger: RemoteAgent, kind: RefusalKind) -> None:
-        self._refusals.add(kind, stranger.source)
-        stranger.loss_reason = "it has not shown the run's token"
-        stranger.connection.close()
-
-    def _read(self, member: RemoteAgent) -> None:
-        try:
-            for message in member.connection.poll():
-                if isinstance(message, Hello):
-                    member.host = message.host
-                    member.num_ranks = message.num_ranks
-                elif isinstance(message, WorkersState):
-                    member.state = message
-        except ConnectionError as error:
-            if isinstance(error, StrangerError) and not member.num_ranks:
-                self._refusals.add("no_secret", member.source)
-            self.give_up(member, str(error))
-
-    def give_up(self, member: RemoteAgent, reason: str) -> None:
+    def disconnect(self, agent: RemoteAgent, reason: str) -> None:
         """Close the connection to an agent, and report the loss unless this group is closing."""
-        member.loss_reason = reason
-        member.connection.close()
+        agent.loss_reason = reason
+        agent.connection.close()
         if self._is_closing:
             return
-        if member.has_introduced_itself:
-            self._report(f"the agent of host {member.host} is gone: {reason}")
+        if agent.has_said_hello:
+            self._report(f"the agent of host {agent.host} is gone: {reason}")
         elif not self._has_reported_refusal:
             self._has_reported_refusal = True
             self._report(f"an agent was refused: {reason}")
 
+    def _accept(self) -> None:
+        # The errors mean that no connection waits, that the other end has closed again, or that
+        # this process has too many open files.
+        with contextlib.suppress(OSError):
+            for _ in range(_MAX_ACCEPTS_PER_POLL):
+                accepted, address = self._listener.accept()
+                connection = AgentConnection(accepted, self._token, self._slot, leads=True)
+                self._agents.append(RemoteAgent(connection, source=address[0]))
+
+    def _drop_strangers(self) -> None:
+        """Drop connections without the token, which would use up this process's open files."""
+        strangers = [agent for agent in self._agents if agent.may_be_stranger]
+        for stranger in list(strangers):
+            if time.monotonic() - stranger.connected_at > GONE_SECONDS:
+                strangers.remove(stranger)
+                self._refuse(stranger, "silent")
+        while len(strangers) > _MAX_STRANGERS:
+            stranger = find_crowded(strangers, lambda stranger: stranger.source)
+            strangers.remove(stranger)
+            self._refuse(stranger, "crowd")
+
+    def _refuse(self, stranger: RemoteAgent, kind: RefusalKind) -> None:
+        self._refusals.add(kind, stranger.source)
+        stranger.loss_reason = "it has not shown the run's token"
+        stranger.connection.close()
+
+    def _read(self, agent: RemoteAgent) -> None:
+        try:
+            for message in agent.connection.poll():
+                if isinstance(message, Hello):
+                    agent.host = message.host
+                    agent.num_ranks = message.num_ranks
+                elif isinstance(message, WorkersState):
+                    agent.state = message
+        except ConnectionError as error:
+            if isinstance(error, StrangerError) and not agent.has_said_hello:
+                self._refusals.add("no_secret", agent.source)
+            self.disconnect(agent, str(error))
+
 
 class _RemoteWorkers:
-    """The workers of one attempt on another host, as far as its agent has reported them."""
+    """The workers of one attempt on another host, as far as its agent has reported them.
 
-    def __init__(self, member: RemoteAgent, start: StartOrder) -> None:
-        self.member = member
-        self._start = start
-        self._ranks = range(start.first_rank, start.first_rank + member.num_ranks)
-        member.connection.send(start)
+    The constructor orders the agent to start the workers.
+    """
+
+    def __init__(self, agent: RemoteAgent, order: StartOrder) -> None:
+        self.agent = agent
+        self._attempt = order.attempt
+        self._ranks = range(order.first_rank, order.first_rank + agent.num_ranks)
+        agent.connection.send(order)
 
     @property
     def _state(self) -> WorkersState | None:
-        """The latest state of this attempt; None before the first report on it."""
-        state = self.member.state
-        if state is None or state.attempt != self._start.attempt:
+        """The latest state of this attempt; None before the first report.
+
+        The agent's latest report may still be on its former attempt.
+        """
+        state = self.agent.state
+        if state is None or state.attempt != self._attempt:
             return None
         return state
 
     @property
-    def have_ended(self) -> bool:
-        """True if all workers were collected, or their host is lost."""
-        if self.member.is_lost:
+    def are_over(self) -> bool:
+        """Whether all workers ended and were reaped, or their host is lost."""
+        if self.agent.is_lost:
             return True
-        return self._state is not None and self._state.is_collected
+        return self._state is not None and self._state.all_reaped
 
-    def has_answered(self, number: int) -> bool:
+    def has_answered_ping(self, number: int) -> bool:
         """True if the agent has answered this `Ping`, or is lost, so that no answer can come."""
-        if self.member.is_lost:
+        if self.agent.is_lost:
             return True
-        return self._state is not None and self._state.answered >= number
+        return self._state is not None and self._state.last_ping >= number
 
     def ranks_that_raised(self) -> list[int]:
         """List the ranks that still run although an exception has ended their training."""
-        if self._state is None or self.member.is_lost:
+        if self._state is None or self.agent.is_lost:
             return []
-        return self._state.raised
+        return self._state.raised_ranks
 
     def exits(self) -> list[WorkerExit]:
-        """List the workers that ended. Those of a lost host count: they end with their agent."""
+        """List the workers that ended.
+
+        All workers of a lost host count as killed, because workers end with their agent.
+        """
         state = self._state
         exits = [] if state is None else list(state.exits)
-        if self.member.is_lost:
-            pids = {} if state is None else state.pids
-            seen = {exit.rank for exit in exits}
-            for rank in self._ranks:
-                if rank not in seen:
-                    pid = pids.get(rank, 0)
-                    exits.append(
-                        WorkerExit(rank, pid, _SIGKILL, host=self.member.host, is_lost=True)
-                    )
+        if not self.agent.is_lost:
+            return exits
+        pids = {} if state is None else state.pids
+        seen = {exit.rank for exit in exits}
+        for rank in self._ranks:
+            if rank not in seen:
+                pid = pids.get(rank, 0)  # 0 if the agent was lost before it reported the pid
+                exits.append(WorkerExit(rank, pid, _SIGKILL, host=self.agent.host, is_lost=True))
         return exits
 
 
 class GroupWorkers:
     """The workers of one attempt of a group, on all of its hosts.
 
-    `Agent` makes it for each attempt and calls all methods on the agent's only thread; `kill` is
-    safe from any thread. After `end` all workers were collected or are lost, also if one failed.
+    `Agent` makes the object for each attempt, and calls all methods on its only thread. `kill` is
+    safe from any thread. After `end`, every worker was reaped, or counts as lost with its host.
 
     Args:
         share: the ranks of this host.
         store: store of the attempt; closed with this object.
         local: the workers of this host.
-        hosts: connections to the other hosts; None if there are none.
-        members: the agents of the other hosts.
+        followers: connections to the other hosts' agents; None if there is one host.
+        agents: the agents of the other hosts. They are ordered to start the further ranks.
     """
 
     def __init__(
@@ -368,29 +404,28 @@ class GroupWorkers:
         share: Share,
         store: AttemptStore,
         local: LocalWorkers,
-        hosts: Followers | None,
-        members: Sequence[RemoteAgent],
+        followers: Followers | None,
+        agents: Sequence[RemoteAgent],
     ) -> None:
         self.num_ranks = share.world_size
         self._store = store
         self._local = local
-        self._hosts = hosts
+        self._followers = followers
         self._remote_workers: list[_RemoteWorkers] = []
         self._num_pings = 0
-        point = store.meeting_point
         first_rank = share.num_ranks
-        for number, member in enumerate(members, start=1):
-            start = StartOrder(
-                attempt,
-                number,
-                share.num_hosts,
-                first_rank,
-                share.world_size,
-                point.host,
-                point.port,
+        for host_index, agent in enumerate(agents, start=1):
+            order = StartOrder(
+                attempt=attempt,
+                host_index=host_index,
+                num_hosts=share.num_hosts,
+                first_rank=first_rank,
+                world_size=share.world_size,
+                store_host=store.meeting_point.host,
+                store_port=store.meeting_point.port,
             )
-            self._remote_workers.append(_RemoteWorkers(member, start))
-            first_rank += member.num_ranks
+            self._remote_workers.append(_RemoteWorkers(agent, order))
+            first_rank += agent.num_ranks
 
     def exits(self) -> list[WorkerExit]:
         """List the workers that ended, those of other hosts as far as their agents reported them.
@@ -404,31 +439,31 @@ class GroupWorkers:
         return sorted(exits, key=lambda exit: exit.rank)
 
     def wait_for_cause(self, seconds: float) -> None:
-        """Wait until the cause of the group's end can be known.
+        """Wait after a worker's failure until the root cause can be known.
 
-        That is when ranks that raised an exception have ended, or `seconds` are over, and each
-        other host has shown that it is there.
+        Two waits protect against the announcement of a consequence as the cause:
 
-        The cause of a group's end must be known before it is announced. A rank that raised the
-        first exception may end after a peer that only lost its connection. And if a host vanishes,
-        the survivors fail before the kernel gives up the connection to its agent. Without the wait,
-        a survivor's connection error would be announced as the cause. The wait for hosts costs
-        nothing, because the group cannot start again before the host is known to be gone.
+        - For ranks that raised an exception to end, at most `seconds`. The rank that raised the
+          first exception may end after a peer that only lost its connection to that rank.
+        - For each other host to answer a `Ping`, or to be lost after `GONE_SECONDS`. If a host
+          vanishes, its peers fail before the kernel breaks the connection to its agent. This wait
+          costs nothing, because the group cannot start again before the host is known to be gone.
         """
         self._num_pings += 1
         for workers in self._remote_workers:
-            workers.member.connection.send(Ping(self._num_pings))
-        deadline = time.monotonic() + seconds
-        last_deadline = deadline + GONE_SECONDS
-        while time.monotonic() < last_deadline:
+            workers.agent.connection.send(Ping(self._num_pings))
+        exceptions_deadline = time.monotonic() + seconds
+        pings_deadline = exceptions_deadline + GONE_SECONDS
+        while time.monotonic() < pings_deadline:
             self._poll()
-            has_raised = bool(self._local.ranks_that_raised())
+            ranks_that_raised = self._local.ranks_that_raised()
             have_answered = True
             for workers in self._remote_workers:
-                has_raised = has_raised or bool(workers.ranks_that_raised())
-                have_answered = have_answered and workers.has_answered(self._num_pings)
-            is_settled = not has_raised or time.monotonic() >= deadline
-            if have_answered and is_settled:
+                ranks_that_raised += workers.ranks_that_raised()
+                if not workers.has_answered_ping(self._num_pings):
+                    have_answered = False
+            waits_for_exits = ranks_that_raised and time.monotonic() < exceptions_deadline
+            if have_answered and not waits_for_exits:
                 return
             time.sleep(_POLL_SECONDS)
 
@@ -439,7 +474,7 @@ class GroupWorkers:
         `must_end_at_once` returns True.
         """
         for workers in self._remote_workers:
-            workers.member.connection.send(LeaveOrder())
+            workers.agent.connection.send(LeaveOrder())
         self._local.ask_to_leave()
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not must_end_at_once():
@@ -451,23 +486,24 @@ class GroupWorkers:
     def end(self, grace_seconds: float) -> list[WorkerExit]:
         """End the running workers, reap all, and return how each ended.
 
-        Workers get SIGTERM, and SIGKILL after `grace_seconds`; with 0 they get SIGKILL at once. A
-        host whose agent does not collect its workers in time counts as lost.
+        Workers get SIGTERM, and SIGKILL after `grace_seconds`; with 0 they get SIGKILL at once. If
+        an agent does not reap its workers in time, its connection is closed, and they count as
+        killed.
         """
         for workers in self._remote_workers:
-            workers.member.connection.send(EndOrder(grace_seconds))
+            workers.agent.connection.send(EndOrder(grace_seconds))
         self._local.end(grace_seconds)
-        deadline = time.monotonic() + grace_seconds + _COLLECT_SECONDS
+        deadline = time.monotonic() + grace_seconds + _REAP_SECONDS
         while time.monotonic() < deadline:
-            if all(workers.have_ended for workers in self._remote_workers):
+            if all(workers.are_over for workers in self._remote_workers):
                 break
             self._poll()
             time.sleep(_POLL_SECONDS)
         for workers in self._remote_workers:
-            if self._hosts is not None and not workers.have_ended:
+            if self._followers is not None and not workers.are_over:
                 # The agent there is stopped (SIGSTOP), or a worker cannot be killed. Waiting longer
                 # would keep the whole group from starting again.
-                self._hosts.give_up(workers.member, "it does not end its workers")
+                self._followers.disconnect(workers.agent, "it does not end its workers")
         exits = self.exits()
         self._store.close()
         return exits
@@ -480,5 +516,5 @@ class GroupWorkers:
         self._local.kill()
 
     def _poll(self) -> None:
-        if self._hosts is not None:
-            self._hosts.poll()
+        if self._followers is not None:
+            self._followers.poll()

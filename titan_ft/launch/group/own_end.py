@@ -1,6 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether a worker caused its own end, and whether two ends have the same cause."""
+"""Judge the end of a worker: whether the worker caused it, and whether two ends have one cause. Pure.
+
+A worker causes its own end by an exception, a crash in native code, or an exit status. An end by
+any other signal comes from outside. `RestartPolicy` counts own ends only.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +36,8 @@ a needless restart costs less than a group that is given up.
 """
 EARLY_END = "exit status 0 before the last step"
 """The end of a worker whose own code called exit during training, as if all were done."""
-_SHELL_OFFSET = 128
-"""A shell, and a rank that ends at SIGTERM, report signal N as exit status 128 + N."""
+_SIGNAL_STATUS_OFFSET = 128
+"""A shell reports an end by signal N as exit status 128 + N. So does a rank that ends at SIGTERM."""
 _BROKEN_GPU = re.compile(
     r"CUDA error: .*(ECC|NVLink|hardware|busy or unavailable|no CUDA-capable device)"
     r"|No CUDA GPUs are available",
@@ -92,7 +96,7 @@ def exit_code_of(event: WorkerExited) -> int:
 
 
 def _signal_of(code: int) -> signal.Signals | None:
-    number = -code if code < 0 else code - _SHELL_OFFSET
+    number = -code if code < 0 else code - _SIGNAL_STATUS_OFFSET
     try:
         return signal.Signals(number)
     except ValueError:

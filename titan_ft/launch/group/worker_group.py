@@ -1,6 +1,17 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Start, watch and end the worker processes of one replica group on one host, as one unit."""
+"""Start, watch and end the workers of one attempt of a replica group on one host, as one unit.
+
+An *attempt* is one start of all workers of the group. For each attempt, the group's agent
+
+1. serves a store for it (`AttemptStore`), at which the workers of all hosts meet, as workers of
+   torchrun do at MASTER_ADDR and MASTER_PORT;
+2. starts the workers of this host (`LocalWorkers`), each with its part of torchrun's environment;
+3. polls their ends (`LocalWorkers.exits`), and ends them.
+
+The agent chooses one of two ways to start processes: `ForkStarter` forks the agent, which has
+imported everything that workers need, and `PlainStarter` starts new Python processes.
+"""
 
 from __future__ import annotations
 
@@ -36,27 +47,30 @@ _KILL_SECONDS = 10.0
 
 
 class Starter(Protocol):
-    """A way to start the processes of a group; `Agent` uses it on its only thread."""
+    """A way to start the processes of a group; the agent calls all methods on its only thread."""
 
     forks: bool
-    """Whether the workers are forks, which have imported everything when they begin."""
+    """Whether the started processes are forks, which have imported everything when they begin."""
 
     def start(
         self, module: str, args: list[str], env: Mapping[str, str], log: Path | None, title: str
     ) -> subprocess.Popen[bytes] | ForkedProcess:
-        """Run a Python module in a session of its own.
+        """Start a process that runs a Python module.
+
+        The process leads a session of its own. A signal to its process group then reaches it with
+        all processes that it started, and no others.
 
         Args:
             env: the whole environment of the process.
-            log: file for the output; None for the output of this process.
-            title: name of a fork in `ps`.
+            log: file for the output; None: the process shares the output of this process.
+            title: name of a fork in `ps`; a new process has no title.
 
         Raises:
             OSError: there are too many processes, or too little memory.
         """
 
     def serve_store(self, listener: socket.socket) -> Store:
-        """Serve a store for the workers of one attempt at a socket, which the store then owns."""
+        """Serve a store for the workers of one attempt at a socket, which the store will close."""
 
 
 class Store(Protocol):
@@ -69,20 +83,25 @@ class Store(Protocol):
 
 
 class PlainStarter:
-    """Starts new Python processes, and serves the store in this process."""
+    """Starts new Python processes. Serves the store by threads of this process."""
 
     forks = False
 
     def start(
         self, module: str, args: list[str], env: Mapping[str, str], log: Path | None, title: str
     ) -> subprocess.Popen[bytes]:
-        with contextlib.nullcontext() if log is None else open_log(log) as output:
+        command = [sys.executable, "-m", module, *args]
+        if log is None:
             return subprocess.Popen(
-                [sys.executable, "-m", module, *args],
+                command, env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        with open_log(log) as output:
+            return subprocess.Popen(
+                command,
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=None if output is None else subprocess.STDOUT,
+                stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
@@ -94,31 +113,31 @@ class _InProcessStore:
     """A store that threads of torch serve in this process."""
 
     def __init__(self, store: Any) -> None:
-        self.store = store
+        self._torch_store = store
         self.pid = os.getpid()
 
     def close(self) -> None:
-        self.store = None
+        self._torch_store = None  # torch ends the threads with the last reference
 
 
 class ForkStarter:
     """Forks this process, which has imported everything (see `forks`).
 
     Args:
-        private: lists descriptors of this process that no fork may keep. A connection that a worker
-            held open would outlive this process, and its other end would not notice this process's
-            death.
+        private_descriptors: lists descriptors of this process that no fork may keep: its
+            connections to other agents. A worker that held such a connection open would hide this
+            process's death from the other agent.
     """
 
     forks = True
 
-    def __init__(self, private: Callable[[], list[int]] = list) -> None:
-        self._private = private
+    def __init__(self, private_descriptors: Callable[[], list[int]] = list) -> None:
+        self._private_descriptors = private_descriptors
 
     def start(
         self, module: str, args: list[str], env: Mapping[str, str], log: Path | None, title: str
     ) -> ForkedProcess:
-        close = self._private()
+        close = self._private_descriptors()
         if log is None:
             return fork_module(module, args, env, None, title=title, close=close)
         with open_log(log) as output:
@@ -126,26 +145,28 @@ class ForkStarter:
             return fork_module(module, args, env, files, title=title, close=close)
 
     def serve_store(self, listener: socket.socket) -> Store:
-        with listener:
-            arguments = [str(listener.fileno())]
-            env = {**os.environ, PARENT_PID_ENV: str(os.getpid())}
-            close = self._private()
+        with listener:  # the fork has its own copy of the socket
             process = fork_module(
-                store_server.__name__, arguments, env, None, title="titan-ft store", close=close
+                store_server.__name__,
+                args=[str(listener.fileno())],
+                env={**os.environ, PARENT_PID_ENV: str(os.getpid())},
+                output=None,
+                title="titan-ft store",
+                close=self._private_descriptors(),
             )
             return _ForkedStore(process)
 
 
 class _ForkedStore:
-    """A store that a fork serves, because a process that forks must have no threads."""
+    """A store that a fork serves: the store has threads, and a process that forks must have none."""
 
     def __init__(self, process: ForkedProcess) -> None:
-        self.process = process
+        self._process = process
         self.pid = process.pid
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        self._process.kill()
+        self._process.wait()
 
 
 @dataclass(frozen=True)
@@ -156,14 +177,14 @@ class Share:
         num_ranks: number of ranks on the host.
         world_size: number of ranks of the whole group.
         first_rank: first rank on the host; the other ranks follow without a gap.
-        host: index of the host in the group, from 0.
+        host_index: number of the host in the group, from 0.
         num_hosts: number of hosts of the group.
     """
 
     num_ranks: int
     world_size: int
     first_rank: int = 0
-    host: int = 0
+    host_index: int = 0
     num_hosts: int = 1
 
     @classmethod
@@ -192,25 +213,28 @@ class MeetingPoint:
 class AttemptStore:
     """The store of one attempt, served from this host.
 
-    The store listens from now on, at a port that the system chose. If rank 0 served the store, it
-    would bind the port after seconds of imports, and another process could have taken the port by
-    then. Each attempt has its own store. In the store of a former attempt, the workers would read
-    the addresses of their dead predecessors (pytorch issue 135712).
+    The constructor binds a port that the system chooses. If the port were only chosen here, and
+    rank 0 served the store, rank 0 would bind the port after seconds of imports, and another
+    process could have taken it by then.
+
+    Each attempt has its own store. In the store of a former attempt, the workers would read the
+    addresses of their dead predecessors (pytorch issue 135712).
 
     Args:
-        bind: numeric address at which the store listens; groups on other hosts must reach this
-            address. 0.0.0.0 and :: mean all addresses.
-        address: numeric address at which the workers reach the store; empty if all workers are on
-            this host.
+        bind: numeric address at which the store listens. The ranks of other groups connect to it as
+            well, to exchange gradients. 0.0.0.0 and :: mean all addresses.
+        address: numeric address at which the group's own workers reach the store; empty if all of
+            them are on this host.
     """
 
     def __init__(self, starter: Starter, bind: str, address: str = "") -> None:
         bind = usable_bind(bind)
         is_ipv6 = ":" in bind
-        family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-        # Without the last option, a store at :: would not answer groups that have IPv4 addresses.
         listener = socket.create_server(
-            (bind, 0), family=family, dualstack_ipv6=is_ipv6 and is_unspecified(bind)
+            (bind, 0),
+            family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
+            # Without it, a store at :: would not answer groups that have IPv4 addresses.
+            dualstack_ipv6=is_ipv6 and is_unspecified(bind),
         )
         host, port = store_server.reachable(listener)
         self._store = starter.serve_store(listener)
@@ -221,25 +245,28 @@ class AttemptStore:
 
 
 class LocalWorkers:
-    """The workers of one attempt of one group on this host: started together, and ended together.
+    """The workers of one attempt on this host: started together, and ended together.
 
-    `GroupWorkers` or `Follower` owns it, and calls all methods on the agent's only thread; `kill`
-    is safe from any thread. If a worker cannot be started, those that were started are ended, and
-    the constructor raises. See docs/agents.md.
+    The constructor starts the workers. If a worker cannot be started, it ends those that were
+    started, and raises. `GroupWorkers` (of a leading agent) or `Follower` owns the object, and
+    calls all methods on the agent's only thread. `kill` is safe from any thread.
+
+    A worker that ended is not reaped before `end`. Until then its process group keeps its id, so
+    that a signal never reaches a younger process with the same id.
 
     Args:
         starter: starts the processes.
         module: Python module that the workers run.
-        args: its command line.
-        env: environment of all workers, in addition to this process's own and to torchrun's usual
-            variables.
+        args: command line of the module.
+        env: variables for all workers, in addition to this process's environment. torchrun's
+            variables are added by this class.
         share: the group's ranks on this host.
         meeting_point: address at which all workers of the attempt meet.
-        attempt: number of this start of the group, from 0 (see `attempt_env`).
-        max_restarts: given to the workers, as torchrun does.
+        attempt: number of the attempt, from 0 (see `attempt_env`).
+        max_restarts: value of TORCHELASTIC_MAX_RESTARTS for the workers.
         logs: path of a log for each rank.
-        has_logs: whether the workers write to their logs. If not, they inherit this process's
-            output, and only the error files are beside the paths of the logs.
+        has_logs: whether the workers write to their logs. If not, they share the output of this
+            process, and only their error files are beside the paths of the logs.
         title: name of a forked worker in `ps`, before its rank.
     """
 
@@ -259,7 +286,7 @@ class LocalWorkers:
         title: str = "titan-ft ",
     ) -> None:
         self.num_ranks = share.num_ranks
-        shared = {
+        shared_env = {
             **os.environ,
             **env,
             **_shared_env(share, meeting_point, max_restarts),
@@ -267,25 +294,31 @@ class LocalWorkers:
         }
         self._error_files = {rank: error_file.beside(logs[rank]) for rank in share.ranks}
         self._exits: dict[int, WorkerExit] = {}
-        """The ends that `exits` has seen, by rank. They are kept, because reading the mark of a
-        training worker also removes it.
+        """The ends that `exits` has seen, by rank. They are kept, because the mark that a worker
+        trains (`run.marks`) can be read only once.
         """
         self._workers: dict[int, subprocess.Popen[bytes] | ForkedProcess] = {}
-        self._reaped = False
-        self._asked_to_leave = False
-        """Whether the workers were asked to leave."""
+        """The workers, by rank."""
+        self._have_been_reaped = False
+        self._were_asked_to_leave = False
         try:
             for local_rank, rank in enumerate(share.ranks):
-                own = {"RANK": str(rank), "ROLE_RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-                own[error_file.FILE_ENV] = str(self._error_files[rank])
-                log = logs[rank] if has_logs else None
-                if log is None:
-                    # Without the folder there is no error file, and the worker's exception is in
-                    # its output only.
+                rank_env = {
+                    "RANK": str(rank),
+                    "ROLE_RANK": str(rank),
+                    "LOCAL_RANK": str(local_rank),
+                    error_file.FILE_ENV: str(self._error_files[rank]),
+                }
+                log = None
+                if has_logs:
+                    log = logs[rank]
+                else:
+                    # Made here for the error file, because no log is opened in the folder. Without
+                    # the folder, the worker's exception is in its output only.
                     with contextlib.suppress(OSError):
                         make_folder(self._error_files[rank].parent)
                 self._workers[rank] = starter.start(
-                    module, args, {**shared, **own}, log, f"{title}{rank}"
+                    module, args, {**shared_env, **rank_env}, log, f"{title}{rank}"
                 )
         except BaseException:
             self.end(0.0)
@@ -297,30 +330,36 @@ class LocalWorkers:
         return {rank: worker.pid for rank, worker in self._workers.items()}
 
     def exits(self) -> list[WorkerExit]:
-        """List the workers that ended, by rank.
-
-        They are not reaped. Until `end` their process groups keep their ids, so that a signal never
-        reaches a younger process with the same id.
-        """
+        """List the workers that ended, by rank. They are not reaped."""
+        look_without_reaping = os.WEXITED | os.WNOHANG | os.WNOWAIT
         for rank, worker in self._workers.items():
             if rank in self._exits:
                 continue
-            info = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if info is not None:
-                code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-                self._exits[rank] = self._describe_exit(rank, worker.pid, code)
+            info = os.waitid(os.P_PID, worker.pid, look_without_reaping)
+            if info is None:
+                continue
+            code = info.si_status
+            if info.si_code != os.CLD_EXITED:
+                code = -info.si_status  # the signal
+            self._exits[rank] = self._read_exit(rank, worker.pid, code)
         return [self._exits[rank] for rank in sorted(self._exits)]
 
-    def _describe_exit(self, rank: int, pid: int, code: int) -> WorkerExit:
+    def _read_exit(self, rank: int, pid: int, code: int) -> WorkerExit:
+        """Return how a worker ended, by its exit status and the files that it left."""
         file = self._error_files[rank]
-        ended_early = remove_training_mark(file) and code == 0
-        error = EARLY_END_ERROR if ended_early else None
+        was_training = remove_training_mark(file)
+        error = None
         if code > 0:
             error = read_error(file)
+        elif code == 0 and was_training:
+            error = EARLY_END_ERROR
         return WorkerExit(rank, pid, code, error, has_left(file), node_name())
 
     def ranks_that_raised(self) -> list[int]:
-        """List the ranks that still run although an exception has ended their training."""
+        """List the ranks that still run although an exception has ended their training.
+
+        Such a rank has written its error file, and has yet to end its process.
+        """
         ended = {exit.rank for exit in self.exits()}
         return [
             rank for rank, file in self._error_files.items() if rank not in ended and file.exists()
@@ -329,11 +368,11 @@ class LocalWorkers:
     def ask_to_leave(self) -> None:
         """Ask all workers to finish their step and leave (SIGTERM). Further calls do nothing.
 
-        A second SIGTERM would end the workers at once, and the leader of a group and this host's
-        own scheduler may ask seconds apart.
+        On a cluster, the group's leader and the scheduler of this host may both ask, seconds apart.
+        A second SIGTERM would end the workers at once.
         """
-        if not self._asked_to_leave:
-            self._asked_to_leave = True
+        if not self._were_asked_to_leave:
+            self._were_asked_to_leave = True
             self._signal_running(signal.SIGTERM)
 
     def end(self, grace_seconds: float) -> list[WorkerExit]:
@@ -351,14 +390,14 @@ class LocalWorkers:
         # wait would last for ever.
         self._wait(_KILL_SECONDS)
         exits = self.exits()
-        self._reaped = True
+        self._have_been_reaped = True
         for worker in self._workers.values():
-            worker.poll()
+            worker.poll()  # reaps the worker
         return exits
 
     def kill(self) -> None:
-        """Kill every worker together with the processes it started; safe from another thread."""
-        if not self._reaped:
+        """Kill every worker together with the processes that it started."""
+        if not self._have_been_reaped:
             for worker in self._workers.values():
                 _signal_process_group(worker.pid, signal.SIGKILL)
 
@@ -375,7 +414,7 @@ class LocalWorkers:
 
 
 def _shared_env(share: Share, meeting_point: MeetingPoint, max_restarts: int) -> dict[str, str]:
-    """Return the variables that all ranks of a host share: torchrun's, and the parent's pid."""
+    """Return the variables that all ranks of a host share: torchrun's, and the agent's pid."""
     env = {
         PARENT_PID_ENV: str(os.getpid()),
         "MASTER_ADDR": meeting_point.host,
@@ -384,7 +423,7 @@ def _shared_env(share: Share, meeting_point: MeetingPoint, max_restarts: int) ->
         "LOCAL_WORLD_SIZE": str(share.num_ranks),
         "ROLE_WORLD_SIZE": str(share.world_size),
         "GROUP_WORLD_SIZE": str(share.num_hosts),
-        "GROUP_RANK": str(share.host),
+        "GROUP_RANK": str(share.host_index),
         "ROLE_NAME": "titan_ft",
         "TORCHELASTIC_RUN_ID": "titan_ft",
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
@@ -401,7 +440,7 @@ def attempt_env(attempt: int) -> dict[str, str]:
 
 
 def choose_devices(slot: int, num_ranks: int, devices: list[str]) -> list[str] | None:
-    """Choose the GPUs of a group among the GPUs of the host.
+    """Choose the GPUs of a group among the GPUs of the host, in the order of the slots.
 
     If the host has too few GPUs for all groups, several groups share a GPU.
 
@@ -416,9 +455,12 @@ def choose_devices(slot: int, num_ranks: int, devices: list[str]) -> list[str] |
 
 
 def worker_env(slot: int, num_ranks: int, lighthouse: str) -> dict[str, str]:
-    """Return the environment that all attempts of a group's workers share."""
+    """Return the variables of a group's workers under a launcher, which all attempts share.
+
+    Each group gets GPUs of its own, because all groups are on this host.
+    """
     env = {"TORCHFT_LIGHTHOUSE": lighthouse, **default_env()}
-    # torch would initialize CUDA to count the GPUs, and no fork of this process could use CUDA.
+    # Not counted by torch, which would initialize CUDA. No fork of this process could then use it.
     devices = listed_gpus()
     if devices is None:
         devices = [str(index) for index in range(num_gpus() or 0)]
@@ -429,8 +471,8 @@ def worker_env(slot: int, num_ranks: int, lighthouse: str) -> dict[str, str]:
 
 
 def default_env(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the defaults of the workers' environment. Values that the user set stay."""
-    usual = {
+    """Return defaults for the workers' environment, or the values that the user set instead."""
+    defaults = {
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         # By default torch 2.15 uses its new NCCL backend, for which the settings of
@@ -438,12 +480,13 @@ def default_env(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         # is imported. Set in a forked worker, it would come too late.
         "TORCH_DIST_USE_NCCL2": "0",
     }
-    chosen = {name: environ.get(name, value) for name, value in usual.items()}
-    return {**chosen, "RUST_LOG": choose_native_log(environ)}
+    chosen = {name: environ.get(name, value) for name, value in defaults.items()}
+    chosen["RUST_LOG"] = choose_native_log(environ)
+    return chosen
 
 
 def open_log(path: Path, mode: Literal["wb", "ab"] = "wb") -> BinaryIO:
-    """Open a log. No link is followed, because other users may write to the folder.
+    """Open a log for writing or appending. No link is followed: others may write to the folder.
 
     If the log cannot be opened, a line says so, and the returned file is this process's stderr.
     """
@@ -461,6 +504,6 @@ def open_log(path: Path, mode: Literal["wb", "ab"] = "wb") -> BinaryIO:
 
 def _signal_process_group(pid: int, signum: signal.Signals) -> None:
     """Signal the process group that a worker leads."""
-    # The group is gone, or only a zombie is left (macOS).
+    # Errors: the group is gone, or only a zombie is left (macOS).
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signum)

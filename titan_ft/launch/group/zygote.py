@@ -2,18 +2,24 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The zygote: a process that imports, once for the host, everything that agents and workers need.
 
-A launcher has one zygote for its groups. The agents are forks of the zygote, and fork their workers
-themselves. So only the start of further agents depends on the zygote.
+A launcher has one zygote for all groups. The agents are forks of the zygote, and fork their workers
+themselves. So if the zygote is lost, only the start of further agents takes longer.
+
+The launcher (class `Zygote`) and the zygote (`main`) talk over a socket pair, in lines:
+
+1. The zygote checks the config, which takes most of the imports. It sends "checked", or "wrong"
+   with the mistake, and then ends.
+2. The zygote waits. The launcher makes the run's folder only for a config without a mistake, and
+   then sends a line with the descriptor of the zygote's log.
+3. The zygote imports the rest, and sends "ready".
+4. For each agent, the launcher sends a request: a line of JSON, with two descriptors for the fork's
+   output and one of a pipe. The zygote forks, and sends the pid.
+5. The launcher writes a byte to the pipe, and the fork begins. If the pid never reached the
+   launcher, the pipe is closed without a byte and the fork ends. The launcher starts a new process
+   instead.
 
 Each fork is handed over: it becomes a child of the launcher, which waits for the fork as for any
-other child. The fork outlives the zygote.
-
-The zygote first checks the config, which takes most of the imports. Then it waits for permission to
-proceed, because the launcher makes no folder for a run with a wrong config.
-
-A request is a line of JSON over a socket, with descriptors: two for the fork's output, and a pipe.
-The answer is a line with the pid. The fork begins when it reads a byte from the pipe. If the answer
-is lost, the fork ends without a byte, and the launcher starts another process.
+other child. So the fork outlives the zygote.
 """
 
 from __future__ import annotations
@@ -43,7 +49,7 @@ NO_FORKS = "no process can be forked: "
 
 
 class ZygoteProcess(Protocol):
-    """The zygote's process, as the requester of forks sees it."""
+    """What the launcher needs of the zygote's process."""
 
     def poll(self) -> int | None:
         """Return the exit status (negative: the signal), or None while the process runs."""
@@ -53,10 +59,10 @@ class ZygoteProcess(Protocol):
 
 
 class Zygote:
-    """The requesting end of a zygote. The launcher makes it, and calls all methods on one thread.
+    """The launcher's end of the zygote.
 
-    If the zygote is lost, `fork` returns None, and the launcher starts new processes instead. The
-    forks live on.
+    The launcher makes the object, and calls all methods on its main thread. If the zygote is lost,
+    `fork` returns None, and the launcher starts new processes instead. The forks live on.
 
     Args:
         start: starts the zygote's process. Gets the command line, and a descriptor of this process
@@ -88,7 +94,7 @@ class Zygote:
         self.checked = False
         """Whether the zygote has checked the config and found no mistake."""
         self.mistake = ""
-        """The mistake in the config, in one line; a zygote that finds one ends."""
+        """The mistake in the config, in one line; empty if none was found."""
         self.ready = False
         """Whether the zygote has imported everything."""
         self.loss_reason = ""
@@ -99,7 +105,7 @@ class Zygote:
         return bool(self.loss_reason)
 
     def poll(self) -> None:
-        """Notice that the zygote is ready, or that it has ended. Call this every few moments."""
+        """Read the zygote's progress, and notice its end. Call this every few moments."""
         if self.is_lost:
             return
         code = self._process.poll()
@@ -112,7 +118,7 @@ class Zygote:
             self._lose(f"the zygote ended ({how})")
 
     def proceed(self, log: int) -> None:
-        """Let the zygote import the rest, after it has found no mistake.
+        """Let the zygote import the rest, after it has checked the config.
 
         Args:
             log: descriptor of the file that gets its output from now on.
@@ -154,7 +160,7 @@ class Zygote:
         reads, writes = os.pipe()
         with open(reads, "rb", buffering=0), open(writes, "wb", buffering=0) as begin:
             try:
-                with adopting():
+                with adopting_orphans():
                     self._socket.settimeout(FORK_SECONDS)
                     sent = socket.send_fds(self._socket, [line], [*output, reads])
                     self._socket.sendall(line[sent:])
@@ -169,9 +175,11 @@ class Zygote:
     def _read_progress(self) -> None:
         while not (self.ready or self.mistake):
             word, _, text = self._read_line().partition(b" ")
-            self.checked = self.checked or word == b"checked"
-            self.ready = word == b"ready"
-            if word == b"wrong":
+            if word == b"checked":
+                self.checked = True
+            elif word == b"ready":
+                self.ready = True
+            elif word == b"wrong":
                 self.mistake = json.loads(text)
 
     def _read_line(self) -> bytes:
@@ -190,21 +198,21 @@ class Zygote:
         self._process.poll()
 
 
-def can_fork() -> bool:
+def can_hand_over_forks() -> bool:
     """True if this system can hand forks over to another parent. Only Linux can."""
     if sys.platform != "linux":
         return False
-    with contextlib.suppress(OSError), adopting():
+    with contextlib.suppress(OSError), adopting_orphans():
         return True
     return False
 
 
 @contextlib.contextmanager
-def adopting() -> Iterator[None]:
-    """Make this process, within the context, the parent of descendants whose own parent ends.
+def adopting_orphans() -> Iterator[None]:
+    """Make this process, within the context, the new parent of descendants whose own parent ends.
 
-    The context is for one fork only. Orphans that workers leave later must go to the system, which
-    reaps them.
+    The context lasts for one fork only. Orphans that workers leave later must go to the system,
+    which reaps them.
 
     Raises:
         OSError: the system does not permit it.
@@ -229,51 +237,57 @@ def serve(connection: socket.socket) -> None:
     connection.sendall(b"ready\n")
     while True:
         line = b""
-        given: list[int] = []
+        descriptors: list[int] = []
         while not line.endswith(b"\n"):
-            block, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+            block, received, _, _ = socket.recv_fds(connection, 1 << 16, 3)
             if not block:
                 return
             line += block
-            given += descriptors
-        pid = _fork_for_requester(json.loads(line), given, connection)
-        for descriptor in given:
+            descriptors += received
+        pid = _fork_for_launcher(json.loads(line), descriptors, connection)
+        for descriptor in descriptors:
             os.close(descriptor)
         connection.sendall(b"%d\n" % pid)
 
 
-def _fork_for_requester(
-    request: dict[str, Any], given: Sequence[int], connection: socket.socket
+def _fork_for_launcher(
+    request: dict[str, Any], descriptors: Sequence[int], connection: socket.socket
 ) -> int:
-    """Fork through a process that ends at once, so that the fork is not this process's child.
+    """Fork through a process that ends at once, so that the launcher inherits the fork.
+
+    Args:
+        request: arguments for `fork_module`.
+        descriptors: the output of the fork, its errors, and the pipe that lets it begin.
+        connection: socket to the launcher, which the fork must not keep.
 
     Returns:
         The fork's pid; 0 if there are too many processes or too little memory.
     """
     reads, writes = os.pipe()
-    out, errors, start_pipe = given
+    output, errors, start_pipe = descriptors
     try:
-        between = os.fork()
+        middle_pid = os.fork()
     except OSError:
         traceback.print_exc()
         os.close(reads)
         os.close(writes)
         return 0
-    if between == 0:
+    is_middle_process = middle_pid == 0
+    if is_middle_process:
         try:
             os.close(reads)
             child = fork_module(
                 request["module"],
                 request["args"],
                 request["env"],
-                (out, errors),
+                (output, errors),
                 title=request["title"],
                 close=[connection.fileno(), writes],
                 start_pipe=start_pipe,
             )
             os.write(writes, b"%d" % child.pid)
         except BaseException:  # noqa: BLE001  # process edge
-            # The other end gets no pid, and this traceback in the zygote's log says why.
+            # The zygote gets no pid, and this traceback in its log says why.
             traceback.print_exc()
         finally:
             sys.stderr.flush()
@@ -281,9 +295,9 @@ def _fork_for_requester(
     os.close(writes)
     with open(reads, "rb", buffering=0) as pipe:
         pid = int(pipe.read() or 0)
-    # The fork becomes the requester's child at the end of the process between. Answered earlier,
-    # the requester could wait for a process that is not its child yet.
-    os.waitpid(between, 0)
+    # The fork becomes the launcher's child at the end of the middle process. With an earlier
+    # answer, the launcher could wait for a process that is not its child yet.
+    os.waitpid(middle_pid, 0)
     return pid
 
 
@@ -300,7 +314,7 @@ def main() -> int:
             connection.sendall(b"wrong " + json.dumps(str(error)).encode() + b"\n")
             return CONFIG_ERROR_CODE
         connection.sendall(b"checked\n")
-        if not _await_log(connection):
+        if not _wait_for_log(connection):
             return 0
         obstacle = prepare_forks(module, worker_args)
         if obstacle:
@@ -310,11 +324,11 @@ def main() -> int:
     return 0
 
 
-def _await_log(connection: socket.socket) -> bool:
-    """Wait for the file that gets the output from now on.
+def _wait_for_log(connection: socket.socket) -> bool:
+    """Wait for the launcher's permission to proceed, and print to the log that comes with it.
 
     Returns:
-        False if the launcher is gone.
+        False if the launcher is gone, or wants no forks.
     """
     block, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     if not block:
