@@ -7,6 +7,7 @@ are reread.
 from __future__ import annotations
 
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -442,3 +443,24 @@ def test_what_is_announced_while_the_files_are_read_is_not_taken_for_usual(
     usual_commits = RunRecord.read(folder).usual_commits
     assert usual_commits
     assert max(event.step for event in usual_commits) < 50
+
+
+def test_a_planted_record_fills_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse file of 4 GiB, by another writer of the folder, ended `check`."""
+    run = plain_run()
+    run.finish()
+    folder = write(run, tmp_path)
+    kept.keep(folder)
+    monkeypatch.setattr(kept, "MAX_KEPT_BYTES", (folder / kept.FILE).stat().st_size)
+    assert kept._load(folder) is not None
+    head = kept._head()
+    for start in (b"", head, (folder / kept.FILE).read_bytes()):
+        (folder / kept.FILE).write_bytes(start)
+        os.truncate(folder / kept.FILE, 1 << 30)
+        tracemalloc.start()
+        assert kept._load(folder) is None
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 1 << 20
+        assert figures(RunRecord.read(folder)) == figures(RunRecord.read(folder, whole=True))
+        assert (folder / kept.FILE).stat().st_size < 1 << 30

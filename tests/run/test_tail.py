@@ -4,16 +4,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
 from tests.event_builder import build
+from titan_ft.launch.restart_policy import has_run_committed
 from titan_ft.run import log
 from titan_ft.run import tail as tail_module
 from titan_ft.run.events import Drained, Event, Hung
 from titan_ft.run.log import EventLog, encode, read_history
+from titan_ft.run.paths import RunPaths
 from titan_ft.run.tail import EventTail, FileTail, last_error_line
 
 
@@ -208,7 +213,8 @@ def test_another_file_of_the_same_name_is_read_from_its_beginning(tmp_path: Path
 
 def test_an_endless_line_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stranger's file. The launcher polls ten times a second, and read all of it each time."""
-    monkeypatch.setattr("titan_ft.run.tail.MAX_LINE_BYTES", 100)
+    for module in (log, tail_module):
+        monkeypatch.setattr(module, "MAX_LINE_BYTES", 100)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"x" * 250)
     tail = FileTail(path)
@@ -219,6 +225,121 @@ def test_an_endless_line_is_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
     with path.open("ab") as file:
         file.write(b"\nlast\n" + b"y" * 99 + b"\n")
     assert tail.poll().splitlines()[1:] == [b"last", b"y" * 99]
+
+
+class Counted:
+    """Counts the bytes that are read from a file."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.num_bytes = 0
+
+    def seek(self, place: int) -> int:
+        return self.file.seek(place)
+
+    def read(self, size: int = -1) -> bytes:
+        return self._count(self.file.read(size))
+
+    def readline(self, size: int = -1) -> bytes:
+        return self._count(self.file.readline(size))
+
+    def _count(self, data: bytes) -> bytes:
+        self.num_bytes += len(data)
+        return data
+
+
+@pytest.fixture
+def num_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Return a function for the number of bytes that were read from files of lines."""
+    files: list[Counted] = []
+    opened = log.open_lines
+
+    @contextlib.contextmanager
+    def count(path: Path) -> Iterator[Counted]:
+        with opened(path) as file:
+            files.append(Counted(file))
+            yield files[-1]
+
+    for module in (log, tail_module):
+        monkeypatch.setattr(module, "open_lines", count)
+    return lambda: sum(file.num_bytes for file in files)
+
+
+@pytest.mark.parametrize("start", [b"", b"\n", b"x", b"x\nx", b"x" * (1 << 20)])
+def test_zeros_cost_a_follower_nothing(
+    tmp_path: Path, num_read: Callable[[], int], start: bytes
+) -> None:
+    """A sparse file. Each poll read 16 MiB of it, and all of it after a newline."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(start)
+    os.truncate(path, 1 << 29)
+    tail = EventTail(tmp_path, from_start=True)
+    for _ in range(20):
+        assert tail.poll() == []
+        assert tail.cut == {"a.jsonl"}
+    assert num_read() <= 20 << 20
+    before = num_read()
+    assert tail.poll() == []
+    assert num_read() - before == 1, "the byte that is awaited"
+    num_start = len(start.rpartition(b"\n")[0] + b"\n") if b"\n" in start else 0
+    with path.open("r+b") as file:
+        file.seek(num_start)
+        file.write(b" " * (len(start) - num_start) + encode(hung(1)))
+    assert steps(tail) == [1]
+
+
+@pytest.mark.parametrize("reader", [read_history, has_run_committed])
+def test_zeros_fill_the_memory_of_no_reader(
+    tmp_path: Path, num_read: Callable[[], int], reader: Callable[[Any], Any]
+) -> None:
+    """A sparse file costs its author nothing."""
+    paths = RunPaths(tmp_path)
+    EventLog(paths.events / "a.jsonl").emit(hung(1))
+    planted = paths.events / "replica-0-rank-0-attempt-0-1.jsonl"
+    planted.touch()
+    os.truncate(planted, 1 << 29)
+    if reader is has_run_committed:
+        assert not reader(paths)
+    else:
+        limit = r"attempt-0-1\.jsonl:1 must be at most 16 MiB long; remove it"
+        with pytest.raises(ValueError, match=limit):
+            reader(paths.events)
+    assert num_read() <= 17 << 20
+
+
+def test_a_long_line_that_grows_is_read_once(tmp_path: Path, num_read: Callable[[], int]) -> None:
+    """Ten times a second, a launcher read again what there was of the line."""
+    path = tmp_path / "a.jsonl"
+    line = b" " * (1 << 20) + encode(hung(1))
+    path.write_bytes(line[:-9])
+    tail = EventTail(tmp_path, from_start=True)
+    for _ in range(9):
+        assert (tail.poll(), tail.cut) == ([], {"a.jsonl"})
+    assert num_read() < 2 << 20
+    with path.open("ab") as file:
+        file.write(line[-9:] + encode(hung(2)))
+    assert steps(tail) == [1, 2]
+    assert tail.cut == set()
+
+
+def test_a_file_of_damage_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 MiB of newlines and single letters stopped the launcher for a minute."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"x\n" * 999 + encode(hung(1)) + b"x\n" * 100_000 + encode(hung(2)))
+    num_looked = 0
+
+    def decode(line: bytes, *wanted: type[Event]) -> Event | None:
+        nonlocal num_looked
+        num_looked += 1
+        return log.decode(line, *wanted)
+
+    monkeypatch.setattr(tail_module, "decode", decode)
+    tail = EventTail(tmp_path, from_start=True)
+    other = EventLog(tmp_path / "b.jsonl")
+    for step in (3, 4):
+        other.emit(hung(step))
+        assert steps(tail)[-1] == step
+    assert num_looked <= 2003
 
 
 def test_a_file_larger_than_any_that_is_written_is_not_read(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ calls are on the main thread of the agent or of the launcher.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
@@ -50,9 +49,8 @@ from titan_ft.run.events import (
     StepCommitted,
     WorkerExited,
 )
-from titan_ft.run.log import decode, open_lines
 from titan_ft.run.paths import RunPaths
-from titan_ft.run.tail import EventTail, last_error_line
+from titan_ft.run.tail import EventFileTail, EventTail, last_error_line
 
 CONFIG_ERROR_CODE = 2
 """Exit status of a worker whose configuration is wrong: starting it again cannot help."""
@@ -241,17 +239,8 @@ def has_run_committed(paths: RunPaths) -> bool:
 
 def _has_commit(path: Path, since: float) -> bool:
     """True if the first step in a worker's events is not older than `since` (Unix seconds)."""
-    try:
-        with open_lines(path) as lines:
-            for line in lines:
-                with contextlib.suppress(ValueError):  # the line may be damaged
-                    event = decode(line, StepCommitted)
-                    if event is not None:
-                        return event.time >= since
-    except OSError:
-        # A file server may have no answer right now.
-        pass
-    return False
+    commit = next(EventFileTail(path, StepCommitted).poll(), None)
+    return commit is not None and commit.time >= since
 
 
 def agent_exit_status(code: int) -> int:

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import msgspec
 
@@ -35,8 +35,8 @@ _WRONG_FIELDS = (
 ROTATE_BYTES = 64 * 2**20
 """A process opens its next file of events when the present file has this size."""
 MAX_LINE_BYTES = 16 * 2**20
-"""A reader takes a longer line for damage. Without the limit, such a file would fill the reader's
-memory."""
+"""Every reader takes a longer line for damage. Without the limit, such a line would fill the
+reader's memory."""
 _MAX_FILE_BYTES = 64 * ROTATE_BYTES
 """A larger file is refused. A file grows beyond `ROTATE_BYTES` only while events wait, or while no
 next file can be made."""
@@ -277,24 +277,20 @@ def read_history(
     cut: list[str] = []
     for path in event_files(folder):
         start = (known or {}).get(path.name, Place())
-        with open_lines(path) as file:
-            file.seek(start.num_bytes)
-            data = file.read()
-        is_empty_file = not data and start.num_bytes == 0  # made for an event that is missing
-        has_cut_line = bool(data) and not data.endswith(b"\n")
-        if is_empty_file or has_cut_line:
+        place = msgspec.structs.replace(start)
+        block = _read_block_at(path, place)
+        while block.lines:
+            events.extend(_decode_lines(path, place, block.lines))
+            block = _read_block_at(path, place)
+        if block.rest:
             cut.append(path.name)
-        lines = data.split(b"\n")
-        for number, line in enumerate(lines, start=start.num_lines + 1):
-            try:
-                event = decode(line) if line else None
-            except ValueError as error:
-                is_last = number == start.num_lines + len(lines)
-                if is_last:  # Its writer was killed within the line.
-                    continue
-                raise ValueError(f"{path}:{number} {error}") from error
-            if event is not None:
-                events.append(event)
+            # Its writer may have been killed within the line.
+            with contextlib.suppress(ValueError):
+                event = decode(block.rest)
+                if event is not None:
+                    events.append(event)
+        elif place.num_bytes == 0:  # made for an event that is missing
+            cut.append(path.name)
     return sorted(events, key=lambda event: event.time), cut
 
 
@@ -317,30 +313,86 @@ def stream(path: Path, place: Place) -> Iterator[Event]:
         OSError: the file cannot be read.
         ValueError: a line is no event. The error names the line.
     """
-    rest = b""
     while True:
-        # Opened for each block: a run may have more files than a process may keep open.
-        with open_lines(path) as file:
-            file.seek(place.num_bytes + len(rest))
-            block = file.read(_BLOCK_BYTES)
-        *lines, rest = (rest + block).split(b"\n")
-        if not block:
+        lines = _read_block_at(path, place).lines
+        if not lines:
             return
-        if len(rest) > MAX_LINE_BYTES:
-            limit = f"at most {MAX_LINE_BYTES >> 20} MiB long"
-            raise ValueError(
-                f"{path}:{place.num_lines + len(lines) + 1} must be {limit}; remove it"
-            )
-        for line in lines:
-            place.num_bytes += len(line) + 1
-            place.num_lines += 1
-            place.crc = zlib.crc32(b"\n", zlib.crc32(line, place.crc))
-            try:
-                event = decode(line) if line else None
-            except ValueError as error:
-                raise ValueError(f"{path}:{place.num_lines} {error}") from error
-            if event is not None:
-                yield event
+        yield from _decode_lines(path, place, lines)
+
+
+def _read_block_at(path: Path, place: Place) -> Block:
+    """Read some lines at `place`, which does not move; a ValueError names the file and the line."""
+    try:
+        return read_block(path, place.num_bytes)
+    except LongLineError as error:
+        raise ValueError(f"{path}:{place.num_lines + 1} {error}") from None
+
+
+def _decode_lines(path: Path, place: Place, lines: bytes) -> Iterator[Event]:
+    """Yield the events of whole lines at `place`, and advance `place`.
+
+    Raises:
+        ValueError: a line is no event. The error names the line.
+    """
+    for line in lines.split(b"\n")[:-1]:
+        place.num_bytes += len(line) + 1
+        place.num_lines += 1
+        place.crc = zlib.crc32(b"\n", zlib.crc32(line, place.crc))
+        try:
+            event = decode(line) if line else None
+        except ValueError as error:
+            raise ValueError(f"{path}:{place.num_lines} {error}") from error
+        if event is not None:
+            yield event
+
+
+class Block(NamedTuple):
+    """Bytes of a file of lines.
+
+    Attributes:
+        lines: whole lines, each with its newline.
+        rest: the incomplete line after them, as far as it was read.
+    """
+
+    lines: bytes
+    rest: bytes
+
+
+class LongLineError(ValueError):
+    """A line is longer than `MAX_LINE_BYTES`."""
+
+    def __init__(self) -> None:
+        super().__init__(f"must be at most {MAX_LINE_BYTES >> 20} MiB long; remove it")
+
+
+def read_block(path: Path, start: int, *, stops_at_zero: bool = False) -> Block:
+    """Read some lines of a file from byte `start` on; every reader of event files uses this.
+
+    If `lines` is empty, the file has no further whole line yet. One block is small, so a file of
+    any content fills no memory.
+
+    Args:
+        stops_at_zero: True to read no further than the first zero byte.
+
+    Raises:
+        OSError: see `open_lines`.
+        LongLineError: the line at `start` is longer than `MAX_LINE_BYTES`.
+    """
+    # Opened for each block: a run may have more files than a process may keep open.
+    with open_lines(path) as file:
+        file.seek(start)
+        data = file.read(_BLOCK_BYTES)
+        if stops_at_zero:
+            data = data.partition(b"\0")[0]
+        if len(data) == _BLOCK_BYTES and b"\n" not in data:
+            # Rare: a line that is longer than a block.
+            data += file.readline(MAX_LINE_BYTES + 1 - len(data))
+            if stops_at_zero:
+                data = data.partition(b"\0")[0]
+    lines, newline, rest = data.rpartition(b"\n")
+    if not newline and len(rest) > MAX_LINE_BYTES:
+        raise LongLineError
+    return Block(lines + newline, rest)
 
 
 @contextlib.contextmanager

@@ -4,15 +4,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from titan_ft.run.events import Event
-from titan_ft.run.log import MAX_LINE_BYTES, decode, open_lines
+from titan_ft.run.log import MAX_LINE_BYTES, LongLineError, decode, open_lines, read_block
 from titan_ft.system.ownership import only_files
 
+MAX_DAMAGED_LINES = 1000
+"""A file with so many damaged lines in a row is read no further.
+
+A killed process leaves one damaged line at most. A follower took minutes to skip the lines of a
+file of newlines and single letters, which costs its author nothing.
+"""
 _MAX_LOG_BYTES = 65536
 """Bytes at the end of a log that are searched for its last error."""
 _EXCEPTION = re.compile(
@@ -48,10 +53,18 @@ class FileTail:
         self._offset = offset
         self._only_grows = only_grows
         self._inode: int | None = None
+        # Place of the first byte that was missing, or zero, at the last call. Until that byte is
+        # there, an incomplete line of up to `MAX_LINE_BYTES` is not read again.
+        self._awaited = offset
+        self._is_zero_awaited = False
         self.is_cut = False
 
     def poll(self) -> bytes:
-        """Return the new whole lines. An incomplete line is left for a later call."""
+        """Return some new whole lines; empty if there are none now.
+
+        One call returns a block at most, so call this until it returns nothing. An incomplete line
+        is left for a later call.
+        """
         try:
             status = self._path.stat()
             size = status.st_size
@@ -60,25 +73,68 @@ class FileTail:
             self._inode = status.st_ino
             if is_replaced or is_truncated:
                 self._offset = 0
-            self.is_cut = size < self._offset or not size
-            if size <= self._offset:
+            if is_replaced or size < self._awaited:
+                self._awaited = self._offset
+                self._is_zero_awaited = False
+            self.is_cut = size != self._offset or not size
+            if size <= self._awaited or (self._is_zero_awaited and self._is_still_zero()):
                 return b""
-            with open_lines(self._path) as file:
-                file.seek(self._offset)
-                data = file.read(MAX_LINE_BYTES)
-                if b"\n" in data:
-                    data += file.read()
+            block = read_block(self._path, self._offset, stops_at_zero=self._only_grows)
         except OSError:
             # The file is missing, or a network file system does not answer at the moment.
             return b""
-        if self._only_grows:
-            data = data.partition(b"\0")[0]
-        whole = data.rfind(b"\n") + 1
-        self.is_cut = whole < len(data)
-        is_endless = not whole and len(data) == MAX_LINE_BYTES
-        # Pass over an endless line. Otherwise each call would read it again.
-        self._offset += len(data) if is_endless else whole
-        return data[:whole]
+        except LongLineError:
+            # Pass over an endless line. Otherwise each call would read it again.
+            self._offset += MAX_LINE_BYTES
+            self._awaited = self._offset
+            return b""
+        self._offset += len(block.lines)
+        self._awaited = self._offset + len(block.rest)
+        self._is_zero_awaited = not block.lines and self._awaited < size
+        self.is_cut = self._offset < size or bool(block.rest)
+        return block.lines
+
+    def _is_still_zero(self) -> bool:
+        with open_lines(self._path) as file:
+            file.seek(self._awaited)
+            return file.read(1) == b"\0"
+
+
+class EventFileTail:
+    """Reads the events that were added to one file since the last call.
+
+    Args:
+        path, start: see `FileTail`.
+        wanted: see `EventTail`.
+    """
+
+    def __init__(self, path: Path, *wanted: type[Event], start: int = 0) -> None:
+        self._lines = FileTail(path, start, only_grows=True)
+        self._wanted = wanted
+        self._num_damaged = 0  # damaged lines in a row
+
+    @property
+    def is_cut(self) -> bool:
+        """True if its writer had more to write at the last call."""
+        return self._lines.is_cut
+
+    def poll(self) -> Iterator[Event]:
+        """Yield the new events. A damaged line is skipped."""
+        while self._num_damaged < MAX_DAMAGED_LINES:
+            lines = self._lines.poll()
+            if not lines:
+                return
+            for line in lines.splitlines():
+                try:
+                    event = decode(line, *self._wanted)
+                except ValueError:
+                    self._num_damaged += 1
+                    if self._num_damaged >= MAX_DAMAGED_LINES:
+                        return
+                    continue
+                self._num_damaged = 0
+                if event is not None:
+                    yield event
 
 
 class EventTail:
@@ -109,7 +165,7 @@ class EventTail:
         if not from_start:
             starts = {path: path.stat().st_size for path in folder.glob(pattern)}
         self._tails = {
-            path: FileTail(path, start, only_grows=True) for path, start in starts.items()
+            path: EventFileTail(path, *wanted, start=start) for path, start in starts.items()
         }
 
     @property
@@ -134,12 +190,9 @@ class EventTail:
             # moment.
             paths = sorted(self._tails)
         for path in paths:
-            tail = self._tails.setdefault(path, FileTail(path, only_grows=True))
-            for line in tail.poll().splitlines():
-                with contextlib.suppress(ValueError):
-                    event = decode(line, *self._wanted)
-                    if event is not None:
-                        events.append(event)
+            if path not in self._tails:
+                self._tails[path] = EventFileTail(path, *self._wanted)
+            events.extend(self._tails[path].poll())
         return sorted(events, key=lambda event: event.time)
 
 

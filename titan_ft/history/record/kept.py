@@ -46,6 +46,9 @@ SETTLED_SECONDS = 1.0
 """Events older than this are in their files, whichever host wrote them."""
 MIN_BYTES = 64 * 2**20
 """Fewer new bytes of events are not reduced: to read them takes a second."""
+MAX_KEPT_BYTES = 2**30
+"""A larger file is not read, and the events are reduced again. A writer of the folder could have
+planted it, to fill the reader's memory."""
 _CHUNK_EVENTS = 4096
 _NICENESS = 15
 """Niceness of the process that a launcher starts, so that training goes first."""
@@ -225,10 +228,11 @@ def _load(folder: Path, *, with_events: bool = True) -> _KeptRun | None:
     """Return the kept events; None if the file is missing, damaged, or of other events."""
     try:
         with open_lines(folder / FILE) as file:
-            data = file.read()
-            inode = os.fstat(file.fileno()).st_ino
-        if not data.startswith(_head()):
-            return None
+            status = os.fstat(file.fileno())
+            head = file.read(len(_head()))
+            if head != _head() or status.st_size > MAX_KEPT_BYTES:
+                return None
+            data = head + file.read()
         frames = list(_frames(memoryview(data)))
         if not frames:
             return None
@@ -237,7 +241,7 @@ def _load(folder: Path, *, with_events: bool = True) -> _KeptRun | None:
         for name, source in index.sources.items():
             if not _is_unchanged(folder / name, source):
                 return None
-        kept = _KeptRun(index.sources, index.memory, [], [], latest.end, inode)
+        kept = _KeptRun(index.sources, index.memory, [], [], latest.end, status.st_ino)
         if with_events:
             _add_events(kept, [frame.encoded_part for frame in frames])
         return kept
@@ -420,7 +424,8 @@ def _store(folder: Path, found: _KeptRun) -> None:
         file.seek(found.num_bytes)
         # Another process may have made the file anew meanwhile, or have appended a frame of the
         # same events.
-        if os.fstat(file.fileno()).st_ino != found.inode:
+        status = os.fstat(file.fileno())
+        if status.st_ino != found.inode or status.st_size > MAX_KEPT_BYTES:
             return
         appended = memoryview(bytes(len(_head())) + file.read())
         if any(_frames(appended)):
