@@ -57,7 +57,7 @@ from titan_ft.host.hugging_face import MERGING  # noqa: E402
 from titan_ft.protocol.ledger import Entry, Ledger  # noqa: E402
 from titan_ft.round_settings import OuterOptimizer  # noqa: E402
 from titan_ft.training.checkpoint import choice as checkpoint_choice  # noqa: E402
-from titan_ft.training.checkpoint.choice import LoadError  # noqa: E402
+from titan_ft.training.checkpoint.choice import LoadError, NoCheckpointError  # noqa: E402
 from titan_ft.training.checkpoint.folder import (  # noqa: E402
     MANIFEST,
     Manifest,
@@ -965,6 +965,27 @@ def test_nothing_is_saved_through_a_folder_that_is_anothers_link(
     assert home.stat().st_mtime_ns == before, "no file was made there, not even for a while"
     (failed,) = run.events.named("checkpoint_failed")
     assert "a link that belongs to user 65534" in failed["error"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("owner", [0, 65534])
+def test_a_folder_behind_anothers_link_is_refused_at_the_start(
+    make_run: Callable[..., Run], tmp_path: Path, owner: int
+) -> None:
+    """Such as a link that an administrator has made. Every save failed, after hours of training."""
+    run, storage = make_run(), tmp_path / "storage"
+    storage.mkdir()
+    run.folder.symlink_to(storage)
+    os.chown(run.folder, owner, owner, follow_symlinks=False)
+    if owner == 0:
+        assert not run.checkpoints.load()
+        return
+    with pytest.raises(
+        NoCheckpointError,
+        match=rf"checkpoint\.folder must not .* {run.folder} is a link that belongs to user "
+        rf"{owner}; make",
+    ):
+        run.checkpoints.load()
 
 
 def test_a_step_can_be_saved_again(make_run: Callable[..., Run]) -> None:

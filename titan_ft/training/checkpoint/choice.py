@@ -21,6 +21,7 @@ from typing import TypeVar
 from titan_ft.config import ConfigError
 from titan_ft.protocol.errors import ReplicaError
 from titan_ft.protocol.row import fold48
+from titan_ft.system.ownership import check_links
 from titan_ft.training.checkpoint.damage import is_model_only
 from titan_ft.training.checkpoint.folder import (
     LATEST,
@@ -110,7 +111,7 @@ def agree_on_step(request: LoadRequest, rank: int, gather: Gather) -> Choice:
 
     Raises:
         NoCheckpointError: the requested checkpoint is incomplete or damaged, or no sound one is
-            left. On all ranks.
+            left, or another user's link leads to the folder. On all ranks.
         ConfigError: not all ranks see the checkpoint, or the initial model is damaged. On all
             ranks.
         LoadError: the folder cannot be read, or the chosen checkpoint vanished. On all ranks.
@@ -118,6 +119,7 @@ def agree_on_step(request: LoadRequest, rank: int, gather: Gather) -> Choice:
     folder = request.folder
 
     def choose() -> Choice:
+        _check_links(folder)
         return _Search(request).choose() if rank == 0 else Choice(NO_STEP)
 
     for _ in range(_MAX_CHOICES):
@@ -137,6 +139,27 @@ def agree_on_step(request: LoadRequest, rank: int, gather: Gather) -> Choice:
         f"checkpoint.folder ({folder}) must keep a checkpoint for long enough to load it, got "
         f"{_MAX_CHOICES} that vanished right after they were chosen; see what deletes them there"
     )
+
+
+def _check_links(folder: str) -> None:
+    """Refuse a folder behind another user's link.
+
+    That user would choose the state. And each save would fail (`ReplicaCheckpoints.dcp_save`),
+    which would be known only after hours of training.
+
+    Raises:
+        NoCheckpointError: there is such a link.
+    """
+    try:
+        check_links(Path(folder))
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            return  # The search reports it.
+        raise NoCheckpointError(
+            f"checkpoint.folder must not be behind another user's link, got {folder}, where "
+            f"{error.filename} is {error.strerror}; make the link yourself, or "
+            f"{OTHER_FOLDER_REMEDY}"
+        ) from error
 
 
 def check_still_there(folder: str, step: int, gather: Gather) -> None:
