@@ -10,7 +10,9 @@ import json
 import os
 import stat
 import tempfile
+import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,19 +22,33 @@ from titan_ft.chaos.orders import Order
 from titan_ft.config import ConfigError
 from titan_ft.launch.group.agent import replace_link
 from titan_ft.launch.group.worker_group import open_log
+from titan_ft.run import appender
 from titan_ft.run.appender import FileAppender
 from titan_ft.run.curve_file import CurveFile
+from titan_ft.run.error_file import read_error
 from titan_ft.run.events import Hung
+from titan_ft.run.held import is_held
 from titan_ft.run.lighthouse import Announcement
 from titan_ft.run.log import EventLog
 from titan_ft.run.marks import leave_mark
+from titan_ft.run.paths import RunPaths
 from titan_ft.system.ownership import no_follow, only_files, write_for_owner_only
 from titan_ft.system.run_folder import check_run_folder
+from titan_ft.system.threads import call_aside
 from titan_ft.system.whole_file import write_whole
 from titan_ft.training.checkpoint.damage import FailedLoad
+from titan_ft.training.finished import finished_step
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+
+
+@pytest.fixture(autouse=True)
+def no_record_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A record that still waited after its test would be written, or lost, in a later one."""
+    monkeypatch.setattr("titan_ft.run.log.FINISH_SECONDS", 0.0)
+    yield
+    assert appender._stalled == {}
 
 
 @pytest.fixture
@@ -163,10 +179,10 @@ def victim(tmp_path: Path) -> Path:
 def test_events_are_not_written_through_a_link(folder: Path, victim: Path) -> None:
     """No file that this opener opens is reached through a link."""
     (folder / "events.jsonl").symlink_to(victim)
-    appender = FileAppender(folder / "events.jsonl")
-    appender.append(b"{}\n")
-    assert appender.stall is not None, "the record waits, as it does for a disk that has failed"
-    appender.close(0.0)
+    events = FileAppender(folder / "events.jsonl")
+    events.append(b"{}\n")
+    assert events.stall is not None, "the record waits, as it does for a disk that has failed"
+    events.close(0.0)
     with (
         pytest.raises(OSError, match="symbolic links"),
         open(folder / "events.jsonl", "w", opener=no_follow),
@@ -231,13 +247,20 @@ def test_nothing_is_written_through_a_folder_that_is_anothers_link(
         assert said == []
 
 
+def write_event(file: Path) -> None:
+    """Write an event, and close its log."""
+    log = EventLog(file)
+    log.emit(SECOND)
+    log.close()
+
+
 WRITERS: dict[str, Callable[[Path], None]] = {
     "announcement": lambda folder: Announcement("http://h:1").write(folder / "run" / "lighthouse"),
     "link to the latest logs": lambda folder: replace_link(folder / "0", folder / "g" / "latest"),
     "mark": lambda folder: leave_mark(folder / "rank-0.error.json.left", "left"),
     "order": lambda folder: ORDER.append_to(folder / "chaos" / "orders.jsonl"),
     "note of a checkpoint": lambda folder: NOTE.write(folder),
-    "events": lambda folder: EventLog(folder / "events" / "a.jsonl").emit(SECOND),
+    "events": lambda folder: write_event(folder / "events" / "a.jsonl"),
 }
 ORDER = Order(fault="kill_rank", params={}, seed=0, shot=1)
 NOTE = FailedLoad(save_id="", damaged=True, reason="", by="", time="")
@@ -260,6 +283,35 @@ def test_no_writer_writes_through_a_folder_that_is_anothers_link(
     assert any(home.iterdir()) == (owner != NOBODY)
 
 
+READERS: dict[str, Callable[[Path], object]] = {
+    "announcement": Announcement.read,
+    "error of a worker": read_error,
+    "mark of the end": lambda path: finished_step(path, ""),
+    "lock of a launch": lambda path: is_held(RunPaths(path.parent)),
+}
+
+
+@pytest.mark.parametrize("planted", ["pipe", "zeros"])
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_no_reader_waits_for_a_planted_file_or_fills_its_memory(
+    folder: Path, read: Callable[[Path], object], planted: str
+) -> None:
+    """The opening of a pipe waits for a writer that never comes. A sparse file costs nothing."""
+    path = RunPaths(folder).config
+    if planted == "pipe":
+        os.mkfifo(path)
+    else:
+        path.touch()
+        os.truncate(path, 1 << 30)
+    tracemalloc.start()
+    try:
+        assert not call_aside(partial(read, path), "reader").result(10.0)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20
+
+
 def swap_for_link(folder: Path, target: Path) -> None:
     """Put another user's link in the place of a folder."""
     folder.rename(folder.with_name("away"))
@@ -272,13 +324,13 @@ def test_a_removed_file_is_not_made_again_through_a_link(folder: Path, tmp_path:
     """The folder was the run's own when the file was first opened."""
     home, file = tmp_path / "home", folder / "events" / "a.jsonl"
     home.mkdir()
-    appender = FileAppender(file)
-    appender.append(b"{}\n")
+    events = FileAppender(file)
+    events.append(b"{}\n")
     file.unlink()
     swap_for_link(file.parent, home)
-    appender.append(b"{}\n")
-    assert appender.stall is not None
-    appender.close(0.0)
+    events.append(b"{}\n")
+    assert events.stall is not None
+    events.close(0.0)
     assert list(home.iterdir()) == []
 
 

@@ -41,7 +41,7 @@ from titan_ft.launch.shared_settings import lighthouse_settings, table_overrides
 from titan_ft.options import SlurmSubmit
 from titan_ft.run.held import is_held
 from titan_ft.run.paths import RunPaths
-from titan_ft.system.ownership import make_folder
+from titan_ft.system.ownership import make_folder, read_note
 from titan_ft.system.run_folder import check_run_folder
 from titan_ft.system.token import check_token, read_token_file
 from titan_ft.system.whole_file import write_whole
@@ -184,7 +184,7 @@ def _check_not_in_use(root: Path) -> None:
     if is_held(RunPaths(root)):
         raise ConfigError(f"{given} titan-ft launch is going on; wait for its end, {remedy}")
     try:
-        jobs = _jobs_file(root).read_text().split()
+        jobs = read_note(_jobs_file(root)).split()
     except OSError:
         # No run was submitted with this folder.
         return

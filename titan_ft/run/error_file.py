@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_ft.run.appender import DISK_ERRNOS
+from titan_ft.system.ownership import read_note
 from titan_ft.system.whole_file import write_whole
 
 FILE_ENV = "TORCHELASTIC_ERROR_FILE"
@@ -187,7 +188,7 @@ def write_error(error: BaseException) -> None:
 def read_error(path: Path) -> WorkerError | None:
     """Read an error file; None if it is missing or damaged."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_note(path, errors="replace")
         return parse_error(json.loads(text)["message"])
     except (OSError, ValueError, TypeError, KeyError):
         return None

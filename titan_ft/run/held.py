@@ -13,6 +13,7 @@ import time
 from typing import IO
 
 from titan_ft.run.paths import RunPaths
+from titan_ft.system.ownership import only_files
 
 RETRY_SECONDS = 0.2
 """`hold` retries for this long, because `is_held` in `top` or `check` locks the file for a moment.
@@ -42,7 +43,7 @@ def hold(config: IO[str]) -> bool:
 def is_held(paths: RunPaths) -> bool | None:
     """Return True if a launch occupies the run folder; None if unknown, as without locks."""
     try:
-        with paths.config.open(encoding="utf-8") as config:
+        with open(paths.config, "rb", opener=only_files) as config:
             # A shared lock: with exclusive ones, `check` and `top` at the same moment would each
             # mistake the other for a launch.
             fcntl.flock(config, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_ft.system.address import split_address
-from titan_ft.system.ownership import make_folder, no_follow
+from titan_ft.system.ownership import make_folder, no_follow, read_note
 from titan_ft.system.seal import lighthouse_secret
 
 FILE_PREFIX = "file:"
@@ -94,7 +94,7 @@ class Announcement:
     def read(cls, path: Path) -> Announcement | None:
         """Return the announcement in a file; None if there is none, or it is not whole."""
         try:
-            text = path.read_text()
+            text = read_note(path)
         except FileNotFoundError:
             # NFS remembers for up to a minute that a name is missing. Listing the folder makes it
             # look again.

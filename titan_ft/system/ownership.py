@@ -10,6 +10,8 @@ import stat
 import tempfile
 from pathlib import Path
 
+MAX_NOTE_BYTES = 16 * 2**20
+"""A larger file is no note (`read_note`)."""
 ROOT = 0
 """The user root, whose files are trusted: an administrator can change every file anyway."""
 
@@ -52,6 +54,24 @@ def only_files(path: str, flags: int) -> int:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     raise OSError(errno.EINVAL, "a pipe or a device", path)
+
+
+def read_note(path: Path, errors: str = "strict") -> str:
+    """Return the text of a small file of a run, which another user may have made.
+
+    Args:
+        errors: see `bytes.decode`.
+
+    Raises:
+        OSError: there is no file, it is another kind of file, or it is larger than
+            `MAX_NOTE_BYTES`: such a file would fill this process's memory.
+        UnicodeDecodeError: it is no text.
+    """
+    with open(path, "rb", opener=only_files) as file:
+        data = file.read(MAX_NOTE_BYTES + 1)
+    if len(data) > MAX_NOTE_BYTES:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return data.decode(errors=errors)
 
 
 def make_folder(folder: Path) -> None:

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 
 from titan_ft.run.marks import leave_mark, read_mark
+from titan_ft.system.ownership import read_note
 from titan_ft.system.whole_file import write_whole
 
 
@@ -41,7 +42,7 @@ def finished_step(path: Path, config_digest: str) -> int | None:
     None if the job is not finished, if the mark cannot be read, or if it is another job's.
     """
     try:
-        mark = json.loads(path.read_text())
+        mark = json.loads(read_note(path))
         step = int(mark["step"])
         digest = mark["config_digest"]
     except (OSError, ValueError, KeyError, TypeError):
