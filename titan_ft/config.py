@@ -189,7 +189,8 @@ class FaultTolerance:
     """Seconds that the first step waits for `group_size` groups before it continues with the
     present ones, if they are at least `min_replica_size`; > 0. Raise it if a queue starts the
     groups at very different times. The step waits longer for a group that heartbeats but has not
-    joined: that group may be in a long step, and hold the job's state."""
+    joined: that group may be in a long step, and hold the job's state. A group whose token the
+    lighthouse refuses waits as long before it ends."""
 
     advertise_address: str = ""
     """Numeric address at which other groups reach this one. Set it to an address of the fast fabric

@@ -157,6 +157,7 @@ def test_f3_an_impostor(attack: Callable[..., Job], zygote: ZygoteClient, tmp_pa
         for token in ("", secrets.token_hex(16)):
             folder = tmp_path / f"impostor-{token}"
             argv = [*flags, f"--job.dump_folder={folder}", "--fault_tolerance.replica_id=1"]
+            argv.append("--fault_tolerance.start_timeout_seconds=1")  # it waits so long
             env = {**environ, "TITAN_FT_TOKEN": token}
             impostor = zygote.call("titan_ft.train:main", folder / "log", argv, env)
             assert impostor.code == 1, impostor.output()

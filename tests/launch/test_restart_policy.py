@@ -28,9 +28,11 @@ from titan_ft.launch.restart_policy import (
     NoRestart,
     RestartPolicy,
     RunStopPolicy,
+    agent_exit_status,
     backoff_seconds,
     has_run_committed,
 )
+from titan_ft.protocol.errors import TokenRefusedError, first_line
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.events import (
     Event,
@@ -139,6 +141,14 @@ def test_bad_config_is_never_restarted() -> None:
     """Exit status 2 says that the configuration is wrong, which another start would find again."""
     decision = RestartPolicy(max_restarts=5).decide(replace(FAILED, code=2))
     assert reason(decision) == "the configuration is wrong (exit status 2); it is not started again"
+
+
+def test_a_group_whose_token_was_refused_is_given_up() -> None:
+    """Its worker has waited for another answer. Two more starts would wait as long."""
+    error = first_line(TokenRefusedError("the lighthouse refuses it"))
+    given_up = RestartPolicy(max_restarts=100).decide(raised(error))
+    assert "another start would be refused as well" in reason(given_up)
+    assert agent_exit_status(raised(error).code) == 1, "a scheduler may start it again"
 
 
 def test_the_same_exception_again_and_again() -> None:

@@ -6,7 +6,8 @@
 start of all workers of the group. The launcher asks in the same way after each unexpected death of
 the agent. The rules apply in this order:
 
-1. After exit status 2 (wrong config) or 3 (must not come back), the group is not restarted.
+1. After exit status 2 (wrong config) or 3 (must not come back), the group is not restarted. Nor is
+   it after the lighthouse has refused its token: the worker has waited for another answer already.
 2. After several own ends in a row without progress, a crash loop, the group is given up.
 3. If no network answers before the run's first step, the group is given up.
 4. If --max-restarts restarts are used up, the group is given up.
@@ -42,6 +43,7 @@ from titan_ft.run.appender import any_is_cut
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.events import (
     LIGHTHOUSE_ERROR,
+    TOKEN_REFUSED_ERROR,
     Drained,
     FaultInjected,
     LaunchStarted,
@@ -141,6 +143,11 @@ class AttemptEnd:
         if self.error.transient:
             return ""
         return cause_of_end(self.code, self.error.text)
+
+    @property
+    def is_token_refused(self) -> bool:
+        """True if the lighthouse's gate refused the group's token."""
+        return self.error is not None and self.error.type_name == TOKEN_REFUSED_ERROR
 
     @property
     def is_network_error(self) -> bool:
@@ -299,6 +306,10 @@ class RestartPolicy:
         if end.code == NO_RESTART_CODE:
             return NoRestart(
                 CAUSE_FINAL, "the group must not come back by itself (exit status 3); see its log"
+            )
+        if end.is_token_refused:
+            return NoRestart(
+                CAUSE_CRASH_LOOP, "another start would be refused as well; it is not started again"
             )
         give_up = self._count_own_end(end)
         if give_up is None:

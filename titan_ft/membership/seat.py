@@ -60,7 +60,8 @@ _LIGHTHOUSE_RETRIES = 10**8
 """torchft's server repeats a request that a restarted lighthouse has lost. Its pause before a
 repetition is timeout / retries, and at least 0.1 s. With this many retries the pause is 0.1 s."""
 
-_REPEAT_SECONDS = 0.1  # pause between two requests, or two tries to open a seat
+_REPEAT_SECONDS = 0.1  # pause between two requests, or before the second try to open a seat
+_MAX_REPEAT_SECONDS = 5.0  # longest pause between two tries to open a seat
 
 CONNECT_SECONDS = 10.0
 """Limit for opening a connection inside a job. It is long because a starting process may not listen
@@ -184,17 +185,24 @@ class Seat:
         only when all ranks of the group have called this method.
 
         Raises:
-            LighthouseError: the lighthouse does not answer, or has another token.
+            TokenRefusedError, LighthouseError: see `_open_first`.
         """
         self.adopt_name(self._control.rank0_decides((), lambda _: self._open_first(name())))
 
     def _open_first(self, member: Member) -> str:
         """Open the group's first seat; on rank 0.
 
-        If a file names the lighthouse, that lighthouse may be gone, or an earlier run's. Then wait
-        for its successor.
+        If a file names the lighthouse, that lighthouse may be gone, or an earlier run's. And while
+        the lighthouse restarts, another run's lighthouse may have its port for a while, and refuse
+        this group's token. So wait in both cases.
+
+        Raises:
+            TokenRefusedError: the token is refused for `start_timeout_seconds`.
+            LighthouseError: the lighthouse does not answer.
         """
-        deadline = time.monotonic() + self._config.start_timeout_seconds
+        limit_seconds = self._config.start_timeout_seconds
+        deadline = time.monotonic() + limit_seconds
+        pause = _REPEAT_SECONDS
         last_refusal = ""
         while True:
             self._lighthouse.place = self._lighthouse.look() or self._lighthouse.place
@@ -202,13 +210,23 @@ class Seat:
                 opened = self.open(member)
                 self._check_token()
             except LighthouseError as error:
-                if not self._lighthouse.is_file or time.monotonic() >= deadline:
-                    raise
-                if isinstance(error, TokenRefusedError) and f"{error}" != last_refusal:
+                is_refused = isinstance(error, TokenRefusedError)
+                if is_refused and f"{error}" != last_refusal:
                     last_refusal = f"{error}"
-                    logger.warning("waiting for another lighthouse: %s", error)
-                time.sleep(_REPEAT_SECONDS)
-                continue
+                    logger.warning(
+                        "waiting up to %g s for another lighthouse: %s", limit_seconds, error
+                    )
+                may_wait = self._lighthouse.is_file or last_refusal
+                if may_wait and time.monotonic() < deadline:
+                    time.sleep(pause)
+                    pause = min(2 * pause, _MAX_REPEAT_SECONDS)
+                    continue
+                if is_refused:
+                    raise TokenRefusedError(
+                        f"{error} (fault_tolerance.start_timeout_seconds = {limit_seconds:g} is "
+                        "over)"
+                    ) from None
+                raise
             if self._lighthouse.may_change:
                 slot = self._config.replica_id
                 self._follower = LighthouseFollower(self._lighthouse, slot, self._move)

@@ -40,10 +40,10 @@ class LighthouseError(ReplicaError):
 
 
 class TokenRefusedError(LighthouseError):
-    """The lighthouse's gate refuses this group's token, and so would refuse the next start.
+    """The lighthouse's gate has refused this group's token for `start_timeout_seconds`.
 
-    It counts towards a crash loop. It is not final: another program at the lighthouse's port may
-    give the same answer while the lighthouse is away.
+    The agent gives the group up (`RestartPolicy`), with an exit status after which a scheduler may
+    still start the group again.
     """
 
     transient = False

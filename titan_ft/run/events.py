@@ -23,6 +23,8 @@ CONFIG_ERROR = "ConfigError"
 """Type name of an error that names a mistake in the user's config."""
 LIGHTHOUSE_ERROR = "LighthouseError"
 """Type name of an error that names the lighthouse and a remedy."""
+TOKEN_REFUSED_ERROR = "TokenRefusedError"
+"""Type name of the error of a group that has waited in vain for a lighthouse with its token."""
 Severity = Literal["notice", "chaos", "failure"]
 """An event is a notice, an injected fault, or a failure."""
 

@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllreduceOptions
 
 from tests.replica.conftest import TOKEN, FakeProbe
+from titan_ft.launch.gate import Gate
 from titan_ft.membership import membership, rendezvous
 from titan_ft.membership.membership import Membership
 from titan_ft.membership.seat import Reply
@@ -32,8 +35,8 @@ from titan_ft.protocol.errors import (
 )
 from titan_ft.protocol.member import UNSEALED, Admission, Member
 from titan_ft.run.error_file import is_network_error, is_transient
-from titan_ft.run.lighthouse import LighthouseAddress
 from titan_ft.system.address import split_address
+from titan_ft.system.seal import lighthouse_secret
 
 DEADLINE = 20.0  # seconds; only a bug reaches it
 
@@ -657,13 +660,78 @@ def test_a_lighthouse_that_is_not_there(seats: Any, monkeypatch: pytest.MonkeyPa
         assert part in str(caught.value)
 
 
-def test_a_lighthouse_that_refuses_the_token(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next start would be refused as well, so the agent does not start the group for ever."""
-    monkeypatch.setattr(LighthouseAddress, "refuses", lambda *_: True)
-    with pytest.raises(TokenRefusedError, match="refuses this group's TITAN_FT_TOKEN") as caught:
-        seats.take(0)
+class Port:
+    """A port of this host, and the gate that has it."""
+
+    def __init__(self, lighthouse: str) -> None:
+        self._lighthouse = split_address(lighthouse)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.close = self._listener.close
+
+    @contextlib.contextmanager
+    def gate(self, token: str) -> Iterator[None]:
+        """Have a gate for groups with this token at the port."""
+        secret = lighthouse_secret(token)
+        # The gate closes its listener. This one keeps the port, as nothing else may take it here.
+        gate = Gate(self._listener.dup(), self._lighthouse, secret, lambda _: None)
+        thread = threading.Thread(target=gate.run)
+        thread.start()
+        try:
+            yield
+        finally:
+            gate.close()
+            thread.join()
+
+
+@pytest.fixture
+def port(seats: Any) -> Iterator[Port]:
+    """Provide a port at which the seats' lighthouse is behind gates."""
+    found = Port(seats.lighthouse)
+    seats.lighthouse = found.address
+    yield found
+    found.close()
+
+
+def test_a_lighthouse_that_refuses_the_token(seats: Any, port: Port) -> None:
+    """The error says how long the group has waited. The next start would be refused as well, so the
+    agent does not start the group for ever.
+    """
+    started = time.monotonic()
+    with port.gate("another token"), pytest.raises(TokenRefusedError) as caught:
+        seats.take(0, config=seats.config(0, start_timeout_seconds=1.0))
+    assert 1.0 <= time.monotonic() - started < DEADLINE
+    for part in (
+        f"{port.address} refuses this group's TITAN_FT_TOKEN",
+        "fault_tolerance.start_timeout_seconds = 1 is over",
+    ):
+        assert part in str(caught.value)
     assert not is_transient(caught.value)
     assert not is_network_error(caught.value)
+
+
+def test_another_runs_lighthouse_at_the_port_for_a_while(
+    seats: Any, port: Port, caplog: pytest.LogCaptureFixture, wait_until: Callable[..., None]
+) -> None:
+    """It took the port while the run's own restarted. Each group that started then was lost."""
+
+    def count_warnings() -> int:
+        return sum("refuses this group's TITAN_FT_TOKEN" in line for line in caplog.messages)
+
+    foreign, own = contextlib.ExitStack(), contextlib.ExitStack()
+    foreign.enter_context(port.gate("another token"))
+
+    def give_way() -> None:
+        wait_until(lambda: count_warnings() > 0, "the group says why it waits")
+        foreign.close()
+        own.enter_context(port.gate(TOKEN))
+
+    with ThreadPoolExecutor(1) as pool, own:
+        gave_way = pool.submit(give_way)
+        member = seats.take(0, config=seats.config(0, start_timeout_seconds=DEADLINE))
+        gave_way.result(DEADLINE)
+        assert seats.meet(member)[0].error is None
+        assert count_warnings() == 1
 
 
 def test_a_lighthouse_that_dies(

@@ -76,4 +76,4 @@ def test_a_group_that_waits_for_another_lighthouse_says_why(
     member: Any = None
     assert Seat._open_first(this, member) == "opened"
     warnings = [record.getMessage() for record in caplog.records]
-    assert warnings == ["waiting for another lighthouse: it refuses"]
+    assert warnings == ["waiting up to 30 s for another lighthouse: it refuses"]
