@@ -259,7 +259,7 @@ def _prepare_replica_trainer(
         os.environ.update(device.nccl_environment(environ, config.process_group_timeout_ms))
     device.check_machine(config.process_group, int(environ.get("LOCAL_RANK", "0")))
     mark_training()
-    titan.take_off_record()
+    titan.unwrap_elastic_record()
     # `record`, just taken off, does this too: a crash in native code prints the stacks to the log.
     faulthandler.enable(2)
     setup = _read_setup(job_config, args, environ)

@@ -115,7 +115,7 @@ def test_a_pipeline_takes_lists_of_microbatches() -> None:
         forward_backward_step=lambda **what: given.update(what) or torch.tensor(1.0),
     )
     tokens = torch.arange(12).view(4, 3)
-    titan.forward_backward(this, titan.make_up_batches(this, tokens), 9)
+    titan.forward_backward(this, titan.build_dummy_batches(this, tokens), 9)
     assert [part.tolist() for part in given["labels"]] == [tokens[:2].tolist(), tokens[2:].tolist()]
     assert [part["positions"].tolist() for part in given["input_dict"]] == [[[0, 1, 2]] * 2] * 2
     assert titan.batches_per_call(this) == 2

@@ -66,9 +66,9 @@ __all__ = [
     "DATALOADER",
     "DATASETS",
     "DEGREES",
+    "FORWARD_RUNS_LOSS_BACKWARD",
     "IGNORE_INDEX",
     "LOADERS",
-    "LOSSES_GO_BACKWARD",
     "PIPELINES_SUM_LOSSES",
     "TOKEN_COUNTS",
     "TORCH_DTYPE_MAP",
@@ -90,19 +90,19 @@ __all__ = [
     "Validator",
     "WandBLogger",
     "adapt_attention",
-    "attends_by_flex",
     "batches_per_call",
+    "build_dummy_batches",
     "build_hf_tokenizer",
     "build_model",
-    "build_parts",
+    "build_parts_on_meta",
     "build_schema",
     "build_text_dataloader",
     "clip_grad_norm_",
+    "compiles_attention",
     "file_in_package",
     "forward_backward",
     "get_train_spec",
     "logger",
-    "make_up_batches",
     "model_names",
     "packages_of_model",
     "purge",
@@ -112,7 +112,7 @@ __all__ = [
     "register_spec",
     "run",
     "set_pg_timeouts",
-    "take_off_record",
+    "unwrap_elastic_record",
     "use_curve_loggers",
     "use_validation_loader",
     "validation_batch_size",
@@ -125,12 +125,11 @@ DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
 """The dimensions of `ParallelDims`."""
 LOADERS = (ParallelAwareDataloader,)
 """torchtitan's data loaders. Each of them only adds a format of its state to torchdata's loader."""
-LOSSES_GO_BACKWARD = False
-"""A loss goes backward only when the trainer starts the backward."""
+FORWARD_RUNS_LOSS_BACKWARD = False
+"""False: the backward begins only after the forward."""
 PIPELINES_SUM_LOSSES = True
-"""A pipeline goes backward from the sum of the losses, and divides only the loss that it
-reports.
-"""
+"""True: a pipeline runs the backward of the sum of the losses, and divides only the loss that it
+reports."""
 TOKEN_COUNTS = "tokens_per_expert"
 """Name of the buffer in which a mixture of experts counts tokens."""
 TRAINER_FILE = "train.py"
@@ -287,14 +286,14 @@ def forward_backward(
     )
 
 
-def make_up_batches(
+def build_dummy_batches(
     trainer: Trainer, tokens: torch.Tensor
 ) -> list[tuple[dict[str, Any], torch.Tensor]]:
     """Return batches for one `forward_backward` with these tokens, [sequence, token]."""
     return [({"input": tokens}, tokens)]
 
 
-def attends_by_flex(trainer: Trainer) -> bool:
+def compiles_attention(trainer: Trainer) -> bool:
     """True if the model's attention is compiled for each shape."""
     return getattr(trainer.model_args, "attn_type", "sdpa") == "flex"
 
@@ -315,7 +314,7 @@ def validation_batch_size(job_config: JobConfig) -> int:
 
 
 def build_model(job_config: JobConfig) -> tuple[torch.nn.Module, Any]:
-    """Return the model of `job_config`, whole and on the meta device, and its arguments."""
+    """Return the whole model of `job_config`, on the meta device, and its arguments."""
     spec = get_train_spec(job_config.model.name)
     # A copy, because a run writes its sequence length into the arguments.
     arguments = copy.deepcopy(spec.model_args[job_config.model.flavor])
@@ -324,7 +323,7 @@ def build_model(job_config: JobConfig) -> tuple[torch.nn.Module, Any]:
         return spec.model_cls(arguments), arguments
 
 
-def build_parts(
+def build_parts_on_meta(
     job_config: JobConfig, num_ranks: int
 ) -> tuple[ParallelDims, int, list[torch.nn.Module], Any]:
     """Build the parts of the model that this rank of `num_ranks` would train, on the meta device.
@@ -454,16 +453,17 @@ def wrap_profilers(
     _train.maybe_enable_memory_snapshot = wrap(_profiling.maybe_enable_memory_snapshot)
 
 
-def take_off_record() -> None:
-    """Call torchtitan's `Trainer.train` without torch elastic's `record`.
+def unwrap_elastic_record() -> None:
+    """Remove the decorator `record` of torch elastic from torchtitan's `Trainer.train`.
 
-    train.py: `record` takes a SystemExit(0) of a user's loader for a return from training. A user's
-    own wrapper around `train` stays.
+    train.py: `record` takes a SystemExit(0), which a user's loader may raise, for a return from
+    training. The group would then seem to have finished. A user's own wrapper around `train` stays.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
     method: Any = Trainer.train
-    if method.__globals__ is record.__globals__:
+    is_decorated = method.__globals__ is record.__globals__
+    if is_decorated:
         Trainer.train = method.__wrapped__
 
 

@@ -1,11 +1,20 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchtitan 0.3.0, as the rest of the package uses it; `titan_ft.host.titan` chooses this module.
+"""Everything that the package uses of torchtitan 0.3.0, in the terms of torchtitan 0.2.
 
-0.3 has no TOML and no `TrainSpec`: a job is a tree of configs, and each config builds its
-component. Here a job has the same form as on 0.2. `tables_0_3` reads the TOML and translates it,
-`TrainSpec` describes a model in the terms of 0.2, and `HostTrainer` gives 0.3's Trainer configs
-that build this package's parts.
+The package is written for 0.2: a job is a `JobConfig` with the tables of a TOML, and a model is a
+`TrainSpec`, a set of functions that build the model, its loader, its optimizer and so on. 0.3 has
+neither. There a job is a tree of configs, and each config has a method `build` that returns its
+component. This module translates:
+
+1. `tables_0_3.build_schema` makes the class `JobConfig`, and `tables_0_3.translate` turns a
+   `JobConfig` into 0.3's tree of configs.
+2. `get_train_spec` wraps a model of 0.3 in a `TrainSpec`.
+3. `HostTrainer` is 0.3's Trainer, created from a `JobConfig`. `_to_trainer_config` replaces configs
+   in the tree, so that their `build` calls the functions of the `TrainSpec`.
+
+`titan_ft.host.titan` imports this module or `titan_0_2`, by the installed release. Both define the
+names in `__all__`. All of it runs on the main thread of a worker, except `purge`.
 """
 
 from __future__ import annotations
@@ -64,9 +73,9 @@ __all__ = [
     "DATALOADER",
     "DATASETS",
     "DEGREES",
+    "FORWARD_RUNS_LOSS_BACKWARD",
     "IGNORE_INDEX",
     "LOADERS",
-    "LOSSES_GO_BACKWARD",
     "PIPELINES_SUM_LOSSES",
     "TOKEN_COUNTS",
     "TORCH_DTYPE_MAP",
@@ -88,19 +97,19 @@ __all__ = [
     "Validator",
     "WandBLogger",
     "adapt_attention",
-    "attends_by_flex",
     "batches_per_call",
+    "build_dummy_batches",
     "build_hf_tokenizer",
     "build_model",
-    "build_parts",
+    "build_parts_on_meta",
     "build_schema",
     "build_text_dataloader",
     "clip_grad_norm_",
+    "compiles_attention",
     "file_in_package",
     "forward_backward",
     "get_train_spec",
     "logger",
-    "make_up_batches",
     "model_names",
     "packages_of_model",
     "purge",
@@ -110,7 +119,7 @@ __all__ = [
     "register_spec",
     "run",
     "set_pg_timeouts",
-    "take_off_record",
+    "unwrap_elastic_record",
     "use_curve_loggers",
     "use_validation_loader",
     "validation_batch_size",
@@ -118,13 +127,14 @@ __all__ = [
 ]
 
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
-"""The dimensions of `ParallelDims`."""
+"""Names of the parallel degrees: attributes of `ParallelDims`."""
 LOADERS = (ParallelAwareDataloader, HuggingFaceTextDataLoader)
 """torchtitan's data loaders. Each of them only adds a format of its state to torchdata's loader."""
-LOSSES_GO_BACKWARD = True
-"""The chunked loss goes backward through the output layer inside the forward."""
+FORWARD_RUNS_LOSS_BACKWARD = True
+"""True: the forward already runs the backward of the loss and of the output layer, in chunks."""
 PIPELINES_SUM_LOSSES = False
-"""A pipeline divides each microbatch's loss before it goes backward."""
+"""False: a pipeline divides the loss of each microbatch before the backward, so the gradients are
+those of the mean loss."""
 TOKEN_COUNTS = "tokens_per_expert_E"
 """Name of the buffer in which a mixture of experts counts tokens."""
 TRAINER_FILE = "trainer.py"
@@ -137,11 +147,13 @@ JobConfig = Any
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """A flavor of a model, in the terms of 0.2's model arguments.
+class ModelArguments:
+    """The sizes of a model, with the names of 0.2's model arguments.
+
+    A model has several *flavors*, for example "debugmodel" and "8B", each with its own arguments.
 
     Attributes:
-        spec: 0.3's ModelSpec.
+        spec: 0.3's ModelSpec of this flavor.
         moe_args: 0.3's config of a layer's experts; None for a dense model.
         max_seq_len: maximum number of positions; a run builds as many as its own sequence length.
     """
@@ -160,7 +172,7 @@ class TrainSpec:
     function takes.
     """
 
-    model_args: Mapping[str, Arguments]
+    model_args: Mapping[str, ModelArguments]
     parallelize_fn: Callable[..., torch.nn.Module]
     pipelining_fn: Callable[..., Any] | None
     build_optimizers_fn: Callable[..., Any]
@@ -171,8 +183,13 @@ class TrainSpec:
     state_dict_adapter: Any
 
 
-class _Flavors(Mapping[str, Arguments]):
-    """The flavors of a module with a function `model_registry`. Each is built at its first use."""
+class _FlavorsOfModule(Mapping[str, ModelArguments]):
+    """The flavors of a model of torchtitan. Each lookup builds a new ModelSpec.
+
+    Args:
+        module: the package of the model. Its function `model_registry` returns the ModelSpec of a
+            flavor, and its table `..._configs` has the names of all flavors.
+    """
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -182,18 +199,22 @@ class _Flavors(Mapping[str, Arguments]):
                 self._names = list(table)
                 break
 
-    def __getitem__(self, flavor: str) -> Arguments:
+    def __getitem__(self, flavor: str) -> ModelArguments:
         spec = self._module.model_registry(flavor)
+        # Models differ in their configs, so any of these attributes may be missing.
+        layers = getattr(spec.model, "layers", None)
         attention = getattr(spec.model, "first_attention", None)
         heads = getattr(attention, "n_heads", None)
-        expert_configs = [config for _, config, _, _ in spec.model.traverse(MoE.Config)]
-        layers = getattr(spec.model, "layers", None)
+        # Without grouped queries, there are as many heads of keys as of queries.
+        kv_heads = getattr(attention, "n_kv_heads", None) or heads
         rope = getattr(attention, "rope", None)
-        return Arguments(
+        # `traverse` yields a path, the config, its parent and the field there.
+        expert_configs = [config for _, config, _, _ in spec.model.traverse(MoE.Config)]
+        return ModelArguments(
             spec=spec,
             n_layers=None if layers is None else len(layers),
             n_heads=heads,
-            n_kv_heads=getattr(attention, "n_kv_heads", None) or heads,
+            n_kv_heads=kv_heads,
             moe_args=expert_configs[0] if expert_configs else None,
             max_seq_len=getattr(rope, "max_seq_len", None),
         )
@@ -221,8 +242,10 @@ def get_train_spec(name: str) -> TrainSpec:
     """
     if name in _specs:
         return _specs[name]
-    flavors = _Flavors(importlib.import_module(f"torchtitan.models.{name}"))
-    first = flavors[next(iter(flavors))].spec
+    flavors = _FlavorsOfModule(importlib.import_module(f"torchtitan.models.{name}"))
+    # All flavors of a model have the same pipelining function and the same adapter.
+    first_name = next(iter(flavors))
+    first = flavors[first_name].spec
     return TrainSpec(
         model_args=flavors,
         parallelize_fn=_parallelize,
@@ -279,11 +302,11 @@ def file_in_package(package: str, file: str) -> Path | None:
 
 
 def register_flavors(model: str) -> None:
-    """Do nothing: 0.3's llama3 has the flavor 1B, with a tied output layer."""
+    """Do nothing. On 0.2 this adds the flavor 1B to llama3, which 0.3 has."""
 
 
-def _model_of(job_config: Any) -> Any:
-    """Return a new ModelSpec of the job's flavor, which the caller may change."""
+def _new_model_spec(job_config: Any) -> Any:
+    """Return a new ModelSpec of the job's model and flavor, which the caller may change."""
     return get_train_spec(job_config.model.name).model_args[job_config.model.flavor].spec
 
 
@@ -291,7 +314,7 @@ def _parallelize(
     model: torch.nn.Module, parallel_dims: ParallelDims, job_config: Any
 ) -> torch.nn.Module:
     config = translate(job_config)
-    parallelized: torch.nn.Module = _model_of(job_config).parallelize_fn(
+    parallelized: torch.nn.Module = _new_model_spec(job_config).parallelize_fn(
         model,
         parallel_dims=parallel_dims,
         training=config.training,
@@ -306,17 +329,18 @@ def _parallelize(
 def build_text_dataloader(
     *, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any, **_: Any
 ) -> Any:
-    """Build the loader of one data rank. A pipeline reads microbatches."""
-    training, parallel = job_config.training, job_config.parallelism
-    size = training.local_batch_size
+    """Build the loader of one data-parallel rank. With a pipeline, it yields microbatches."""
+    training = job_config.training
+    parallel = job_config.parallelism
+    sequences_per_batch = training.local_batch_size
     if parallel.pipeline_parallel_degree > 1:
-        size = parallel.pipeline_parallel_microbatch_size
+        sequences_per_batch = parallel.pipeline_parallel_microbatch_size
     return loader_config(training).build(
         dp_world_size=dp_world_size,
         dp_rank=dp_rank,
         tokenizer=tokenizer,
         seq_len=training.seq_len,
-        local_batch_size=size,
+        local_batch_size=sequences_per_batch,
         # The ledger takes a state after each batch. torchtitan takes one at each checkpoint only,
         # and torchdata would return an older state in between.
         snapshot_every_n_steps=1,
@@ -351,7 +375,7 @@ def _build_validator(*, job_config: Any, **parts: Any) -> Any:
 
 
 class MetricsProcessor(_metrics.MetricsProcessor):
-    """0.3's metrics, with the arguments of 0.2's."""
+    """0.3's MetricsProcessor, created with the arguments of 0.2's MetricsProcessor."""
 
     def __init__(
         self, job_config: Any, parallel_dims: ParallelDims, tag: str | None = None
@@ -366,30 +390,35 @@ class MetricsProcessor(_metrics.MetricsProcessor):
         )
 
 
-def build_model(job_config: Any) -> tuple[torch.nn.Module, Arguments]:
-    """Return the model of `job_config`, whole and on the meta device, and its arguments."""
+def build_model(job_config: Any) -> tuple[torch.nn.Module, ModelArguments]:
+    """Return the whole model of `job_config`, on the meta device, and its arguments."""
     arguments = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
     arguments.spec.model.update_from_config(config=translate(job_config, arguments.spec))
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
         return arguments.spec.model.build(), arguments
 
 
-def build_parts(
+def build_parts_on_meta(
     job_config: Any, num_ranks: int
 ) -> tuple[ParallelDims, int, list[torch.nn.Module], Any]:
-    """Build the parts of the model that this rank of `num_ranks` would train, on the meta device.
+    """Build the parts of the model that this rank would train, without memory for their values.
+
+    Only their sizes are wanted (`training/sizes.py`). Call this in a fake process group of
+    `num_ranks` ranks.
 
     Returns:
-        The group's dimensions, the number of the whole model's parameters, the parts, their
-        optimizers.
+        The group's parallel degrees, the number of the whole model's parameters, the parts of this
+        rank, and their optimizers.
     """
     job_config = copy.deepcopy(job_config)
+    # These settings change no size of the state, and some of them need a real device.
     job_config.activation_checkpoint.mode = "none"
-    job_config.compile.enable = job_config.compile.enable_async_tensor_parallel = False
+    job_config.compile.enable = False
+    job_config.compile.enable_async_tensor_parallel = False
     job_config.parallelism.enable_async_tensor_parallel = False
-    # The other implementations need real memory. All of them have the same state.
     job_config.optimizer.implementation = "for-loop"
-    spec, config = get_train_spec(job_config.model.name), translate(job_config)
+    spec = get_train_spec(job_config.model.name)
+    config = translate(job_config)
     dims = ParallelDims.from_config(config.parallelism, num_ranks)
     set_spmd_backend(config.parallelism.spmd_backend)
     model, arguments = build_model(job_config)
@@ -411,35 +440,36 @@ def build_parts(
         )
     else:
         parts = [spec.parallelize_fn(model, dims, job_config)]
-    return dims, num_parameters, parts, spec.build_optimizers_fn(parts, job_config.optimizer, dims)
+    optimizers = spec.build_optimizers_fn(parts, job_config.optimizer, dims)
+    return dims, num_parameters, parts, optimizers
 
 
 # The trainer
 
 
 class HostTrainer(Trainer):
-    """torchtitan's Trainer, as a replica group uses it.
+    """torchtitan's Trainer with the constructor that `ReplicaTrainer` needs on both releases.
 
     Args:
-        checkpoints: the class of the checkpoint manager, with the arguments of `HostCheckpoints`.
+        job_config: the job in the form of 0.2.
+        checkpoints: creates the checkpoint manager, with the arguments of `HostCheckpoints`.
     """
 
     job_config: Any
 
     def __init__(self, job_config: Any, checkpoints: Callable[..., CheckpointManager]) -> None:
         self.job_config = job_config
-        # Drop the warning that most ranks of a pipeline do not know the loss: here all know it.
+        # torchtitan would warn that most ranks of a pipeline do not know the loss. Here the trainer
+        # sends the loss to all ranks.
         _trainer.ensure_pp_loss_visible = lambda **_: None
-        super().__init__(_to_config(job_config, checkpoints))
+        super().__init__(_to_trainer_config(job_config, checkpoints))
 
     def refresh_converters(self) -> None:
         """Do nothing: 0.3 converts a model's config, and its float8 caches no weights."""
 
 
 class HostCheckpoints(CheckpointManager):
-    """torchtitan's checkpoint manager, with the keywords `checkpoint_config` and `sd_adapter` in
-    both releases.
-    """
+    """torchtitan's checkpoint manager, with 0.2's keywords, attributes and methods."""
 
     def __init__(self, *, checkpoint_config: Any, **parts: Any) -> None:
         super().__init__(checkpoint_config, **parts)
@@ -449,17 +479,26 @@ class HostCheckpoints(CheckpointManager):
         """True if saves are copied to pinned memory first."""
         return self.enable and self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
 
+    # 0.2 calls this method `_async_wait`, and `ReplicaCheckpoints` overrides it. 0.3's own `save`
+    # calls `_wait_for_saving`, so that name must lead to the override.
+
     def _async_wait(self) -> None:
         super()._wait_for_saving()
 
     def _wait_for_saving(self) -> None:
-        # 0.3's name of `_async_wait`.
         self._async_wait()
 
 
-def _to_config(job_config: Any, checkpoints: Callable[..., Any] | None = None) -> Trainer.Config:
-    """Return 0.3's config of a job, which builds the job's components from its `TrainSpec`."""
-    spec, model_spec = get_train_spec(job_config.model.name), _model_of(job_config)
+def _to_trainer_config(
+    job_config: Any, checkpoints: Callable[..., Any] | None = None
+) -> Trainer.Config:
+    """Return the Trainer.Config of a job, which builds the components of the job's `TrainSpec`.
+
+    Args:
+        checkpoints: creates the checkpoint manager; None for torchtitan's own.
+    """
+    spec = get_train_spec(job_config.model.name)
+    model_spec = _new_model_spec(job_config)
 
     def parallelize(
         model: torch.nn.Module, *, parallel_dims: ParallelDims, **_: Any
@@ -481,46 +520,57 @@ def _to_config(job_config: Any, checkpoints: Callable[..., Any] | None = None) -
         assert build is not None
         return build(job_config, parallel_dims, model_spec.model)
 
-    config.dataloader = _built_by(config.dataloader, build_loader)
+    config.dataloader = _with_builder(config.dataloader, build_loader)
     if spec.build_metrics_processor_fn is not None:
-        config.metrics = _built_by(config.metrics, build_metrics)
+        config.metrics = _with_builder(config.metrics, build_metrics)
     if spec.build_validator_fn is not None:
-        config.validator = _built_by(
+        config.validator = _with_builder(
             config.validator, functools.partial(spec.build_validator_fn, job_config=job_config)
         )
     if checkpoints is not None:
-        config.checkpoint = _built_by(
+        config.checkpoint = _with_builder(
             config.checkpoint, functools.partial(checkpoints, checkpoint_config=config.checkpoint)
         )
     profiler = config.profiler
-    config.profiler = _built_by(profiler, lambda **settings: _profile(profiler, **settings))
+    config.profiler = _with_builder(
+        profiler, lambda **settings: _run_profiler(profiler, **settings)
+    )
     return config
 
 
-def _built_by(config: Any, build: Callable[..., Any]) -> Any:
-    """Return a copy of one of 0.3's configs from which `build` makes the component."""
-    made = type(
-        "Config", (type(config),), {"__slots__": (), "build": lambda self, **parts: build(**parts)}
-    )
-    return made(**{each.name: getattr(config, each.name) for each in fields(config)})
+def _with_builder(config: Any, build: Callable[..., Any]) -> Any:
+    """Return a copy of one of 0.3's configs whose method `build` calls the function `build`.
+
+    The copy has a subclass of the config's class, because torchtitan checks the class. 0.3's
+    configs have slots, so an instance cannot get another method.
+    """
+
+    def build_component(self: Any, **arguments: Any) -> Any:
+        return build(**arguments)
+
+    subclass = type("Config", (type(config),), {"__slots__": (), "build": build_component})
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    return subclass(**values)
 
 
 def read_batches(
     trainer: Trainer, loader: Iterable[Any]
 ) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """Yield a loader's batches as torchtitan does, without counting their tokens.
+    """Yield a loader's batches as torchtitan does, but do not count their tokens.
 
-    Tokens count when the batches are trained.
+    The trainer counts the tokens of a batch when the batch is trained. A batch that is read may be
+    trained later, or by another group.
     """
     for inputs, labels in trainer.batch_generator(loader):
+        # `batch_generator` has just added the tokens.
         trainer.metrics_processor.ntokens_since_last_log -= labels.numel()
         yield inputs, labels
 
 
 def batches_per_call(trainer: Trainer) -> int:
-    """Return the number of a loader's batches for one `forward_backward`.
+    """Return the number of batches of a loader that one `forward_backward` takes.
 
-    A pipeline's loader gives microbatches.
+    More than 1 only with a pipeline: its loader yields microbatches.
     """
     return int(trainer.num_pipeline_parallel_microbatches)
 
@@ -528,17 +578,20 @@ def batches_per_call(trainer: Trainer) -> int:
 def forward_backward(
     trainer: Trainer, batches: Sequence[tuple[dict[str, Any], torch.Tensor]], tokens: int
 ) -> torch.Tensor:
-    """Add the gradients of the batches; return their summed loss divided by `tokens`.
+    """Add the gradients of the batches to the model's; return their summed loss / `tokens`.
 
     Args:
-        batches: `batches_per_call` batches, on the device.
+        batches: `batches_per_call` batches of inputs and labels, on the device.
     """
     # 0.3 counts the tokens of each forward. Here tokens count when their update is committed.
     ntokens_seen = trainer.ntokens_seen
-    inputs: Any = [inputs for inputs, _ in batches]
-    labels: Any = [labels for _, labels in batches]
-    if not trainer.parallel_dims.pp_enabled:
-        (inputs,), (labels,) = inputs, labels
+    inputs: Any
+    labels: Any
+    if trainer.parallel_dims.pp_enabled:
+        inputs = [inputs for inputs, _ in batches]
+        labels = [labels for _, labels in batches]
+    else:
+        ((inputs, labels),) = batches
     try:
         return trainer.forward_backward_step(
             input_dict=inputs, labels=labels, global_valid_tokens=tokens
@@ -547,64 +600,77 @@ def forward_backward(
         trainer.ntokens_seen = ntokens_seen
 
 
-def make_up_batches(
+def build_dummy_batches(
     trainer: Trainer, tokens: torch.Tensor
 ) -> list[tuple[dict[str, Any], torch.Tensor]]:
-    """Return batches for one `forward_backward` with these tokens, [sequence, token]."""
+    """Return batches of these tokens for one `forward_backward`, which warms up the model.
+
+    Args:
+        tokens: of shape [sequence, position]; used as inputs and as labels.
+    """
     positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
-    number = batches_per_call(trainer)
-    pairs = zip(tokens.chunk(number), positions.chunk(number), strict=True)
-    return [({"input": part, "positions": places}, part) for part, places in pairs]
+    num_batches = batches_per_call(trainer)
+    batches = []
+    for batch_tokens, batch_positions in zip(
+        tokens.chunk(num_batches), positions.chunk(num_batches), strict=True
+    ):
+        batches.append(({"input": batch_tokens, "positions": batch_positions}, batch_tokens))
+    return batches
 
 
-def attends_by_flex(trainer: Trainer) -> bool:
-    """True if the model's attention is compiled for each shape."""
+def compiles_attention(trainer: Trainer) -> bool:
+    """Return True if the model's attention is compiled, again for each shape of the inputs."""
     return not device.on_cpu() and any(trainer.model_config.traverse(FlexAttention.Config))
 
 
 def adapt_attention(model: torch.nn.Module, load_balancer: str | None) -> None:
-    """Do nothing: 0.3's context parallelism splits the attention mask on every device."""
+    """Do nothing. 0.2's context parallelism must be adapted to the CPU, but not 0.3's."""
 
 
 @dataclass
-class _ValidationLoader:
-    """Stands in for the config of a validator's loader. Each validation builds a loader from it."""
+class _WrappingLoaderConfig:
+    """Stands in for the config of a validator's loader, and wraps each loader that it builds.
+
+    Each validation builds a new loader.
+    """
 
     config: Any
     wrap: Callable[[Any], Any]
 
-    def build(self, **parts: Any) -> Any:
-        return self.wrap(self.config.build(**parts))
+    def build(self, **arguments: Any) -> Any:
+        return self.wrap(self.config.build(**arguments))
 
 
 def use_validation_loader(validator: Any, wrap: Callable[[Any], Any]) -> None:
-    """Let a validator read from `wrap(loader)`.
+    """Let a validator read from `wrap(loader)` instead of its loader.
 
-    A user's validator with data of its own stays unchanged.
+    A user's validator that has data of its own stays unchanged.
     """
     config = getattr(validator, "dl_config", None)
     if config is not None:
-        validator.dl_config = _ValidationLoader(config, wrap)
+        validator.dl_config = _WrappingLoaderConfig(config, wrap)
 
 
 def validation_batch_size(job_config: Any) -> int:
-    """Return the sequences in a batch of a validation's loader. A pipeline's has microbatches."""
+    """Return the number of sequences in a batch, or a pipeline's microbatch, of the validation."""
     parallel = job_config.parallelism
     if parallel.pipeline_parallel_degree > 1:
         return int(parallel.pipeline_parallel_microbatch_size)
     return int(job_config.validation.local_batch_size)
 
 
-# Seams: what this package replaces inside torchtitan
+# Patches of torchtitan. Each docstring names the patched file, and the behaviour that makes the
+# patch necessary.
 
 
 def use_curve_loggers(
     tensorboard: Callable[..., BaseLogger], wandb: Callable[..., BaseLogger]
 ) -> None:
-    """Let torchtitan's metrics processors, also a user's own, log by these loggers.
+    """Let torchtitan's metrics processors, also a user's own, create these loggers.
 
-    components/metrics.py: `_build_metric_logger` names both classes as module globals, and gives
-    them a folder named by the minute.
+    components/metrics.py: `_build_metric_logger` creates both loggers by the names of module
+    globals. Its own loggers write into a folder that is named by the minute, so a restarted group
+    would begin a new curve.
     """
     _metrics.TensorBoardLogger = tensorboard
     _metrics.WandBLogger = lambda log_dir, config_dict=None, tag=None: wandb(
@@ -618,27 +684,28 @@ def _stock_profiler(config: Any, **settings: Any) -> Iterator[Any]:
         yield profiler
 
 
-_profile: Callable[..., AbstractContextManager[Any]] = _stock_profiler
+_run_profiler: Callable[..., AbstractContextManager[Any]] = _stock_profiler
 
 
 def wrap_profilers(
     wrap: Callable[[Callable[..., Any]], Callable[..., AbstractContextManager[Any]]],
 ) -> None:
-    """Let torchtitan's training loop profile by `wrap(f)` in place of `f`."""
-    global _profile
-    _profile = wrap(_stock_profiler)
+    """Replace the training loop's profiler, a context manager's function, by `wrap` of it."""
+    global _run_profiler
+    _run_profiler = wrap(_stock_profiler)
 
 
-def take_off_record() -> None:
-    """Call torchtitan's `Trainer.train` without torch elastic's `record`.
+def unwrap_elastic_record() -> None:
+    """Remove the decorator `record` of torch elastic from torchtitan's `Trainer.train`.
 
-    trainer.py: `record` takes a SystemExit(0) of a user's loader for a return from training. A
-    user's own wrapper around `train` stays.
+    trainer.py: `record` takes a SystemExit(0), which a user's loader may raise, for a return from
+    training. The group would then seem to have finished. A user's own wrapper around `train` stays.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
     method: Any = Trainer.train
-    if method.__globals__ is record.__globals__:
+    is_decorated = method.__globals__ is record.__globals__
+    if is_decorated:
         Trainer.train = method.__wrapped__
 
 
@@ -651,8 +718,8 @@ def purge(folders: Queue[Any]) -> None:
     purge_thread(folders, filesystem.rmtree)
 
 
-class _Parsed:
-    """Stands in for the config that `main` has parsed: the same values, and another trainer."""
+class _ConfigForMain:
+    """Stands in for the Trainer.Config in `main`: the same values, but `build` is replaced."""
 
     def __init__(self, config: Any, build: Callable[[], Any]) -> None:
         self._config = config
@@ -663,25 +730,27 @@ class _Parsed:
 
 
 def run(trainer: type[Trainer], job_config: Any) -> None:
-    """Train by torchtitan's own main function, with a config that is read already.
+    """Call torchtitan's own main function, with a config that this package has read already.
 
-    train.py: `main` builds a `ConfigManager` of its own, and the trainer from the config that it
-    parses.
+    train.py: `main` creates a `ConfigManager`, parses the command line with it, and lets the parsed
+    config build the trainer. So the patch replaces `ConfigManager`.
+
+    Args:
+        trainer: `HostTrainer` or a subclass takes a `JobConfig`. Any other class takes 0.3's
+            Trainer.Config.
     """
 
-    class ParsedConfig:
-        """Hands out the config that was read."""
-
-        def parse_args(self) -> _Parsed:
-            config = _to_config(job_config)
+    class ConfigManagerWithoutParsing:
+        def parse_args(self) -> _ConfigForMain:
+            config = _to_trainer_config(job_config)
 
             def build() -> Any:
-                is_replica = issubclass(trainer, HostTrainer)
-                return trainer(job_config if is_replica else config)
+                takes_job_config = issubclass(trainer, HostTrainer)
+                return trainer(job_config if takes_job_config else config)
 
-            return _Parsed(config, build)
+            return _ConfigForMain(config, build)
 
-    _train.ConfigManager = ParsedConfig
+    _train.ConfigManager = ConfigManagerWithoutParsing
     _train.main()
 
 

@@ -25,11 +25,11 @@ from titan_ft.host.titan import (
     HostTrainer,
     HuggingFaceTextDataset,
     ParallelDims,
-    attends_by_flex,
     batches_per_call,
+    build_dummy_batches,
     clip_grad_norm_,
+    compiles_attention,
     forward_backward,
-    make_up_batches,
 )
 from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.protocol.report import NOTHING, Contribution
@@ -232,7 +232,7 @@ class LocalTraining:
         before = state.copy(0, 0)
         tokens = torch.zeros(self._warm_up_shape(), dtype=torch.long)
         with torch.random.fork_rng():
-            self._forward_backward(make_up_batches(trainer, tokens))
+            self._forward_backward(build_dummy_batches(trainer, tokens))
             self.clip_gradients()
             trainer.optimizers.step()
         trainer.optimizers.zero_grad()
@@ -251,7 +251,7 @@ class LocalTraining:
         """
         trainer = self._trainer
         training, dims = trainer.job_config.training, trainer.parallel_dims
-        compiles = trainer.job_config.compile.enable or attends_by_flex(trainer)
+        compiles = trainer.job_config.compile.enable or compiles_attention(trainer)
         splits = dims.tp_enabled or dims.cp_enabled or dims.pp_enabled
         if trainer.device.type != "cpu" or compiles or splits:
             return training.local_batch_size, training.seq_len

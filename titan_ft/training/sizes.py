@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titan_ft.config import FaultTolerance
 from titan_ft.device import local_shard
 from titan_ft.gradients.exchange import GradientExchange
-from titan_ft.host.titan import TORCH_DTYPE_MAP, ParallelDims, build_parts
+from titan_ft.host.titan import TORCH_DTYPE_MAP, ParallelDims, build_parts_on_meta
 from titan_ft.round_settings import outer_optimizer, quantizes
 from titan_ft.training.spec import token_counts
 from titan_ft.transfer.snapshot import TrainState
@@ -108,7 +108,7 @@ def _measure_rank(config: Any, num_ranks: int, rank: int) -> tuple[ParallelDims,
     sizes.
     """
     with _fake_world(num_ranks, rank):
-        dims, num_parameters, parts, optimizers = build_parts(config, num_ranks)
+        dims, num_parameters, parts, optimizers = build_parts_on_meta(config, num_ranks)
         return dims, num_parameters, _sizes(config, parts, optimizers)
 
 
