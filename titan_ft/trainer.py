@@ -584,7 +584,7 @@ class ReplicaTrainer(HostTrainer):
             # The training thread may change the set meanwhile, so this thread gets a copy.
             return None if position.leaving else tuple(position.left)
 
-        links.call_roll(find_left)
+        links.start_roll_call(find_left)
         shared: dict[str, Any] = {
             "position": position,
             "group": self._group,

@@ -20,7 +20,7 @@ from titan_ft.run import appender as appender_module
 from titan_ft.run.appender import (
     DescriptorAppender,
     FileAppender,
-    Stall,
+    Outage,
     finish_waiting,
     is_cut,
     retry_waiting,
@@ -52,7 +52,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 @pytest.fixture
-def stalls() -> list[Stall]:
+def outages() -> list[Outage]:
     return []
 
 
@@ -60,12 +60,12 @@ MakeAppender = Callable[..., FileAppender]
 
 
 @pytest.fixture
-def make(tmp_path: Path, stalls: list[Stall]) -> Iterator[MakeAppender]:
+def make(tmp_path: Path, outages: list[Outage]) -> Iterator[MakeAppender]:
     made: list[FileAppender] = []
 
     def build(name: str = "a.jsonl", **settings: int) -> FileAppender:
         made.append(
-            FileAppender(tmp_path / name, on_end=stalls.append, is_json_lines=True, **settings)
+            FileAppender(tmp_path / name, on_recovery=outages.append, is_json_lines=True, **settings)
         )
         return made[-1]
 
@@ -88,11 +88,11 @@ def test_records_wait_and_keep_their_order(
         log.append(b'{"n":%d}\n' % number)
         shown = path.read_bytes()
         assert b'{"n":1}\n{"n":2}\n{"n":3}\n{"n":4}\n'.startswith(shown)
-        assert is_cut(path) == (log.stall is not None)
+        assert is_cut(path) == (log.outage is not None)
     disk.room = float("inf")
     log.append(b'{"n":5}\n')
     assert path.read_bytes() == b"".join(b'{"n":%d}\n' % number for number in range(1, 6))
-    assert log.stall is None
+    assert log.outage is None
     assert not is_cut(path)
 
 
@@ -100,17 +100,17 @@ def test_records_wait_and_keep_their_order(
     "name", ["ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EFBIG", "ENOTCONN"]
 )
 def test_error_of_a_file_system_ends_nothing(
-    make: MakeAppender, disk: Disk, stalls: list[Stall], name: str, tmp_path: Path
+    make: MakeAppender, disk: Disk, outages: list[Outage], name: str, tmp_path: Path
 ) -> None:
     """After each error that a file system has for a write, the appender waits and tries again."""
     log, disk.room, disk.error = make(), 0, getattr(errno, name)
     log.append(b"1\n")
-    assert log.stall is not None
-    assert log.stall.reason == os.strerror(disk.error)
+    assert log.outage is not None
+    assert log.outage.reason == os.strerror(disk.error)
     disk.room = 2
     retry_waiting()
     assert (tmp_path / "a.jsonl").read_bytes() == b"1\n"
-    assert [stall.num_waited for stall in stalls] == [1]
+    assert [outage.num_waited for outage in outages] == [1]
 
 
 def test_a_full_disk_is_no_error(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_full_disk_is_no_error(tmp_path: Path) -> None:
     log = FileAppender(Path("/dev/full"), is_json_lines=True)
     for _ in range(3):
         log.append(b"line\n")
-    assert log.stall is not None
+    assert log.outage is not None
     assert log.close(0.0) == 3
     log.append(b"line\n")  # closed
 
@@ -132,9 +132,9 @@ def test_limit_of_a_file(tmp_path: Path) -> None:
         "log = FileAppender(Path(sys.argv[1]), is_json_lines=True); log.append(b'first line\\n')\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))\n"
         "for n in range(5): log.append(b'line number %d\\n' % n)\n"
-        "print(log.stall.reason, Path(sys.argv[1]).stat().st_size)\n"
+        "print(log.outage.reason, Path(sys.argv[1]).stat().st_size)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
-        "log.append(b'last line\\n'); print(log.stall)"
+        "log.append(b'last line\\n'); print(log.outage)"
     )
     path = tmp_path / "a.jsonl"
     ran = subprocess.run(
@@ -147,7 +147,7 @@ def test_limit_of_a_file(tmp_path: Path) -> None:
 
 
 def test_what_memory_does_not_hold_is_counted(
-    make: MakeAppender, disk: Disk, stalls: list[Stall]
+    make: MakeAppender, disk: Disk, outages: list[Outage]
 ) -> None:
     """Beyond the limit records are dropped, all from the first one on, and reported by kind and
     time.
@@ -160,14 +160,14 @@ def test_what_memory_does_not_hold_is_counted(
     log.append(b"later\n", "later", 300.0)
     log.append(b"last\n", "last", 301.0)
     assert (log.path.read_bytes()) == b"12345\n" * 3 + b"last\n"
-    (stall,) = stalls
-    assert (stall.began, stall.first_dropped, stall.last_dropped, stall.num_waited) == (
+    (outage,) = outages
+    assert (outage.began, outage.first_dropped, outage.last_dropped, outage.num_waited) == (
         100.0,
         103.0,
         300.0,
         3,
     )
-    assert stall.dropped == {"odd": 2, "even": 1, "small": 1, "later": 1}
+    assert outage.dropped == {"odd": 2, "even": 1, "small": 1, "later": 1}
 
 
 def test_folder_that_cannot_be_made_is_waited_for(tmp_path: Path) -> None:
@@ -175,8 +175,8 @@ def test_folder_that_cannot_be_made_is_waited_for(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     log = FileAppender(tmp_path / "run" / "events" / "a.jsonl", is_json_lines=True)
     log.append(b"1\n")
-    assert log.stall is not None
-    assert log.stall.reason == "Not a directory"
+    assert log.outage is not None
+    assert log.outage.reason == "Not a directory"
     (tmp_path / "run").unlink()
     retry_waiting()
     log.append(b"2\n")
@@ -220,7 +220,7 @@ def test_file_of_a_former_process_is_mended_as_soon_as_it_can_be(
             lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))),
         )
         log.append(b'{"c": 3}\n')
-    assert log.stall is not None
+    assert log.outage is not None
     log.append(b'{"d": 4}\n')
     assert path.read_bytes() == b'{"a": 1}\n{"c": 3}\n{"d": 4}\n'
     log.close(0.0)
@@ -352,13 +352,13 @@ def test_end_of_a_process_waits_for_room(
 def test_disk_with_room_for_a_line_now_and_then_is_told_once(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Messages about a disk would take its last room; a long stall is reported in any case."""
+    """Messages about a disk would take its last room; a long outage is reported in any case."""
     now = 1000.0
     monkeypatch.setattr(appender_module.time, "monotonic", lambda: now)
-    told: list[Stall] = []
+    told: list[Outage] = []
     ended: list[bool] = []
     log = FileAppender(
-        tmp_path / "a", told.append, lambda stall: ended.append(stall.reported), is_json_lines=True
+        tmp_path / "a", told.append, lambda outage: ended.append(outage.reported), is_json_lines=True
     )
     for _ in range(3):
         disk.room = 0
@@ -369,24 +369,24 @@ def test_disk_with_room_for_a_line_now_and_then_is_told_once(
     assert (len(told), ended) == (1, [True, False, False])
     disk.room = 0
     log.append(b"3\n")
-    now += log.QUIET_SECONDS
+    now += log.REPORT_PAUSE_SECONDS
     retry_waiting()
     assert len(told) == 2
     log.close(0.0)
 
 
 def test_reader_that_goes_in_a_stall_ends_it_without_a_false_word(disk: Disk) -> None:
-    """`on_end` says that all is written; what waited for the reader is dropped, and is not."""
-    ended: list[Stall] = []
+    """`on_recovery` says that all is written; what waited for the reader is dropped, and is not."""
+    ended: list[Outage] = []
     reads, writes = os.pipe()
-    log = DescriptorAppender(writes, on_end=ended.append)
+    log = DescriptorAppender(writes, on_recovery=ended.append)
     disk.room = 0
     log.append(b"1")
-    assert log.stall is not None
+    assert log.outage is not None
     disk.error = errno.EPIPE
     with pytest.raises(BrokenPipeError):
         log.append(b"2")
-    assert log.stall is None
+    assert log.outage is None
     retry_waiting()
     assert ended == []
     os.close(reads)

@@ -245,12 +245,12 @@ def limit() -> Iterator[Limit]:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 def test_full_disk_raises_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """A process whose events cannot be written continues; it reports that once, and again at the
-    end of the stall.
+    end of the outage.
     """
     log = EventLog(Path("/dev/full"))
     for step in range(3):
         log.emit(Hung(step=step))
-    assert log.is_stalled
+    assert log.has_outage
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
         "titan_ft: /dev/full cannot be written (No space left on device): this process keeps "
@@ -279,7 +279,7 @@ def test_events_come_late_and_whole(
     limit.lift()
     since = time.time()
     retry_waiting()  # nobody has anything to tell
-    assert not log.is_stalled
+    assert not log.has_outage
     assert not is_cut(path)
     *hung, delayed = read_events(tmp_path)
     assert [event.step for event in hung if isinstance(event, Hung)] == [0, 1, 2]
@@ -540,7 +540,7 @@ def test_a_long_file_goes_on_where_no_other_can_be_made(
     (tmp_path / "a.2.jsonl").mkdir()
     for step in range(20):
         events.emit(Hung(step=step))
-    assert not events.is_stalled
+    assert not events.has_outage
     assert (tmp_path / "a.jsonl").read_bytes().count(b"\n") == 20
     (tmp_path / "a.2.jsonl").rmdir()
     for step in range(20, 30):

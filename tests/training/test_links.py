@@ -38,7 +38,7 @@ from titan_ft.run.events import Event, RankSilent  # noqa: E402
 from titan_ft.run.log import EventLog  # noqa: E402
 from titan_ft.system.threads import call_aside  # noqa: E402
 from titan_ft.training import links  # noqa: E402
-from titan_ft.training.links import _group_shape  # noqa: E402
+from titan_ft.training.links import _describe_group  # noqa: E402
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 
@@ -75,7 +75,7 @@ def shape(*parts: nn.Module, group: GroupCollectives | None = None, **degrees: i
             **degrees,
         }
     )
-    return _group_shape(dims, parts, group or GroupCollectives(torch.device("cpu"), None))
+    return _describe_group(dims, parts, group or GroupCollectives(torch.device("cpu"), None))
 
 
 def test_the_same_model_has_the_same_shape() -> None:
@@ -182,8 +182,8 @@ def test_the_state_is_encrypted_if_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, is_asked: bool
 ) -> None:
     """What the setting says is what a joiner meets at the port."""
-    monkeypatch.setattr(links, "_group_shape", lambda *_: "")
-    for name in ("_join", "_build_exchange"):
+    monkeypatch.setattr(links, "_describe_group", lambda *_: "")
+    for name in ("_build_membership", "_build_exchange"):
         monkeypatch.setattr(links.Links, name, lambda *_: None)
     config = FaultTolerance(enable=True, transfer_tls=is_asked, advertise_address="127.0.0.1")
     no: Any = None
@@ -267,10 +267,10 @@ def test_a_group_with_a_silent_rank_says_why_before_it_falls_silent(
         membership=membership,
         _events=SimpleNamespace(emit=emitted.append),
     )
-    this._end_without = partial(links.Links._end_without, this)
-    links.Links._hear_loss(this, gone)
+    this._end_without_silent_ranks = partial(links.Links._end_without_silent_ranks, this)
+    links.Links._end_if_silent(this, gone)
     assert not ended, "its connections have closed: nobody waits for it"
-    links.Links._hear_loss(this, control.losses[0])
+    links.Links._end_if_silent(this, control.losses[0])
     status, tell, emit, _, last = ended
     tell()
     emit()

@@ -126,9 +126,9 @@ class JobCurve:
         self._last: StepCommitted | None = None
 
     @property
-    def is_stalled(self) -> bool:
+    def has_outage(self) -> bool:
         """True while points wait because the folder cannot be written."""
-        return self._file.is_stalled
+        return self._file.has_outage
 
     def observe(self, event: Event) -> None:
         """Take in the next event of the run. Events should come in the order of time."""

@@ -2,11 +2,24 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Append records to a file whose disk may be full, read-only or gone for a while.
 
-A full disk must not end a healthy run. A record that cannot be written waits in memory. It is
-written, in order, as soon as there is room again: at the next record, or when the process calls
-`retry_waiting` in an existing loop or thread.
+A full disk must not end a healthy run. `Appender.append` writes at once, or else:
 
-See docs/observing.md.
+1. The record waits in memory, and an *outage* of this file begins. The owner is told once
+   (`on_outage`).
+2. Later records wait after it. If the memory for waiting records is full, later records are dropped
+   and counted.
+3. Each further `append`, and each `retry_waiting`, which processes call in a loop that they have
+   anyway, tries to write the waiting records in order.
+4. When all of them are written, the outage ends. The owner is told what was late or lost
+   (`on_recovery`).
+
+A process that is killed during an outage loses its waiting records. Readers of a file of JSON lines
+notice that: the file is *cut*, which means that its last newline is missing. `FileAppender` removes
+the newline while records wait, because that needs no room on the disk.
+
+All functions may run on any thread, in signal handlers, and after a fork.
+
+See docs/observing.md, "A full disk".
 """
 
 from __future__ import annotations
@@ -51,34 +64,37 @@ DISK_ERRNOS = frozenset(
 _POLL_SECONDS = 0.05
 _MAX_RECORDS_PER_WRITE = 256
 """Buffers of one `writev`. Linux allows 1024 (IOV_MAX)."""
-_NEWLINE = b"\n"
-"""A waiting record that restores the last newline of a file.
+_LAST_NEWLINE = b"\n"
+"""A waiting record that restores the newline of a cut file.
 
-`FileAppender` truncates that newline while records wait (see its `is_json_lines`), in this process
-or an earlier one. No record of JSON is an empty line, so this record cannot be mistaken for one.
+No record of JSON is an empty line, so no record of the owner is equal to this one.
 """
 
 
 _appenders: WeakSet[Appender] = WeakSet()
-"""Every appender of this process; a forked child resets them."""
-_stalled: dict[int, Appender] = {}
-"""Appenders with waiting records, by id. The reference keeps an appender alive until its records
-are written.
+"""Every appender of this process. After a fork, the child resets them."""
+_appenders_with_outage: dict[int, Appender] = {}
+"""Appenders with waiting records, by id.
+
+This dictionary keeps such an appender alive until its records are written, even if its owner drops
+it.
 """
 _registry_lock = threading.RLock()
-"""Guards `_appenders` and `_stalled`. Reentrant, because signal handlers print."""
+"""Guards `_appenders` and `_appenders_with_outage`. Reentrant, because signal handlers print."""
 
 
 @dataclass
-class Stall:
+class Outage:
     """A period in which a file could not be written.
 
     Attributes:
         error: the first error.
         began: Unix seconds of the first record that could not be written at once.
-        reported: True if `on_stall` was called; see `Appender`.
+        reported: True if the owner was told (`on_outage`); not all outages are reported, see
+            `Appender`.
         num_waited: records that waited in memory and are in the file now.
-        dropped: lost records by kind: there was no memory left for them.
+        dropped: number of lost records, by the `kind` that `append` got. The memory for waiting
+            records was full.
         first_dropped: Unix seconds of the first lost record; 0 if none is lost.
         last_dropped: Unix seconds of the last lost record; 0 if none is lost.
     """
@@ -98,346 +114,378 @@ class Stall:
 
 
 class Appender:
-    """Appends whole records in order.
+    """Appends whole records in order; see the head of this file.
 
-    Event logs, curves and outputs own one. Any thread may call any method, signal handlers as well.
-    An error of the disk ends nothing: the record waits in memory.
+    Event logs, curves and the processes' outputs each own one appender. Any thread and any signal
+    handler may call any method.
 
     Args:
-        on_stall: called at most once for a stall, with the facts known so far.
-        on_end: called when all waiting records are written, even if the stall was not reported.
+        on_outage: called at the first failed write of an outage. The outage goes on, so its counts
+            are not final.
+        on_recovery: called when all waiting records are written, even if `on_outage` was not
+            called.
         limit: maximum bytes of waiting records.
 
-    Both functions are called by the writing thread, with the lock held. They may append to this
+    Both functions run on the thread that writes, with the lock held. They may append to this
     appender.
 
-    A stall is not reported in the first `QUIET_SECONDS` after the last one ended. If it lasts
-    longer, the next failed write reports it. Otherwise the reports would fill a disk that has room
-    for a line now and then.
+    `on_outage` is not called in the first `REPORT_PAUSE_SECONDS` after the last outage ended. If
+    the outage lasts longer, the first failed write after that time calls it. Without the pause, the
+    reports would fill a disk that has room for a line now and then.
     """
 
-    QUIET_SECONDS = 10.0
+    REPORT_PAUSE_SECONDS = 10.0
 
     def __init__(
         self,
-        on_stall: Callable[[Stall], None] = lambda stall: None,
-        on_end: Callable[[Stall], None] = lambda stall: None,
+        on_outage: Callable[[Outage], None] = lambda outage: None,
+        on_recovery: Callable[[Outage], None] = lambda outage: None,
         *,
         limit: int = WAITING_BYTES,
     ) -> None:
-        self._on_stall = on_stall
-        self._on_end = on_end
+        self._on_outage = on_outage
+        self._on_recovery = on_recovery
         self._limit = limit
         self._records: deque[bytes] = deque()
-        self._num_bytes = 0  # of the waiting records
+        # The waiting records have this many bytes in all.
+        self._num_bytes = 0
         # Bytes of the first waiting record that are in the file already: a full disk may take half
         # a line.
         self._offset = 0
-        self._stall: Stall | None = None
-        # Monotonic seconds at the end of the last stall.
-        self._last_end = -float("inf")
+        self._outage: Outage | None = None
+        self._last_outage_ended_at = -float("inf")  # in monotonic seconds
         self._closed = False
         self._reset_lock()
         with _registry_lock:
             _appenders.add(self)
 
     def _reset_lock(self) -> None:
-        # Reentrant, because a signal handler may print while this thread writes.
+        # Reentrant: a signal handler interrupts this thread in the middle of a write, and may
+        # append a record itself. `_in_write` shows the handler that it must leave the write alone.
         self._lock = threading.RLock()
-        self._is_writing = False
+        self._in_write = False
 
     @property
-    def stall(self) -> Stall | None:
-        """The present stall; None while all records are written."""
-        return self._stall
+    def outage(self) -> Outage | None:
+        """The present outage; None if no records wait."""
+        return self._outage
 
     def append(self, record: bytes, kind: str = "", when: float | None = None) -> None:
         """Write a record, or keep it until there is room. Raises no errors of a disk.
 
         Args:
-            kind: key in `Stall.dropped` under which the record is counted if it is lost.
-            when: Unix seconds of the recorded event; None means now.
+            kind: key in `Outage.dropped` under which the record is counted if it is lost.
+            when: Unix seconds of what the record describes, for `Outage`; None means now.
         """
         with self._lock:
             if self._closed or not record:
                 return
-            stall = self._stall
-            if stall is not None and self._must_drop(record):
-                when = time.time() if when is None else when
-                stall.first_dropped = stall.first_dropped or when
-                stall.last_dropped = when
-                stall.dropped[kind] += 1
+            if self._outage is not None and self._must_drop(self._outage, record):
+                _count_dropped(self._outage, kind, when)
             else:
                 self._records.append(record)
                 self._num_bytes += len(record)
-            self._write(when)
+            # Even if this record was dropped: the disk may have room for the waiting ones now.
+            self._write_waiting(when)
 
     def retry(self) -> None:
-        """Write the waiting records if that is possible now. Does not wait for another thread."""
+        """Write the waiting records if the disk takes them now.
+
+        Does nothing if another thread holds the lock: that thread is writing.
+        """
         if self._lock.acquire(blocking=False):
             try:
                 if not self._closed:
-                    self._write()
+                    self._write_waiting()
             finally:
                 self._lock.release()
 
     def close(self, seconds: float) -> int:
-        """Wait up to `seconds` for room, then take no more records.
+        """Give an outage `seconds` to end, then close the file. Later records are discarded.
 
         Returns:
-            The number of waiting records that are lost, without those in `Stall.dropped`.
+            The number of records that were waiting, and are lost now. Records in `Outage.dropped`
+            are not counted again.
         """
-        _wait_for([self], seconds)
+        _wait_for_recovery([self], seconds)
         with self._lock:
-            lost = sum(record != _NEWLINE for record in self._records)
+            num_lost = sum(record != _LAST_NEWLINE for record in self._records)
             self._closed = True
-            self._stall = None
+            self._outage = None
             self._records.clear()
-            _unregister_stall(self)
+            _unregister_outage(self)
             self._release()
-            return lost
+            return num_lost
 
-    def _must_drop(self, record: bytes) -> bool:
-        """Return True if memory is full, or a record of this stall was dropped before.
+    def _must_drop(self, outage: Outage, record: bytes) -> bool:
+        if outage.dropped:
+            # Once a record is dropped, all records are dropped until the disk has room: one gap in
+            # the file is easier to report than many.
+            return True
+        return self._num_bytes + len(record) > self._limit
 
-        After the first dropped record, all records are dropped until there is room. One gap is
-        easier to report than many.
-        """
-        assert self._stall is not None
-        return bool(self._stall.dropped) or self._num_bytes + len(record) > self._limit
-
-    def _write(self, when: float | None = None) -> None:
-        """Write all waiting records; if that fails, begin or continue a stall."""
-        # A signal handler has interrupted this thread's own write. The loop of that write writes
-        # the handler's record too.
-        if self._is_writing:
+    def _write_waiting(self, when: float | None = None) -> None:
+        """Write all waiting records; begin or continue an outage if that fails."""
+        if self._in_write:
+            # This is a signal handler that interrupted a write of this thread. The loop of that
+            # write also writes the handler's record.
             return
-        self._is_writing = True
+        self._in_write = True
         try:
             while self._records:
-                # This may open a new file in place of a removed one, and then drop the only record.
+                # This may open a new file in place of a removed one. If only `_LAST_NEWLINE` waited
+                # for the old file, nothing is left to write.
                 descriptor = self._ensure_open()
                 if self._records:
-                    self._advance(self._write_some(descriptor))
+                    self._forget_written(self._write_batch(descriptor))
         except OSError as error:
-            if not self._tolerates(error):
-                # Nothing can be written here any more, for example because the reader is gone. Drop
-                # the waiting records, and end a stall without `on_end`, which would mean that all
-                # records are written.
+            if not self._is_of_disk(error):
+                # Nothing can be written here any more, for example because the reader of a pipe is
+                # gone. Drop the waiting records. The outage ends without `on_recovery`, which would
+                # report that the records are written.
                 self._records.clear()
                 self._num_bytes = self._offset = 0
-                self._stall = None
-                _unregister_stall(self)
+                self._outage = None
+                _unregister_outage(self)
                 raise
             self._on_failed_write(error, when)
             return
         finally:
-            self._is_writing = False
-        if self._records:  # A signal handler has added a record after the loop.
-            self._write(when)
-        elif self._stall is not None:
-            self._end_stall(self._stall)
+            self._in_write = False
+        if self._records:
+            # A signal handler has added a record after the loop, before `_in_write` was reset.
+            self._write_waiting(when)
+        elif self._outage is not None:
+            self._end_outage(self._outage)
 
-    def _write_some(self, descriptor: int) -> int:
+    def _write_batch(self, descriptor: int) -> int:
+        """Write the first waiting records; return the number of written bytes.
+
+        Raises:
+            OSError: nothing was written.
+        """
         batch = list(islice(self._records, _MAX_RECORDS_PER_WRITE))
         batch[0] = batch[0][self._offset :]
         written = os.writev(descriptor, batch)
         if not written:
-            # Without progress `_write` would loop for ever, so this counts as a full disk.
+            # Without progress `_write_waiting` would loop for ever, so this counts as a full disk.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return written
 
-    def _advance(self, written: int) -> None:
-        """Remove the written records from memory."""
+    def _forget_written(self, written: int) -> None:
+        """Remove the records in the first `written` bytes from memory."""
         self._offset += written
         while self._records and self._offset >= len(self._records[0]):
             record = self._records.popleft()
             self._offset -= len(record)
             self._num_bytes -= len(record)
-            if self._stall is not None and record != _NEWLINE:
-                self._stall.num_waited += 1
+            if self._outage is not None and record != _LAST_NEWLINE:
+                self._outage.num_waited += 1
 
     def _on_failed_write(self, error: OSError, when: float | None) -> None:
-        if self._stall is None:
-            self._stall = Stall(error, time.time() if when is None else when)
+        """Begin or continue an outage, and report it once."""
+        if self._outage is None:
+            self._outage = Outage(error, time.time() if when is None else when)
             with _registry_lock:
-                _stalled[id(self)] = self
-        is_quiet = time.monotonic() - self._last_end < self.QUIET_SECONDS
-        if not is_quiet and not self._stall.reported:
-            self._stall.reported = True
-            self._on_stall(self._stall)
+                _appenders_with_outage[id(self)] = self
+        seconds_since_last = time.monotonic() - self._last_outage_ended_at
+        in_pause = seconds_since_last < self.REPORT_PAUSE_SECONDS
+        if not in_pause and not self._outage.reported:
+            self._outage.reported = True
+            self._on_outage(self._outage)
 
-    def _end_stall(self, stall: Stall) -> None:
-        self._stall = None
-        _unregister_stall(self)
-        self._last_end = time.monotonic()
-        self._on_end(stall)
+    def _end_outage(self, outage: Outage) -> None:
+        self._outage = None
+        _unregister_outage(self)
+        self._last_outage_ended_at = time.monotonic()
+        self._on_recovery(outage)
+
+    # For subclasses
 
     def _ensure_open(self) -> int:
         """Return the descriptor of the file; open the file if needed.
 
-        May drop or insert a first record.
+        May add `_LAST_NEWLINE` as the first waiting record, or remove it.
 
         Raises:
             OSError: the file cannot be opened.
         """
         raise NotImplementedError
 
-    def _tolerates(self, error: OSError) -> bool:
-        """Return True if records wait after this error; False if the error is raised instead."""
+    def _is_of_disk(self, error: OSError) -> bool:
+        """Return True if records wait after this error. Any other error is raised."""
         raise NotImplementedError
 
     def _release(self) -> None:
-        """Close the file, if this appender has opened it."""
+        """Close the file if this appender has opened it."""
 
-    def forget_parent(self) -> None:
+    def reset_in_child(self) -> None:
         """Reset this appender in a forked child.
 
-        The parent writes the waiting records. Another of its threads may have held the lock.
+        The parent writes the waiting records. The lock is new, because another thread of the
+        parent, which does not exist in the child, may have held the old one.
         """
         self._reset_lock()
         self._records.clear()
         self._num_bytes = self._offset = 0
-        self._stall = None
+        self._outage = None
 
 
 class FileAppender(Appender):
     """Appends to a file, as its only writer; makes the file and its folders with the first record.
 
+    The file may be removed, and the file server restarted, at any time. The appender then opens the
+    path again.
+
     Args:
         path: the file.
-        is_json_lines: True if the records are lines of JSON. While such records wait in memory, the
-            last newline is truncated from the file, which needs no room. If the process is then
-            killed, the missing newline shows readers that events are lost (`is_cut`).
-        on_cut: called when the file is first opened, if an earlier process left it cut.
+        is_json_lines: True if the records are lines of JSON. Only then is the file marked as cut
+            during an outage, see the head of this file.
+        on_cut: called when the file is first opened, if an earlier process left it cut. Runs like
+            `on_outage`.
     """
 
     def __init__(
         self,
         path: Path,
-        on_stall: Callable[[Stall], None] = lambda stall: None,
-        on_end: Callable[[Stall], None] = lambda stall: None,
+        on_outage: Callable[[Outage], None] = lambda outage: None,
+        on_recovery: Callable[[Outage], None] = lambda outage: None,
         *,
         is_json_lines: bool = False,
         on_cut: Callable[[], None] = lambda: None,
         limit: int = WAITING_BYTES,
     ) -> None:
-        super().__init__(on_stall, on_end, limit=limit)
+        super().__init__(on_outage, on_recovery, limit=limit)
         self.path = path
         self._is_json_lines = is_json_lines
         self._on_cut = on_cut
-        self._file: int | None = None
-        self._was_open = False
+        self._descriptor: int | None = None  # None while the file is closed
+        self._has_been_open = False
 
-    def _tolerates(self, error: OSError) -> bool:
+    def _is_of_disk(self, error: OSError) -> bool:
         return True  # No other process uses this file, so every error comes from the file system.
 
     def _ensure_open(self) -> int:
-        if self._file is not None and os.fstat(self._file).st_nlink == 0:
-            # The file was removed, and further writes would be lost: open a new file. The folder is
-            # not made again, because the user may be deleting the run at this moment.
-            self._release()
-        if self._file is None:
-            self._file = self._open()
-            self._was_open = True
-        return self._file
+        if self._descriptor is not None:
+            was_removed = os.fstat(self._descriptor).st_nlink == 0
+            if was_removed:
+                # Further writes would be lost: open a new file.
+                self._release()
+        if self._descriptor is None:
+            self._descriptor = self._open_file()
+            self._has_been_open = True
+        return self._descriptor
 
-    def _open(self) -> int:
-        if not self._was_open:
+    def _open_file(self) -> int:
+        is_first_open = not self._has_been_open
+        if is_first_open:
+            # Only now: later, a missing folder means that the user is deleting the run.
             make_folder(self.path.parent)
-        file = no_follow(str(self.path), os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        descriptor = no_follow(str(self.path), os.O_RDWR | os.O_CREAT | os.O_APPEND)
         try:
-            # Empty at the second open: this is a new file in place of a removed one. After ESTALE
-            # it is the old file, which is not empty.
-            if self._was_open and os.fstat(file).st_size == 0:
-                self._begin_anew()
-            elif self._is_json_lines and not self._was_open:
-                self._mend(file)
+            if is_first_open:
+                if self._is_json_lines:
+                    self._repair_last_line(descriptor)
+            else:
+                # Empty: a new file in place of a removed one. Otherwise it is the old file, opened
+                # again after ESTALE.
+                is_new_file = os.fstat(descriptor).st_size == 0
+                if is_new_file:
+                    self._start_with_whole_record()
         except OSError:
             # The next write tries all of it again.
-            os.close(file)
+            os.close(descriptor)
             raise
-        return file
+        return descriptor
 
     def _release(self) -> None:
-        if self._file is not None:
-            file = self._file
-            self._file = None
-            os.close(file)
+        if self._descriptor is not None:
+            descriptor = self._descriptor
+            self._descriptor = None
+            os.close(descriptor)
 
-    def _begin_anew(self) -> None:
-        """Let a new file begin with a whole record.
+    def _start_with_whole_record(self) -> None:
+        """Forget how much of the waiting records is in the old file, which was removed.
 
-        Otherwise it would begin with the second half of a record, or with a lone newline.
+        Otherwise the new file would begin with the second half of a record, or with a newline.
         """
         self._offset = 0
-        if self._is_json_lines and self._records and self._records[0] == _NEWLINE:
+        if self._is_marked_as_cut():
             self._records.popleft()
-            self._num_bytes -= len(_NEWLINE)
+            self._num_bytes -= len(_LAST_NEWLINE)
+
+    def _is_marked_as_cut(self) -> bool:
+        """Return True if the file's last newline is among the waiting records."""
+        if not self._is_json_lines or not self._records:
+            return False
+        return self._records[0] == _LAST_NEWLINE
 
     def _on_failed_write(self, error: OSError, when: float | None) -> None:
         if error.errno == errno.ESTALE:
             self._release()  # The file server was restarted. Only another open helps.
-        self._mark_cut()
+        self._mark_as_cut()
         super()._on_failed_write(error, when)
 
-    def _mark_cut(self) -> None:
-        """Let the file end without a newline, if the disk allows it; see `is_json_lines`."""
-        if not self._is_json_lines or self._file is None:
+    def _mark_as_cut(self) -> None:
+        """Remove the last newline of the file, if the disk allows it, while records wait."""
+        if not self._is_json_lines or self._descriptor is None:
             return
-        if self._offset:  # The file ends with half a record, and so without a newline.
+        if not self._records or self._is_marked_as_cut():
             return
-        # No record is missing, or the file is marked already.
-        if not self._records or self._records[0] == _NEWLINE:
-            return
+        ends_with_half_a_record = self._offset > 0
+        if ends_with_half_a_record:
+            return  # The file has no last newline.
         with contextlib.suppress(OSError):
-            size = os.fstat(self._file).st_size
+            size = os.fstat(self._descriptor).st_size
             if size:
-                os.ftruncate(self._file, size - 1)
-                self._records.appendleft(_NEWLINE)
-                self._num_bytes += 1
+                os.ftruncate(self._descriptor, size - 1)
+                self._wait_with_newline()
 
-    def _mend(self, file: int) -> None:
+    def _wait_with_newline(self) -> None:
+        self._records.appendleft(_LAST_NEWLINE)
+        self._num_bytes += len(_LAST_NEWLINE)
+
+    def _repair_last_line(self, descriptor: int) -> None:
         """End the last line of an earlier process, so that the next record does not continue it.
 
         A restarted container reuses its pids, so a file that is named after a pid may exist
         already.
         """
-        size = os.fstat(file).st_size  # 0 for a new file, and for a device such as /dev/null.
-        if not size or os.pread(file, 1, size - 1) == b"\n":
+        # A new file, or a device such as /dev/null, has size 0.
+        size = os.fstat(descriptor).st_size
+        if size == 0 or os.pread(descriptor, 1, size - 1) == b"\n":
             return
-        text = os.pread(file, size, 0)
-        last = text[text.rfind(b"\n") + 1 :]
+        text = os.pread(descriptor, size, 0)
+        last_line = text[text.rfind(b"\n") + 1 :]
         try:
-            json.loads(last)
+            json.loads(last_line)
         except ValueError:
             # Half a record: remove it.
-            os.ftruncate(file, size - len(last))
+            os.ftruncate(descriptor, size - len(last_line))
         else:
-            # A whole record whose newline was truncated: restore the newline.
-            self._records.appendleft(_NEWLINE)
-            self._num_bytes += 1
+            # A whole record whose newline the earlier process removed, to mark the file as cut.
+            self._wait_with_newline()
         self._on_cut()
 
 
 class DescriptorAppender(Appender):
-    """Appends to an output of this process, to which other processes may write as well.
+    """Appends to an open descriptor, such as stderr, to which other processes may write as well.
 
-    Errors that do not come from a disk are raised, such as that of a pipe without a reader.
+    An error that does not come from a disk is raised, for example if a pipe has no reader.
     """
 
     def __init__(
         self,
         descriptor: int,
-        on_stall: Callable[[Stall], None] = lambda stall: None,
-        on_end: Callable[[Stall], None] = lambda stall: None,
+        on_outage: Callable[[Outage], None] = lambda outage: None,
+        on_recovery: Callable[[Outage], None] = lambda outage: None,
         *,
         limit: int = WAITING_BYTES,
     ) -> None:
-        super().__init__(on_stall, on_end, limit=limit)
+        super().__init__(on_outage, on_recovery, limit=limit)
         self.descriptor = descriptor
 
-    def _tolerates(self, error: OSError) -> bool:
+    def _is_of_disk(self, error: OSError) -> bool:
         return error.errno in DISK_ERRNOS
 
     def _ensure_open(self) -> int:
@@ -445,21 +493,23 @@ class DescriptorAppender(Appender):
 
 
 def is_cut(path: Path) -> bool:
-    """Return True if the writer of a file of lines had more to write; see `FileAppender`.
+    """Return True if a file of JSON lines is cut: its writer had records that are not in the file.
+
+    Such a file is empty, or does not end with a newline.
 
     Raises:
         OSError: the file cannot be read.
     """
     with open(path, "rb", opener=only_files) as file:
         size = file.seek(0, os.SEEK_END)
-        if not size:  # A file is made for a first record, so that record is missing.
+        if size == 0:  # A file is made for a first record, so that record is missing.
             return True
         file.seek(size - 1)
         return file.read(1) != b"\n"
 
 
 def any_is_cut(folder: Path, pattern: str) -> bool:
-    """Return True if any file in `folder` that matches `pattern` is cut or cannot be read."""
+    """Return True if any file in `folder` that matches the glob `pattern` is cut or unreadable."""
     try:
         return any(is_cut(path) for path in folder.glob(pattern))
     except OSError:
@@ -467,49 +517,60 @@ def any_is_cut(folder: Path, pattern: str) -> bool:
 
 
 def retry_waiting() -> None:
-    """Write the waiting records of this process, as far as there is room.
+    """Write the waiting records of all appenders of this process, as far as there is room.
 
-    Cheap while no records wait.
+    Processes call this in a loop that they have anyway. Cheap if no records wait.
     """
-    if not _stalled:
+    if not _appenders_with_outage:
         return
     with _registry_lock:
-        waiting = list(_stalled.values())
+        waiting = list(_appenders_with_outage.values())
     for appender in waiting:
-        # An output whose reader is gone raises an error. Its next print will raise it as well.
+        # A pipe without a reader raises. Ignored here: the next print to the pipe raises again.
         with contextlib.suppress(OSError):
             appender.retry()
 
 
 def finish_waiting(seconds: float = FINISH_SECONDS) -> None:
-    """At the end of a process, wait up to `seconds` until all its waiting records are written."""
+    """Wait up to `seconds` until all records of this process are written. Call this at its end."""
     with _registry_lock:
-        waiting = list(_stalled.values())
-    _wait_for(waiting, seconds)
+        waiting = list(_appenders_with_outage.values())
+    _wait_for_recovery(waiting, seconds)
 
 
-def _wait_for(appenders: list[Appender], seconds: float) -> None:
+def _wait_for_recovery(appenders: list[Appender], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while True:
         retry_waiting()
-        if not any(appender.stall for appender in appenders) or time.monotonic() >= deadline:
+        if not any(appender.outage for appender in appenders):
+            return
+        if time.monotonic() >= deadline:
             return
         time.sleep(_POLL_SECONDS)
 
 
-def _unregister_stall(appender: Appender) -> None:
+def _count_dropped(outage: Outage, kind: str, when: float | None) -> None:
+    if when is None:
+        when = time.time()
+    if not outage.dropped:
+        outage.first_dropped = when
+    outage.last_dropped = when
+    outage.dropped[kind] += 1
+
+
+def _unregister_outage(appender: Appender) -> None:
     with _registry_lock:
-        _stalled.pop(id(appender), None)
+        _appenders_with_outage.pop(id(appender), None)
 
 
-def _forget_parent() -> None:
-    """Drop the parent's waiting records in a forked child, or lines would be written twice."""
+def _reset_in_child() -> None:
+    """Drop the parent's waiting records in a forked child. Both would write them otherwise."""
     # Another thread of the parent may have held the lock.
     global _registry_lock
     _registry_lock = threading.RLock()
-    _stalled.clear()
+    _appenders_with_outage.clear()
     for appender in list(_appenders):
-        appender.forget_parent()
+        appender.reset_in_child()
 
 
-os.register_at_fork(after_in_child=_forget_parent)
+os.register_at_fork(after_in_child=_reset_in_child)

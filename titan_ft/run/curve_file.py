@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_ft.run.appender import FileAppender, Stall
+from titan_ft.run.appender import FileAppender, Outage
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto import event_pb2
@@ -44,9 +44,9 @@ class CurveFile:
         self._file: FileAppender | None = None
 
     @property
-    def is_stalled(self) -> bool:
+    def has_outage(self) -> bool:
         """True while points wait, because the file cannot be written."""
-        return self._file is not None and self._file.stall is not None
+        return self._file is not None and self._file.outage is not None
 
     def add(self, step: int, values: Mapping[str, float], when: float, *, anew: bool) -> None:
         """Write a point of each curve.
@@ -84,7 +84,7 @@ class CurveFile:
     def _open(self) -> FileAppender:
         where = f"{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
         path = self._folder / f"{FILE_PREFIX}{self._next_stamp():010d}.{where}"
-        return FileAppender(path, self._report_stall, self._report_end)
+        return FileAppender(path, self._report_outage, self._report_end)
 
     def _next_stamp(self) -> int:
         """Return the seconds in the name of the next file: greater than those of all earlier files.
@@ -100,13 +100,13 @@ class CurveFile:
                 latest = max(latest, int(stamp))
         return max(int(time.time()), latest + 1)
 
-    def _report_stall(self, stall: Stall) -> None:
-        reason = f"{self._folder} cannot be written ({stall.reason})"
+    def _report_outage(self, outage: Outage) -> None:
+        reason = f"{self._folder} cannot be written ({outage.reason})"
         self._report(f"{reason}: its curves wait until it can")
 
-    def _report_end(self, stall: Stall) -> None:
-        num_lost = stall.dropped.total()
-        if stall.reported or num_lost:
+    def _report_end(self, outage: Outage) -> None:
+        num_lost = outage.dropped.total()
+        if outage.reported or num_lost:
             lost = f"; {num_lost} points are lost" if num_lost else ""
             self._report(f"{self._folder} can be written again{lost}")
 

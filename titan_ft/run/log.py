@@ -1,6 +1,16 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Write and read the events of a run: one JSON object a line. Each process writes its own files."""
+"""Write and read the events of a run.
+
+Each process of a run writes its own event files, one JSON object a line: `EventLog.emit`. Other
+processes read them during and after the run: `read_events`, `stream`, and `run/tail.py`. An event
+is an object of a class in `run/events.py`. Its *header* is the fields that all classes have: time,
+pid, and, where they apply, slot (`replica`), rank and attempt.
+
+A file is *cut* if it is empty or does not end with a newline. Its writer had further events and did
+not write them, because the disk was full or the writer was killed within a line. A reader skips
+half a line at the end, and reports the cut file.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +23,22 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import msgspec
 
-from titan_ft.run.appender import FINISH_SECONDS, WAITING_BYTES, FileAppender, Stall
+from titan_ft.run.appender import FINISH_SECONDS, WAITING_BYTES, FileAppender, Outage
 from titan_ft.run.events import Event, EventsDelayed, EventsDropped, kinds
 from titan_ft.run.paths import RunPaths
 from titan_ft.system.ownership import no_follow, only_files
 
 _BLOCK_BYTES = 256 * 1024
-_UNSET = (None, -1)  # defaults of replica, rank and attempt in the classes of `events.py`
+"""Read this much of a file at a time."""
+_UNSET = (None, -1)
+"""Defaults of replica, rank and attempt in an event whose emitter has not set them."""
 _WRONG_FIELDS = (
     "must have the fields of {} (see docs/events.md): {}; read an older version's run with that "
     "version"
@@ -43,19 +56,19 @@ next file can be made."""
 
 
 class EventLog:
-    """Appends events to the files of a process, one after the other. Any thread may emit.
+    """Appends events to the files of this process, one file after the other. Any thread may emit.
 
-    After `ROTATE_BYTES` NAME.jsonl is followed by NAME.2.jsonl, and so on. A file with a successor
-    is complete. A file is *cut* if it is empty or does not end with a newline: its writer had more
-    to write.
+    After `ROTATE_BYTES`, NAME.jsonl is complete, and NAME.2.jsonl follows.
 
-    If a file cannot be written, the process goes on, and the events wait in memory (`Appender` in
-    `appender.py`). The log reports this on stderr once, and again when the events are written. Then it adds an event of its
-    own: `EventsDelayed`, and `EventsDropped` if there were more events than the memory may hold.
+    If a file cannot be written, the process goes on, and the events wait in memory (see
+    `appender.py`). The log reports this on stderr once, and again when the events are written. Then
+    it adds the event `EventsDelayed`, and also `EventsDropped` if the memory for waiting events was
+    full.
 
     Args:
         path: the first file, made with its folders by the first event. None discards all events.
-        replica, rank, attempt: defaults for the headers of events; None if not applicable.
+        replica, rank, attempt: written into the header of each event that has not set them; None if
+            not applicable.
     """
 
     def __init__(
@@ -66,63 +79,72 @@ class EventLog:
         rank: int | None = None,
         attempt: int | None = None,
     ) -> None:
-        self._who = {"replica": replica, "rank": rank, "attempt": attempt}
+        self._header_defaults = {"replica": replica, "rank": rank, "attempt": attempt}
         self._lock = threading.Lock()
+        # A log without a path is closed from the start. Its appender gets no record, and so opens
+        # no file.
         self._closed = path is None
-        # `FileAppender` opens nothing before the first event, so a log without a path opens none.
-        self._path = path or Path()
-        self._number = 1
-        self._num_bytes = 0  # that this process has written to the present file
-        self._file = self._open(self._path)
+        self._first_path = path or Path()
+        self._file_number = 1
+        # Bytes that this process has appended to the present file.
+        self._num_bytes = 0
+        self._file = self._open(self._first_path)
 
     @property
-    def is_stalled(self) -> bool:
+    def has_outage(self) -> bool:
         """True while events wait, because the file cannot be written."""
-        return self._file.stall is not None
+        return self._file.outage is not None
 
     def emit(self, event: Event, *, is_stamped: bool = False) -> None:
         """Write one event, with its header filled in. After `close` the event is discarded.
 
+        The event is in the file when this returns, unless the disk fails: no buffer of this process
+        could lose it to a SIGKILL.
+
         Args:
-            is_stamped: True if `stamp` has set the event's time already; otherwise the time is now.
+            is_stamped: True if the caller set the event's time by `stamp`, because it emits an
+                event of an earlier moment. Otherwise the time is now.
         """
-        # No buffer of our own: an event that was emitted before a SIGKILL is in the file.
         with self._lock:
             if self._closed:
                 return
             if not is_stamped:
                 stamp(event)
-            # Rotate here, and not in `_append`, which `_report_stall_end` calls in the middle of a write.
+            # Not in `_append`: `_report_recovery` calls that in the middle of a write to this file.
             # While events wait for this file, it must stay open.
-            if self._num_bytes >= ROTATE_BYTES and self._file.stall is None:
-                self._rotate()
+            if self._num_bytes >= ROTATE_BYTES and self._file.outage is None:
+                self._open_next_file()
             self._append(event)
 
     def _open(self, path: Path) -> FileAppender:
         return FileAppender(
             path,
-            self._report_stall,
-            self._report_stall_end,
+            self._report_outage,
+            self._report_recovery,
             is_json_lines=True,
             on_cut=self._report_cut,
         )
 
-    def _rotate(self) -> None:
-        path = RunPaths.following(self._path, self._number + 1)
+    def _open_next_file(self) -> None:
+        path = RunPaths.following(self._first_path, self._file_number + 1)
         try:
             with open(path, "ab", opener=no_follow):
                 pass
         except OSError:
-            # Without a next file, continue this one. If the disk is full, `FileAppender` marks this
-            # file as cut, which it cannot do in a file that does not exist.
+            # The disk may be full. Continue the present file: only a file that exists can be marked
+            # as cut while events wait.
             return
-        self._file.close(0.0)
-        self._number += 1
+        # No events wait, so the close need not wait for any.
+        self._file.close(seconds=0.0)
+        self._file_number += 1
         self._num_bytes = 0
         self._file = self._open(path)
 
     def close(self) -> None:
-        """Close the file. Waiting events get `FINISH_SECONDS`. A second call does nothing."""
+        """Close the file; wait up to `FINISH_SECONDS` for room for waiting events first.
+
+        A second call does nothing.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -136,45 +158,53 @@ class EventLog:
 
     def _append(self, event: Event) -> None:
         event.pid = os.getpid()
-        for name, value in self._who.items():
-            if value is not None and getattr(event, name) in _UNSET:
+        for name, value in self._header_defaults.items():
+            is_unset = getattr(event, name) in _UNSET
+            if is_unset and value is not None:
                 setattr(event, name, value)
         line = encode(event)
         self._num_bytes += len(line)
         self._file.append(line, event.name, event.time)
 
-    # The file calls these methods in the middle of a write.
+    # The appender of the file calls the methods below, on the thread that writes, in the middle of
+    # a write. They append to the same file.
 
-    def _report_stall(self, stall: Stall) -> None:
+    def _report_outage(self, outage: Outage) -> None:
         _report(
-            f"{self._file.path} cannot be written ({stall.reason}): this process keeps up to "
+            f"{self._file.path} cannot be written ({outage.reason}): this process keeps up to "
             f"{WAITING_BYTES >> 20} MiB of events in memory until there is room, and goes on"
         )
 
-    def _report_stall_end(self, stall: Stall) -> None:
-        num_dropped = stall.dropped.total()
-        # A short stall soon after another one is not reported, unless events are lost.
-        if stall.reported or num_dropped:
+    def _report_recovery(self, outage: Outage) -> None:
+        num_dropped = outage.dropped.total()
+        # The appender does not report a short outage soon after another one (`Appender`). Lost
+        # events are reported even then.
+        if outage.reported or num_dropped:
             lost = f"; {num_dropped} more are lost" if num_dropped else ""
             _report(
-                f"{self._file.path} can be written again: {stall.num_waited} events came late{lost}"
+                f"{self._file.path} can be written again: {outage.num_waited} events came late{lost}"
             )
-            delayed = EventsDelayed(error=stall.reason, events=stall.num_waited, since=stall.began)
+            delayed = EventsDelayed(
+                error=outage.reason, events=outage.num_waited, since=outage.began
+            )
             stamp(delayed)
             self._append(delayed)
         if num_dropped:
             dropped = EventsDropped(
-                error=stall.reason,
+                error=outage.reason,
                 events=num_dropped,
-                kinds=dict(stall.dropped),
-                since=stall.first_dropped,
-                until=stall.last_dropped,
+                kinds=dict(outage.dropped),
+                since=outage.first_dropped,
+                until=outage.last_dropped,
             )
             stamp(dropped)
             self._append(dropped)
 
     def _report_cut(self) -> None:
-        """Report the events that an earlier process of this pid left unwritten in this file."""
+        """Report that events of an earlier process are lost, which wrote the same file.
+
+        File names contain pids, and a restarted container uses the same pids again.
+        """
         cause = "an earlier process of the same pid was killed while its events waited"
         dropped = EventsDropped(error=cause, events=None, kinds={}, since=None, until=None)
         stamp(dropped)
@@ -182,12 +212,9 @@ class EventLog:
 
 
 def _report(text: str) -> None:
-    """Print a line for people on stderr.
-
-    A worker's stderr goes through an appender as well (`output.py`): on a full disk the line waits
-    as events do.
-    """
-    # stderr may be closed, or None.
+    """Print a line for people on stderr."""
+    # OSError, ValueError: stderr is closed. AttributeError: it is None. A failed report must not
+    # end the process.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(f"titan_ft: {text}", file=sys.stderr, flush=True)
 
@@ -207,41 +234,44 @@ def encode(event: Event) -> bytes:
         line = _ENCODER.encode(event)
     except UnicodeEncodeError:
         # A path or a message is not UTF-8. A report about it must not end the process.
-        plain = msgspec.to_builtins(event, str_keys=True, enc_hook=_plain)
-        line = _ENCODER.encode(_with_utf8(plain))
-    # With a space after each colon and comma, for people and their search tools.
+        builtins = msgspec.to_builtins(event, str_keys=True, enc_hook=_to_builtin)
+        line = _ENCODER.encode(_with_utf8(builtins))
+    # Add a space after each colon and comma, for people and their search tools.
     return msgspec.json.format(line, indent=0) + b"\n"
 
 
 def decode(line: bytes, *wanted: type[Event]) -> Event | None:
-    """Return the event of a line; None for an event that is unwanted, or unknown to this version.
+    """Return the event of a line; None if its class is not wanted, or unknown to this version.
 
     Args:
-        wanted: classes of events; empty for all.
+        wanted: classes of events that the caller wants; empty for all.
 
     Raises:
         ValueError: the line is no event, or its fields are not those of its class; names the field.
     """
     try:
-        head = _HEAD.decode(line)
+        head = _LINE_START.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
             f"must be a JSON object with time and event, got {line[:80]!r}; remove it to read the "
             "rest"
         ) from error
-    kind = _kind(head.event)
-    if kind is None or (wanted and not issubclass(kind, wanted)):
+    kind = _find_class(head.event)
+    if kind is None:
+        return None
+    if wanted and not issubclass(kind, wanted):
         return None
     try:
         event: Event = _decoder(kind).decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(_WRONG_FIELDS.format(head.event, error)) from error
-    names, defaults, values_of = _header(kind)
-    # msgspec fills a missing field with its default, and no field of a header is written with its
-    # default. So a default means that the field is missing. The loop is in C: it runs for each line.
-    has_missing = any(map(operator.eq, values_of(event), defaults))
+    header = _required_header(kind)
+    # msgspec fills a missing field with its default, and no required field is written with its
+    # default. So a default value means that the field is missing. `map` compares in C: a loop of
+    # Python for each line would take longer than the decoding.
+    has_missing = any(map(operator.eq, header.read_values(event), header.defaults))
     if has_missing:
-        for name, default in zip(names, defaults, strict=True):
+        for name, default in zip(header.names, header.defaults, strict=True):
             if getattr(event, name) == default:
                 raise ValueError(_WRONG_FIELDS.format(head.event, f"{name} is missing"))
     return event
@@ -422,13 +452,15 @@ def event_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names) if name.endswith(".jsonl")]
 
 
-class _Head(msgspec.Struct):
+class _LineStart(msgspec.Struct):
+    """The fields that a line of any version has."""
+
     time: float
     event: str
 
 
 def _with_utf8(value: Any) -> Any:
-    """Return a value of JSON with a "?" for each letter that UTF-8 cannot hold."""
+    """Return a JSON value with a "?" for each character that UTF-8 cannot encode."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, list | tuple):
@@ -438,24 +470,25 @@ def _with_utf8(value: Any) -> Any:
     return value
 
 
-def _plain(value: Any) -> Any:
-    """Return a JSON value for an object that JSON does not know: a number, or its text."""
-    # Scalars of NumPy and torch have this method. This room imports neither.
+def _to_builtin(value: Any) -> Any:
+    """Return a number or a text for an object that JSON cannot hold."""
+    # Scalars of NumPy and torch have the method `item`. `titan_ft.run` imports neither library.
     if callable(getattr(value, "item", None)):
         return value.item()
     return str(value)
 
 
-_ENCODER = msgspec.json.Encoder(enc_hook=_plain)
-_HEAD = msgspec.json.Decoder(_Head)
-_KINDS: dict[str, type[Event]] = {}
+_ENCODER = msgspec.json.Encoder(enc_hook=_to_builtin)
+_LINE_START = msgspec.json.Decoder(_LineStart)
+_CLASSES: dict[str, type[Event]] = {}
+"""Known classes of events, by the name in a line's field `event`."""
 
 
-def _kind(name: str) -> type[Event] | None:
-    """Return the class of an event. A module may have defined it since the last call."""
-    if name not in _KINDS:
-        _KINDS.update((str(kind.__struct_config__.tag), kind) for kind in kinds())
-    return _KINDS.get(name)
+def _find_class(name: str) -> type[Event] | None:
+    if name not in _CLASSES:
+        # A module may have defined the class since the last call.
+        _CLASSES.update((str(kind.__struct_config__.tag), kind) for kind in kinds())
+    return _CLASSES.get(name)
 
 
 @cache
@@ -463,19 +496,28 @@ def _decoder(kind: type[Event]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
-@cache
-def _header(
-    kind: type[Event],
-) -> tuple[tuple[str, ...], tuple[Any, ...], Callable[[Event], tuple[Any, ...]]]:
-    """Return a class's header fields, their defaults, and a function that gets their values.
+@dataclass(frozen=True)
+class _RequiredHeader:
+    """The header fields that each line of a class must have.
 
-    One lookup for each field would cost more time than the decoding of the whole line.
+    Attributes:
+        defaults: default value of each of these fields, in the order of `names`.
+        read_values: returns the values of an event's fields, in the same order.
     """
+
+    names: tuple[str, ...]
+    defaults: tuple[Any, ...]
+    read_values: Callable[[Event], tuple[Any, ...]]
+
+
+@cache
+def _required_header(kind: type[Event]) -> _RequiredHeader:
     names = []
     defaults = []
     for field in msgspec.structs.fields(kind):
-        # A field with the default None may be absent from a line; one with -1 must be there.
-        if field.name in Event.__struct_fields__ and field.default is not None:
+        is_in_header = field.name in Event.__struct_fields__
+        # A field whose default is None may be absent from a line.
+        if is_in_header and field.default is not None:
             names.append(field.name)
             defaults.append(field.default)
-    return tuple(names), tuple(defaults), operator.attrgetter(*names)
+    return _RequiredHeader(tuple(names), tuple(defaults), operator.attrgetter(*names))

@@ -49,7 +49,7 @@ def announce_left(events: EventLog, event: Drained) -> None:
     """Emit that this worker leaves. If the event waits for room, leave a mark for the agent too."""
     events.emit(event)
     error_file = find_file()
-    if events.is_stalled and error_file is not None:
+    if events.has_outage and error_file is not None:
         # Without the mark the agent does not start this group again.
         with contextlib.suppress(OSError):
             leave_mark(_mark_beside(error_file, LEFT), LEFT)

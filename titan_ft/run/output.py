@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from titan_ft.run.appender import DescriptorAppender, Stall
+from titan_ft.run.appender import DescriptorAppender, Outage
 
 WAITING_BYTES = 2**20
 """Memory for printed lines that cannot be written. Lines beyond it are lost, and counted."""
@@ -73,15 +73,15 @@ def protect_output() -> None:
 
 
 def _appender(descriptor: int) -> DescriptorAppender:
-    def report_loss(stall: Stall) -> None:
+    def report_loss(outage: Outage) -> None:
         """Print a line at the place of the missing lines."""
-        if not stall.dropped:
+        if not outage.dropped:
             return
-        first, last = _clock(stall.first_dropped), _clock(stall.last_dropped)
-        lost = f"{stall.dropped.total()} lines of {first} to {last} are lost here"
-        appender.append(f"titan_ft: {lost}: {stall.reason}\n".encode())
+        first, last = _clock(outage.first_dropped), _clock(outage.last_dropped)
+        lost = f"{outage.dropped.total()} lines of {first} to {last} are lost here"
+        appender.append(f"titan_ft: {lost}: {outage.reason}\n".encode())
 
-    appender = DescriptorAppender(descriptor, on_end=report_loss, limit=WAITING_BYTES)
+    appender = DescriptorAppender(descriptor, on_recovery=report_loss, limit=WAITING_BYTES)
     return appender
 
 

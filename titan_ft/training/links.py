@@ -1,8 +1,18 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The links of one rank to the same rank of the other groups.
+"""All connections of one rank to the other replica groups, built and closed together.
 
-They are the quorums, the exchange of gradients, and the state server for joiners.
+Rank i of each group connects to rank i of the other groups. `Links` holds, in this order:
+
+1. The state server. A group that comes back (a joiner) fetches the state of its rank i from it.
+2. The membership: heartbeats to the lighthouse, and quorums. A quorum is the lighthouse's list of
+   the groups in the next exchange. Within the group, ranks vote over the control tree.
+3. The exchange: sums the gradients over the groups of a quorum.
+4. The roll call, on rank 0 only: a thread that reports other groups which have fallen silent.
+
+The trainer creates `Links` after the model is built, and calls its public methods, all on the
+training thread. The control tree connects the ranks of one group and exists before
+(`connect_control`).
 """
 
 from __future__ import annotations
@@ -24,7 +34,7 @@ from titan_ft.device import local_shard
 from titan_ft.engine.drain import Drain
 from titan_ft.engine.watchdog import end_process
 from titan_ft.gradients.exchange import GradientExchange, HookCalls
-from titan_ft.host.titan import DEGREES, LOSSES_GO_BACKWARD, TORCH_DTYPE_MAP, ParallelDims
+from titan_ft.host.titan import DEGREES, FORWARD_RUNS_LOSS_BACKWARD, TORCH_DTYPE_MAP, ParallelDims
 from titan_ft.membership.control_tree import ControlTree
 from titan_ft.membership.group_collectives import GroupCollectives
 from titan_ft.membership.membership import Membership
@@ -54,19 +64,24 @@ from titan_ft.transfer.tls import Certificate
 
 
 class Links:
-    """The open links of this rank to the other groups.
+    """The connections of this rank to the other groups.
 
-    The trainer builds the links, and closes them, on the training thread. Build them only when
-    training can begin: from then on, the other groups wait for this group. `_hear_loss` runs on the
-    control tree's thread, `_report_served` on threads of the state server. If the constructor
-    fails, the process ends, which closes the links.
+    Create this object only when training can begin: its heartbeats start here, and from then on the
+    other groups wait for this group. If the constructor fails, the process ends, which closes all
+    connections.
+
+    `_end_if_silent` runs on the control tree's thread, `_report_served` on threads of the state
+    server, and all other methods on the training thread.
 
     See docs/design.md, "The picture".
 
     Args:
         exchanged: parameters whose gradients are summed over the groups, in the same order in every
             group.
-        fragments, gradient_scale: see `GradientExchange`.
+        fragments: for each of these parameters, the number of its fragment of the model, with
+            Streaming DiLoCo; empty without fragments.
+        gradient_scale: factor from local gradients to gradients of the reported loss; 1 without a
+            pipeline.
         num_microbatches: microbatches of a pipeline's schedule; 0 without a pipeline.
 
     Attributes:
@@ -97,7 +112,8 @@ class Links:
         self._events = events
         self._drain = drain
         self._control = control
-        shape = _group_shape(parallel_dims, model_parts, group)
+        # The groups compare this text when they meet: they can exchange only between equal shards.
+        shape = _describe_group(parallel_dims, model_parts, group)
         self.host = config.advertise_address
         if not self.host:
             lighthouse = _find_lighthouse(setup.lighthouse, config)
@@ -115,20 +131,22 @@ class Links:
             on_refusal=partial(report_refusal, events, "state server"),
         )
         if setup.rank == 0:
-            # Listen before this group joins. After the join, the other groups would wait for a
-            # frozen rank of this group, and nothing would end their wait.
-            control.listen_for_losses(self._hear_loss)
-        self.membership = self._join(shape)
+            # Listen before the heartbeats start. If a rank of this group froze earlier, this group
+            # would send heartbeats but take part in nothing, and the other groups would wait
+            # without end.
+            control.listen_for_losses(self._end_if_silent)
+        self.membership = self._build_membership(shape)
         self.exchange = self._build_exchange(
             exchanged, fragments, model_parts, gradient_scale, num_microbatches
         )
         self._roll_call: RollCall | None = None
 
-    def call_roll(self, find_left: Callable[[], Collection[int] | None]) -> None:
-        """Begin to report which other groups are lost.
+    def start_roll_call(self, find_left: Callable[[], Collection[int] | None]) -> None:
+        """Start to report other groups that are lost. Reports come from rank 0 of each group.
 
         Args:
-            find_left: see `RollCall`.
+            find_left: returns the slots of the groups that left in order, which are not lost. None
+                if this group is leaving: other groups may leave with it, so none is reported.
         """
         if self._setup.rank == 0:
             self._roll_call = RollCall(
@@ -136,7 +154,13 @@ class Links:
             )
 
     def note_commit(self, step: int, slots: Collection[int], num_steps: int) -> None:
-        """Note the groups that took part in an update of `num_steps` steps."""
+        """Note for the roll call which groups took part in an update.
+
+        Args:
+            step: number of the update.
+            slots: slots of these groups.
+            num_steps: local steps in the update. A group is lost only after several usual steps.
+        """
         if self._roll_call is not None:
             self._roll_call.commit(step, slots, num_steps)
 
@@ -146,13 +170,14 @@ class Links:
             self._roll_call.close()
 
     def close(self) -> None:
-        """Leave the other groups. A link that cannot be closed does not keep the others open."""
+        """Close all connections to the other groups."""
         self.end_roll_call()
-        with contextlib.ExitStack() as rest:
-            rest.callback(self.server.close)
+        # Close the server even if the membership cannot be closed.
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.server.close)
             self.membership.close()
 
-    def _join(self, shape: str) -> Membership:
+    def _build_membership(self, shape: str) -> Membership:
         config, setup = self._config, self._setup
         address = self.server.address
         timeout = timedelta(milliseconds=config.process_group_timeout_ms)
@@ -174,38 +199,37 @@ class Links:
             leave_requested=lambda: self._drain.requested,
         )
 
-    def _hear_loss(self, loss: Lose) -> None:
-        """End rank 0 if another rank of the group is silent.
+    def _end_if_silent(self, lost_rank: Lose) -> None:
+        """End this process, rank 0, if another rank of the group sends no heartbeats.
 
-        The connections to a frozen rank stay open, so nothing else would end the group. Runs on the
-        control tree's thread.
+        The control tree calls this on its thread for each rank that it has lost. A frozen rank
+        keeps its connections open, so nothing else would end the group.
         """
-        if not loss.silent_seconds:
-            # The rank's connection has closed. The agent sees the rank's end, and ends the group.
+        if lost_rank.silent_seconds == 0:
+            # The rank was lost in another way, such as a closed connection: its process has ended.
+            # The agent of this group sees that, and ends the group.
             return
         # A host that fails makes several ranks silent. The message names all of them.
-        silent = [found for found in self._control.losses if found.silent_seconds]
-        self._end_without(silent)
+        silent = [lost for lost in self._control.losses if lost.silent_seconds > 0]
+        self._end_without_silent_ranks(silent)
 
-    def _end_without(self, silent: Sequence[Lose]) -> None:
-        """End this process because other ranks of the group are silent.
-
-        The agent then restarts the whole group.
-        """
-        hosts = {loss.rank: loss.host for loss in sorted(silent, key=lambda loss: loss.rank)}
-        seconds = max(loss.silent_seconds for loss in silent)
+    def _end_without_silent_ranks(self, silent: Sequence[Lose]) -> None:
+        """End this process. The agent then restarts the whole group."""
+        hosts = {lost.rank: lost.host for lost in sorted(silent, key=lambda lost: lost.rank)}
+        seconds = max(lost.silent_seconds for lost in silent)
         text = _describe_silence(self._config, hosts, seconds)
         line = f"titan_ft: {text}\n"
+        # `end_process` calls these in this order, each with a timeout, and then exits.
         final_calls: list[Callable[[], object]] = [
             lambda: write_error(RankSilentError(text)),
             lambda: self._events.emit(
                 RankSilent(ranks=[*hosts], hosts=[*hosts.values()], seconds=seconds)
             ),
-            # A thread that hangs may hold the lock of sys.stderr.
+            # Not sys.stderr: a thread that hangs may hold its lock.
             lambda: os.write(2, line.encode()),
         ]
-        # The constructor may still be in `_join`, and then there is no membership.
-        if "membership" in vars(self):
+        has_membership = "membership" in vars(self)  # The constructor may still be building it.
+        if has_membership:
             # Stop the heartbeats last. Without them the training thread's vote or request fails,
             # which may end this process before the lines above are written.
             final_calls.append(self.membership.stop_heartbeats)
@@ -234,10 +258,14 @@ class Links:
             counts=spec.token_counts(model_parts),
         )
         if config.process_group == "nccl":
+            # NCCL connects members at the first use of an algorithm, and cannot be aborted while it
+            # connects. So each new communicator makes the collectives of an exchange once, before
+            # the exchange needs them.
             self.membership.process_group.rehearse = exchange.rehearse
         return exchange
 
     def _report_served(self, transfer: CompletedTransfer) -> None:
+        """Report that a joiner has fetched this rank's state."""
         self._events.emit(
             StateServed(
                 joiner=int(transfer.joiner),
@@ -252,16 +280,22 @@ class Links:
 def connect_control(config: FaultTolerance, setup: WorkerSetup, events: EventLog) -> ControlTree:
     """Connect this rank to the control tree of its group. A collective of the group.
 
+    The control tree carries votes, heartbeats and notes between the ranks of one group. The trainer
+    calls this on the training thread, before it builds the model.
+
     Raises:
         ConfigError: other hosts reach this rank, and the token is missing or short.
         LighthouseError: the rank's parent in the tree cannot be reached.
     """
     num_ranks = torch.distributed.get_world_size()
     host = config.advertise_address or find_source_address(*setup.store)
+    # Processes of other hosts cannot reach a tree without connections, or one on the loopback. Only
+    # such a tree may do without the run's secret token.
     is_local = num_ranks == 1 or is_loopback(join_address(host, 0))
     check_token(setup.token, is_local=is_local)
     store = None
     if num_ranks > 1:
+        # The ranks publish their addresses in the group's store.
         store = TCPStore(*setup.store, is_master=False, wait_for_workers=False)
     return ControlTree(
         setup.rank,
@@ -269,6 +303,7 @@ def connect_control(config: FaultTolerance, setup: WorkerSetup, events: EventLog
         host=host,
         token=setup.token,
         store=store,
+        # A restarted group must not find the addresses of its last attempt.
         key=f"titan_ft/control/{config.replica_id}/{setup.attempt}",
         patience=SILENT_BEATS * config.heartbeat_timeout_ms / 1000,
         on_refusal=partial(report_refusal, events, "control tree"),
@@ -276,8 +311,15 @@ def connect_control(config: FaultTolerance, setup: WorkerSetup, events: EventLog
 
 
 def report_refusal(events: EventLog, port: str, refusal: Refusal) -> None:
-    """Write an event, on a thread of its own: no peer must wait for storage that hangs."""
-    # While the process ends, no thread can be started.
+    """Write an event for a refused connection.
+
+    A new thread writes the event, because the storage may hang. Otherwise a stranger who connects
+    could stop the caller's thread, on which peers wait.
+
+    Args:
+        port: the service that refused, in words.
+    """
+    # RuntimeError: while the process ends, no thread can be started.
     with contextlib.suppress(RuntimeError):
         call_aside(partial(emit_refusal, events, port, refusal), "titan_ft_refusal")
 
@@ -310,10 +352,16 @@ def _make_certificate() -> Certificate:
 
 
 def _find_hook_calls(model_parts: Sequence[nn.Module], num_microbatches: int) -> int | HookCalls:
-    """Return how often autograd calls a gradient's hook in one backward."""
-    if LOSSES_GO_BACKWARD:
+    """Return how often autograd calls the hook of a gradient in the backward of one step.
+
+    A gradient is complete, and may travel, after the last of these calls.
+    """
+    if FORWARD_RUNS_LOSS_BACKWARD:
+        # torchtitan 0.3 computes the loss in chunks, and each chunk goes backward by itself. The
+        # parameters of the output layer get more calls than the other parameters.
         return HookCalls.COUNTED
-    if num_microbatches == 0:
+    has_pipeline = num_microbatches > 0
+    if not has_pipeline:
         return HookCalls.ONE
     if isinstance(model_parts[0], FSDPModule):
         # FSDP itself adds up a pipeline's microbatches. It calls the hooks once, when it has
@@ -322,14 +370,17 @@ def _find_hook_calls(model_parts: Sequence[nn.Module], num_microbatches: int) ->
     return num_microbatches
 
 
-def _group_shape(
+def _describe_group(
     dims: ParallelDims, model_parts: Sequence[nn.Module], group: GroupCollectives
 ) -> str:
-    """Return the shape of this group, the same on all of its ranks. A collective of the group."""
+    """Return the facts in which all groups must agree, as one text. A collective of the group.
+
+    The text is the same on all ranks of the group. It has the parallel degrees, the versions and a
+    hash of the buffers of all ranks.
+    """
     installed = versions()
-    # All ranks' layouts: the stages of a pipeline have different parameters, and the last ranks of
-    # a shard have fewer.
-    layouts = group.gather(fold48(_layout(model_parts)))
+    # Not this rank's buffers alone: ranks differ, for example in the stages of a pipeline.
+    layouts = group.gather(fold48(_describe_buffers(model_parts)))
     return describe_shape(
         torch.distributed.get_world_size(),
         {name: getattr(dims, name) for name in DEGREES},
@@ -338,10 +389,11 @@ def _group_shape(
     )
 
 
-def _layout(model_parts: Sequence[nn.Module]) -> str:
-    """Return a text that determines this rank's buffers in the exchange.
+def _describe_buffers(model_parts: Sequence[nn.Module]) -> str:
+    """Return a text by which two ranks can compare their buffers in the exchange.
 
-    It has one line for each parameter and each count, in their order.
+    It has one line for each parameter, and for each buffer in which the model counts the tokens of
+    its experts. The order of the lines is the order in the exchange.
     """
     lines = []
     for part in model_parts:

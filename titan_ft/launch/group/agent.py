@@ -510,7 +510,7 @@ class Agent:
             committed=events.committed,
             error=error,
             # If this process cannot write events now, the workers' events may be missing as well.
-            disturbed=events.disturbed or self._events.is_stalled,
+            disturbed=events.disturbed or self._events.has_outage,
             step=events.step,
         )
 
