@@ -307,7 +307,7 @@ def test_a_rank_that_the_timeout_ends_in_its_save_says_so() -> None:
     """The reason names the incomplete checkpoint: the step itself was finished."""
     emitted: list[Any] = []
     this: Any = ReplicaTrainer.__new__(ReplicaTrainer)
-    events = SimpleNamespace(emit=emitted.append, is_stalled=False)
+    events = SimpleNamespace(emit=emitted.append, has_outage=False)
     vars(this).update(_events=events, _position=SimpleNamespace(step=3), _saving_step=3)
     this._report_abandon("the time is over")
     assert emitted[0].reason == "the time is over, before the checkpoint of step 3 was complete"
@@ -337,7 +337,7 @@ def test_a_group_that_leaves_says_which_batches_are_void(
     emitted: list[Any] = []
     this: Any = ReplicaTrainer.__new__(ReplicaTrainer)
     vars(this).update(
-        _events=SimpleNamespace(emit=emitted.append, is_stalled=False),
+        _events=SimpleNamespace(emit=emitted.append, has_outage=False),
         _position=SimpleNamespace(step=3, lineage=5),
         _strategy=SimpleNamespace(
             describe_departure=lambda: departure, state=SimpleNamespace(digest=lambda: "d1ge57")
@@ -370,7 +370,7 @@ def test_a_rank_that_the_timeout_ends_names_its_void_batches(
     emitted: list[Any] = []
     this: Any = ReplicaTrainer.__new__(ReplicaTrainer)
     vars(this).update(
-        _events=SimpleNamespace(emit=emitted.append, is_stalled=False),
+        _events=SimpleNamespace(emit=emitted.append, has_outage=False),
         _position=SimpleNamespace(step=3),
         _strategy=SimpleNamespace(find_uncommitted=lambda: readings),
     )
@@ -386,7 +386,7 @@ def test_a_rank_that_the_timeout_ends_before_it_trains_names_no_batches() -> Non
     emitted: list[Any] = []
     this: Any = ReplicaTrainer.__new__(ReplicaTrainer)
     vars(this).update(
-        _events=SimpleNamespace(emit=emitted.append, is_stalled=False), _position=Position()
+        _events=SimpleNamespace(emit=emitted.append, has_outage=False), _position=Position()
     )
     this._report_abandon("too early")
     assert [(event.step, event.void) for event in emitted] == [(0, None)]

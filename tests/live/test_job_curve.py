@@ -214,7 +214,7 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     curve = JobCurve(tmp_path / "tb" / "job", lines.append)
     for number in range(1, 5):
         curve.observe(step(number))
-    assert curve.is_stalled
+    assert curve.has_outage
     assert lines == [
         f"{tmp_path}/tb/job cannot be written (Not a directory): its curves wait until it can"
     ]
