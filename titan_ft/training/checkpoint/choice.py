@@ -2,9 +2,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Choose the checkpoint that a group loads: one choice for all of its ranks.
 
-Rank 0 reads the folder for all ranks. If each rank read it, two ranks could choose differently. An
-asynchronous save of another group may be published between two reads, and a host may see an old
-listing of a network folder.
+`ReplicaCheckpoints.load` calls this module on the training thread, on all ranks of the group:
+
+1. `agree_on_step`: rank 0 searches the checkpoint folder, and sends its choice to all ranks. If
+   each rank searched, two ranks could choose differently: another group may publish a checkpoint
+   between two searches, and a host may see an old listing of a network folder. Then all ranks wait
+   until they see the chosen checkpoint.
+2. `check_still_there`, after the group has joined the job and before the load.
+3. `check_same_state`, after the load.
+
+Any failure is raised on all ranks. Otherwise the other ranks would wait in a later collective that
+the failed rank never joins.
+
+A checkpoint is *damaged* if its tables show a defect (`damage.find_defect`), *torn* if it has lost
+its table of files, and *sound* if it is neither. Later checkpoints may belong to another *branch*:
+a job that the user sent back to an earlier step by `checkpoint.load_step` begins a new branch.
 """
 
 from __future__ import annotations
@@ -37,21 +49,22 @@ from titan_ft.training.checkpoint.folder import (
 logger = logging.getLogger(__name__)
 
 NO_STEP = -1
-"""There is no checkpoint. Stands in place of a step."""
+"""In place of a step: there is no checkpoint to load."""
 _MAX_CHOICES = 3
 """Give up after this many chosen checkpoints that vanished before all ranks saw them."""
 _MAX_STALE_SECONDS = 60.0
 """A host's view of a folder may be this old: NFS's default (acdirmax)."""
 _POLL_SECONDS = 0.05
-# Codes in place of a fingerprint.
 _GONE = 0
+"""In place of a fingerprint (`_fingerprint`): this rank sees no complete checkpoint."""
 _UNREADABLE = -1
+"""In place of a fingerprint: this rank cannot read the checkpoint."""
 _PAUSE_SECONDS = 0.5
-"""Pause before another choice, or another look at damage: a writer may be replacing the
-checkpoint."""
+"""Pause after a chosen checkpoint vanished, and between two looks at a damaged one. Another group
+may be replacing the checkpoint, and is done after the pause."""
 _MAX_LOOKS_AT_DAMAGE = 10
 _MAX_NAMED = 10
-"""Steps that an error names."""
+"""Maximum number of steps that an error names."""
 
 Gather = Callable[[int], list[int]]
 """Gathers an integer of every rank of the group, in rank order."""
@@ -59,14 +72,17 @@ T = TypeVar("T")
 
 
 class LoadError(ReplicaError):
-    """A checkpoint could not be read, or vanished; the group's next start may find one."""
+    """A checkpoint could not be read, or vanished. This process ends, and the group's next start
+    may find another checkpoint.
+    """
 
 
 class NoCheckpointError(ConfigError):
-    """The job asks for a checkpoint, or has saved some, and none can be loaded.
+    """No checkpoint can be loaded, although the job asks for one or has saved some.
 
-    A group that can heal from another group ignores this error (`ReplicaCheckpoints.load`). Damage
-    on disk must not end a group while others train.
+    If other groups train, the group heals from them and ignores this error
+    (`ReplicaCheckpoints.load`): damage on disk must not end a group then. Otherwise the error ends
+    the group for good, because another start would find the same.
     """
 
 
@@ -76,17 +92,17 @@ class LoadRequest:
 
     Attributes:
         folder: the job's checkpoint folder.
-        inspect: returns the defect of the checkpoint in a folder, empty if it has none; may raise
-            OSError.
-        step: `checkpoint.load_step`: where the job begins.
+        find_defect: returns the defect of the checkpoint in a folder, empty if it has none; may
+            raise OSError.
+        step: `checkpoint.load_step`, from which the job began; `LATEST` for the latest checkpoint.
         job_id: the job's id. If this job has saved checkpoints after `step`, it resumes from the
-            latest sound checkpoint of its own instead.
-        initial: folder of a model to begin with if there is no checkpoint; may be empty.
-        damaged: steps that an earlier load of this start found damaged, with the reason.
+            latest sound one of them instead.
+        initial: folder of a model to begin with if there is no checkpoint; may be empty or None.
+        damaged: steps that this process has tried to load and found damaged, with the reason.
     """
 
     folder: str
-    inspect: Callable[[Path], str]
+    find_defect: Callable[[Path], str]
     step: int = LATEST
     job_id: str = ""
     initial: str | None = None
@@ -99,7 +115,8 @@ class Choice:
 
     Attributes:
         step: the step to load, or `NO_STEP`.
-        damaged: later steps that are damaged, with the reason. Only rank 0 knows them.
+        damaged: later steps, which were skipped because they are damaged, with the reason; empty on
+            all ranks but rank 0.
     """
 
     step: int
@@ -123,13 +140,13 @@ def agree_on_step(request: LoadRequest, rank: int, gather: Gather) -> Choice:
         return _Search(request).choose() if rank == 0 else Choice(NO_STEP)
 
     for _ in range(_MAX_CHOICES):
-        choice = fail_together(choose, folder, gather)
-        step = gather(choice.step)[0]
+        choice = read_on_all_ranks(choose, folder, gather)
+        step = gather(choice.step)[0]  # The step that rank 0 has chosen.
         if step == NO_STEP:
             if request.initial:
                 _check_initial_on_all_ranks(request, Path(request.initial), rank, gather)
             return Choice(NO_STEP)
-        if _all_see(Path(folder, f"step-{step}"), gather):
+        if _await_same_view(Path(folder, f"step-{step}"), gather):
             return Choice(step, choice.damaged)
         logger.warning(
             "the checkpoint of step %d vanished from %s right after it was chosen", step, folder
@@ -165,7 +182,7 @@ def _check_links(folder: str) -> None:
 def check_still_there(folder: str, step: int, gather: Gather) -> None:
     """Check on all ranks that the chosen checkpoint still exists. A collective.
 
-    The choice can no longer change: this checkpoint has been announced to the other groups.
+    Called after the step has been announced to the other groups, so no other one can be chosen.
 
     Raises:
         LoadError: the checkpoint has vanished. On all ranks.
@@ -178,7 +195,7 @@ def check_still_there(folder: str, step: int, gather: Gather) -> None:
                 f"{target} vanished after it was chosen; another start chooses anew"
             )
 
-    fail_together(look, folder, gather)
+    read_on_all_ranks(look, folder, gather)
 
 
 def check_same_state(folder: str, step: int, lineage: int, gather: Gather) -> None:
@@ -200,11 +217,11 @@ def check_same_state(folder: str, step: int, lineage: int, gather: Gather) -> No
         )
 
 
-def fail_together(act: Callable[[], T], folder: str, gather: Gather) -> T:
-    """Return the result of `act` in `folder`; if it fails on one rank, raise on all. A collective.
+def read_on_all_ranks(act: Callable[[], T], folder: str, gather: Gather) -> T:
+    """Return this rank's result of `act`; raise on all ranks if it fails on one. A collective.
 
-    Otherwise the other ranks would wait in a later collective that the failed rank never joins.
-    After a stale handle, `act` is called again.
+    Args:
+        act: reads something in `folder`. It is called again after a stale handle of NFS.
 
     Raises:
         ConfigError: `act` raised it on some rank. A failed rank raises its own error. The others
@@ -215,9 +232,9 @@ def fail_together(act: Callable[[], T], folder: str, gather: Gather) -> T:
     try:
         found = _retry_stale_handles(act)
     except Exception as raised:  # noqa: BLE001
-        # Raised below, after all ranks know. Half of a pickle may raise any exception.
+        # Any exception: `act` may unpickle a damaged file. Raised below, when all ranks know.
         error = raised
-    failures = gather(_FAILURES.index(_class_of_failure(error)))
+    failures = gather(_FAILURE_CLASSES.index(_class_of_failure(error)))
     if isinstance(error, ConfigError):
         raise error
     if error is not None:
@@ -225,7 +242,7 @@ def fail_together(act: Callable[[], T], folder: str, gather: Gather) -> T:
             f"checkpoint: {folder} cannot be read: {str(error) or type(error).__name__}"
         ) from error
     for rank, failure in enumerate(failures):
-        error_class = _FAILURES[failure]
+        error_class = _FAILURE_CLASSES[failure]
         if error_class is not None:
             raise error_class(
                 f"checkpoint: rank {rank} of this group cannot load from {folder}; see why in its "
@@ -234,8 +251,9 @@ def fail_together(act: Callable[[], T], folder: str, gather: Gather) -> T:
     return found
 
 
-_FAILURES = (None, LoadError, ConfigError, NoCheckpointError)
-"""Ranks send each other the index of their failure. None is no failure."""
+_FAILURE_CLASSES = (None, LoadError, ConfigError, NoCheckpointError)
+"""`gather` takes integers, so a rank sends the index of its failure in this tuple. None is no
+failure."""
 
 
 def _class_of_failure(error: Exception | None) -> type[Exception] | None:
@@ -249,13 +267,12 @@ def _class_of_failure(error: Exception | None) -> type[Exception] | None:
 
 
 def _retry_stale_handles(act: Callable[[], T]) -> T:
-    """Return the result of `act`; call it again after a stale handle.
+    """Return the result of `act`; call it again while it raises ESTALE.
 
     ESTALE on NFS is temporary: another host has just renamed or removed a path that this host had
-    looked up. To fall back to an older checkpoint would lose work. To end the group would cost a
-    restart.
+    looked up. Without the repetition, the group would load an older checkpoint or restart.
     """
-    for _ in range(_num_looks()):
+    for _ in range(_max_looks()):
         try:
             return act()
         except OSError as error:
@@ -265,11 +282,11 @@ def _retry_stale_handles(act: Callable[[], T]) -> T:
     return act()
 
 
-def _num_looks() -> int:
-    """Return the number of looks after which a host's view of a folder is surely up to date.
+def _max_looks() -> int:
+    """Return the number of looks, at intervals of `_POLL_SECONDS`, until a view is up to date.
 
-    All ranks count looks. With clocks, one rank could stop earlier and leave the others in a
-    collective.
+    All ranks count looks. With a deadline by its clock, one rank could stop earlier and leave the
+    others in a collective.
     """
     return round(_MAX_STALE_SECONDS / _POLL_SECONDS)
 
@@ -279,8 +296,9 @@ class _Search:
 
     def __init__(self, request: LoadRequest) -> None:
         self._request = request
-        self._tries = _num_looks()
-        """Looks that are left after errors of the file system, for all checkpoints together."""
+        # Number of times that a checkpoint may be inspected again after an error of the file
+        # system. All checkpoints together, so that a search in a dead file system ends.
+        self._looks_left = _max_looks()
 
     def choose(self) -> Choice:
         """Return the checkpoint to load.
@@ -293,13 +311,15 @@ class _Search:
         steps = self._list_steps()
         if request.step == LATEST:
             return self._choose_latest(steps)
-        own = [step for step in steps if step > request.step and self._is_own(step)]
-        choice = self._find_sound(own)
+        # The user has named a step. After a restart, the job resumes from its own later saves.
+        own_later = [step for step in steps if step > request.step and self._is_of_this_job(step)]
+        choice = self._find_sound(own_later)
         if choice.step == NO_STEP:
             self._check_requested(steps)
             choice = Choice(request.step, choice.damaged)
-        nameless = self._find_nameless([step for step in steps if step > choice.step])
-        return Choice(choice.step, {**nameless, **choice.damaged})
+        later = [step for step in steps if step > choice.step]
+        unknown = self._find_damaged_of_unknown_writer(later)
+        return Choice(choice.step, {**unknown, **choice.damaged})
 
     def _list_steps(self) -> list[int]:
         """Return the steps of all checkpoints in the folder, the latest first.
@@ -313,7 +333,7 @@ class _Search:
                 f"checkpoint.folder must be a folder, got the file {folder}; {OTHER_FOLDER_REMEDY}"
             )
         try:
-            # Torn checkpoints too: they are reported as damaged, not passed over in silence.
+            # Torn checkpoints too: without a report, they would be skipped in silence.
             return sorted({*complete_steps(folder), *torn_steps(folder)}, reverse=True)
         except PermissionError as error:
             raise ConfigError(
@@ -323,7 +343,9 @@ class _Search:
 
     def _choose_latest(self, steps: list[int]) -> Choice:
         choice = self._find_sound(steps)
-        if choice.step != NO_STEP or not steps:
+        is_found = choice.step != NO_STEP
+        is_folder_empty = not steps
+        if is_found or is_folder_empty:
             return choice
         if choice.damaged:
             raise NoCheckpointError(
@@ -331,12 +353,13 @@ class _Search:
                 f"be read, got {_list_damage(choice.damaged)}; mend one of them, or give another "
                 "checkpoint.folder to begin anew"
             )
-        # All checkpoints hold a model only. The load of the latest raises an error with remedies.
+        # All checkpoints hold a model only. The load of the latest one raises an error with
+        # remedies (`Load.prepare`).
         return Choice(steps[0])
 
     def _find_sound(self, steps: Iterable[int]) -> Choice:
-        """Return the first of `steps` that is a sound training state, with the damaged steps before
-        it.
+        """Return the first of `steps` that is a sound training state, and the damaged steps that
+        were skipped.
         """
         damaged: dict[int, str] = {}
         latest_model_only = NO_STEP
@@ -345,8 +368,9 @@ class _Search:
             if defect:
                 damaged[step] = defect
                 continue
-            # A job may begin with torchtitan's seed checkpoint, `step-0`, which holds a model only.
-            if step and is_model_only(self._folder_of(step)):
+            # Step 0 is torchtitan's seed checkpoint. A job may begin with it, although it holds a
+            # model only.
+            if step != 0 and is_model_only(self._folder_of(step)):
                 latest_model_only = max(latest_model_only, step)
                 continue
             if latest_model_only != NO_STEP:
@@ -377,14 +401,15 @@ class _Search:
         defect = self._find_defect(request.step)
         if not defect:
             return
-        others = [step for step in steps if step != request.step][:_MAX_NAMED]
-        sound = [step for step in reversed(others) if not self._find_defect(step)]
+        # Help the user to choose: name other sound checkpoints, the earliest first.
+        latest_others = [step for step in steps if step != request.step][:_MAX_NAMED]
+        sound = [step for step in reversed(latest_others) if not self._find_defect(step)]
         raise NoCheckpointError(
             f"checkpoint.load_step must name a sound checkpoint in {request.folder}, got "
             f"{request.step}, which is damaged: {defect}; sound ones are {_list(sound)}"
         )
 
-    def _is_own(self, step: int) -> bool:
+    def _is_of_this_job(self, step: int) -> bool:
         """Return True if this job saved `step` after it began at the requested step.
 
         Later steps of other jobs belong to a branch that the user left by setting `load_step`.
@@ -393,70 +418,77 @@ class _Search:
             manifest = Manifest.read(self._folder_of(step))
         except DamagedError:
             return False
-        return manifest is not None and manifest.branch == (
-            self._request.job_id,
-            self._request.step,
-        )
+        if manifest is None:
+            return False
+        return manifest.branch == (self._request.job_id, self._request.step)
 
-    def _find_nameless(self, steps: Iterable[int]) -> dict[int, str]:
-        """Return the damaged checkpoints of `steps` without a readable writer, with the reason.
+    def _find_damaged_of_unknown_writer(self, steps: Iterable[int]) -> dict[int, str]:
+        """Return the damaged checkpoints of `steps` without a readable manifest, with the reason.
 
-        This job may have saved them. Without a report it would silently train those steps again.
+        The manifest would name the writer, which may be this job. Without a report, this job would
+        silently train those steps again.
         """
-        found = {}
+        defects = {}
         for step in steps:
             with contextlib.suppress(DamagedError):
-                if Manifest.read(self._folder_of(step)) is not None:
+                has_manifest = Manifest.read(self._folder_of(step)) is not None
+                if has_manifest:
                     continue
             defect = self._find_defect(step)
             if defect:
-                found[step] = defect
-        return found
+                defects[step] = defect
+        return defects
 
     def _find_defect(self, step: int) -> str:
         """Return the defect of a checkpoint; empty if it has none, or has vanished.
 
-        A defect counts when two looks in a row find it in the same checkpoint, or at the last of
-        `_MAX_LOOKS_AT_DAMAGE` looks: another group may be replacing or purging the checkpoint.
+        Another group may be replacing or purging the checkpoint, so that one look may see half of
+        it. A defect counts if two looks in a row find the same defect in the same checkpoint, or if
+        the last of `_MAX_LOOKS_AT_DAMAGE` looks finds one.
         """
         if step in self._request.damaged:
             return self._request.damaged[step]
         folder = self._folder_of(step)
-        previous, defect = None, ""
+        defect = ""
+        last_look = None
         for _ in range(_MAX_LOOKS_AT_DAMAGE):
             defect = self._inspect(folder)
-            if not defect or not folder.is_dir():
+            has_vanished = not folder.is_dir()
+            if not defect or has_vanished:
                 return ""
-            seen = (defect, _try_to_fingerprint(folder))
-            if seen == previous:
+            look = (defect, _try_to_fingerprint(folder))
+            if look == last_look:
                 break
-            previous = seen
+            last_look = look
             time.sleep(_PAUSE_SECONDS)
         return defect
 
     def _inspect(self, folder: Path) -> str:
-        """Return the defect of a checkpoint; an error of the file system is one only if it lasts.
+        """Return the defect of a checkpoint; repeat the inspection after errors of the file system.
 
-        A file server may be away for a moment.
+        A file server may be away for a moment. An error that lasts counts as a defect.
         """
         while True:
             try:
-                return self._request.inspect(folder)
+                return self._request.find_defect(folder)
             except OSError as error:
-                # Waiting does not give a permission.
-                if self._tries <= 0 or isinstance(error, PermissionError):
+                is_lasting = isinstance(error, PermissionError)
+                if is_lasting or self._looks_left <= 0:
                     return f"it cannot be read ({error})"
-            self._tries -= 1
+            self._looks_left -= 1
             time.sleep(_POLL_SECONDS)
 
     def check_initial_is_sound(self, folder: Path) -> None:
-        """Check the model to begin with.
+        """Check the model of `checkpoint.initial_load_path`.
 
         Raises:
             ConfigError: the model is damaged.
         """
-        # Only a complete checkpoint has digests. Hugging Face's files, for example, have none.
-        defect = self._inspect(folder) if is_complete(folder) else ""
+        if not is_complete(folder):
+            # No checkpoint of torchtitan, but for example files of Hugging Face. They have no
+            # tables that could be checked.
+            return
+        defect = self._inspect(folder)
         if defect:
             raise ConfigError(
                 "checkpoint.initial_load_path must be a checkpoint that can be read, got "
@@ -478,33 +510,43 @@ def _list_damage(damaged: Mapping[int, str]) -> str:
     return ", ".join(named[:_MAX_NAMED]) + more
 
 
-def _all_see(folder: Path, gather: Gather) -> bool:
-    """Wait until all ranks see the same checkpoint in `folder`; False if rank 0 no longer sees one.
+def _await_same_view(folder: Path, gather: Gather) -> bool:
+    """Wait until all ranks see the same checkpoint in `folder`. A collective.
 
-    The wait gives another host's view of a network folder time to catch up with rank 0's.
+    Another host may see an old listing of a network folder, and needs time to catch up with rank 0.
+
+    Returns:
+        False if rank 0 no longer sees a checkpoint, so that another one must be chosen.
 
     Raises:
         ConfigError: some rank never sees the checkpoint. On all ranks.
         LoadError: a rank cannot read it. On all ranks.
     """
-    for _ in range(_num_looks()):
-        seen = gather(_try_to_fingerprint(folder))
-        if seen[0] == _GONE:
+    for _ in range(_max_looks()):
+        fingerprints = gather(_try_to_fingerprint(folder))
+        if fingerprints[0] == _GONE:
             return False
-        if len(set(seen)) == 1 and seen[0] != _UNREADABLE:
+        is_same = len(set(fingerprints)) == 1
+        if is_same and fingerprints[0] != _UNREADABLE:
             return True
         time.sleep(_POLL_SECONDS)
-    if _UNREADABLE in seen:
-        # Look once more, so that a rank which still cannot read raises its file system's error.
-        seen = gather(fail_together(lambda: _fingerprint_or_gone(folder), str(folder), gather))
-    _check_same(seen, folder, "checkpoint.folder")
+    if _UNREADABLE in fingerprints:
+        # Look once more, in a way that raises the error of the file system on all ranks.
+        own = read_on_all_ranks(lambda: _fingerprint_or_gone(folder), str(folder), gather)
+        fingerprints = gather(own)
+    _check_same_view(fingerprints, folder, "checkpoint.folder")
     return True
 
 
 def _check_initial_on_all_ranks(
     request: LoadRequest, folder: Path, rank: int, gather: Gather
 ) -> None:
-    """Check that all ranks see the initial model, and that it is not damaged."""
+    """Check that all ranks see the same initial model, and that it is not damaged. A collective.
+
+    Raises:
+        ConfigError: the ranks see different files, or the model is damaged. On all ranks.
+        LoadError: a rank cannot read the folder. On all ranks.
+    """
 
     def look() -> int:
         if not folder.is_dir():
@@ -513,24 +555,27 @@ def _check_initial_on_all_ranks(
             _Search(request).check_initial_is_sound(folder)
         return _fingerprint(folder)
 
-    seen = fail_together(look, str(folder), gather)
-    _check_same(gather(seen), folder, "checkpoint.initial_load_path")
+    fingerprint = read_on_all_ranks(look, str(folder), gather)
+    _check_same_view(gather(fingerprint), folder, "checkpoint.initial_load_path")
 
 
-def _check_same(seen: list[int], folder: Path, setting: str) -> None:
-    """Check that all ranks see the same files in `folder`. Otherwise the ranks would deadlock in
-    the load.
+def _check_same_view(fingerprints: list[int], folder: Path, setting: str) -> None:
+    """Check that all ranks see the same files. Otherwise the ranks would deadlock in the load.
 
     Args:
+        fingerprints: what each rank sees in `folder`.
         setting: the option that names the folder.
 
     Raises:
         ConfigError: the ranks see different files.
     """
-    differing = [rank for rank, fingerprint in enumerate(seen) if fingerprint != seen[0]]
+    differing = []
+    for rank, fingerprint in enumerate(fingerprints):
+        if fingerprint != fingerprints[0]:
+            differing.append(rank)
     if not differing:
         return
-    found = "none" if seen[0] == _GONE else "a checkpoint"
+    found = "none" if fingerprints[0] == _GONE else "a checkpoint"
     raise ConfigError(
         f"{setting} must be a folder that all hosts of a group share: ranks {differing} of this "
         f"group do not see in {folder} what rank 0 does, which finds {found} there; put it on a "

@@ -24,7 +24,7 @@ from titan_ft.training.checkpoint.choice import (
     LoadRequest,
     NoCheckpointError,
     agree_on_step,
-    fail_together,
+    read_on_all_ranks,
 )
 from titan_ft.training.checkpoint.damage import (
     FailedLoad,
@@ -101,7 +101,7 @@ class Load:
             if QUORUM_STATE in state:  # Otherwise torchtitan loads the model only.
                 self._drop_missing(state)
 
-        fail_together(look, str(self._folder), self._gather)
+        read_on_all_ranks(look, str(self._folder), self._gather)
 
     def _drop_missing(self, state: dict[str, Any]) -> None:
         """Drop the parts of `state` that the checkpoint lacks: DCP fails on a missing key."""
@@ -158,7 +158,7 @@ class Load:
         if failure is LoadFailure.UNREADABLE:
             # DCP also reports a missing file, or a table that it cannot parse, as an error of the
             # file system.
-            defect = fail_together(self._find_defect, str(self._folder), self._gather)
+            defect = read_on_all_ranks(self._find_defect, str(self._folder), self._gather)
             if not any(self._gather(int(bool(defect)))):
                 raise LoadError(f"checkpoint: {self._folder} cannot be read: {reason}") from error
             reason = defect or reason
@@ -273,7 +273,7 @@ class Load:
                     f"{self._folder} was replaced while it was loaded; another start chooses anew"
                 )
 
-        fail_together(look, str(self._folder), self._gather)
+        read_on_all_ranks(look, str(self._folder), self._gather)
 
     def _note(self, error: DamagedError | LoadError) -> bool:
         """Write a note of the failure; return False if the folder is not writable."""

@@ -260,7 +260,7 @@ class ReplicaCheckpoints(HostCheckpoints):
             return False
         request = LoadRequest(
             folder=self.folder,
-            inspect=find_defect,
+            find_defect=find_defect,
             step=step,
             job_id=self._job_id,
             initial=self.initial_load_path,
