@@ -536,7 +536,7 @@ class LocalRun:
                 self._config_mistake = config_mistake
             return
         is_stopping = self.stop or self._time_is_up
-        if line is not None and (not is_stopping or status.is_shown_at_a_stop(event)):
+        if line is not None and (not is_stopping or status.is_shown_while_stopping(event)):
             self.view.line(line)
 
     def _find_hopeless_reason(self, group: GroupFold, event: Event) -> str:

@@ -152,7 +152,7 @@ class RunStatus:
     def groups(self) -> status.Groups:
         """The status of each group, by slot."""
         groups = self.fold.groups.items()
-        return {slot: status.show_group(group, self.fold) for slot, group in groups}
+        return {slot: status.build_status(group, self.fold) for slot, group in groups}
 
     @property
     def states(self) -> dict[int, str]:
@@ -208,7 +208,7 @@ class RunStatus:
         states_before = self.states
         commit_before = self.fold.last_commit
         self.fold.observe(event)
-        line = status.describe(states_before, self.fold, event)
+        line = status.describe_event(states_before, self.fold, event)
         if line is not None:
             line = printable(line)
         if isinstance(event, ev.StrangerRefused) and not self._is_first_of_its_kind(event):

@@ -1,8 +1,14 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The state of a run's groups as a person sees it, and the lines that show events; pure functions.
+"""The state of a run's groups, and one line of text for each event; pure functions.
 
-`RunStatus` calls them for `titan-ft top` and the launcher's terminal.
+`titan-ft top` and the launcher's terminal show both. `RunStatus` (`live/run_status.py`) calls this
+module for them: it reads each new event, adds it to the `RunFold`, and then calls `build_status`
+for each group and `describe_event` for the event.
+
+A *fold* (`history/fold/`) is the sum of all events so far: `RunFold` of the run, `GroupFold` of one
+group. A *unit* is the meaning of one commit: a step, or with LocalSGD and DiLoCo a round of several
+local steps.
 """
 
 from __future__ import annotations
@@ -15,21 +21,36 @@ from titan_ft.history.fold.run import RunFold
 from titan_ft.history.fold.unit import STEP, Unit
 from titan_ft.run import events as ev
 
+# The states of a group, in the usual order. `titan-ft top` and the metrics show these names.
 WAITING = "waiting"
+"""The group has not started."""
 STARTING = "starting"
+"""The group's processes have started."""
 JOINED = "joined"
+"""The group meets the other groups, but has trained nothing yet."""
 HEALING = "healing"
+"""The group fetches the job's state from another group."""
 TRAINING = "training"
 DIED = "died"
+"""A process of the group has ended by itself. The group may be started again."""
 DRAINING = "draining"
+"""The group was asked to leave, and finishes its step."""
 DRAINED = "drained"
+"""The group has left in order."""
 FINISHED = "finished"
+"""The group has made the job's last step."""
 FAILED = "failed"
+"""The group has died, and is not started again."""
 STOPPED = "stopped"
 """The launcher or the agent ended the group before it could leave in order."""
 LOST = "lost"
 """The group was silent for so long that its host may be gone. Its next event ends this state."""
-_SHOWN: dict[GroupState, str] = {"left": DRAINED, "finished": FINISHED, "given up": FAILED}
+_STATES_AT_THE_END: dict[GroupState, str] = {
+    "left": DRAINED,
+    "finished": FINISHED,
+    "given up": FAILED,
+}
+"""The state of a group whose fold has a final state: no later event changes it."""
 STATES = (
     WAITING,
     STARTING,
@@ -48,53 +69,64 @@ STATES = (
 
 @dataclass(frozen=True)
 class GroupStatus:
-    """The status of one replica group. Figures of its last step are None before the first step."""
+    """The figures of one replica group, as `titan-ft top` shows them.
+
+    The *last step* is the group's last committed step, or round. Its figures are None before the
+    first commit.
+    """
 
     slot: int
     state: str = WAITING
     step: int | None = None
-    """Last committed step, or round."""
+    """Number of the last step."""
     loss: float | None = None
+    """Mean loss of all groups in the last step."""
     participants: tuple[int, ...] = ()
-    """Groups in that step, or in the newest quorum."""
+    """Slots of the groups in the last step, or in a newer quorum."""
     attempt: int = 0
     restarts: int = 0
     own_loss: float | None = None
-    """Mean loss of its own tokens in that step; None without tokens."""
+    """Mean loss of this group's own tokens in the last step; None without tokens."""
     own_seconds: float | None = None
-    """Seconds of that step without the exchange; for a round, of one local step."""
+    """Seconds of the last step without the exchange; for a round, of one local step."""
     waited: ev.Waited | None = None
-    """The group with the longest wait in that step. After a `waiting` event the group that the
-    current step waits for, with 0 s. None without a wait."""
+    """The group for which this group waited longest in the last step, and the seconds. If the
+    current step waits already: the group for which it waits, with 0 seconds. None without a
+    wait."""
     donor: int | None = None
-    """Donor of its current or last heal."""
+    """Donor of this group's current or last heal."""
     host: str = ""
     fault: str = ""
-    """Name of the last fault injected into the group."""
+    """Name of the last fault that chaos injected into the group."""
     fault_time: float = 0.0
     """Unix seconds of that fault."""
     unit: Unit = STEP
-    """Steps, or rounds."""
+    """Whether the group counts steps or rounds."""
 
 
 Groups = dict[int, GroupStatus]
 
 
 def state_of(group: GroupFold, run: RunFold) -> str:
-    """Return the state of a group as a person sees it."""
-    if group.state in _SHOWN:
-        return _SHOWN[group.state]
-    if group.state == "died" and group.gets_no_restart:
+    """Return the state of a group to be shown: one of `STATES`.
+
+    The group's own events give `GroupFold.state`. Later facts about the run override it.
+    """
+    if group.state in _STATES_AT_THE_END:
+        return _STATES_AT_THE_END[group.state]
+    has_died = group.state == "died"
+    launcher_has_ended = run.launch_end is not None
+    if has_died and group.gets_no_restart:
         return FAILED
-    if group.state == "died" and run.launch_end is not None:
+    if has_died and launcher_has_ended:
         return DIED
-    if run.launch_end is not None or group.was_stopped:
+    if launcher_has_ended or group.was_stopped:
         return STOPPED
+    # Before the next case: if the agent of a dead group is silent as well, its host may be gone.
     if group.silence is not None:
         return LOST
-    if group.state == "died":
+    if has_died:
         return DIED
-    # A group that was asked to leave still finishes its step.
     if run.stopping is not None:
         return DRAINING
     if group.state == "not started":
@@ -102,15 +134,15 @@ def state_of(group: GroupFold, run: RunFold) -> str:
     return group.state
 
 
-def show_group(group: GroupFold, run: RunFold) -> GroupStatus:
-    """Return the status of a group."""
+def build_status(group: GroupFold, run: RunFold) -> GroupStatus:
+
     loss: float | None = None
     own_loss: float | None = None
     own_seconds: float | None = None
     if group.commit is not None:
         loss = group.commit.loss
         own_loss = group.commit.own_loss
-        # The last step of a silent group says nothing of its pace now.
+        # A silent group may have slowed down since its last step, so that step's time is not shown.
         if group.silence is None:
             own_seconds = _own_seconds(group.commit)
     fault = ""
@@ -138,21 +170,22 @@ def show_group(group: GroupFold, run: RunFold) -> GroupStatus:
 
 
 def _own_seconds(commit: ev.StepCommitted) -> float | None:
-    """Return the group's own seconds of a step; of a round, the mean of its local steps.
+    """Return the seconds of a local step without the exchange; None without a local step.
 
-    A group that joins during a round makes fewer local steps, so the mean is over its own number.
+    For a round this is the mean of the local steps that this group made. A group that joins during
+    a round makes fewer than the other groups.
     """
     num_steps = 1 if commit.inner_steps is None else commit.inner_steps
-    if not num_steps:
+    if num_steps == 0:
         return None
     return (commit.compute_seconds + commit.apply_seconds) / num_steps
 
 
-def _describe(event: ev.Event, name: str, unit: Unit) -> str | None:
-    """Return the line of an event; None for events without one.
+def _describe_by_class(event: ev.Event, name: str, unit: Unit) -> str | None:
+    """Return the line of an event by its class alone; None for a class without a line.
 
     Args:
-        name: the group that wrote the event, such as "group 2". Lines about the run leave it out.
+        name: the group that wrote the event, such as "group 2". Lines about the run do not use it.
     """
     match event:
         # About the run:
@@ -259,8 +292,7 @@ def _describe(event: ev.Event, name: str, unit: Unit) -> str | None:
     return None
 
 
-# All groups write these events. The line of one group is enough.
-_SEEN_BY_ALL = (
+_WRITTEN_BY_ALL_GROUPS = (
     ev.DigestMismatch,
     ev.EndedWithout,
     ev.GradientExcluded,
@@ -272,22 +304,26 @@ _SEEN_BY_ALL = (
     ev.Waiting,
     ev.WaitingToEnd,
 )
+"""All groups that train write these events about the same occurrence. One group's line is enough."""
 
 
-def describe(before: Mapping[int, str], run: RunFold, event: ev.Event) -> str | None:
-    """Return the line that shows an event; None for events without a line.
+def describe_event(states_before: Mapping[int, str], run: RunFold, event: ev.Event) -> str | None:
+    """Return the line that shows an event; None if no line is shown.
+
+    Several processes may report the same occurrence. Only one of them gets a line.
 
     Args:
-        before: the states of the groups before the event.
-        run: the run after the event.
+        states_before: the states of the groups before the event, by slot.
+        run: the fold of all events, with this one.
     """
     if isinstance(event, ev.GroupLost):
-        return _describe_loss(before, run, event)
-    # The agents of all ranks report a fault of their group. The line of rank 0 is enough.
-    if isinstance(event, ev.FaultEvent) and event.rank and _hits_groups(event):
+        return _describe_lost_group(states_before, run, event)
+    if isinstance(event, ev.FaultEvent) and _hits_whole_groups(event) and event.rank:
+        # A rank other than 0. All ranks report a fault of their group; rank 0's line is enough.
         return None
     if not isinstance(event, ev.RankEvent):
-        line = _describe(event, "", STEP)
+        # Events of the launcher and of chaos: their lines need no group.
+        line = _describe_by_class(event, name="", unit=STEP)
         if line is not None:
             return line
     slot = event.replica
@@ -295,14 +331,17 @@ def describe(before: Mapping[int, str], run: RunFold, event: ev.Event) -> str | 
         return None
     group = run.groups[slot]
     name = f"group {slot}"
-    state_before = before.get(slot)
+    state_before = states_before.get(slot)
+    # Events of the group's agent, or of any of its ranks:
     match event:
         case ev.WorkerExited():
-            has_died = state_of(group, run) == DIED and state_before != DIED
-            if event.stopped or not has_died:
+            # Of several workers that end, the first one makes the group die.
+            has_died_now = state_of(group, run) == DIED and state_before != DIED
+            if event.stopped or not has_died_now:
                 return None
             if event.is_mistake:
-                return None  # the line of the `ReplicaGaveUp` that follows is enough
+                # `ReplicaGaveUp` follows at once, and its line names the mistake.
+                return None
             return _describe_death(name, event)
         case ev.AgentEnded():
             log = f"; see {event.log}" if event.log else ""
@@ -310,7 +349,7 @@ def describe(before: Mapping[int, str], run: RunFold, event: ev.Event) -> str | 
         case ev.ReplicaRestarted():
             return f"{name} restarting (attempt {group.attempt})"
         case ev.ReplicaGaveUp():
-            return _describe_end(name, event, group, state_before)
+            return _describe_last_failure(name, event, group, state_before)
         case ev.SpareTookOver():
             return f"{name}: a spare takes its place (attempt {group.attempt})"
         case ev.Hung():
@@ -320,20 +359,23 @@ def describe(before: Mapping[int, str], run: RunFold, event: ev.Event) -> str | 
             return f"{name}: ranks {_list(event.ranks)} are silent, so that the group ends"
     if not isinstance(event, ev.RankEvent):
         return None
+    # Rank 0 speaks for its group. An event of an earlier attempt may be read late.
     if event.rank != 0 or event.attempt < group.attempt:
         return None
     if isinstance(event, ev.Joined):
-        if state_of(group, run) != JOINED or state_before == JOINED:
+        # Written at each change of the quorum. Only a group that was not there before gets a line.
+        has_joined_now = state_of(group, run) == JOINED and state_before != JOINED
+        if not has_joined_now:
             return None
         return f"{name} joined: {len(group.participants)} of {len(run.groups)} groups are there"
-    if isinstance(event, _SEEN_BY_ALL) and not _is_first_to_train(run, slot):
+    if isinstance(event, _WRITTEN_BY_ALL_GROUPS) and not _is_lowest_in_training(run, slot):
         return None
-    return _describe(event, name, run.unit)
+    return _describe_by_class(event, name, run.unit)
 
 
 def _describe_death(name: str, event: ev.WorkerExited) -> str:
-    """Return the line of a group's death. The exception is first, because `top` cuts lines off."""
     parts = []
+    # The exception comes first, because `top` cuts long lines off.
     if event.error:
         parts.append(event.error)
     parts.append(event.reason or "a worker ended")
@@ -342,7 +384,7 @@ def _describe_death(name: str, event: ev.WorkerExited) -> str:
     return f"{name} died: {'; '.join(parts)}"
 
 
-def _describe_end(
+def _describe_last_failure(
     name: str, event: ev.ReplicaGaveUp, group: GroupFold, state_before: str | None
 ) -> str:
     """Return the line of a group that is not started again."""
@@ -351,17 +393,19 @@ def _describe_end(
     line = f"{name} failed: {event.reason}"
     if not event.error:
         return f"{line}; see {event.log}"
-    # The line of the group's death has named the exception.
     reason = group.last_reason if state_before in (DIED, FAILED) else None
-    if reason is not None and (reason.attempt, reason.text) == (event.attempt, event.error):
-        return line
+    if reason is not None:
+        is_same_exception = reason.attempt == event.attempt and reason.text == event.error
+        if is_same_exception:
+            # The line of the group's death has named the exception already.
+            return line
     return f"{line}; {event.log}: {event.error}"
 
 
-def is_shown_at_a_stop(event: ev.Event) -> bool:
-    """Return whether the line of an event is shown while the whole run is being stopped.
+def is_shown_while_stopping(event: ev.Event) -> bool:
+    """Return True if the line of an event is shown while the whole run is being stopped.
 
-    The end of a worker is expected then, but its death by a signal is not.
+    Workers are expected to end then. Only a worker that dies by a signal is news.
     """
     if isinstance(event, ev.WorkerExited):
         return event.signal is not None
@@ -375,11 +419,13 @@ def is_shown_at_a_stop(event: ev.Event) -> bool:
     return isinstance(event, shown)
 
 
-def _describe_loss(before: Mapping[int, str], run: RunFold, event: ev.GroupLost) -> str | None:
+def _describe_lost_group(
+    states_before: Mapping[int, str], run: RunFold, event: ev.GroupLost
+) -> str | None:
     group = run.groups.get(event.slot)
     if group is None or state_of(group, run) != LOST:
         return None
-    if before.get(event.slot) == LOST:
+    if states_before.get(event.slot) == LOST:
         return None  # another group has reported it
     line = f"group {event.slot} is lost: silent for {event.seconds:.0f} s"
     last_update = event.last_step
@@ -390,17 +436,17 @@ def _describe_loss(before: Mapping[int, str], run: RunFold, event: ev.GroupLost)
     return line
 
 
-def _is_first_to_train(run: RunFold, slot: int) -> bool:
-    """Return whether the group has the lowest slot of all that train."""
+def _is_lowest_in_training(run: RunFold, slot: int) -> bool:
+    """Return True if no group with a lower slot trains."""
     for group in run.groups.values():
         if group.slot < slot and state_of(group, run) in (JOINED, TRAINING):
             return False
     return True
 
 
-def _hits_groups(event: ev.FaultEvent) -> bool:
-    """Return whether a fault hits whole groups."""
-    # Imported here: a run without faults does not load the code of faults.
+def _hits_whole_groups(event: ev.FaultEvent) -> bool:
+    """Return True if a fault hits whole groups, and not one rank."""
+    # Imported here, so that a run without faults does not load the code of faults.
     from titan_ft.faults.catalogue import FAULTS
 
     fault = FAULTS.get(event.fault)
@@ -415,7 +461,7 @@ def _name_fault(event: ev.FaultEvent) -> str:
     if target.lighthouse:
         return f"{event.fault} on the lighthouse"
     text = f"{event.fault} on group {target.replica}"
-    if target.rank is None or _hits_groups(event):
+    if target.rank is None or _hits_whole_groups(event):
         return text
     return f"{text}, rank {target.rank}"
 
