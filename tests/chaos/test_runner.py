@@ -82,7 +82,7 @@ class Harness:
             processes=self.processes,
             orders=folder / "chaos" / "orders.jsonl",
             events=self.log,
-            lighthouse_pid=lambda: LIGHTHOUSE,
+            find_lighthouse_pid=lambda: LIGHTHOUSE,
             clock=lambda: self.now,
             wall=lambda: self.now,
             show=self.lines.append,

@@ -117,7 +117,7 @@ class Agents:
         replica = event.replica
         assert replica is not None, "an agent is in a worker"
         if isinstance(event, FaultUndone):
-            self._job.mark_undone(replica, event.fault, event.shot, event.time)
+            self._job.mark_effect_undone(replica, event.fault, event.shot, event.time)
             return
         key = (event.fault, event.shot, event.seed)
         # An answer counts even if it comes after the order was given up.
@@ -128,7 +128,7 @@ class Agents:
             # Another rank of the group or the other end of a link was first, or the order is
             # another runner's.
             if isinstance(event, FaultSkipped):
-                self._job.mark_undone(replica, event.fault, event.shot, event.time)
+                self._job.mark_effect_undone(replica, event.fault, event.shot, event.time)
             return
         target = Target(replica, event.rank)
         if isinstance(event, FaultSkipped):

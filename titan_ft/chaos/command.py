@@ -83,7 +83,7 @@ def run_chaos(asked: Chaos) -> int:
         processes=follower.processes,
         orders=paths.chaos_orders,
         events=log,
-        lighthouse_pid=lambda: follower.lighthouse_pid(runner.job),
+        find_lighthouse_pid=lambda: follower.lighthouse_pid(runner.job),
         wait_for_all=asked.fault is None,
         show=lambda line: print(f"[{time.monotonic() - started:7.1f} s] {line}", flush=True),
     )

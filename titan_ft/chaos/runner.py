@@ -32,7 +32,7 @@ class ChaosRunner:
         processes: delivers signals.
         orders: the file of orders for agents.
         events: log of the runner's events.
-        lighthouse_pid: returns the process of the job's lighthouse on this host; None = there is none.
+        find_lighthouse_pid: returns the process of the job's lighthouse on this host; None = there is none.
         clock: returns monotonic seconds, for the schedule.
         wall: returns Unix seconds, to compare with the times of events.
         wait_for_all: True starts the schedule when all groups have trained together; False with the
@@ -47,14 +47,14 @@ class ChaosRunner:
         processes: Processes,
         orders: Path,
         events: EventLog,
-        lighthouse_pid: Callable[[], int | None],
+        find_lighthouse_pid: Callable[[], int | None],
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         wait_for_all: bool = True,
         show: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.plan = plan
-        self.job = RunningJob(lighthouse_pid)
+        self.job = RunningJob(find_lighthouse_pid)
         self.outcomes = Outcomes(events, show)
         self._signals = Signals(self.job, processes, self.outcomes, clock, wall)
         self._agents = Agents(self.job, orders, self.outcomes, clock)

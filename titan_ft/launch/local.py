@@ -184,7 +184,7 @@ class LocalRun:
             processes=Processes(),
             orders=self.plan.paths.chaos_orders,
             events=self._events,
-            lighthouse_pid=lambda: self._lighthouse.pid,
+            find_lighthouse_pid=lambda: self._lighthouse.pid,
         )
 
     def run(self) -> int:
