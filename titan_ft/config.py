@@ -1,10 +1,19 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Define the `[fault_tolerance]` table of a run's TOML, and hold every rule about its values.
+"""The `[fault_tolerance]` table of a run's TOML: its settings, and every rule about their values.
 
-The class `JobConfig` makes this module a torchtitan `custom_config_module`. The module imports the
-standard library, tomli and `round_settings` only. So the launcher can check a config before any
-slow import.
+A config is checked twice:
+
+1. The launcher calls `load_toml` and `check_toml` before it starts any process. Neither torch nor
+   torchtitan is imported by then, because their import takes seconds. So this module imports only
+   the standard library, tomli and two small modules of this package.
+2. Each worker calls `validate` when torchtitan has read the whole config. torchtitan adds the table
+   to its own config by `[job] custom_config_module = "titan_ft.config"`, which names the class
+   `JobConfig` below.
+
+Each mistake is a `ConfigError` of one line. `docs/settings.py` prints docs/settings.md from the
+docstrings of the fields. docs/glossary.md explains their words, such as group, lighthouse, quorum,
+joiner, donor and heal.
 
 There is no `from __future__ import annotations` here, on purpose. torchtitan's
 `ConfigManager._merge_configs` reads the types of the fields as objects. It would take types written
@@ -29,13 +38,17 @@ from titan_ft.setting_rule import SettingRule
 
 TABLE = "fault_tolerance"
 LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
+"""Environment variable with the lighthouse's address, for a config without `lighthouse`."""
+MODULE_TOML_PREFIX = "titan_ft_module_"
+"""Prefix of the name of a temporary folder. A command writes the TOML of a job that is given as
+`--module M --config F` into it, and removes the folder at its end."""
 CHOICES = {
     "process_group": ("gloo", "nccl"),
     "exchange_dtype": ("float32", "bfloat16"),
     "batch_policy": ("shrink", "constant"),
     "lr_policy": ("none", "sqrt", "linear"),
 }
-
+"""Valid values of the settings that are words; the default is the first."""
 REMOVED = {
     "bind_address": ("a donor serves its state at advertise_address", "set advertise_address"),
     "catch_up": (
@@ -60,32 +73,37 @@ REMOVED = {
     "transfer_timeout_seconds": ("a transfer may last as long as bytes arrive", "remove it"),
     "vote_timeout_seconds": ("it is always 60 s", "remove it"),
 }
-"""Former fields of the table: what holds instead, and what to do."""
+"""Former settings: the rule that holds instead, and the remedy for a config that has one."""
 
 
 class ConfigError(ValueError):
-    """Report a mistake in a run's configuration as one line: field, rule, value, remedy."""
+    """A mistake in a run's configuration. The message is one line: field, rule, value, remedy."""
 
 
 def closest(name: object, names: Iterable[str]) -> str:
-    """Return a hint at the name that was probably meant, or nothing."""
+    """Return "did you mean ...? " with the name that is most like `name`, or an empty text."""
     close = difflib.get_close_matches(str(name), names, n=1)
     return f"did you mean {close[0]}? " if close else ""
 
 
-def removed(field: str, value: object) -> str:
-    """Return the line about a former field of the table.
+def describe_removed(field: str, value: object) -> str:
+    """Return the message about a setting that no longer exists.
 
     Args:
-        field: as it is written, in the TOML or as a flag.
+        field: full name of the setting, as the user has written it in the TOML or as a flag.
     """
-    instead, remedy = REMOVED[field.rpartition(".")[2]]
+    name = field.rpartition(".")[2]
+    instead, remedy = REMOVED[name]
     rule = f"is no setting any more ({instead}) and must be left out"
     return f"{field} {rule}, got {value!r}; {remedy}"
 
 
 def check_folder(name: str, folder: Path, what: str = "a run") -> None:
-    """Check that the argument of a command is an existing folder.
+    """Check that an argument of a command is an existing folder.
+
+    Args:
+        name: the argument's name, for the message.
+        what: the contents that the folder should have, for the message.
 
     Raises:
         ConfigError: the folder does not exist.
@@ -112,9 +130,9 @@ class FaultTolerance:
     torchtitan."""
 
     group_size: int = 0
-    """Number of replica groups of the run when all are present. The data is cut for that many, so
-    it stays the same for the whole run. 0 means not set, which is refused when `enable` is true;
-    `titan-ft launch --replicas` sets it."""
+    """Number of replica groups of the run when all are present. The data is divided among this
+    number of groups, so the number stays the same for the whole run. 0 means not set, which is
+    refused when `enable` is true; `titan-ft launch --replicas` sets it."""
 
     min_replica_size: int = 1
     """Fewest groups that may commit a step together; with fewer, training waits. 1 <=
@@ -127,10 +145,10 @@ class FaultTolerance:
     host's memory."""
 
     batch_policy: str = "shrink"
-    """What happens to the data of absent groups. With "shrink" it waits for them, and the global
-    batch is smaller meanwhile. With "constant" the present groups read it too, in extra
-    microbatches: the global batch holds, and a step takes longer. Set that if the optimizer's
-    settings need a batch of constant size."""
+    """What happens to the data of absent groups. With "shrink" the data waits for them, and the
+    global batch is smaller meanwhile. With "constant" the present groups read this data too, in
+    extra microbatches: the global batch keeps its size, and a step takes longer. Set "constant" if
+    the optimizer's settings need a batch of constant size."""
 
     lr_policy: str = "none"
     """How the LR of an update follows the share of the global batch in that update: "none", "sqrt"
@@ -142,16 +160,16 @@ class FaultTolerance:
 
     process_group_timeout_ms: int = 10000
     """Milliseconds that one operation between groups may take before the exchange counts as failed;
-    > 0. With `nccl` the time counts from the moment at which a rank waits for the whole rest of an
-    exchange. With `gloo` a link has to carry 4 MiB in that time: raise it for links below 3.4
+    > 0. With `nccl` the time begins when a rank has started all operations of an exchange and waits
+    for their end. With `gloo` a link must carry 4 MiB in this time: raise it for links below 3.4
     Mbit/s."""
 
     exchange_dtype: str = "float32"
-    """Type of the gradients between groups: "float32", or "bfloat16", which halves the bytes, the
-    memory of the buckets and that of the updates that a joiner queues. Set "bfloat16" if the
-    network between groups limits the speed. Each group's gradients are rounded to bfloat16 and
-    added up in fp32. The sum is rounded once more, and is the same bytes in all groups. Its error
-    is less than 1/127 of the sum of its terms' magnitudes. What a mixture of experts counts is
+    """Type of the gradients between groups: "float32" or "bfloat16". Set "bfloat16" if the network
+    between groups limits the speed: it halves the bytes, the memory of the buckets, and the memory
+    of the updates that a joiner queues. Each group's gradients are rounded to bfloat16 and added up
+    in fp32. The sum is rounded once more, and has the same bytes in all groups. Its error is less
+    than 1/127 of the sum of its terms' magnitudes. The token counts of a mixture of experts stay
     exact. Not with `should_quantize`."""
 
     bucket_size_mb: float = 25.0
@@ -161,10 +179,10 @@ class FaultTolerance:
 
     digest_every: int = 50
     """Steps between two comparisons of parameters, optimizer state and LR across the groups. Lower
-    it to find damage sooner; each comparison reads all of that once. 0 compares only when a joiner
-    asks for the state: then all groups that hold it compare, so that no corrupt one serves. With
-    `semi_sync_method` the groups compare what they agree on, after the round in which such a step
-    falls and at the end of each round before its changes are used."""
+    it to find damage sooner; each comparison reads the whole state once. With 0 the groups compare
+    only when a joiner asks for the state, so that no group serves a corrupt state. With
+    `semi_sync_method` the groups compare the weights on which they agree: after the round in which
+    such a step falls, and at the end of each round before the changes of the round are used."""
 
     # Membership.
 
@@ -174,11 +192,11 @@ class FaultTolerance:
     yourself if you start groups by torchrun."""
 
     job_id: str = ""
-    """Name of the job, without spaces and slashes. Of two jobs that meet at one lighthouse the
-    later one ends, and the earlier one ignores it. A job continues from its latest save, even with
+    """Name of the job, without spaces and slashes. If two jobs use one lighthouse by mistake, the
+    later job ends, and the earlier job ignores it. A job continues from its latest save, even with
     `checkpoint.load_step`; under another name it begins at `load_step` again. `titan-ft launch`
-    gives each run a name of its own; a Slurm array has one. Set it if you start groups
-    otherwise."""
+    gives each run a name of its own; a Slurm array has a name as well. Set it if you start groups
+    in another way."""
 
     lighthouse: str = ""
     """Address of the lighthouse: http://HOST:PORT, or file:PATH with the absolute path of the file
@@ -200,22 +218,23 @@ class FaultTolerance:
     # The transfer of state to a joiner.
 
     catch_up_max_gb: float = 0.0
-    """Gigabytes (2**30 bytes) of updates that a rank queues while the state travels, each as large
-    as its gradients in `exchange_dtype`: on its GPU if they fit and the groups exchange over NCCL,
-    else in host memory (pinned if there is a GPU). The rank of the group with least room decides.
-    When the queue is full, the joiner fetches a newer state if that is likely to arrive in time,
-    once in a heal; otherwise the others wait for the transfer to end. 0 takes half of what the
-    host, or its cgroup, has free when the heal begins, divided among the ranks on the host, and
-    what fits on the GPU besides. Set a number if other programs need the host's memory as well. One
-    update is always queued, so that with 0.001 the others wait from the next one on. Set
-    `TITAN_FT_RANKS_ON_HOST` if you start several groups on one host by hand."""
+    """Gigabytes (2**30 bytes) of updates that a rank of a joiner queues while the state travels.
+    Each update is as large as the rank's gradients in `exchange_dtype`. The queue is on the GPU if
+    it fits and the groups exchange over NCCL, else in host memory (pinned if there is a GPU). The
+    rank of the group with least room decides. When the queue is full, the joiner fetches a newer
+    state if that is likely to arrive in time, once in a heal; otherwise the other groups wait until
+    the transfer ends. 0 takes half of the memory that the host, or its cgroup, has free when the
+    heal begins, divided among the ranks on the host, and the free memory of the GPU besides. Set a
+    number if other programs need the host's memory as well. One update is always queued, so with
+    0.001 the other groups wait from the second update on. Set `TITAN_FT_RANKS_ON_HOST` if you start
+    several groups on one host by hand."""
 
     heal_donors: int = 8
-    """Groups from which a joiner fetches the state at once, a part from each. Each donor copies its
-    state to host memory and keeps that memory for the next copy; on a GPU it takes the memory after
-    the first update already, unless this is 1. Lower it if host memory is scarce; a donor without
-    room copies its part only. 0 takes all groups that hold the state. With `semi_sync_method` it is
-    always one."""
+    """Groups from which a joiner fetches the state at the same time, a part from each. Each donor
+    copies its state to host memory, and keeps that memory for the next copy. With a GPU it reserves
+    this memory right after the first update, unless `heal_donors` is 1. Lower it if host memory is
+    scarce; a donor without room copies only its part. 0 takes all groups that hold the state. With
+    `semi_sync_method` it is always one."""
 
     transfer_max_mbps: float = 0.0
     """Megabits (10**6 bits) per second that one rank of a donor sends at most, over all its
@@ -232,9 +251,9 @@ class FaultTolerance:
 
     drain_timeout_seconds: float = 25.0
     """Seconds after SIGTERM in which a group may finish its step, save the state if no other group
-    keeps it, and leave; afterwards it ends without; > 0. Raise it if a step and a save take longer,
-    but keep it below what the platform allows before SIGKILL (Kubernetes and Slurm: 30 s by
-    default)."""
+    holds it, and leave; > 0. After this time the group ends in any case, perhaps without a save.
+    Raise it if a step and a save take longer, but keep it below the time that the platform allows
+    before SIGKILL (Kubernetes and Slurm: 30 s by default)."""
 
     hang_timeout_seconds: float = 600.0
     """Seconds without progress of the training thread, not counting waits for other groups, after
@@ -279,10 +298,10 @@ class FaultTolerance:
     large. Only used with `semi_sync_method`."""
 
     sync_deadline_seconds: float = 0.0
-    """Seconds of its own steps after which a group asks for the exchange, even if steps of the
-    round are left; >= 0. It trains on until the others are ready too, and counts with the tokens
-    that it has trained. Set it if groups differ in speed, so that slow ones do not hold the others
-    up. 0 makes all steps. Only used with `semi_sync_method`."""
+    """Seconds of training after which a group asks for the exchange, even if steps of the round are
+    left; >= 0. The group trains on until the other groups are ready too, and its change is weighted
+    by the tokens that it has trained. Set it if groups differ in speed, so that slow groups do not
+    hold up the others. 0 makes all steps. Only used with `semi_sync_method`."""
 
     outer_lr: float = 0.7
     """LR of the outer optimizer; > 0. 0.7 is DiLoCo's; its scaling laws (arXiv 2503.09799) find 0.4
@@ -294,10 +313,10 @@ class FaultTolerance:
     "diloco"`."""
 
     should_quantize: bool = False
-    """Send changes in 8 bits. Each block of 256 has a scale of its own, and the rounding error of a
-    group's change is added to its next change. Every group gets what every other one sends: each of
-    G groups sends G/8 of the bytes that it sends in fp32, so set it for fewer than 8 groups.
-    Only used with `semi_sync_method = "diloco"`."""
+    """Send changes of parameters in 8 bits. Each block of 256 values has a scale of its own, and
+    the rounding error of a group's change is added to its next change. Every group sends its change
+    to every other group: each of G groups sends G/8 of the bytes that it sends in fp32, so set it
+    for fewer than 8 groups. Only used with `semi_sync_method = "diloco"`."""
 
     num_fragments: int = 1
     """Number of fragments that the model is cut into, by whole blocks and about equal bytes ("P" of
@@ -322,31 +341,27 @@ class FaultTolerance:
     exchange. Only used with `semi_sync_method = "diloco"`."""
 
 
-MODULE_TOML_PREFIX = "titan_ft_module_"
-"""Begins the name of a folder with a TOML that a command made for `--module M --config F`. The
-folder is removed when the command ends."""
-
-
 @dataclass
 class JobConfig:
-    """Add the table to torchtitan's config, through `[job] custom_config_module =
-    "titan_ft.config"`.
-    """
+    """The table that torchtitan adds to its own config; it finds the class by this name."""
 
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
 
 
 def read_flags(args: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the name and value of each torchtitan flag: `--section.key=value` or `--section.key
-    value`.
+    """Yield the name and value of each torchtitan flag on a command line.
 
-    Names have _ for each -.
+    A flag is `--section.key=value` or `--section.key value`. Each "-" of a name becomes "_". A flag
+    at the end without a value has an empty one.
     """
     for position, arg in enumerate(args):
-        if arg.startswith("--"):
-            name, equals, value = arg.removeprefix("--").partition("=")
-            follows = args[position + 1] if position + 1 < len(args) else ""
-            yield name.replace("-", "_"), value if equals else follows
+        if not arg.startswith("--"):
+            continue
+        name, equals, value = arg.removeprefix("--").partition("=")
+        is_last = position + 1 == len(args)
+        if not equals and not is_last:
+            value = args[position + 1]
+        yield name.replace("-", "_"), value
 
 
 def flat_values(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -390,8 +405,10 @@ def load_toml(path: str | Path) -> dict[str, Any]:
 
 
 def check_toml(values: Mapping[str, Any], schema: type = FaultTolerance) -> None:
-    """Check as much of a loaded TOML as is known without torchtitan: its tables, and
-    `[fault_tolerance]`.
+    """Check a loaded TOML as far as that is possible without torchtitan.
+
+    Checks that each entry is a table, and that `[fault_tolerance]` has known keys of the right
+    types.
 
     Args:
         values: the whole TOML, as `load_toml` returns it.
@@ -406,6 +423,8 @@ def check_toml(values: Mapping[str, Any], schema: type = FaultTolerance) -> None
     if TABLE in values:
         check_table(TABLE, values[TABLE], schema)
         return
+    # The table is missing, or its name has a typing error. An ignored table would let the run train
+    # without fault tolerance.
     close = difflib.get_close_matches(TABLE, values, n=1, cutoff=0.8)
     if close:
         raise ConfigError(f"[{close[0]}] is no table of the config; did you mean [{TABLE}]?")
@@ -422,23 +441,22 @@ def check_table(name: str, table: Any, schema: Any) -> None:
         ConfigError: names the first wrong key.
     """
     _require_table(name, table)
-    annotations = {setting.name: setting.type for setting in fields(schema)}
+    types = {setting.name: setting.type for setting in fields(schema)}
     for key, value in table.items():
-        full = f"{name}.{key}" if name else key
-        if key not in annotations:
-            kind = "key" if name else "table"
+        full_name = f"{name}.{key}" if name else key
+        if key not in types:
             if name == TABLE and key in REMOVED:
-                raise ConfigError(removed(full, value))
-            hint = closest(key, annotations)
+                raise ConfigError(describe_removed(full_name, value))
+            kind = "key" if name else "table"
+            hint = closest(key, types)
             remedy = "titan-ft config llama3_debug --json prints all of them"
-            raise ConfigError(f"{full} is not a valid {kind}; {hint}{remedy}")
-        annotation = annotations[key]
-        if is_dataclass(annotation):
-            check_table(full, value, annotation)
-        elif name != TABLE and _is_whole_float(value, annotation):
+            raise ConfigError(f"{full_name} is not a valid {kind}; {hint}{remedy}")
+        if is_dataclass(types[key]):
+            check_table(full_name, value, types[key])
+        elif name != TABLE and _is_whole_float(value, types[key]):
             continue  # torchtitan accepts 1e4 for a whole number.
         else:
-            _check_type(full, value, annotation)
+            _check_type(full_name, value, types[key])
 
 
 def _is_whole_float(value: Any, annotation: Any) -> bool:
@@ -453,7 +471,7 @@ def _require_table(name: str, table: Any) -> None:
 
 
 def resolve_lighthouse(ft: FaultTolerance, fallback: str | None) -> str:
-    """Return the lighthouse's address from the config, or else the fallback.
+    """Return the lighthouse's address from the config; without one, return `fallback`.
 
     Args:
         fallback: the value of the environment variable TORCHFT_LIGHTHOUSE; None if unset.
@@ -477,10 +495,8 @@ def resolve_lighthouse(ft: FaultTolerance, fallback: str | None) -> str:
 def validate(config: Any) -> None:
     """Check a whole job config, as torchtitan's ConfigManager returns it.
 
-    With `enable = false` nothing is checked.
-
-    torchtitan accepts `semi_sync_method` in upper case, too. The value is changed to lower case
-    here, because all other code expects lower case.
+    With `enable = false` nothing is checked. A `semi_sync_method` in upper case, which torchtitan
+    accepts, is changed to lower case, because all other code expects lower case.
 
     Raises:
         ConfigError: the first rule that does not hold.
@@ -513,15 +529,19 @@ def validate(config: Any) -> None:
 
 
 def check_replicate(replicate: int, shard: int, context: int) -> None:
-    """Refuse DDP inside a group: torchtitan 0.2.2's DDP averages gradients that its loss has
-    averaged already.
+    """Refuse DDP inside a group. DDP is used if a group has copies of the model and no shards.
+
+    torchtitan 0.2.2's DDP averages gradients over the copies, but the loss is averaged over them
+    already.
 
     Args:
-        replicate, shard, context: degrees of a group. The worker, which knows the real degree,
-            checks a shard degree of -1.
+        replicate: data-parallel replicate degree of the group.
+        shard: data-parallel shard degree. -1 stands for all ranks that are left, and is accepted
+            here: the worker calls this function again when it knows the real degree.
+        context: context-parallel degree.
 
     Raises:
-        ConfigError: the group holds copies of the model, and shards none of them.
+        ConfigError: the group would use DDP.
     """
     if replicate > 1 and shard == 1 and context == 1:
         raise ConfigError(
@@ -544,7 +564,7 @@ def check_rules(rules: Iterable[SettingRule]) -> None:
 
 
 def _refusals(config: Any) -> Iterator[SettingRule]:
-    """Refuse by name the settings that fault-tolerant runs do not support yet."""
+    """Yield a rule for each setting of torchtitan that fault-tolerant runs do not support yet."""
     early_step = config.optimizer.early_step_in_backward
     yield SettingRule(
         holds=not early_step,
@@ -571,7 +591,7 @@ def _refusals(config: Any) -> Iterator[SettingRule]:
 
 
 def _group_rules(ft: FaultTolerance) -> Iterator[SettingRule]:
-    """Check the settings that choose the participating groups."""
+    """Yield the rules about words, and about the number of groups."""
     for name, choices in CHOICES.items():
         yield SettingRule(
             holds=getattr(ft, name) in choices,
@@ -589,8 +609,10 @@ def _group_rules(ft: FaultTolerance) -> Iterator[SettingRule]:
         value=method,
         remedy=f"{hint}without it gradients are exchanged at each step",
     )
+    # The job's name becomes a part of each group's name at the lighthouse.
+    forbidden = set(ft.job_id) & set("/ \t\n")
     yield SettingRule(
-        holds=not set(ft.job_id) & set("/ \t\n"),
+        holds=not forbidden,
         field=f"{TABLE}.job_id",
         rule="must be without spaces and slashes",
         value=ft.job_id,
@@ -642,12 +664,13 @@ _ZERO_MEANS = {
     "hang_timeout_seconds": "never ends a worker",
     "sync_deadline_seconds": "makes all steps of a round",
 }
-"""Numbers that may be 0, with the meaning of 0."""
+"""Settings that may be 0, with the meaning of 0."""
 _POSITIVE_SUFFIXES = ("_seconds", "_ms", "_mb")
+"""A setting with such a name must be greater than 0, unless `_ZERO_MEANS` has it."""
 
 
 def _number_rules(ft: FaultTolerance) -> Iterator[SettingRule]:
-    """Check each number by itself: durations, sizes and counts."""
+    """Yield the rules about durations, sizes and counts, each by itself."""
     for setting in fields(FaultTolerance):
         name = setting.name
         if name.endswith(_POSITIVE_SUFFIXES) and name not in _ZERO_MEANS:
@@ -669,7 +692,11 @@ def _number_rules(ft: FaultTolerance) -> Iterator[SettingRule]:
 
 
 def _order_rules(ft: FaultTolerance) -> Iterator[SettingRule]:
-    """Check that the lighthouse notices a dead group before any wait for that group times out."""
+    """Yield the rules about the order of timeouts.
+
+    The lighthouse must notice a dead group before an exchange with that group times out. Otherwise
+    the next quorum would have the dead group again.
+    """
     yield SettingRule(
         holds=ft.heartbeat_timeout_ms >= 50,
         field=f"{TABLE}.heartbeat_timeout_ms",
@@ -687,16 +714,17 @@ def _order_rules(ft: FaultTolerance) -> Iterator[SettingRule]:
 
 
 def _round_rules(ft: FaultTolerance) -> Iterator[SettingRule]:
-    """Check the settings of semi-synchronous training, with the full names of the fields."""
+    """Yield the rules about semi-synchronous training, with the full names of the settings."""
     for rule in round_settings.rules(ft):
         yield replace(rule, field=f"{TABLE}.{rule.field}")
 
 
 def _dtype_rules(config: Any) -> Iterator[SettingRule]:
-    """Check that weights can hold the values that the groups agree on.
+    """Yield the rule about the type of the weights.
 
-    The config may leave the type to the model, so the trainer checks the weights of the built model
-    as well.
+    With a semi-synchronous method the groups agree on weights in fp32. Weights of another type
+    would lose digits of them. The model may choose the type, so the trainer also checks the weights
+    of the built model.
     """
     dtype = config.training.dtype
     yield SettingRule(
@@ -712,17 +740,18 @@ def _dtype_rules(config: Any) -> Iterator[SettingRule]:
 
 
 def _batch_rules(config: Any) -> Iterator[SettingRule]:
-    """Check that the global batch, summed over all groups, splits into whole microbatches of each
-    group.
+    """Yield the rules about the global batch, which is the number of sequences of all groups in an
+    update. It must split into whole microbatches of each rank.
     """
-    training, parallel = config.training, config.parallelism
+    training = config.training
+    parallel = config.parallelism
     replicate = parallel.data_parallel_replicate_degree
     shard = parallel.data_parallel_shard_degree
     _check_type("training.global_batch_size", training.global_batch_size, int)
     _check_type("training.local_batch_size", training.local_batch_size, int)
     _check_type("parallelism.data_parallel_replicate_degree", replicate, int)
     _check_type("parallelism.data_parallel_shard_degree", shard, int)
-    size = config.fault_tolerance.group_size
+    num_groups = config.fault_tolerance.group_size
     total = training.global_batch_size
     name = "training.global_batch_size"
     yield SettingRule(
@@ -736,22 +765,24 @@ def _batch_rules(config: Any) -> Iterator[SettingRule]:
         return
     remedy = "it counts the sequences of all groups"
     yield SettingRule(
-        holds=total % size == 0,
+        holds=total % num_groups == 0,
         field=name,
-        rule=f"must be divisible by {TABLE}.group_size ({size})",
+        rule=f"must be divisible by {TABLE}.group_size ({num_groups})",
         value=total,
         remedy=remedy,
     )
-    # Only the worker knows the degree that -1 stands for. torchtitan checks the rest there.
     local = training.local_batch_size
+    # A shard degree of -1 stands for a number that only the worker knows. torchtitan checks the
+    # batch there. Here it counts as 1.
     degree = replicate * max(shard, 1)
     if local < 1 or degree < 1:
         return  # torchtitan has errors of its own for these values.
-    factors = f"{TABLE}.group_size ({size}) x training.local_batch_size ({local})"
+    factors = f"{TABLE}.group_size ({num_groups}) x training.local_batch_size ({local})"
     if degree > 1:
         factors += f" x the data-parallel degree of a group ({degree})"
+    sequences_per_group = total // num_groups
     yield SettingRule(
-        holds=total // size % (local * degree) == 0,
+        holds=sequences_per_group % (local * degree) == 0,
         field=name,
         rule=f"must be a multiple of {factors}",
         value=total,
@@ -766,7 +797,8 @@ def check_lighthouse(name: str, address: str) -> None:
         ConfigError: the address is neither http://host:port nor file:PATH.
     """
     if address.startswith("file:"):
-        if not address.startswith("file:/") or address.endswith("/"):
+        is_absolute = address.startswith("file:/")
+        if not is_absolute or address.endswith("/"):
             raise ConfigError(
                 f"{name} must have an absolute path behind file:, got {address!r}; for example "
                 "file:/shared/run/lighthouse.json, which the lighthouse gets as --announce"

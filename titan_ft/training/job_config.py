@@ -145,7 +145,7 @@ def parse_config(args: Sequence[str], toml: str | None) -> Any:
         table, _, name = _as_in_toml(flag).removeprefix("--").partition(".")
         if table == ft_config.TABLE and name in ft_config.REMOVED:
             _, value = next(find_values(args, [flag]))
-            return ft_config.removed(_as_in_toml(flag), value)
+            return ft_config.describe_removed(_as_in_toml(flag), value)
         known_flags = [_as_in_toml(known) for known in _flags(schema)]
         hint = closest(_as_in_toml(flag), known_flags)
         return f"{_as_in_toml(flag)} is no flag of torchtitan; {hint}correct or remove it"
