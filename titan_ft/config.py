@@ -80,7 +80,7 @@ class ConfigError(ValueError):
     """A mistake in a run's configuration. The message is one line: field, rule, value, remedy."""
 
 
-def closest(name: object, names: Iterable[str]) -> str:
+def suggest_name(name: object, names: Iterable[str]) -> str:
     """Return "did you mean ...? " with the name that is most like `name`, or an empty text."""
     close = difflib.get_close_matches(str(name), names, n=1)
     return f"did you mean {close[0]}? " if close else ""
@@ -113,7 +113,7 @@ def check_folder(name: str, folder: Path, what: str = "a run") -> None:
         raise ConfigError(f"{name} must be the folder of {what}, got {folder}; {remedy}")
 
 
-def unwritable(name: str, folder: Path, error: OSError) -> ConfigError:
+def unwritable_folder_error(name: str, folder: Path, error: OSError) -> ConfigError:
     """Return the error of a command whose output folder cannot be written."""
     got = f"got {folder} ({error.strerror})"
     return ConfigError(
@@ -448,7 +448,7 @@ def check_table(name: str, table: Any, schema: Any) -> None:
             if name == TABLE and key in REMOVED:
                 raise ConfigError(describe_removed(full_name, value))
             kind = "key" if name else "table"
-            hint = closest(key, types)
+            hint = suggest_name(key, types)
             remedy = "titan-ft config llama3_debug --json prints all of them"
             raise ConfigError(f"{full_name} is not a valid {kind}; {hint}{remedy}")
         if is_dataclass(types[key]):
@@ -601,7 +601,7 @@ def _group_rules(ft: FaultTolerance) -> Iterator[SettingRule]:
             remedy=f"the default is {choices[0]}",
         )
     method = ft.semi_sync_method
-    hint = closest(str(method).lower().replace("-", "_"), SEMI_SYNC_METHODS)
+    hint = suggest_name(str(method).lower().replace("-", "_"), SEMI_SYNC_METHODS)
     yield SettingRule(
         holds=method is None or method in SEMI_SYNC_METHODS,
         field=f"{TABLE}.semi_sync_method",
@@ -863,7 +863,7 @@ def _check_type(name: str, value: Any, annotation: Any) -> None:
         if value not in choices:
             names = ", ".join(map(str, choices))
             raise ConfigError(
-                f"{name} must be one of {names}, got {value!r}; {closest(value, choices)}set it"
+                f"{name} must be one of {names}, got {value!r}; {suggest_name(value, choices)}set it"
             )
         return
     if not _is_instance(value, annotation):

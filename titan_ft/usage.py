@@ -24,7 +24,7 @@ from tyro._errors import (
     on_parse_error,
 )
 
-from titan_ft.config import ConfigError, closest
+from titan_ft.config import ConfigError, suggest_name
 
 if TYPE_CHECKING:
     from tyro._arguments import ArgumentDefinition
@@ -96,7 +96,7 @@ def _explain(
         case InvalidChoice():
             written, _ = _last_value(event.argument, args)
             rule = f"must be one of {', '.join(event.choices)}"
-            hint = closest(event.value, event.choices)
+            hint = suggest_name(event.value, event.choices)
             return f"{written} {rule}, got {event.value!r}; {hint}set it"
         case InstantiationFailure(argument=argument) if argument is not None:
             written, value = _last_value(argument, args)

@@ -21,7 +21,7 @@ from titan_ft.chaos.plan import (
     UniformGaps,
     new_seed,
 )
-from titan_ft.config import ConfigError, closest, load_toml
+from titan_ft.config import ConfigError, load_toml, suggest_name
 from titan_ft.data.assets import find_config
 from titan_ft.faults.catalogue import find_fault
 from titan_ft.faults.schema import NonNegativeInt, NonNegativeNumber, convert
@@ -119,7 +119,7 @@ def _read_rule(name: str, values: Any, folder: Path) -> Rule | Listed:
     when = values.get("when") if isinstance(values, Mapping) else None
     if not isinstance(when, str) or when not in _KINDS:
         rule = f"must be one of {', '.join(_KINDS)}, got {when!r}"
-        raise ConfigError(f"{name}.when {rule}; {closest(when, _KINDS)}set it")
+        raise ConfigError(f"{name}.when {rule}; {suggest_name(when, _KINDS)}set it")
     table = convert(_KINDS[when], values, name, f' with when = "{when}"')
     if isinstance(table, _Script):
         shots = []

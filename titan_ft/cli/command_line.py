@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 import tyro
 
 from titan_ft import versions
-from titan_ft.config import ConfigError, closest
+from titan_ft.config import ConfigError, suggest_name
 from titan_ft.options import COMMANDS, OPTIONS_OF_OPTIONS, TAKES_FLAGS
 from titan_ft.usage import find_values, refusing
 
@@ -57,7 +57,7 @@ def parse(argv: Sequence[str]) -> Any:
         known_names: list[str] = []
         for option in options:
             known_names += option.names
-        hint = closest(written, known_names)
+        hint = suggest_name(written, known_names)
         return f"{written} is no option of titan-ft {name}; {hint}see titan-ft {name} --help"
 
     return refusing(parse_arguments, args, describe_unknown, positionals, example_of(command))
@@ -151,14 +151,14 @@ def _split_name(argv: Sequence[str]) -> tuple[str, list[str]]:
     if is_command_group(argv[:1]):
         known = _names_in_group(first)
         got = " ".join(argv[:2])
-        hint = closest(got, known)
+        hint = suggest_name(got, known)
         raise ConfigError(
             f"titan-ft {first} must be one of {', '.join(known)}, got {got!r}; {hint}see titan-ft "
             "--help"
         )
     first_words = [name.partition(" ")[0] for name in COMMANDS]
     known = list(dict.fromkeys(first_words))
-    hint = closest(first, known)
+    hint = suggest_name(first, known)
     raise ConfigError(
         f"the command must be one of {', '.join(known)}, got {first!r}; {hint}see titan-ft --help"
     )

@@ -35,7 +35,7 @@ from titan_ft.cluster.group import (
     find_toml,
     split_options,
 )
-from titan_ft.config import TABLE, ConfigError, load_toml, unwritable
+from titan_ft.config import TABLE, ConfigError, load_toml, unwritable_folder_error
 from titan_ft.launch.lighthouse import changed_settings
 from titan_ft.launch.shared_settings import lighthouse_settings, table_overrides
 from titan_ft.options import SlurmSubmit
@@ -153,7 +153,7 @@ def submit(options: SlurmSubmit, flags: Sequence[str]) -> int:
     try:
         _prepare(root, options.token_file)
     except OSError as error:
-        raise unwritable("--run-dir", options.run_dir, error) from error
+        raise unwritable_folder_error("--run-dir", options.run_dir, error) from error
     with ExitStack() as undo:
         lighthouses: list[str] = []
         # After a failed submission, the lighthouses would wait for groups without end.

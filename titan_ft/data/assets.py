@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from titan_ft.config import ConfigError, closest
+from titan_ft.config import ConfigError, suggest_name
 
 SCHEME = "titan_ft://"
 FOLDER = Path(__file__).parent
@@ -70,5 +70,5 @@ def find_config(given: Path, folder: str = "") -> Path:
     kind = f"{folder} plan" if folder else "config"
     raise ConfigError(
         f"{kind} must be the path of a TOML file or one of {', '.join(known) or 'none'}, got "
-        f"{given}; {closest(name, known)}there is no such file"
+        f"{given}; {suggest_name(name, known)}there is no such file"
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from titan_ft.config import ConfigError, closest
+from titan_ft.config import ConfigError, suggest_name
 from titan_ft.faults import inside, outside
 from titan_ft.faults.fault import Category, Fault, Outcome
 from titan_ft.faults.schema import convert
@@ -47,7 +47,7 @@ def find_fault(name: object, field_name: str = "fault") -> type[Fault]:
     """
     if isinstance(name, str) and name in FAULTS:
         return FAULTS[name]
-    hint = f"{closest(name, FAULTS)}faults: {', '.join(FAULTS)}"
+    hint = f"{suggest_name(name, FAULTS)}faults: {', '.join(FAULTS)}"
     raise ConfigError(f"{field_name} must name a fault, got {name!r}; {hint}")
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, get_args
 import msgspec
 from msgspec import Meta
 
-from titan_ft.config import ConfigError, closest
+from titan_ft.config import ConfigError, suggest_name
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -78,7 +78,7 @@ def check_keys(prefix: str, given: Iterable[str], valid: Iterable[str], note: st
     valid = list(valid)
     for key in given:
         if key not in valid:
-            hint = f"{closest(key, valid)}valid keys: {', '.join(valid) or 'none'}"
+            hint = f"{suggest_name(key, valid)}valid keys: {', '.join(valid) or 'none'}"
             raise ConfigError(f"{prefix}{key} is not a valid key{note}; {hint}")
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titan_ft.config import unwritable
+from titan_ft.config import unwritable_folder_error
 from titan_ft.forecast.candidate import Candidate
 from titan_ft.forecast.choice import Case, Forecast, scaled, sensitivity
 from titan_ft.forecast.closed_forms import estimate, standbys
@@ -51,7 +51,7 @@ def write_page(folder: Path, cases: Sequence[Case], measured: Measured | None, s
         make_folder(folder)
         write_whole(folder / "index.html", page)
     except OSError as error:
-        raise unwritable("--out", folder, error) from error
+        raise unwritable_folder_error("--out", folder, error) from error
     return folder / "index.html"
 
 

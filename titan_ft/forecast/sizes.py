@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_ft import __version__
-from titan_ft.config import ConfigError, unwritable
+from titan_ft.config import ConfigError, unwritable_folder_error
 from titan_ft.data.assets import find_config
 from titan_ft.forecast.candidate import Candidate
 from titan_ft.system.ownership import make_folder
@@ -75,7 +75,7 @@ class Sizes:
                 make_folder(self._cache.parent)
                 write_whole(self._cache, json.dumps(self._known, indent=1).encode())
             except OSError as error:
-                raise unwritable("--out", self._cache.parent, error) from error
+                raise unwritable_folder_error("--out", self._cache.parent, error) from error
         return sizes
 
 

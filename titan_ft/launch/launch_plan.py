@@ -43,7 +43,7 @@ from titan_ft.config import (
     flat_values,
     load_toml,
     read_flags,
-    unwritable,
+    unwritable_folder_error,
 )
 from titan_ft.data.assets import find_config
 from titan_ft.launch.failed_start import is_failed_start, set_aside
@@ -477,7 +477,7 @@ class LaunchPlan:
         )
 
     def _unwritable(self, error: OSError) -> ConfigError:
-        return unwritable("--run-dir", self.options.run_dir, error)
+        return unwritable_folder_error("--run-dir", self.options.run_dir, error)
 
     @property
     def resume_command(self) -> str:

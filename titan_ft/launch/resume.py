@@ -34,7 +34,7 @@ from typing import Any, Final, Literal
 
 import tyro
 
-from titan_ft.config import TABLE, ConfigError, closest
+from titan_ft.config import TABLE, ConfigError, suggest_name
 from titan_ft.options import Launch
 from titan_ft.run.events import ChangedField
 from titan_ft.system.text import printable
@@ -593,7 +593,7 @@ def _find_fields_of_name(given: str, changes: Changes) -> list[str]:
     short_names = [_shortest_name(field, changes) for field in changes]
     raise ConfigError(
         f"--resume-with must name fields that differ from the earlier launch ({differing}), got "
-        f"{given!r}; {closest(name, [*changes, *short_names])}leave it out"
+        f"{given!r}; {suggest_name(name, [*changes, *short_names])}leave it out"
     )
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from titan_ft.config import ConfigError, check_folder, unwritable
+from titan_ft.config import ConfigError, check_folder, unwritable_folder_error
 from titan_ft.history.record.kept import follow
 from titan_ft.live.job_curve import JobCurve
 from titan_ft.live.run_status import RunStatus
@@ -53,7 +53,7 @@ def write_curves(run_dir: Path, folder: Path | None = None) -> int:
     try:
         _clear(folder)
     except OSError as error:
-        raise unwritable("--out", folder, error) from error
+        raise unwritable_folder_error("--out", folder, error) from error
     curve = JobCurve(folder, _report)
     stop = StopRequests(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_ft import config as ft_config
-from titan_ft.config import ConfigError, closest
+from titan_ft.config import ConfigError, suggest_name
 from titan_ft.host.release import check_torchtitan, expect_torchtitan
 from titan_ft.training.checkpoint.folder import INDEX
 from titan_ft.training.custom_import import import_custom
@@ -147,7 +147,7 @@ def parse_config(args: Sequence[str], toml: str | None) -> Any:
             _, value = next(find_values(args, [flag]))
             return ft_config.describe_removed(_as_in_toml(flag), value)
         known_flags = [_as_in_toml(known) for known in _flags(schema)]
-        hint = closest(_as_in_toml(flag), known_flags)
+        hint = suggest_name(_as_in_toml(flag), known_flags)
         return f"{_as_in_toml(flag)} is no flag of torchtitan; {hint}correct or remove it"
 
     try:
@@ -298,7 +298,7 @@ def _check_experts(job_config: Any, arguments: Any) -> None:
 
 def _check_name(field: str, value: str, known: Collection[str]) -> None:
     if value not in known:
-        hint = closest(value, known)
+        hint = suggest_name(value, known)
         raise ConfigError(
             f"{field} must be one of {', '.join(sorted(known))}, got {value!r}; {hint}set it"
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_ft.config import unwritable
+from titan_ft.config import unwritable_folder_error
 from titan_ft.history.check import check
 from titan_ft.history.outcomes.outcome import find_outcome
 from titan_ft.history.record.run_record import RunRecord
@@ -155,7 +155,7 @@ def write_comparison(runs: Sequence[RunRecord], names: Sequence[str], folder: Pa
         make_folder(folder)
         write_whole(folder / "compare.html", page.encode())
     except OSError as error:
-        raise unwritable("--out", folder, error) from error
+        raise unwritable_folder_error("--out", folder, error) from error
     return folder / "compare.html"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_ft.config import unwritable
+from titan_ft.config import unwritable_folder_error
 from titan_ft.history.check import check
 from titan_ft.history.outcomes.hosts import find_hosts, name_range, worth_a_table
 from titan_ft.history.outcomes.logs import find_log
@@ -64,7 +64,7 @@ def write_report(
         make_folder(folder)
         write_whole(folder / "index.html", page)
     except OSError as error:
-        raise unwritable("--out", folder, error) from error
+        raise unwritable_folder_error("--out", folder, error) from error
     return folder / "index.html"
 
 
