@@ -62,8 +62,8 @@ from titan_ft.training.checkpoint.folder import (  # noqa: E402
     MANIFEST,
     Manifest,
     complete_steps,
+    find_writer,
     publish,
-    writer_of,
 )
 from titan_ft.training.checkpoint.manager import SaveError, latest_due  # noqa: E402
 
@@ -1038,7 +1038,7 @@ def test_a_withdrawal_spares_what_another_group_has_saved(make_run: Callable[...
     other.checkpoints.save(5)
     run.checkpoints.withdraw_corrupt()
     assert complete_steps(run.folder) == [5]
-    assert writer_of(run.folder / "step-5") == "group-1"
+    assert find_writer(run.folder / "step-5") == "group-1"
     assert not run.events.named("checkpoint_withdrawn")
 
 
@@ -1057,7 +1057,7 @@ def test_a_slow_save_of_a_corrupt_state_replaces_nothing(
     other.checkpoints.save(5)
     gate.open.set()
     run.checkpoints.withdraw_corrupt()
-    assert writer_of(run.folder / "step-5") == "group-1"
+    assert find_writer(run.folder / "step-5") == "group-1"
     assert run.position.saved_step == 0
     (told,) = run.events.named("checkpoint_failed")
     assert "not the job's state" in told["error"]

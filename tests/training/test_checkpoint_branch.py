@@ -285,7 +285,7 @@ def test_load_step_without_checkpoints_is_refused(make_run: MakeRun) -> None:
 # The folder
 
 
-def manifest_of(step: int, **more: object) -> Manifest:
+def read_complete_manifest(step: int, **more: object) -> Manifest:
     return Manifest(step, "0" * 12, "llama3 tiny", "austen", 32, 2, False, **more)  # type: ignore[arg-type]
 
 
@@ -299,9 +299,9 @@ def write_checkpoint(folder: Path, manifest: Manifest | None) -> Path:
 
 def test_a_slow_save_sets_nothing_of_its_own_job_aside(tmp_path: Path) -> None:
     """Another group has published a later step meanwhile."""
-    write_checkpoint(tmp_path / "step-15", manifest_of(15, job_id="a"))
-    partial = write_checkpoint(tmp_path / "partial-10-group-0", manifest_of(10))
-    assert publish(partial, tmp_path / "step-10", manifest_of(10, job_id="a")) == []
+    write_checkpoint(tmp_path / "step-15", read_complete_manifest(15, job_id="a"))
+    partial = write_checkpoint(tmp_path / "partial-10-group-0", read_complete_manifest(10))
+    assert publish(partial, tmp_path / "step-10", read_complete_manifest(10, job_id="a")) == []
     assert complete_steps(tmp_path) == [10, 15]
 
 
@@ -313,10 +313,10 @@ def test_later_steps_of_nobody_are_set_aside(tmp_path: Path, damage: str) -> Non
     later = write_checkpoint(tmp_path / "step-15", None)
     if damage:
         (later / MANIFEST).write_text(damage)
-    partial = write_checkpoint(tmp_path / "partial-10-group-0", manifest_of(10))
-    assert [path.name for path in publish(partial, tmp_path / "step-10", manifest_of(10))] == [
-        "aside-15-0"
-    ]
+    partial = write_checkpoint(tmp_path / "partial-10-group-0", read_complete_manifest(10))
+    assert [
+        path.name for path in publish(partial, tmp_path / "step-10", read_complete_manifest(10))
+    ] == ["aside-15-0"]
     assert complete_steps(tmp_path) == [10]
 
 
@@ -324,8 +324,8 @@ def test_a_step_whose_manifest_cannot_be_read_just_now_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be this job's own."""
-    write_checkpoint(tmp_path / "step-15", manifest_of(15))
-    partial = write_checkpoint(tmp_path / "partial-10-group-0", manifest_of(10))
+    write_checkpoint(tmp_path / "step-15", read_complete_manifest(15))
+    partial = write_checkpoint(tmp_path / "partial-10-group-0", read_complete_manifest(10))
     read = Manifest.read
 
     def fail(folder: Path) -> Manifest | None:
@@ -334,7 +334,7 @@ def test_a_step_whose_manifest_cannot_be_read_just_now_stays(
         return read(folder)
 
     monkeypatch.setattr(checkpoint_folder.Manifest, "read", fail)
-    assert publish(partial, tmp_path / "step-10", manifest_of(10)) == []
+    assert publish(partial, tmp_path / "step-10", read_complete_manifest(10)) == []
     assert complete_steps(tmp_path) == [10, 15]
 
 
@@ -342,8 +342,8 @@ def test_a_publication_that_fails_leaves_the_former_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was out of the way already."""
-    write_checkpoint(tmp_path / "step-10", manifest_of(10, save_id="former"))
-    partial = write_checkpoint(tmp_path / "partial-10-group-0", manifest_of(10))
+    write_checkpoint(tmp_path / "step-10", read_complete_manifest(10, save_id="former"))
+    partial = write_checkpoint(tmp_path / "partial-10-group-0", read_complete_manifest(10))
     rename = Path.rename
 
     def fail(path: Path, target: Path) -> Path:
@@ -353,7 +353,7 @@ def test_a_publication_that_fails_leaves_the_former_checkpoint(
 
     monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(OSError, match="No space left"):
-        publish(partial, tmp_path / "step-10", manifest_of(10))
+        publish(partial, tmp_path / "step-10", read_complete_manifest(10))
     found = Manifest.read(tmp_path / "step-10")
     assert found is not None
     assert found.save_id == "former"

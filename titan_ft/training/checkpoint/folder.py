@@ -1,9 +1,19 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The folder of a run's checkpoints: which of them are complete, and where each comes from.
+"""The checkpoint folder that all groups share, and the manifest of each checkpoint.
 
-A writer fills a folder of its own (`partial-10-group-0`), the manifest included, and one rename
-makes it `step-10`. So a `step-` folder is complete, and two writers never share files.
+Names in the folder:
+
+- `step-10`: a published checkpoint.
+- `partial-10-group-0`: a save that group 0 has not published yet. One rename makes it `step-10`
+  (`publish`), so two writers never share files.
+- `partial-10-group-0-replaced`: a checkpoint that a save of the same step has just replaced.
+- `partial-10-purged-HEX`: a folder that is being deleted (`rename_for_deletion`).
+- `aside-10-0`: a checkpoint of another branch, kept for the user. A *branch* is the sequence of
+  saves of one job that began at one step.
+
+A *manifest* is the file `titan_ft.json` in a checkpoint. A *table* is the file that says which
+tensor is in which file of a checkpoint: DCP's `.metadata`, or the index of Hugging Face's format.
 """
 
 from __future__ import annotations
@@ -30,15 +40,16 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "titan_ft.json"
 METADATA = ".metadata"
-"""DCP's table of what is in which file of a checkpoint."""
+"""DCP's table."""
 INDEX = "model.safetensors.index.json"
-"""The table of an export in Hugging Face's format."""
+"""The table of Hugging Face's format."""
 OTHER_FOLDER_REMEDY = "give another checkpoint.folder or job.dump_folder"
 LATEST = -1
 """`checkpoint.load_step` of a job that continues from the latest checkpoint."""
-_SIGNS = (METADATA, INDEX)
+_TABLES = (METADATA, INDEX)
 """torchtitan treats either file as the sign of a complete checkpoint."""
-_CONTENTS = (MANIFEST, ".distcp", ".safetensors")
+_DATA_ENDINGS = (MANIFEST, ".distcp", ".safetensors")
+"""Ends of the names of a checkpoint's other files."""
 _STEP = re.compile(r"step-(\d+)")
 _PARTIAL = re.compile(r"partial-(\d+)-(.+)")
 _ABANDONED_SECONDS = 3600.0
@@ -46,7 +57,13 @@ _ABANDONED_SECONDS = 3600.0
 20 minutes to sync."""
 _OWN_DIGEST = "sha256"
 """Key of the digest of the manifest's other fields."""
-_TYPES: dict[str, type] = {"int": int, "str": str, "bool": bool, "dict[str, str]": dict}
+_TYPES_BY_ANNOTATION: dict[str, type] = {
+    "int": int,
+    "str": str,
+    "bool": bool,
+    "dict[str, str]": dict,
+}
+"""Types of the fields of `Manifest`, whose annotations are strings at run time."""
 
 
 class DamagedError(Exception):
@@ -55,19 +72,23 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The origin of a checkpoint; a file beside the data.
+    """The origin and the digests of a checkpoint.
+
+    A manifest of an earlier version may lack the fields that have a default here.
 
     Attributes:
-        lineage: hash of the state, 12 hex digits.
-        model: name and flavor.
+        lineage: hash of the history of the state, 12 hex digits.
+        model: torchtitan's name of the model, and its flavor.
         num_shards: shards of the data: group_size x the data-parallel degree of a group.
-        writer: the group, as in "group-0".
+        model_only: True if the checkpoint holds no training state.
+        version: version of titan_ft that wrote the checkpoint.
+        writer: the group that wrote the checkpoint, as in "group-0".
         round_steps: steps of a group in a round; 1 without a semi-synchronous method, 0 if unknown.
         job_id: `fault_tolerance.job_id` of the writer.
         load_step: `checkpoint.load_step` of the writer.
         save_id: differs between any two saves, even of one step; hex digits.
-        table: digest of the table of files as it was written, see `digest_table`; empty = unknown.
-        digests: digests of the parts of the state by name, see `digest`.
+        table: digest of the table as it was written, see `digest_table`; empty = unknown.
+        digests: digest of each part of the state by name, see `digest.take_digests`.
     """
 
     step: int
@@ -88,7 +109,7 @@ class Manifest:
 
     @property
     def branch(self) -> tuple[str, int]:
-        """The job and its first step. Saves of one branch follow on each other."""
+        """The job's id and the step from which the user let it begin."""
         return self.job_id, self.load_step
 
     @staticmethod
@@ -128,19 +149,19 @@ class Manifest:
 
 
 def digest_table(folder: Path) -> str:
-    """Return the SHA-256 of a checkpoint's table of files; empty if it has none.
+    """Return the SHA-256 of a checkpoint's table; empty if it has none.
 
     Raises:
         OSError: the file system does not answer.
     """
-    for sign in _SIGNS:
+    for table in _TABLES:
         with contextlib.suppress(FileNotFoundError):
-            return hashlib.sha256((folder / sign).read_bytes()).hexdigest()
+            return hashlib.sha256((folder / table).read_bytes()).hexdigest()
     return ""
 
 
 def _check_own_digest(values: Any) -> None:
-    """Compare a manifest's fields with the digest among them. Earlier versions wrote no digest.
+    """Compare a manifest's fields with the digest that is one of them.
 
     Without the check, one flipped bit may name another dataset. The data would then begin again
     without need.
@@ -148,6 +169,7 @@ def _check_own_digest(values: Any) -> None:
     Raises:
         ValueError: the fields are not as written.
     """
+    # None: an earlier version wrote this manifest, without the digest.
     digest = values.get(_OWN_DIGEST)
     if digest is not None and digest != _digest_values(values):
         raise ValueError(f"its {_OWN_DIGEST} is another one")
@@ -159,20 +181,32 @@ def _digest_values(values: dict[str, Any]) -> str:
 
 
 def _parse(values: Any) -> Manifest:
-    known = {}
-    for each in dataclasses.fields(Manifest):
-        if each.name not in values:
+    """Return a manifest with the known fields of `values`.
+
+    Raises:
+        TypeError: a field is missing, or has a value of another type.
+        ValueError: the lineage is no hex number.
+    """
+    known: dict[str, Any] = {}
+    for field_of_manifest in dataclasses.fields(Manifest):
+        name = field_of_manifest.name
+        if name not in values:
             continue
-        value = known[each.name] = values[each.name]
-        if type(value) is not _TYPES[str(each.type)]:
-            raise TypeError(f"{each.name} is {value!r}")
+        value = values[name]
+        if type(value) is not _TYPES_BY_ANNOTATION[str(field_of_manifest.type)]:
+            raise TypeError(f"{name} is {value!r}")
+        known[name] = value
     manifest = Manifest(**known)
     int(manifest.lineage, 16)
     return manifest
 
 
 def check_model(earlier: Manifest | None, now: Manifest, folder: str) -> None:
-    """Check that the checkpoint in `folder` holds this run's model, if its manifest names a model.
+    """Check that the checkpoint in `folder` holds this run's model.
+
+    Args:
+        earlier: the checkpoint's manifest; None if it has none, and then nothing is checked.
+        now: the manifest that a save of this run would have.
 
     Raises:
         ConfigError: the checkpoint holds another model.
@@ -185,11 +219,14 @@ def check_model(earlier: Manifest | None, now: Manifest, folder: str) -> None:
 
 
 def check_rounds(earlier: Manifest | None, now: Manifest, folder: str) -> None:
-    """Check that the checkpoint in `folder` has rounds of this run's length, if its manifest gives
-    a length.
+    """Check that the checkpoint in `folder` comes from rounds of this run's length.
 
-    Updates are numbered by rounds. After a change of the length, a step would belong to two
-    numbers.
+    An update has the number of its round. After a change of the length, the step of the checkpoint
+    would belong to another round.
+
+    Args:
+        earlier: the checkpoint's manifest; None if it has none, and then nothing is checked.
+        now: the manifest that a save of this run would have.
 
     Raises:
         ConfigError: the lengths differ.
@@ -206,10 +243,10 @@ def check_rounds(earlier: Manifest | None, now: Manifest, folder: str) -> None:
         )
 
 
-def data_change(earlier: Manifest | None, now: Manifest) -> str:
-    """Return the reason why the data of an earlier run cannot be continued; empty if they can.
+def find_data_change(earlier: Manifest | None, now: Manifest) -> str:
+    """Return the reason why this run cannot continue the data of a checkpoint; empty if it can.
 
-    The numbers of groups and ranks may differ.
+    The data can be continued with another number of groups and ranks, if the shards stay the same.
     """
     if earlier is None:
         return "the checkpoint is not of a fault-tolerant run"
@@ -223,7 +260,7 @@ def data_change(earlier: Manifest | None, now: Manifest) -> str:
 
 def complete_steps(folder: str | Path) -> list[int]:
     """Return the steps of the complete checkpoints in `folder`, in order."""
-    return _steps(folder, is_complete)
+    return _find_steps(folder, is_complete)
 
 
 def torn_steps(folder: str | Path) -> list[int]:
@@ -232,23 +269,29 @@ def torn_steps(folder: str | Path) -> list[int]:
     def is_torn(path: Path) -> bool:
         if is_complete(path):
             return False
-        return any(child.name.endswith(_CONTENTS) for child in _children(path))
+        return any(child.name.endswith(_DATA_ENDINGS) for child in _children(path))
 
-    return _steps(folder, is_torn)
+    return _find_steps(folder, is_torn)
 
 
-def _steps(folder: str | Path, counts: Callable[[Path], bool], after: int = -1) -> list[int]:
-    found = []
+def _find_steps(
+    folder: str | Path, is_wanted: Callable[[Path], bool], after: int = -1
+) -> list[int]:
+    """Return the steps after `after` whose folders are wanted, in order."""
+    steps = []
     for path in _children(Path(folder)):
         match = _STEP.fullmatch(path.name)
-        if match and int(match[1]) > after and counts(path):
-            found.append(int(match[1]))
-    return sorted(found)
+        if match is None:
+            continue
+        step = int(match[1])
+        if step > after and is_wanted(path):
+            steps.append(step)
+    return sorted(steps)
 
 
 def is_complete(folder: Path) -> bool:
-    """Return True if a checkpoint's folder has all of its data."""
-    return any((folder / sign).is_file() for sign in _SIGNS)
+    """Return True if a checkpoint's folder has a table."""
+    return any((folder / table).is_file() for table in _TABLES)
 
 
 def partial_folder(target: Path, step: int, name: str) -> Path:
@@ -257,7 +300,10 @@ def partial_folder(target: Path, step: int, name: str) -> Path:
 
 
 def partial_sizes(folder: Path, step: int, name: str) -> dict[str, int]:
-    """Return the bytes of each file of `step` that writers other than `name` are writing now."""
+    """Return the size of each file in the partial folders of `step`, by its path.
+
+    The folder of the writer `name` is left out.
+    """
     own = partial_folder(folder / f"step-{step}", step, name).name
     sizes: dict[str, int] = {}
     for path in folder.glob(f"partial-{step}-*/*"):
@@ -269,13 +315,12 @@ def partial_sizes(folder: Path, step: int, name: str) -> dict[str, int]:
 
 
 def publish(partial: Path, target: Path, manifest: Manifest) -> list[Path]:
-    """Turn a folder with a whole checkpoint, manifest included, into the checkpoint `target`.
+    """Rename a complete partial folder, manifest included, to the checkpoint `target`.
 
-    A former checkpoint of this step and branch is replaced. One of another branch is set aside, and
-    so are later steps of other branches, because a job that went back has abandoned them. Left in
-    place, they would be the latest checkpoint of the next launch, and torchtitan would purge the
-    new branch first, whose steps are earlier. A job that went back to `load_step` has abandoned all
-    later steps: if its own first save is damaged, the next start must not resume from them.
+    1. An earlier checkpoint of this step is replaced. If it is of another branch, it is set aside.
+    2. Later checkpoints of other branches are set aside: this job went back before them, and has
+       abandoned them. Left in place, they would be the latest checkpoints at the next launch, and
+       torchtitan would purge the earlier steps of this branch first.
 
     Returns:
         The folders of checkpoints that were set aside.
@@ -291,25 +336,32 @@ def publish(partial: Path, target: Path, manifest: Manifest) -> list[Path]:
         partial.rename(target)
     except OSError:
         if not is_complete(target):
-            # Keep the former checkpoint rather than none.
+            # Keep the earlier checkpoint rather than none.
             with contextlib.suppress(OSError):
                 replaced.rename(target)
             raise
         # Another group has just published the same step, so no checkpoint is missing.
         shutil.rmtree(partial, ignore_errors=True)
     aside = []
-    if is_complete(replaced) and _branch_of(replaced) != manifest.branch:
+    if is_complete(replaced) and _read_branch(replaced) != manifest.branch:
         aside.append(_set_aside(replaced, manifest.step))
     shutil.rmtree(replaced, ignore_errors=True)
-    left_at = manifest.step if manifest.load_step == LATEST else manifest.load_step
-    for step in _steps(target.parent, is_complete, after=left_at):
+    if manifest.load_step == LATEST:
+        first_abandoned_after = manifest.step
+    else:
+        # Also steps between `load_step` and this save: if this save turns out to be damaged, the
+        # next start must not resume from them.
+        first_abandoned_after = manifest.load_step
+    for step in _find_steps(target.parent, is_complete, after=first_abandoned_after):
         later = target.with_name(f"step-{step}")
-        if _branch_of(later) not in (manifest.branch, None):
+        branch = _read_branch(later)
+        is_of_other_branch = branch is not None and branch != manifest.branch
+        if is_of_other_branch:
             aside.append(_set_aside(later, step))
     return [path for path in aside if path is not None]
 
 
-def _branch_of(folder: Path) -> tuple[str, int] | None:
+def _read_branch(folder: Path) -> tuple[str, int] | None:
     """Return the branch of a checkpoint; None if the file system does not answer."""
     try:
         manifest = Manifest.read(folder)
@@ -318,7 +370,8 @@ def _branch_of(folder: Path) -> tuple[str, int] | None:
     except OSError:
         return None
     if manifest is None:
-        return "", LATEST - 1  # A branch that no job has.
+        # Stock torchtitan's checkpoint, or a damaged one. No job of this project has this branch.
+        return "", LATEST - 1
     return manifest.branch
 
 
@@ -345,7 +398,7 @@ def _set_aside(folder: Path, step: int) -> Path | None:
     return None
 
 
-def take_abandoned(folder: Path, name: str) -> list[Path]:
+def rename_abandoned(folder: Path, name: str) -> list[Path]:
     """Rename partial folders without a living writer, so that they can be deleted.
 
     The caller is the group `name`, and is not writing now, so its own folders are abandoned. A
@@ -354,27 +407,29 @@ def take_abandoned(folder: Path, name: str) -> list[Path]:
     Returns:
         The folders to delete.
     """
-    doomed = []
+    renamed = []
     # The time of the file server: the clock of this host may differ.
-    now = _newest_change([folder, *_children(folder)])
+    now = _latest_change([folder, *_children(folder)])
     for path in _children(folder):
         match = _PARTIAL.fullmatch(path.name)
         if not match:
             continue
-        is_own = match[2] in (name, f"{name}-replaced")
-        if is_own or now - _newest_change(_all_in(path)) > _ABANDONED_SECONDS:
-            doomed.append(discard(path, int(match[1])))
-    return [path for path in doomed if path is not None]
+        step = int(match[1])
+        writer = match[2]
+        is_own = writer in (name, f"{name}-replaced")
+        if is_own or now - _latest_change(_walk(path)) > _ABANDONED_SECONDS:
+            renamed.append(rename_for_deletion(path, step))
+    return [path for path in renamed if path is not None]
 
 
-def _all_in(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path) -> Iterator[Path]:
     """Yield a folder and all files and folders below it; skips entries that vanish meanwhile."""
     for place, _, files in os.walk(folder):
         yield Path(place)
         yield from (Path(place, name) for name in files)
 
 
-def _newest_change(paths: Iterable[Path]) -> float:
+def _latest_change(paths: Iterable[Path]) -> float:
     """Return the time of the latest change of `paths`, in seconds; 0 if all of them are gone."""
     newest = 0.0
     for path in paths:
@@ -383,7 +438,7 @@ def _newest_change(paths: Iterable[Path]) -> float:
     return newest
 
 
-def writer_of(target: Path) -> str:
+def find_writer(target: Path) -> str:
     """Return the writer of the checkpoint `target`; empty if it is gone or names no writer."""
     try:
         manifest = Manifest.read(target)
@@ -392,7 +447,7 @@ def writer_of(target: Path) -> str:
     return "" if manifest is None else manifest.writer
 
 
-def manifest_of(target: Path) -> Manifest | None:
+def read_complete_manifest(target: Path) -> Manifest | None:
     """Return the manifest of the checkpoint `target`; None if it is not complete, or cannot be
     read.
     """
@@ -402,19 +457,19 @@ def manifest_of(target: Path) -> Manifest | None:
         return None
 
 
-def discard(target: Path, step: int) -> Path | None:
+def rename_for_deletion(target: Path, step: int) -> Path | None:
     """Rename a folder before its deletion, so that a half-deleted folder never looks complete.
 
     Returns:
         The folder to delete; None if it is gone already.
     """
-    # A new name each time: the remains of a killed deletion may have any earlier name.
-    doomed = partial_folder(target, step, f"purged-{secrets.token_hex(4)}")
+    # A new name each time: a deletion that was killed may have left any earlier name.
+    renamed = partial_folder(target, step, f"purged-{secrets.token_hex(4)}")
     try:
-        target.rename(doomed)
+        target.rename(renamed)
     except OSError:  # Another group was faster.
         return None
-    return doomed
+    return renamed
 
 
 def _children(folder: Path) -> list[Path]:

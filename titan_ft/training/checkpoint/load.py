@@ -43,7 +43,7 @@ from titan_ft.training.checkpoint.folder import (
     Manifest,
     check_model,
     check_rounds,
-    data_change,
+    find_data_change,
 )
 from titan_ft.training.checkpoint.states import JOB_TOKENS, QUORUM_STATE
 
@@ -126,7 +126,7 @@ class Load:
             del state[OUTER_STATE]
         self.asks_for_reset = DATALOADER not in state
         reason = "checkpoint.exclude_from_loading names it" if self.asks_for_reset else ""
-        self.data_reset_reason = reason or data_change(manifest, self._now)
+        self.data_reset_reason = reason or find_data_change(manifest, self._now)
         if self.data_reset_reason:
             state.pop(DATALOADER, None)
 

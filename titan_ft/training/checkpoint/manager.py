@@ -13,20 +13,22 @@ A save:
 2. torchtitan collects the state and calls `dcp_save`. All ranks of the writer write into the
    group's own folder, for example `partial-10-group-0`.
 3. Rank 0 adds the manifest, reads the tables of the files back, and renames the folder to
-   `step-10`. This step *publishes* the checkpoint.
-4. The writer's next call of `save` reports the result. Its next exchange carries the saved step to
-   the other groups.
+   `step-10`. The rename *publishes* the checkpoint.
+4. The writer's next call of `save` reports the result, and sets `position.saved_step`. The next
+   exchange carries this number to the other groups.
 
-A writer that dies during a save leaves a partial folder. No load considers it, and a writer deletes
-it later.
+With asynchronous saves, DCP (torch.distributed.checkpoint) writes on a thread of its own, and 3
+follows on that thread. A writer that dies during a save leaves a partial folder. No load considers
+it, and a writer deletes it later.
 
 A load: the group joins the job. If other groups train, the group heals from them and loads nothing.
 Otherwise rank 0 chooses a checkpoint, and all ranks load it and compare it with its manifest.
 
 Terms:
 
-- step: torchtitan's count of local steps, which names a checkpoint. An update is one commit of all
-  groups. With LocalSGD or DiLoCo one update is made of several steps.
+- step: torchtitan's count of local steps, which names a checkpoint. An *update* is one commit of
+  all groups. With LocalSGD or DiLoCo several steps make one update. `position.step` and
+  `position.saved_step` count updates.
 - manifest: the file `titan_ft.json` of a checkpoint, with its origin and digests of its contents.
 - ledger: the record of the batches that the job has trained, with the loaders' states. Each
   data-parallel rank of the whole job has one shard of the data.
@@ -99,13 +101,13 @@ from titan_ft.training.checkpoint.folder import (
     DamagedError,
     Manifest,
     complete_steps,
-    discard,
-    manifest_of,
+    find_writer,
     partial_folder,
     partial_sizes,
     publish,
-    take_abandoned,
-    writer_of,
+    read_complete_manifest,
+    rename_abandoned,
+    rename_for_deletion,
 )
 from titan_ft.training.checkpoint.load import OUTER_STATE, Load
 from titan_ft.training.checkpoint.reader import check_values, load_checkpoint
@@ -220,7 +222,7 @@ class ReplicaCheckpoints(HostCheckpoints):
         largest_on_this_rank = max(int(number) for number in trainer.ledger.shards())
         self._num_shards = max(trainer.gather(largest_on_this_rank)) + 1
         counters = self.states[TRAIN_STATE]
-        # A test may attach twice. The counters must not be wrapped twice.
+        # A second call must not wrap the counters again.
         if not isinstance(counters, TrainCounters):
             self.states[TRAIN_STATE] = TrainCounters(counters, self._num_shards)
 
@@ -422,7 +424,7 @@ class ReplicaCheckpoints(HostCheckpoints):
         """
         if dist.get_rank() != 0:
             return None
-        return manifest_of(Path(self._create_checkpoint_id(step)))
+        return read_complete_manifest(Path(self._create_checkpoint_id(step)))
 
     def _broadcast_from_rank_0(self, answer: bool) -> bool:
         """Return rank 0's answer on all ranks. A collective of the group."""
@@ -523,10 +525,10 @@ class ReplicaCheckpoints(HostCheckpoints):
 
     def _remove_own_checkpoint(self, step: int) -> None:
         target = Path(self._create_checkpoint_id(step))
-        if writer_of(target) != self._writer_name:
+        if find_writer(target) != self._writer_name:
             # Another group has replaced this checkpoint by its own, sound one.
             return
-        renamed = discard(target, step)
+        renamed = rename_for_deletion(target, step)
         if renamed is None:  # Another group was faster.
             return
         shutil.rmtree(renamed, ignore_errors=True)
@@ -738,7 +740,7 @@ class ReplicaCheckpoints(HostCheckpoints):
         for step in reversed(steps):
             target = Path(self._create_checkpoint_id(step))
             if num_kept == self.keep_latest_k:
-                self._delete_later(discard(target, step))
+                self._delete_later(rename_for_deletion(target, step))
             elif _is_sound_checkpoint(target):
                 # Only sound checkpoints count. A damaged one would push the last sound one out.
                 num_kept += 1
@@ -756,7 +758,7 @@ class ReplicaCheckpoints(HostCheckpoints):
         Call this on rank 0, on any thread, only while this group writes no files: all partial
         folders of this group are deleted.
         """
-        for renamed in take_abandoned(Path(self.folder), self._writer_name):
+        for renamed in rename_abandoned(Path(self.folder), self._writer_name):
             self._delete_later(renamed)
 
     def _report_choice(self, request: LoadRequest, choice: Choice) -> None:
