@@ -1,6 +1,18 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One load of a group: checks of the checkpoint before it, and of the loaded state after it."""
+"""One load of a checkpoint: checks of the checkpoint before the load, and of the state after it.
+
+`ReplicaCheckpoints.dcp_load` creates a `Load`, and calls its methods on the training thread, on all
+ranks of the group. `ReplicaCheckpoints.load` calls the last one after an error:
+
+1. `prepare`: check the manifest, and drop the parts of the state that the checkpoint lacks.
+2. DCP loads. `raise_failure` turns an error of DCP into an error that names the cause.
+3. `check_loaded`: compare the loaded state with the digests in the manifest.
+4. `give_up`, after a failed load: write a note into the checkpoint's folder, and raise. The next
+   start of every group reads the note, and chooses another checkpoint (`choice.py`).
+
+If any of these methods raises, the loaded state must not be used.
+"""
 
 from __future__ import annotations
 
@@ -56,25 +68,21 @@ logger = logging.getLogger(__name__)
 
 
 class Load:
-    """A load from one folder.
-
-    `ReplicaCheckpoints` calls the methods in this order, on all ranks of a group: `prepare`, then
-    `check` after the load, or `fail` after DCP's error, and `give_up` after a `DamagedError` or
-    `LoadError`. If any of them raises, the loaded state must not be used.
+    """A load from one folder; see the head of this file.
 
     Args:
         folder: folder of the checkpoint.
-        now: the manifest that a save of this run would have.
+        this_run: the manifest that a save of this run would have now.
         gather: gathers an integer of every rank of the group.
 
     Attributes:
         data_reset_reason: the reason why the data begins again; empty if the data continues.
-        asks_for_reset: True if the config asks for that.
+        asks_for_reset: True if the config asks for new data.
     """
 
-    def __init__(self, folder: Path, now: Manifest, gather: Gather) -> None:
+    def __init__(self, folder: Path, this_run: Manifest, gather: Gather) -> None:
         self._folder = folder
-        self._now = now
+        self._this_run = this_run
         self._gather = gather
         self._manifest: Manifest | None = None
         self.data_reset_reason = ""
@@ -82,30 +90,34 @@ class Load:
 
     def prepare(self, state: dict[str, Any], from_hf: bool) -> None:
         """Check that the checkpoint fits this run, and drop the parts of `state` that the
-        checkpoint lacks.
+        checkpoint lacks. A collective.
 
         Args:
-            state: the parts by name, and the tensors of the model; all of `state` is loaded.
+            state: the parts by name, and the tensors of the model. DCP then loads all that is left
+                in it.
+            from_hf: True if the checkpoint is in Hugging Face's format.
 
         Raises:
             ConfigError: the checkpoint is of another model, or no training state.
             LoadError: the checkpoint cannot be read.
         """
 
-        def look() -> None:
+        def check() -> None:
             if from_hf:
                 check_importable(self._folder)
                 return
             self._manifest = Manifest.read(self._folder)
-            check_model(self._manifest, self._now, str(self._folder))
-            if QUORUM_STATE in state:  # Otherwise torchtitan loads the model only.
+            check_model(self._manifest, self._this_run, str(self._folder))
+            loads_model_only = QUORUM_STATE not in state
+            if not loads_model_only:
                 self._drop_missing(state)
 
-        read_on_all_ranks(look, str(self._folder), self._gather)
+        read_on_all_ranks(check, str(self._folder), self._gather)
 
     def _drop_missing(self, state: dict[str, Any]) -> None:
-        """Drop the parts of `state` that the checkpoint lacks: DCP fails on a missing key."""
-        folder, manifest = self._folder, self._manifest
+        """Drop the parts of `state` that the checkpoint lacks. DCP would fail on a missing key."""
+        folder = self._folder
+        manifest = self._manifest
         keys = read_keys(folder)
         if not has_training_state(keys):
             raise ConfigError(
@@ -114,24 +126,29 @@ class Load:
                 "checkpoint.load_step, or begin with this model: as checkpoint.initial_load_path, "
                 "with another checkpoint.folder"
             )
-        check_rounds(manifest, self._now, str(folder))
+        check_rounds(manifest, self._this_run, str(folder))
         if manifest is None:
+            # Stock torchtitan wrote this checkpoint, without a lineage.
             del state[QUORUM_STATE]
         if TRAIN_STATE in state and f"{TRAIN_STATE}.{JOB_TOKENS}" not in keys:
             del state[TRAIN_STATE][JOB_TOKENS]
         if STOCK_RANKS in keys and manifest is None:
+            # Load this number as well: `_count_tokens_of_stock` needs it.
             state[STOCK_RANKS] = 0
-        if OUTER_STATE in state and not any(key.startswith(f"{OUTER_STATE}.") for key in keys):
+        has_outer_state = any(key.startswith(f"{OUTER_STATE}.") for key in keys)
+        if OUTER_STATE in state and not has_outer_state:
             logger.warning("%s has no outer optimizer: it begins without momentum", folder)
             del state[OUTER_STATE]
         self.asks_for_reset = DATALOADER not in state
-        reason = "checkpoint.exclude_from_loading names it" if self.asks_for_reset else ""
-        self.data_reset_reason = reason or find_data_change(manifest, self._now)
+        if self.asks_for_reset:
+            self.data_reset_reason = "checkpoint.exclude_from_loading names it"
+        else:
+            self.data_reset_reason = find_data_change(manifest, self._this_run)
         if self.data_reset_reason:
             state.pop(DATALOADER, None)
 
-    def fail(self, error: CheckpointException, from_hf: bool) -> NoReturn:
-        """End the load after an error of DCP's, which is the same on all ranks. A collective.
+    def raise_failure(self, error: CheckpointException, from_hf: bool) -> NoReturn:
+        """Raise the cause of an error of DCP, which is the same on all ranks. A collective.
 
         Raises:
             ConfigError: the checkpoint holds another state.
@@ -167,8 +184,8 @@ class Load:
     def _find_defect(self) -> str:
         return find_defect(self._folder) if dist.get_rank() == 0 else ""
 
-    def check(self, state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-        """Compare the loaded state with the saved one. A collective.
+    def check_loaded(self, state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+        """Compare the loaded state with the manifest. A collective.
 
         Args:
             state: the state that DCP has loaded.
@@ -178,6 +195,7 @@ class Load:
             DamagedError: the states differ. On all ranks.
         """
         if self._manifest is None:
+            # Stock torchtitan wrote this checkpoint, without digests.
             _count_tokens_of_stock(state)
             return
         change = find_change(self._manifest.digests, take_digests(state, parts, self._gather))
@@ -206,9 +224,10 @@ class Load:
         return ""
 
     def give_up(self, error: DamagedError | LoadError, request: LoadRequest, step: int) -> NoReturn:
-        """End a failed load, so that the next start of every group chooses an older checkpoint.
+        """Note a failed load, and raise. A collective.
 
-        This start cannot choose again: the step was announced to the other groups. A collective.
+        The note lets the next start of every group choose another checkpoint. This start cannot
+        choose again: it has announced the step to the other groups.
 
         Args:
             request: the request that chose the checkpoint.
@@ -227,13 +246,13 @@ class Load:
                 f"{self._folder}, which is damaged: {reason}; give another one"
             ) from error
         self._check_not_replaced()
-        is_noted = self._note(error)
+        is_noted = self._write_note(error)
         if isinstance(error, LoadError):
             raise error
         try:
-            other = agree_on_step(
-                replace(request, damaged={step: reason}), dist.get_rank(), self._gather
-            ).step
+            # The step from which the next start will go on, for the message.
+            without_this_step = replace(request, damaged={step: reason})
+            other = agree_on_step(without_this_step, dist.get_rank(), self._gather).step
         except NoCheckpointError:
             if not is_noted:
                 raise
@@ -265,17 +284,18 @@ class Load:
             LoadError: the folder holds another checkpoint, or is gone. On all ranks.
         """
 
-        def look() -> None:
-            then = _save_id(self._manifest)
-            now = _save_id(Manifest.read(self._folder))
-            if dist.get_rank() == 0 and (then != now or not self._folder.is_dir()):
+        def check() -> None:
+            id_at_begin = _save_id(self._manifest)
+            id_now = _save_id(Manifest.read(self._folder))
+            is_same = id_at_begin == id_now and self._folder.is_dir()
+            if dist.get_rank() == 0 and not is_same:
                 raise LoadError(
                     f"{self._folder} was replaced while it was loaded; another start chooses anew"
                 )
 
-        read_on_all_ranks(look, str(self._folder), self._gather)
+        read_on_all_ranks(check, str(self._folder), self._gather)
 
-    def _note(self, error: DamagedError | LoadError) -> bool:
+    def _write_note(self, error: DamagedError | LoadError) -> bool:
         """Write a note of the failure; return False if the folder is not writable."""
         is_noted = False
         if dist.get_rank() == 0:
@@ -283,7 +303,7 @@ class Load:
                 save_id=_save_id(self._manifest),
                 damaged=isinstance(error, DamagedError),
                 reason=str(error),
-                by=self._now.writer,
+                by=self._this_run.writer,
                 time=time.strftime("%Y-%m-%d %H:%M:%S"),
             )
             with contextlib.suppress(OSError):  # The folder may be read-only.
@@ -293,7 +313,10 @@ class Load:
 
 
 def _count_tokens_of_stock(state: Mapping[str, Any]) -> None:
-    """Turn the count of one of stock torchtitan's data ranks into the count of the job."""
+    """Compute the job's tokens from a checkpoint of stock torchtitan.
+
+    Stock torchtitan saves the tokens of one data rank, and the number of its data ranks.
+    """
     counters = state.get(TRAIN_STATE)
     if counters is not None:
         counters[JOB_TOKENS] = counters["ntokens_seen"] * state.get(STOCK_RANKS, 1)

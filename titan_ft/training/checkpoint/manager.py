@@ -706,8 +706,8 @@ class ReplicaCheckpoints(HostCheckpoints):
                 if MODEL in self.states:
                     self.states[MODEL].load_state_dict(states)
         except CheckpointException as error:
-            load.fail(error, from_hf)  # Always raises.
-        load.check(states, self.states)
+            load.raise_failure(error, from_hf)  # Always raises.
+        load.check_loaded(states, self.states)
         for name, part in state_dict.items():
             if isinstance(part, Stateful) and name in states:
                 part.load_state_dict(states[name])
