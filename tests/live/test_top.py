@@ -30,7 +30,7 @@ from tests.event_builder import build, like, named
 from titan_ft.config import ConfigError
 from titan_ft.history.fold.faults import InjectedFaults
 from titan_ft.history.fold.steps import CommittedSteps
-from titan_ft.live.run_status import MAX_POINTS, LossCourse, RunStatus
+from titan_ft.live.run_status import MAX_POINTS, LossCurve, RunStatus
 from titan_ft.live.top import FollowedRun, top
 from titan_ft.live.top_view import Screen, frame, make_sparkline
 from titan_ft.run.events import ChangedField, Event, Target
@@ -627,7 +627,7 @@ def test_course_of_the_loss_over_a_long_run() -> None:
     """A frame of a long run costs as much as of a short one; the first and the last value are
     exact.
     """
-    course = LossCourse()
+    course = LossCurve()
     for number in range(10 * MAX_POINTS):
         course.add(float(number))
     assert len(course.points) <= MAX_POINTS

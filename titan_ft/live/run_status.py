@@ -1,8 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The status of a whole run as a person sees it: a view of the run's fold. No files, no clock.
+"""The status of a whole run as a person sees it, from its events alone: no files, no clock.
 
-`titan-ft top` and the launcher make one, and give it each event on one thread.
+`titan-ft top` and the launcher each create a `RunStatus`, and give it each event in order
+(`observe`) on one thread. `RunStatus` adds the event to the *fold*, which is the sum of all events
+so far (`history/fold/run.py`), and returns the event's line for the terminal (`live/status.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ MAX_POINTS = 1024
 """Points of the loss curve: more than a terminal has columns."""
 MAX_LINES = 200
 CUT_SECONDS = 3.0
-"""Time that a file must be cut before it is reported: a reader may see a write half done."""
+"""Report a cut file (`run/log.py`) only after this time: a reader may see a write half done."""
 
 
 def describe_shape(groups: int, ranks: int = 0) -> str:
@@ -42,8 +44,10 @@ def describe_shape(groups: int, ranks: int = 0) -> str:
 
 
 def _line_of_launch(event: ev.Event) -> str | None:
-    """Return the line of an event that the launcher prints by itself, which `observe` must not
-    return.
+    """Return the line of an event that the launcher prints by itself.
+
+    `titan-ft top` shows this line, but `observe` does not return it: the launcher would print it
+    twice.
     """
     match event:
         case ev.LaunchStarted():
@@ -74,17 +78,19 @@ class _StepTokens(NamedTuple):
 
 
 class _RecentSteps(NamedTuple):
-    """The last steps, over which the rate is measured."""
+    """The last steps, over which the rate is measured.
+
+    The time begins with the first commit, so the tokens and the number leave out the first step.
+    """
 
     tokens: int
-    """Tokens of these steps without the first, whose commit begins the time."""
     num_steps: int
-    """Without the first."""
     seconds: float
-    """From the first to the last, or to now if the next one is late; 0 without a rate."""
+    """From the first commit to the last, or to now if the next one is late; 0 if there is no rate,
+    because only one step is known."""
 
 
-class LossCourse:
+class LossCurve:
     """The loss curve of a run in a bounded number of points."""
 
     def __init__(self) -> None:
@@ -93,24 +99,25 @@ class LossCourse:
         self._points: list[float] = []
         """Means of `_values_per_point` values each."""
         self._values_per_point = 1
-        self._rest: list[float] = []
-        """Newest values, which are not in a point yet."""
+        self._newest: list[float] = []
+        """Values that are not in a point yet."""
 
     @property
     def points(self) -> list[float]:
-        if not self._rest:
+        if not self._newest:
             return self._points
-        return [*self._points, fmean(self._rest)]
+        return [*self._points, fmean(self._newest)]
 
     def add(self, loss: float) -> None:
         if self.first is None:
             self.first = loss
         self.last = loss
-        self._rest.append(loss)
-        if len(self._rest) == self._values_per_point:
-            self._points.append(fmean(self._rest))
-            self._rest.clear()
+        self._newest.append(loss)
+        if len(self._newest) == self._values_per_point:
+            self._points.append(fmean(self._newest))
+            self._newest.clear()
         if len(self._points) == MAX_POINTS:
+            # Halve the resolution.
             pairs = zip(self._points[::2], self._points[1::2], strict=True)
             self._points = [fmean(pair) for pair in pairs]
             self._values_per_point *= 2
@@ -124,7 +131,7 @@ class RunStatus:
     """
 
     def __init__(self, num_replicas: int = 0) -> None:
-        self.losses = LossCourse()
+        self.losses = LossCurve()
         """Losses of the committed steps, if finite."""
         self.fold = RunFold(num_replicas)
         self.lines: deque[StatusLine] = deque(maxlen=MAX_LINES)
@@ -134,7 +141,10 @@ class RunStatus:
         self._restart(0.0)
 
     def _restart(self, since: float) -> None:
-        """Drop everything before `since`, in Unix seconds. Later events may have come already."""
+        """Drop lines and steps before `since`, in Unix seconds, and reset all else.
+
+        Events of the new launch may have come before its `LaunchStarted`, from another file.
+        """
         lines = [line for line in self.lines if line.time > since]
         self.lines = deque(lines, maxlen=self.lines.maxlen)
         steps = [step for step in self._steps if step.time > since]
@@ -142,9 +152,11 @@ class RunStatus:
         self.launcher_gone = False
         """True if the launcher has ended without an event. `FollowedRun` sets it."""
         self.num_cut = 0
-        """Number of processes whose events cannot be written, as on a full disk."""
-        self._seen_cut = (0, 0.0)
-        """The number at the last look, and the monotonic seconds since which it is the same."""
+        """Number of processes whose events cannot be written, as on a full disk. Reported."""
+        self._num_cut_now = 0
+        """The same number at the last call of `observe_cut`, perhaps not reported yet."""
+        self._num_cut_since = 0.0
+        """Monotonic seconds since which `_num_cut_now` has its value."""
         self._refusals: set[tuple[str | None, str]] = set()
         """Ports and kinds of the refusals that have a line."""
 
@@ -187,8 +199,8 @@ class RunStatus:
 
     @property
     def end(self) -> str:
-        """Why the run is over; empty while it goes on. Without a launcher it ends with its
-        groups.
+        """Why the run is over; empty while it goes on. A run without a launcher ends when all of its
+        groups have ended.
         """
         if self.fold.launch_end is not None:
             return self.fold.launch_end.reason or "the launcher ended"
@@ -238,11 +250,11 @@ class RunStatus:
             now: seconds of the monotonic clock.
         """
         num_cut = self._count_living_writers(files)
-        seen, seen_since = self._seen_cut
-        if num_cut != seen:
-            seen_since = now
-            self._seen_cut = (num_cut, now)
-        if num_cut == self.num_cut or now - seen_since < CUT_SECONDS:
+        if num_cut != self._num_cut_now:
+            self._num_cut_now = num_cut
+            self._num_cut_since = now
+        is_lasting = now - self._num_cut_since >= CUT_SECONDS
+        if num_cut == self.num_cut or not is_lasting:
             return None
         self.num_cut = num_cut
         if not num_cut:
@@ -252,7 +264,7 @@ class RunStatus:
         return f"not all events of {who} can be written (is the disk full?): {lag}"
 
     def _count_living_writers(self, files: set[str]) -> int:
-        """Return how many processes wrote some cut files of events and have not ended."""
+        """Return the number of processes that wrote these files of events and have not ended."""
         if not files:
             return 0
         writers = {RunPaths.process_of(name) for name in files}
