@@ -1,10 +1,15 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The TOML of a job on torchtitan 0.3, which reads no TOML itself.
+"""Read the TOML of a job on torchtitan 0.3, which has no TOML, but configs written in Python.
 
-The tables are those of 0.2, with the fields and defaults of 0.3. A field of 0.2 without a
-counterpart in 0.3 may have its default in the TOML, so that one file serves both releases. Any
-other value is refused by its name. `translate` fills 0.3's config.
+1. `TABLES` has a dataclass for each table of the TOML: the tables of 0.2, with the fields and
+   defaults of 0.3. `build_schema` joins them and this package's tables to the class `JobConfig`.
+2. `Reader.parse_args` reads the TOML and the flags into a `JobConfig`. A field of 0.2 without a
+   counterpart in 0.3 must have its default, so that one TOML serves both releases. Any other value
+   is refused by its name.
+3. `translate` turns a `JobConfig` into 0.3's Trainer.Config.
+
+`titan_0_3.py` and the reader of configs (`training/job_config.py`) call this module.
 """
 
 from __future__ import annotations
@@ -40,28 +45,31 @@ from titan_ft.config import ConfigError, read_flags
 
 
 def _table(
-    name: str, source: Any = None, *own: tuple[str, Any, Any], without: Sequence[str] = ()
+    name: str, source: Any = None, *more: tuple[str, Any, Any], without: Sequence[str] = ()
 ) -> Any:
-    """Return a table with the fields of one of torchtitan's configs.
+    """Return a dataclass for a table, with the fields of one of torchtitan's configs.
 
     Args:
-        own: further fields, or other defaults, as (name, type, default). The default of a list or a
-            table is a function that makes it.
+        source: torchtitan's config; None for a table with the fields of `more` alone.
+        more: further fields, or other defaults, as (name, type, default). The default of a list or
+            a table is a function that makes it.
         without: fields of `source` that a TOML does not set.
     """
-    found: dict[str, tuple[str, Any, Any]] = {}
-    hints = {} if source is None else get_type_hints(source)
-    for each in () if source is None else fields(source):
-        if each.name in without:
-            continue
-        made: Any = field(default=each.default)
-        if each.default_factory is not MISSING:
-            made = field(default_factory=each.default_factory)
-        found[each.name] = (each.name, hints[each.name], made)
-    for own_name, kind, default in own:
+    # Name, type and default of each field, as `make_dataclass` takes them, by name.
+    table_fields: dict[str, tuple[str, Any, Any]] = {}
+    if source is not None:
+        types = get_type_hints(source)
+        for source_field in fields(source):
+            if source_field.name in without:
+                continue
+            copied: Any = field(default=source_field.default)
+            if source_field.default_factory is not MISSING:
+                copied = field(default_factory=source_field.default_factory)
+            table_fields[source_field.name] = (source_field.name, types[source_field.name], copied)
+    for field_name, kind, default in more:
         value = field(default_factory=default) if callable(default) else default
-        found[own_name] = (own_name, kind, value)
-    table = make_dataclass(name, found.values())
+        table_fields[field_name] = (field_name, kind, value)
+    table = make_dataclass(name, table_fields.values())
     # tyro parses the module of each class. For the module `types`, that would take 0.05 s.
     table.__module__ = __package__
     return table
@@ -70,7 +78,7 @@ def _table(
 _DataLoader = _table(
     "DataLoader", HuggingFaceTextDataLoader.Config, without=("dataset", "dataset_path", "infinite")
 )
-_Nothing = _table("Nothing")
+_EmptyTable = _table("Nothing")
 TABLES: dict[str, Any] = {
     "job": _table(
         "Job",
@@ -139,7 +147,7 @@ TABLES: dict[str, Any] = {
         ("early_stop", bool, False),
     ),
     "compile": _table("Compile", CompileConfig),
-    "quantize": _Nothing,
+    "quantize": _EmptyTable,
     "comm": _table("Comm", CommConfig),
     "memory_estimation": _table(
         "MemoryEstimation", None, ("enable", bool, False), ("disable_fake_mode", bool, False)
@@ -167,7 +175,7 @@ TABLES: dict[str, Any] = {
     ),
 }
 
-_ONE_VALUE = {
+_FIXED_VALUES = {
     "model.converters": "0.3 converts a model's config where its flavor is made",
     "model.print_after_conversion": "0.3 converts no built model",
     "model.tokenizer_path": "0.3 reads model.hf_assets_path",
@@ -189,14 +197,14 @@ _ONE_VALUE = {
     "debug.enable_structured_logging": "all groups would write to the same files",
 }
 """Fields that must have their default on 0.3, with the reason."""
-_BLOCK = 128
-"""Tokens of a block in a mask of attention."""
+_ATTENTION_BLOCK_TOKENS = 128
+"""Tokens of a block of the attention mask, which context parallelism deals out to ranks."""
 _KNOWN_MODULES = ("", "titan_ft.config", "torchtitan.components.ft.config")
 """Values of `job.custom_config_module` that only add the table [fault_tolerance]."""
 
 
 class _JobConfig:
-    """The methods of 0.2's `JobConfig`."""
+    """Base class of the schema: the methods of 0.2's `JobConfig`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all tables, as plain values."""
@@ -218,7 +226,12 @@ class _JobConfig:
 
 
 class Reader:
-    """Reads a TOML and flags into the schema, as 0.2's ConfigManager does."""
+    """Reads a TOML and flags into the schema, as 0.2's ConfigManager does.
+
+    Args:
+        schema: the class `JobConfig`.
+        values: the TOML's tables, which are checked already.
+    """
 
     def __init__(self, schema: Any, values: Mapping[str, Any]) -> None:
         self._schema = schema
@@ -226,19 +239,19 @@ class Reader:
         ConfigManager()  # Its constructor teaches tyro to read a list of names.
 
     def parse_args(self, args: list[str]) -> Any:
-        """Return the config of the TOML's values, with the flags over them.
+        """Return the config of the TOML's values; a flag overrides the TOML.
 
         Raises:
             ValueError: 0.3 refuses a value, or has no counterpart for it.
         """
-        default = _fill(self._schema, self._values)
+        default = _fill_dataclass(self._schema, self._values)
         job_config = tyro.cli(self._schema, args=args, default=default, registry=custom_registry)
         training, validation = job_config.training, job_config.validation
         for name in ("local_batch_size", "seq_len"):
             if getattr(validation, name) is None:
                 setattr(validation, name, getattr(training, name))
-        _refuse(job_config)
-        translate(job_config)
+        _refuse_without_counterpart(job_config)
+        translate(job_config)  # Raises if 0.3 refuses a value.
         return job_config
 
 
@@ -255,7 +268,7 @@ def build_schema(
     Raises:
         ConfigError: flags or tables name a module or a table without a counterpart in 0.3.
     """
-    module = _find(values, arguments, "job", "custom_config_module")
+    module = _find_value(values, arguments, "job", "custom_config_module")
     if module not in _KNOWN_MODULES:
         raise ConfigError(
             'job.custom_config_module must be "titan_ft.config" with torchtitan 0.3, '
@@ -281,10 +294,10 @@ def fill_tables(values: Mapping[str, Any]) -> Any:
     The job has no tables of this package.
     """
     tables = [(name, table, field(default_factory=table)) for name, table in TABLES.items()]
-    return _fill(make_dataclass("Tables", tables, bases=(_JobConfig,)), values)
+    return _fill_dataclass(make_dataclass("Tables", tables, bases=(_JobConfig,)), values)
 
 
-def _find(values: Mapping[str, Any], arguments: Sequence[str], table: str, name: str) -> Any:
+def _find_value(values: Mapping[str, Any], arguments: Sequence[str], table: str, name: str) -> Any:
     """Return a value from the flags, or else from the TOML, or else an empty text."""
     given = values.get(table)
     found = given.get(name, "") if isinstance(given, Mapping) else ""
@@ -294,14 +307,14 @@ def _find(values: Mapping[str, Any], arguments: Sequence[str], table: str, name:
     return found
 
 
-def _fill(schema: Any, values: Mapping[str, Any]) -> Any:
+def _fill_dataclass(schema: Any, values: Mapping[str, Any]) -> Any:
     """Return an instance of a dataclass with the values of a TOML, which are checked already."""
     kinds = {each.name: each.type for each in fields(schema)}
     made = {}
     for name, value in values.items():
         kind = kinds[name]
         if is_dataclass(kind):
-            made[name] = _fill(kind, value)
+            made[name] = _fill_dataclass(kind, value)
         elif kind is int and isinstance(value, float):  # A TOML may have 1e4 for 10000.
             made[name] = int(value)
         else:
@@ -309,13 +322,13 @@ def _fill(schema: Any, values: Mapping[str, Any]) -> Any:
     return schema(**made)
 
 
-def _refuse(job_config: Any) -> None:
+def _refuse_without_counterpart(job_config: Any) -> None:
     """Refuse by its name each value without a counterpart in torchtitan 0.3.
 
     Raises:
         ConfigError: the job has such a value.
     """
-    for full, reason in _ONE_VALUE.items():
+    for full, reason in _FIXED_VALUES.items():
         table, _, name = full.partition(".")
         value = getattr(getattr(job_config, table), name)
         only = getattr(TABLES[table](), name)
@@ -336,16 +349,16 @@ def _refuse_sequences(job_config: Any) -> None:
     tables = ("training", "validation") if job_config.validation.enable else ("training",)
     for table in tables:
         length = getattr(job_config, table).seq_len
-        if cp > 1 and length % (_BLOCK * cp):
+        if cp > 1 and length % (_ATTENTION_BLOCK_TOKENS * cp):
             raise ConfigError(
-                f"{table}.seq_len must be a multiple of {_BLOCK} x "
+                f"{table}.seq_len must be a multiple of {_ATTENTION_BLOCK_TOKENS} x "
                 f"parallelism.context_parallel_degree ({cp}) with torchtitan 0.3, which deals out "
                 f"blocks of attention, got {length}; change one of them"
             )
 
 
 def _refuse_validation(job_config: Any) -> None:
-    """Refuse a validation that a pipeline of 0.3 cannot make."""
+    """Refuse a validation that a pipeline of 0.3 cannot run."""
     parallel = job_config.parallelism
     if not job_config.validation.enable or parallel.pipeline_parallel_degree == 1:
         return
@@ -356,7 +369,8 @@ def _refuse_validation(job_config: Any) -> None:
             "another schedule"
         )
     for name in ("local_batch_size", "seq_len"):
-        value, trained = getattr(job_config.validation, name), getattr(job_config.training, name)
+        value = getattr(job_config.validation, name)
+        trained = getattr(job_config.training, name)
         if value != trained:
             raise ConfigError(
                 f"validation.{name} must be training.{name} ({trained}) with a pipeline of "
@@ -382,21 +396,21 @@ def translate(
         model_spec=model_spec,
         hf_assets_path=model.hf_assets_path,
         dump_folder=job.dump_folder,
-        profiler=_made_of(Profiler.Config, job_config.profiling),
-        metrics=_made_of(MetricsProcessor.Config, job_config.metrics),
+        profiler=_convert(Profiler.Config, job_config.profiling),
+        metrics=_convert(MetricsProcessor.Config, job_config.metrics),
         dataloader=loader_config(training),
         optimizer=optimizer_config(job_config.optimizer),
-        lr_scheduler=_made_of(LRSchedulersContainer.Config, job_config.lr_scheduler),
-        training=_made_of(TrainingConfig, training),
-        parallelism=_made_of(ParallelismConfig, job_config.parallelism),
-        checkpoint=_checkpoint(job_config.checkpoint),
-        activation_checkpoint=_activation_checkpoint(job_config.activation_checkpoint),
-        compile=_compile(job_config),
-        comm=_made_of(CommConfig, job_config.comm),
-        validator=_made_of(
+        lr_scheduler=_convert(LRSchedulersContainer.Config, job_config.lr_scheduler),
+        training=_convert(TrainingConfig, training),
+        parallelism=_convert(ParallelismConfig, job_config.parallelism),
+        checkpoint=_convert_checkpoint(job_config.checkpoint),
+        activation_checkpoint=_convert_activation_checkpoint(job_config.activation_checkpoint),
+        compile=_convert_compile(job_config),
+        comm=_convert(CommConfig, job_config.comm),
+        validator=_convert(
             Validator.Config, job_config.validation, dataloader=loader_config(job_config.validation)
         ),
-        debug=_made_of(DebugConfig, job_config.debug),
+        debug=_convert(DebugConfig, job_config.debug),
         loss=ChunkedLossWrapper.Config(
             loss_fn=CrossEntropyLoss.Config(global_vocab_size=vocab_size)
         ),
@@ -405,7 +419,7 @@ def translate(
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _TrainerConfig(Trainer.Config):
-    """0.3's config of a job; errors name the fields of the TOML's tables."""
+    """0.3's config of a job. It prints and saves the job in the form of the TOML."""
 
     job_config: Any = None
 
@@ -417,16 +431,22 @@ class _TrainerConfig(Trainer.Config):
         self.job_config.maybe_log()
 
 
-def _made_of(kind: Any, table: Any, **others: Any) -> Any:
-    """Return one of 0.3's configs, with the values of the fields that a table shares with it."""
-    shared = {each.name for each in fields(kind)} & {each.name for each in fields(table)}
-    names = shared - set(others)
-    return kind(**{name: getattr(table, name) for name in names}, **others)
+def _convert(kind: Any, table: Any, **others: Any) -> Any:
+    """Return one of 0.3's configs with the values of a table.
+
+    Args:
+        kind: class of the config. Fields with names that the table lacks keep their defaults.
+        others: values of further fields, which also override the table.
+    """
+    config_names = {each.name for each in fields(kind)}
+    table_names = {each.name for each in fields(table)}
+    values = {name: getattr(table, name) for name in config_names & table_names}
+    return kind(**{**values, **others})
 
 
 def loader_config(table: Any) -> HuggingFaceTextDataLoader.Config:
     """Return the config of the loader that a table with a dataset describes."""
-    return _made_of(
+    return _convert(
         HuggingFaceTextDataLoader.Config,
         table.dataloader,
         dataset=table.dataset,
@@ -446,29 +466,30 @@ def optimizer_config(table: Any) -> OptimizersContainer.Config:
     return OptimizersContainer.Config(param_groups=[group], implementation=table.implementation)
 
 
-def _checkpoint(table: Any) -> CheckpointManager.Config:
-    # At each start, 0.3 warns of a value without effect, even of its own default.
-    begins = bool(table.initial_load_path or table.initial_load_in_hf)
-    return _made_of(
+def _convert_checkpoint(table: Any) -> CheckpointManager.Config:
+    # Without an initial load, `initial_load_model_only` has no effect. 0.3 would warn of it at each
+    # start, although true is its default.
+    has_initial_load = bool(table.initial_load_path or table.initial_load_in_hf)
+    return _convert(
         CheckpointManager.Config,
         table,
-        initial_load_model_only=table.initial_load_model_only and begins,
+        initial_load_model_only=table.initial_load_model_only and has_initial_load,
     )
 
 
-def _activation_checkpoint(table: Any) -> Any:
+def _convert_activation_checkpoint(table: Any) -> Any:
     if table.mode == "selective":
         shapes = table.per_op_sac_force_recompute_mm_shapes_by_fqns
-        return _made_of(SelectiveAC.Config, table, force_recompute_mm_shapes_by_fqns=shapes)
+        return _convert(SelectiveAC.Config, table, force_recompute_mm_shapes_by_fqns=shapes)
     if table.mode == "full":
-        return _made_of(FullAC.Config, table)
+        return _convert(FullAC.Config, table)
     if table.mode == "memory_budget":
-        return _made_of(MemoryBudgetAC.Config, table)
+        return _convert(MemoryBudgetAC.Config, table)
     return None
 
 
-def _compile(job_config: Any) -> CompileConfig:
-    compile_config: CompileConfig = _made_of(CompileConfig, job_config.compile)
+def _convert_compile(job_config: Any) -> CompileConfig:
+    compile_config: CompileConfig = _convert(CompileConfig, job_config.compile)
     if job_config.parallelism.enable_async_tensor_parallel:
         compile_config = dataclasses.replace(compile_config, enable_async_tensor_parallel=True)
     return compile_config
