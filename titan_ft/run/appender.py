@@ -14,8 +14,8 @@ A full disk must not end a healthy run. `Appender.append` writes at once, or els
    (`on_recovery`).
 
 A process that is killed during an outage loses its waiting records. Readers of a file of JSON lines
-notice that: the file is *cut*, which means that its last newline is missing. `FileAppender` removes
-the newline while records wait, because that needs no room on the disk.
+notice that: the file is *cut*, which means that it is empty or lacks its last newline.
+`FileAppender` removes this newline while records wait, because that needs no room on the disk.
 
 All functions may run on any thread, in signal handlers, and after a fork.
 

@@ -39,12 +39,6 @@ _BLOCK_BYTES = 256 * 1024
 """Read this much of a file at a time."""
 _UNSET = (None, -1)
 """Defaults of replica, rank and attempt in an event whose emitter has not set them."""
-_WRONG_FIELDS = (
-    "must have the fields of {} (see docs/events.md): {}; read an older version's run with that "
-    "version"
-)
-
-
 ROTATE_BYTES = 64 * 2**20
 """A process opens its next file of events when the present file has this size."""
 MAX_LINE_BYTES = 16 * 2**20
@@ -264,7 +258,7 @@ def decode(line: bytes, *wanted: type[Event]) -> Event | None:
     try:
         event: Event = _decoder(kind).decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(_WRONG_FIELDS.format(head.event, error)) from error
+        raise _wrong_fields(head.event, str(error)) from error
     header = _required_header(kind)
     # msgspec fills a missing field with its default, and no required field is written with its
     # default. So a default value means that the field is missing. `map` compares in C: a loop of
@@ -273,8 +267,15 @@ def decode(line: bytes, *wanted: type[Event]) -> Event | None:
     if has_missing:
         for name, default in zip(header.names, header.defaults, strict=True):
             if getattr(event, name) == default:
-                raise ValueError(_WRONG_FIELDS.format(head.event, f"{name} is missing"))
+                raise _wrong_fields(head.event, f"{name} is missing")
     return event
+
+
+def _wrong_fields(name: str, problem: str) -> ValueError:
+    return ValueError(
+        f"must have the fields of {name} (see docs/events.md): {problem}; read an older version's "
+        "run with that version"
+    )
 
 
 def read_events(folder: Path) -> list[Event]:
