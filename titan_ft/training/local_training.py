@@ -1,8 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One rank's part in the training of its own group, by torchtitan's Trainer.
+"""Compute gradients in one replica group, by torchtitan's Trainer, as the engine needs them.
 
-Batches come in; gradients and the facts about them go out. Other groups play no part here.
+The engine (`titan_ft/engine/`) decides about updates of the whole job. It knows neither torchtitan
+nor the model. `LocalTraining` is its view of the group's own training: it reads batches, runs
+forward and backward, clips, and reports tokens, loss and times. Nothing here knows other groups.
 """
 
 from __future__ import annotations
@@ -42,14 +44,15 @@ _WARM_UP_TOKENS = 32
 class LocalTraining:
     """The worker's implementation of `titan_ft.engine.strategy.GroupTraining`.
 
-    The strategies and the trainer call it, on the training thread only. If `compute` fails, the
-    local gradients are incomplete, and the process ends.
+    The engine's strategies and the trainer call it, on the training thread only. If `compute`
+    fails, the local gradients are incomplete, and the process ends.
 
     Args:
         trainer: torchtitan's trainer, with its model built.
-        feed: reads the batches of any slot.
-        group: gathers over `loss_group`.
-        watchdog: gets a beat before each microbatch.
+        feed: reads the batches of any slot. A slot is a share of the data; each group has one, and
+            may read the slots of absent groups too.
+        group: gathers over the ranks of `loss_group`.
+        watchdog: ends this process if it gets no beat for too long.
 
     Attributes:
         nominal_tokens: tokens of a step with all groups present and every label valid.
@@ -109,19 +112,20 @@ class LocalTraining:
     def gradient_scale(self) -> float:
         """Factor from local gradients to gradients of the reported loss; 1 without a pipeline.
 
-        Pipelines of torchtitan 0.2 run the backward from the sum of the losses, and divide only the
-        reported loss. Without the factor every step would be clipped.
+        Pipelines of torchtitan 0.2 run the backward of the sum of the losses, and divide only the
+        reported loss. Without the factor, these large gradients would be clipped in every step.
         """
         sums_losses = PIPELINES_SUM_LOSSES and self._trainer.parallel_dims.pp_enabled
         return 1 / self.nominal_tokens if sums_losses else 1.0
 
     def compute(self, work: Work, slots: Sequence[int], arm: Callable[[], None]) -> Contribution:
-        """Train one step's batch of each slot, and add its gradients to the local ones.
+        """Train one step's batch of each slot, and add its gradients to the model's gradients.
 
         Args:
-            work: gets the readings and times.
+            work: this method adds the batches that it reads, and its times.
             slots: slots whose batches this group reads.
-            arm: called before the last backward.
+            arm: called before the last backward. From then on, complete gradients travel to the
+                other groups.
 
         Returns:
             The batches, tokens and loss of this group; the same on all of its ranks.
@@ -135,26 +139,35 @@ class LocalTraining:
         trainer = self._trainer
         per_call = batches_per_call(trainer)
         num_batches = trainer.gradient_accumulation_steps * per_call
-        readings = [self._feed.read(slot, num_batches, work.count_batches(slot)) for slot in slots]
+        readings = []
+        for slot in slots:
+            num_read_before = work.count_batches(slot)
+            readings.append(self._feed.read(slot, num_batches, num_read_before))
         loading_seconds = time.monotonic() - started_at
-        work.inner_steps = 1  # After the reading: at the end of the data there is no step.
+        # Only now: if the data have ended, `read` has raised, and there is no step.
+        work.inner_steps = 1
         microbatches = [batch for reading in readings for batch in reading.batches]
-        valid_tokens = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in microbatches)
-        tokens = sum(labels.numel() for _, labels in microbatches)
+        tokens = 0
+        valid_tokens = 0
+        for _inputs, labels in microbatches:
+            tokens += labels.numel()
+            valid_tokens += int((labels != IGNORE_INDEX).sum())
         losses = []
         for first in range(0, len(microbatches), per_call):
             self._watchdog.beat()
             end = first + per_call
-            if end == len(microbatches):
+            is_last_call = end == len(microbatches)
+            if is_last_call:
                 arm()
             losses.append(self._forward_backward(microbatches[first:end]).detach())
         work.readings += readings
         trainer.metrics_processor.ntokens_since_last_log += tokens
-        # Read the next batches while the device computes and the exchange is under way. `item`
-        # below makes the host wait for the device.
-        reading_at = time.monotonic()
-        self._feed.read_ahead(readings if self.step < self.num_steps else [])
-        loading_seconds += time.monotonic() - reading_at
+        # Read the next batches now, while the device computes and the exchange is under way.
+        # `item` below makes the host wait for the device.
+        read_ahead_started_at = time.monotonic()
+        has_next_step = self.step < self.num_steps
+        self._feed.read_ahead(readings if has_next_step else [])
+        loading_seconds += time.monotonic() - read_ahead_started_at
         loss_sum = torch.sum(torch.stack(losses)).item()
         seconds = time.monotonic() - started_at
         contribution = self._gather_contribution(
@@ -291,17 +304,19 @@ class LocalTraining:
             own = [valid_tokens, tokens, loss, local_mean]
         else:
             own = [0, 0, 0.0, -math.inf]
-        facts = self._group.gather_losses([*own, seconds, loading_seconds])
-        work.loading_seconds += float(facts[:, 5].max())
+        # One row for each rank, with these six numbers.
+        rows = self._group.gather_losses([*own, seconds, loading_seconds])
+        valid_tokens_by_rank, tokens_by_rank, losses, means, times, loading_times = rows.unbind(1)
+        work.loading_seconds += float(loading_times.max())
         cp = self._trainer.parallel_dims.cp
         return Contribution(
-            # Each rank of a context-parallel group counts the same tokens, and has another part of
-            # the loss.
-            valid_tokens=int(facts[:, 0].sum()) // cp,
-            tokens=int(facts[:, 1].sum()) // cp,
-            loss=float(facts[:, 2].sum()),
-            max_loss=float(facts[:, 3].max()),
-            seconds=float(facts[:, 4].max()),
+            # The ranks of a context-parallel group all count the same tokens, but each has its own
+            # part of the loss.
+            valid_tokens=int(valid_tokens_by_rank.sum()) // cp,
+            tokens=int(tokens_by_rank.sum()) // cp,
+            loss=float(losses.sum()),
+            max_loss=float(means.max()),
+            seconds=float(times.max()),
             entries=tuple(reading.entry for reading in readings),
         )
 
@@ -315,12 +330,10 @@ def count_nominal_tokens(trainer: HostTrainer) -> int:
 
 
 def loss_group(dims: ParallelDims) -> torch.distributed.ProcessGroup | None:
-    """Return the ranks that sum their losses; None if each rank knows the whole loss.
-
-    Only a pipeline's last stage computes a loss. All ranks of the group sum the losses, because
-    rank 0, which most views show, is of the first stage.
-    """
+    """Return the ranks that sum their losses; None if each rank knows the whole loss."""
     if dims.pp_enabled:
+        # Only the last stage of a pipeline computes a loss. Rank 0, whose loss most views show, is
+        # of the first stage. So all ranks of the group take part.
         return torch.distributed.group.WORLD
     mesh = dims.get_optional_mesh("loss") if dims.dp_cp_enabled else None
     return None if mesh is None else mesh.get_group()
