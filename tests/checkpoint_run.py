@@ -259,7 +259,7 @@ class Ranks:
             run.gather = self._gather  # type: ignore[method-assign]
         monkeypatch.setattr(dist, "get_rank", lambda *_: self.rank)
         monkeypatch.setattr("titan_ft.training.checkpoint.manager.load_checkpoint", self._load)
-        monkeypatch.setattr(Load, "check", lambda *_: None)
+        monkeypatch.setattr(Load, "check_loaded", lambda *_: None)
 
     @property
     def rank(self) -> int:

@@ -329,7 +329,7 @@ def test_end_of_a_process_waits_for_room(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last records get their time, and no more: they are written if there is room within it."""
-    monkeypatch.setattr(appender_module, "_stalled", {})  # without those of other tests
+    monkeypatch.setattr(appender_module, "_appenders_with_outage", {})  # without those of other tests
     log, disk.room = FileAppender(tmp_path / "a.jsonl", is_json_lines=True), 0
     log.append(b"1\n")
     sleep, naps = appender_module.time.sleep, []
