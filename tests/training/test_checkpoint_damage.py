@@ -733,7 +733,7 @@ def test_damage_that_one_rank_finds_ends_all(
     run = make_run().train(10)
     ranks = Ranks(monkeypatch, make_run)
     monkeypatch.setattr(
-        "titan_ft.training.checkpoint.load.Load.check",
+        "titan_ft.training.checkpoint.load.Load.check_loaded",
         lambda load, *_: load._gather(0) and ranks.rank is not None and _raise_damage(ranks),
     )
     for error in ranks.load():
