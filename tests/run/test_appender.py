@@ -65,7 +65,9 @@ def make(tmp_path: Path, outages: list[Outage]) -> Iterator[MakeAppender]:
 
     def build(name: str = "a.jsonl", **settings: int) -> FileAppender:
         made.append(
-            FileAppender(tmp_path / name, on_recovery=outages.append, is_json_lines=True, **settings)
+            FileAppender(
+                tmp_path / name, on_recovery=outages.append, is_json_lines=True, **settings
+            )
         )
         return made[-1]
 
@@ -329,7 +331,9 @@ def test_end_of_a_process_waits_for_room(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last records get their time, and no more: they are written if there is room within it."""
-    monkeypatch.setattr(appender_module, "_appenders_with_outage", {})  # without those of other tests
+    monkeypatch.setattr(
+        appender_module, "_appenders_with_outage", {}
+    )  # without those of other tests
     log, disk.room = FileAppender(tmp_path / "a.jsonl", is_json_lines=True), 0
     log.append(b"1\n")
     sleep, naps = appender_module.time.sleep, []
@@ -358,7 +362,10 @@ def test_disk_with_room_for_a_line_now_and_then_is_told_once(
     told: list[Outage] = []
     ended: list[bool] = []
     log = FileAppender(
-        tmp_path / "a", told.append, lambda outage: ended.append(outage.reported), is_json_lines=True
+        tmp_path / "a",
+        told.append,
+        lambda outage: ended.append(outage.reported),
+        is_json_lines=True,
     )
     for _ in range(3):
         disk.room = 0
