@@ -89,8 +89,8 @@ def _run(argv: list[str]) -> int:
     if argv[end:] and not isinstance(command, TAKES_FLAGS):
         got = " ".join(argv[end:])
         raise ConfigError(
-            f"titan-ft {titan_ft_args[0]} must be without torchtitan's flags, got {got!r}; it starts no "
-            "workers"
+            f"titan-ft {titan_ft_args[0]} must be without torchtitan's flags, got {got!r}; it "
+            "starts no workers"
         )
     module = importlib.import_module(f"titan_ft.cli.{_module_name(command)}")
     status: int = module.run(command, worker_args)

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titan_ft.config import TABLE, ConfigError, FaultTolerance, load_toml, read_flags
 from titan_ft.data.assets import SCHEME
-from titan_ft.launch.going_on import CHECKPOINTS_OFF
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import HOST
+from titan_ft.launch.stopped_run import CHECKPOINTS_OFF
 from titan_ft.protocol.strategy import strategy_of
 from titan_ft.round_settings import num_fragments, quantizes, steps_per_round
 from titan_ft.training.custom_import import working_folder_first
@@ -105,10 +105,10 @@ def describe_sizes(plan: LaunchPlan) -> dict[str, Any]:
     """
     with working_folder_first():
         job = _read_job(plan)
-    rank = job.sizes.largest
+    largest_rank = job.sizes.largest
     ft = job.config.fault_tolerance
-    traffic = _estimate_traffic(plan, ft, rank)
-    memory = _estimate_memory(plan, ft, rank, job.import_bytes)
+    traffic = _estimate_traffic(plan, ft, largest_rank)
+    memory = _estimate_memory(plan, ft, largest_rank, job.import_bytes)
     num_sequences = plan.num_replicas * _sequences_per_group(job.config, job.sizes)
     return {
         "groups": plan.num_replicas,
@@ -133,7 +133,7 @@ def describe_sizes(plan: LaunchPlan) -> dict[str, Any]:
 
 
 class _Job(NamedTuple):
-    """The job as a worker would see it."""
+    """The job as a worker would see it, and the sizes of its model."""
 
     missing_tokenizer: str
     """Folder of the tokenizer if this host lacks the folder, else empty."""
@@ -141,7 +141,7 @@ class _Job(NamedTuple):
     """Resolved config of torchtitan."""
     sizes: JobSizes
     import_bytes: int
-    """Memory of this process after its imports. A worker takes about as much."""
+    """Memory of this process after its imports, which are about those of a worker."""
 
 
 class _Memory(NamedTuple):
@@ -158,7 +158,7 @@ def _read_job(plan: LaunchPlan) -> _Job:
         config = read_config(*flags, f"{TOKENIZER}={SCHEME}tokenizer")
     else:
         config = read_config(*flags)
-    # Before the model is measured, which takes memory as well.
+    # Read before the model is measured, which takes memory as well.
     import_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return _Job(missing, config, _measure(config, plan.num_ranks), import_bytes)
 
@@ -230,14 +230,15 @@ def _batch_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
         ("PP", dims.pp),
         ("EP", dims.ep),
     )
-    cut = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "one rank"
-    num_own = _sequences_per_group(config, sizes)
-    total = num_own * plan.num_replicas
+    used_degrees = [f"{name} {degree}" for name, degree in degrees if degree > 1]
+    shape = " x ".join(used_degrees) or "one rank"
+    per_group = _sequences_per_group(config, sizes)
+    total = per_group * plan.num_replicas
     lines = [
         f"model        {config.model.name} {config.model.flavor}, {sizes.num_parameters:,} "
         "parameters",
-        f"ranks        {plan.num_replicas * plan.num_ranks} in all; a group is {cut}",
-        f"batch        {num_own} sequences of a group ({training.local_batch_size} x "
+        f"ranks        {plan.num_replicas * plan.num_ranks} in all; a group is {shape}",
+        f"batch        {per_group} sequences of a group ({training.local_batch_size} x "
         f"{dims.dp_replicate * dims.dp_shard} ranks that read data x {sizes.accumulation} "
         f"microbatches), {total} in all",
         f"tokens       {total * training.seq_len:,} per step ({total} x {training.seq_len}), "
@@ -277,7 +278,7 @@ def _estimate_memory(
     exchange_memory = on_host if ft.process_group == "gloo" else on_gpu
     exchange_memory["buckets of the exchange"] = rank.exchange
     if quantizes(ft):
-        # Rounding errors of the exchange under way, and of the exchanges before it.
+        # Two buffers of rounding errors: of the exchange under way, and of those before it.
         exchange_memory["what rounding leaves"] = 2 * rank.exchange
     if ft.catch_up_max_gb:
         on_host["queue of updates while it heals"] = int(ft.catch_up_max_gb * 2**30)
@@ -310,12 +311,14 @@ def _memory_lines(plan: LaunchPlan, job: _Job) -> list[str]:
 
 
 def _estimate_traffic(plan: LaunchPlan, ft: FaultTolerance, rank: RankSizes) -> Traffic:
+    # With fragments (Streaming DiLoCo), an exchange moves one fragment of the model.
     num_parts = num_fragments(ft)
     is_gloo = ft.process_group == "gloo"
     link_gbps = plan.options.link_gbps or LINK_GBPS
     moved = rank.exchange // num_parts
     if ft.semi_sync_method is not None:
-        # Weights go to the host and back. The host computes their changes.
+        # `staged` counts bytes between GPU and host. Here weights go to the host, which computes
+        # their changes, and back.
         staged = 2 * rank.anchors // num_parts
         if not is_gloo:
             # The exchange is on the GPU, so the changes go there and back.

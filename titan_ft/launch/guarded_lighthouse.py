@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchft's lighthouse, behind a gate if the run has a token, or without one."""
+"""Start torchft's lighthouse, behind a gate (`gate`) if the run has a token, or without a gate.
+
+`lighthouse.serve` makes one of the two classes, and closes the object, on the main thread.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +50,12 @@ class GuardedLighthouse:
     gate's listening socket stays in the host's namespace, and so do all other threads. The process
     ends if the gate fails, and the launcher or the scheduler starts another lighthouse.
 
-    `lighthouse.serve` makes the object and closes it, on the main thread.
-
     Args:
         listener: socket that groups reach.
         token: the run's shared secret.
         start_server: starts torchft's lighthouse at a HOST:PORT.
         report: called with the first refusal of each kind, on the gate's thread.
-        refusal: why a namespace is impossible; empty if it is possible.
+        namespace_refusal: why a network namespace is impossible; empty if it is possible.
 
     Attributes:
         port: the port of the gate, which groups connect to.
@@ -69,24 +70,25 @@ class GuardedLighthouse:
         token: str,
         start_server: Callable[[str], Any],
         report: Callable[[Refusal], None],
-        refusal: str,
+        namespace_refusal: str,
     ) -> None:
         self.port: int = listener.getsockname()[1]
-        self._refusal = refusal
+        self._namespace_refusal = namespace_refusal
         started = Future[tuple[Gate, Any]]()
 
         def start() -> tuple[Gate, Any]:
-            if not refusal:
+            if not namespace_refusal:
                 enter_network_namespace()
             server = start_server(f"{_INNER_HOST}:0")
-            inner = (_INNER_HOST, _find_port(server))
-            return Gate(listener, inner, lighthouse_secret(token), report), server
+            lighthouse_address = (_INNER_HOST, _find_port(server))
+            gate = Gate(listener, lighthouse_address, lighthouse_secret(token), report)
+            return gate, server
 
         def serve() -> None:
             try:
                 gate, server = start()
             except Exception as error:  # noqa: BLE001
-                # Without the error, the constructor would wait for ever.
+                # The constructor raises the error. Without it, the constructor would wait for ever.
                 started.set_exception(error)
                 return
             started.set_result((gate, server))
@@ -104,11 +106,12 @@ class GuardedLighthouse:
 
     def describe_access(self) -> str:
         """Describe in one line which processes can reach the lighthouse."""
-        if not self._refusal:
+        if not self._namespace_refusal:
             return f"only processes with this run's {TOKEN_ENV} reach it"
         return (
             f"only processes with this run's {TOKEN_ENV} reach it, and other users of this host "
-            f"by port {self._inner_port}: the system allows no network namespace ({self._refusal})"
+            f"by port {self._inner_port}: the system allows no network namespace "
+            f"({self._namespace_refusal})"
         )
 
     def close(self) -> None:

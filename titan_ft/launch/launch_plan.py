@@ -324,7 +324,7 @@ class LaunchPlan:
         )
 
     def _check_table(self, table: Mapping[str, Any]) -> None:
-        """Check values of [fault_tolerance] that are right in general, but wrong for this launch."""
+        """Check values of [fault_tolerance] that may be right, but are wrong for this launch."""
         if table.get("lighthouse"):
             raise ConfigError(
                 f"{TABLE}.lighthouse must be empty for titan-ft launch, which starts its own "

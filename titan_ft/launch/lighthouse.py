@@ -239,7 +239,7 @@ def _serve_once(
     _print_line(server.describe_access())
     if command.announce is not None:
         own = Announcement.of_this_process(address, os.environ)
-        # If there is no room for the file, the lighthouse reports that later, when it must write the
+        # If there is no room for the file, the lighthouse says so later, when it must write the
         # file.
         with contextlib.suppress(OSError):
             own.prepare(command.announce)

@@ -37,7 +37,6 @@ from titan_ft.config import ConfigError
 from titan_ft.history.fold.group import GroupFold
 from titan_ft.history.outcomes.notes import name_groups
 from titan_ft.launch.agent_keeper import AgentKeeper
-from titan_ft.launch.going_on import CHECKPOINTS_OFF, describe_stop
 from titan_ft.launch.group.agent import AGENT_MODULE, GRACE_SECONDS
 from titan_ft.launch.group.children import Child, ChildProcess, Children
 from titan_ft.launch.group.worker_group import default_env, open_log
@@ -52,6 +51,7 @@ from titan_ft.launch.restart_policy import (
     can_spare_help,
     has_run_committed,
 )
+from titan_ft.launch.stopped_run import CHECKPOINTS_OFF, describe_stop
 from titan_ft.live import status
 from titan_ft.live.job_curve import JobCurve
 from titan_ft.live.metrics import MetricsServer
@@ -157,7 +157,7 @@ class LocalRun:
         """The keeper of each group's agent, by slot; empty until the zygote is ready."""
         self._num_spares = plan.options.spares
         self._zygote: Zygote | None = None
-        self._zygote_output: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115  # open until the end
+        self._zygote_output: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115  # kept open
         """Output of the zygote before the run has a folder for logs."""
         self._first_step_time: float | None = None
         """When the launcher saw the first step, in monotonic seconds; None before."""

@@ -219,7 +219,7 @@ class AttemptEvents:
         return self._fold.groups[self._slot]
 
     def note_leave(self) -> None:
-        """Record that a worker left a mark that it leaves (`run.marks`); its event may be missing."""
+        """Record that a worker left, by its mark (`run.marks`). Its event may be missing."""
         self._has_left_mark = True
 
     def poll(self) -> None:

@@ -479,7 +479,7 @@ def compare(before: Values, now: Values) -> dict[str, ChangedField]:
 
 
 def _effective_value(name: str, values: Values) -> Any:
-    """Return a field's value. If the field is not set, return the value that follows from others."""
+    """Return a field's value, or the value that follows from others if the field is not set."""
     if name == _TOTAL_STEPS and values[name] is None:
         return values[_STEPS]
     if name == _GLOBAL_BATCH and values[name] < 0:
@@ -542,9 +542,9 @@ def check_allowed(changes: Changes, allowed_names: Sequence[str]) -> None:
     if workers is not None:
         # Every rank would refuse the state of its dataloader, after each restart again.
         raise ConfigError(
-            f"--resume must keep {_LOADER_WORKERS}, got {workers.now} (was {workers.before}): the state "
-            "of a loader fits no other number of workers, whatever --resume-with names; set it "
-            "back, or begin a new run in another --run-dir"
+            f"--resume must keep {_LOADER_WORKERS}, got {workers.now} (was {workers.before}): the "
+            "state of a loader fits no other number of workers, whatever --resume-with names; set "
+            "it back, or begin a new run in another --run-dir"
         )
     allowed: set[str] = set()
     for name in allowed_names:

@@ -548,7 +548,7 @@ class Agent:
         return AttemptEvents(self.spec.paths, self.spec.replica, attempt)
 
     def _must_return(self) -> bool:
-        """True if the workers were asked to leave, this agent was not, and other groups still train.
+        """True if the workers were asked to leave, but not this agent, and other groups train.
 
         If the last events of the attempt are missing because the disk is full, and no worker wrote
         a mark (`run.marks`) that it left, the group may have finished. The result is then False,

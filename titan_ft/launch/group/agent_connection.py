@@ -125,8 +125,8 @@ _decoder = msgspec.json.Decoder(Message)
 class AgentConnection:
     """One end of a connection between two agents.
 
-    `Followers` owns the ends of the leader, and `Follower` owns the other ends. Each calls all methods
-    on its agent's only thread. After a ConnectionError the owner must close the connection.
+    `Followers` owns the ends of the leader, and `Follower` owns the other ends. Each calls all
+    methods on its agent's only thread. After a ConnectionError the owner must close the connection.
 
     Args:
         connection: socket; closed with this object.

@@ -39,8 +39,8 @@ from titan_ft.system.stop import StopRequests
 _CONNECT_SECONDS = 2.0
 _POLL_SECONDS = 0.02
 STOPPED_STATUS = 1
-"""Exit status of a follower that was asked to stop. On a cluster, `_AgentProcess` replaces it by one
-for the signal.
+"""Exit status of a follower that was asked to stop. If a signal asked, `_AgentProcess` replaces it
+by the signal's exit status.
 """
 
 

@@ -1,9 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Judge the end of a worker: whether the worker caused it, and whether two ends have one cause. Pure.
+"""Judge the end of a worker: whether the worker caused it, and whether two ends have one cause.
 
 A worker causes its own end by an exception, a crash in native code, or an exit status. An end by
-any other signal comes from outside. `RestartPolicy` counts own ends only.
+any other signal comes from outside. `RestartPolicy` counts own ends only. Pure functions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ a needless restart costs less than a group that is given up.
 EARLY_END = "exit status 0 before the last step"
 """The end of a worker whose own code called exit during training, as if all were done."""
 _SIGNAL_STATUS_OFFSET = 128
-"""A shell reports an end by signal N as exit status 128 + N. So does a rank that ends at SIGTERM."""
+"""A shell reports an end by signal N as exit status 128 + N, and so does a rank at SIGTERM."""
 _BROKEN_GPU = re.compile(
     r"CUDA error: .*(ECC|NVLink|hardware|busy or unavailable|no CUDA-capable device)"
     r"|No CUDA GPUs are available",

@@ -158,7 +158,7 @@ class ForkStarter:
 
 
 class _ForkedStore:
-    """A store that a fork serves: the store has threads, and a process that forks must have none."""
+    """A store that a fork serves. Its threads must not be in a process that forks workers."""
 
     def __init__(self, process: ForkedProcess) -> None:
         self._process = process

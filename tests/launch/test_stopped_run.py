@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.event_builder import event
-from titan_ft.launch.going_on import describe_stop
+from titan_ft.launch.stopped_run import describe_stop
 from titan_ft.live.run_status import RunStatus
 from titan_ft.run.events import Event
 

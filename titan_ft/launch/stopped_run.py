@@ -1,7 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
 """Describe a stopped run for a person: where it stopped, its checkpoint, and the command to
-continue. Pure.
+continue.
+
+`LocalRun` prints the lines after a request to stop and after --minutes. Pure functions.
 """
 
 from __future__ import annotations
