@@ -13,7 +13,7 @@ from pathlib import Path
 from titan_ft.config import load_toml
 from titan_ft.forecast.choice import Forecast, compare
 from titan_ft.forecast.scenario import read_scenarios
-from titan_ft.forecast.simulation import PARTS
+from titan_ft.forecast.simulation import TIME_CATEGORIES
 from titan_ft.forecast.table import percentages
 
 FOLDER = Path(__file__).parents[1]
@@ -53,7 +53,7 @@ def forecasts() -> Iterator[tuple[str, Forecast]]:
 def draw() -> Iterator[str]:
     """Yield the lines of the SVG."""
     rows = [(name, percentages(each.shares())) for name, each in forecasts()]
-    shown = [part for part in PARTS if any(shares[part] >= 0.1 for _, shares in rows)]
+    shown = [part for part in TIME_CATEGORIES if any(shares[part] >= 0.1 for _, shares in rows)]
     height = HEIGHT * (len(rows) + 1) + 10
     yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 {height}" font-family="sans-serif" font-size="14">'
     yield f'<rect width="880" height="{height}" fill="#ffffff"/>'
@@ -69,7 +69,7 @@ def draw() -> Iterator[str]:
     for place, part in enumerate(shown):
         x, top = LEFT + 110 * place - 200, HEIGHT * len(rows) + 14
         yield f'<rect x="{x}" y="{top}" width="12" height="12" fill="{COLOURS[part]}"/>'
-        yield f'<text x="{x + 18}" y="{top + 11}">{PARTS[part]}</text>'
+        yield f'<text x="{x + 18}" y="{top + 11}">{TIME_CATEGORIES[part]}</text>'
     yield "</svg>"
 
 

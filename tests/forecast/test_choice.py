@@ -21,15 +21,15 @@ from titan_ft.forecast.candidate import Candidate
 from titan_ft.forecast.choice import (
     Case,
     Forecast,
-    _find_inputs_of,
+    _find_relevant_inputs,
     advise,
     compare,
-    find_turn,
-    half_of_interval,
-    scaled,
-    sensitivity,
+    find_sensitivities,
+    find_tipping_point,
+    half_interval_of_mean,
+    scale_input,
 )
-from titan_ft.forecast.closed_forms import estimate, standbys
+from titan_ft.forecast.closed_forms import enough_spares, estimate
 from titan_ft.forecast.scenario import read_scenarios
 from titan_ft.forecast.simulation import Account
 from titan_ft.forecast.table import case_figures, case_notes, percentages
@@ -107,12 +107,12 @@ def test_an_input_that_would_turn_the_choice() -> None:
         for each in cases(**STRATEGIES | {"restart": {"recover": "5 min"}})[0].forecasts
         if each.candidate.strategy == "restart"
     ]  # fmt: skip
-    turn = find_turn(groups, job, estimate(groups) - estimate(job))
-    assert turn is not None
-    name, factor = turn
+    tipping_point = find_tipping_point(groups, job, estimate(groups) - estimate(job))
+    assert tipping_point is not None
+    name, factor = tipping_point
     assert name == "stall"
     assert 3 < factor <= 16
-    before, after = (estimate(scaled(groups, "stall", factor * share)) for share in (0.9, 1.1))
+    before, after = (estimate(scale_input(groups, "stall", factor * share)) for share in (0.9, 1.1))
     assert before > estimate(job) > after
 
 
@@ -141,7 +141,7 @@ def test_a_shape_that_does_not_fit_is_left_out() -> None:
             raise ConfigError(
                 "cluster.gpu_memory_gb must hold 90.0 GB and activations, got 80; take larger groups"
             )
-        return replace(found, bounded=True)
+        return replace(found, has_sizes=True)
 
     scenarios = read_scenarios(tables(job={"step": 20.0, "groups": [12, 48]}), Path())
     (case,) = compare(scenarios, num_runs=2, fit_to_sizes=refuse)
@@ -175,7 +175,7 @@ def test_only_inputs_of_the_scenario_are_said_to_be_tried() -> None:
     """Without drag, exchange, rounds, repairs and checkpoints nobody could change them."""
     (case,) = cases(job={"step": 20.0, "groups": [6, 48]})
     best, other = (each.candidate for each in case.forecasts)
-    assert _find_inputs_of(best, other) == ["time between failures", "stall", "time away"]
+    assert _find_relevant_inputs(best, other) == ["time between failures", "stall", "time away"]
 
 
 def test_the_time_away_of_groups_is_not_that_of_a_restart() -> None:
@@ -184,9 +184,9 @@ def test_the_time_away_of_groups_is_not_that_of_a_restart() -> None:
     groups, restart = (
         each.candidate for each in case.forecasts if each.candidate.strategy != "rounds"
     )
-    assert scaled(groups, "recover", 2.0).costs.away is groups.costs.away
-    assert scaled(restart, "time away", 2.0).costs.away is restart.costs.away
-    assert scaled(restart, "recover", 2.0).costs.away.mean == 2 * restart.costs.away.mean
+    assert scale_input(groups, "recover", 2.0).costs.away is groups.costs.away
+    assert scale_input(restart, "time away", 2.0).costs.away is restart.costs.away
+    assert scale_input(restart, "recover", 2.0).costs.away.mean == 2 * restart.costs.away.mean
 
 
 def test_spares_that_cost_more_than_they_save_are_explained() -> None:
@@ -206,7 +206,7 @@ def test_spares_that_cost_more_than_they_save_are_explained() -> None:
 def test_half_and_twice_of_each_input() -> None:
     rows = {
         name: values
-        for name, *values in sensitivity(candidate(groups={"stall": 60.0, "away": 600.0}))
+        for name, *values in find_sensitivities(candidate(groups={"stall": 60.0, "away": 600.0}))
     }
     assert rows.keys() == {"time between failures", "stall", "time away"}
     half, usual, twice = rows["stall"]
@@ -220,13 +220,13 @@ def test_an_input_that_changes_nothing_turns_nothing() -> None:
     much turns it.
     """
     groups = candidate(groups={"stall": 60.0, "away": 600.0})
-    turn = find_turn(groups, groups, 0.01)
-    assert turn is None, "both change by the same"
+    tipping_point = find_tipping_point(groups, groups, 0.01)
+    assert tipping_point is None, "both change by the same"
 
 
 def test_repairs_count_whatever_their_length_is() -> None:
     failure = [{**MEMORYLESS, "breaks": 0.4, "repair": {"median": "6 h", "p99": "2 d"}}]
-    rows = sensitivity(
+    rows = find_sensitivities(
         candidate(failure=failure, cluster={"gpus": 98304, "gpus_per_node": 8, "spare_nodes": 10})
     )
     assert "repair" in [name for name, *_ in rows]
@@ -247,8 +247,8 @@ def test_percentages_add_up_exactly(values: list[float], digits: int) -> None:
 
 
 def test_intervals() -> None:
-    assert half_of_interval([1.0, 3.0]) == pytest.approx(12.71 * 2**0.5 / 2**0.5, rel=1e-6)
-    runs = tuple(Account(1.0, 1, parts={"useful": share}) for share in (0.3, 0.1, 0.2))
+    assert half_interval_of_mean([1.0, 3.0]) == pytest.approx(12.71 * 2**0.5 / 2**0.5, rel=1e-6)
+    runs = tuple(Account(1.0, 1, group_seconds={"useful": share}) for share in (0.3, 0.1, 0.2))
     assert Forecast(candidate(), 0.0, runs).spread() == pytest.approx((0.11, 0.29))
 
 
@@ -256,7 +256,7 @@ def test_intervals() -> None:
     ("expected", "number"), [(0.1536, 2), (0.3072, 2), (0.6144, 3), (1.2288, 4), (13.3, 22)]
 )
 def test_standbys_are_the_99th_percentile(expected: float, number: int) -> None:
-    assert standbys(expected) == number
+    assert enough_spares(expected) == number
 
 
 @pytest.mark.slow

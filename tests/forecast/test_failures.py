@@ -144,7 +144,7 @@ def test_a_log_of_lanl_is_converted(tmp_path: Path) -> None:
     (found_candidate,) = make_candidates(read)
     account = simulate(found_candidate, 0)
     assert found_candidate.rates.broken_nodes == pytest.approx(3 * 3600 / (10 * DAY))
-    assert account.parts["nodes"] == pytest.approx(3 * 3600), (
+    assert account.group_seconds["nodes"] == pytest.approx(3 * 3600), (
         "the repair of the log; the other is mended at once"
     )
 
@@ -211,9 +211,9 @@ def test_a_trace_of_every_effect_is_read_again(tmp_path: Path) -> None:
     )
     (one,), (other,) = make_candidates(read), make_candidates(again)
     before, after = simulate(one, 4), simulate(other, 4)
-    assert before.parts["slower"] > 12 * 10 * 300
+    assert before.group_seconds["slower"] > 12 * 10 * 300
     # A straggler that died before it was found is asked to leave by the trace all the same.
-    assert after.parts == pytest.approx(before.parts, rel=0.01, abs=1e-3)
+    assert after.group_seconds == pytest.approx(before.group_seconds, rel=0.01, abs=1e-3)
     assert after.steps == before.steps
     assert abs(after.votes - before.votes) <= 1
     assert vars(other.rates) == pytest.approx(vars(one.rates), rel=0.5)
@@ -314,6 +314,6 @@ def test_a_straggler_that_dies_is_slow_no_more(tmp_path: Path) -> None:
     (found,) = make_candidates(read)
     account = simulate(found, 0, 1000.0)
     assert account.steps == 950 - 1, "50 of 2 s; the one that the end cuts is not counted"
-    assert account.parts["slower"] == pytest.approx(50 * 2 - 1), (
+    assert account.group_seconds["slower"] == pytest.approx(50 * 2 - 1), (
         "of the last slow step one group sees the end"
     )

@@ -52,7 +52,7 @@ def test_a_run_with_one_kill() -> None:
     assert found.rejoin is not None
     assert found.rejoin.values == [pytest.approx(0.0)]
     assert (found.drag, found.num_drag_steps) == (pytest.approx(0.0), 3)
-    assert found.kinds == {"SIGKILL": 1}
+    assert found.failures_by_cause == {"SIGKILL": 1}
     rows = {name: basis for name, _, basis in found.observations()}
     assert rows["away until it could join"] == "1 observations"
 
@@ -93,7 +93,7 @@ def test_a_stall_without_an_end_is_cut_off() -> None:
     assert found.stall is not None
     assert (found.stall.number, found.stall.censored) == (1, 1)
     assert found.stall.mean > 20
-    assert found.kinds == {"SIGKILL": 2}
+    assert found.failures_by_cause == {"SIGKILL": 2}
 
 
 def test_without_failures_costs_are_unknown() -> None:
@@ -268,12 +268,12 @@ def test_beyond_the_pressure_of_the_record_it_says_so() -> None:
     rarest, *_, same, _, often = [
         make_candidates(case, found)[0] for case in scenarios_like(found, 1)[:5]
     ][::-1]
-    assert often.beyond > 3
-    assert (same.beyond, rarest.beyond) == (0, 0)
+    assert often.pressure_ratio > 3
+    assert (same.pressure_ratio, rarest.pressure_ratio) == (0, 0)
 
 
 def test_another_record_would_show_other_costs() -> None:
     found = measured_of(events_of(3, 1000.0))
     again = [resample(found, seed) for seed in range(20)]
     assert len({each.stall.mean for each in again if each.stall is not None}) > 5
-    assert all(each.step in found.pace for each in again)
+    assert all(each.step in found.stretch_means for each in again)

@@ -21,20 +21,20 @@ from titan_ft.config import ConfigError
 from titan_ft.forecast import published, sizes
 from titan_ft.forecast.candidate import make_candidates
 from titan_ft.forecast.choice import compare
-from titan_ft.forecast.inputs import LENGTHS, describe_seconds
+from titan_ft.forecast.inputs import FIELDS_IN_SECONDS, describe_seconds
 from titan_ft.forecast.page import draw_charts
 from titan_ft.forecast.published import read_cases
 from titan_ft.forecast.scenario import (
     UNITS,
     Checkpoint,
     Cluster,
+    DurationTable,
+    FailureKind,
     Groups,
     Job,
-    Kind,
     Maintenance,
     Restart,
     Rounds,
-    Spread,
     load_scenarios,
 )
 from titan_ft.history.report.interactive import make_figure
@@ -166,7 +166,7 @@ def test_the_page_lists_the_inputs_as_the_scenario_writes_them(
     assert "first_node = 8" in listed
     assert "mtbf = 10 d" in listed
     assert "gpus = 98,304" in listed
-    assert "Spread(" not in page
+    assert "DurationTable(" not in page
     assert "(the record" not in listed
 
 
@@ -178,11 +178,21 @@ def test_inputs_are_shown_in_units_that_a_scenario_takes() -> None:
 
 def test_every_length_of_a_scenario_is_shown_with_its_unit() -> None:
     """A field that is missing from the list would be shown as a bare number."""
-    tables = (Spread, Cluster, Kind, Maintenance, Job, Checkpoint, Restart, Groups, Rounds)
+    tables = (
+        DurationTable,
+        Cluster,
+        FailureKind,
+        Maintenance,
+        Job,
+        Checkpoint,
+        Restart,
+        Groups,
+        Rounds,
+    )
     for table in tables:
         for name, annotation in table.__annotations__.items():
-            holds_seconds = re.search(r"Seconds|Amount|Interval", annotation) is not None
-            assert holds_seconds == (name in LENGTHS), f"{table.__name__}.{name}"
+            holds_seconds = re.search(r"Seconds|Duration|Interval", annotation) is not None
+            assert holds_seconds == (name in FIELDS_IN_SECONDS), f"{table.__name__}.{name}"
 
 
 def test_a_cost_that_nobody_gives_is_one_line_with_the_file(
@@ -436,7 +446,7 @@ def test_sizes_are_kept_if_another_try_would_say_the_same(
         done = subprocess.CompletedProcess([], code, "", "titan-ft: it cannot be cut so\n")
         monkeypatch.setattr(sizes.subprocess, "run", lambda *_, done=done, **__: done)
         with pytest.raises(ConfigError, match=r"^it cannot be cut so$"):
-            sizes.Sizes(cache).bound(candidate)
+            sizes.Sizes(cache).fit(candidate)
         assert ("refused" in cache.read_text()) is kept
 
 

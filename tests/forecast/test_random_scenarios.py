@@ -85,11 +85,11 @@ def test_the_time_adds_up(seed: int) -> None:
         assert 0 <= estimate(candidate) <= 1 + 1e-9
         account = simulate(candidate, seed)
         assert math.fsum(account.shares().values()) == pytest.approx(1.0, abs=1e-9)
-        assert min(account.parts.values()) >= 0
+        assert min(account.group_seconds.values()) >= 0
         single = simulate(candidate, seed, on_commit=lambda time, groups: None)
         # A failure at the very end of a step may come before it or after it, by rounding.
         step = 2 * candidate.step * candidate.groups
-        assert single.parts == pytest.approx(account.parts, rel=1e-6, abs=step)
+        assert single.group_seconds == pytest.approx(account.group_seconds, rel=1e-6, abs=step)
         assert (single.steps, single.failures) == (account.steps, account.failures)
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.forecast.scenarios import MEMORYLESS, candidate, restart
 from tests.history.histories import commit, say
 from titan_ft.forecast.candidate import Candidate, best_interval
-from titan_ft.forecast.closed_forms import daly, estimate
+from titan_ft.forecast.closed_forms import daly_share, estimate
 from titan_ft.forecast.scenario import DAY
 from titan_ft.forecast.simulation import simulate
 from titan_ft.history.record.run_record import RunRecord
@@ -36,7 +36,9 @@ def test_restarts_are_as_daly_has_them(
     mtbf: float, save: float, recover: float, exact: float
 ) -> None:
     """By closed form exactly, by simulation within four standard errors."""
-    assert daly(mtbf, best_interval(mtbf, save), save, recover) == pytest.approx(exact, abs=5e-5)
+    assert daly_share(mtbf, best_interval(mtbf, save), save, recover) == pytest.approx(
+        exact, abs=5e-5
+    )
     job = restart(mtbf, save, recover)
     assert estimate(job) == pytest.approx(exact, abs=5e-5)
     values = [simulate(job, seed, 400 * mtbf).effective for seed in range(12)]
@@ -47,7 +49,8 @@ def test_the_best_interval_is_the_best() -> None:
     for mtbf, save, recover in ((1080.0, 30.0, 600.0), (32400.0, 120.0, 900.0)):
         best = best_interval(mtbf, save)
         shares = [
-            daly(mtbf, best * factor, save, recover) for factor in (0.8, 0.95, 1.0, 1.05, 1.25)
+            daly_share(mtbf, best * factor, save, recover)
+            for factor in (0.8, 0.95, 1.0, 1.05, 1.25)
         ]
         # Equation 37 is a series of two terms: its interval is within a few per cent of the best
         # one.
@@ -216,7 +219,7 @@ def test_every_second_of_every_group_is_accounted_for(
         job = Candidate(**{**vars(job), **of_round, "exchange": 3.0})
     account = simulate(job, seed, 20_000.0)
     assert math.fsum(account.shares().values()) == pytest.approx(1.0, abs=1e-9)
-    assert min(account.parts.values()) >= 0
+    assert min(account.group_seconds.values()) >= 0
     assert 0 <= account.effective <= 1
     assert account.votes >= account.steps or account.restarts
 
@@ -256,7 +259,7 @@ def test_steps_at_once_are_steps_one_by_one() -> None:
     )
     once, single = simulate(job, 5, DAY), simulate(job, 5, DAY, lambda time, groups: None)
     assert (once.steps, once.votes, once.failures) == (single.steps, single.votes, single.failures)
-    assert once.parts == pytest.approx(single.parts, rel=1e-6, abs=1e-3)
+    assert once.group_seconds == pytest.approx(single.group_seconds, rel=1e-6, abs=1e-3)
 
 
 @pytest.mark.parametrize("step", [0.4, 1.2, 1.6, 1.8, 3.6])
@@ -309,8 +312,8 @@ def test_a_group_that_leaves_in_order_finishes_its_step() -> None:
     )
     account = simulate(job, 0, 10 * DAY)
     assert account.failures == 838
-    assert account.parts["lost"] <= 4 * 100, "the step that the end of the run cuts off"
-    assert account.parts["stall"] == 0.0
+    assert account.group_seconds["lost"] <= 4 * 100, "the step that the end of the run cuts off"
+    assert account.group_seconds["stall"] == 0.0
 
 
 def test_a_drain_does_not_give_back_the_nodes_of_a_maintenance() -> None:
@@ -325,7 +328,7 @@ def test_a_drain_does_not_give_back_the_nodes_of_a_maintenance() -> None:
         checkpoint={"save": 1.0},
     )
     account = simulate(job, 0, 4000.0)
-    assert account.parts["nodes"] > 2000.0
+    assert account.group_seconds["nodes"] > 2000.0
 
 
 def test_a_last_group_saves_wrong_numbers_too() -> None:
@@ -340,7 +343,7 @@ def test_a_last_group_saves_wrong_numbers_too() -> None:
         checkpoint={"save": 300.0, "interval": "7 d"},
         restart={"recover": 60.0},
     )
-    assert simulate(job, 0, 6000.0).parts["checkpoints"] == 300.0
+    assert simulate(job, 0, 6000.0).group_seconds["checkpoints"] == 300.0
 
 
 def test_a_group_that_is_away_is_no_straggler(tmp_path: Path) -> None:
@@ -361,7 +364,7 @@ def test_a_group_that_is_away_is_no_straggler(tmp_path: Path) -> None:
     )
     account = simulate(job, 0, 1000.5)
     assert account.steps == 1000
-    assert account.parts["away"] == pytest.approx(201.0, abs=1.0)
+    assert account.group_seconds["away"] == pytest.approx(201.0, abs=1.0)
 
 
 def test_a_straggler_slows_only_the_rest_of_a_step() -> None:
@@ -403,9 +406,9 @@ def test_a_step_that_a_death_loses_is_lost_and_its_stall_is_a_stall() -> None:
     account = simulate(job, 0, 175.0)
     # Ten steps, one that is lost, its stall; no save is made of it. The other group lost 5 s.
     assert account.steps == 10
-    assert account.parts["stall"] == pytest.approx(60.0)
-    assert account.parts["checkpoints"] == 0.0
-    assert account.parts["lost"] == pytest.approx(5.0 + 10.0 + 2 * 5.0)
+    assert account.group_seconds["stall"] == pytest.approx(60.0)
+    assert account.group_seconds["checkpoints"] == 0.0
+    assert account.group_seconds["lost"] == pytest.approx(5.0 + 10.0 + 2 * 5.0)
 
 
 def test_another_failure_does_not_mend_wrong_numbers() -> None:
@@ -572,10 +575,12 @@ def test_a_failure_costs_its_stall_and_its_group() -> None:
     # one at the end.
     assert (account.steps, account.contributions) == (29, 29 * 4 - 6)
     assert account.votes == 29 + 2 + 1, "one more for each failure, and the step that the end cuts"
-    assert account.parts["stall"] == pytest.approx(2 * 3 * 4)
+    assert account.group_seconds["stall"] == pytest.approx(2 * 3 * 4)
     # A group that is ready waits for the next step: it joins at 154 and at 278 s.
-    assert account.parts["away"] == pytest.approx((154 - 123) + (278 - 246))
-    assert account.parts["lost"] == pytest.approx((123 - 120) + (246 - 244) + 4 * (300 - 298))
+    assert account.group_seconds["away"] == pytest.approx((154 - 123) + (278 - 246))
+    assert account.group_seconds["lost"] == pytest.approx(
+        (123 - 120) + (246 - 244) + 4 * (300 - 298)
+    )
 
 
 def test_nobody_left_goes_back_to_the_checkpoint() -> None:
@@ -589,8 +594,8 @@ def test_nobody_left_goes_back_to_the_checkpoint() -> None:
     )
     account = simulate(job, 0, 10_600.0)
     assert (account.restarts, account.steps) == (1, 450 + 24)
-    assert account.parts["away"] == pytest.approx(12 * 100)
-    assert account.parts["lost"] == pytest.approx(12 * (1000 + 20))
+    assert account.group_seconds["away"] == pytest.approx(12 * 100)
+    assert account.group_seconds["lost"] == pytest.approx(12 * (1000 + 20))
 
 
 def test_the_last_group_that_is_ready_takes_the_state_with_it(tmp_path: Path) -> None:
@@ -633,7 +638,7 @@ def test_only_a_death_in_the_exchange_stalls_a_round(
     of_round = {"strategy": "rounds", "step": 10.0, "usual_step": 10.0, "exchange": 3.0}
     rounds = Candidate(**{**vars(found), **of_round, "save_every": 1})
     account = simulate(rounds, 0, 100.0)
-    assert account.parts["stall"] == pytest.approx(stall)
+    assert account.group_seconds["stall"] == pytest.approx(stall)
 
 
 def test_a_chaos_plan_keeps_its_limits() -> None:
@@ -684,4 +689,4 @@ def test_wrong_numbers_send_a_job_alone_back_before_them() -> None:
     account = simulate(job, 0, 7000.0)
     assert account.restarts == 1
     # Found at 5,950 s; the checkpoint before 5,000 s is that of 4,800 s.
-    assert account.parts["lost"] == pytest.approx(5950 - 4800, abs=2.0)
+    assert account.group_seconds["lost"] == pytest.approx(5950 - 4800, abs=2.0)

@@ -1,6 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""`titan-ft plan`: forecast what failures will cost a job."""
+"""`titan-ft plan`: forecast the cost of failures for a job.
+
+The command has one of four subjects: a scenario file, a recorded run (`--like`), a campaign with a
+chaos plan (`--chaos`), or the published figures (`--validate`). The first two compare several
+candidates, and write a page. See docs/planning.md.
+"""
 
 from __future__ import annotations
 
@@ -31,27 +36,27 @@ _SUBJECTS = {
     "--chaos": ("--from", "--chaos-seed", "--minutes"),
     "--validate": (),
 }
-"""The four subjects of a forecast, each with the options that it takes.
+"""The subjects of the command, each with the options that it takes.
 
---json and --seeds go with every subject.
+Every subject also takes --json and --seeds.
 """
 
 
 def run(command: Planning, worker_args: Sequence[str]) -> int:
-    """Make the requested forecast: of a scenario, a run, a campaign, or the validation set."""
+    """Make the requested forecast; return the exit status."""
     _check_options(command)
     if command.validate:
         return _validate(command)
-    name = "--from"
-    folders = command.from_runs
+    option = "--from"
+    run_folders = command.from_runs
     if command.like is not None:
-        name = "--like"
-        folders = (command.like,)
-    for folder in folders:
-        check_folder(name, folder)
+        option = "--like"
+        run_folders = (command.like,)
+    for run_folder in run_folders:
+        check_folder(option, run_folder)
     try:
-        records = [read_record(folder) for folder in folders]
-    except ConfigError:
+        records = [read_record(run_folder) for run_folder in run_folders]
+    except ConfigError:  # a ValueError, too; the caller reports it
         raise
     except ValueError as error:
         print(f"titan-ft plan: {error}", file=sys.stderr)
@@ -60,17 +65,15 @@ def run(command: Planning, worker_args: Sequence[str]) -> int:
     if records:
         measured = measure(records)
         if measured is None:
-            got = folders[0]
-            raise ConfigError(
-                f"{name} must be a run that made steps, got {got}; give one that trained"
-            )
+            rule = "must be a run that made steps"
+            raise ConfigError(f"{option} {rule}, got {run_folders[0]}; give one that trained")
     if command.chaos is not None:
         assert measured is not None, "--chaos comes with --from"
         return _forecast_campaign(command, command.chaos, measured, _find_min_groups(records))
     if command.scenario is not None:
-        folder = command.scenario.with_name(f"{command.scenario.stem}-plan")
+        page_folder = command.scenario.with_name(f"{command.scenario.stem}-plan")
         scenarios = load_scenarios(command.scenario)
-        return _compare(command, scenarios, measured, folder, str(command.scenario))
+        return _compare(command, scenarios, measured, page_folder, str(command.scenario))
     assert command.like is not None, "the command has exactly one subject"
     assert measured is not None, "--like is a run"
     scenarios = scenarios_like(measured, _find_min_groups(records))
@@ -126,7 +129,7 @@ def _check_options(command: Planning) -> None:
 
 
 def _validate(command: Planning) -> int:
-    """Compare forecasts with published figures; return 1 if one of them does not hold."""
+    """Compare forecasts with published figures; return 1 if one is out of its tolerance."""
     from titan_ft.forecast.published import validate
     from titan_ft.forecast.table import validation_table
 
@@ -144,17 +147,23 @@ def _validate(command: Planning) -> int:
 
 
 def _forecast_campaign(command: Planning, chaos: Path, measured: Measured, min_groups: int) -> int:
-    """Forecast a campaign with the faults of a chaos plan, and print the forecast."""
+    """Forecast a campaign with the faults of a chaos plan, and print the forecast.
+
+    Args:
+        chaos: path or name of the chaos plan.
+        measured: the record of a run with the same groups. The campaign has its costs, and by
+            default its length.
+    """
     from titan_ft.forecast.table import campaign_table, forecast_figures, observation_table
 
-    seconds = measured.seconds
+    seconds = measured.observed_seconds
     if command.minutes is not None:
         seconds = 60 * command.minutes
     plan = find_config(chaos, "chaos")
     scenario = scenario_of_campaign(measured, plan, command.chaos_seed, seconds, min_groups)
     (candidate,) = make_candidates(scenario, measured)
-    (simulated,) = run_seeds([candidate], measured, command.seeds, seconds)
-    forecast = Forecast(candidate, estimate(candidate), simulated)
+    (accounts,) = run_seeds([candidate], measured, command.seeds, seconds)
+    forecast = Forecast(candidate, estimate(candidate), accounts)
     if command.json:
         print(json.dumps(forecast_figures(forecast) | {"seconds": seconds}, indent=2))
         return 0
@@ -168,13 +177,15 @@ def _compare(
     command: Planning,
     scenarios: Sequence[Scenario],
     measured: Measured | None,
-    folder: Path,
+    page_folder: Path,
     source: str,
 ) -> int:
     """Compare the candidates of scenarios, print the comparison, and write its page.
 
+    With --trace-out, only write the failures of the first scenario as a chaos trace.
+
     Args:
-        folder: folder of the page, if the command names no other.
+        page_folder: folder of the page, unless --out names another one.
         source: the scenario's file or the run, for the page's title and for errors.
     """
     from titan_ft.forecast.page import write_page
@@ -189,23 +200,21 @@ def _compare(
     from titan_ft.forecast.trace import write_drawn
 
     if command.trace_out is not None:
-        number = write_drawn(command.trace_out, scenarios[0], command.seed)
-        print(f"trace: {command.trace_out}, {number} faults")
+        num_faults = write_drawn(command.trace_out, scenarios[0], command.seed)
+        print(f"trace: {command.trace_out}, {num_faults} faults")
         return 0
-    folder = command.out or folder
+    page_folder = command.out or page_folder
     try:
         for scenario in scenarios:
             check_costs(scenario, measured)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
-    fit_to_sizes = Sizes(folder / "sizes.json").bound
+    fit_to_sizes = Sizes(page_folder / "sizes.json").fit
     cases = compare(scenarios, measured, command.seeds, fit_to_sizes)
     if command.json:
         figures: dict[str, Any] = {"cases": [case_figures(case) for case in cases]}
         if measured is not None:
-            names = ("input", "value", "rests_on")
-            rows = measured.observations()
-            figures["record"] = [dict(zip(names, row, strict=True)) for row in rows]
+            figures["record"] = [row._asdict() for row in measured.observations()]
         print(json.dumps(figures, indent=2))
         return 0
     for case in cases:
@@ -219,7 +228,7 @@ def _compare(
         print()
     for note in NOTES:
         print(note)
-    print(f"page: {write_page(folder, cases, measured, source)}")
+    print(f"page: {write_page(page_folder, cases, measured, source)}")
     return 0
 
 

@@ -1,10 +1,19 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Draw the failures of a cluster: times, nodes, and the luck that decides the consequences.
+"""Draw the failures of a cluster: times, nodes, and the luck that decides their consequences.
 
-The simulation and `--trace-out` draw here; candidates take the mean rates for the closed forms.
-One seed draws the same failures, with the same luck, for every shape of the job. Shapes are so
-compared under common random numbers, and a difference between two of them is no chance.
+The simulation and `--trace-out` call `draw_failures`. Candidates call `rates_of` for the closed
+forms, which know only mean rates.
+
+The draws of a seed do not depend on the shape of the job: all candidates meet the same failures with
+the same luck (common random numbers). A small difference between two candidates is then no chance.
+
+Terms:
+- clock of failures: the wall clock, or a clock that stops while the job does not train. The
+  scenario's `clock` decides.
+- target: a node, or a domain if the kind of failure names one.
+- life: the time between two failures of one target. Kinds with a rate of each target and Weibull
+  spacing draw lives. Other kinds draw the gaps between the failures of the whole cluster.
 """
 
 from __future__ import annotations
@@ -25,14 +34,19 @@ from titan_ft.chaos.schedule import shots
 from titan_ft.faults.fault import Fault
 from titan_ft.faults.inside import SlowRank
 from titan_ft.forecast.lengths import Constant, Length, Uniform, Weibull
-from titan_ft.forecast.scenario import MAX_SHOTS, Kind, Scenario, Spacing, effect_of
+from titan_ft.forecast.scenario import MAX_SHOTS, FailureKind, Scenario, Spacing, effect_of_fault
 
-SEEDS_OF_LIVES = 4
-"""Draws from which the rate of nodes that age is taken."""
+RATE_SEEDS = 4
+"""Number of draws whose mean is the rate of nodes with lives."""
+MAX_RATE_TARGETS = 1000
+"""Most targets in such a draw. The draw of a large cluster would take seconds."""
 
 
 class Luck(NamedTuple):
-    """Uniform numbers from 0 to 1, one for each consequence that is left to chance."""
+    """Uniform random numbers from 0 to 1: they decide if nodes break, and select the costs.
+
+    `Length.quantile` turns such a number into a cost, so that 0.5 is the median cost.
+    """
 
     breaks: float = 0.0
     repair: float = 0.5
@@ -46,23 +60,24 @@ class Luck(NamedTuple):
 
 
 USUAL_LUCK = Luck()
-"""Of stops that no failure causes: medians, and nothing breaks."""
+"""For stops without a failure, such as maintenance: every cost is its median."""
 
 
 @dataclass(slots=True)
 class Failure:
-    """One failure, whatever the shape of the job.
+    """One failure, independent of the shape of the job.
 
     Attributes:
-        node: the first node hit; None if a trace names a group, or if the whole job is hit.
-        nodes: number of nodes hit, from that one on.
+        time: seconds on the clock of failures.
+        node: the first node that is hit; None if a trace names a group.
+        nodes: how many nodes are hit: `node` and those with the next numbers.
         group: the group that a trace names.
-        repair_seconds: until the node is mended, where a log has it.
-        luck: set by `draw_failures`, in the order of the failures' times.
+        repair_seconds: how long the repair takes, if a log has it.
+        luck: set by `draw_failures`, in order of time.
     """
 
     time: float
-    kind: Kind
+    kind: FailureKind
     node: int | None = None
     nodes: int = 1
     group: int | None = None
@@ -70,9 +85,9 @@ class Failure:
     luck: Luck = USUAL_LUCK
 
 
-def with_effect_of(kind: Kind, fault: Fault) -> Kind | None:
-    """Return the kind with the effect of a chaos fault; None if the fault costs nothing."""
-    effect = effect_of(fault)
+def with_effect_of(kind: FailureKind, fault: Fault) -> FailureKind | None:
+    """Return the kind with the effect of a chaos fault; None if the fault has no effect."""
+    effect = effect_of_fault(fault)
     if effect is None:
         return None
     changed = msgspec.structs.replace(kind, effect=effect)
@@ -83,107 +98,135 @@ def with_effect_of(kind: Kind, fault: Fault) -> Kind | None:
 
 
 def groups_hit(failure: Failure, groups: int, group_nodes: int) -> dict[int, int]:
-    """Return the groups that a failure hits, and how many nodes of each.
+    """Return the groups that a failure hits, each with the number of its nodes that are hit.
+
+    A failure of the whole job breaks no nodes: the numbers are 0.
 
     Args:
-        groups: of the job.
-        group_nodes: nodes of a group; the first group has the first nodes.
+        groups: number of groups of the job.
+        group_nodes: nodes of each group. Group 0 has the nodes with the lowest numbers.
     """
     if failure.kind.scope == "job":
         return dict.fromkeys(range(groups), 0)
     if failure.group is not None:
         return {failure.group % groups: 1}
     assert failure.node is not None, "a failure hits a node, a group or the job"
-    last = min(failure.node + failure.nodes, groups * group_nodes)
-    return dict(Counter(node // group_nodes for node in range(failure.node, last)))
+    # The last domain may have fewer nodes than the others.
+    end = min(failure.node + failure.nodes, groups * group_nodes)
+    return dict(Counter(node // group_nodes for node in range(failure.node, end)))
 
 
 # Drawing
 
 
 def draw_failures(scenario: Scenario, seed: int, seconds: float | None = None) -> Iterator[Failure]:
-    """Yield failures in order of time, without those of chaos plans.
+    """Yield the failures of a run in order of time, except for those of chaos plans.
+
+    A chaos plan chooses its groups by the state of the job, so the simulation carries it out itself.
 
     Args:
-        seconds: length of the run; when left out, the scenario's days.
+        seconds: length of the run; None takes the scenario's days.
     """
     end = scenario.seconds if seconds is None else seconds
-    luck = random.Random(f"{seed}/luck")
-    streams = [_of_kind(kind, scenario, seed) for kind in scenario.failures if kind.chaos is None]
-    for failure in heapq.merge(*streams, key=lambda each: each.time):
+    luck_rng = random.Random(f"{seed}/luck")
+    streams = [_draw_kind(kind, scenario, seed) for kind in scenario.failures if kind.chaos is None]
+    for failure in heapq.merge(*streams, key=lambda failure: failure.time):
         if failure.time > end:
             return
-        failure.luck = Luck.draw(luck)
+        failure.luck = Luck.draw(luck_rng)
         yield failure
 
 
-def _of_kind(kind: Kind, scenario: Scenario, seed: int) -> Iterator[Failure]:
-    name = f"{seed}/{kind.name}"
-    if kind.name in scenario.listed:
-        return _of_file(kind, scenario, random.Random(name))
+def _draw_kind(kind: FailureKind, scenario: Scenario, seed: int) -> Iterator[Failure]:
+    """Return the failures of one kind in order of time. Only those of a file come to an end."""
+    draw_name = f"{seed}/{kind.name}"
+    if kind.name in scenario.listed_failures:
+        return _read_listed(kind, scenario, random.Random(draw_name))
     if kind.has_lives:
-        return _of_lives(kind, scenario.parts_of(kind), scenario.nodes_of(kind), name)
-    return _of_gaps(kind, scenario, random.Random(name))
+        targets = scenario.targets_of(kind)
+        return _draw_lives(kind, targets, scenario.nodes_per_target(kind), draw_name)
+    return _draw_gaps(kind, scenario, random.Random(draw_name))
 
 
-def _of_file(kind: Kind, scenario: Scenario, rng: random.Random) -> Iterator[Failure]:
-    nodes = scenario.cluster.nodes
-    for entry in scenario.listed[kind.name]:
-        node = None if entry.node is None else entry.node % nodes
-        if entry.node is None and entry.group is None:
-            node = rng.randrange(nodes)
-        of_fault = kind if entry.fault is None else with_effect_of(kind, entry.fault)
-        if of_fault is not None:
-            yield Failure(entry.time, of_fault, node, 1, entry.group, entry.down_seconds)
+def _read_listed(kind: FailureKind, scenario: Scenario, rng: random.Random) -> Iterator[Failure]:
+    """Yield the failures of a trace or a log that have an effect.
+
+    A failure without a node and without a group hits a random node.
+    """
+    num_nodes = scenario.cluster.nodes
+    for listed in scenario.listed_failures[kind.name]:
+        node = None if listed.node is None else listed.node % num_nodes
+        if listed.node is None and listed.group is None:
+            node = rng.randrange(num_nodes)
+        effective_kind = kind if listed.fault is None else with_effect_of(kind, listed.fault)
+        if effective_kind is None:
+            continue
+        yield Failure(
+            time=listed.time,
+            kind=effective_kind,
+            node=node,
+            group=listed.group,
+            repair_seconds=listed.down_seconds,
+        )
 
 
-def _of_gaps(kind: Kind, scenario: Scenario, rng: random.Random) -> Iterator[Failure]:
-    """Yield failures at the gaps of the whole cluster, each of any part."""
-    gaps: dict[Spacing | None, Length] = {
+def _draw_gaps(kind: FailureKind, scenario: Scenario, rng: random.Random) -> Iterator[Failure]:
+    """Yield failures with random gaps in the whole cluster, each on a random target."""
+    gaps_of_mean_1: dict[Spacing | None, Length] = {
         "memoryless": Weibull(1.0),
         "even": Constant(1.0),
         "uniform": Uniform(0.0, 2.0),
         "weibull": Weibull(1.0, kind.shape or 1.0),
     }
-    mean, gap = scenario.mtbf_of(kind), gaps[kind.spacing]
-    parts, size = scenario.parts_of(kind), scenario.nodes_of(kind)
+    gap = gaps_of_mean_1[kind.spacing]
+    mean = scenario.mtbf_of(kind)
+    targets = scenario.targets_of(kind)
+    size = scenario.nodes_per_target(kind)
     now = 0.0
     while True:
         now += mean * gap.quantile(rng.random())
-        yield Failure(now, kind, rng.choice(parts) * size, size)
+        yield Failure(now, kind, rng.choice(targets) * size, size)
 
 
-def _of_lives(kind: Kind, parts: range, size: int, name: str) -> Iterator[Failure]:
-    """Yield the ends of the parts' lives; a mended part is as new.
+def _draw_lives(kind: FailureKind, targets: range, size: int, draw_name: str) -> Iterator[Failure]:
+    """Yield a failure at the end of each life. A repaired target begins a new life.
 
     Args:
-        size: nodes of a part.
-        name: of the draw.
+        size: nodes of each target.
+        draw_name: seed of the random numbers.
     """
     life = Weibull(kind.mean_life, kind.shape or 1.0)
-    ends, rng = _first_ends(kind, parts, name)
-    ends, rng = ends.copy(), copy.copy(rng)
+    cached_ends, cached_rng = _draw_first_ends(kind, targets, draw_name)
+    ends = cached_ends.copy()
+    rng = copy.copy(cached_rng)
     while True:
-        now, part = ends[0]
-        yield Failure(now, kind, part * size, size)
-        heapq.heapreplace(ends, (now + life.quantile(rng.random()), part))
+        now, target = ends[0]
+        yield Failure(now, kind, target * size, size)
+        heapq.heapreplace(ends, (now + life.quantile(rng.random()), target))
 
 
 @lru_cache(maxsize=8)
-def _first_ends(
-    kind: Kind, parts: range, name: str
+def _draw_first_ends(
+    kind: FailureKind, targets: range, draw_name: str
 ) -> tuple[list[tuple[float, int]], random.Random]:
-    """Return the heap of the first ends of lives, all of `kind.age` at the start, and the rest.
+    """Draw the end of the first life of each target.
 
-    The shapes of a job meet the same lives, and 12,288 of them take longer than a run's steps.
+    All candidates of a seed need the same ends. With 12,288 nodes the draw takes longer than all
+    steps of a simulated run, so it is cached. The caller must copy both results before it changes
+    them.
+
+    Returns:
+        ends: a heap of (time, target). The lives began `kind.age` seconds before the run.
+        rng: the source of random numbers for the lives that follow.
     """
-    life, rng = Weibull(kind.mean_life, kind.shape or 1.0), random.Random(name)
+    life = Weibull(kind.mean_life, kind.shape or 1.0)
+    rng = random.Random(draw_name)
     ends = []
-    for part in parts:
+    for target in targets:
         end = life.quantile(rng.random())
         while end <= kind.age:
             end += life.quantile(rng.random())
-        ends.append((end - kind.age, part))
+        ends.append((end - kind.age, target))
     heapq.heapify(ends)
     return ends, rng
 
@@ -191,43 +234,50 @@ def _first_ends(
 # Rates
 
 
-def rates_of(kind: Kind, scenario: Scenario) -> dict[Kind, float]:
-    """Return how often failures come, per second in the scenario's days.
+def rates_of(kind: FailureKind, scenario: Scenario) -> dict[FailureKind, float]:
+    """Return how often failures of a kind come, per second in the scenario's days.
 
-    A rate has one kind. The faults of a trace or a plan have one for each of their effects.
+    The result has one entry, or for a trace or a chaos plan one entry for each effect of its faults.
     """
-    seconds = scenario.seconds
-    found: Counter[Kind] = Counter()
     if kind.name in scenario.plans:
-        plan = scenario.plans[kind.name]
-        for shot in itertools.islice(shots(plan), MAX_SHOTS):
-            time = plan.start_seconds + shot.time
-            if time > seconds:
-                break
-            of_fault = with_effect_of(kind, shot.fault)
-            if of_fault is not None:
-                found[of_fault] += 1
-            if shot.number == MAX_SHOTS - 1:
-                seconds = time
-    elif kind.name in scenario.listed:
-        for failure in _of_file(kind, scenario, random.Random(0)):
-            found[failure.kind] += failure.time <= seconds
-    elif kind.has_lives and kind.shape != 1.0:
-        return {kind: _rate_of_lives(kind, len(scenario.parts_of(kind)), seconds)}
-    else:
-        return {kind: 1 / scenario.mtbf_of(kind)}
-    return {each: number / seconds for each, number in found.items()}
+        return _rates_of_plan(kind, scenario)
+    if kind.name in scenario.listed_failures:
+        counts: Counter[FailureKind] = Counter()
+        for failure in _read_listed(kind, scenario, random.Random(0)):
+            counts[failure.kind] += failure.time <= scenario.seconds
+        return {each: number / scenario.seconds for each, number in counts.items()}
+    if kind.has_lives and kind.shape != 1.0:
+        return {kind: _rate_of_lives(kind, len(scenario.targets_of(kind)), scenario.seconds)}
+    return {kind: 1 / scenario.mtbf_of(kind)}
+
+
+def _rates_of_plan(kind: FailureKind, scenario: Scenario) -> dict[FailureKind, float]:
+    plan = scenario.plans[kind.name]
+    seconds = scenario.seconds
+    counts: Counter[FailureKind] = Counter()
+    for shot in itertools.islice(shots(plan), MAX_SHOTS):
+        time = plan.start_seconds + shot.time
+        if time > seconds:
+            break
+        effective_kind = with_effect_of(kind, shot.fault)
+        if effective_kind is not None:
+            counts[effective_kind] += 1
+        if shot.number == MAX_SHOTS - 1:
+            seconds = time  # The later shots are not counted, so their time must not count.
+    return {each: number / seconds for each, number in counts.items()}
 
 
 @lru_cache(maxsize=64)
-def _rate_of_lives(kind: Kind, parts: int, seconds: float) -> float:
-    """Return the mean rate of lives that age: of young nodes it is far from 1 / mean life.
+def _rate_of_lives(kind: FailureKind, num_targets: int, seconds: float) -> float:
+    """Return the mean rate of failures at the ends of lives, from a few draws.
 
-    At most 1,000 of the parts are drawn.
+    1 / mean life would be wrong: with a shape below 1, young nodes fail far more often.
     """
-    drawn_parts = range(min(parts, 1000))
+    drawn_targets = range(min(num_targets, MAX_RATE_TARGETS))
     number = 0
-    for seed in range(SEEDS_OF_LIVES):
-        failures = _of_lives(kind, drawn_parts, 1, f"{seed}/{kind.name}/rate")
-        number += sum(1 for _ in itertools.takewhile(lambda each: each.time <= seconds, failures))
-    return number / SEEDS_OF_LIVES / len(drawn_parts) * parts / seconds
+    for seed in range(RATE_SEEDS):
+        for failure in _draw_lives(kind, drawn_targets, 1, f"{seed}/{kind.name}/rate"):
+            if failure.time > seconds:
+                break
+            number += 1
+    return number / RATE_SEEDS / len(drawn_targets) * num_targets / seconds

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Describe the inputs of a forecast, as the scenario has them; the page lists them."""
+"""Describe the inputs of a forecast in the words of a scenario file. The page lists them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from titan_ft.forecast.logs import LoggedFailure
 from titan_ft.forecast.scenario import UNITS, Scenario
 from titan_ft.training.traffic import LINK_GBPS
 
-LENGTHS = {
+FIELDS_IN_SECONDS = {
     *("mtbf", "mtbf_of_each", "age", "found_after", "repair"),
     *("every", "lasts", "step", "usual_step", "save", "interval", "recover"),
     *("stall", "away", "rejoin", "drag", "exchange"),
     *("base", "per_gpu", "median", "p99"),
 }
-"""The fields of a scenario that hold seconds."""
+"""The fields of a scenario that hold seconds. A test holds this set against the fields' types."""
 
 
 def describe_inputs(candidate: Candidate) -> list[tuple[str, str]]:
-    """Return the names and values of a candidate's inputs: a row for each table of its scenario.
+    """Return the inputs of a candidate as (name, value), about one row for each table.
 
-    A field with its default is left out, and so are costs that the scenario leaves to a record.
+    Fields with their default values are left out. So costs that come from a record are not listed.
     """
     scenario = candidate.scenario
     rows = [("clock of failures", _describe_clock(scenario))]
@@ -41,13 +41,13 @@ def describe_inputs(candidate: Candidate) -> list[tuple[str, str]]:
     if candidate.save_every:
         seconds = candidate.save_every * candidate.step
         rows.append(("computing between saves", describe_seconds(seconds)))
-    if candidate.bounded:
+    if candidate.has_sizes:
         rows.append(("exchange beyond the step", _describe_exchange(candidate)))
     rows += [("maintenance", _describe_table(stop)) for stop in scenario.maintenance]
     for kind in scenario.failures:
         rows.append((f"failures: {kind.name}", _describe_table(kind)))
-        if kind.name in scenario.listed:
-            gaps = _describe_gaps(scenario.listed[kind.name])
+        if kind.name in scenario.listed_failures:
+            gaps = _describe_gaps(scenario.listed_failures[kind.name])
             rows.append((f"gaps between failures: {kind.name}", gaps))
     return rows
 
@@ -71,11 +71,11 @@ def _describe_exchange(candidate: Candidate) -> str:
 
 
 def _describe_table(table: Struct) -> str:
-    """Return the fields of a table that differ from their defaults, as TOML has them."""
+    """Return the fields of a table that differ from their defaults, in TOML."""
     texts = []
     for field in msgspec.structs.fields(type(table)):
         value = getattr(table, field.name)
-        # The name of a failure stands beside the row.
+        # The name of a kind of failure is in the name of its row already.
         if field.name == "name" or value == field.default:
             continue
         texts.append(f"{field.name} = {_describe_value(field.name, value)}")
@@ -83,7 +83,7 @@ def _describe_table(table: Struct) -> str:
 
 
 def _describe_value(name: str, value: Any) -> str:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple):  # the only arrays in these tables are domains
         return ", ".join(f"{each.name} of {each.nodes} nodes" for each in value)
     if isinstance(value, Struct):
         return f"{{ {_describe_table(value)} }}"
@@ -91,21 +91,21 @@ def _describe_value(name: str, value: Any) -> str:
         return f"{value}".lower()
     if isinstance(value, str):
         return value
-    if name in LENGTHS:
+    if name in FIELDS_IN_SECONDS:
         return describe_seconds(value)
     return f"{value:,.10g}"
 
 
 def describe_seconds(seconds: float) -> str:
-    """Return a length of time in its largest unit that is not longer, such as "18 min"."""
-    for unit, size in reversed(UNITS.items()):
-        if seconds >= size:
-            return f"{seconds / size:.4g} {unit}"
+    """Return a length of time such as "18 min", in the largest unit of which it has at least one."""
+    for unit, unit_seconds in reversed(UNITS.items()):
+        if seconds >= unit_seconds:
+            return f"{seconds / unit_seconds:.4g} {unit}"
     return f"{1000 * seconds:.4g} ms"
 
 
 def _describe_gaps(listed: Sequence[LoggedFailure]) -> str:
-    """Return the Weibull distribution that fits the gaps of a file's failures."""
+    """Describe the Weibull distribution that fits the gaps between the failures of a file."""
     fit = fit_weibull([after.time - before.time for before, after in pairwise(listed)])
     if fit is None:
         return f"{len(listed)} failures, too few to fit"

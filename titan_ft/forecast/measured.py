@@ -1,13 +1,28 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measure the costs of failures in runs of one's own, each with its number of observations.
+"""Measure the costs of failures in the records of a user's own runs. A record is the events of a run.
 
-The costs: a calm step, a step with a death, steps while groups are away, a step in which a group
-returns, and the time that a group is away. If groups share a machine, stalls are only about half of
-the cost of failures: the others are also slower while a group starts beside them.
+`titan-ft plan --from` and `--like` call `measure`. `choice` calls `resample`, to show how far a
+forecast depends on the few observations of a record.
 
-`titan-ft plan --from` and `--like` measure here. `choice` resamples the measured costs, to show how
-certain a forecast is.
+`measure` works in this order:
+
+1. It cuts each record into steps: the times from one commit to the next (`_split_into_steps`). In a
+   semi-synchronous run these are rounds.
+2. It takes the mean of the *calm* steps of each record. In a calm step no group died, returned or
+   was absent, and no checkpoint was saved.
+3. Each other step is compared with the calm steps of the same record, because two runs may have
+   different step times. The difference is the *delay* of the step.
+4. The delays of the steps with a death are the stalls. Those of the steps with a return, with absent
+   groups, and with a save give the other costs.
+
+A stall alone is not the whole cost of a failure. Where groups share a machine, it is about half: the
+other groups are slower as well while a group starts beside them. So absent and returning groups have
+costs of their own.
+
+A group *dies* in this module when it drops out of the exchanges, even if its processes live on.
+An observation is *cut off* (censored) if it still went on when the record ended. It only shows that
+the cost is at least so long. `lengths.Samples` takes it into account.
 """
 
 from __future__ import annotations
@@ -19,6 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, median
+from typing import NamedTuple
 
 from titan_ft.forecast.lengths import Fit, Samples, fit_weibull
 from titan_ft.history.record.run_record import RunRecord
@@ -26,305 +42,376 @@ from titan_ft.history.timing.incidents import RecordedFailure, find_failures
 from titan_ft.run.events import CheckpointSaved, StepCommitted
 
 
+class ObservationRow(NamedTuple):
+    """An input that a forecast takes from records, in words for people."""
+
+    input: str
+    value: str
+    rests_on: str
+    """The number of observations."""
+
+
 @dataclass
 class Measured:
-    """The costs of failures in runs; all in seconds. A cost that no failure showed is None."""
+    """The costs of failures in some runs, in seconds. A cost that no failure showed is None."""
 
     step: float
-    """Mean, not median, of the steps without trouble (*calm* steps): slow steps that no failure
-    explains must count, too."""
+    """Mean of the calm steps. The median would hide slow steps. The record has no reason for them,
+    but they do cost time."""
     usual_step: float
-    """Mean of what the report counts of calm steps: of each no more than their median."""
+    """How much of `step` counts as effective. `titan-ft report` counts each step at most as the
+    median calm step. This is the mean of these counts."""
     num_steps: int
+    """Number of calm steps."""
     groups: int
+    """Groups of the job when all are present."""
     drag: float
-    """By how much each group that is away makes a step longer."""
+    """By how much each absent group makes a step longer."""
     num_drag_steps: int
-    """Steps that `drag` rests on: groups were away, and nothing else happened."""
+    """Number of steps from which `drag` is computed. Groups were absent in them, and nothing else
+    happened."""
     stall: Samples | None
-    """Lateness of the steps in which a group died."""
+    """Delays of the steps in which a group died."""
     away: Samples | None
-    """How long a group is away until it could join a step."""
+    """How long groups were away until they could join a step."""
     rejoin: Samples | None
-    """Lateness of the steps in which a group returned."""
-    pace: tuple[float, ...]
-    """The calm steps, in order, are cut into about ten stretches; these are the means of each. A
+    """Delays of the steps in which a group returned."""
+    stretch_means: tuple[float, ...]
+    """Mean calm step in each of about ten stretches of the record. The means differ, because a
     machine is faster at one time and slower at another."""
     save: float | None
-    """Mean lateness of the steps with a save; None if no checkpoint was saved."""
+    """Mean delay of the steps with a save; None if no checkpoint was saved."""
     save_interval: float | None
-    """Time of computing between two saves; None likewise."""
+    """Time of computing between two saves; None if no checkpoint was saved."""
     mtbf: float | None
-    fit: Fit | None
-    """The Weibull distribution fitted to the gaps between failures; None below three gaps."""
-    seconds: float
-    """Observed time: of each record from its first commit to its end, summed."""
-    kinds: dict[str, int] = field(default_factory=dict)
-    """Failures by their cause."""
-    stalls: dict[str, Samples] = field(default_factory=dict)
-    """The stalls by the cause of the first death in the step."""
+    """Mean time between failures of the job; None without a failure."""
+    gap_fit: Fit | None
+    """The Weibull distribution of the gaps between failures; None with fewer than three gaps."""
+    observed_seconds: float
+    """Time from the first commit of each record to its end, summed over the records."""
+    failures_by_cause: dict[str, int] = field(default_factory=dict)
+    stalls_by_cause: dict[str, Samples] = field(default_factory=dict)
+    """The stalls by the cause of death. If several groups died in a step, the first death counts."""
 
     @property
     def pressure(self) -> float:
-        """Return the share of the time that failures take if none of their costs overlap."""
+        """Return the share of all time that failures would take if their costs never overlapped."""
         if self.mtbf is None or self.stall is None or self.away is None:
             return 0.0
-        late = self.stall.mean + (0.0 if self.rejoin is None else self.rejoin.mean)
-        # One of the groups is away, which costs the job that part of the time.
-        return (late + self.away.mean / self.groups) / self.mtbf
+        delay = self.stall.mean + (0.0 if self.rejoin is None else self.rejoin.mean)
+        # While one of n groups is away, the job loses 1/n of its work.
+        return (delay + self.away.mean / self.groups) / self.mtbf
 
-    def observations(self) -> list[tuple[str, str, str]]:
-        """Return the inputs that a forecast takes from the records: name, value, observations."""
-        found = [
-            _observation("step without trouble", self.step, self.num_steps),
-            _observation("longer for each group away", self.drag, self.num_drag_steps),
+    def observations(self) -> list[ObservationRow]:
+        """Return the inputs that a forecast takes from the records."""
+        rows = [
+            _describe("step without trouble", self.step, self.num_steps),
+            _describe("longer for each group away", self.drag, self.num_drag_steps),
         ]
         lengths = {
             "stall: a step with a death is late by": self.stall,
             "away until it could join": self.away,
             "late when one returns": self.rejoin,
         }
-        if len(self.stalls) > 1:
-            for cause, stalls in self.stalls.items():
-                lengths[f"stall after {cause.partition(':')[0]}"] = stalls
+        if len(self.stalls_by_cause) > 1:
+            for cause, stalls in self.stalls_by_cause.items():
+                # A cause may be an exception with its message: leave out the message.
+                short_cause = cause.partition(":")[0]
+                lengths[f"stall after {short_cause}"] = stalls
         for name, samples in lengths.items():
             if samples is not None:
-                found.append(_observation(name, samples.mean, samples.number, samples.censored))
+                rows.append(_describe(name, samples.mean, samples.number, samples.censored))
         if self.mtbf is not None:
-            number = sum(self.kinds.values())
-            found.append(_observation("time between failures", self.mtbf, number))
-        if self.fit is not None:
-            shape = f"shape {self.fit.shape:.2f} ({self.fit.low:.2f} to {self.fit.high:.2f})"
-            found.append(("their spacing", shape, f"{self.fit.number} observations"))
-        return found
+            num_failures = sum(self.failures_by_cause.values())
+            rows.append(_describe("time between failures", self.mtbf, num_failures))
+        fit = self.gap_fit
+        if fit is not None:
+            shape = f"shape {fit.shape:.2f} ({fit.low:.2f} to {fit.high:.2f})"
+            rows.append(ObservationRow("their spacing", shape, f"{fit.number} observations"))
+        return rows
 
 
-def _observation(name: str, seconds: float, number: int, censored: int = 0) -> tuple[str, str, str]:
-    """Return a row of `Measured.observations`.
+def _describe(name: str, seconds: float, number: int, num_cut_off: int = 0) -> ObservationRow:
+    """Return the row of an input.
 
     Args:
-        censored: observations that the end of the record, or the group's next failure, cut off.
+        number: observations with an end.
+        num_cut_off: observations without an end.
     """
-    cut = f", {censored} cut off" if censored else ""
-    return name, f"{seconds:.3g} s", f"{number} observations{cut}"
+    cut_off = f", {num_cut_off} cut off" if num_cut_off else ""
+    return ObservationRow(name, f"{seconds:.3g} s", f"{number} observations{cut_off}")
 
 
 @dataclass
 class _Step:
-    """One step of a record.
+    """One step of a record: the time from one commit to the next.
 
     Attributes:
-        absent: groups that were away for all of it.
-        causes: of the deaths in it, one for each group that died.
-        returns: groups that returned in it.
-        has_save: a checkpoint was saved in it.
+        num_absent: groups that were absent for the whole step.
+        causes_of_death: of each group that died in the step, in order of time.
+        num_returned: groups that contributed to this step and not to the step before.
+        has_save: a checkpoint was saved in the step.
     """
 
     seconds: float
-    absent: int
-    causes: list[str]
-    returns: int
+    num_absent: int
+    causes_of_death: list[str]
+    num_returned: int
     has_save: bool
 
     @property
+    def has_all_groups(self) -> bool:
+        """True if no group was absent, died or returned."""
+        return not (self.num_absent or self.causes_of_death or self.num_returned)
+
+    @property
     def is_calm(self) -> bool:
-        return not (self.absent or self.causes or self.returns or self.has_save)
+        return self.has_all_groups and not self.has_save
 
     @property
     def has_only_absences(self) -> bool:
-        """True if groups were away and nothing else happened."""
-        return bool(self.absent) and not (self.causes or self.returns or self.has_save)
+        """True if groups were absent and nothing else happened."""
+        something_else = self.causes_of_death or self.num_returned or self.has_save
+        return self.num_absent > 0 and not something_else
+
+
+class _ComparedStep(NamedTuple):
+    step: _Step
+    calm_mean: float
+    """Mean seconds of the calm steps in the same record."""
+
+
+class _DragPoint(NamedTuple):
+    """One step with absent groups, from which `drag` is computed."""
+
+    num_absent: int
+    delay: float
 
 
 @dataclass
 class _Observations:
-    """The observations in the records of several runs."""
+    """The observations in all records. Times are in seconds; `_cut_off` marks censored ones."""
 
-    calm: list[float] = field(default_factory=list)
-    drag_points: list[tuple[int, float]] = field(default_factory=list)
-    """For each step with groups away and nothing else: how many, and by how much it was longer than
-    a calm one."""
-    steps: list[tuple[_Step, float]] = field(default_factory=list)
-    """All steps, each with the mean seconds of its record's calm steps."""
-    stalls_cut: list[float] = field(default_factory=list)
-    """Stalls that went on at the end of the record (censored)."""
-    away: list[float] = field(default_factory=list)
-    """Absences of groups, until they could join a step."""
-    away_cut: list[float] = field(default_factory=list)
-    """Absences that went on at the end of the record, or at the group's next failure (censored)."""
-    gaps: list[float] = field(default_factory=list)
-    last_gaps: list[float] = field(default_factory=list)
-    """From the last failure to the end of the record (censored)."""
-    saves: list[float] = field(default_factory=list)
-    """Lateness of the steps in which nothing happened but a save."""
-    save_steps: list[float] = field(default_factory=list)
-    """Numbers of steps (rounds) between two saves."""
-    kinds: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
+    calm_steps: list[float] = field(default_factory=list)
+    """Lengths of the calm steps."""
+    drag_points: list[_DragPoint] = field(default_factory=list)
+    steps: list[_ComparedStep] = field(default_factory=list)
+    """All steps, the calm ones included."""
+    stalls_cut_off: list[float] = field(default_factory=list)
+    """Stalls that went on at the end of a record."""
+    absences: list[float] = field(default_factory=list)
+    """Times from a group's failure until the group could join a step."""
+    absences_cut_off: list[float] = field(default_factory=list)
+    """Absences that went on at the end of a record, or at the group's next failure."""
+    failure_gaps: list[float] = field(default_factory=list)
+    """Times from one failure to the next. The first of each record begins at its first commit."""
+    failure_gaps_cut_off: list[float] = field(default_factory=list)
+    """Times from the last failure to the end of a record."""
+    save_delays: list[float] = field(default_factory=list)
+    """Delays of the steps in which nothing happened but a save."""
+    steps_between_saves: list[float] = field(default_factory=list)
+    """Numbers of steps (rounds) from one save to the next."""
+    failures_by_cause: Counter[str] = field(default_factory=Counter)
+    observed_seconds: float = 0.0
 
 
 def measure(records: Sequence[RunRecord], until: float | None = None) -> Measured | None:
     """Return the costs that the records show; None if no record has two commits in a row.
 
-    Each step is compared with the calm steps of its own record, because steps of two runs may take
-    different times.
-
     Args:
-        until: Unix seconds after which nothing of the record counts, so that its rest can be
-            predicted. Only with one record.
+        until: Unix seconds. What happened later does not count. So a test can measure the first
+            half of a run and predict the second half. Only with one record.
     """
     found = _Observations()
     for record in records:
         _add_record(record, found, until)
     if not found.steps:
         return None
-    calm = found.calm
-    if not calm:
-        # Every step had trouble: the shortest one had the least.
-        calm = [min(step.seconds for step, _ in found.steps)]
+    calm_steps = found.calm_steps
+    if not calm_steps:
+        # All steps had trouble. The shortest of them is the best guess at a calm step.
+        calm_steps = [min(compared.step.seconds for compared in found.steps)]
     drag = _fit_slope(found.drag_points)
-    stalls: dict[str, list[float]] = defaultdict(list)
-    all_stalls: list[float] = []
-    rejoins: list[float] = []
-    for step, usual in found.steps:
-        late = step.seconds - usual - drag * step.absent
-        if step.causes:
-            # A group that returned in the same step adds no lateness of its own.
-            stalls[step.causes[0]].append(late)
-            all_stalls.append(late)
-        elif step.returns:
-            rejoins.append(late)
-    num_failures = found.kinds.total()
-    stretch = max(1, len(calm) // 10)
-    starts = range(0, len(calm) - stretch + 1, stretch)  # whole stretches only
-    median_step = median(calm)
+    stalls: list[float] = []
+    stalls_by_cause: dict[str, list[float]] = defaultdict(list)
+    rejoin_delays: list[float] = []
+    for step, calm_mean in found.steps:
+        # Absent groups delay the step as well: do not count that delay as a stall.
+        delay = step.seconds - calm_mean - drag * step.num_absent
+        if step.causes_of_death:
+            # If a group returned in the same step, its delay cannot be told from the stall.
+            stalls.append(delay)
+            stalls_by_cause[step.causes_of_death[0]].append(delay)
+        elif step.num_returned:
+            rejoin_delays.append(delay)
+    save = None
     save_interval = None
-    if found.saves:
-        save_interval = median(found.save_steps) * fmean(calm)
+    if found.save_delays:
+        save = max(0.0, fmean(found.save_delays))
+        save_interval = median(found.steps_between_saves) * fmean(calm_steps)
+    num_failures = found.failures_by_cause.total()
+    median_step = median(calm_steps)
     return Measured(
-        step=fmean(calm),
-        usual_step=fmean(min(seconds, median_step) for seconds in calm),
-        num_steps=len(found.calm),
+        step=fmean(calm_steps),
+        usual_step=fmean(min(seconds, median_step) for seconds in calm_steps),
+        num_steps=len(found.calm_steps),
         groups=max(_num_groups(record) for record in records),
         drag=drag,
         num_drag_steps=len(found.drag_points),
-        stall=_samples(all_stalls, found.stalls_cut),
-        away=_samples(found.away, found.away_cut),
-        rejoin=_samples(rejoins),
-        pace=tuple(fmean(calm[start : start + stretch]) for start in starts),
-        save=max(0.0, fmean(found.saves)) if found.saves else None,
+        stall=_make_samples(stalls, found.stalls_cut_off),
+        away=_make_samples(found.absences, found.absences_cut_off),
+        rejoin=_make_samples(rejoin_delays),
+        stretch_means=_average_stretches(calm_steps),
+        save=save,
         save_interval=save_interval,
-        mtbf=found.seconds / num_failures if num_failures else None,
-        fit=fit_weibull(found.gaps, found.last_gaps),
-        seconds=found.seconds,
-        kinds=dict(found.kinds),
-        stalls={cause: Samples(of_cause) for cause, of_cause in stalls.items()},
+        mtbf=found.observed_seconds / num_failures if num_failures else None,
+        gap_fit=fit_weibull(found.failure_gaps, found.failure_gaps_cut_off),
+        observed_seconds=found.observed_seconds,
+        failures_by_cause=dict(found.failures_by_cause),
+        stalls_by_cause={cause: Samples(delays) for cause, delays in stalls_by_cause.items()},
     )
 
 
 def resample(measured: Measured, seed: int) -> Measured:
-    """Return costs that another record might have shown, drawn from the observed ones.
+    """Return the costs that another record of the same job might have shown.
 
-    `step` becomes the mean of one stretch, because machines have slow and fast times.
+    The costs are drawn with replacement from the observed ones. The step becomes the mean of one
+    stretch of the record, because another run may fall into a slow or a fast time of the machine.
     """
     rng = random.Random(f"{seed}/record")
 
-    def again(samples: Samples | None) -> Samples | None:
+    def draw_again(samples: Samples | None) -> Samples | None:
         return None if samples is None else samples.resample(rng)
 
     return replace(
         measured,
-        step=rng.choice(measured.pace),
-        stall=again(measured.stall),
-        away=again(measured.away),
-        rejoin=again(measured.rejoin),
+        step=rng.choice(measured.stretch_means),
+        stall=draw_again(measured.stall),
+        away=draw_again(measured.away),
+        rejoin=draw_again(measured.rejoin),
     )
 
 
 def _num_groups(record: RunRecord) -> int:
-    """Return how many groups the job has when all are present; if unknown, those with events."""
+    """Return how many groups the job has when all are present.
+
+    A record without a group size has at least the groups that wrote events.
+    """
     return record.group_size or len(record.groups)
 
 
-def _samples(seen: Sequence[float], cut: Sequence[float] = ()) -> Samples | None:
-    """Return the distribution of a cost; None if none was seen to its end."""
-    return Samples(seen, cut) if seen else None
+def _make_samples(complete: Sequence[float], cut_off: Sequence[float] = ()) -> Samples | None:
+    """Return the distribution of a cost; None if no observation of the cost has an end."""
+    return Samples(complete, cut_off) if complete else None
 
 
-def _fit_slope(points: Sequence[tuple[int, float]]) -> float:
-    """Return the slope of the line through zero that fits points best, not below 0."""
-    weight = sum(x * x for x, _ in points)
-    if weight == 0:
+def _average_stretches(steps: Sequence[float]) -> tuple[float, ...]:
+    """Cut the steps into about ten stretches of equal length; return the mean of each stretch.
+
+    Steps after the last whole stretch are left out.
+    """
+    size = max(1, len(steps) // 10)
+    begins = range(0, len(steps) - size + 1, size)
+    return tuple(fmean(steps[begin : begin + size]) for begin in begins)
+
+
+def _fit_slope(points: Sequence[_DragPoint]) -> float:
+    """Return the delay for each absent group: the least-squares line through zero, at least 0."""
+    sum_of_squares = sum(point.num_absent * point.num_absent for point in points)
+    if sum_of_squares == 0:
         return 0.0
-    return max(0.0, sum(x * y for x, y in points) / weight)
+    sum_of_products = sum(point.num_absent * point.delay for point in points)
+    return max(0.0, sum_of_products / sum_of_squares)
 
 
 def _add_record(record: RunRecord, found: _Observations, until: float | None) -> None:
-    """Add the observations of one record."""
+    """Add the observations of one record.
+
+    Args:
+        until: see `measure`.
+    """
     commits = [event for _, event in sorted(record.first_commit_of_step.items())]
     if until is not None:
         commits = [event for event in commits if event.time <= until]
     if len(commits) < 2:
         return
-    first, last = commits[0].time, commits[-1].time
+    first_commit, last_commit = commits[0].time, commits[-1].time
     end = until or record.events[-1].time
-    # Left out are broken exchanges that were repeated with all groups: `away` is False.
-    failures = [each for each in find_failures(record) if each.away and first <= each.time <= end]
-    ends_in_stall = any(each.time > last for each in failures)
+    # Leave out exchanges that failed and were repeated with all groups: no group was away.
+    failures = [
+        failure
+        for failure in find_failures(record)
+        if failure.away and first_commit <= failure.time <= end
+    ]
+    ends_in_stall = any(failure.time > last_commit for failure in failures)
     if not ends_in_stall:
-        # A run goes on for a while after its last step, to save and to leave.
-        end = last
-    saved = sorted(event.time for event in record.of(CheckpointSaved))
-    steps = _steps_of(commits, failures, _num_groups(record), saved)
-    calm = [step.seconds for step in steps if step.is_calm]
-    if calm:
-        usual = fmean(calm)
+        # After the last step a run only saves and exits. This time belongs to no step.
+        end = last_commit
+    save_times = sorted(event.time for event in record.of(CheckpointSaved))
+    steps = _split_into_steps(commits, failures, _num_groups(record), save_times)
+    calm_steps = [step.seconds for step in steps if step.is_calm]
+    if calm_steps:
+        calm_mean = fmean(calm_steps)
     else:
-        usual = min((step.seconds for step in steps), default=0.0)
-    found.calm += calm
-    found.steps += [(step, usual) for step in steps]
+        # All steps had trouble. The shortest of them is the best guess at a calm step.
+        calm_mean = min((step.seconds for step in steps), default=0.0)
+    found.calm_steps += calm_steps
     for step in steps:
+        delay = step.seconds - calm_mean
+        found.steps.append(_ComparedStep(step, calm_mean))
         if step.has_only_absences:
-            found.drag_points.append((step.absent, step.seconds - usual))
-        if step.has_save and not (step.absent or step.causes or step.returns):
-            found.saves.append(step.seconds - usual)
+            found.drag_points.append(_DragPoint(step.num_absent, delay))
+        if step.has_save and step.has_all_groups:
+            found.save_delays.append(delay)
     if ends_in_stall:
-        found.stalls_cut.append(max(0.0, end - last - usual))
+        found.stalls_cut_off.append(max(0.0, end - last_commit - calm_mean))
     commit_times = [event.time for event in commits]
     for failure in failures:
-        found.kinds[failure.cause] += 1
+        found.failures_by_cause[failure.cause] += 1
         _add_absence(failure, failures, commit_times, end, found)
-    # The wait for the first failure counts as a gap.
-    times = [first, *(each.time for each in failures)]
-    found.gaps += [after - before for before, after in pairwise(times)]
+    # Failures before the first commit are left out, so the first gap begins there.
+    gap_ends = [first_commit, *(failure.time for failure in failures)]
+    found.failure_gaps += [after - before for before, after in pairwise(gap_ends)]
+    found.failure_gaps_cut_off.append(end - gap_ends[-1])
     _add_saves(record, end, found)
-    found.last_gaps.append(end - times[-1])
-    found.seconds += end - first
+    found.observed_seconds += end - first_commit
 
 
-def _steps_of(
+def _split_into_steps(
     commits: Sequence[StepCommitted],
     failures: Sequence[RecordedFailure],
-    size: int,
-    saved: Sequence[float],
+    num_groups: int,
+    save_times: Sequence[float],
 ) -> list[_Step]:
-    """Return the steps between commits that follow each other.
+    """Return the steps of a record. A step whose commit before is not in the record is left out.
 
     Args:
-        size: number of groups of the job.
-        saved: Unix seconds at which checkpoints were saved, in order.
+        num_groups: groups of the job when all are present.
+        save_times: Unix seconds at which checkpoints were saved, in order.
     """
     steps = []
     for before, after in pairwise(commits):
         if after.step != before.step + 1:
             continue
-        causes = [each.cause for each in failures if before.time < each.time <= after.time]
-        returns = len(set(after.participants) - set(before.participants))
-        # A group that died in this step was there at its begin. One that died after its gradient was
-        # sent is among the participants: not below 0.
-        absent = max(0, size - len(after.participants) - len(causes))
-        has_save = bisect_right(saved, after.time) > bisect_right(saved, before.time)
-        steps.append(_Step(after.time - before.time, absent, causes, returns, has_save))
+        causes_of_death = [
+            failure.cause for failure in failures if before.time < failure.time <= after.time
+        ]
+        num_returned = len(set(after.participants) - set(before.participants))
+        # A group that died in this step was present at its begin, so it is not absent. If it died
+        # after it had sent its gradients, it is also among the participants, and is subtracted
+        # twice.
+        num_absent = max(0, num_groups - len(after.participants) - len(causes_of_death))
+        saves_before = bisect_right(save_times, before.time)
+        saves_after = bisect_right(save_times, after.time)
+        steps.append(
+            _Step(
+                seconds=after.time - before.time,
+                num_absent=num_absent,
+                causes_of_death=causes_of_death,
+                num_returned=num_returned,
+                has_save=saves_after > saves_before,
+            )
+        )
     return steps
 
 
@@ -332,34 +419,40 @@ def _add_absence(
     failure: RecordedFailure,
     failures: Sequence[RecordedFailure],
     commit_times: Sequence[float],
-    record_end: float,
+    end: float,
     found: _Observations,
 ) -> None:
-    """Add how long a group was away until it could join a step.
+    """Add how long the group of a failure was away until it could join a step.
 
-    A group becomes ready at some time during a step, and joins the next one. So it is taken to be
-    ready half a step before the step that it joins.
+    The record has only the commit of the step that the group joined. The group became ready at some
+    time during the step before, and waited for its end. On average that is half a step.
+
+    Args:
+        end: end of the record.
     """
-    cut_at = record_end
+    cut_off_at = end
     for other in failures:
         if other.replica == failure.replica and other.time > failure.time:
-            cut_at = min(cut_at, other.time)
-    if failure.back is None or failure.back > cut_at:
-        found.away_cut.append(max(0.0, cut_at - failure.time))
+            cut_off_at = min(cut_off_at, other.time)
+    if failure.back is None or failure.back > cut_off_at:
+        found.absences_cut_off.append(max(0.0, cut_off_at - failure.time))
         return
-    joined = bisect_right(commit_times, failure.back) - 1  # the commit that has its part again
-    if joined < 2:  # It died and returned in the first steps, and no step before is known.
-        found.away.append(max(0.0, failure.back - failure.time))
+    # Index of the first commit to which the group contributed again.
+    joined = bisect_right(commit_times, failure.back) - 1
+    if joined < 2:
+        # The step before has no begin in the record. Count the wait for its end as absence.
+        found.absences.append(max(0.0, failure.back - failure.time))
         return
-    begin, begin_before = commit_times[joined - 1], commit_times[joined - 2]
-    ready = begin - (begin - begin_before) / 2
-    found.away.append(max(0.0, ready - failure.time))
+    begin_of_joined = commit_times[joined - 1]
+    begin_of_step_before = commit_times[joined - 2]
+    ready_at = begin_of_joined - (begin_of_joined - begin_of_step_before) / 2
+    found.absences.append(max(0.0, ready_at - failure.time))
 
 
-def _add_saves(record: RunRecord, record_end: float, found: _Observations) -> None:
-    """Add the steps between saves. The first gap begins with the run."""
-    saves = [event for event in record.of(CheckpointSaved) if event.time <= record_end]
-    steps = sorted({event.step for event in saves})
-    # A checkpoint is numbered by local steps, also where a round has several.
-    gaps = [after - before for before, after in pairwise([0, *steps])]
-    found.save_steps += [gap / record.unit.steps for gap in gaps]
+def _add_saves(record: RunRecord, end: float, found: _Observations) -> None:
+    """Add the numbers of steps between saves. The first number counts from the begin of the run."""
+    saves = [event for event in record.of(CheckpointSaved) if event.time <= end]
+    saved_steps = sorted({event.step for event in saves})
+    for before, after in pairwise([0, *saved_steps]):
+        # Checkpoints are numbered by local steps, of which a round has several.
+        found.steps_between_saves.append((after - before) / record.unit.steps)

@@ -1,8 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The validation set: published figures beside this planner's; fitted and open ones are marked.
+"""The validation set: compare published figures with those of this planner.
 
-`titan-ft plan --validate` and a test compare the cases of published.toml here.
+`titan-ft plan --validate` and a test call `validate`. The cases are in published.toml, which explains
+their fields. Each case describes a published system as a scenario, and lists the figures that its
+source gives (`expect`). Each figure is computed from simulated runs, or by a formula.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from msgspec import Struct
 
 from titan_ft.faults.schema import convert
 from titan_ft.forecast.candidate import Candidate, make_candidates
-from titan_ft.forecast.closed_forms import standbys
+from titan_ft.forecast.closed_forms import enough_spares
 from titan_ft.forecast.scenario import read_scenarios
 from titan_ft.forecast.simulation import Account, simulate
 
-SEEDS = 5
+NUM_RUNS = 5
+"""Simulated runs of a case. A figure is the mean of its runs."""
 
 
 class PublishedCase(Struct, frozen=True):
@@ -47,7 +50,12 @@ class PublishedCase(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Comparison:
-    """A published figure and this planner's; `ours` is None where it is not to be had."""
+    """A published figure beside this planner's.
+
+    Attributes:
+        figure: name of the figure; empty if the case has none.
+        ours: None if this planner cannot compute the figure from what was published.
+    """
 
     case: PublishedCase
     figure: str
@@ -56,7 +64,7 @@ class Comparison:
 
     @property
     def error(self) -> float | None:
-        """Return the relative error."""
+        """Return the relative error; None if one of the figures is missing."""
         if self.ours is None or not self.published:
             return None
         return self.ours / self.published - 1
@@ -67,13 +75,13 @@ class Comparison:
 
     @property
     def holds(self) -> bool | None:
-        """True if the figure comes out within its tolerance; None if it is open."""
+        """True if our figure is within the tolerance of the published one; None if it is open."""
         if self.kind == "open" or self.error is None:
             return None
         return abs(self.error) <= self.case.tolerance
 
 
-_OF_RUNS: Mapping[str, Callable[[Account], float]] = {
+_FIGURES_OF_RUNS: Mapping[str, Callable[[Account], float]] = {
     "effective": attrgetter("effective"),
     "steps": attrgetter("steps"),
     "votes": attrgetter("votes"),
@@ -84,6 +92,7 @@ _OF_RUNS: Mapping[str, Callable[[Account], float]] = {
     "participants": lambda run: run.contributions / run.steps,
     "hours_for_6144": lambda run: 6144 / run.effective,
 }
+"""The figures that a simulated run gives, by their names in published.toml."""
 
 
 def read_cases() -> list[PublishedCase]:
@@ -93,41 +102,45 @@ def read_cases() -> list[PublishedCase]:
 
 
 def validate(cases: Sequence[PublishedCase] | None = None) -> list[Comparison]:
-    """Compute the figures of all cases."""
+    """Return the comparisons of all cases, by default of those in published.toml."""
     return [row for case in cases or read_cases() for row in compare_case(case)]
 
 
 def compare_case(case: PublishedCase) -> list[Comparison]:
+    """Return one comparison for each figure of a case. A case without figures has one empty row."""
     if not case.expect:
         return [Comparison(case, "", None, None)]
-    candidate = _candidate(case)
+    candidate = _make_candidate(case)
+    needs_runs = bool(case.expect.keys() & _FIGURES_OF_RUNS.keys())
     runs: list[Account] = []
-    if candidate is not None and case.expect.keys() & _OF_RUNS.keys():
-        runs = [simulate(candidate, seed, case.seconds) for seed in range(SEEDS)]
+    if candidate is not None and needs_runs:
+        runs = [simulate(candidate, seed, case.seconds) for seed in range(NUM_RUNS)]
     rows = []
-    for name, value in case.expect.items():
-        rows.append(Comparison(case, name, value, _figure(case, name, candidate, runs)))
+    for figure, published in case.expect.items():
+        ours = _compute_figure(case, figure, candidate, runs)
+        rows.append(Comparison(case, figure, published, ours))
     return rows
 
 
-def _candidate(case: PublishedCase) -> Candidate | None:
+def _make_candidate(case: PublishedCase) -> Candidate | None:
+    """Return the candidate of the first strategy in the case's scenario; None without a scenario."""
     if case.scenario is None:
         return None
     (scenario,) = read_scenarios(case.scenario, Path())
     return make_candidates(scenario)[0]
 
 
-def _figure(
+def _compute_figure(
     case: PublishedCase,
-    name: str,
+    figure: str,
     candidate: Candidate | None,
     runs: Sequence[Account],
 ) -> float:
-    if name == "product":
-        return math.prod(above / below for above, below in case.ratios)
-    if name == "standbys":
-        return sum(standbys(mean) for mean in case.means)
-    assert candidate is not None, "every other figure is of a scenario"
-    if name == "mtbf_hours":
-        return 1 / (candidate.rates.deaths + candidate.rates.job) / 3600
-    return fmean(_OF_RUNS[name](run) for run in runs)
+    if figure == "product":
+        return math.prod(numerator / denominator for numerator, denominator in case.ratios)
+    if figure == "standbys":
+        return sum(enough_spares(mean) for mean in case.means)
+    assert candidate is not None, "every other figure needs a scenario"
+    if figure == "mtbf_hours":
+        return 1 / (candidate.rates.deaths + candidate.rates.losses_of_all) / 3600
+    return fmean(_FIGURES_OF_RUNS[figure](run) for run in runs)

@@ -1,12 +1,31 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Simulate a job under failures, event by event, and account for each second of each group.
+"""Simulate one run of a job under failures, and account for each second of each replica group.
 
-A committed step adds its usual duration to the effective time, once for each group that
-contributed. `titan_ft.history.timing.goodput` has the same rule. So if a simulated run is written
-as events, `titan-ft report` shows the effective training time of its `Account`.
+`choice` and `published` call `simulate` with a candidate (a strategy and a number of groups) and a
+seed. simpy advances the simulated time from event to event. No thread is started.
 
-`choice` and `published` simulate candidates here.
+A simulated run repeats these steps:
+
+1. The groups that are ready join the training. If fewer than `Candidate.min_groups` train, the job
+   waits for more.
+2. The training groups make a step: they compute, exchange gradients, commit, and sometimes save a
+   checkpoint. With strategy "rounds", a step of this module is a whole round of local steps.
+3. Meanwhile failures hit groups. A group that dies stops at once, and the other groups stall at the
+   end of the step. A group that leaves in order finishes the step first, and nobody stalls.
+   A straggler slows down all groups. Wrong numbers have no effect until they are found.
+4. A stopped group waits for nodes if it lost some, then restarts and heals, and is ready again.
+5. If no group is left, the job returns to its last checkpoint.
+
+The effective training time is the share of "useful" time. A committed step adds its usual duration
+to this time, once for each group that contributed. `titan_ft.history.timing.goodput` measures real
+runs by the same rule. A test writes a simulated run as events, and checks that both figures agree.
+
+Terms:
+- calm step: a step in which no failure happens and no group leaves or returns.
+- luck: random numbers of a failure. Each one selects a cost from the distribution of that cost.
+- clock of failures: the time by which failures come. With clock = "wall" it always runs. With
+  clock = "training" it stops while groups stall, and while too few groups are there to train.
 """
 
 from __future__ import annotations
@@ -33,9 +52,10 @@ from titan_ft.forecast.failures import (
     groups_hit,
     with_effect_of,
 )
-from titan_ft.forecast.scenario import Kind, Maintenance, to_length
+from titan_ft.forecast.lengths import Length
+from titan_ft.forecast.scenario import FailureKind, Maintenance, to_length
 
-PARTS = {
+TIME_CATEGORIES = {
     "useful": "training",
     "stall": "stalled",
     "slower": "slower steps",
@@ -46,31 +66,35 @@ PARTS = {
     "away": "away",
     "nodes": "no nodes",
 }
-"""Where the time of the groups goes, with the name that people read.
+"""The categories of an `Account`, each with its heading in tables and charts.
 
-- useful: the usual time of committed steps. Its share is the effective training time.
-- stall: the others wait because a group has died.
-- slower: what stragglers, groups away and groups that return add to committed steps.
-- lost: computed in vain.
-- waiting: fewer groups than min_replica_size are left, so nobody trains.
-- away: the group starts again, and heals.
+- useful: usual duration of committed steps. Its share is the effective training time.
+- stall: the groups wait because another group has died.
+- slower: time that committed steps took beyond their usual duration, because of stragglers, of
+  absent groups, or of returning groups.
+- exchange: the part of the gradient exchange that computing does not hide.
+- checkpoints: training stands still for a save.
+- lost: time of steps that were not committed, or that the return to a checkpoint undid.
+- waiting: the group could train, but fewer than `min_groups` groups are there.
+- away: the group restarts and heals.
 - nodes: the group waits for nodes.
 """
-_PARTS_OF_TRAINING = ("useful", "stall", "slower", "exchange", "checkpoints")
-"""Parts that are counted when a step ends. What they leave of the training time is "lost"."""
+_CATEGORIES_OF_STEPS = ("useful", "stall", "slower", "exchange", "checkpoints")
+"""Categories that are counted at the end of each step. Training time in none of them is "lost"."""
 POLL_SECONDS = 0.1
-"""A chaos runner tries a refused fault again after this time."""
+"""A chaos runner retries a refused fault after this time."""
 MAX_CHECKPOINTS = 100_000
-"""The newest checkpoints that a run remembers. Wrong numbers that are found late may send a job
-back to any of them."""
+"""A run remembers only its newest checkpoints. It needs many: wrong numbers that are found late may
+send the job back to any of them."""
 SimProcess = Generator[simpy.Event, Any, None]
+"""A process of simpy: a generator that yields each event for which it waits."""
 OnCommit = Callable[[float, frozenset[int]], None]
-"""Called at each commit, with the simulated time and the groups that made the step."""
+"""Called at each commit with the simulated time and the groups that made the step."""
 
 
 @dataclass
 class Account:
-    """Group-seconds of one simulated run, by what they were spent on, and counts of what happened.
+    """The time of all groups in one simulated run, by category, and counts of events.
 
     Attributes:
         seconds: length of the run.
@@ -79,55 +103,84 @@ class Account:
 
     seconds: float
     groups: int
-    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    group_seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(TIME_CATEGORIES, 0.0)
+    )
+    """Seconds summed over the groups, by category. All categories add up to seconds x groups."""
     steps: int = 0
-    """Committed steps (rounds) that are in the job's state at the end."""
+    """Committed steps (rounds) that are in the job's state at the end of the run."""
     votes: int = 0
     """Attempted exchanges. A step whose exchange was repeated counts once for each attempt."""
     contributions: float = 0.0
     """Committed steps, summed over the groups that made them. A group that joined in the middle of
-    a round adds the fraction for which it was there."""
+    a round adds the fraction of the round for which it was there."""
     failures: int = 0
-    """Failures that hit at least one group. One on a node without a group does not count."""
+    """Failures that hit at least one group. A failure on a node without a group does not count."""
     skipped: int = 0
     """Faults of a chaos plan that could not be injected in time."""
     restarts: int = 0
-    """Times at which no group was left."""
+    """How many times no group was left."""
 
     @property
     def effective(self) -> float:
         """Return the effective training time as a share of all time, from 0 to 1."""
-        return self.parts["useful"] / (self.seconds * self.groups)
+        return self.group_seconds["useful"] / (self.seconds * self.groups)
 
     def shares(self) -> dict[str, float]:
-        """Return the parts as shares of all time."""
+        """Return each category's share of all time."""
         total = self.seconds * self.groups
-        return {name: seconds / total for name, seconds in self.parts.items()}
+        return {name: seconds / total for name, seconds in self.group_seconds.items()}
 
 
 @dataclass
 class _Group:
     number: int
     state: str = "training"
-    """What the group does: "training", or the key of PARTS to which its time is added."""
-    since: float = 0.0
-    """When the state began."""
-    joined: float = 0.0
-    """When it last began to take part in steps."""
-    stops: int = 0
-    """How often it was stopped. A process that waits for this group remembers the number. If it has
-    changed, another stop made the wait void."""
-    lacks: int = 0
-    """Nodes that it waits for."""
+    """Either "training" or the category to which the time of the group is added now."""
+    state_since: float = 0.0
+    """Simulated time at which the state began."""
+    joined_at: float = 0.0
+    """Simulated time at which the group last joined the training."""
+    stop_count: int = 0
+    """How many times the group was stopped. A simpy process that waits for something of this group
+    remembers the count. After the wait, a higher count means that the group was stopped meanwhile.
+    """
+    missing_nodes: int = 0
+    """Nodes that the group needs before it can restart."""
     luck: Luck = USUAL_LUCK
-    """The quantiles, from 0 to 1, of the costs of its last stop."""
+    """Luck of the last stop: it selects the costs of the group's return."""
 
 
 class _Checkpoint(NamedTuple):
+    """The time of a save, and the counts of the account to which a return to it goes back."""
+
     time: float
     useful_seconds: float
     contributions: float
     steps: int
+
+
+@dataclass(frozen=True)
+class _OrderlyLeave:
+    """A request that a group leaves at the end of the step under way.
+
+    A group may get two requests in one step: one of a drain, one of a maintenance.
+    """
+
+    group: _Group
+    stop_count: int
+    """`_Group.stop_count` at the time of the request."""
+    broken_nodes: int
+    repair_seconds: float
+    luck: Luck
+
+
+@dataclass(eq=False)
+class _WrongNumbers:
+    """Wrong numbers in the state of a group, not found yet."""
+
+    group: int
+    since: float
 
 
 def simulate(
@@ -136,14 +189,14 @@ def simulate(
     seconds: float | None = None,
     on_commit: OnCommit | None = None,
 ) -> Account:
-    """Return the account of one run.
+    """Return the account of one simulated run.
 
     Args:
-        seed: decides all that is random.
-        seconds: how long the run is; when left out, the scenario's days.
-        on_commit: called for every step. If None, all steps up to the next event are simulated in
-            one jump. The account is the same, but for failures at the very end of a step: rounding
-            decides whether they come before it.
+        seed: decides all random choices.
+        seconds: length of the run; None takes the scenario's days.
+        on_commit: called at each commit. None makes the simulation faster: it jumps over all calm
+            steps up to the next event. The account is the same within rounding: a failure at the
+            very end of a step may fall into this step or into the next one.
     """
     return _Simulation(candidate, seed, seconds or candidate.scenario.seconds, on_commit).run()
 
@@ -151,68 +204,79 @@ def simulate(
 class _Simulation:
     """One run, made by `simulate`.
 
-    These are simpy's processes, which act one at a time: `_train` makes the steps,
+    The simulation consists of simpy processes, which act one at a time. `_train` makes the steps.
     `_cause_failures`, `_run_plan` and `_maintain` stop groups. Each stop starts processes that
-    return the mended nodes and, later, the group. The groups in `_training_groups` make the step
-    under way.
+    return the repaired nodes and, later, the group.
+
+    A step has these times. Groups that have returned, and groups that are absent, delay its exchange.
+
+        begin    _compute_end    _exchange_begin    _planned_end    _stalled_end
+          |  compute   |     delays     |    exchange     |     stalls     |
+
+    The save that may follow has these:
+
+        begin    _planned_end    _stalled_end
+          |    save    |    stalls    |
     """
 
     def __init__(
         self, candidate: Candidate, seed: int, seconds: float, on_commit: OnCommit | None
     ) -> None:
-        self.candidate, self.scenario, self._on_commit = candidate, candidate.scenario, on_commit
+        self.candidate = candidate
+        self.scenario = candidate.scenario
+        self._on_commit = on_commit
         self.account = Account(seconds, candidate.groups)
         self.env = simpy.Environment()
         self.groups = [_Group(number) for number in range(candidate.groups)]
-        # A dict as an ordered set: sums over the groups have one order, so that equal seeds give
-        # equal results.
         self._training_groups = dict.fromkeys(range(candidate.groups), True)
+        """The groups that make the step under way. The dict is an ordered set: sums over the groups
+        then have one order, so that equal seeds give equal results."""
         self._ready_groups: set[int] = set()
-        """Groups that wait for the next step to begin."""
-        self._training_seconds = 0.0
-        """Group-seconds in training."""
-        # With spares = None nodes never run out, and this count is not used.
+        """Groups that hold the job's state and wait for the next step to begin."""
+        self._training_group_seconds = 0.0
+        """Seconds that groups spent in the state "training", summed over the groups."""
         self._free_nodes = candidate.spares or 0
+        """Not used if `candidate.spares` is None: then there is always another node."""
         self._waiting_for_nodes: deque[_Group] = deque()
         self._slow_factors: dict[int, list[float]] = {}
-        """The factors of the stragglers in each group."""
-        self._pace = 1.0
-        """The factor of the slowest straggler; 1 without one."""
-        # The faults of a trace or a plan may be stragglers.
-        self._has_stragglers = any(
+        """For each group with stragglers, the factor of each straggler."""
+        self._slowdown = 1.0
+        """The factor of the slowest straggler of all groups; 1 without a straggler."""
+        # A trace or a chaos plan may contain faults that make stragglers.
+        self._may_have_stragglers = any(
             kind.effect == "slow" or kind.source in ("trace", "chaos")
             for kind in self.scenario.failures
         )
         self._step_shortened = self.env.event()
-        """Succeeds when a straggler ends in the step under way, which then ends sooner."""
-        self._leaves: list[tuple[int, Callable[[], None]]] = []
-        """Who leaves in order at the end of the step under way: the group, and what stops it. A
-        group may be asked twice, for a drain and for its nodes."""
-        self._wrong_since: dict[object, tuple[int, float]] = {}
-        """For each failure that made numbers wrong, while they are: the group, and since when."""
-        self._clock_stood = 0.0
-        """Seconds in which the clock of failures stood still, up to its last start. With clock =
-        "training" it does so in stalls and while too few groups are there."""
+        """Succeeds when a straggler ends, and the step under way will end sooner than planned."""
+        self._orderly_leaves: list[_OrderlyLeave] = []
+        self._wrong_numbers: list[_WrongNumbers] = []
+        self._clock_stopped_seconds = 0.0
+        """How long the clock of failures has been stopped, without a stop that still lasts."""
         self._clock_stopped_at: float | None = None
-        """None while the clock of failures runs."""
+        """Simulated time at which the clock of failures stopped; None while it runs."""
         self._clock_started = self.env.event()
         self._enough_groups: simpy.Event | None = None
         """Succeeds when enough groups are there again; None while the job trains."""
         self._is_step_under_way = False
+        self._is_saving = False
+        """True while the step under way has been committed and its save goes on."""
         self._is_step_lost = False
+        """True if a death has cost the others the step under way (`Candidate.loses_step`)."""
         self._compute_end = 0.0
-        """When the step under way has been computed; what makes it late comes after that."""
-        self._exchange_begin: float | None = None
-        """When the exchange of the step under way begins; None during a save."""
-        self._step_due = 0.0
-        """When the step under way, or its save, would end without stalls."""
-        self._step_end = 0.0
-        """When it ends, with the stalls so far."""
-        self._checkpoints = deque([_Checkpoint(0.0, 0.0, 0.0, 0)])
+        """Simulated time at which the step under way has been computed."""
+        self._exchange_begin = 0.0
+        """Simulated time at which the exchange of the step under way begins."""
+        self._planned_end = 0.0
+        """Simulated time at which the step (or save) under way ends if nothing stalls it."""
+        self._stalled_end = 0.0
+        """Simulated time at which it ends with the stalls known so far."""
+        begin_of_run = _Checkpoint(0.0, 0.0, 0.0, 0)
+        self._checkpoints = deque([begin_of_run])
         self._unsaved_steps = 0
-        self._repairs = {
-            kind.name: to_length(kind.repair, candidate.gpus) for kind in self.scenario.failures
-        }
+        self._repair_lengths: dict[str, Length] = {}
+        for kind in self.scenario.failures:
+            self._repair_lengths[kind.name] = to_length(kind.repair, candidate.gpus)
         self._trainer = self.env.process(self._train())
         self.env.process(self._cause_failures(seed))
         for kind in self.scenario.failures:
@@ -225,78 +289,89 @@ class _Simulation:
         account = self.account
         self.env.run(until=account.seconds)
         for group in self.groups:
-            # The time since the last change of state is counted, too.
+            # Add the time since the group's last change of state.
             self._change_state(group, group.state)
-        parts = account.parts
-        counted = math.fsum(parts[name] for name in _PARTS_OF_TRAINING)
-        parts["lost"] = self._training_seconds - counted
+        # Training time that no step has counted was spent for nothing.
+        spent = account.group_seconds
+        counted = math.fsum(spent[name] for name in _CATEGORIES_OF_STEPS)
+        spent["lost"] = self._training_group_seconds - counted
         total = account.seconds * account.groups
-        assert parts["lost"] >= -1e-9 * total, "more time was counted than groups trained"
-        parts["lost"] = max(0.0, parts["lost"])
-        summed = math.fsum(parts.values())
+        assert spent["lost"] >= -1e-9 * total, "more time was counted than groups trained"
+        spent["lost"] = max(0.0, spent["lost"])
+        summed = math.fsum(spent.values())
         assert math.isclose(summed, total, rel_tol=1e-9), "the time of the groups does not add up"
         return account
 
     def _change_state(self, group: _Group, state: str) -> None:
-        spent = self.env.now - group.since
+        """Add the time since the last change to the group's old state, and enter the new state."""
+        spent = self.env.now - group.state_since
         if group.state == "training":
-            self._training_seconds += spent
+            self._training_group_seconds += spent
         else:
-            self.account.parts[group.state] += spent
-        group.state, group.since = state, self.env.now
+            self.account.group_seconds[group.state] += spent
+        group.state = state
+        group.state_since = self.env.now
 
     # Training
 
     def _train(self) -> SimProcess:
-        late = 0.0
+        late_seconds = 0.0
         while True:
-            late = max(late, self._let_join())
-            if len(self._training_groups) < self.candidate.least:
+            # Groups that joined before a wait for more groups still make the first step late.
+            late_seconds = max(late_seconds, self._let_ready_groups_join())
+            if len(self._training_groups) < self.candidate.min_groups:
                 yield from self._wait_for_groups()
                 continue
-            if late == 0.0 and self._on_commit is None:
-                yield from self._make_calm_steps_at_once()
+            # A step with a return is not calm, and `on_commit` must be called for each single step.
+            if late_seconds == 0.0 and self._on_commit is None:
+                yield from self._jump_over_calm_steps()
             self._is_step_under_way = True
-            # An interrupt means that too few groups are left: the step is lost.
+            # `_react_to_loss` interrupts the step if too few groups are left. The step is then lost.
             with contextlib.suppress(simpy.Interrupt):
-                yield from self._make_step(late)
+                yield from self._make_step(late_seconds)
             self._is_step_under_way = False
-            late = 0.0
-            yield from self._let_leave()
+            late_seconds = 0.0
+            yield from self._let_groups_leave()
 
-    def _let_join(self) -> float:
-        """Let the groups that are ready take part; return by how much they make this step late."""
-        late = 0.0
-        for group in (self.groups[number] for number in sorted(self._ready_groups)):
+    def _let_ready_groups_join(self) -> float:
+        """Let the ready groups join; return how many seconds later the next step ends for that."""
+        late_seconds = 0.0
+        for number in sorted(self._ready_groups):
+            group = self.groups[number]
             self._join(group)
-            # A returning group joins a round in its middle (`_come_back`), and makes nobody late.
+            # In rounds a returning group delays nobody: it joins while the others train locally.
             if self.candidate.strategy != "rounds":
-                late = max(late, self.candidate.costs.rejoin.quantile(group.luck.rejoin))
+                rejoin_seconds = self.candidate.costs.rejoin.quantile(group.luck.rejoin)
+                late_seconds = max(late_seconds, rejoin_seconds)
         self._ready_groups.clear()
-        return late
+        return late_seconds
 
     def _join(self, group: _Group) -> None:
-        group.joined = self.env.now
+        group.joined_at = self.env.now
         self._training_groups[group.number] = True
         self._change_state(group, "training")
 
-    def _let_leave(self) -> SimProcess:
-        """Take the groups away that leave in order after the step that has ended.
+    def _let_groups_leave(self) -> SimProcess:
+        """Stop the groups that were asked to leave during the step that has just ended.
 
-        If they are the last ones, they save first.
+        If no group stays that holds the job's state, the leaving groups save a checkpoint first.
+        `_restart_job` records this checkpoint.
         """
-        leaves, self._leaves = self._leaves, []
-        leaving = {number for number, _ in leaves}
-        are_last = leaving >= self._training_groups.keys() and not self._ready_groups
-        if leaves and are_last and self.candidate.save_every:
+        leaves = self._orderly_leaves
+        self._orderly_leaves = []
+        if not leaves:
+            return
+        leaving = {leave.group.number for leave in leaves}
+        staying = self._ready_groups | (self._training_groups.keys() - leaving)
+        if not staying and self.candidate.save_every:
             yield self.env.timeout(self.candidate.save)
             num_groups = len(self._training_groups)
-            self.account.parts["checkpoints"] += num_groups * self.candidate.save
-        for _, stop in leaves:
-            stop()
+            self.account.group_seconds["checkpoints"] += num_groups * self.candidate.save
+        for leave in leaves:
+            self._carry_out_leave(leave)
 
     def _wait_for_groups(self) -> SimProcess:
-        """Wait until enough groups are there."""
+        """Wait until at least `min_groups` groups are there. Stop the clock of failures meanwhile."""
         for number in self._training_groups:
             self._change_state(self.groups[number], "waiting")
         self._enough_groups = self.env.event()
@@ -308,124 +383,149 @@ class _Simulation:
             self._change_state(self.groups[number], "training")
 
     def _step_seconds(self) -> float:
-        """Return how long a step takes now. The slowest straggler, and each absent group, slow it."""
+        """Return how long a step takes with the stragglers and the absent groups of this moment."""
         candidate = self.candidate
-        away = candidate.groups - len(self._training_groups)
-        return candidate.step * self._pace + candidate.exchange + candidate.costs.drag * away
+        absent = candidate.groups - len(self._training_groups)
+        compute_seconds = candidate.step * self._slowdown
+        return compute_seconds + candidate.exchange + candidate.costs.drag * absent
 
-    def _make_calm_steps_at_once(self) -> SimProcess:
-        """Jump over the steps that end before the next event.
+    def _jump_over_calm_steps(self) -> SimProcess:
+        """Advance the time by all calm steps that end before the next event of any process.
 
-        `_make_step` makes the step in which the event happens, and the one that ends with a save.
-        `peek` is the time of the next event of any process. So nothing can happen during the jump.
+        `_make_step` then makes the step in which that event happens. It also makes each step that
+        is followed by a save, unless the jump consists of whole intervals between two saves.
         """
-        candidate, step, now = self.candidate, self._step_seconds(), self.env.now
-        event = self.env.peek()
-        free = event - now
+        candidate = self.candidate
+        step_seconds = self._step_seconds()
+        begin = self.env.now
+        next_event = self.env.peek()  # simulated time of the next event
+        available = next_event - begin
         if candidate.save_every and self._unsaved_steps == 0:
-            # Whole cycles of steps and a save. One less than fit: rounding must not pass the event.
-            cycle = candidate.save_every * step + candidate.save
-            cycles = int(free / cycle) - 1
-            if cycles > 0:
-                yield self.env.timeout(cycles * cycle)
-                self._count_calm(cycles * candidate.save_every, step)
-                save_seconds = cycles * candidate.save
-                self.account.parts["checkpoints"] += save_seconds * len(self._training_groups)
+            interval = candidate.save_every * step_seconds + candidate.save
+            # Leave one interval out, so that rounding cannot carry the jump past the event.
+            intervals = int(available / interval) - 1
+            if intervals > 0:
+                yield self.env.timeout(intervals * interval)
+                self._count_calm_steps(intervals * candidate.save_every, step_seconds)
+                save_seconds = intervals * candidate.save
+                num_groups = len(self._training_groups)
+                self.account.group_seconds["checkpoints"] += save_seconds * num_groups
                 self._save()
                 return
-        steps = math.ceil(free / step) - 1
-        while now + steps * step >= event:  # Rounding must not carry a step's end to the event.
+        steps = math.ceil(available / step_seconds) - 1
+        # Rounding must not carry the end of a step to the event: the event would then hit the jump,
+        # and all its steps would be lost.
+        while begin + steps * step_seconds >= next_event:
             steps -= 1
         if candidate.save_every:
             steps_before_save = candidate.save_every - self._unsaved_steps - 1
             steps = min(steps, steps_before_save)
         if steps > 0:
-            yield self.env.timeout(steps * step)
-            self._count_calm(steps, step)
+            yield self.env.timeout(steps * step_seconds)
+            self._count_calm_steps(steps, step_seconds)
 
-    def _count_calm(self, steps: int, seconds: float) -> None:
-        """Count steps of so many seconds each, during which nothing happened."""
-        slower = steps * (seconds - self.candidate.step - self.candidate.exchange)
+    def _count_calm_steps(self, steps: int, step_seconds: float) -> None:
+        extra_seconds = steps * (step_seconds - self.candidate.step - self.candidate.exchange)
         self.account.votes += steps
-        self._count(steps, slower, len(self._training_groups))
+        self._count_commits(steps, extra_seconds, len(self._training_groups))
 
-    def _make_step(self, late: float) -> SimProcess:
-        candidate, parts, begin = self.candidate, self.account.parts, self.env.now
-        due = begin + self._step_seconds() + late
-        self._compute_end = begin + candidate.step * self._pace
-        self._exchange_begin = due - candidate.exchange
+    def _make_step(self, late_seconds: float) -> SimProcess:
+        """Make one step, and the save that is due after it. See the times in the class docstring.
+
+        Args:
+            late_seconds: how much later the step ends because groups have returned.
+
+        Raises:
+            simpy.Interrupt: too few groups are left; the step, or its save, does not take place.
+        """
+        candidate = self.candidate
+        spent = self.account.group_seconds
+        begin = self.env.now
+        end = begin + self._step_seconds() + late_seconds
+        self._compute_end = begin + candidate.step * self._slowdown
+        self._exchange_begin = end - candidate.exchange
+        self._is_saving = False
         self._is_step_lost = False
         self.account.votes += 1
-        stalled = yield from self._wait_with_stalls(due)
-        present = self._find_present(begin)
-        parts["stall"] += present * stalled
+        stalled_seconds = yield from self._wait_with_stalls(end)
+        present = self._count_present_groups(begin)
+        spent["stall"] += present * stalled_seconds
         if self._is_step_lost:
-            return  # Its own time is counted as "lost": `run` finds it left over.
-        usual = candidate.step + candidate.exchange
-        self._count(1, self._step_due - begin - usual, present)
+            return  # `run` counts the time of this step as "lost", because no category has it.
+        usual_seconds = candidate.step + candidate.exchange
+        self._count_commits(1, self._planned_end - begin - usual_seconds, present)
         if candidate.save_every and self._unsaved_steps >= candidate.save_every:
-            save_begin, self._exchange_begin = self.env.now, None
-            stalled = yield from self._wait_with_stalls(save_begin + candidate.save)
-            present = self._find_present(save_begin)
-            parts["checkpoints"] += present * candidate.save
-            parts["stall"] += present * stalled
+            save_begin = self.env.now
+            self._is_saving = True
+            stalled_seconds = yield from self._wait_with_stalls(save_begin + candidate.save)
+            present = self._count_present_groups(save_begin)
+            spent["checkpoints"] += present * candidate.save
+            spent["stall"] += present * stalled_seconds
             self._save()
 
-    def _wait_with_stalls(self, due: float) -> Generator[simpy.Event, Any, float]:
-        """Wait until `due`, then for the stalls of the deaths meanwhile; return their seconds.
+    def _wait_with_stalls(self, end: float) -> Generator[simpy.Event, Any, float]:
+        """Wait until `end`, then for the stalls of the groups that died; return their seconds.
 
-        Stragglers that come or go meanwhile move `_step_due`.
+        Other processes change the ends during the wait: a straggler that comes or goes moves
+        `_planned_end`, and a death moves `_stalled_end`. The clock of failures stops in stalls.
         """
-        self._step_due = self._step_end = due
-        while self.env.now < self._step_due:
-            timeout = self.env.timeout(self._step_due - self.env.now)
-            yield (timeout | self._step_shortened) if self._has_stragglers else timeout
-        if self._step_end > self._step_due:
+        self._planned_end = end
+        self._stalled_end = end
+        while self.env.now < self._planned_end:
+            planned_end: simpy.Event = self.env.timeout(self._planned_end - self.env.now)
+            if self._may_have_stragglers:
+                planned_end |= self._step_shortened
+            yield planned_end
+        if self._stalled_end > self._planned_end:
             self._stop_clock()
+            # An interrupt may end the wait. A clock that never starts would hold back all failures.
             try:
-                while self.env.now < self._step_end:  # Another death moves the end meanwhile.
-                    yield self.env.timeout(self._step_end - self.env.now)
+                while self.env.now < self._stalled_end:
+                    yield self.env.timeout(self._stalled_end - self.env.now)
             finally:
                 self._start_clock()
-        return self._step_end - self._step_due
+        return self._stalled_end - self._planned_end
 
-    def _find_present(self, begin: float) -> float:
-        """Return how many groups have made what began at `begin` and ends now.
+    def _count_present_groups(self, begin: float) -> float:
+        """Return how many groups took part from `begin` until now.
 
-        In a round, a group that joined later counts as the fraction of the time that it was there.
+        In a round, a group that joined after `begin` counts as the fraction of the time since then.
         """
         seconds = self.env.now - begin
         if self.candidate.strategy != "rounds" or seconds == 0.0:
             return len(self._training_groups)
         present = 0.0
         for number in self._training_groups:
-            since = max(begin, self.groups[number].joined)
+            since = max(begin, self.groups[number].joined_at)
             present += (self.env.now - since) / seconds
         return present
 
-    def _count(self, steps: int, slower: float, present: float) -> None:
-        """Count committed steps.
+    def _count_commits(self, steps: int, extra_seconds: float, present: float) -> None:
+        """Count committed steps, and their time without stalls and saves.
 
         Args:
-            slower: seconds beyond the usual ones, of all these steps together.
-            present: groups that made them.
+            extra_seconds: time of all these steps together beyond `step` + `exchange` of each.
+            present: number of groups that made the steps.
         """
-        candidate, account = self.candidate, self.account
+        candidate = self.candidate
+        account = self.account
+        spent = account.group_seconds
         account.steps += steps
         account.contributions += steps * present
-        account.parts["useful"] += present * steps * candidate.usual_step
-        # Calm steps vary, and the report counts no more than the usual one of each.
+        # Calm steps of a record vary. The report counts at most their median (`usual_step`) as
+        # effective, so the difference to their mean (`step`) is "slower" time here as well.
+        spent["useful"] += present * steps * candidate.usual_step
         beyond_usual = steps * (candidate.step - candidate.usual_step)
-        # Rounding must not make a part negative.
-        account.parts["slower"] += present * (beyond_usual + max(0.0, slower))
-        account.parts["exchange"] += present * steps * candidate.exchange
+        # Rounding may make the extra time negative by a tiny amount.
+        spent["slower"] += present * (beyond_usual + max(0.0, extra_seconds))
+        spent["exchange"] += present * steps * candidate.exchange
         self._unsaved_steps += steps
         if self._on_commit is not None:
             self._on_commit(self.env.now, frozenset(self._training_groups))
 
     def _save(self) -> None:
         account = self.account
-        useful_seconds = account.parts["useful"]
+        useful_seconds = account.group_seconds["useful"]
         self._checkpoints.append(
             _Checkpoint(self.env.now, useful_seconds, account.contributions, account.steps)
         )
@@ -433,20 +533,25 @@ class _Simulation:
             self._checkpoints.popleft()
         self._unsaved_steps = 0
 
-    def _roll_back(self, before: float) -> None:
-        """Go back to the last checkpoint from before a time."""
-        while len(self._checkpoints) > 1 and self._checkpoints[-1].time > before:
+    def _return_to_checkpoint(self, latest: float) -> None:
+        """Return to the newest checkpoint that was saved at the time `latest` or earlier.
+
+        The useful time since that checkpoint is removed, so that `run` counts it as "lost".
+        """
+        while len(self._checkpoints) > 1 and self._checkpoints[-1].time > latest:
             self._checkpoints.pop()
-        checkpoint, account = self._checkpoints[-1], self.account
-        account.parts["useful"] = checkpoint.useful_seconds
+        checkpoint = self._checkpoints[-1]
+        account = self.account
+        account.group_seconds["useful"] = checkpoint.useful_seconds
         account.contributions = checkpoint.contributions
         account.steps = checkpoint.steps
         account.restarts += 1
         self._unsaved_steps = 0
-        # Wrong numbers that began before the checkpoint are in it.
-        for failure, (_, since) in list(self._wrong_since.items()):
-            if since >= checkpoint.time:
-                del self._wrong_since[failure]
+        # Wrong numbers that began before the checkpoint was saved are in the checkpoint. The return
+        # removes only the later ones.
+        self._wrong_numbers = [
+            wrong for wrong in self._wrong_numbers if wrong.since < checkpoint.time
+        ]
 
     # The clock of failures
 
@@ -455,21 +560,27 @@ class _Simulation:
 
     def _start_clock(self) -> None:
         assert self._clock_stopped_at is not None, "the clock runs"
-        self._clock_stood += self.env.now - self._clock_stopped_at
+        self._clock_stopped_seconds += self.env.now - self._clock_stopped_at
         self._clock_stopped_at = None
-        started, self._clock_started = self._clock_started, self.env.event()
+        started = self._clock_started
+        self._clock_started = self.env.event()
         started.succeed()
 
-    def _wait_for_clock(self, when: float) -> SimProcess:
-        """Wait for a time of the failures' clock."""
+    def _wait_for_clock(self, clock_seconds: float) -> SimProcess:
+        """Wait until the clock of failures shows `clock_seconds`.
+
+        A clock = "wall" shows the simulated time, whether it was stopped or not.
+        """
         if self.scenario.clock == "wall":
-            yield self.env.timeout(max(0.0, when - self.env.now))
+            yield self.env.timeout(max(0.0, clock_seconds - self.env.now))
             return
+        # The clock may be stopped during each wait, so look again after it.
         while True:
+            due = clock_seconds + self._clock_stopped_seconds
             if self._clock_stopped_at is not None:
                 yield self._clock_started
-            elif self.env.now < when + self._clock_stood:
-                yield self.env.timeout(when + self._clock_stood - self.env.now)
+            elif self.env.now < due:
+                yield self.env.timeout(due - self.env.now)
             else:
                 return
 
@@ -481,278 +592,324 @@ class _Simulation:
             self._hit_groups(failure)
 
     def _hit_groups(self, failure: Failure) -> None:
-        groups = groups_hit(failure, self.candidate.groups, self.candidate.group_nodes)
-        if not groups:
+        nodes_by_group = groups_hit(failure, self.candidate.groups, self.candidate.group_nodes)
+        if not nodes_by_group:
             return
         self.account.failures += 1
-        for number, nodes in groups.items():
-            group, repair = self.groups[number], failure.repair_seconds
-            self._hit_group(group, failure.kind, failure.luck, nodes, repair)
+        for number, nodes in nodes_by_group.items():
+            group = self.groups[number]
+            self._hit_group(group, failure.kind, failure.luck, nodes, failure.repair_seconds)
 
     def _hit_group(
-        self, group: _Group, kind: Kind, luck: Luck, nodes: int, repair: float | None = None
+        self,
+        group: _Group,
+        kind: FailureKind,
+        luck: Luck,
+        nodes: int,
+        repair_seconds: float | None = None,
     ) -> None:
-        """Let a failure have its effect on one group.
+        """Apply the effect of a failure to one group.
 
         Args:
-            nodes: how many of the group are hit.
-            repair: seconds until they are mended, from a log; None: drawn from the kind's `repair`.
+            nodes: how many nodes of this group are hit.
+            repair_seconds: how long their repair takes, from a log; None draws it from
+                `kind.repair`.
         """
-        if kind.effect in ("slow", "corrupt"):
-            self.env.process(self._wait_until_found(group, kind, luck))
+        if kind.effect == "slow":
+            self.env.process(self._slow_down(group, kind, luck))
             return
-        if repair is None:
-            repair = self._repairs[kind.name].quantile(luck.repair)
-        # `luck.breaks` is uniform from 0 to 1, `kind.breaks` the share of failures that break nodes.
-        broken = nodes if luck.breaks < kind.breaks else 0
+        if kind.effect == "corrupt":
+            self.env.process(self._corrupt(group, kind, luck))
+            return
+        if repair_seconds is None:
+            repair_seconds = self._repair_lengths[kind.name].quantile(luck.repair)
+        # `luck.breaks` is uniform from 0 to 1, so it is below the share `kind.breaks` that often.
+        broken_nodes = nodes if luck.breaks < kind.breaks else 0
         if kind.effect == "drain":
-            self._leave(group, broken, repair, luck)
+            self._leave(group, broken_nodes, repair_seconds, luck)
         else:
-            self._stop(group, broken, repair, luck)
+            self._stop(group, broken_nodes, repair_seconds, luck)
 
-    def _wait_until_found(self, group: _Group, kind: Kind, luck: Luck) -> SimProcess:
-        """Let a straggler slow all groups down, or wrong numbers go unseen, until they are found.
+    def _slow_down(self, group: _Group, kind: FailureKind, luck: Luck) -> SimProcess:
+        """Let a straggler slow down all groups for `kind.found_after` seconds.
 
-        Then the group leaves in order, and heals from the others. The model assumes that no wrong
-        number has reached them. A job without other groups goes back to a checkpoint before its
-        wrong numbers; another restart meanwhile has not mended them, unless from such a checkpoint.
+        Then the group of the straggler leaves in order, if `kind.leaves`.
         """
         if group.number not in self._training_groups:
-            return  # A group that is away slows nobody down, and starts from the others' state.
-        if kind.effect == "corrupt":
-            yield from self._wait_until_numbers_are_found(group, kind, luck)
-            return
-        stops = group.stops
+            return  # A group that is away slows down nobody, and a restart ends the straggler.
+        stop_count = group.stop_count
         self._slow_factors.setdefault(group.number, []).append(kind.factor)
-        self._change_pace()
+        self._update_slowdown()
         yield self.env.timeout(kind.found_after)
-        if group.stops != stops:
-            return  # The group was stopped meanwhile, which has ended the straggler.
+        if group.stop_count != stop_count:
+            return  # The group was stopped meanwhile, and `_stop` has ended the straggler.
         self._slow_factors[group.number].remove(kind.factor)
-        self._change_pace()
+        self._update_slowdown()
         if kind.leaves:
             self._leave(group, 0, 0.0, luck)
 
-    def _wait_until_numbers_are_found(self, group: _Group, kind: Kind, luck: Luck) -> SimProcess:
-        failure, since = object(), self.env.now
-        self._wrong_since[failure] = (group.number, since)
-        yield self.env.timeout(kind.found_after)
-        if failure not in self._wrong_since:
-            return  # The group has healed, or the job went back far enough.
-        if group.number in self._training_groups or group.number in self._ready_groups:
-            self._stop(group, 0, 0.0, luck, in_order=True, good_until=since)
-        else:
-            self._roll_back(since)  # The job is away, and starts from an older checkpoint.
+    def _corrupt(self, group: _Group, kind: FailureKind, luck: Luck) -> SimProcess:
+        """Let a group compute wrong numbers until they are found after `kind.found_after` seconds.
 
-    def _change_pace(self) -> None:
-        """Let the rest of the step under way go on at the pace of the stragglers there are now."""
-        pace = 1.0
+        Then the group stops, and heals from the other groups. The model assumes that no wrong
+        number has reached the other groups. If there is no other group, the job returns to a
+        checkpoint from before the wrong numbers. An earlier restart ends the wrong numbers only if
+        it starts from such a checkpoint.
+        """
+        if group.number not in self._training_groups:
+            return  # A group that is away takes its state from the other groups when it returns.
+        wrong = _WrongNumbers(group.number, self.env.now)
+        self._wrong_numbers.append(wrong)
+        yield self.env.timeout(kind.found_after)
+        if wrong not in self._wrong_numbers:
+            return  # The group has healed, or the job has returned to a right checkpoint.
+        if group.number in self._training_groups or group.number in self._ready_groups:
+            self._stop(group, 0, 0.0, luck, in_order=True, wrong_since=wrong.since)
+        else:
+            # The job restarts just now from a checkpoint with the wrong numbers: take an older one.
+            self._return_to_checkpoint(wrong.since)
+
+    def _update_slowdown(self) -> None:
+        """Apply a change of the stragglers, also to the remaining computing of the step."""
+        slowdown = 1.0
         for factors in self._slow_factors.values():
-            pace = max([pace, *factors])
-        if self._is_step_under_way and self._exchange_begin is not None:
-            rest = max(0.0, self._compute_end - self.env.now)
-            longer = rest * (pace / self._pace - 1)
-            self._compute_end += longer
-            self._exchange_begin += longer
-            self._step_due += longer
-            self._step_end += longer
-            if longer < 0:
-                shortened, self._step_shortened = self._step_shortened, self.env.event()
+            slowdown = max([slowdown, *factors])
+        if self._is_step_under_way and not self._is_saving:
+            remaining_seconds = max(0.0, self._compute_end - self.env.now)
+            extra_seconds = remaining_seconds * (slowdown / self._slowdown - 1)
+            self._compute_end += extra_seconds
+            self._exchange_begin += extra_seconds
+            self._planned_end += extra_seconds
+            self._stalled_end += extra_seconds
+            if extra_seconds < 0:
+                # `_wait_with_stalls` waits for the former end: wake it up. A later end needs no
+                # signal, because that loop waits again.
+                shortened = self._step_shortened
+                self._step_shortened = self.env.event()
                 shortened.succeed()
-        self._pace = pace
+        self._slowdown = slowdown
 
     def _maintain(self, maintenance: Maintenance) -> SimProcess:
-        """At each interval, take away the nodes that follow those taken last time, round and round."""
-        first, total = 0, self.candidate.groups * self.candidate.group_nodes
+        """Take nodes away at each interval, in the order of their numbers, again from 0 at the end.
+
+        A group whose nodes are taken away leaves in order.
+        """
+        total = self.candidate.groups * self.candidate.group_nodes
+        num_nodes = min(maintenance.nodes, total)
+        first = 0
         while True:
             yield self.env.timeout(maintenance.every)
-            num_nodes = min(maintenance.nodes, total)
-            nodes = [(first + place) % total for place in range(num_nodes)]
+            nodes = [(first + offset) % total for offset in range(num_nodes)]
             first = (nodes[-1] + 1) % total
-            counts = Counter(node // self.candidate.group_nodes for node in nodes)
-            for number, count in counts.items():
+            nodes_by_group = Counter(node // self.candidate.group_nodes for node in nodes)
+            for number, count in nodes_by_group.items():
                 self._leave(self.groups[number], count, maintenance.lasts, USUAL_LUCK)
 
-    def _run_plan(self, kind: Kind, plan: Plan, seed: int) -> SimProcess:
-        """Carry out a chaos plan as its runner does: the same shots, groups and limits."""
+    def _run_plan(self, kind: FailureKind, plan: Plan, seed: int) -> SimProcess:
+        """Carry out a chaos plan with the shots, the choice of groups and the limits of its runner.
+
+        A shot is one fault that the plan wants injected at a certain time.
+        """
         rng = random.Random(f"{seed}/{kind.name}/luck")
-        # A refused shot tries again in its own process, so that the next one is not late. The loop
-        # waits too, because shots may be without end.
         for shot in shots(plan):
+            # Each shot has its own process: a refused shot is retried, and must not delay the next.
             self.env.process(self._inject_when_allowed(kind, plan, shot, Luck.draw(rng)))
+            # A plan may have shots without end, so create the next process only after this shot.
             yield from self._wait_for_clock(plan.start_seconds + shot.time)
 
-    def _inject_when_allowed(self, kind: Kind, plan: Plan, shot: Shot, luck: Luck) -> SimProcess:
+    def _inject_when_allowed(
+        self, kind: FailureKind, plan: Plan, shot: Shot, luck: Luck
+    ) -> SimProcess:
         yield from self._wait_for_clock(plan.start_seconds + shot.time)
-        due = self.env.now
+        first_try = self.env.now
         while True:
             answer = aim(shot, self._view(), plan.limits)
             if not isinstance(answer, Refusal):
                 self._inject(kind, answer, luck)
                 return
-            if answer.final or self.env.now - due >= plan.limits.patience_seconds:
+            waited_seconds = self.env.now - first_try
+            if answer.final or waited_seconds >= plan.limits.patience_seconds:
                 self.account.skipped += 1
                 return
             yield self.env.timeout(POLL_SECONDS)
 
     def _view(self) -> View:
+        """Return the state of the groups as a chaos runner sees it."""
         groups = {}
         for number in range(self.candidate.groups):
             is_up = number in self._training_groups
+            # A fault of any rank has the same effect on a simulated group, so one rank will do.
             groups[number] = GroupView(number, num_ranks=1, up=is_up)
         # A simulated job meets every need of a fault.
         return View(groups, frozenset(Need))
 
-    def _inject(self, kind: Kind, injection: Injection, luck: Luck) -> None:
+    def _inject(self, kind: FailureKind, injection: Injection, luck: Luck) -> None:
         effective_kind = with_effect_of(kind, injection.shot.fault)
-        replicas = [target.replica for target in injection.targets]
-        hit = [self.groups[replica] for replica in replicas if replica is not None]
-        # The fault costs its group nothing, or its target is a lighthouse: no failure here.
-        if effective_kind is None or not hit:
+        if effective_kind is None:
+            return  # The group trains on, so this fault is no failure.
+        # A target without a group is a lighthouse, which the simulation does not have.
+        slots = [target.replica for target in injection.targets]
+        hit = [self.groups[slot] for slot in slots if slot is not None]
+        if not hit:
             return
         self.account.failures += 1
         for group in hit:
             self._hit_group(group, effective_kind, luck, 1)
 
-    # Groups that go
+    # Groups that stop
 
-    def _leave(self, group: _Group, broken: int, repair: float, luck: Luck) -> None:
-        """Take a group away in order. One that trains finishes its step first; see `_stop`.
+    def _leave(self, group: _Group, broken_nodes: int, repair_seconds: float, luck: Luck) -> None:
+        """Let a group leave in order: a training group finishes the step under way first.
 
-        A round is too long for that: the group loses its part of it.
+        A round is too long to be finished. The group leaves at once, and its work in the round is
+        lost.
         """
-        stops = group.stops
-
-        def stop() -> None:
-            # A group that has died meanwhile does not leave any more. Its nodes do.
-            if group.stops == stops or broken:
-                self._stop(group, broken, repair, luck, in_order=True)
-
+        leave = _OrderlyLeave(group, group.stop_count, broken_nodes, repair_seconds, luck)
         is_in_step = self._is_step_under_way and group.number in self._training_groups
         if is_in_step and self.candidate.strategy != "rounds":
-            self._leaves.append((group.number, stop))
+            self._orderly_leaves.append(leave)
         else:
-            stop()
+            self._carry_out_leave(leave)
+
+    def _carry_out_leave(self, leave: _OrderlyLeave) -> None:
+        has_died_meanwhile = leave.group.stop_count != leave.stop_count
+        # A group that has died does not leave again. But nodes in maintenance are still taken away.
+        if has_died_meanwhile and not leave.broken_nodes:
+            return
+        self._stop(leave.group, leave.broken_nodes, leave.repair_seconds, leave.luck, in_order=True)
 
     def _stop(
         self,
         group: _Group,
-        broken: int,
-        repair: float,
+        broken_nodes: int,
+        repair_seconds: float,
         luck: Luck,
         *,
         in_order: bool = False,
-        good_until: float | None = None,
+        wrong_since: float | None = None,
     ) -> None:
-        """Take a group away now, for whatever reason.
+        """Stop a group now, and start its way back.
 
         Args:
-            broken: nodes that it loses until they are mended; `repair` is how long that takes.
-            in_order: nobody stalls.
-            good_until: when its numbers became wrong; None if they are right. Checkpoints since
-                then are worth nothing.
+            broken_nodes: nodes that the group loses for `repair_seconds`.
+            in_order: the group leaves in order, so that the others do not stall.
+            wrong_since: time at which the numbers of the group became wrong; None if no wrong
+                numbers have been found. The job cannot use a checkpoint that was saved later.
         """
-        group.stops += 1
+        group.stop_count += 1
         if self._slow_factors.pop(group.number, None):
-            self._change_pace()
+            self._update_slowdown()
         group.luck = luck
-        is_training = group.number in self._training_groups
-        holds_state = is_training or group.number in self._ready_groups
+        was_training = group.number in self._training_groups
+        held_state = was_training or group.number in self._ready_groups
         self._training_groups.pop(group.number, None)
         self._ready_groups.discard(group.number)
         # With spares = None there is always another node, and no group waits for one.
-        if self.candidate.spares is not None and broken:
-            group.lacks += broken
-            self.env.process(self._repair_nodes(broken, repair))
-        self._change_state(group, "nodes" if group.lacks else "away")
-        # A group that is ready to join holds the job's state, too. It may be the last one.
-        is_last = not self._training_groups and not self._ready_groups
-        if not is_last:
-            # It will heal from the others.
-            for failure, (number, _) in list(self._wrong_since.items()):
-                if number == group.number:
-                    del self._wrong_since[failure]
-        if holds_state and is_last:
-            self._restart_from_checkpoint(good_until, in_order=in_order)
-        if is_training:
+        if self.candidate.spares is not None and broken_nodes:
+            group.missing_nodes += broken_nodes
+            self.env.process(self._repair_nodes(broken_nodes, repair_seconds))
+        self._change_state(group, "nodes" if group.missing_nodes else "away")
+        # Both training and ready groups hold the job's state.
+        is_state_gone = not self._training_groups and not self._ready_groups
+        if not is_state_gone:
+            # The group will copy the state of another group, and loses its wrong numbers by that.
+            self._wrong_numbers = [
+                wrong for wrong in self._wrong_numbers if wrong.group != group.number
+            ]
+        if held_state and is_state_gone:
+            self._restart_job(wrong_since, in_order=in_order)
+        if was_training:
             self._react_to_loss(luck, in_order=in_order)
-        if not group.lacks:
-            self.env.process(self._come_back(group, group.stops))
+        if not group.missing_nodes:
+            self.env.process(self._come_back(group, group.stop_count))
             return
         if group not in self._waiting_for_nodes:
             self._waiting_for_nodes.append(group)
-        self._give_nodes()
+        self._distribute_free_nodes()
 
-    def _restart_from_checkpoint(self, good_until: float | None, *, in_order: bool) -> None:
-        """Let the job, of which no group is left, go on from a checkpoint.
+    def _restart_job(self, wrong_since: float | None, *, in_order: bool) -> None:
+        """Set the job, of which no group is left, to the checkpoint from which it will start.
 
-        A last group that leaves in order makes one before, unless its numbers are wrong.
+        A last group that leaves in order has saved a new checkpoint. A last group whose wrong
+        numbers have been found has not.
         """
-        if in_order and good_until is None and self.candidate.save_every:
+        if wrong_since is not None:
+            self._return_to_checkpoint(wrong_since)
+        elif in_order and self.candidate.save_every:
             self._save()
             self.account.restarts += 1
         else:
-            self._roll_back(math.inf if good_until is None else good_until)
+            self._return_to_checkpoint(math.inf)
 
     def _react_to_loss(self, luck: Luck, *, in_order: bool) -> None:
-        """Let the others find out that a group is gone."""
+        """Apply the loss of a training group to the step under way of the other groups."""
         if not self._is_step_under_way:
             return
         candidate = self.candidate
-        if len(self._training_groups) < candidate.least:
-            self._is_step_under_way = False  # one interrupt is enough
+        if len(self._training_groups) < candidate.min_groups:
+            # Reset the flag now: another loss at the same time must not interrupt `_train` again,
+            # which would end the simulation.
+            self._is_step_under_way = False
             self._trainer.interrupt()
             return
         if in_order:
             return
-        # Between the exchanges of rounds nobody waits for this group.
-        is_noticed = candidate.strategy != "rounds" or self._is_exchange_under_way()
-        if not is_noticed and not candidate.loses_step:
+        # Between two exchanges of rounds nobody waits for this group.
+        others_wait = candidate.strategy != "rounds" or self._is_exchange_under_way()
+        if not others_wait and not candidate.loses_step:
             return
-        # The others notice when their exchange breaks: at its end, or now if that has passed.
-        noticed = max(self.env.now, self._step_due)
-        stall = candidate.costs.stall.quantile(luck.stall)
-        self._step_end = max(self._step_end, noticed + stall)  # Stalls that overlap count once.
+        # The others notice the death when their exchange fails: at the planned end of the step. If
+        # that has passed, they are in a stall of another death, and notice this one now.
+        noticed_at = max(self.env.now, self._planned_end)
+        stall_seconds = candidate.costs.stall.quantile(luck.stall)
+        # Stalls that overlap count once.
+        self._stalled_end = max(self._stalled_end, noticed_at + stall_seconds)
         if candidate.loses_step:
             self._is_step_lost = True
         else:
-            self.account.votes += 1  # The exchange is repeated.
+            self.account.votes += 1  # The other groups repeat the exchange.
 
     def _is_exchange_under_way(self) -> bool:
-        return self._exchange_begin is not None and self._exchange_begin <= self.env.now
+        return not self._is_saving and self._exchange_begin <= self.env.now
 
-    # Nodes
+    # Nodes and groups that return
 
     def _repair_nodes(self, nodes: int, seconds: float) -> SimProcess:
         yield self.env.timeout(seconds)
         self._free_nodes += nodes
-        self._give_nodes()
+        self._distribute_free_nodes()
 
-    def _give_nodes(self) -> None:
-        """Give nodes to the groups that lack some, first come first served.
+    def _distribute_free_nodes(self) -> None:
+        """Give free nodes to the groups that need some, in the order in which they began to wait.
 
-        A group that lacks none any more begins to come back.
+        A group that has all its nodes begins to come back.
         """
         while self._waiting_for_nodes:
             group = self._waiting_for_nodes[0]
-            given = min(self._free_nodes, group.lacks)
+            given = min(self._free_nodes, group.missing_nodes)
             self._free_nodes -= given
-            group.lacks -= given
-            if group.lacks:
+            group.missing_nodes -= given
+            if group.missing_nodes:
                 return
             self._waiting_for_nodes.popleft()
             self._change_state(group, "away")
-            self.env.process(self._come_back(group, group.stops))
+            self.env.process(self._come_back(group, group.stop_count))
 
-    def _come_back(self, group: _Group, stops: int) -> SimProcess:
+    def _come_back(self, group: _Group, stop_count: int) -> SimProcess:
+        """Restart and heal a group; then let it join, or be ready for the next step.
+
+        Args:
+            stop_count: `_Group.stop_count` of the stop after which the group comes back.
+        """
         yield self.env.timeout(self.candidate.costs.away.quantile(group.luck.away))
-        if group.stops != stops:
-            return
+        if group.stop_count != stop_count:
+            return  # The group was stopped again, and that stop has started another return.
         if self.candidate.strategy == "rounds" and self._enough_groups is None:
-            self._join(group)
+            self._join(group)  # in the middle of the round
             return
         self._ready_groups.add(group.number)
-        there = len(self._training_groups) + len(self._ready_groups)
-        enough = self._enough_groups
-        if enough is not None and there >= self.candidate.least and not enough.triggered:
-            enough.succeed()
+        if self._enough_groups is None or self._enough_groups.triggered:
+            return
+        num_groups = len(self._training_groups) + len(self._ready_groups)
+        if num_groups >= self.candidate.min_groups:
+            self._enough_groups.succeed()

@@ -1,8 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Show forecasts on the terminal and as JSON: the parts of the time add up to 100 per cent.
+"""Show forecasts on the terminal and as JSON.
 
-`titan-ft plan` prints these tables, and the page shows the same rows.
+`titan-ft plan` prints these tables, and the page shows the same rows. A row shows one candidate: its
+effective training time, the share of each time category, its price, and notes on what to doubt.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from operator import attrgetter
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.forecast.choice import Case, Forecast, ValueOf, sensitivity
-from titan_ft.forecast.closed_forms import find_doubts, standbys
+from titan_ft.forecast.choice import Case, Forecast, ValueOf, find_sensitivities
+from titan_ft.forecast.closed_forms import enough_spares, find_doubts
 from titan_ft.forecast.inputs import describe_seconds
 from titan_ft.forecast.measured import Measured
 from titan_ft.forecast.published import Comparison
 from titan_ft.forecast.scenario import Scenario
-from titan_ft.forecast.simulation import PARTS
+from titan_ft.forecast.simulation import TIME_CATEGORIES
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-TEXTS = ("candidate", "notes")
-"""The columns of text; the others are numbers."""
+TEXT_COLUMNS = ("candidate", "notes")
+"""Columns of text, aligned to the left. All other columns are numbers."""
 NOTES = (
     "Effective training time: usual time of committed steps x groups in them / all groups, "
     "of all time, as in titan-ft report.",
@@ -37,49 +38,65 @@ NOTES = (
 
 
 def percentages(shares: Mapping[str, float], digits: int = 1) -> dict[str, float]:
-    """Return per cent that add up to 100 exactly: the largest remainders are rounded up."""
+    """Return shares in per cent, rounded so that they add up to exactly 100.
+
+    Each percentage is rounded down. The units that are then missing go to those with the largest
+    remainders.
+
+    Args:
+        shares: shares that add up to 1.
+        digits: digits after the point.
+    """
     scale = 10**digits
     exact = {name: 100 * scale * share for name, share in shares.items()}
-    whole = {name: math.floor(value) for name, value in exact.items()}
-    missing = round(sum(exact.values())) - sum(whole.values())
-    for name in sorted(exact, key=lambda each: whole[each] - exact[each])[:missing]:
-        whole[name] += 1
-    assert sum(whole.values()) == 100 * scale, "the time does not add up"
-    return {name: value / scale for name, value in whole.items()}
+    rounded = {name: math.floor(value) for name, value in exact.items()}
+    num_missing = round(sum(exact.values())) - sum(rounded.values())
+    largest_remainder_first = sorted(exact, key=lambda name: rounded[name] - exact[name])
+    for name in largest_remainder_first[:num_missing]:
+        rounded[name] += 1
+    assert sum(rounded.values()) == 100 * scale, "the time does not add up"
+    return {name: value / scale for name, value in rounded.items()}
 
 
 def case_rows(case: Case) -> list[dict[str, str]]:
-    """Return a row for each candidate of a case, the best first, with its cells by column."""
-    parts = _parts(case)
+    """Return a row for each candidate of a case, the best first. A row maps columns to cells.
+
+    All rows have the same columns. A candidate that was not simulated has empty cells for the
+    figures that only a simulation gives.
+    """
+    categories = _find_shown_categories(case)
     rows = []
-    for each in case.forecasts:
-        candidate = each.candidate
+    for forecast in case.forecasts:
+        candidate = forecast.candidate
         row = {
             "candidate": candidate.shape,
             "spares": "any" if candidate.spares is None else f"{candidate.spares}",
-            "effective": f"{100 * each.estimate:.1f} %",
+            "effective": f"{100 * forecast.estimate:.1f} %",
             "one run": "",
-            **{PARTS[name]: "" for name in parts},
         }
-        if each.accounts:
-            low, high = each.spread()
-            shares = percentages(each.shares())
-            row["effective"] = f"{100 * each.effective:.2f} ±{100 * each.half_interval:.2f} %"
+        for name in categories:
+            row[TIME_CATEGORIES[name]] = ""
+        if forecast.accounts:
+            low, high = forecast.spread()
+            half_interval = 100 * forecast.half_interval
+            row["effective"] = f"{100 * forecast.effective:.2f} ±{half_interval:.2f} %"
             row["one run"] = f"{100 * low:.1f} to {100 * high:.1f} %"
-            row |= {PARTS[name]: f"{shares[name]:.1f}" for name in parts}
-        row["GPU-hours lost"] = f"{each.lost_gpu_hours:,.0f}"
+            shares = percentages(forecast.shares())
+            for name in categories:
+                row[TIME_CATEGORIES[name]] = f"{shares[name]:.1f}"
+        row["GPU-hours lost"] = f"{forecast.lost_gpu_hours:,.0f}"
         if candidate.scenario.cluster.price_per_gpu_hour:
-            row["money lost"] = f"{each.lost_money:,.0f}"
-        row["useful / paid"] = f"{100 * each.worth:.2f} %"
-        row["notes"] = "; ".join(notes_of(each))
+            row["money lost"] = f"{forecast.lost_money:,.0f}"
+        row["useful / paid"] = f"{100 * forecast.worth:.2f} %"
+        row["notes"] = "; ".join(notes_of(forecast))
         rows.append(row)
     return rows
 
 
-def _parts(case: Case) -> list[str]:
-    """Return the parts of the time that a simulated candidate of the case has."""
-    shown = [percentages(each.shares()) for each in case.forecasts if each.accounts]
-    return [name for name in PARTS if any(shares[name] for shares in shown)]
+def _find_shown_categories(case: Case) -> list[str]:
+    """Return the time categories that are not 0.0 % for every simulated candidate of the case."""
+    simulated = [percentages(each.shares()) for each in case.forecasts if each.accounts]
+    return [name for name in TIME_CATEGORIES if any(shares[name] for shares in simulated)]
 
 
 def case_table(case: Case) -> Table:
@@ -89,14 +106,14 @@ def case_table(case: Case) -> Table:
     table = Table(title=case.title or None, title_justify="left")
     rows = case_rows(case)
     for column in rows[0] if rows else ():
-        table.add_column(column, justify="left" if column in TEXTS else "right")
+        table.add_column(column, justify="left" if column in TEXT_COLUMNS else "right")
     for row in rows:
         table.add_row(*row.values())
     return table
 
 
 def notes_of(forecast: Forecast) -> list[str]:
-    """Return the reasons to doubt a row, and the judgements that are in it."""
+    """Return the notes on a candidate: reasons to doubt its figures, and inputs that are opinions."""
     candidate = forecast.candidate
     notes = []
     if not forecast.accounts:
@@ -106,8 +123,8 @@ def notes_of(forecast: Forecast) -> list[str]:
             notes.append(f"may be off by more than 1 %: {doubts}")
     if forecast.closed_forms_disagree:
         notes.append(f"closed forms say {100 * forecast.estimate:.1f} %")
-    if candidate.beyond:
-        times = f"{candidate.beyond:.1f} times"
+    if candidate.pressure_ratio:
+        times = f"{candidate.pressure_ratio:.1f} times"
         notes.append(f"BEYOND THE RECORD: {times} the pressure that was measured")
     rounds = candidate.scenario.rounds
     if candidate.strategy == "rounds" and rounds is not None:
@@ -122,31 +139,35 @@ def notes_of(forecast: Forecast) -> list[str]:
 
 
 def case_notes(case: Case) -> list[str]:
-    """Return notes on a case: its runs, failures from files, shapes left out, bounds of the
-    shape, spares that are enough.
-    """
+    """Return the notes that hold for all candidates of a case."""
     notes = [f"Left out: {text}." for text in case.excluded]
-    candidates = [each.candidate for each in case.forecasts]
-    for forecast in case.forecasts[:1]:
-        scenario = forecast.candidate.scenario
-        length = describe_seconds(scenario.seconds)
-        notes.append(f"Simulated: {len(forecast.accounts)} runs of {length} each.")
-        notes += _file_notes(scenario)
-    in_groups = [each for each in candidates if each.strategy != "restart"]
-    if any(not each.bounded for each in in_groups):
+    if not case.forecasts:
+        return notes
+    best = case.forecasts[0]
+    scenario = best.candidate.scenario
+    length = describe_seconds(scenario.seconds)
+    notes.append(f"Simulated: {len(best.accounts)} runs of {length} each.")
+    notes += _file_notes(scenario)
+    candidates = [forecast.candidate for forecast in case.forecasts]
+    in_groups = [candidate for candidate in candidates if candidate.strategy != "restart"]
+    if any(not candidate.has_sizes for candidate in in_groups):
         notes.append("The shape is not bounded by memory and exchange: give job.config.")
-    elif in_groups and in_groups[0].scenario.cluster.gpu_memory_gb is None:
+    elif in_groups and scenario.cluster.gpu_memory_gb is None:
         notes.append("The shape is not bounded by memory: give cluster.gpu_memory_gb.")
-    expected = max((each.rates.broken_nodes for each in candidates), default=0.0)
-    if expected:
-        notes.append(f"99 % of the time {standbys(expected)} nodes at most are being mended.")
+    mean_broken_nodes = max(candidate.rates.broken_nodes for candidate in candidates)
+    if mean_broken_nodes:
+        enough = enough_spares(mean_broken_nodes)
+        notes.append(f"99 % of the time {enough} nodes at most are being mended.")
     return notes
 
 
 def _file_notes(scenario: Scenario) -> list[str]:
-    """Return what to know of failures that are listed in files: they are one draw, and they end."""
+    """Return notes on the failures of traces and logs.
+
+    They are not drawn anew for each run, and a file may be shorter than a run.
+    """
     notes = []
-    for name, listed in scenario.listed.items():
+    for name, listed in scenario.listed_failures.items():
         note = f"All runs meet the same failures of {name}, those of its file"
         # After its last failure a file may have gone on for about one gap.
         covered = listed[-1].time * (1 + 1 / len(listed))
@@ -177,7 +198,11 @@ COUNTS = {
 
 
 def campaign_table(forecast: Forecast, minutes: float) -> Table:
-    """Return what a campaign will show: the mean, and the 5th to 95th percentile of one run."""
+    """Return the table of `--chaos`: the mean of each figure, and the range of 90 % of the runs.
+
+    Args:
+        minutes: length of the campaign.
+    """
     from titan_ft.history.terminal import make_grid
 
     rows = [(f"in {minutes:g} minutes", "mean", "90 % of runs")]
@@ -196,6 +221,7 @@ def _campaign_row(forecast: Forecast, name: str, value_of: ValueOf) -> tuple[str
 
 
 def validation_table(rows: Iterable[Comparison]) -> Table:
+    """Return the table of `--validate`."""
     from rich.table import Table
 
     table = Table()
@@ -207,7 +233,8 @@ def validation_table(rows: Iterable[Comparison]) -> Table:
     table.add_column("fitted, or why it is open")
     verdicts = {True: "yes", False: "NO", None: "open"}
     for row in rows:
-        numbers = ["" if value is None else f"{value:,.4g}" for value in (row.published, row.ours)]
+        published = "" if row.published is None else f"{row.published:,.4g}"
+        ours = "" if row.ours is None else f"{row.ours:,.4g}"
         error = "" if row.error is None else f"{100 * row.error:+.2f} %"
         reason = row.case.why if row.kind == "open" else row.case.fitted
         table.add_row(
@@ -215,7 +242,8 @@ def validation_table(rows: Iterable[Comparison]) -> Table:
             row.figure,
             row.kind,
             row.case.grade,
-            *numbers,
+            published,
+            ours,
             error,
             verdicts[row.holds],
             reason,
@@ -228,21 +256,21 @@ def validation_table(rows: Iterable[Comparison]) -> Table:
 
 def case_figures(case: Case) -> dict[str, Any]:
     """Return a case as plain values for JSON."""
-    rows = sensitivity(case.forecasts[0].candidate) if case.forecasts else []
+    keys = ("input", "half", "as_it_is", "twice")
+    sensitivities = find_sensitivities(case.forecasts[0].candidate) if case.forecasts else []
     return {
         "circumstances": dict(case.circumstances),
         "advice": case.advice,
         "notes": case_notes(case),
         "candidates": [forecast_figures(each) for each in case.forecasts],
-        "sensitivity": [
-            dict(zip(("input", "half", "as_it_is", "twice"), row, strict=True)) for row in rows
-        ],
+        "sensitivity": [dict(zip(keys, row, strict=True)) for row in sensitivities],
     }
 
 
 def forecast_figures(forecast: Forecast) -> dict[str, Any]:
     """Return a forecast as plain values for JSON."""
-    candidate, costs = forecast.candidate, forecast.candidate.costs
+    candidate = forecast.candidate
+    costs = candidate.costs
     figures = {
         "strategy": candidate.strategy,
         "groups": candidate.groups,

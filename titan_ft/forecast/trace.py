@@ -1,6 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Write the drawn failures of a scenario as a chaos trace, which `launch --chaos` carries out."""
+"""Write the drawn failures of a scenario as a chaos trace.
+
+`titan-ft plan --trace-out` calls `write_drawn`. `titan-ft launch --chaos` can then inject the same
+failures into a real job.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from titan_ft.config import ConfigError
 from titan_ft.forecast.failures import Failure, draw_failures, groups_hit
 from titan_ft.forecast.scenario import Scenario
 
-_FAULTS = {
+_FAULT_OF_EFFECT = {
     "stop": "kill_group",
     "drain": "term_group",
     "slow": "slow_rank",
@@ -22,7 +26,7 @@ _FAULTS = {
 
 
 class TraceLine(NamedTuple):
-    """One line of a chaos trace: its columns."""
+    """The columns of one line of a chaos trace."""
 
     time: float
     fault: str
@@ -31,23 +35,28 @@ class TraceLine(NamedTuple):
 
 
 def write_drawn(path: Path, scenario: Scenario, seed: int) -> int:
-    """Write the failures of a scenario, a line for each group that is hit; return how many lines.
+    """Write the failures of a scenario, one line for each group that is hit.
+
+    Comments at the begin of the file say which failures are left out, and why.
+
+    Returns:
+        num_lines: how many faults the file has.
 
     Raises:
         ConfigError: the file cannot be written, or there is nothing to write.
     """
     drawn = list(draw_failures(scenario, seed))
-    lines = [line for failure in drawn for line in _lines(failure, scenario)]
-    notes = [
-        f"drawn by titan-ft plan: seed {seed}, {scenario.days:g} days, {scenario.job.groups} groups"
-    ]
-    notes += [
-        f"of the lists the first case: {name} = {value}" for name, value in scenario.swept.items()
-    ]
-    whole = sum(failure.kind.scope == "job" for failure in drawn)
-    if whole:
+    lines: list[TraceLine] = []
+    for failure in drawn:
+        lines += _make_lines(failure, scenario)
+    groups = scenario.job.groups
+    notes = [f"drawn by titan-ft plan: seed {seed}, {scenario.days:g} days, {groups} groups"]
+    for name, value in scenario.swept.items():
+        notes.append(f"of the lists the first case: {name} = {value}")
+    num_of_job = sum(failure.kind.scope == "job" for failure in drawn)
+    if num_of_job:
         why = "chaos leaves one group untouched"
-        notes.append(f"{whole} failures of the whole job are left out: {why}")
+        notes.append(f"{num_of_job} failures of the whole job are left out: {why}")
     notes += [
         f"left out: the chaos plan of {name}, which chaos takes as it is" for name in scenario.plans
     ]
@@ -85,17 +94,21 @@ def write_trace(path: Path, lines: Iterable[TraceLine], notes: Iterable[str] = (
     return len(rows)
 
 
-def _lines(failure: Failure, scenario: Scenario) -> Iterator[TraceLine]:
-    """Yield the lines of a failure; none if it hits the whole job."""
+def _make_lines(failure: Failure, scenario: Scenario) -> Iterator[TraceLine]:
+    """Yield one line for each group that a failure hits; none if it hits the whole job.
+
+    A straggler whose group leaves at the end has a second line, with a fault that drains the group.
+    """
     kind = failure.kind
     if kind.scope == "job":
         return
     groups = scenario.job.groups
     for group in groups_hit(failure, groups, scenario.cluster.nodes // groups):
         if kind.effect != "slow":
-            yield TraceLine(failure.time, _FAULTS[kind.effect], group)
+            yield TraceLine(failure.time, _FAULT_OF_EFFECT[kind.effect], group)
             continue
+        # A fault of 0 seconds is refused by the chaos plan.
         params = f"factor={kind.factor} seconds={max(kind.found_after, 0.001)}"
-        yield TraceLine(failure.time, _FAULTS["slow"], group, params)
+        yield TraceLine(failure.time, _FAULT_OF_EFFECT["slow"], group, params)
         if kind.leaves:
-            yield TraceLine(failure.time + kind.found_after, _FAULTS["drain"], group)
+            yield TraceLine(failure.time + kind.found_after, _FAULT_OF_EFFECT["drain"], group)
