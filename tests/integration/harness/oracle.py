@@ -25,21 +25,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-import torchtitan.protocols.train_spec as train_spec
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.config import ConfigManager, JobConfig
 
 from harness import flavor
 from harness.mask import mask_labels
 from titan_ft import config as ft_config
 from titan_ft.data.assets import resolve
 from titan_ft.data.datasets import register_datasets
+from titan_ft.host.release import series
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""The inputs of a model, by their names, and the labels."""
 
 
 def main() -> None:
     task = json.loads(sys.argv[1])
     config = read_config(task["flags"])
-    spec = train_spec.get_train_spec(config.model.name)
+    spec = find_spec(config)
     model = build_model(spec, config)
     if task["begin"] is not None:
         model.load_state_dict(torch.load(task["begin"]))
@@ -55,14 +57,14 @@ def main() -> None:
     ]
     optimizer = build_optimizer(model, config)
     steps = []
+    reads = task["microbatches"] * batches_per_microbatch(config)
     for step in range(config.training.steps):
-        batches = []
+        batches: list[Batch] = []
         for rank, shard in enumerate(shards):
-            for number in range(task["microbatches"]):
+            for number in range(step * reads, (step + 1) * reads):
                 inputs, labels = next(shard)
-                batch = step * task["microbatches"] + number
                 batches.append(
-                    (inputs["input"], mask_labels(labels, rank, batch) if task["mask"] else labels)
+                    (inputs, mask_labels(labels, rank, number) if task["mask"] else labels)
                 )
         steps.append(
             train_step(
@@ -87,7 +89,7 @@ def main() -> None:
 def train_step(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    batches: list[tuple[torch.Tensor, torch.Tensor]],
+    batches: list[Batch],
     lr: float,
     max_norm: float,
 ) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def train_step(
     total = 0.0
     for inputs, labels in batches:
         loss = F.cross_entropy(
-            model(inputs).flatten(0, 1).float(),
+            compute_logits(model, inputs).flatten(0, 1).float(),
             labels.flatten(),
             reduction="sum",
             ignore_index=IGNORE_INDEX,
@@ -116,7 +118,33 @@ def train_step(
     }
 
 
-def build_optimizer(model: torch.nn.Module, config: JobConfig) -> torch.optim.Optimizer:
+def compute_logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the logits, [sequence, token, word].
+
+    torchtitan 0.3 attends within a document only. Its loader gives the positions, of which its
+    trainer makes the mask.
+    """
+    more = {}
+    if series() != "0.2":
+        positions = inputs["positions"]
+        masks = model.get_attention_masks(positions=positions)
+        more = {"positions": positions, "attention_masks": masks}
+    logits: torch.Tensor = model(inputs["input"], **more)
+    return logits
+
+
+def batches_per_microbatch(config: Any) -> int:
+    """Return the number of a loader's batches in one forward and backward of a data shard.
+
+    With a pipeline, 0.3's loader gives the pipeline's microbatches.
+    """
+    if series() == "0.2" or config.parallelism.pipeline_parallel_degree == 1:
+        return 1
+    training, parallel = config.training, config.parallelism
+    return int(training.local_batch_size // parallel.pipeline_parallel_microbatch_size)
+
+
+def build_optimizer(model: torch.nn.Module, config: Any) -> torch.optim.Optimizer:
     """Build the optimizer of torchtitan's config."""
     settings = config.optimizer
     return torch.optim.AdamW(
@@ -130,7 +158,7 @@ def build_optimizer(model: torch.nn.Module, config: JobConfig) -> torch.optim.Op
     )
 
 
-def learning_rate(config: JobConfig, step: int) -> float:
+def learning_rate(config: Any, step: int) -> float:
     """Return the LR of update number `step`, from 0: linear warm-up, then linear decay to a
     fraction.
     """
@@ -146,21 +174,47 @@ def learning_rate(config: JobConfig, step: int) -> float:
 def read_config(flags: list[str]) -> Any:
     flavor.register()
     register_datasets()
-    config: Any = ConfigManager(
-        ConfigManager._merge_configs(JobConfig, ft_config.JobConfig)
-    ).parse_args(flags)
+    config: Any
+    if series() == "0.2":
+        from torchtitan.config import ConfigManager, JobConfig
+
+        merged = ConfigManager._merge_configs(JobConfig, ft_config.JobConfig)
+        config = ConfigManager(merged).parse_args(flags)
+    else:
+        from titan_ft.training import job_config
+
+        config = job_config.prepare_config(*flags)  # without the hooks of the groups
     config.model.hf_assets_path = str(resolve(config.model.hf_assets_path))
     return config
 
 
+def find_spec(config: Any) -> Any:
+    """Return torchtitan's description of the model; with 0.3, this package's in the same form."""
+    if series() == "0.2":
+        from torchtitan.protocols import train_spec
+
+        return train_spec.get_train_spec(config.model.name)
+    from titan_ft.host import titan
+
+    return titan.get_train_spec(config.model.name)
+
+
 def build_model(spec: Any, config: Any) -> torch.nn.Module:
     """Build the model with the weights that torchtitan begins with for `debug.seed`."""
-    arguments = spec.model_args[config.model.flavor]
-    arguments.update_from_config(config)
-    torch.manual_seed(config.debug.seed)
-    with torch.device("meta"):
-        model: torch.nn.Module = spec.model_cls(arguments)
+    model: Any
+    if series() == "0.2":
+        arguments = spec.model_args[config.model.flavor]
+        arguments.update_from_config(config)
+        torch.manual_seed(config.debug.seed)
+        with torch.device("meta"):
+            model = spec.model_cls(arguments)
+    else:
+        from titan_ft.host import titan
+
+        torch.manual_seed(config.debug.seed)
+        model, _ = titan.build_model(config)
     model.to_empty(device="cpu")
     with torch.no_grad():
         model.init_weights()
-    return model.train()
+    model.train()
+    return model

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchtitan.protocols.train_spec as train_spec
 
 from harness import oracle
 from harness.mask import mask_labels
@@ -43,7 +42,7 @@ class Group:
         if task["begin"] is not None:
             self.model.load_state_dict(torch.load(task["begin"]))
         self._optimizer = oracle.build_optimizer(self.model, config)
-        self._microbatches = task["microbatches"]
+        self._microbatches = task["microbatches"] * oracle.batches_per_microbatch(config)
         total = task["shards"]
         each = total // task["groups"]
         self._shards = [
@@ -54,15 +53,13 @@ class Group:
         self.tokens = [0] * len(task["fragments"] or [None])
         self.facts: list[tuple[int, float]] = []  # valid tokens and sum of the losses of each step
 
-    def _read(
-        self, spec: Any, rank: int, total: int, mask: bool
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _read(self, spec: Any, rank: int, total: int, mask: bool) -> Iterator[oracle.Batch]:
         tokenizer = spec.build_tokenizer_fn(self._config)
         loader = spec.build_dataloader_fn(
             dp_world_size=total, dp_rank=rank, tokenizer=tokenizer, job_config=self._config
         )
         for batch, (inputs, labels) in enumerate(loader):
-            yield inputs["input"], mask_labels(labels, rank, batch) if mask else labels
+            yield inputs, mask_labels(labels, rank, batch) if mask else labels
 
     def train(self, until: int) -> None:
         """Make steps until so many are made."""
@@ -104,7 +101,7 @@ class Nesterov:
 def main() -> None:
     task = json.loads(sys.argv[1])
     config = oracle.read_config(task["flags"])
-    spec = train_spec.get_train_spec(config.model.name)
+    spec = oracle.find_spec(config)
     groups = [Group(task, config, spec, number) for number in range(task["groups"])]
     outer = Nesterov(**task["outer"])
     anchors = {name: value.clone() for name, value in groups[0].weights().items()}
