@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Run the tests of the GPU paths on torch's CUDA build, without a GPU: bash scripts/test_cuda.sh [--quick] [pytest arguments]
-usage='usage: test_cuda.sh [--quick] [pytest arguments]
+# Run the tests of the GPU paths on torch's CUDA build, without a GPU: bash scripts/test_cuda.sh [--torch RELEASE] [--quick] [pytest arguments]
+usage='usage: test_cuda.sh [--torch RELEASE] [--quick] [pytest arguments]
 Runs the tests of the GPU paths on torch'"'"'s CUDA build, without a GPU, over a stand-in for CUDA and NCCL
 (tests/cuda_stand_in). Makes .venv and .venv-cuda first (0.5 GB the first time). Where the CUDA build cannot be had,
 a line says so, and the status is 0.
 Without arguments: tests/cuda, also the slow ones, and the jobs of tests/integration over NCCL, in half an hour.
-  --quick   the quick tests of tests/cuda, and a job over NCCL for each kind of failure: five minutes on two cores
+  --torch RELEASE   another release of torch than that of .venv, in .venv-cuda-RELEASE
+  --quick           the quick tests of tests/cuda, and a job over NCCL for each kind of failure: five minutes on two cores
 With pytest arguments: these tests alone; with TITAN_FT_TEST_PROCESS_GROUP=nccl the jobs of tests/integration use NCCL.'
 quick_jobs=( # beyond tests/cuda: deaths in an exchange, of a joiner, in a drain; a NaN; a full queue; the oracle
     'tests/integration/test_kill.py::test_kill_at_point[2-exchange_first]'
@@ -21,6 +22,11 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/common.sh
 help_first "$@"
+if [[ ${1:-} == --torch ]]; then
+    (($# >= 2)) || refuse "$1 needs a release"
+    export STAND_IN_TORCH=$2
+    shift 2
+fi
 quick=""
 [[ ${1:-} != --quick ]] || { quick=1; shift; }
 source tests/cuda_stand_in/setup.sh || exit $(($? == 3 ? 0 : 1)) # 3 = no wheel: a line has said so

@@ -218,11 +218,10 @@ def facts(state: State) -> dict[str, Any]:
     pg = state.seat.process_group._pg.pg
     backend = pg._get_backend(torch.device("cuda"))
     ones = torch.ones(1, device="cuda")
-    work = pg.allreduce([ones])
-    work.wait()
+    pg.allreduce([ones]).wait()
     ones.cpu()
     return {
-        "ten_minutes": backend._verify_work_timeout(work, timedelta(minutes=10)),
+        "timeout_minutes": backend.options._timeout / timedelta(minutes=1),
         "max_ctas": backend.options.config.max_ctas,
         "high_priority": backend.options.is_high_priority_stream,
         "error_handling": os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"],

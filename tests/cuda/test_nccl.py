@@ -283,7 +283,7 @@ def test_torch_ends_no_operation_by_itself() -> None:
         meet([rank], "a")
         facts = rank.do("facts")
         assert facts["error_handling"] == "0"
-        assert not facts["ten_minutes"]
+        assert facts["timeout_minutes"] > 10  # torch's own limit, which ends the process
         assert 1 <= facts["max_ctas"] <= 8
         assert facts["high_priority"]
 

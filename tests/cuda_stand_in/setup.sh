@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv-cuda (torch's CUDA build, the other packages from .venv) and build the stand-in. Quick when nothing changed.
+# STAND_IN_TORCH: another release of torch than that of .venv. The environment and the build have it in their names.
 # Source it: it sets STAND_IN_PYTHON, and what Python needs to load the stand-in in place of NVIDIA's libraries.
 # Several shells may source it at once: one makes the environment, the others wait.
 # Returns 3, with one line, where the wheel of torch cannot be had.
@@ -25,27 +26,31 @@ stand_in_make_venv() { # VENV TORCH_VERSION PACKAGES STAMP
 }
 
 stand_in_setup() {
-    local root here venv packages torch_version stamp
+    local root here venv lib packages torch_version stamp
     here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) || return 1
     root=$(cd "$here/../.." && pwd) || return 1
     source "$root/scripts/setup_env.sh" || return
-    venv=$root/.venv-cuda
+    venv=$root/.venv-cuda${STAND_IN_TORCH:+-$STAND_IN_TORCH}
+    lib=$here/lib${STAND_IN_TORCH:+/$STAND_IN_TORCH}
 
-    torch_version=$("$TITAN_FT_PYTHON" -c 'import importlib.metadata as m; print(m.version("torch").partition("+")[0])') || return
+    torch_version=${STAND_IN_TORCH:-}
+    [[ -n $torch_version ]] || torch_version=$("$TITAN_FT_PYTHON" -c 'import importlib.metadata as m; print(m.version("torch").partition("+")[0])') || return
     packages=$("$TITAN_FT_PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || return
     stamp="$torch_version $packages"
     if [[ ! -f $venv/stamp || $(<"$venv/stamp") != "$stamp" ]]; then
-        mkdir -p "$here/lib"
+        mkdir -p "$lib"
         (
             flock 9
             stand_in_make_venv "$venv" "$torch_version" "$packages" "$stamp"
-        ) 9>"$here/lib/venv.lock" || return
+        ) 9>"$lib/venv.lock" || return
     fi
-    bash "$here/build.sh" "$venv" "$here/lib" || return 1
+    bash "$here/build.sh" "$venv" "$lib" || return 1
 
-    export STAND_IN_PYTHON=$venv/bin/python
-    export LD_LIBRARY_PATH=$here/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+    export STAND_IN_PYTHON=$venv/bin/python STAND_IN_LIB=$lib
+    export LD_LIBRARY_PATH=$lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
     export PYTHONPATH=$root:$here/site${PYTHONPATH:+:$PYTHONPATH}
+    # As titan_ft's launcher: torch 2.15 would take its other backend of NCCL inside a group (docs/gpu.md).
+    export TORCH_DIST_USE_NCCL2=${TORCH_DIST_USE_NCCL2:-0}
     export TORCH_DISABLE_NATIVE_JIT=1 # torch._native has kernels of Triton
 }
 

@@ -25,6 +25,7 @@ case "$*" in
 *'version("torch")'*) echo 2.13.0 ;;
 "-m pytest "*)
     echo "$TITAN_FT_TEST_PROCESS_GROUP" >"$CALLS"
+    echo "$0 $STAND_IN_LIB" >"$CALLS.folders"
     printf '%s\\n' "${@:3}" >>"$CALLS" ;;
 *) echo "$@" >&2 && exit 9 ;;
 esac
@@ -110,3 +111,23 @@ def test_the_quick_ones_are_tests_that_exist(script: Script) -> None:
     for name in words[1:-2]:
         path, _, test = name.partition("::")
         assert f"def {test.partition('[')[0]}(" in (ROOT / path).read_text(), name
+
+
+def test_another_release_of_torch_has_folders_of_its_own(script: Script, tmp_path: Path) -> None:
+    """A build for one release does not load with another."""
+    ended, asked = script("--torch", "2.15.0", "tests/cuda/test_runs.py")
+    assert (ended.returncode, asked[1:]) == (0, ["tests/cuda/test_runs.py"])
+    python, lib = (tmp_path / "calls.folders").read_text().split()
+    assert python == str(tmp_path / ".venv-cuda-2.15.0" / "bin" / "python")
+    assert lib == str(tmp_path / "tests" / "cuda_stand_in" / "lib" / "2.15.0")
+    ended, _ = script("--torch", "2.15.0", pip=1)
+    assert ended.returncode == 0
+    (tmp_path / ".venv-cuda-2.15.0" / "stamp").unlink()
+    ended, _ = script("--torch", "2.15.0", pip=1)
+    assert ended.stderr.startswith("the CUDA build of torch 2.15.0 cannot be had from here")
+
+
+def test_an_option_without_its_value_is_refused(script: Script) -> None:
+    ended, asked = script("--torch")
+    assert (ended.returncode, asked) == (2, [])
+    assert ended.stderr == "test_cuda.sh: --torch needs a release\n"

@@ -268,3 +268,16 @@ NCCL_API ncclResult_t ncclCommUserRank(ncclComm_t communicator, int* rank) {
   *rank = communicator->rank;
   return ncclSuccess;
 }
+
+// torch 2.15's second backend ("nccl2") registers each block of its allocator. The stand-in's
+// collectives read any address, so a registration has nothing to prepare.
+NCCL_API ncclResult_t ncclCommRegister(ncclComm_t communicator, void* block, size_t, void** handle) {
+  if (!ncclComm::is_usable(communicator, "Register"))
+    return ncclInvalidArgument;
+  *handle = block;
+  return ncclSuccess;
+}
+
+NCCL_API ncclResult_t ncclCommDeregister(ncclComm_t, void*) {
+  return ncclSuccess;
+}
