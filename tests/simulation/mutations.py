@@ -365,7 +365,7 @@ def nan_in_last_bucket_only(patch: Patch) -> None:
 @mutation(kinds=("kill",), promises=("exact average", "one trajectory", "no state given up"))
 def nccl_not_asked(patch: Patch) -> None:
     """The exchange ignores an error that NCCL reports only on request."""
-    substitute(patch, Operations, "_raise_errored", lambda self: None)
+    substitute(patch, Operations, "_raise_nccl_error", lambda self: None)
 
 
 @mutation(kinds=("none",), promises=("exact average",))
